@@ -72,7 +72,7 @@ def _by_rule(
     chunk = max(1, _AT_ONCE // (len(rule.nodes) * (1 + len(rest)) * (m + client.local_size)))
     for first in range(0, len(points), chunk):
         some = points[first : first + chunk]
-        found, modes, factors = _marginal.modes(client, some, center, factors=True)
+        found, modes, factors = _marginal.modes(client, some, center)
         told = np.flatnonzero(np.isfinite(found))
         about = _about_modes(some[told], modes[told], factors[told], which, rest)
         if along_axes:
@@ -226,7 +226,7 @@ def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:
     def difference(points: Array) -> tuple[Array, float] | None:
         if which is None:
             return _marginal.difference(client, points, mean)
-        laplace, _, _ = _marginal.modes(client, points, mean, factors=False)
+        laplace, _, _ = _marginal.modes(client, points, mean)
         found = integrated(client, points, mean, which)[0] - laplace
         return (found, 1.0) if np.all(np.isfinite(found)) else None
 

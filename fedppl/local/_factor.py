@@ -17,18 +17,16 @@ from numpy.typing import NDArray
 
 from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _gaussian_rest, _marginal
-from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
 from fedppl.local._separable import is_separable, one_by_one
 from fedppl.local._two_rules import Pair, by_pairs
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
-from fedppl.numerics.integral import Rule, beyond_grid, by_far_grid, by_grid, integral_batch
+from fedppl.numerics.integral import Rule, beyond_grid, by_far_grid, by_grid
 from fedppl.numerics.marginal import site_batch
-from fedppl.numerics.newton import OK
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.numerics.smooth import smooth_over
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array
 
 _GRIDS = {2: (7, 9, 15), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates
 _SHAPING, _FITS = 64, 3  # points of a scramble that tell where θ lies at the center, and how often it is fitted
@@ -45,7 +43,7 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
     times, each with points of those before: of a shoulder beside the mode the first points see little.
     """
     d = client.local_size
-    _, modes, factors = _marginal.modes(client, center[None], center, factors=True)
+    _, modes, factors = _marginal.modes(client, center[None], center)
     found: tuple[Proposal, ...] = (Proposal(np.zeros(d), np.eye(d), _SHAPING),)
     for time in range(_FITS):
         # Others than the nodes: what is fitted to nodes and integrated by them is too small, alike at all clients.
@@ -89,7 +87,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
         return Factor(np.zeros(0), np.zeros(0))
     if client.local_size:
         require_one_mode(client, points, center)
-    found, _, _ = _marginal.modes(client, points, center, factors=False)
+    found, _, _ = _marginal.modes(client, points, center)
     values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
     constant = Constant()
     is_gaussian = not client.local_size or client.view(_gaussian_rest.is_exact)
@@ -121,7 +119,9 @@ def _corrected(client: ClientView, points: Array, center: Array, laplace: Array)
     if smooth is not None:
         return laplace + smooth[0], smooth[1], constant
     if client.local_size in _GRIDS:
-        coarse, _ = _integrals(client, points, center, by_grid(client.local_size, _GRIDS[client.local_size][0]))
+        coarse = _marginal.integrals(
+            client, points, center, by_grid(client.local_size, _GRIDS[client.local_size][0])
+        ).values
         smooth = smooth_over(points, known, better - coarse[known], differ)
         if smooth is not None:
             return coarse + smooth[0], smooth[1], constant
@@ -139,7 +139,7 @@ def integrated(client: ClientView, points: Array, center: Array) -> tuple[Array,
     rules = [*(by_grid(d, count) for count in _GRIDS[d][1:]), by_far_grid(d), by_far_grid(d, finer=True)]
 
     def compute(some: Array, *, rule: Rule) -> tuple[Array, Array]:
-        values, shares = _integrals(client, some, center, rule)
+        values, _, _, shares = _marginal.integrals(client, some, center, rule)
         outside, unknown = beyond_grid(shares)
         return values + np.log1p(outside), np.where(np.isfinite(values), unknown, 0.0)
 
@@ -159,7 +159,7 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
     constant = Constant()
     for count in _NODES:
         nodes = _student_rule(shapes, count, stream_of(client.client_id))
-        values, shares = _integrals(client, points, center, nodes)
+        values, _, _, shares = _marginal.integrals(client, points, center, nodes)
         told = np.isfinite(values)
         if not np.any(told):
             break
@@ -184,12 +184,3 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
 def _varying(values: Array, told: NDArray[np.bool_]) -> Array:
     """Values less their median, which moves nothing; 0 where they are not told."""
     return np.where(told, values - (np.median(values[told]) if np.any(told) else 0.0), 0.0)
-
-
-def _integrals(client: ClientView, points: Array, center: Array, nodes: Rule) -> tuple[Array, Array]:
-    status, values, _, _, shares = integral_batch(
-        client.kernel, points, center, client.view(_marginal._start), client.packed, *nodes, 0.0
-    )
-    if status != OK:
-        raise LocalFailure(no_mode(client, center))
-    return values, shares

@@ -37,7 +37,7 @@ def _probes(client: ClientView) -> _Probes | None:
     near, far = (_marginal.prior_sds(client, most) for most in (1.0, 10.0))
     points = center + np.stack([-near, 0.3 * near, near, -far, far])
     try:
-        _, modes, factors = _marginal.modes(client, points, center, factors=True)
+        _, modes, factors = _marginal.modes(client, points, center)
     except LocalFailure:
         return None
     if not np.all(np.isfinite(factors)) or not np.all(np.diagonal(factors, axis1=1, axis2=2) > 0):

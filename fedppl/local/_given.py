@@ -43,7 +43,7 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     count, d = len(phi), client.local_size
     unique, where = np.unique(phi, axis=0, return_inverse=True)
     where = where.ravel()
-    _, modes_there, factors_there = _marginal.modes(client, unique, center, factors=True)
+    _, modes_there, factors_there = _marginal.modes(client, unique, center)
     modes, factors = modes_there[where], factors_there[where]
     upper = np.swapaxes(factors, 1, 2)
     if client.view(_gaussian_rest.is_exact):

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.numerics.importance import whitened_points
-from fedppl.numerics.integral import SIZES, by_grid, by_points
-from fedppl.numerics.newton import OK
+from fedppl.numerics.integral import SIZES, Rule, by_grid, by_points
 from fedppl.types import Array
 
 _POINTS = 256  # where a grid has too many coordinates
@@ -40,18 +39,20 @@ class LeftOut(NamedTuple):
     trust: float  # the part of Δ that it is, by how well it is known: 0 where nothing is known
 
 
-def differences(
-    batch: Callable[..., tuple[int, Array, Array, Array, Array]], size: int, stream: int
-) -> tuple[Array, float] | None:
-    """Δ at the points of a call of `integral_batch` that lacks its last arguments, and how far to trust it."""
-    by_weights = size not in SIZES
-    rule = by_points(size, _POINTS, stream) if by_weights else by_grid(size, SIZES[size])
-    status, _, found, relative, shares = batch(*rule, _NOTHING if by_weights else 0.0)
-    if status != OK or not np.all(np.isfinite(found)):
+def rule_of(size: int, stream: int) -> Rule:
+    """A grid of few coordinates, points of the client's stream of more."""
+    return by_grid(size, SIZES[size]) if size in SIZES else by_points(size, _POINTS, stream)
+
+
+def trusted(found: Array, relative: Array, shares: Array, size: int) -> tuple[Array, float] | None:
+    """Δ at points (S,) by a rule's integrals, and how far to trust it; None where one is not known."""
+    if not np.all(np.isfinite(found)):
         return None
-    if by_weights:
-        return found, float(np.clip((relative.min() - _NOTHING) / (_ALL - _NOTHING), 0.0, 1.0))
-    return found, float(np.clip((_MOST - shares[:, 1].max()) / (_MOST - _LITTLE), 0.0, 1.0))
+    if size in SIZES:
+        return found, float(np.clip((_MOST - shares[:, 1].max()) / (_MOST - _LITTLE), 0.0, 1.0))
+    if relative.min() < _NOTHING:
+        return None
+    return found, float(np.clip((relative.min() - _NOTHING) / (_ALL - _NOTHING), 0.0, 1.0))
 
 
 def left_out(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
 from fedppl.contracts import ClientView
 from fedppl.local import _marginal
+from fedppl.numerics import pairs
 from fedppl.numerics.importance import stream_of
-from fedppl.numerics.marginal import modes_from
+from fedppl.numerics.pairs import Densities, Places
 from fedppl.types import Array, LocalFailure
 
 _FAR = (4.0, 12.0, 40.0, 120.0, 400.0, 1200.0)  # sds from the mode, in a direction and against it
 _FLIPPED, _EXCHANGED = 16, 12  # coordinates whose sign is turned one at a time, and pairs that are exchanged, at most
 _TURNED = 3  # variables whose signs are turned together, in all ways
 _REACH = 5.0  # sds, by the curvature at either mode, within which a quadrature about one sees the other
+_ROUGH = 1e-6  # Newton decrement, log units, at which searches for other modes end
 _NEGLIGIBLE = np.log(1e-3)  # of the mass about the first mode
 
 
@@ -27,19 +30,39 @@ def require_one_mode(client: ClientView, points: Array, center: Array) -> None:
     LocalFailure
         Where another mode is found. It names variables, and no number of the client's.
     """
-    begin = client.view(_marginal._start)[None]
+    begin, who = client.view(_marginal.start)[None], np.zeros(1, dtype=np.int64)
+    for reason in several_modes(client.view(_marginal.densities), who, [client], begin, points, center).values():
+        raise LocalFailure(reason)
+
+
+def several_modes(
+    of: Densities, places: Places, clients: Sequence[ClientView], starts: Array, points: Array, center: Array
+) -> dict[str, str]:
+    """Clients (C,), in these places of those side by side, whose θ has mass about another mode, and what to say."""
+    told: dict[str, str] = {}
+    rows, begin = np.arange(len(clients)), starts.copy()
     for point in (center, _another(points, center)):
-        (value,), (mode,), (factor,) = _search(client, point, begin)
-        if not np.isfinite(value):
-            return  # who integrates about a mode says that there is none
-        for one in zip(*_search(client, point, _starts(client, mode, factor)), strict=True):
-            other_value, other, other_factor = one
-            if not other_value > value + _NEGLIGIBLE:
-                continue
-            away = np.abs(factor.T @ (other - mode))
-            if max(np.linalg.norm(away), np.linalg.norm(other_factor.T @ (other - mode))) > _REACH:
-                raise LocalFailure(_several(client, away, point))
-        begin = mode[None]
+        first = pairs.modes(of, np.broadcast_to(point, (len(rows), len(point))), begin[rows], places[rows])
+        # Of who has no mode, whoever integrates about it says so.
+        values, kept = pairs.of_modes(first), np.flatnonzero(first.arrived)
+        rows, values, modes, roots = rows[kept], values[kept], first.theta[kept], first.root[kept]
+        begin[rows] = modes
+        others = [_starts(clients[k], mode, root) for k, mode, root in zip(rows, modes, roots, strict=True)]
+        if not others:
+            break
+        whose = np.repeat(np.arange(len(rows)), [len(one) for one in others])
+        at = np.broadcast_to(point, (len(whose), len(point)))
+        found = pairs.modes(of, at, np.concatenate(others), places[rows[whose]], _ROUGH)
+        away = found.theta - modes[whose]
+        with np.errstate(invalid="ignore"):
+            by_first, by_other = (np.einsum("nji,nj->ni", root, away) for root in (roots[whose], found.root))
+            far = np.maximum(np.linalg.norm(by_first, axis=1), np.linalg.norm(by_other, axis=1)) > _REACH
+            matters = far & (pairs.of_modes(found) > values[whose] + _NEGLIGIBLE)
+        for n in np.flatnonzero(matters)[::-1]:
+            client = clients[rows[whose[n]]]
+            told[client.client_id] = _several(client, np.abs(by_first[n]), point)
+        rows = np.array([k for k in rows if clients[k].client_id not in told], dtype=int)
+    return told
 
 
 def _another(points: Array, center: Array) -> Array:
@@ -47,15 +70,6 @@ def _another(points: Array, center: Array) -> Array:
     scale = np.median(np.abs(points - center), axis=0)
     far = np.linalg.norm((points - center) / np.where(scale > 0, scale, 1.0), axis=1)
     return np.array(points[np.argsort(far)[len(far) // 2]])
-
-
-def _search(client: ClientView, point: Array, starts: Array) -> tuple[Array, Array, Array]:
-    """Laplace's log f_k about the mode that is found from each start (S, d), these modes, the factors of curvatures."""
-    count, d = starts.shape
-    values, modes, factors = np.zeros(count), np.zeros((count, d)), np.zeros((count, d, d))
-    begins = np.ascontiguousarray(starts)
-    modes_from(client.kernel, np.ascontiguousarray(point), begins, client.packed, values, modes, factors)
-    return values, modes, factors
 
 
 def _starts(client: ClientView, mode: Array, factor: Array) -> Array:

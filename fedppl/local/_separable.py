@@ -27,7 +27,7 @@ def is_separable(client: ClientView) -> bool:
     prior = client.prior.gaussian
     points = gaussian.mean(prior) + np.array([[-1.0], [0.3], [1.0]]) * gaussian.standard_deviations(prior)
     try:
-        _, modes, factors = _marginal.modes(client, points, gaussian.mean(prior), factors=True)
+        _, modes, factors = _marginal.modes(client, points, gaussian.mean(prior))
     except LocalFailure:
         return False
     d = client.local_size
@@ -61,7 +61,7 @@ def _by_rule(client: ClientView, points: Array, center: Array, rule: Rule) -> tu
     chunk = max(1, _AT_ONCE // (d * count * (d + points.shape[1])))
     for first in range(0, len(points), chunk):
         some = points[first : first + chunk]
-        found, modes, factors = _marginal.modes(client, some, center, factors=True)
+        found, modes, factors = _marginal.modes(client, some, center)
         scales = np.diagonal(factors, axis1=1, axis2=2)  # (S, d)
         told = np.isfinite(found) & np.all(scales > 0, axis=1)
         some, modes, scales = some[told], modes[told], scales[told]

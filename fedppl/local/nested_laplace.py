@@ -237,7 +237,7 @@ def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, r
     kept: list[tuple[Array, Array, Array]] = []
     for first in range(0, len(phi), chunk):
         some = phi[first : first + chunk]
-        _, modes, factors = _marginal.modes(client, some, center, factors=True)
+        _, modes, factors = _marginal.modes(client, some, center)
         found = np.array([np.all(np.diag(f) > 0) for f in factors]) if d else np.ones(len(some), dtype=bool)
         some, modes, factors = some[found], modes[found], factors[found]
         noise = rng.normal(size=(len(some), d))

@@ -177,39 +177,6 @@ def expand_marginal(kernel: Any, phi: Any, theta: Any, wanted_scale: Any, data: 
     return OK, value, gradient, hessian, mode
 
 
-@entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, CUBE)
-def marginal_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, modes: Any, factors: Any) -> Any:
-    """log f at every row of draws (S, m), by way of an expansion at φ, the inner search there starting at θ.
-
-    Fills modes (S, d) and, when it has rows, the Cholesky factors (S, d, d) of A. Returns (status of the search
-    at φ, log f (S,), number of points without a mode, which get −inf).
-    """
-    count, m = draws.shape
-    d = theta.shape[0]
-    n = m + d
-    keep = factors.shape[0] == count
-    values = np.full(count, -np.inf)
-    missed = 0
-    status, origin, output, slope, center, _, scale = _origin(kernel, phi, theta, data)
-    if status != OK:
-        return status, values, count
-    third = np.zeros(n)
-    _third(kernel, origin, m, output, center, data, third)
-    x, A, factor = np.zeros(n), np.zeros((d, d)), np.zeros((d, d))
-    for s in range(count):
-        assign(x, 0, draws[s])
-        there, value = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
-        if there == OK and np.isfinite(value):
-            values[s] = value
-            assign(modes[s], 0, x[m:])
-            if keep:
-                for i in range(d):
-                    assign(factors[s, i], 0, factor[i])
-        else:
-            missed += 1
-    return OK, values, missed
-
-
 @entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX)
 def gradient_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, gradients: Any) -> Any:
     """log f and its gradient at every row of draws (S, m), by way of an expansion at φ, as in `marginal_batch`.
@@ -236,32 +203,6 @@ def gradient_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, gra
         if there == OK and np.isfinite(value) and _total_gradient(kernel, x, m, scale, data, gradients[s]):
             values[s] = value
     return OK, values
-
-
-@entry(KERNEL, VECTOR, MATRIX, DATA, VECTOR, MATRIX, CUBE)
-def modes_from(kernel: Any, phi: Any, starts: Any, data: Any, values: Any, modes: Any, factors: Any) -> None:
-    """Modes of θ at φ from each of many starts (S, d): Laplace's log f about it, −inf where there is none.
-
-    Fills values (S,), modes (S, d), or where searches ended, and the Cholesky factors (S, d, d) of A.
-    """
-    m, d = phi.shape[0], starts.shape[1]
-    for s in range(starts.shape[0]):
-        status, x, output, _, factor, _, _ = _origin(kernel, phi, starts[s], data)
-        values[s] = -np.inf
-        assign(modes[s], 0, x[m:])
-        if status == OK:
-            values[s] = output[0] + 0.5 * d * np.log(2.0 * np.pi) - 0.5 * log_determinant(factor)
-            for i in range(d):
-                assign(factors[s, i], 0, factor[i])
-
-
-def inner_mode_at(kernel: Any, phi: Array, theta: Array, data: Any) -> tuple[int, Array]:
-    """Mode of θ at φ: (status, θ mode (d,)), where there is none where the search ended."""
-    d = len(theta)
-    values, modes = np.zeros(1), np.zeros((1, d))
-    starts = np.ascontiguousarray(theta)[None]
-    modes_from(kernel, np.ascontiguousarray(phi), starts, data, values, modes, np.zeros((1, d, d)))
-    return (OK if values[0] > -np.inf else NO_MODE), modes[0]
 
 
 @entry(KERNEL, MATRIX, DATA)

@@ -19,8 +19,7 @@ from fedppl.algorithms.averaging.point import (
 )
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Needs, Result
 from fedppl.local.descent import Descent, check_batches, checked, descend
-from fedppl.numerics.marginal import inner_mode_at
-from fedppl.numerics.newton import OK
+from fedppl.numerics.pairs import inner_mode_at
 from fedppl.settings import between, described, positive, whole
 from fedppl.types import Array, DeclarationError, LocalFailure, Message, Rng
 
@@ -171,7 +170,7 @@ def _draw(
     v, m = fitting_own(client, personal and personal.own), client.shared_size
     if v is None:
         phi = np.asarray(message["phi"], dtype=float)
-        status, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
-        start = np.concatenate([phi, local if status == OK else client.initial])
+        arrived, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
+        start = np.concatenate([phi, local if arrived else client.initial])
         v = _personal_steps(client, start, message, rng, settings)
     return draw_point(client, v[:m], v[m:], draws, chains)

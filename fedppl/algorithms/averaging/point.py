@@ -8,8 +8,7 @@ import numpy as np
 
 from fedppl.contracts import ClientView, Draws
 from fedppl.local.descent import Objective
-from fedppl.numerics.marginal import inner_mode_at
-from fedppl.numerics.newton import OK
+from fedppl.numerics.pairs import inner_mode_at
 from fedppl.settings import between, one_of
 from fedppl.types import Array, LocalFailure
 
@@ -73,8 +72,8 @@ def weight_of(client: ClientView, weights: str) -> float:
 def draw_point(client: ClientView, phi: Array, local: Array | None, draws: int, chains: int) -> Draws:
     """Equal draws of one point; where θ is not known, it is taken to the mode of p(θ | y, φ)."""
     if local is None:
-        status, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
-        if status != OK:
+        arrived, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
+        if not arrived:
             raise LocalFailure("no mode of the local variables was found at the shared estimate; look at the data")
     shape = (chains, draws)
     return Draws(

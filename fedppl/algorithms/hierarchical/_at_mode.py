@@ -11,8 +11,8 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.marginal import inner_mode_at
-from fedppl.numerics.newton import OK, difference_hessian
+from fedppl.numerics.newton import difference_hessian
+from fedppl.numerics.pairs import inner_mode_at
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure
 
 _LEAST = 0.2  # at modes this is met: a factor's curvature there is near that with the local variables held
@@ -124,10 +124,10 @@ def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
 
 def _local_mode(client: ClientView, phi: Array) -> Array:
     """Mode of p(θ | y, φ)."""
-    status, theta = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
-    if status != OK:
+    arrived, theta = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
+    if not arrived:
         raise LocalFailure("no mode of the local variables was found")
-    return np.asarray(theta)
+    return theta
 
 
 def _attempt(client: ClientView, local: LocalInference, phi: Array) -> Expansion | None:

@@ -1,0 +1,368 @@
+r"""log f_k of clients side by side, with θ integrated: Laplace's approximation, and what it leaves out.
+
+.. math:: \log f_k(\varphi) = \log \int p(y_k, \theta \mid \varphi)\, d\theta
+
+Laplace's values are cheap and asked for at many points. What they leave out is dear and smooth in φ: it is asked for at
+few. A client alone is a stack of one, so that its numbers are the same wherever they are computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from scipy.special import logsumexp
+
+from fedppl import gaussian
+from fedppl.contracts import ClientView, Constant, Factor
+from fedppl.local import _factor, _gaussian_rest, _marginal
+from fedppl.local._no_mode import no_mode
+from fedppl.local._other_modes import several_modes
+from fedppl.local._separable import is_separable, one_by_one
+from fedppl.local._two_rules import by_two_rules
+from fedppl.numerics import pairs
+from fedppl.numerics.integral import Rule, beyond_trapezoids, by_grid, missed_by_trapezoids
+from fedppl.numerics.pairs import Densities, Laplace, Origins, Places
+from fedppl.numerics.prior import SharedPrior
+from fedppl.types import Array
+
+T = TypeVar("T")
+
+_PAIRS = 2**15  # numbers of pairs that are computed at once
+_NUMBERS = 2**22  # numbers in their matrices
+_LOOKED_AT = 8  # clients of a stack by which it is known what θ is like
+_EACH = 512  # clients from which rules are chosen by a sample
+_SAMPLE = 128  # of these
+_RULES = {1: (5, 9, 15, 25), 2: (5, 9, 13), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates
+_SHOWS = 0.01  # log units, sd over points, of what a rule may leave of the sum
+
+LeftOutFn = Callable[[ClientView, Array, Array, Laplace], Factor]
+
+
+class Stacked(NamedTuple):
+    """Clients of one compiled density and as many local coordinates, side by side."""
+
+    of: Densities
+    starts: Array  # (K, d) modes of θ at the prior's mean, where searches begin
+    ids: Sequence[str]
+    client: Callable[[int], ClientView]  # the client in a place as others know it
+    prior: SharedPrior
+    left_out: LeftOutFn | None  # the best rule that clients have; None where Laplace's approximation is exact
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self.starts)
+
+
+class Values(NamedTuple):
+    """Sums over clients at points, and who has none of it."""
+
+    values: Array  # (S,) Laplace's log f_k, of clients that have a value
+    lost: Array  # (S,) number of clients without a value
+    left_out: Array  # (T,) what these leave out, at the known points
+    left_out_lost: Array  # (T,)
+    errors: Array  # (T,) signed
+    squares: Array  # (T,)
+    constants: Array  # (2,) alike, and squares of those by chance
+    failures: Mapping[str, str]
+
+
+# Stacks ---------------------------------------------------------------------------------------------------------------
+
+
+def stacks(clients: Mapping[str, ClientView]) -> list[Stacked]:
+    """Clients side by side, those of one density together; in the order of their ids."""
+    many = getattr(clients, "stack", None)
+    if many is not None:  # rows of one table: no client is an object
+        of = Densities(many.like.kernel, many.packs, many.like.shared_size)
+        return [_stacked(of, many.starts, many.client_ids, many.model, many.like)]
+    groups: dict[tuple[int, int, int], list[ClientView]] = {}
+    for client_id in sorted(clients):
+        client = clients[client_id]
+        groups.setdefault((id(client.kernel), client.local_size, len(client.packed[2])), []).append(client)
+    return [of_clients(group) for group in groups.values()]
+
+
+def of_clients(group: Sequence[ClientView]) -> Stacked:
+    """A stack of clients that have one density and as many local coordinates."""
+    first = group[0]
+    of = Densities(first.kernel, pairs.side_by_side([client.packed for client in group]), first.shared_size)
+    initial = np.stack([np.asarray(client.initial, dtype=float) for client in group])
+    return _stacked(of, initial, [client.client_id for client in group], group.__getitem__, first)
+
+
+def alone(client: ClientView) -> Stacked:
+    """A client as a stack of one."""
+    return of_clients([client])
+
+
+def _stacked(
+    of: Densities, initial: Array, ids: Sequence[str], client: Callable[[int], ClientView], like: ClientView
+) -> Stacked:
+    starts = np.array(initial)
+    middle = gaussian.mean(like.prior.gaussian)
+    if initial.shape[1]:
+
+        def begin(some: slice) -> None:
+            who = np.arange(len(initial), dtype=np.int64)[some]
+            found = pairs.modes(of, np.broadcast_to(middle, (len(who), len(middle))), initial[some], who)
+            starts[some] = np.where(found.arrived[:, None], found.theta, initial[some])
+
+        in_parts(begin, len(initial), _parts_of(initial.shape[1], len(middle), 1), cores())
+    places = np.unique(np.linspace(0, len(initial) - 1, min(_LOOKED_AT, len(initial))).astype(int))
+    return Stacked(of, starts, ids, client, like.prior, _rule([client(int(k)) for k in places]))
+
+
+def _rule(some: Sequence[ClientView]) -> LeftOutFn | None:
+    """What all these need."""
+    if not some[0].local_size or all(client.view(_gaussian_rest.is_exact) for client in some):
+        return None
+    if some[0].local_size == 1:
+        return _on_a_line
+    return _one_by_one if all(client.view(is_separable) for client in some) else _by_quadrature
+
+
+# What Laplace's approximation leaves out, at one client ---------------------------------------------------------------
+
+
+def _on_a_line(client: ClientView, points: Array, center: Array, laplace: Laplace) -> Factor:
+    """By trapezoids over the one local coordinate."""
+    of, who = client.view(_marginal.densities), np.zeros(len(points), dtype=np.int64)
+    known = np.flatnonzero(np.isfinite(laplace.values))
+    about = Laplace(*(part[known] for part in laplace))
+
+    def compute(some: Places, rule: Rule) -> tuple[Array, Array]:
+        at = Laplace(*(part[some] for part in about))
+        terms = pairs.node_terms(of, at, points[known[some]], who[: len(some)], rule)
+        return _by_trapezoids(terms, rule)
+
+    values, errors = np.full(len(points), np.nan), np.zeros(len(points))
+    values[known], errors[known] = by_two_rules(compute, np.arange(len(known)))
+    return _less(Factor(*_factor.with_alike(values, errors)), laplace)
+
+
+def _by_trapezoids(terms: Array, rule: Rule) -> tuple[Array, Array]:
+    """Logarithms of integrals of terms (N, L), and what is not known of them."""
+    with np.errstate(invalid="ignore"):
+        whole = logsumexp(terms, axis=1)
+        shares = terms - whole[:, None]
+    outside, unknown = beyond_trapezoids(shares)
+    values = whole + np.log1p(outside)
+    return np.where(np.isfinite(values), values, np.nan), missed_by_trapezoids(shares, rule) + unknown
+
+
+def _one_by_one(client: ClientView, points: Array, center: Array, laplace: Laplace) -> Factor:
+    """One coordinate after the other, where they are independent."""
+    return _less(Factor(*_factor.with_alike(*one_by_one(client, points, center))), laplace)
+
+
+def _by_quadrature(client: ClientView, points: Array, center: Array, laplace: Laplace) -> Factor:
+    """By a grid, by one of few coordinates that leave the others Gaussian, or by importance sampling."""
+    return _less(Factor(*_factor.integrated(client, points, center)), laplace)
+
+
+def _less(found: Factor, laplace: Laplace) -> Factor:
+    return found._replace(values=found.values - laplace.values)
+
+
+# Sums over a stack ----------------------------------------------------------------------------------------------------
+
+
+def summed(
+    stack: Stacked, points: Array, known: Places, center: Array, workers: int, *, some: float = 1.0, look: bool = False
+) -> Values:
+    """Sums over the clients of a stack at points (S, m), by way of their modes at a center (m,).
+
+    What Laplace's approximation leaves out is computed at the points in places `known`, (T,). With `some` below 1 only
+    so large a part of the clients is asked, chosen by their ids. Where other modes of θ are to be looked for, `look`, a
+    client that has some fails.
+    """
+    places = _asked(stack, some)
+    careful = places if len(places) <= _EACH else _sample(places)
+    rules = _cheaper(stack) if len(careful) < len(places) and len(known) else ()
+    compute = functools.partial(_part, stack, points, known, center, look=look)
+    size = _parts_of(stack.starts.shape[1], points.shape[1], len(points))
+    of_careful = in_parts(lambda own: compute(careful[own], _careful), len(careful), size, workers)
+    found = _added([one.values for one in of_careful], points, known)
+    rest = np.setdiff1d(places, careful)
+    if not len(rest):
+        return found
+    if not len(known) or stack.left_out is None:
+        others = in_parts(lambda own: compute(rest[own], _nothing), len(rest), size, workers)
+        return _added([found, *(one.values for one in others)], points, known)
+    # The careful values of a sample say by how much a cheaper rule is off, in the sum over all.
+    each = np.concatenate([one.each for one in of_careful])
+    for rule in rules:
+        cheap = in_parts(lambda own, rule=rule: compute(careful[own], rule), len(careful), size, workers)  # type: ignore[misc]
+        differ = each - np.concatenate([one.each for one in cheap])
+        differ = differ[np.all(np.isfinite(differ), axis=1)]
+        left = len(rest) * differ.mean(axis=0)
+        chance = len(rest) * differ.std(axis=0) / np.sqrt(max(len(differ), 1))
+        if np.sqrt(np.var(left) + np.mean((chance - 0.0) ** 2)) <= _SHOWS or rule is rules[-1]:
+            break
+    others = in_parts(lambda own: compute(rest[own], rule), len(rest), size, workers)
+    found = _added([found, *(one.values for one in others)], points, known)
+    scale = len(places) / len(careful)
+    return found._replace(
+        left_out=found.left_out + left,
+        errors=scale * found.errors,
+        squares=found.squares + chance**2,
+        constants=found.constants * np.array([scale, scale]),
+    )
+
+
+class _Part(NamedTuple):
+    values: Values
+    each: Array  # (C, T) what Laplace's approximation leaves out
+
+
+_Way = Callable[[Stacked, Places, Array, Array, Laplace], tuple[Array, Array, list[Constant]]]
+
+
+def _part(
+    stack: Stacked, points: Array, known: Places, center: Array, places: Places, way: _Way, *, look: bool
+) -> _Part:
+    """Sums over the clients in these places."""
+    at = pairs.origins(stack.of, center, stack.starts[places], places)
+    usable = at.modes.arrived if stack.starts.shape[1] else np.ones(len(places), dtype=bool)
+    failures = {str(stack.ids[k]): no_mode(stack.client(int(k)), center) for k in places[~usable]}
+    rows = np.flatnonzero(usable)
+    if look and stack.left_out is not None and len(rows):
+        clients = [stack.client(int(k)) for k in places[rows]]
+        several = several_modes(stack.of, places[rows], clients, stack.starts[places[rows]], points, center)
+        failures |= several
+        rows = np.array([row for row in rows if str(stack.ids[places[row]]) not in several], dtype=np.int64)
+    values, about = _laplace_at(stack, at, rows, places, points, known)
+    left_out, errors, constants = np.zeros((len(rows), len(known))), np.zeros((len(rows), len(known))), []
+    if len(known) and stack.left_out is not None:
+        left_out, errors, constants = way(stack, places[rows], points[known], center, about)
+    told, also = np.isfinite(values), np.isfinite(left_out)
+    errors = np.where(also, errors, 0.0)
+    alike, chance = (sum(abs(one.alike) for one in constants), sum(one.by_chance**2 for one in constants))
+    sums = Values(
+        np.where(told, values, 0.0).sum(axis=0),
+        (~told).sum(axis=0).astype(float),
+        np.where(also, left_out, 0.0).sum(axis=0),
+        (~also).sum(axis=0).astype(float),
+        errors.sum(axis=0),
+        np.square(errors).sum(axis=0),
+        np.array([alike, chance]),
+        failures,
+    )
+    return _Part(sums, left_out)
+
+
+def _laplace_at(
+    stack: Stacked, at: Origins, rows: Places, places: Places, points: Array, known: Places
+) -> tuple[Array, Laplace]:
+    """Laplace's log f_k of clients (C,) at points (S, m), (C, S); all of it at the known points, client by client."""
+    count, d = len(points), stack.starts.shape[1]
+    values = np.full((len(rows), count), np.nan)
+    shape = (len(rows), len(known))
+    theta, root = np.full((*shape, d), np.nan), np.full((*shape, d, d), np.nan)
+    chunk = max(1, min(_PAIRS, _NUMBERS // max(1, d * d + points.shape[1])) // max(1, len(rows)))
+    where = np.full(count, -1)
+    where[known] = np.arange(len(known))
+    for first in range(0, count if len(rows) else 0, chunk):
+        some = points[first : first + chunk]
+        row = np.repeat(rows, len(some))
+        found = pairs.laplace(stack.of, at, row, places[row], np.tile(some, (len(rows), 1)))
+        values[:, first : first + chunk] = found.values.reshape(len(rows), -1)
+        here = np.flatnonzero(where[first : first + chunk] >= 0)
+        if len(here):
+            to = where[first + here]
+            theta[:, to] = found.theta.reshape(len(rows), -1, d)[:, here]
+            root[:, to] = found.root.reshape(len(rows), -1, d, d)[:, here]
+    flat = values[:, known].reshape(-1), theta.reshape(-1, d), root.reshape(-1, d, d)
+    return values, Laplace(*flat)
+
+
+def _careful(
+    stack: Stacked, places: Places, points: Array, center: Array, about: Laplace
+) -> tuple[Array, Array, list[Constant]]:
+    """By the best rule that each client has."""
+    count = len(points)
+    values, errors, constants = np.zeros((len(places), count)), np.zeros((len(places), count)), []
+    assert stack.left_out is not None
+    for row, k in enumerate(places):
+        own = Laplace(*(part[row * count : (row + 1) * count] for part in about))
+        found = stack.left_out(stack.client(int(k)), points, center, own)
+        values[row], errors[row] = found.values, found.errors
+        constants.append(found.constant)
+    return values, errors, constants
+
+
+def _nothing(
+    stack: Stacked, places: Places, points: Array, center: Array, about: Laplace
+) -> tuple[Array, Array, list[Constant]]:
+    shape = len(places), len(points)
+    return np.zeros(shape), np.zeros(shape), []
+
+
+def _by_rule(
+    stack: Stacked, places: Places, points: Array, center: Array, about: Laplace, *, rule: Rule
+) -> tuple[Array, Array, list[Constant]]:
+    """By one rule for all."""
+    shape = len(places), len(points)
+    phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
+    terms = pairs.node_terms(stack.of, about, phi, who, rule)
+    with np.errstate(invalid="ignore"):
+        found = logsumexp(terms, axis=1) - about.values
+    return found.reshape(shape), np.zeros(shape), []
+
+
+def _cheaper(stack: Stacked) -> tuple[_Way, ...]:
+    """Rules that cost little, each better than the one before."""
+    d = stack.starts.shape[1]
+    grids = tuple(functools.partial(_by_rule, rule=by_grid(d, count)) for count in _RULES.get(d, ()))
+    return (_nothing, *grids)
+
+
+def _asked(stack: Stacked, some: float) -> Places:
+    """Places of clients that are asked: all, or those whose ids come first by a checksum."""
+    places = np.arange(len(stack), dtype=np.int64)
+    return places if some >= 1.0 else places[[answers(client_id, some) for client_id in stack.ids]]
+
+
+def answers(client_id: str, some: float) -> bool:
+    """Whether a client is of a part of all, chosen by a checksum of its id."""
+    return zlib.crc32(client_id.encode()) < some * 2**32
+
+
+def _sample(places: Places) -> Places:
+    """Some of many, evenly spread."""
+    return places[np.unique(np.linspace(0, len(places) - 1, _SAMPLE).astype(int))]
+
+
+def _added(parts: Sequence[Values], points: Array, known: Places) -> Values:
+    """The sum of sums, in their order."""
+    zero, few = np.zeros(len(points)), np.zeros(len(known))
+    columns = list(zip(*(part[:-1] for part in parts), strict=True)) if parts else []
+    sums = [np.sum(np.stack(column), axis=0) for column in columns] or [zero, zero, few, few, few, few, np.zeros(2)]
+    failures = {client_id: reason for part in parts for client_id, reason in part.failures.items()}
+    return Values(*sums, failures)
+
+
+def _parts_of(d: int, m: int, points: int) -> int:
+    """Clients of a part: whoever computes it, sums are over the same ones in the same order."""
+    pairs_at_once = max(1, min(_PAIRS, _NUMBERS // max(1, d * d + m)))
+    return max(1, min(1024, pairs_at_once // max(1, points)))
+
+
+def in_parts(compute: Callable[[Any], T], count: int, size: int, workers: int) -> list[T]:
+    """What is computed for parts of so many, in their order, in threads."""
+    parts = [slice(first, min(first + size, count)) for first in range(0, count, size)]
+    if len(parts) <= 1 or workers <= 1:
+        return [compute(part) for part in parts]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(compute, parts))
+
+
+def cores() -> int:
+    """Threads by default: one a core."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
