@@ -159,7 +159,7 @@ _NAMES = {
     "DeclarationError": "fedppl.types",
     "Ditto": "fedppl.algorithms.averaging.ditto",
     "EP": "fedppl.algorithms.ep.ep",
-    "Sums": "fedppl.algorithms.ep.sums",
+    "Sums": "fedppl.algorithms.sums.sums",
     "FedAvg": "fedppl.algorithms.averaging.fedavg",
     "FedProx": "fedppl.algorithms.averaging.fedprox",
     "FederatedModel": "fedppl.model.declaration",

@@ -19,7 +19,7 @@ from fedppl.testing import normal_means
 from fedppl.types import Array
 from tests.support import problems
 
-sums = importlib.import_module("fedppl.algorithms.ep.sums")
+sums = importlib.import_module("fedppl.algorithms.sums.sums")
 fit = functools.partial(fedppl.fit, progressbar=False, random_seed=1)
 
 

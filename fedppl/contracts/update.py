@@ -67,7 +67,7 @@ class Batch(NamedTuple, Generic[P]):
         What is raised costs the batch and no more: each client is then asked alone.
     stacks, summed
         Of algorithms that send all clients one message and read sums alone: ``stacks(clients)`` lays all of them side
-        by side, once for an engine, and ``summed(stack, message, workers)`` is the sum of a stack's replies, in threads.
+        by side, once for an engine; ``summed(stack, message, workers)`` is the sum of a stack's replies, in threads.
     """
 
     update_client: ClientFn[P]

@@ -251,7 +251,7 @@ def _part(
         (~also).sum(axis=0).astype(float),
         errors.sum(axis=0),
         np.square(errors).sum(axis=0),
-        np.array([alike, chance]),
+        np.array([alike, chance], dtype=float),
         failures,
     )
     return _Part(sums, left_out)
@@ -327,6 +327,11 @@ def _asked(stack: Stacked, some: float) -> Places:
     """Places of clients that are asked: all, or those whose ids come first by a checksum."""
     places = np.arange(len(stack), dtype=np.int64)
     return places if some >= 1.0 else places[[answers(client_id, some) for client_id in stack.ids]]
+
+
+def number_asked(stack: Stacked, some: float) -> int:
+    """How many of a stack are asked."""
+    return len(_asked(stack, some))
 
 
 def answers(client_id: str, some: float) -> bool:

@@ -22,8 +22,9 @@ from fedppl.types import Array
 Places = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-LIMIT = 100  # steps of a search
-_HALVINGS = 40
+_LIMIT, _LIMIT_NEAR = 100, 25  # steps of a search; from the mode at another φ
+_LENGTHS = (np.ones(1), *(0.5 ** np.arange(first, first + 13) for first in (1, 14, 27)))  # of a step that are tried
+_LEASTS = (1e-14, 1.0)  # of the largest curvature, by which each is shifted at least
 _FORWARD, _CENTRAL = 1e-4, 1e-3  # of a coordinate's sd, over which slopes are differenced
 _ARMIJO, _ROUNDING = 1e-4, 1e-12  # of the gain that a slope foretells; of the log density
 _ARRIVED, _LEFT = 1e-10, 1e-6  # Newton decrement, log units, at which a search ends; that may be left at a mode
@@ -158,33 +159,32 @@ def log_determinant(root: Array) -> Array:
 # Curvature ------------------------------------------------------------------------------------------------------------
 
 
-def _forward(
-    of: Densities, phi: Array, theta: Array, who: Places, base: Array, scale: Array, *, cross: bool = False
-) -> tuple[Array, Array]:
-    """A (N, d, d), and where it is wanted ∂²ℓ/∂φ∂θ (N, m, d), by forward differences of the slopes in `base`."""
-    m, d = of.shared, theta.shape[1]
-    A, mixed = np.empty((len(phi), d, d)), np.empty((len(phi), m if cross else 0, d))
-    for j in range(d):
-        step, moved = _FORWARD * scale[:, j], theta.copy()
-        moved[:, j] += step
-        there = outputs(of, phi, moved, who)
-        A[:, :, j] = (base[:, 1 + m :] - there[:, 1 + m :]) / step[:, None]
-        if cross:
-            mixed[:, :, j] = (there[:, 1 : 1 + m] - base[:, 1 : 1 + m]) / step[:, None]
-    return 0.5 * (A + np.swapaxes(A, 1, 2)), mixed
+class _Expanded(NamedTuple):
+    out: Array  # (N, 1 + m + d)
+    A: Array  # (N, d, d)
+    cross: Array  # (N, m, d) ∂²ℓ/∂φ∂θ
 
 
-def _central(of: Densities, phi: Array, theta: Array, who: Places, scale: Array) -> tuple[Array, Array]:
-    """The same by central differences."""
-    m, d = of.shared, theta.shape[1]
-    A, mixed = np.empty((len(phi), d, d)), np.empty((len(phi), m, d))
-    for j in range(d):
-        step, high, low = _CENTRAL * scale[:, j], theta.copy(), theta.copy()
-        high[:, j] += step
-        low[:, j] -= step
-        change = (outputs(of, phi, high, who) - outputs(of, phi, low, who)) / (2.0 * step[:, None])
-        A[:, :, j], mixed[:, :, j] = -change[:, 1 + m :], change[:, 1 : 1 + m]
-    return 0.5 * (A + np.swapaxes(A, 1, 2)), mixed
+def _expanded(
+    of: Densities, phi: Array, theta: Array, who: Places, scale: Array, *, central: bool = False
+) -> _Expanded:
+    """Outputs at θ with A there, by forward differences of slopes or central ones: one call of the loop for all."""
+    (count, d), m = theta.shape, of.shared
+    lengths = (_CENTRAL if central else _FORWARD) * scale
+    moved = np.empty((count, 1 + (2 if central else 1) * d, d))
+    moved[:] = theta[:, None]
+    places = np.arange(d)
+    moved[:, 1 + places, places] += lengths
+    if central:
+        moved[:, 1 + d + places, places] -= lengths
+    each = moved.shape[1]
+    found = outputs(of, np.repeat(phi, each, axis=0), moved.reshape(-1, d), np.repeat(who, each))
+    found = found.reshape(count, each, 1 + m + d)
+    out, high = found[:, 0], found[:, 1 : 1 + d]
+    low, times = (found[:, 1 + d :], 2.0) if central else (out[:, None], 1.0)
+    change = (high - low) / (times * lengths[:, :, None])
+    A = -change[:, :, 1 + m :]
+    return _Expanded(out, 0.5 * (A + np.swapaxes(A, 1, 2)), np.swapaxes(change[:, :, 1 : 1 + m], 1, 2))
 
 
 def _rescaled(A: Array, scale: Array) -> Array:
@@ -197,114 +197,128 @@ def _rescaled(A: Array, scale: Array) -> Array:
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 
-class _Step(NamedTuple):
-    theta: Array  # (N, d)
-    out: Array  # (N, 1 + m + d)
-    decrement: Array  # (N,)
-    moved: Flags
-    shifted: Flags  # whether the curvature had to be made positive
-    finite: Flags
-
-
-def modes(of: Densities, phi: Array, theta: Array, who: Places, tolerance: float = _ARRIVED) -> Modes:
+def modes(
+    of: Densities, phi: Array, theta: Array, who: Places, tolerance: float = _ARRIVED, limit: int = _LIMIT
+) -> Modes:
     """Modes of θ at φ (N, m) from starts (N, d), by damped Newton steps."""
     (count, d), m = theta.shape, of.shared
-    theta, scale = theta.copy(), np.full((count, d), 0.1)
-    out = outputs(of, phi, theta, who)
+    theta, scale = np.array(theta), np.full((count, d), 0.1)
+    at = _expanded(of, phi, theta, who, scale)
+    out, A = at.out.copy(), at.A.copy()
+    scale = _rescaled(A, scale)
     arrived, root, cross = np.zeros(count, dtype=bool), np.full((count, d, d), np.nan), np.zeros((count, m, d))
     active = np.flatnonzero(np.isfinite(out[:, 0]))
-    for _ in range(LIMIT):
+    for _ in range(limit):
         if not len(active):
             break
-        at = phi[active], theta[active], who[active]
-        A, _ = _forward(of, *at, out[active], scale[active])
-        scale[active] = _rescaled(A, scale[active])
-        step = _newton(of, *at, out[active], A)
-        theta[active], out[active] = step.theta, step.out
-        over = ~step.shifted & ((step.decrement < tolerance) | ~step.moved) & step.finite
-        ended = active[over]
+        step, decrement, usable, whole = _newton(A[active], out[active, 1 + m :])
+        short = whole & (decrement < tolerance)
+        moves = np.flatnonzero(usable & ~short)
+        ended, go = active[short], active[moves]
+        theta[ended] += step[short]
+        moved = np.zeros(len(active), dtype=bool)
+        if len(go):
+            own = _Line(phi[go], theta[go], who[go], out[go], step[moves], decrement[moves])
+            length = _lengths(of, own)
+            rest = np.flatnonzero(~whole[moves])
+            if len(rest):  # the other way to make a curvature positive may be the better one
+                step[moves[rest]], length[rest] = _better(
+                    of, _Line(*(part[rest] for part in own)), A[go[rest]], length[rest]
+                )
+            moved[moves] = length > 0.0
+            there = go[length > 0.0]
+            theta[there] += length[length > 0.0, None] * step[moves[length > 0.0]]
+            at = _expanded(of, phi[there], theta[there], who[there], scale[there])
+            out[there], A[there], scale[there] = at.out, at.A, _rescaled(at.A, scale[there])
+        stands = whole & usable & ~short & ~moved  # rounding is all that is left of a step
+        ended = np.concatenate([ended, active[stands]])
         if len(ended):
-            there = phi[ended], theta[ended], who[ended]
-            A, cross[ended] = _central(of, *there, scale[ended])
-            scale[ended] = _rescaled(A, scale[ended])
-            root[ended], positive = cholesky(A)
-            slopes = out[ended, 1 + m :]
+            at = _expanded(of, phi[ended], theta[ended], who[ended], scale[ended], central=True)
+            out[ended], cross[ended], scale[ended] = at.out, at.cross, _rescaled(at.A, scale[ended])
+            root[ended], positive = cholesky(at.A)
             with np.errstate(invalid="ignore"):
+                slopes = at.out[:, 1 + m :]
                 left = np.einsum("ni,ni->n", slopes, solve(root[ended], slopes))
-            arrived[ended] = positive & (left < max(tolerance, _LEFT))
-        active = active[~over & step.moved & step.finite]
+            arrived[ended] = positive & (left < max(tolerance, _LEFT)) & np.isfinite(at.out[:, 0])
+        active = active[moved]
     return Modes(arrived, theta, out[:, 0], out[:, 1:], root, cross, scale)
 
 
-def _newton(of: Densities, phi: Array, theta: Array, who: Places, base: Array, A: Array) -> _Step:
-    """One damped Newton step from every pair."""
-    root, positive = cholesky(A)
-    finite = np.ones(len(phi), dtype=bool)
-    new, out, moved = theta.copy(), base.copy(), np.zeros(len(phi), dtype=bool)
-    decrement = np.zeros(len(phi))
-    some = np.flatnonzero(positive)
-    if len(some):
-        step = solve(root[some], base[some, 1 + of.shared :])
-        decrement[some] = np.einsum("ni,ni->n", step, base[some, 1 + of.shared :])
-        new[some], out[some], moved[some] = _along(
-            of, phi[some], theta[some], who[some], base[some], step, decrement[some]
-        )
-    rest = np.flatnonzero(~positive)
+def _newton(A: Array, slopes: Array) -> tuple[Array, Array, Flags, Flags]:
+    """Steps (N, d), decrements (N,), which can be had, and of which the curvature is positive as it is."""
+    root, whole = cholesky(A)
+    step, usable = np.zeros_like(slopes), whole.copy()
+    some = np.flatnonzero(whole)
+    step[some] = solve(root[some], slopes[some])
+    rest = np.flatnonzero(~whole)
     if len(rest):
-        new[rest], out[rest], moved[rest], finite[rest] = _shifted(
-            of, phi[rest], theta[rest], who[rest], base[rest], A[rest]
-        )
-    return _Step(new, out, decrement, moved, ~positive, finite)
+        step[rest], usable[rest] = _shifted(A[rest], slopes[rest], _LEASTS[0])
+    return step, np.einsum("ni,ni->n", step, slopes), usable, whole
 
 
-def _shifted(
-    of: Densities, phi: Array, theta: Array, who: Places, base: Array, A: Array
-) -> tuple[Array, Array, Flags, Flags]:
-    """A step where the curvature is not positive: it is shifted, in two ways, and the better step is taken.
+def _shifted(A: Array, slopes: Array, least: float) -> tuple[Array, Flags]:
+    """Steps where a curvature is not positive: it is shifted until it is.
 
-    In units of each coordinate's own, as thousands and logarithms may stand side by side, and by the same for all, as
-    one may have hardly any.
+    In units of each coordinate's own, as thousands and logarithms may stand side by side; and by as much at `least`, in
+    those of the largest, as one may have hardly any.
     """
     diagonal = np.abs(np.einsum("nii->ni", A))
+    finite = np.isfinite(A).all(axis=(1, 2))
     largest = np.maximum(diagonal.max(axis=1, initial=0.0), 1e-8)[:, None]
-    new, out, moved = theta.copy(), base.copy(), np.zeros(len(phi), dtype=bool)
-    finite = np.isfinite(diagonal).all(axis=1) & np.isfinite(A).all(axis=(1, 2))
-    for least in (1e-14, 1.0):
-        unit = np.maximum(diagonal, least * largest)[:, :, None] * np.eye(A.shape[1])
-        root, shift, left = np.full_like(A, np.nan), _SHIFT, np.flatnonzero(finite)
-        while len(left) and shift < _MOST_SHIFT:
-            found, positive = cholesky(A[left] + shift * unit[left])
-            root[left[positive]] = found[positive]
-            left, shift = left[~positive], 4.0 * shift
-        finite[left] = False
-        some = np.flatnonzero(finite)
-        slopes = base[some, 1 + of.shared :]
-        step = solve(root[some], slopes)
-        decrement = np.einsum("ni,ni->n", step, slopes)
-        at, there, well = _along(of, phi[some], theta[some], who[some], base[some], step, decrement)
-        better = well & (~moved[some] | (there[:, 0] > out[some, 0]))
-        new[some[better]], out[some[better]] = at[better], there[better]
-        moved[some] |= well
-    return new, out, moved, finite
+    unit = np.maximum(diagonal, least * largest)[:, :, None] * np.eye(A.shape[1])
+    step, shift, left = np.zeros_like(slopes), _SHIFT, np.flatnonzero(finite)
+    while len(left) and shift < _MOST_SHIFT:
+        root, positive = cholesky(A[left] + shift * unit[left])
+        done = left[positive]
+        step[done] = solve(root[positive], slopes[done])
+        left, shift = left[~positive], 4.0 * shift
+    finite[left] = False
+    return step, finite
 
 
-def _along(
-    of: Densities, phi: Array, theta: Array, who: Places, base: Array, step: Array, decrement: Array
-) -> tuple[Array, Array, Flags]:
-    """Halve steps until the log density rises by some of what the slope foretells."""
-    new, out, moved = theta.copy(), base.copy(), np.zeros(len(phi), dtype=bool)
-    rest, length = np.arange(len(phi)), 1.0
-    for _ in range(_HALVINGS):
-        tried = theta[rest] + length * step[rest]
-        there = outputs(of, phi[rest], tried, who[rest])
+class _Line(NamedTuple):
+    """Steps from points."""
+
+    phi: Array
+    theta: Array
+    who: Places
+    out: Array  # (N, 1 + m + d) at θ
+    step: Array  # (N, d)
+    decrement: Array  # (N,)
+
+
+def _lengths(of: Densities, on: _Line) -> Array:
+    """The largest of 1, 1/2, 1/4, ... with which the log density rises by some of what the slope foretells; 0: none."""
+    found, rest = np.zeros(len(on.phi)), np.arange(len(on.phi))
+    for lengths in _LENGTHS:
+        tried = on.theta[rest, None] + lengths[:, None] * on.step[rest, None]
+        each = len(lengths)
+        value = outputs(
+            of, np.repeat(on.phi[rest], each, axis=0), tried.reshape(-1, tried.shape[2]), np.repeat(on.who[rest], each)
+        )[:, 0].reshape(-1, each)
+        base = on.out[rest, 0]
         # the slack is rounding: near the mode the gain is below the last digits of the value
-        least = base[rest, 0] + _ARMIJO * length * decrement[rest] - _ROUNDING * np.abs(base[rest, 0])
-        well = there[:, 0] >= least
-        new[rest[well]], out[rest[well]], moved[rest[well]] = tried[well], there[well], True
-        rest, length = rest[~well], 0.5 * length
+        least = (base - _ROUNDING * np.abs(base))[:, None] + _ARMIJO * lengths * on.decrement[rest, None]
+        well = value >= least
+        some = well.any(axis=1)
+        found[rest[some]] = lengths[np.argmax(well[some], axis=1)]
+        rest = rest[~some]
         if not len(rest):
             break
-    return new, out, moved
+    return found
+
+
+def _better(of: Densities, on: _Line, A: Array, length: Array) -> tuple[Array, Array]:
+    """Of two ways to make curvatures positive the step that leads higher, with its length."""
+    slopes = on.out[:, 1 + of.shared :]
+    step, usable = _shifted(A, slopes, _LEASTS[1])
+    other = _lengths(of, on._replace(step=step, decrement=np.einsum("ni,ni->n", step, slopes)))
+    other = np.where(usable, other, 0.0)
+    ends = np.stack([on.theta + length[:, None] * on.step, on.theta + other[:, None] * step], axis=1)
+    value = outputs(of, np.repeat(on.phi, 2, axis=0), ends.reshape(-1, ends.shape[2]), np.repeat(on.who, 2))[:, 0]
+    first, second = value.reshape(-1, 2).T
+    second_is = (other > 0.0) & ((length == 0.0) | (second > first))
+    return np.where(second_is[:, None], step, on.step), np.where(second_is, other, length)
 
 
 def one(kernel: Any, shared: int, packed: Any) -> Densities:
@@ -338,14 +352,12 @@ def origins(of: Densities, phi: Array, theta: Array, who: Places) -> Origins:
         with np.errstate(invalid="ignore"):
             for i in range(m):
                 slope[:, :, i] = solve(found.root, found.cross[:, i])
-            base = found.slopes[:, m:]
-            for i in range(d):
-                unit = np.zeros((len(who), d))
-                unit[:, i] = _THIRD
-                along = solve_upper(found.root, unit)
-                high = outputs(of, at, found.theta + along, who)[:, 1 + m :]
-                low = outputs(of, at, found.theta - along, who)[:, 1 + m :]
-                third += (high - 2.0 * base + low) / _THIRD**2
+            unit = np.broadcast_to(_THIRD * np.eye(d), (len(who), d, d))
+            along = np.stack([solve_upper(found.root, unit[:, i]) for i in range(d)], axis=1)
+            ends = found.theta[:, None] + np.concatenate([along, -along], axis=1)
+            slopes = outputs(of, np.repeat(at, 2 * d, axis=0), ends.reshape(-1, d), np.repeat(who, 2 * d))
+            slopes = slopes[:, 1 + m :].reshape(len(who), 2 * d, d)
+            third = (slopes.sum(axis=1) - 2.0 * d * found.slopes[:, m:]) / _THIRD**2
     return Origins(phi, found, slope, third)
 
 
@@ -369,8 +381,7 @@ def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) ->
         if not len(active):
             break
         there = phi[active], theta[active], who[active]
-        out = outputs(of, *there)
-        A, _ = _forward(of, *there, out, scale[active])
+        out, A, _ = _expanded(of, *there, scale[active])
         root[active], well = cholesky(A)
         well &= np.isfinite(out[:, 0])
         failed.append(active[~well])
@@ -385,7 +396,7 @@ def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) ->
         active = active[~short]
     far = np.sort(np.concatenate([*failed, active]))
     if len(far):
-        found = modes(of, phi[far], at.modes.theta[row[far]], who[far], 1e-9)
+        found = modes(of, phi[far], at.modes.theta[row[far]], who[far], 1e-9, _LIMIT_NEAR)
         values[far], theta[far], root[far] = of_modes(found), found.theta, found.root
     return Laplace(np.where(np.isfinite(values), values, np.nan), theta, root)
 

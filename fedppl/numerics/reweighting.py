@@ -81,7 +81,7 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
         log_ratio_error=log_ratio_error,
         ess=effective_size(weights),
         pareto_k=shape,
-        second_k=_second_k(unsmoothed, points, weights),
+        second_k=second_k(unsmoothed, points, weights),
         told=int(found.sum()),
     )
 
@@ -98,7 +98,7 @@ def apart(one: Reweighted, other: Reweighted, sd: Array) -> float:
     return float(max(np.max(np.abs(one.mean - other.mean) / sd), np.max(np.abs(logs))))
 
 
-def _second_k(added: Array, points: Array, weights: Array) -> float:
+def second_k(added: Array, points: Array, weights: Array) -> float:
     """Few points may have most of an sd, or of what is added to q's, and then no scramble tells its error.
 
     Only where the outermost points have a share of it: else it ends within what the points reach.

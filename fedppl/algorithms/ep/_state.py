@@ -8,8 +8,8 @@ import numpy as np
 
 from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._moves import Moves
-from fedppl.algorithms.ep._starts import Starts
 from fedppl.algorithms.ep.sites import Sites
+from fedppl.algorithms.ep.starts import Starts
 from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.contracts import Report
 from fedppl.types import Array, Status

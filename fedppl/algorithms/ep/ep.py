@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.ep import _correction, _judged, _moves, _starts, _trust
+from fedppl.algorithms.ep import _correction, _judged, _moves, _trust
 from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep import starts as _starts
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._correction import reached, weighed
 from fedppl.algorithms.ep._evidence import evidence, squares_of_constants, squares_of_errors

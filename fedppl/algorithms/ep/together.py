@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _correction, _starts
+from fedppl.algorithms.ep import _correction
 from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep import starts as _starts
 from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._search import Ask, Fitted, Found, Search, begin, one_pass
 from fedppl.algorithms.ep._state import EPInfo, EPState

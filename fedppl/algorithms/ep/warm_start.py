@@ -231,18 +231,21 @@ def _arrival(q: Gaussian, move: Array, there: bool, has_replied: Array) -> tuple
     return there and change < _ARRIVED and bool(np.all(has_replied)), change
 
 
+def reach(prior: Gaussian, state: WarmStart) -> float:
+    """The longest length of the last step that is looked at, in units of it."""
+    if not state.whole:
+        return 1.0
+    longest = float(np.max(np.abs(state.move) / gaussian.standard_deviations(prior)))
+    return max(state.radius / max(longest, 1e-300), 1.0)
+
+
 def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Message], objective: float) -> float | None:
     """The length of the last step, in units of it, that should have been taken; None where it was right."""
     if not np.any(state.move) or not np.isfinite(state.objective):
         return None
     values = np.sum([np.maximum(reply["ray"], NO_VALUE) for reply in replies.values()], axis=0)
     values = values + gaussian.log_kernel(prior, along(state.point, state.move))
-    reach = (
-        1.0
-        if not state.whole
-        else state.radius / max(float(np.max(np.abs(state.move) / gaussian.standard_deviations(prior))), 1e-300)
-    )
-    values[LENGTHS > max(reach, 1.0)] = -np.inf
+    values[LENGTHS > reach(prior, state)] = -np.inf
     if not np.isfinite(objective):  # whatever the values say, there is no expanding at the point
         values[LENGTHS >= 1.0] = -np.inf
     best, taken = int(np.argmax(values)), int(np.flatnonzero(LENGTHS == 1.0)[0])

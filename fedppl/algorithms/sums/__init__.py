@@ -1,0 +1,1 @@
+"""The posterior of what clients share, from sums over clients alone."""

@@ -1,0 +1,162 @@
+"""The search for the mode by sums of log f_k: derivatives are differences of values at a stencil about a point.
+
+So there is one kind of exchange. Steps are those of EP's warm start, of which all clients together are one client.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep import starts as _starts
+from fedppl.algorithms.ep import warm_start as _warm_start
+from fedppl.algorithms.ep.sites import NO_VALUE, Sites
+from fedppl.algorithms.ep.starts import Starts
+from fedppl.algorithms.ep.warm_start import LENGTHS, WarmStart
+from fedppl.algorithms.ep.why import why_not_arrived
+from fedppl.structure import full
+from fedppl.types import Array, Layout, Message
+
+ALL = "all clients"
+_BUDGET = 25  # exchanges of a search: a dozen do even from a prior a million times too wide
+_WIDTH = 0.1  # sds by the curvature along a coordinate, or of its prior, over which values are differenced
+_NARROWER = 0.25  # of a stencil at which values are missing
+_WITHIN = 3.0  # times as near as two points of one mode may lie apart
+_FIRST, _GROWTH = 256, 64  # clients that are asked first, and times as many that are asked next
+
+
+class Search(NamedTuple):
+    """Where the search is, and those that are still to begin from elsewhere."""
+
+    sites: Sites  # of one client, which is all of them
+    newton: WarmStart
+    starts: Starts | None
+    narrowed: float  # of the stencil's width, where values were missing
+    some: float  # part of the clients that is asked
+
+
+class Searched(NamedTuple):
+    """What an exchange of a search came to."""
+
+    search: Search
+    arrived: bool
+    stuck: str
+    message: str
+
+
+def begin(layout: Layout, clients: int, starts: int, stream: int) -> Search:
+    """From the prior's mean; with very many clients some of them are asked first."""
+    others = _starts.begin(layout, starts, stream, asked_for=True) if starts > 1 else None
+    some = 1.0 if clients <= 2 * _FIRST else _FIRST / clients
+    sites = _sites.empty(layout, (ALL,), full(layout.size))
+    return Search(sites, _warm_start.start(layout, 1), others, 1.0, some)
+
+
+def begin_at(search: Search, point: Array) -> Search:
+    """From a point, with all clients and without others to begin from."""
+    newton = _warm_start.start_at(point, gaussian.mean(search.sites.prior), 1)
+    return search._replace(newton=newton, starts=None, some=1.0)
+
+
+def widths(search: Search) -> Array:
+    """Lengths (m,) over which values are differenced."""
+    sds = gaussian.standard_deviations(search.sites.prior)
+    curved = np.diag(search.sites.q.precision)
+    by_curvature = np.where(curved > 0.0, 1.0 / np.sqrt(np.maximum(curved, 1e-300)), np.inf)
+    return np.asarray(search.narrowed * _WIDTH * np.minimum(sds, by_curvature))
+
+
+def stencil(size: int) -> Array:
+    """Points, in widths, from which a quadratic is told: (1 + 2 m + m (m − 1) / 2, m)."""
+    unit = np.eye(size)
+    both = [unit[i] + unit[j] for i, j in itertools.combinations(range(size), 2)]
+    return np.concatenate([np.zeros((1, size)), unit, -unit, np.reshape(both, (-1, size))])
+
+
+def points(search: Search) -> Array:
+    """The stencil about the point, and points along the step that led there."""
+    at, move = search.newton.point, search.newton.move
+    about = at + stencil(len(at)) * widths(search)
+    return np.concatenate([about, _warm_start.along(at, move)[_looked_at(search)]]) if np.any(move) else about
+
+
+def _looked_at(search: Search) -> Array:
+    """Which lengths of the last step are."""
+    return np.asarray(LENGTHS <= _warm_start.reach(search.sites.prior, search.newton))
+
+
+def step(search: Search, values: Array) -> Searched:
+    """Take in values (S,) of Σ_k log f_k at the points, NaN where a client has none: the next point, or the end."""
+    m = len(search.newton.point)
+    count = len(stencil(m))
+    about, ray = values[:count], np.full(len(LENGTHS), NO_VALUE)
+    if np.any(search.newton.move):
+        ray[_looked_at(search)] = np.where(np.isfinite(values[count:]), values[count:], NO_VALUE)
+    if np.isfinite(about[0]) and not np.all(np.isfinite(about)) and search.narrowed > _NARROWER**3:
+        return Searched(search._replace(narrowed=_NARROWER * search.narrowed), False, "", "values are missing nearby")
+    reply = _reply(about, widths(search), ray)
+    sites, newton, _ = _warm_start.step(search.sites, search.newton, {ALL: reply})
+    after = search._replace(sites=sites, newton=newton, narrowed=1.0)
+    if not newton.arrived and newton.spent < _BUDGET and not _is_known(after):
+        return Searched(after, False, "", why_not_arrived(sites, newton))
+    return _ended(after)
+
+
+def _ended(search: Search) -> Searched:
+    """The next search, or the same with more clients, or the best mode of all."""
+    sites, newton, starts = search.sites, search.newton, search.starts
+    known = _is_known(search)
+    if starts is not None and (newton.arrived or starts.modes):
+        mode = _starts.arrived_at(sites, newton) if newton.arrived and not known else None
+        starts, sites, following = _starts.next_search(starts, sites, mode)
+        if following is not None:
+            left = f"{len(starts.left) + 1} searches are left"
+            return Searched(search._replace(sites=sites, newton=following, starts=starts), False, "", left)
+        if starts.said:
+            return Searched(search._replace(sites=sites, starts=starts), False, starts.said, "")
+    elif not newton.arrived:
+        return Searched(search, False, why_not_arrived(sites, newton), "")
+    after = search._replace(sites=sites, starts=None)
+    if search.some < 1.0:
+        some = min(1.0, _GROWTH * search.some)
+        some = 1.0 if some > 0.25 else some
+        again = begin_at(after, gaussian.mean(sites.q))._replace(some=some)
+        still = again.newton._replace(move=np.zeros_like(again.newton.move), anchor=again.newton.point)
+        return Searched(again._replace(newton=still), False, "", "more clients are asked")
+    return Searched(after, True, "", "")
+
+
+def _is_known(search: Search) -> bool:
+    """Whether a search walks into the way of one that arrived: it is within an sd of its mode."""
+    starts, newton = search.starts, search.newton
+    if starts is None or newton.arrived:
+        return False
+    near = any(not _starts.far_apart(newton.anchor, mode.point, mode.sd / _WITHIN) for mode in starts.modes)
+    return near and bool(np.isfinite(newton.objective))
+
+
+def _reply(about: Array, width: Array, ray: Array) -> Message:
+    """Value, gradient and Hessian from values at the stencil."""
+    m = len(width)
+    if not np.all(np.isfinite(about)):
+        nothing = np.zeros((m, m))
+        return {
+            "value": np.array(NO_VALUE),
+            "gradient": np.zeros(m),
+            "hessian": gaussian.pack_triangle(nothing),
+            "ray": ray,
+        }
+    middle, high, low = about[0], about[1 : 1 + m], about[1 + m : 1 + 2 * m]
+    hessian = np.diag(high - 2.0 * middle + low)
+    for n, (i, j) in enumerate(itertools.combinations(range(m), 2)):
+        hessian[i, j] = hessian[j, i] = about[1 + 2 * m + n] - high[i] - high[j] + middle
+    return {
+        "value": np.array(middle),
+        "gradient": 0.5 * (high - low) / width,
+        "hessian": gaussian.pack_triangle(hessian / np.outer(width, width)),
+        "ray": ray,
+    }

@@ -1,0 +1,413 @@
+r"""The posterior by sums over clients: the same message to all of them, and nothing but sums of what they answer.
+
+.. math:: \log p(\varphi \mid y) = \log p(\varphi) + \sum_k \log f_k(\varphi) + \text{const}
+
+One kind of exchange: clients answer log f_k at points. The search maximises the sum, by values at a stencil; then
+values about the mode are weighed until the posterior is known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl import contracts, gaussian, settings
+from fedppl.algorithms.ep.sites import implausible_values
+from fedppl.algorithms.ep.why import hardly_a_prior
+from fedppl.algorithms.size import say_if_large
+from fedppl.algorithms.sums import search as _search
+from fedppl.algorithms.sums import weigh as _weigh
+from fedppl.algorithms.sums.search import Search
+from fedppl.algorithms.sums.weigh import NOISE, Answer, Weighing
+from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, LogEvidence, Received, Report, Summed
+from fedppl.contracts.algorithm import always
+from fedppl.gaussian import Gaussian
+from fedppl.local import integrate
+from fedppl.local.integrate import Stacked, Values
+from fedppl.local.nested_laplace import NestedLaplace
+from fedppl.local.target import draw_target, pack_target
+from fedppl.numerics.importance import STREAMS, skewness, whitened_points
+from fedppl.numerics.reweighting import Reweighted
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
+
+_LOCAL = NestedLaplace()
+_VOID = 3  # rounds in a row in which a client is missing
+_MANY = 2000  # clients from which fewer points do, as the sum hardly departs from a quadratic
+_FEW_POINTS = 64  # of them
+_DRAWN = 4096  # points of q for clients' draws, where no weighted ones are
+
+
+class SumsState(NamedTuple):
+    """What the next round needs."""
+
+    clients: tuple[str, ...]
+    prior_share: float  # of each client, of a prior that is not Gaussian
+    prior: Gaussian
+    phase: Search | Weighing
+    void: int  # rounds in a row in which a client was missing
+    stream: int  # of points
+    looked: bool  # whether other modes of clients' own variables were looked for
+
+
+class SumsInfo(NamedTuple):
+    """Diagnostics of this round."""
+
+    phase: str
+    log_posterior: float  # log marginal posterior at the point of the search
+    points: int  # so far
+    ess: float  # effective points
+    pareto_k: float
+    mc_error: float  # largest standard error of a mean or of an sd, in posterior sds
+
+
+def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> contracts.Algorithm[SumsState, None]:
+    r"""Compute the posterior of the shared variables from sums over clients, by importance sampling about its mode.
+
+    .. math:: w_s \propto \frac{p(\varphi_s) \prod_k f_k(\varphi_s)}{g(\varphi_s)}, \qquad
+              f_k(\varphi) = \int p(y_k, \theta \mid \varphi)\, d\theta
+
+    Every client gets the same messages, points φ_s at which it evaluates log f_k: about a point of the search for the
+    mode, and then of a proposal g, which is a smooth surrogate of the sum so far. The server reads nothing but sums of
+    the answers, and clients remember nothing.
+
+    Parameters
+    ----------
+    points
+        Number of points of the first stage after the pilot, at least 64. There are stages until the weights are to be
+        trusted, from the third on with twice as many points each.
+    pilot
+        Number of points that tell the sum roughly, at least 64.
+    starts
+        Number of searches: the first from the prior's mean, the others from images of what it found and from points
+        of the prior. Where other modes have more than a thousandth of the mass the fit is not called converged.
+        "auto" is 4 where clients are in this process, and 1 where they are sites of their own.
+
+    Returns
+    -------
+    Algorithm
+
+    Raises
+    ------
+    DeclarationError
+        For settings out of range.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(4), fedppl.Sums(), progressbar=False, random_seed=1)
+    >>> fit.status.value
+    'converged'
+
+    Notes
+    -----
+    *When this fails.* A client that is missing makes a round void, and the third one in a row is the end. Beyond some
+    twenty shared coordinates few points have all the weight, and the status says so: use `EP`.
+
+    References
+    ----------
+    .. [1] Vehtari et al. (2024), Pareto smoothed importance sampling, JMLR 25.
+    .. [2] Rue, Martino, Chopin (2009), Approximate Bayesian inference for latent Gaussian models, JRSS B 71.
+    """
+    points, pilot = settings.whole("points", points, 64, most=2**20), settings.whole("pilot", pilot, 64, most=2**20)
+    by_number = not isinstance(starts, str)
+    if not by_number and starts != "auto":
+        raise DeclarationError(f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to 1000.')
+    searches = settings.whole("starts", starts, most=1000) if by_number else 4
+    return contracts.Algorithm[SumsState, None](
+        name="Sums",
+        settings={"points": str(points), "pilot": str(pilot), "starts": repr(starts)},
+        init=functools.partial(_init, starts=searches),
+        broadcast=_broadcast,
+        update_client=_update_client,
+        update_server=functools.partial(_update_server, points=points, pilot=pilot),
+        replies=contracts.Replies(_shapes, _implausible, summed=always),
+        result=contracts.Result(
+            _conclusion,
+            functools.partial(draw_target, local=_LOCAL),
+            contracts.Posterior(_q, _corrected, _evidence),
+            _details,
+            preliminary=lambda state: isinstance(state.phase, Search),
+            tests_convergence=True,
+            resume=_resume,
+        ),
+        needs=contracts.Needs(_LOCAL.check),
+        disclosure=contracts.Disclosure(_asks, at_sites=functools.partial(_at_sites, by_number=by_number)),
+        batch=Batch(
+            _update_client, None, lambda clients: (), lambda parts: (), stacks=integrate.stacks, summed=_of_stack
+        ),
+    )
+
+
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, starts: int) -> SumsState:
+    stream = int(rng.integers(2**31))
+    say_if_large(layout, "Sums")
+    share = 0.0 if layout.prior_is_gaussian else 1.0 / len(clients)
+    search = _search.begin(layout, len(clients), starts, stream)
+    return SumsState(clients, share, layout.prior, search, 0, stream % 2**20, False)
+
+
+def _at_sites(state: SumsState, *, by_number: bool) -> SumsState:
+    """Searches cost a site queries: one, where no number of them was asked for; and no part of the sites is chosen."""
+    if not isinstance(state.phase, Search):
+        return state
+    search = state.phase._replace(some=1.0)
+    return state._replace(phase=search if by_number else search._replace(starts=None))
+
+
+def _resume(first: SumsState, last: SumsState) -> SumsState:
+    """Begin the search where another fit had its posterior."""
+    assert isinstance(first.phase, Search)
+    if isinstance(last.phase, Search) or not gaussian.is_proper(last.phase.q):
+        return first
+    return first._replace(phase=_search.begin_at(first.phase, gaussian.mean(last.phase.q)))
+
+
+# Messages and replies ------------------------------------------------------------------------------------------------
+
+
+def _broadcast(state: SumsState, client_id: str) -> Message:
+    """Points, the same to all; and which of them what Laplace's approximation leaves out is asked for at."""
+    phase, share = state.phase, np.array(state.prior_share)
+    if isinstance(phase, Search):
+        points, known = _search.points(phase), np.zeros(0)
+        center, some = phase.newton.point, phase.some
+    else:
+        points, center, some = phase.batch.phi, gaussian.mean(phase.q), 1.0
+        known = _weigh.places_known(*points.shape, everywhere=phase.everywhere).astype(float)
+    look = isinstance(phase, Weighing) and not state.looked
+    return {
+        "points": points,
+        "known": known,
+        "center": center,
+        "prior_share": share,
+        "some": np.array(some),
+        "look": np.array(float(look)),
+    }
+
+
+def _asks(layout: Layout, message: Message) -> Asked:
+    """Points, any of which can be left out."""
+    return Asked(np.zeros((0, layout.size)), np.asarray(message["points"], dtype=float), correction=True)
+
+
+def _update_client(client: ClientView, personal: None, message: Message, rng: Rng) -> ClientUpdate[None]:
+    """What is added to the sums. Where there is no value there is 0, and a count of one that is lost."""
+    stack = client.view(integrate.alone)
+    found = _of_stack(stack, message, 1, message.get("inside"))
+    for reason in found.failures.values():
+        raise LocalFailure(reason)
+    lost = np.asarray(found.total["values_lost"])
+    return ClientUpdate(None, found.total, {"values_lost": float(np.mean(lost > 0))})
+
+
+def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | None = None) -> Summed:
+    """The sum of what the clients of a stack answer."""
+    points, center = (np.asarray(message[name], dtype=float) for name in ("points", "center"))
+    known, some = np.asarray(message["known"], dtype=np.int64), float(message["some"])
+    kept = np.ones(len(points), dtype=bool) if inside is None else np.asarray(inside, dtype=bool)
+    asked = known[kept[known]]
+    at = np.cumsum(kept)[asked] - 1  # places of the known ones among those that are kept
+    own = integrate.summed(stack, points[kept], at, center, workers, some=some, look=float(message["look"]) > 0)
+    answered = float(len(stack) if some >= 1.0 else integrate.number_asked(stack, some)) - len(own.failures)
+    values, lost = np.zeros(len(points)), np.full(len(points), answered)
+    values[kept], lost[kept] = own.values, own.lost
+    share = float(message["prior_share"])
+    if share and not stack.prior.is_gaussian:
+        ratio = stack.prior.log_ratio(points)
+        known_too = np.isfinite(ratio)
+        values, lost = values + np.where(known_too, share * answered * ratio, 0.0), np.where(known_too, lost, answered)
+    total = {
+        "values": values,
+        "values_lost": lost,
+        **_at_known(own, kept[known], answered),
+        "constants": own.constants,
+        "improper": np.array(answered if not stack.client(0).has_proper_prior else 0.0),
+        "answered": np.array(answered),
+    }
+    return Summed(total, len(stack) - len(own.failures), own.failures)
+
+
+def _at_known(own: Values, kept: Array, answered: float) -> dict[str, Array]:
+    """What is known at some points, of which a site's policy may keep some back."""
+    names = {"left_out": own.left_out, "left_out_lost": own.left_out_lost, "errors": own.errors, "squares": own.squares}
+    found = {}
+    for name, values in names.items():
+        found[name] = np.full(len(kept), answered if name == "left_out_lost" else 0.0)
+        found[name][kept] = values
+    return found
+
+
+def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
+    phase = state.phase
+    if isinstance(phase, Search):
+        points, known = (len(_search.points(phase)),), (0,)
+    else:
+        points = (len(phase.batch.phi),)
+        known = (len(_weigh.places_known(*phase.batch.phi.shape, everywhere=phase.everywhere)),)
+    of_known = dict.fromkeys(("left_out", "left_out_lost", "errors", "squares"), known)
+    return {"values": points, "values_lost": points, **of_known, "constants": (2,), "improper": (), "answered": ()}
+
+
+def _implausible(state: SumsState, reply: Message) -> str | None:
+    return implausible_values(reply, ("values",))
+
+
+# Rounds at the server ------------------------------------------------------------------------------------------------
+
+
+def _update_server(state: SumsState, received: Received, *, points: int, pilot: int) -> tuple[SumsState, Report]:
+    """Take sums in, where they are of all clients: a round without one of them is void.
+
+    In a search a client without a mode at its point may be why: then the point is given up.
+    """
+    phase, count = state.phase, len(state.clients)
+    if received.clients < count:
+        void = state.void + 1
+        is_search = isinstance(phase, Search) and bool(np.any(phase.newton.move))
+        missing = f"sums need all {count} clients, and {received.clients} answered"
+        remedy = "leave participation= out, or use fedppl.EP(), which keeps the site of who is missing"
+        if void >= _VOID or not is_search:
+            status = Status.STALLED if void >= _VOID else Status.RUNNING
+            return state._replace(void=void), Report(_info(phase), status, f"{missing}: {remedy}")
+        assert isinstance(phase, Search)
+        nothing = np.full(len(_search.points(phase)), np.nan)
+        return _searched(state._replace(void=void), phase, nothing, points, pilot)
+    sums = received.sums()
+    state = state._replace(void=0)
+    if isinstance(phase, Search):
+        scale = count / max(float(sums["answered"]), 1.0) if phase.some < 1.0 else 1.0
+        return _searched(state, phase, scale * _of_sums(sums, "values"), points, pilot)
+    return _weighed(state, phase, sums, points)
+
+
+def _of_sums(sums: Message, name: str) -> Array:
+    """Sums where every client had a value, else NaN."""
+    return np.where(np.asarray(sums[f"{name}_lost"]) > 0.5, np.nan, sums[name])
+
+
+def _info(phase: Search | Weighing) -> SumsInfo:
+    if isinstance(phase, Search):
+        return SumsInfo("search", phase.newton.objective, 0, np.nan, np.nan, np.nan)
+    found, count = phase.found, len(phase.points)
+    known = (np.nan, np.nan, np.nan) if found is None else (found.ess, found.pareto_k, found.error)
+    return SumsInfo("weighing", np.nan, count, *known)
+
+
+def _searched(state: SumsState, phase: Search, values: Array, points: int, pilot: int) -> tuple[SumsState, Report]:
+    """One step of a search; once it is over the next one, or the pilot."""
+    found = _search.step(phase, values)
+    after, info = state._replace(phase=found.search), _info(found.search)
+    if found.stuck:
+        return after, Report(info, Status.STALLED, found.stuck)
+    if not found.arrived:
+        return after, Report(info, message=found.message)
+    few = _FEW_POINTS if len(state.clients) > _MANY else pilot
+    sites = found.search.sites
+    weighing = _weigh.begin(sites.q, sites.prior, sites.labels, few, state.stream)
+    return after._replace(phase=weighing), Report(info, message="nothing is weighed yet")
+
+
+def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> tuple[SumsState, Report]:
+    """Values at the points of a batch; another one, or the end."""
+    count = len(state.clients)
+    state = state._replace(looked=True)
+    alike, by_chance = np.asarray(sums["constants"], dtype=float)
+    in_common = 1.0 + (count - 1.0) / STREAMS  # of many clients some have their random points in common
+    answer = Answer(
+        _of_sums(sums, "values"),
+        _of_sums(sums, "left_out"),
+        np.asarray(sums["errors"], dtype=float),
+        np.asarray(sums["squares"], dtype=float),
+        np.array([alike, np.sqrt(in_common * by_chance)]),
+        float(sums["improper"]) < 0.5,
+    )
+    taken = _weigh.taken_in(phase, answer)
+    if taken is None:
+        after = _weigh.with_all_integrated(phase)
+        return state._replace(phase=after), Report(_info(after), message="integrals over clients' own variables vary")
+    few = min(points, _FEW_POINTS) if count > _MANY else points
+    each = max(64, few // 4) if phase.everywhere else few
+    remedy = f"fedppl.Sums(points={4 * points})"
+    judged = _weigh.next_stage(*taken, each, state.stream, remedy)
+    after, info = state._replace(phase=judged.state), _info(judged.state)
+    if not judged.done:
+        return after, Report(info, message="the weights are not trusted yet")
+    if not judged.state.trusted:
+        cause = hardly_a_prior(state.prior, phase.labels)
+        return after, Report(info, Status.STALLED, "; ".join(filter(None, (judged.message, cause))))
+    return after, Report(info, Status.CONVERGED, "", mild=True)
+
+
+# Results -------------------------------------------------------------------------------------------------------------
+
+
+def _q(state: SumsState) -> Gaussian:
+    phase = state.phase
+    return phase.sites.q if isinstance(phase, Search) else phase.q
+
+
+def _corrected(state: SumsState) -> Reweighted | None:
+    """The weighted points, where they are to be trusted and say more than q does."""
+    phase = state.phase
+    if isinstance(phase, Search) or not phase.trusted or phase.is_normal:
+        return None
+    return phase.found
+
+
+def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidence:
+    phase = state.phase
+    if isinstance(phase, Search) or phase.found is None or not phase.trusted:
+        raise NotConvergedError("the posterior is not to be trusted, so that there is no evidence: see fit.message.")
+    if not phase.is_proper:
+        raise DeclarationError(
+            "a prior has no normalising constant that is known, so that there is no evidence: a pm.Potential, pm.Flat "
+            "or pm.HalfFlat, pm.CAR or pm.ICAR, a pm.CustomDist with logp=, or a transform that cuts off a part of a "
+            "density. Declare priors that integrate to one."
+        )
+    off = float(np.hypot(*phase.constants))
+    if off > NOISE:
+        raise NotConvergedError(
+            f"what tails of clients' own variables leave out of the log evidence may be {off:.2g}, though it moves no "
+            "moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
+        )
+    # Of a prior that is not Gaussian the clients' shares make up, its constant included.
+    of_prior = 0.0 if state.prior_share else gaussian.log_integral(phase.prior)
+    value = gaussian.log_integral(phase.q) - of_prior + phase.found.log_ratio
+    return LogEvidence(value, float(np.hypot(phase.log_integral_error, off)))
+
+
+def _conclusion(state: SumsState, client_id: str) -> Message:
+    """q, and points of the posterior, from which a client draws its own."""
+    q, found = _q(state), _corrected(state)
+    if found is not None:
+        is_some = found.weights > 0
+        points, weights = found.points[is_some], found.weights[is_some]
+    else:
+        points, weights = _points_of(q), np.full(_DRAWN, 1.0 / _DRAWN)
+    joins = np.array(float(client_id not in state.clients))
+    return {**pack_target(q, q, 0.0), "points": points, "weights": weights, "joins": joins}
+
+
+def _points_of(q: Gaussian) -> Array:
+    if not gaussian.is_proper(q):
+        q, _ = gaussian.repair(q, 1e-6)
+    mean, root = gaussian.affine(q)
+    return np.asarray(mean + whitened_points(len(mean), _DRAWN, 0)[:_DRAWN] @ root.T)
+
+
+def _details(state: SumsState) -> contracts.Details:
+    phase = state.phase
+    if isinstance(phase, Search) or phase.found is None:
+        return {}
+    found = phase.found
+    known: dict[str, tuple[tuple[str, ...], Array]] = {"skewness": (("rows",), skewness(found.points, found.weights))}
+    if phase.trusted:
+        known |= {
+            "corrected_mean": (("rows",), found.mean),
+            "corrected_covariance": (("rows", "columns"), found.covariance),
+        }
+    return known

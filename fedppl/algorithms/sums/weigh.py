@@ -1,0 +1,538 @@
+r"""The posterior about a mode, from sums of log f_k at points: a surrogate of the sum is sampled, and held against it.
+
+.. math:: E[h] \approx E_{\hat s}[h] + \sum_i (w_i - c_i)\, h(\varphi_i), \qquad
+          w_i \propto \frac{p(\varphi_i \mid y)}{g(\varphi_i)}, \quad c_i \propto \frac{\hat s(\varphi_i)}{g(\varphi_i)}
+
+A pilot of points of wide t's tells the sum roughly. Then, stage by stage: a surrogate through all values so far, points
+g of it and of a wide t, and values there. Where the surrogate of the next stage, which goes through these too, has the
+moments that weights give, and the weights are to be trusted, it is the posterior.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.spatial import cKDTree
+
+from fedppl import gaussian
+from fedppl.gaussian import Gaussian
+from fedppl.numerics import pareto, student, surrogate
+from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
+from fedppl.numerics.proposals import has_heavy_tails
+from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, second_k
+from fedppl.numerics.smooth import smooth_over
+from fedppl.numerics.surrogate import Drawn, Places
+from fedppl.types import Array, as_declared
+
+_KNOWN, _KNOWN_A_COORDINATE = 64, 6  # points of an exchange at which what Laplace leaves out is asked for
+_FORETOLD = 0.02  # log units, median error with which it is foretold from these at all others
+_DEFENCE = 0.25  # of a stage's points, which are the candidates' own
+_DRAWN, _SHOWN, _MOST_SHOWN = 1024, 2048, 8192  # candidates of a scramble: to choose from, and to stand for all
+_BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
+_SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
+_LOG = "log__"
+_ENOUGH = 0.02  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
+_EFFECTIVE, _LEAST = 0.3, 0.1  # of a stage's points, the least with which none is; and with which any are trusted
+_EVEN = 0.95  # effective part of points whose weights have no tail to speak of
+_LOST = 0.01  # share of the points that may be without a value
+NOISE = 0.3  # sd, log units, of what is not known of the sum of log f_k over the points
+_MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
+_STAGES = 6
+_NORMAL = 1e-6  # log units, to which a quadratic tells all values where the posterior is normal
+
+
+class Known(NamedTuple):
+    """What Laplace's approximations of all clients leave out, at the points where it was asked for."""
+
+    points: Array  # (T, m)
+    left_out: Array  # (T,) log units; NaN where a client has no value
+    errors: Array  # (T,) Σ_k errors, with their signs
+    squares: Array  # (T,) Σ_k squared errors
+
+
+class Batch(NamedTuple):
+    """Points that are asked for."""
+
+    phi: Array  # (S, m)
+    u: Array  # (S, m) in the coordinates of the surrogate
+    log_density: Array  # (S,) of the candidates
+    log_surrogate: Array  # (S,) not normalised; NaN in the pilot
+    times: Array  # (S,) how often each was drawn
+    scramble: NDArray[np.intp]
+
+
+class Weighing(NamedTuple):
+    """Log densities at points about the mode."""
+
+    q: Gaussian
+    prior: Gaussian  # the Gaussian that stands for the prior at the server
+    labels: tuple[str, ...]
+    folded: Places  # coordinates that are taken as scales
+    points: Array  # (N, m) answered so far
+    values: Array  # (N,) log of the posterior's kernel; NaN where a client has no value
+    known: Known
+    batch: Batch
+    drawn: Drawn | None  # what the batch was chosen from
+    shown: Drawn | None  # the same surrogate by more candidates, always of one stream
+    stage: int  # 0 is the pilot
+    everywhere: bool  # whether θ is integrated at every point, since fewer do not foretell the others
+    constants: Array  # (2,)
+    is_proper: bool
+    found: Reweighted | None
+    is_normal: bool  # q is the posterior
+    trusted: bool
+    log_integral_error: float
+
+
+class Judged(NamedTuple):
+    """What a stage came to."""
+
+    state: Weighing
+    done: bool
+    message: str
+
+
+class Answer(NamedTuple):
+    """Sums of clients' values at the points of a batch."""
+
+    values: Array  # (S,) NaN where a client has none
+    left_out: Array  # (T,) at the known ones
+    errors: Array  # (T,)
+    squares: Array  # (T,)
+    constants: Array  # (2,)
+    is_proper: bool
+
+
+def begin(q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, stream: int) -> Weighing:
+    """The pilot about a Gaussian."""
+    m = len(q.linear)
+    # a quadratic in all coordinates has to be told by it
+    count = max(count, 2 * (m + 1) * (m + 2) // 2) // student.SCRAMBLES
+    nothing, folded = np.zeros((0, m)), np.zeros(0, dtype=np.intp)
+    return Weighing(
+        q=q,
+        prior=prior,
+        labels=labels,
+        folded=folded,
+        points=nothing,
+        values=np.zeros(0),
+        known=Known(nothing, *np.zeros((3, 0))),
+        batch=_of_candidates(gaussian.mean(q), gaussian.covariance(q), folded, count, stream),
+        drawn=None,
+        shown=None,
+        stage=0,
+        everywhere=False,
+        constants=np.zeros(2),
+        is_proper=True,
+        found=None,
+        is_normal=False,
+        trusted=False,
+        log_integral_error=np.inf,
+    )
+
+
+def _of_candidates(mean: Array, covariance: Array, folded: Places, per_scramble: int, stream: int) -> Batch:
+    at = surrogate.candidates(mean, covariance, folded, per_scramble, stream)
+    ones = np.ones(len(at.u))
+    return Batch(surrogate.unfolded(at.u, folded), at.u, at.log_density, np.nan * ones, ones, at.scramble)
+
+
+def places_known(count: int, size: int, *, everywhere: bool) -> NDArray[np.intp]:
+    """Points at which what Laplace leaves out is asked for, some of each scramble; of `size` coordinates."""
+    some = count if everywhere else max(_KNOWN, _KNOWN_A_COORDINATE * (size + 2))
+    return np.unique(np.linspace(0, count - 1, min(some, count)).astype(np.intp))
+
+
+def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] | None:
+    """The sums of an exchange taken in, with signed errors of the batch (S,) and their squares.
+
+    None where what Laplace leaves out is not foretold from where it is known.
+    """
+    at = state.batch.phi
+    places = places_known(*at.shape, everywhere=state.everywhere)
+    now = Known(at[places], answer.left_out, answer.errors, answer.squares)
+    known = Known(*(np.concatenate(pair) for pair in zip(state.known, now, strict=True)))
+    values, signed, squares = answer.values, np.zeros(len(at)), np.zeros(len(at))
+    if state.everywhere:
+        values, signed, squares = values + now.left_out, now.errors, now.squares
+    elif np.any(now.left_out) or np.any(now.squares):
+        joined = np.concatenate([known.points, at])
+        smooth = smooth_over(joined, np.arange(len(known.points)), known.left_out, known.errors, _FORETOLD)
+        if smooth is None:
+            return None
+        more, missed = (one[len(known.points) :] for one in smooth)
+        nearest = cKDTree(known.points).query(at)[1]
+        values, signed, squares = values + more, missed, known.squares[nearest] + missed**2
+    after = state._replace(
+        points=np.concatenate([state.points, at]),
+        values=np.concatenate([state.values, values + gaussian.log_kernel(state.prior, at)]),
+        known=known,
+        constants=np.maximum(state.constants, answer.constants),
+        is_proper=state.is_proper and answer.is_proper,
+    )
+    return after, np.nan_to_num(signed), np.nan_to_num(squares)
+
+
+def with_all_integrated(state: Weighing) -> Weighing:
+    """The same batch with a quarter of the points, at all of which θ is integrated."""
+    kept = slice(None, None, 4)
+    fewer = Batch(*(part[kept] for part in state.batch))
+    return state._replace(batch=fewer, everywhere=True)
+
+
+def next_stage(state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str) -> Judged:
+    """The next stage, or the end, once a batch was taken in."""
+    if not np.any(np.isfinite(state.values)):
+        return Judged(state, True, _nowhere())
+    normal = _as_normal(state)
+    if normal is not None:
+        return Judged(normal, True, "")
+    if state.stage == 0:
+        state, mean, covariance = _after_pilot(state)
+    else:
+        assert state.drawn is not None
+        mean, covariance = state.drawn.mean, state.drawn.covariance
+    through = _through(state, mean, covariance)
+    if through is None:  # a wider t, about what is known
+        return _again(state, mean, covariance, count, stream)
+    mean, covariance = surrogate.moments_of(through, mean, covariance, state.folded, stream)
+    shown = surrogate.drawn(through, mean, covariance, state.folded, _SHOWN, stream)
+    if state.stage:
+        judged = _judged(state, through, shown, signed, squares, stream, remedy)
+        if judged.done:
+            return judged
+        state = judged.state
+    # Others than those that stand for all: from stage to stage these are nearly the same.
+    found = surrogate.drawn(through, mean, covariance, state.folded, _DRAWN, stream + 1 + state.stage)
+    batch = _chosen(found, state.folded, count * (1 if state.stage < 2 else 2 ** (state.stage - 1)))
+    return Judged(state._replace(batch=batch, drawn=found, shown=shown, stage=state.stage + 1), False, "")
+
+
+def _of_batch(state: Weighing) -> Array:
+    """Log density, in the coordinates of the surrogate, of the batch that was taken in last."""
+    count = len(state.batch.phi)
+    return np.asarray(state.values[-count:] + surrogate.log_slope(state.batch.phi, state.folded))
+
+
+def _as_normal(state: Weighing) -> Weighing | None:
+    """The state with q as the posterior, where a quadratic tells all values."""
+    known = np.isfinite(state.values)
+    center, root = gaussian.affine(state.q)
+    z = np.linalg.solve(root, (state.points[known] - center).T).T
+    terms = quadratic_terms(z)
+    if len(terms) < 2 * terms.shape[1]:
+        return None
+    scale = 1.0 / (1.0 + np.sum(z**2, axis=1))  # far points have large values, and large rounding
+    coefficients = np.linalg.lstsq(terms * scale[:, None], state.values[known] * scale, rcond=None)[0]
+    left = (terms @ coefficients - state.values[known]) * scale
+    if not np.max(np.abs(left)) <= _NORMAL:
+        return None
+    m = len(center)
+    rows, columns = np.triu_indices(m)
+    curved = np.zeros((m, m))
+    curved[rows, columns] = coefficients[1 + m :]
+    precision = -(curved + curved.T)
+    if np.linalg.eigvalsh(precision)[0] <= 0:
+        return None
+    inverse = np.linalg.inv(root)
+    whole = inverse.T @ precision @ inverse
+    q = Gaussian(inverse.T @ coefficients[1 : 1 + m] + whole @ center, (whole + whole.T) / 2)
+    # The value at q's mean fixes what its kernel leaves.
+    constant = float(np.median(state.values[known] - gaussian.log_kernel(q, state.points[known])))
+    points = state.points[known]
+    equal = np.full(len(points), 1.0 / len(points))
+    found = Reweighted(
+        points=points,
+        weights=equal,
+        of_q=equal,
+        scramble=np.arange(len(points)) % student.SCRAMBLES,
+        mean=gaussian.mean(q),
+        covariance=gaussian.covariance(q),
+        log_ratio=constant,
+        error=0.0,
+        log_ratio_error=float(np.max(np.abs(left))),
+        ess=float(len(points)),
+        pareto_k=-np.inf,
+        second_k=-np.inf,
+        told=len(points),
+    )
+    return state._replace(q=q, found=found, is_normal=True, trusted=True, log_integral_error=found.log_ratio_error)
+
+
+def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
+    """Which scales are coordinates themselves, and about where the posterior is."""
+    logs = np.where(np.isfinite(state.values), state.values, -np.inf) - state.batch.log_density
+    weights = normalise(pareto.smoothed(logs)[0])
+    skewed = skewness(state.points, weights)
+    scales = [i for i, label in enumerate(state.labels) if _LOG in label and skewed[i] < _SKEWED]
+    folded = np.array(sorted(scales, key=lambda i: skewed[i])[: surrogate.MOST_FOLDED], dtype=np.intp)
+    folded.sort()
+    u = surrogate.as_folded(state.points, folded)
+    moments = weighted_moments(u, weights)
+    wide = weighted_moments(u, np.full(len(u), 1.0 / len(u)))
+    kept = min(1.0, effective_size(weights) / (10.0 * len(moments.mean)))  # few points do not tell a covariance
+    if not len(folded):
+        wide = wide._replace(covariance=gaussian.covariance(state.q))
+    covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance
+    return state._replace(folded=folded), moments.mean, covariance
+
+
+def _through(state: Weighing, mean: Array, covariance: Array) -> surrogate.Surrogate | None:
+    """A surrogate through all values so far."""
+    known = np.isfinite(state.values)
+    points = state.points[known]
+    values = state.values[known] + surrogate.log_slope(points, state.folded)
+    return surrogate.fitted(surrogate.as_folded(points, state.folded), values, mean, covariance)
+
+
+def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> Judged:
+    """Another pilot about what is known."""
+    if state.stage >= _STAGES:
+        return Judged(state, True, _nowhere())
+    per_scramble = max(2, count // student.SCRAMBLES)
+    batch = _of_candidates(mean, covariance, state.folded, per_scramble, stream + 100 + state.stage)
+    unfolded = state._replace(batch=batch, stage=0)
+    return Judged(unfolded, False, "")
+
+
+def _chosen(of: Drawn, folded: Places, count: int) -> Batch:
+    """Points of the surrogate, by systematic resampling in each scramble, and candidates as they come."""
+    chosen, times = [], []
+    each = max(4, count // student.SCRAMBLES)
+    own = max(1, int(_DEFENCE * each))
+    for scramble in range(student.SCRAMBLES):
+        places = np.flatnonzero(of.scramble == scramble)
+        shares = np.cumsum(of.weights[places])
+        drawn = np.searchsorted(shares / shares[-1], (np.arange(each - own) + 0.5) / (each - own))
+        where, number = np.unique(
+            np.concatenate([np.arange(own), np.minimum(drawn, len(places) - 1)]), return_counts=True
+        )
+        chosen.append(places[where])
+        times.append(number)
+    at = np.concatenate(chosen)
+    return Batch(
+        surrogate.unfolded(of.u[at], folded),
+        of.u[at],
+        of.log_proposal[at],
+        of.log_density[at],
+        np.concatenate(times).astype(float),
+        of.scramble[at],
+    )
+
+
+# Whether a stage is to be trusted ------------------------------------------------------------------------------------
+
+
+class _Weighed(NamedTuple):
+    weights: Array  # (S,) of the posterior; they sum to 1
+    control: Array  # (S,) of the surrogate
+    log_integral: float
+    effective: float
+    pareto_k: float
+    logs: Array  # (S,)
+
+
+def _weighed(state: Weighing) -> _Weighed:
+    """The batch as the posterior."""
+    assert state.drawn is not None
+    batch, values = state.batch, _of_batch(state)
+    mixture = np.logaddexp(
+        np.log(1.0 - _DEFENCE) + batch.log_surrogate - state.drawn.log_integral, np.log(_DEFENCE) + batch.log_density
+    )
+    raw = np.where(np.isfinite(values), values - mixture, -np.inf)
+    logs, shape = pareto.smoothed(raw)
+    logs = logs + np.log(batch.times)
+    weights = normalise(logs)
+    effective = 1.0 / float(np.sum(weights**2 / batch.times)) / float(batch.times.sum())
+    control = normalise(batch.log_surrogate - mixture + np.log(batch.times))
+    log_integral = float(np.logaddexp.reduce(logs) - np.log(batch.times.sum()))
+    return _Weighed(weights, control, log_integral, effective, shape, logs)
+
+
+class _Moments(NamedTuple):
+    first: Array  # (m,) in sds about a center
+    second: Array  # (m,)
+
+
+def _of_draws(of: Drawn, weights: Array, center: Array, sd: Array) -> _Moments:
+    z = (of.u - center) / sd
+    return _Moments(weights @ z, weights @ z**2)
+
+
+def _added(state: Weighing, weights: Array, control: Array, center: Array, sd: Array) -> _Moments:
+    """What weights add to moments of the surrogate."""
+    z, signed = (state.batch.u - center) / sd, weights / weights.sum() - control / control.sum()
+    return _Moments(signed @ z, signed @ z**2)
+
+
+def _sizes(*parts: _Moments) -> Array:
+    """Means, and log sds, of a sum of moments, (2 m,)."""
+    mean, second = (sum(column) for column in zip(*parts, strict=True))
+    return np.concatenate([mean, 0.5 * np.log(np.maximum(second - mean**2, 1e-12))])
+
+
+def _jackknife(without: list[Array]) -> float:
+    """Largest standard error: points within a scramble are no independent sample."""
+    return float(np.max(np.sqrt(len(without) - 1.0) * np.std(np.stack(without), axis=0)))
+
+
+def _judged(
+    state: Weighing, through: surrogate.Surrogate, shown: Drawn, signed: Array, squares: Array, stream: int, remedy: str
+) -> Judged:
+    """Hold a surrogate through all values against what the last one and its weights say."""
+    assert state.drawn is not None and state.shown is not None
+    now = _weighed(state)
+    center, sd = shown.mean, np.sqrt(np.diag(shown.covariance))
+    before, ours = (_of_draws(one, one.weights, center, sd) for one in (state.shown, shown))
+    by_weights = _sizes(before, _added(state, now.weights, now.control, center, sd))
+    differ = float(np.max(np.abs(by_weights - _sizes(ours))))
+    # What weights add is of the batch's scrambles, and what draws are off by of the draws' own.
+    of_batch = [state.batch.scramble != one for one in range(student.SCRAMBLES)]
+    parts = [
+        _added(state, *(np.where(kept, w, 0.0) for w in (now.weights, now.control)), center, sd) for kept in of_batch
+    ]
+    chance = _jackknife([_sizes(before, part) for part in parts])
+    by_draws = _chance_of_draws(shown)
+    if __import__("os").environ.get("V"):
+        print(
+            "   stage",
+            state.stage,
+            "chance %.4f differ %.4f draws %.4f eff %.2f k %.2f ess %.0f"
+            % (chance, differ, by_draws, now.effective, now.pareto_k, effective_size(shown.weights)),
+            np.round(by_weights - _sizes(ours), 3),
+        )
+    error = max(chance, differ)
+    heavy = has_heavy_tails(shown.u, shown.weights)
+    lost = float(np.mean(~np.isfinite(_of_batch(state))))
+    is_even = now.effective > _EVEN
+    tail = second_k(now.weights - now.control, state.batch.u, now.weights)
+    sure = is_even or (now.pareto_k <= pareto.limit(len(now.weights)) and tail <= MOST_SECOND_K)
+    trusted = sure and error <= MOST_ERROR and now.effective >= _LEAST
+    enough = trusted and error <= _ENOUGH and now.effective >= _EFFECTIVE and not (heavy and state.stage == 1)
+    if not enough and state.stage < _STAGES:
+        return Judged(state, False, "")
+    if trusted and by_draws > _BY_DRAWS:
+        shown = surrogate.drawn(through, shown.mean, shown.covariance, state.folded, _MOST_SHOWN, stream)
+        by_draws = _chance_of_draws(shown)
+    found = _reweighted(state, shown, now, max(error, by_draws), tail)
+    q = gaussian.from_moments(found.mean, found.covariance)
+    after = state._replace(q=q, found=found, log_integral_error=found.log_ratio_error)
+    noise, moved = float(np.sqrt(now.weights @ squares)), _moved(state, now, signed, squares)
+    problems = [
+        "" if trusted else _not_known(state, shown, now, found, remedy),
+        _unreached(lost) if lost > _LOST else "",
+        _uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
+    ]
+    message = "; ".join(filter(None, problems))
+    return Judged(after._replace(trusted=not message), True, message)
+
+
+def _chance_of_draws(of: Drawn) -> float:
+    """Standard error of moments of a surrogate by its draws."""
+    sd = np.sqrt(np.diag(of.covariance))
+    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(student.SCRAMBLES)]
+    return _jackknife([_sizes(_of_draws(of, weights / weights.sum(), of.mean, sd)) for weights in kept])
+
+
+def _reweighted(state: Weighing, shown: Drawn, now: _Weighed, error: float, tail: float) -> Reweighted:
+    """The surrogate's draws as the posterior, with the Gaussian of its moments beside them."""
+    phi = surrogate.unfolded(shown.u, state.folded)
+    moments = weighted_moments(phi, shown.weights)
+    q = gaussian.from_moments(moments.mean, moments.covariance)
+    of_q = gaussian.log_density(q, phi) + surrogate.log_slope(phi, state.folded) - shown.log_proposal
+    return Reweighted(
+        points=phi,
+        weights=shown.weights,
+        of_q=normalise(of_q),
+        scramble=shown.scramble,
+        mean=moments.mean,
+        covariance=moments.covariance,
+        log_ratio=shown.log_integral - gaussian.log_integral(q),
+        error=error,
+        log_ratio_error=max(abs(now.log_integral - shown.log_integral), _chance_of_integral(state, now)),
+        ess=effective_size(shown.weights),
+        pareto_k=now.pareto_k if now.effective <= _EVEN else -np.inf,
+        second_k=tail if now.effective <= _EVEN else -np.inf,
+        told=len(now.weights),
+    )
+
+
+def _chance_of_integral(state: Weighing, now: _Weighed) -> float:
+    """Standard error of the log of the integral, by leaving out one scramble at a time."""
+    ratios = []
+    for one in range(student.SCRAMBLES):
+        kept = state.batch.scramble != one
+        ratios.append(np.logaddexp.reduce(now.logs[kept]) - np.log(state.batch.times[kept].sum()))
+    return float(np.sqrt(student.SCRAMBLES - 1.0) * np.std(ratios))
+
+
+def _moved(state: Weighing, now: _Weighed, signed: Array, squares: Array) -> float:
+    """What errors of log f_k may move a mean or a log sd by, in posterior sds.
+
+    Errors that clients have alike add up as they are, and of any sign by their squares, by the inequality of Cauchy and
+    Schwarz.
+    """
+    u = state.batch.u
+    moments = weighted_moments(u, now.weights)
+    z = (u - moments.mean) / np.sqrt(np.diag(moments.covariance))
+    parts = np.concatenate([z, 0.5 * (z**2 - 1.0)], axis=1)
+    apart = parts - now.weights @ parts
+    alike = signed @ (now.weights[:, None] * apart)
+    by_chance = np.sqrt((now.weights @ squares) * (now.weights @ apart**2))
+    return float(max(np.max(np.abs(alike)), np.max(by_chance)))
+
+
+# Messages ------------------------------------------------------------------------------------------------------------
+
+
+_BY_NUTS = "fedppl.EP(local=fedppl.NUTS(draws=4000))"
+
+
+def _nowhere() -> str:
+    return (
+        "no point about the mode has a log density at all clients, or too few have one: declare the model so that it "
+        f"has a smooth density everywhere, or use {_BY_NUTS}"
+    )
+
+
+def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, remedy: str) -> str:
+    """What is not to be trusted, and of which coordinate above all."""
+    assert state.shown is not None
+    sd = np.sqrt(np.diag(shown.covariance))
+    apart = np.abs(shown.mean - state.shown.mean) / sd
+    name = as_declared(state.labels[int(np.argmax(apart))])
+    short = [
+        f"few points decide alone (Pareto k {now.pareto_k:.2f}, at most {pareto.limit(len(now.weights)):.2f})"
+        if not now.pareto_k <= pareto.limit(len(now.weights))
+        else "",
+        f"tails are not reached (Pareto k {found.second_k:.2f}, at most {MOST_SECOND_K:g})"
+        if not found.second_k <= MOST_SECOND_K
+        else "",
+        f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
+        f"{now.effective:.0%} of the points are effective (at least {_LEAST:.0%})" if now.effective < _LEAST else "",
+    ]
+    return (
+        f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} on a scale where "
+        f"it is closer to normal, or give it a prior that says more. Of {len(state.points)} points: "
+        + ", ".join(filter(None, short))
+    )
+
+
+def _unreached(share: float) -> str:
+    return (
+        f"means and sds may be wrong: at {share:.1%} of the points (at most {_LOST:.0%}) a client has no log density, "
+        "or its integral over the client's own variables was not found. Declare the model so that it has a smooth "
+        f"density everywhere, with no bound of an outcome's support among the shared variables; or use {_BY_NUTS}"
+    )
+
+
+def _uncertain(noise: float, moved: float) -> str:
+    return (
+        f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
+        "all, since their own variables are too far from normal given the shared ones. Declare them on a scale where "
+        "they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have a location "
+        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or use "
+        f"{_BY_NUTS}"
+    )

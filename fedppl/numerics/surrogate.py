@@ -1,0 +1,177 @@
+r"""A log density that is known at some points, as a proposal: a smooth function through them that the server samples.
+
+.. math:: \hat s(z) = -\tfrac12 |z|^2 + \text{quadratic}(z) + \sum_i c_i\, |z - z_i|^3
+
+Clients' values are dear, and their sum is smooth: of the surrogate thousands of draws cost nothing, and a few values at
+some of them say what it leaves. A scale whose logarithm has a long left tail is taken itself, folded at 0, where the
+density is smooth and ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.interpolate import RBFInterpolator
+
+from fedppl.numerics import pareto, student
+from fedppl.numerics.importance import effective_size, normalise, weighted_moments
+from fedppl.types import Array
+
+Places = NDArray[np.intp]
+
+MOST_FOLDED = 6
+_WIDE = 2.5  # times as wide as the posterior, half of the candidates
+_ROOM = 1.3  # times the posterior's variances, the other half
+_DEEP, _DEEPER = 40.0, 2.0  # log units below the largest value down to which values count, and for each coordinate
+_MOST = 1500  # values that a surrogate goes through
+_PER_TERM = 1.3  # values for each coefficient of a quadratic, the least
+_SMOOTHING = 1e-3  # of the cubic kernel's own units: values are known to some thousandths of a log unit
+_AT_ONCE = 2**22  # distances that are held at a time
+_EDGE = 0.9  # of the farthest value's distance, from where on a slope is taken for extrapolation
+_LEAST_SLOPE = 1.0  # log units for each sd that a tail falls by beyond all values
+_TIMES, _EACH = 3, 128  # moments of a surrogate are looked for so often, by so many candidates of a scramble
+_STEADY = 0.1  # sds, and of a log sd, by which these move when they are there
+
+
+class Candidates(NamedTuple):
+    """Points of two t's, one far wider than the other, in scrambles."""
+
+    u: Array  # (N, m)
+    log_density: Array  # (N,)
+    scramble: NDArray[np.intp]  # (N,)
+
+
+class Surrogate(NamedTuple):
+    """A cubic radial spline with a quadratic, in coordinates in which the posterior has mean 0 and covariance I."""
+
+    mean: Array  # (m,)
+    root: Array  # (m, m)
+    spline: RBFInterpolator
+    reach: float  # distance of the farthest value
+
+
+class Drawn(NamedTuple):
+    """Candidates with weights of a surrogate."""
+
+    u: Array  # (N, m)
+    log_proposal: Array  # (N,)
+    log_density: Array  # (N,) of the surrogate, not normalised
+    weights: Array  # (N,) sum to 1
+    scramble: NDArray[np.intp]
+    log_integral: float
+    mean: Array  # (m,)
+    covariance: Array  # (m, m)
+
+
+def unfolded(u: Array, folded: Places) -> Array:
+    """φ of u."""
+    phi = u.copy()
+    phi[:, folded] = np.log(u[:, folded])
+    return phi
+
+
+def as_folded(phi: Array, folded: Places) -> Array:
+    """u of φ: scales themselves in the place of their logarithms."""
+    u = phi.copy()
+    u[:, folded] = np.exp(phi[:, folded])
+    return u
+
+
+def log_slope(phi: Array, folded: Places) -> Array:
+    """log |dφ / du|, (S,): what is added to a log density in φ for one in u."""
+    return np.asarray(-phi[:, folded].sum(axis=1))
+
+
+def candidates(mean: Array, covariance: Array, folded: Places, per_scramble: int, stream: int) -> Candidates:
+    """Points of a t as wide as the posterior, and as many of a wider one: else a surrogate's tails are made up."""
+    m, half = len(mean), max(1, per_scramble // 2)
+    root = np.linalg.cholesky(covariance * (_ROOM * (student.DEGREES - 2.0) / student.DEGREES))
+    parts = [
+        mean + student.standard_points(m, half, 2 * stream + wide) @ (root * (_WIDE if wide else 1.0)).T
+        for wide in (0, 1)
+    ]
+    # One of either, alternately, scramble after scramble.
+    u = np.stack([part.reshape(student.SCRAMBLES, half, m) for part in parts], axis=2).reshape(-1, m)
+    u[:, folded] = np.abs(u[:, folded])
+    return Candidates(u, log_candidates(u, mean, covariance, folded), np.repeat(np.arange(student.SCRAMBLES), 2 * half))
+
+
+def log_candidates(u: Array, mean: Array, covariance: Array, folded: Places) -> Array:
+    """Log density of candidates at points (S, m)."""
+    root = np.linalg.cholesky(covariance * (_ROOM * (student.DEGREES - 2.0) / student.DEGREES))
+    inverse, logs = np.linalg.inv(root), np.full(len(u), -np.inf)
+    for signs in itertools.product((1.0, -1.0), repeat=len(folded)):
+        image = u.copy()
+        image[:, folded] *= np.array(signs)
+        white = (image - mean) @ inverse.T
+        for scale in (1.0, _WIDE):
+            logs = np.logaddexp(logs, student.log_density(white / scale, scale * root) - np.log(2.0))
+    return logs
+
+
+def fitted(u: Array, values: Array, mean: Array, covariance: Array) -> Surrogate | None:
+    """A surrogate through values (S,) at points (S, m) of a posterior with about these moments; None of too few."""
+    m = len(mean)
+    high = np.flatnonzero(values > np.max(values, initial=-np.inf) - _DEEP - _DEEPER * m)
+    if len(high) > _MOST:
+        high = high[np.unique(np.linspace(0, len(high) - 1, _MOST).astype(int))]
+    if len(high) < _PER_TERM * (m + 1) * (m + 2) / 2:
+        return None
+    root = np.asarray(np.linalg.cholesky(covariance))
+    z = np.linalg.solve(root, (u[high] - mean).T).T
+    distance = np.sum(z**2, axis=1)
+    try:
+        spline = RBFInterpolator(z, values[high] + 0.5 * distance, kernel="cubic", degree=2, smoothing=_SMOOTHING)
+    except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
+        return None
+    return Surrogate(mean, root, spline, float(np.sqrt(distance.max())))
+
+
+def log_surrogate(of: Surrogate, u: Array) -> Array:
+    """The surrogate at points (S, m). Beyond all values it falls as it does at the edge, or faster than e^-r."""
+    z = np.linalg.solve(of.root, (u - of.mean).T).T
+    distance = np.sqrt(np.sum(z**2, axis=1))
+    out = np.flatnonzero(distance > of.reach)
+    edge = z.copy()
+    edge[out] *= (of.reach / distance[out])[:, None]
+    logs = _inside(of, edge)
+    if len(out):
+        inner = _inside(of, _EDGE * edge[out])
+        slope = np.maximum((inner - logs[out]) / ((1.0 - _EDGE) * of.reach), _LEAST_SLOPE)
+        logs[out] -= slope * (distance[out] - of.reach)
+    return logs
+
+
+def _inside(of: Surrogate, z: Array) -> Array:
+    chunk = max(1, _AT_ONCE // _MOST)
+    parts = [of.spline(z[first : first + chunk]) for first in range(0, len(z), chunk)]
+    return np.asarray(np.concatenate([np.zeros(0), *parts]) - 0.5 * np.sum(z**2, axis=1))
+
+
+def drawn(of: Surrogate, mean: Array, covariance: Array, folded: Places, per_scramble: int, stream: int) -> Drawn:
+    """Candidates about a mean, weighted by the surrogate."""
+    at = candidates(mean, covariance, folded, per_scramble, stream)
+    logs = log_surrogate(of, at.u)
+    log_weights, _ = pareto.smoothed(logs - at.log_density)
+    weights = normalise(log_weights)
+    moments = weighted_moments(at.u, weights)
+    log_integral = float(np.logaddexp.reduce(log_weights) - np.log(len(log_weights)))
+    return Drawn(at.u, at.log_density, logs, weights, at.scramble, log_integral, moments.mean, moments.covariance)
+
+
+def moments_of(of: Surrogate, mean: Array, covariance: Array, folded: Places, stream: int) -> tuple[Array, Array]:
+    """Moments of a surrogate, by candidates about its own mean: begun about another."""
+    m = len(mean)
+    for _ in range(_TIMES):
+        found = drawn(of, mean, covariance, folded, _EACH, stream)
+        kept = min(1.0, effective_size(found.weights) / (10.0 * m))  # few points do not tell a covariance
+        new = kept * found.covariance + (1.0 - kept) * covariance
+        moved = np.max(np.abs(found.mean - mean) / np.sqrt(np.diag(new)))
+        widened = np.max(np.abs(0.5 * np.log(np.diag(new) / np.diag(covariance))))
+        mean, covariance = found.mean, new
+        if max(moved, widened) < _STEADY:
+            break
+    return mean, covariance
