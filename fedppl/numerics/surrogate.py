@@ -25,8 +25,9 @@ Places = NDArray[np.intp]
 MOST_FOLDED = 6
 _WIDE = 2.5  # times as wide as the posterior, half of the candidates
 _ROOM = 1.3  # times the posterior's variances, the other half
+WIDER = 0.5 * _ROOM * (1.0 + _WIDE**2)  # times the posterior's variances, those of candidates
 _DEEP, _DEEPER = 40.0, 2.0  # log units below the largest value down to which values count, and for each coordinate
-_MOST = 1500  # values that a surrogate goes through
+_MOST = 2000  # values that a surrogate goes through
 _PER_TERM = 1.3  # values for each coefficient of a quadratic, the least
 _SMOOTHING = 1e-3  # of the cubic kernel's own units: values are known to some thousandths of a log unit
 _AT_ONCE = 2**22  # distances that are held at a time
@@ -117,7 +118,7 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array) -> Surrogate
     m = len(mean)
     high = np.flatnonzero(values > np.max(values, initial=-np.inf) - _DEEP - _DEEPER * m)
     if len(high) > _MOST:
-        high = high[np.unique(np.linspace(0, len(high) - 1, _MOST).astype(int))]
+        high = _thinned(u[high], mean, covariance, high)
     if len(high) < _PER_TERM * (m + 1) * (m + 2) / 2:
         return None
     root = np.asarray(np.linalg.cholesky(covariance))
@@ -128,6 +129,15 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array) -> Surrogate
     except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
         return None
     return Surrogate(mean, root, spline, float(np.sqrt(distance.max())))
+
+
+def _thinned(u: Array, mean: Array, covariance: Array, places: Places) -> Places:
+    """As many as a surrogate goes through: those far out, where few are, and some of the others."""
+    away = np.sum((u - mean) * np.linalg.solve(covariance, (u - mean).T).T, axis=1)
+    order = np.argsort(-away, kind="stable")
+    far, near = order[: _MOST // 2], np.sort(order[_MOST // 2 :])
+    kept = near[np.unique(np.linspace(0, len(near) - 1, _MOST - _MOST // 2).astype(int))]
+    return np.sort(places[np.concatenate([far, kept])])
 
 
 def log_surrogate(of: Surrogate, u: Array) -> Array:

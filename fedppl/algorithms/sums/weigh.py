@@ -29,6 +29,7 @@ from fedppl.types import Array, as_declared
 _KNOWN, _KNOWN_A_COORDINATE = 64, 6  # points of an exchange at which what Laplace leaves out is asked for
 _FORETOLD = 0.02  # log units, median error with which it is foretold from these at all others
 _DEFENCE = 0.25  # of a stage's points, which are the candidates' own
+_FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
 _DRAWN, _SHOWN, _MOST_SHOWN = 1024, 2048, 8192  # candidates of a scramble: to choose from, and to stand for all
 _BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
 _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
@@ -39,7 +40,8 @@ _EVEN = 0.95  # effective part of points whose weights have no tail to speak of
 _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd, log units, of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
-_STAGES = 6
+_STAGES, _PILOTS = 6, 4
+_APART = 1000  # between the streams of pilots and stages
 _NORMAL = 1e-6  # log units, to which a quadratic tells all values where the posterior is normal
 
 
@@ -77,6 +79,7 @@ class Weighing(NamedTuple):
     drawn: Drawn | None  # what the batch was chosen from
     shown: Drawn | None  # the same surrogate by more candidates, always of one stream
     stage: int  # 0 is the pilot
+    pilots: int  # how many more there were
     everywhere: bool  # whether θ is integrated at every point, since fewer do not foretell the others
     constants: Array  # (2,)
     is_proper: bool
@@ -123,6 +126,7 @@ def begin(q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, str
         drawn=None,
         shown=None,
         stage=0,
+        pilots=0,
         everywhere=False,
         constants=np.zeros(2),
         is_proper=True,
@@ -199,6 +203,8 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         return _again(state, mean, covariance, count, stream)
     mean, covariance = surrogate.moments_of(through, mean, covariance, state.folded, stream)
     shown = surrogate.drawn(through, mean, covariance, state.folded, _SHOWN, stream)
+    if effective_size(shown.weights) < _FEWEST * len(mean):
+        return _again(state, mean, covariance, count, stream)
     if state.stage:
         judged = _judged(state, through, shown, signed, squares, stream, remedy)
         if judged.done:
@@ -263,19 +269,20 @@ def _as_normal(state: Weighing) -> Weighing | None:
 
 def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     """Which scales are coordinates themselves, and about where the posterior is."""
-    logs = np.where(np.isfinite(state.values), state.values, -np.inf) - state.batch.log_density
+    points, values = state.batch.phi, _of_batch(state)
+    logs = np.where(np.isfinite(values), values, -np.inf) - state.batch.log_density
+    if not np.any(np.isfinite(logs)):
+        return state, gaussian.mean(state.q), gaussian.covariance(state.q)
     weights = normalise(pareto.smoothed(logs)[0])
-    skewed = skewness(state.points, weights)
-    scales = [i for i, label in enumerate(state.labels) if _LOG in label and skewed[i] < _SKEWED]
-    folded = np.array(sorted(scales, key=lambda i: skewed[i])[: surrogate.MOST_FOLDED], dtype=np.intp)
-    folded.sort()
-    u = surrogate.as_folded(state.points, folded)
-    moments = weighted_moments(u, weights)
-    wide = weighted_moments(u, np.full(len(u), 1.0 / len(u)))
-    kept = min(1.0, effective_size(weights) / (10.0 * len(moments.mean)))  # few points do not tell a covariance
-    if not len(folded):
-        wide = wide._replace(covariance=gaussian.covariance(state.q))
-    covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance
+    folded = state.folded
+    if not state.pilots:
+        skewed = skewness(points, weights)
+        scales = [i for i, label in enumerate(state.labels) if _LOG in label and skewed[i] < _SKEWED]
+        folded = np.sort(np.array(sorted(scales, key=lambda i: skewed[i])[: surrogate.MOST_FOLDED], dtype=np.intp))
+    u = surrogate.as_folded(points, folded)
+    moments, wide = weighted_moments(u, weights), weighted_moments(u, np.full(len(u), 1.0 / len(u)))
+    kept = min(1.0, effective_size(weights) / (_FEWEST * len(moments.mean)))  # few points do not tell a covariance
+    covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / surrogate.WIDER
     return state._replace(folded=folded), moments.mean, covariance
 
 
@@ -289,12 +296,11 @@ def _through(state: Weighing, mean: Array, covariance: Array) -> surrogate.Surro
 
 def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> Judged:
     """Another pilot about what is known."""
-    if state.stage >= _STAGES:
+    if state.pilots >= _PILOTS:
         return Judged(state, True, _nowhere())
     per_scramble = max(2, count // student.SCRAMBLES)
-    batch = _of_candidates(mean, covariance, state.folded, per_scramble, stream + 100 + state.stage)
-    unfolded = state._replace(batch=batch, stage=0)
-    return Judged(unfolded, False, "")
+    batch = _of_candidates(mean, covariance, state.folded, per_scramble, stream + _APART + state.pilots)
+    return Judged(state._replace(batch=batch, drawn=None, stage=0, pilots=state.pilots + 1), False, "")
 
 
 def _chosen(of: Drawn, folded: Places, count: int) -> Batch:
@@ -407,7 +413,7 @@ def _judged(
     heavy = has_heavy_tails(shown.u, shown.weights)
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
     is_even = now.effective > _EVEN
-    tail = second_k(now.weights - now.control, state.batch.u, now.weights)
+    tail = second_k(now.weights, state.batch.u, now.weights)
     sure = is_even or (now.pareto_k <= pareto.limit(len(now.weights)) and tail <= MOST_SECOND_K)
     trusted = sure and error <= MOST_ERROR and now.effective >= _LEAST
     enough = trusted and error <= _ENOUGH and now.effective >= _EFFECTIVE and not (heavy and state.stage == 1)
