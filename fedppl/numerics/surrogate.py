@@ -32,6 +32,7 @@ _PER_TERM = 1.3  # values for each coefficient of a quadratic, the least
 _SMOOTHING = 1e-3  # of the cubic kernel's own units: values are known to some thousandths of a log unit
 _AT_ONCE = 2**22  # distances that are held at a time
 _EDGE = 0.9  # of the farthest value's distance, from where on a slope is taken for extrapolation
+_HIGHER = 1.0  # log units that a surrogate may lie above the highest value that is as far out
 _LEAST_SLOPE = 1.0  # log units for each sd that a tail falls by beyond all values
 _TIMES, _EACH = 3, 128  # moments of a surrogate are looked for so often, by so many candidates of a scramble
 _STEADY = 0.1  # sds, and of a log sd, by which these move when they are there
@@ -51,7 +52,8 @@ class Surrogate(NamedTuple):
     mean: Array  # (m,)
     root: Array  # (m, m)
     spline: RBFInterpolator
-    reach: float  # distance of the farthest value
+    distance: Array  # (S,) of the values from the mean, ascending
+    highest: Array  # (S,) value of those that are as far out, or farther
 
 
 class Drawn(NamedTuple):
@@ -128,7 +130,9 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array) -> Surrogate
         spline = RBFInterpolator(z, values[high] + 0.5 * distance, kernel="cubic", degree=2, smoothing=_SMOOTHING)
     except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
         return None
-    return Surrogate(mean, root, spline, float(np.sqrt(distance.max())))
+    order = np.argsort(distance, kind="stable")
+    highest = np.maximum.accumulate(values[high][order][::-1])[::-1]
+    return Surrogate(mean, root, spline, np.sqrt(distance[order]), highest)
 
 
 def _thinned(u: Array, mean: Array, covariance: Array, places: Places) -> Places:
@@ -141,17 +145,23 @@ def _thinned(u: Array, mean: Array, covariance: Array, places: Places) -> Places
 
 
 def log_surrogate(of: Surrogate, u: Array) -> Array:
-    """The surrogate at points (S, m). Beyond all values it falls as it does at the edge, or faster than e^-r."""
+    """The surrogate at points (S, m). Beyond all values it falls as it does at the edge, or faster than e^-r.
+
+    Between values far out a spline may rise without cause: it is no higher than any of those that are about as far out.
+    """
     z = np.linalg.solve(of.root, (u - of.mean).T).T
-    distance = np.sqrt(np.sum(z**2, axis=1))
-    out = np.flatnonzero(distance > of.reach)
+    distance, reach = np.sqrt(np.sum(z**2, axis=1)), of.distance[-1]
+    out = np.flatnonzero(distance > reach)
     edge = z.copy()
-    edge[out] *= (of.reach / distance[out])[:, None]
+    edge[out] *= (reach / distance[out])[:, None]
     logs = _inside(of, edge)
     if len(out):
         inner = _inside(of, _EDGE * edge[out])
-        slope = np.maximum((inner - logs[out]) / ((1.0 - _EDGE) * of.reach), _LEAST_SLOPE)
-        logs[out] -= slope * (distance[out] - of.reach)
+        slope = np.maximum((inner - logs[out]) / ((1.0 - _EDGE) * reach), _LEAST_SLOPE)
+        logs[out] -= slope * (distance[out] - reach)
+    inside = np.setdiff1d(np.arange(len(u)), out)
+    as_far = np.searchsorted(of.distance, _EDGE * distance[inside])
+    logs[inside] = np.minimum(logs[inside], of.highest[as_far] + _HIGHER)
     return logs
 
 

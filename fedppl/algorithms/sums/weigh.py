@@ -31,6 +31,7 @@ _FORETOLD = 0.02  # log units, median error with which it is foretold from these
 _DEFENCE = 0.25  # of a stage's points, which are the candidates' own
 _FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
 _DRAWN, _SHOWN, _MOST_SHOWN = 1024, 2048, 8192  # candidates of a scramble: to choose from, and to stand for all
+_PROBES = 32  # draws of a surrogate, with most of its second moments, at which it is looked at
 _BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
 _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _LOG = "log__"
@@ -61,7 +62,7 @@ class Batch(NamedTuple):
     u: Array  # (S, m) in the coordinates of the surrogate
     log_density: Array  # (S,) of the candidates
     log_surrogate: Array  # (S,) not normalised; NaN in the pilot
-    times: Array  # (S,) how often each was drawn
+    times: Array  # (S,) how often each was drawn; 0 of those that have no weight
     scramble: NDArray[np.intp]
 
 
@@ -212,7 +213,8 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         state = judged.state
     # Others than those that stand for all: from stage to stage these are nearly the same.
     found = surrogate.drawn(through, mean, covariance, state.folded, _DRAWN, stream + 1 + state.stage)
-    batch = _chosen(found, state.folded, count * (1 if state.stage < 2 else 2 ** (state.stage - 1)))
+    drawn = _chosen(found, state.folded, count * (1 if state.stage < 2 else 2 ** (state.stage - 1)))
+    batch = Batch(*(np.concatenate(pair) for pair in zip(drawn, _probes(shown, state.folded), strict=True)))
     return Judged(state._replace(batch=batch, drawn=found, shown=shown, stage=state.stage + 1), False, "")
 
 
@@ -328,6 +330,21 @@ def _chosen(of: Drawn, folded: Places, count: int) -> Batch:
     )
 
 
+def _probes(of: Drawn, folded: Places) -> Batch:
+    """Draws that have most of a second moment: where a surrogate is made up, their values put it right."""
+    z = (of.u - of.mean) / np.sqrt(np.diag(of.covariance))
+    most = np.argsort(-of.weights * np.max(z**2, axis=1), kind="stable")[:_PROBES]
+    none = np.zeros(len(most))
+    return Batch(
+        surrogate.unfolded(of.u[most], folded),
+        of.u[most],
+        of.log_proposal[most],
+        of.log_density[most],
+        none,
+        of.scramble[most],
+    )
+
+
 # Whether a stage is to be trusted ------------------------------------------------------------------------------------
 
 
@@ -348,11 +365,13 @@ def _weighed(state: Weighing) -> _Weighed:
         np.log(1.0 - _DEFENCE) + batch.log_surrogate - state.drawn.log_integral, np.log(_DEFENCE) + batch.log_density
     )
     raw = np.where(np.isfinite(values), values - mixture, -np.inf)
-    logs, shape = pareto.smoothed(raw)
-    logs = logs + np.log(batch.times)
+    is_drawn = batch.times > 0
+    logs, shape = pareto.smoothed(np.where(is_drawn, raw, -np.inf))
+    log_times = np.log(np.where(is_drawn, batch.times, 1.0))
+    logs = np.where(is_drawn, logs + log_times, -np.inf)
     weights = normalise(logs)
-    effective = 1.0 / float(np.sum(weights**2 / batch.times)) / float(batch.times.sum())
-    control = normalise(batch.log_surrogate - mixture + np.log(batch.times))
+    effective = 1.0 / float(np.sum(weights[is_drawn] ** 2 / batch.times[is_drawn])) / float(batch.times.sum())
+    control = normalise(np.where(is_drawn, batch.log_surrogate - mixture + log_times, -np.inf))
     log_integral = float(np.logaddexp.reduce(logs) - np.log(batch.times.sum()))
     return _Weighed(weights, control, log_integral, effective, shape, logs)
 
