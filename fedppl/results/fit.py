@@ -17,7 +17,7 @@ from fedppl.contracts.entries import CI_PROB
 from fedppl.gaussian import Gaussian
 from fedppl.results import clients, html, influence, kept, predicting, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
-from fedppl.results.shared import at_mean, at_point, estimates, log_ratio, shared_posterior
+from fedppl.results.shared import at_mean, at_point, estimates, shared_posterior
 from fedppl.settings import some_of
 from fedppl.types import Array, DeclarationError, NotConvergedError
 
@@ -264,7 +264,7 @@ class Fit(Ended):
         the correction lie where the others see it: `exact` is then False, and the figures are those of the Gaussian,
         from which a prior that is not Gaussian lacks the client's share of 1/K.
         """
-        return influence.influence(self, log_ratio(self), clients)
+        return influence.influence(self, clients)
 
     def shared(
         self, *, unconverged: bool = False, draws: int = 1000, chains: int = 4, random_seed: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.contracts import AnyAlgorithm, LogRatio, Posterior
+from fedppl.contracts import AnyAlgorithm, ClientView, Posterior
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
@@ -107,14 +107,14 @@ def conflict(
         if clients is None and tells_grid(fit.clients[name].pymc_model()):
             logger.warning("client %s has no p-value: %s", name, NO_DRAWS)
             continue
-        others = without(fit.state, name, fit.clients[name].prior.log_ratio)
+        others = without(fit.state, name, fit.clients)
         rng = stream((seed, 4, *name.encode()))
         values[:, column] = tested(fit.declaration, fit.clients[name], others, replicates, rng)
         exact[column] = is_exact(others)
     return _table(names, values, exact, replicates)
 
 
-def knows_cavities(algorithm: AnyAlgorithm) -> Callable[[Any, str, LogRatio | None], WithoutClient] | None:
+def knows_cavities(algorithm: AnyAlgorithm) -> Callable[[Any, str, Mapping[str, ClientView]], WithoutClient] | None:
     """How an algorithm tells its posterior without a client, which is the cavity of its final message; None if not."""
     shared = algorithm.result.shared
     return shared.without if isinstance(shared, Posterior) else None

@@ -10,6 +10,7 @@ To the functions of EP all clients together are one, with one site: q is a Gauss
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +28,9 @@ from fedppl.algorithms.ep._starts import Starts
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
 from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.algorithms.size import say_if_large
+from fedppl.algorithms.sums.without import without
 from fedppl.contracts import Asked, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report
-from fedppl.contracts.algorithm import always
+from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.gaussian import Gaussian
 from fedppl.local import marginal_values
 from fedppl.local.nested_laplace import NestedLaplace
@@ -162,7 +164,7 @@ def Sums(*, points: int = 2048, pilot: int = 256, starts: int | str = "auto") ->
         result=contracts.Result(
             _conclusion,
             functools.partial(draw_target, local=_LOCAL),
-            contracts.Posterior(lambda state: state.phase.sites.q, _corrected, _evidence),
+            contracts.Posterior(lambda state: state.phase.sites.q, _corrected, _evidence, _without),
             _details,
             preliminary=lambda state: isinstance(state.phase, Searching),
             tests_convergence=True,
@@ -423,6 +425,12 @@ def _evidence(state: SumsState, clients: object) -> LogEvidence:
     phase = state.phase
     held = phase.held if isinstance(phase, Weighing) else None
     return of_correction(held, phase.sites, state.prior_share)
+
+
+def _without(state: SumsState, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
+    phase = state.phase
+    is_known = isinstance(phase, Weighing) and phase.held.trusted
+    return without(phase.sites.q, phase.held.found if is_known else None, client_id, clients)
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:
