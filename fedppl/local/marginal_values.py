@@ -7,7 +7,6 @@ import numpy as np
 from fedppl.contracts import ClientView, Factor
 from fedppl.local import _factor, _gaussian_rest, _marginal
 from fedppl.local._other_modes import require_one_mode
-from fedppl.local._separable import is_separable, one_by_one
 from fedppl.types import Array
 
 
@@ -30,8 +29,5 @@ def left_out(client: ClientView, points: Array, center: Array) -> Factor:
     if not len(points) or not client.local_size or client.view(_gaussian_rest.is_exact):
         return Factor(np.zeros(len(points)), np.zeros(len(points)))
     require_one_mode(client, points, center)
-    if client.view(is_separable):
-        values, errors, constant = _factor.with_alike(*one_by_one(client, points, center))
-    else:
-        values, errors, constant = _factor.integrated(client, points, center)
+    values, errors, constant = _factor.integrated(client, points, center)
     return Factor(values - laplace(client, points, center, 0.0), errors, constant)

@@ -429,8 +429,9 @@ def _evidence(state: SumsState, clients: object) -> LogEvidence:
 
 def _without(state: SumsState, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
     phase = state.phase
-    is_known = isinstance(phase, Weighing) and phase.held.trusted
-    return without(phase.sites.q, phase.held.found if is_known else None, client_id, clients)
+    found = phase.held.found if isinstance(phase, Weighing) and phase.held.trusted else None
+    assert _LOCAL.factor is not None
+    return without(phase.sites.q, found, client_id, clients, _LOCAL.factor)
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:

@@ -16,24 +16,25 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Factor, LogEvidence
 from fedppl.contracts.algorithm import WithoutClient
+from fedppl.contracts.client import FactorFn
 from fedppl.gaussian import Gaussian
-from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.numerics import student
 from fedppl.numerics.importance import effective_size, enough_points, normalise, quadratic_terms, whitened_points
 from fedppl.numerics.proposals import has_heavy_tails, whitened
-from fedppl.numerics.reweighting import Reweighted, weigh
+from fedppl.numerics.reweighting import Reweighted, is_trusted, weigh
 from fedppl.types import Array, DeclarationError, LocalFailure
 
 logger = logging.getLogger(__name__)
 
-_LOCAL = NestedLaplace()
 _LOST = 0.01  # share of the posterior of all that may lie where the client has no value
 _FLATTENED = (1.0, 0.5, 0.25)  # powers of the weights with which a site is fitted, until enough points count
 _UNKNOWN = LogEvidence(np.nan, np.nan)
 
 
-def without(q: Gaussian, found: Reweighted | None, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
-    """The posterior without a client, whose model has to be among those in this process.
+def without(
+    q: Gaussian, found: Reweighted | None, client_id: str, clients: Mapping[str, ClientView], factor: FactorFn
+) -> WithoutClient:
+    """The posterior without a client, of whose model in this process `factor` makes log f_k at points.
 
     `found` are weighted points of the posterior, where they are to be trusted, and q is its Gaussian; else what is left
     is q over the client's site alone.
@@ -53,7 +54,7 @@ def without(q: Gaussian, found: Reweighted | None, client_id: str, clients: Mapp
         weights = np.full(len(points), 1.0 / len(points))
     else:
         points, weights = found.points, found.weights
-    values = _factor(client, points, center)
+    values = _factor(client, points, center, factor)
     told = np.isfinite(values.values)
     if weights @ told < 1.0 - _LOST:
         return nothing
@@ -68,6 +69,8 @@ def without(q: Gaussian, found: Reweighted | None, client_id: str, clients: Mapp
     # Where that of all has no heavy tail, no points were asked for in one.
     if left is None or (has_heavy_tails(points, left.weights) and not has_heavy_tails(points, weights)):
         return WithoutClient(cavity, None, _UNKNOWN)
+    if not gaussian.is_proper(cavity) and is_trusted(left):
+        cavity = gaussian.from_moments(left.mean, left.covariance)
     if not client.has_proper_prior:
         return WithoutClient(cavity, left, _UNKNOWN)
     # Densities integrate to one, and so do the weights of q and of its quotient, but for an error of the same points.
@@ -79,10 +82,9 @@ def without(q: Gaussian, found: Reweighted | None, client_id: str, clients: Mapp
     return WithoutClient(cavity, left, LogEvidence(-left.log_ratio, float(np.sqrt(by_chance**2 + unknown))))
 
 
-def _factor(client: ClientView, points: Array, center: Array) -> Factor:
-    assert _LOCAL.factor is not None
+def _factor(client: ClientView, points: Array, center: Array, factor: FactorFn) -> Factor:
     try:
-        return _LOCAL.factor(client, points, center, 0.0)
+        return factor(client, points, center, 0.0)
     except LocalFailure as error:
         logger.warning("nothing is known of the posterior without client %s: %s", client.client_id, error)
         return Factor(np.full(len(points), np.nan), np.zeros(len(points)))
