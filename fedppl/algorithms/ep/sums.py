@@ -140,8 +140,9 @@ def Sums(*, points: int = 2048, pilot: int = 256, starts: int | str = "auto") ->
     Notes
     -----
     *When this fails.* A client that is missing makes a round void, and the third one in a row is the end. Beyond some
-    twenty shared coordinates few points have all the weight, and the status says so: use `EP`. What needs each
-    client's own factor, as `fit.influence` or `fedppl.conflict`, is not to be had of sums: use `EP`.
+    twenty shared coordinates few points have all the weight, and the status says so: use `EP`. Nobody is said to pull
+    further than others: that is what `Fit.influence` is for, which, as `conflict`, computes clients' own factors once
+    it is called. Of sites of their own it cannot: use `EP`.
 
     References
     ----------

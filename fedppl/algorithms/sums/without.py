@@ -42,9 +42,9 @@ def without(
     client, nothing = clients.get(client_id), WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
     if client is None:
         raise DeclarationError(
-            f"what is known without client {client_id!r} comes from its own data, since sums keep nothing of single "
-            "clients, and they are not here: of a fit from a file, give them, fedppl.load(path, model, clients=...); "
-            "of sites of their own, use fedppl.EP(), which has a site of each."
+            f"the posterior without client {client_id!r} is computed from its data, since sums keep nothing of single "
+            "clients, and these are not here. Of a fit from a file, give them: fedppl.load(path, model, clients=...). "
+            "Where clients are sites of their own, use fedppl.EP(), which keeps a site of each."
         )
     if not gaussian.is_proper(q):
         return nothing
