@@ -246,8 +246,8 @@ class Fit(Ended):
         Raises
         ------
         DeclarationError
-            If the algorithm does not know its posterior without each client, a client is unknown, or its data are needed
-            and not here.
+            If the algorithm does not know its posterior without each client, a client is unknown, or its data are
+            needed and not here.
         NotConvergedError
             Where the fit was broken off before there was a posterior.
 
