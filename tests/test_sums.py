@@ -14,7 +14,6 @@ from scipy.special import expit, logsumexp
 
 import fedppl
 from fedppl import ConvergenceWarning, DeclarationError
-from fedppl.contracts import Posterior
 from fedppl.testing import normal_means
 from fedppl.types import Array
 from tests.support import problems
@@ -150,15 +149,6 @@ def test_a_prior_that_the_data_contradict_is_named() -> None:
 
     clients = {name: {"y": 3 + np.random.default_rng(k).normal(size=40)} for k, name in enumerate("abc")}
     assert "mu" in fit(fedppl.FederatedModel(narrow, ["mu"]), clients, fedppl.Sums()).message
-
-
-def test_what_needs_single_clients_is_refused() -> None:
-    found = fit(*normal_means(4), fedppl.Sums())
-    assert isinstance(found.algorithm.result.shared, Posterior) and found.algorithm.result.shared.without is None
-    with pytest.raises(DeclarationError, match="EP"):
-        fedppl.conflict(found)
-    with pytest.raises(DeclarationError, match="EP"):
-        found.influence()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from fedppl.contracts.algorithm import (
     Details,
     Disclosure,
     LogEvidence,
-    LogRatio,
     Needs,
     OnlySums,
     Point,

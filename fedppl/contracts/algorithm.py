@@ -114,12 +114,6 @@ class LogEvidence(NamedTuple):
     method: str = "correction"  # or "EP": an approximation, whose own error is not in the standard error
 
 
-LogRatio = Callable[[Array], Array]  # log of the prior's density over that of its Gaussian, at points (S, m)
-
-
-FactorFn = Callable[[str, Array], Array]  # log f_k at points (S, m) of the client with this id, where it is known
-
-
 class WithoutClient(NamedTuple):
     """The shared posterior as if a client had not been there."""
 
@@ -170,10 +164,8 @@ class Posterior(NamedTuple, Generic[S]):
     gaussian: Callable[[S], Gaussian]
     corrected: Callable[[S], Reweighted | None] = _none  # weighted points of the posterior itself, where there are any
     evidence: Callable[[S, Mapping[str, ClientView]], LogEvidence] = _no_evidence  # with the clients in this process
-    # It without a client, where each has a factor that is known; the cavity of the final message is then its Gaussian.
-    without: Callable[[S, str, LogRatio | None], WithoutClient] | None = None
-    # The same of algorithms that keep nothing of single clients: it asks for log f_k at points of the posterior.
-    without_factor: Callable[[S, FactorFn, str, LogRatio | None], WithoutClient] | None = None
+    # It without a client, by what the state has of this one, or by its model where the state has nothing.
+    without: Callable[[S, str, Mapping[str, ClientView]], WithoutClient] | None = None
 
 
 class Point(NamedTuple, Generic[S]):

@@ -91,9 +91,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
     constant = Constant()
     is_gaussian = not client.local_size or client.view(_gaussian_rest.is_exact)
-    if not is_gaussian and client.view(is_separable):
-        values, errors, constant = with_alike(*one_by_one(client, points, center))
-    elif not is_gaussian:
+    if not is_gaussian:
         values, errors, constant = _corrected(client, points, center, values)
     if prior_share:
         values = values + prior_share * client.prior.log_ratio(points)
@@ -129,7 +127,9 @@ def _corrected(client: ClientView, points: Array, center: Array, laplace: Array)
 
 
 def integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:
-    """log f_k by a quadrature over few coordinates, a grid of nodes or sampled ones; its errors, and their constant."""
+    """log f_k by quadratures over one or few coordinates, or sampled nodes; its errors, and their constant."""
+    if client.view(is_separable):
+        return with_alike(*one_by_one(client, points, center))
     which = client.view(_gaussian_rest.find)
     if which is not None:
         return with_alike(*_conditional.integrated(client, points, center, which))

@@ -23,7 +23,6 @@ from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _factor, _gaussian_rest, _marginal
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import several_modes
-from fedppl.local._separable import is_separable, one_by_one
 from fedppl.local._two_rules import by_two_rules
 from fedppl.numerics import pairs
 from fedppl.numerics.integral import Rule, beyond_trapezoids, by_grid, missed_by_trapezoids
@@ -122,9 +121,7 @@ def _rule(some: Sequence[ClientView]) -> LeftOutFn | None:
     """What all these need."""
     if not some[0].local_size or all(client.view(_gaussian_rest.is_exact) for client in some):
         return None
-    if some[0].local_size == 1:
-        return _on_a_line
-    return _one_by_one if all(client.view(is_separable) for client in some) else _by_quadrature
+    return _on_a_line if some[0].local_size == 1 else _by_quadrature
 
 
 # What Laplace's approximation leaves out, at one client ---------------------------------------------------------------
@@ -156,13 +153,8 @@ def _by_trapezoids(terms: Array, rule: Rule) -> tuple[Array, Array]:
     return np.where(np.isfinite(values), values, np.nan), missed_by_trapezoids(shares, rule) + unknown
 
 
-def _one_by_one(client: ClientView, points: Array, center: Array, laplace: Laplace) -> Factor:
-    """One coordinate after the other, where they are independent."""
-    return _less(Factor(*_factor.with_alike(*one_by_one(client, points, center))), laplace)
-
-
 def _by_quadrature(client: ClientView, points: Array, center: Array, laplace: Laplace) -> Factor:
-    """By a grid, by one of few coordinates that leave the others Gaussian, or by importance sampling."""
+    """By the rule that fits: lines, a grid, one of few coordinates that leave the others Gaussian, or sampled nodes."""
     return _less(Factor(*_factor.integrated(client, points, center)), laplace)
 
 

@@ -54,6 +54,14 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
     log_proposal = log_mixture(proposals, points)
     of_q = np.where(found, gaussian.log_density(q, points) - log_proposal, -np.inf)
     raw = np.where(found, of_q + np.nan_to_num(residual, nan=-np.inf, neginf=-np.inf), -np.inf)
+    return weigh(q, points, scrambles(proposals), raw, of_q, int(found.sum()))
+
+
+def weigh(q: Gaussian, points: Array, scramble: Array, raw: Array, of_q: Array, told: int) -> Reweighted | None:
+    """The posterior by points (S, m), its log weights (S,) and those of q at them; `told` of them have a value.
+
+    None where none has a weight.
+    """
     if not np.any(np.isfinite(raw)):
         return None
     log_weights, shape = pareto.smoothed(raw)
@@ -66,14 +74,12 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
     coloured = root @ covariance @ root.T
     sd = np.sqrt(np.diag(coloured))
     parts = (points - (center + root @ mean)) / sd
-    errors, log_ratio_error = _by_scramble(
-        np.concatenate([parts, 0.5 * parts**2], axis=1), log_weights, of_q, proposals
-    )
+    errors, log_ratio_error = _by_scramble(np.concatenate([parts, 0.5 * parts**2], axis=1), log_weights, of_q, scramble)
     return Reweighted(
         points=points,
         weights=weights,
         of_q=control,
-        scramble=scrambles(proposals),
+        scramble=scramble,
         mean=center + root @ mean,
         covariance=(coloured + coloured.T) / 2,
         log_ratio=_log_sum(log_weights) - _log_sum(of_q),
@@ -82,7 +88,7 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
         ess=effective_size(weights),
         pareto_k=shape,
         second_k=second_k(unsmoothed, points, weights),
-        told=int(found.sum()),
+        told=told,
     )
 
 
@@ -123,14 +129,11 @@ def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array
     return plain.mean, plain.covariance
 
 
-def _by_scramble(
-    functions: Array, log_weights: Array, of_q: Array, proposals: tuple[Proposal, ...]
-) -> tuple[Array, float]:
+def _by_scramble(functions: Array, log_weights: Array, of_q: Array, where: Array) -> tuple[Array, float]:
     """Standard errors of what the points add to E_q of functions (S, n), (n,), and of log Z / Z_q.
 
     By leaving out one scramble at a time: points within one are no independent sample.
     """
-    where = scrambles(proposals)
     shifts, ratios = [], []
     for scramble in range(student.SCRAMBLES):
         kept = where != scramble

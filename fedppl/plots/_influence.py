@@ -32,7 +32,7 @@ def influence(
     Parameters
     ----------
     fit
-        A `fedppl.Fit` by `EP`, or by another algorithm that knows its posterior without each client.
+        A `fedppl.Fit` by `EP`, `Sums` or another algorithm that knows its posterior without each client.
     var_names
         Shared variables; by default all. They are shown on the unconstrained space.
     clients

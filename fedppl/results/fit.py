@@ -17,7 +17,7 @@ from fedppl.contracts.entries import CI_PROB
 from fedppl.gaussian import Gaussian
 from fedppl.results import clients, html, influence, kept, predicting, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
-from fedppl.results.shared import at_mean, at_point, estimates, log_ratio, shared_posterior
+from fedppl.results.shared import at_mean, at_point, estimates, shared_posterior
 from fedppl.settings import some_of
 from fedppl.types import Array, DeclarationError, NotConvergedError
 
@@ -235,8 +235,8 @@ class Fit(Ended):
             Dims client and rows, which are the coordinates of φ on the unconstrained space. ``mean`` and ``sd`` are
             those without the client; ``shift`` is what the client moves the mean by, in sds of the posterior with it,
             and ``sd_ratio`` is the sd with it over the sd without it. ``exact`` says of every client whether they are
-            of the posterior itself, from reweighting the points of the correction with Pareto k ``pareto_k``, or of
-            the Gaussian q without the client's site; NaN where the others determine no posterior. They are exact where
+            of the posterior itself, from reweighting its points with Pareto k ``pareto_k``, or of the Gaussian q
+            without the client's site; NaN where the others determine no posterior. They are exact where
             the correction would be trusted without the client: ``error``, of a mean or an sd in sds, is at most .05,
             100 points or more are effective, and few points make no second moment. Tails that no point lies in are not
             seen. Then ``log_predictive`` is the log density of the client's data given
@@ -246,7 +246,8 @@ class Fit(Ended):
         Raises
         ------
         DeclarationError
-            If the algorithm has no posterior with factors of each client, or a client is unknown.
+            If the algorithm does not know its posterior without each client, a client is unknown, or its data are
+            needed and not here.
         NotConvergedError
             Where the fit was broken off before there was a posterior.
 
@@ -260,11 +261,12 @@ class Fit(Ended):
 
         Notes
         -----
-        *When this fails.* No client is asked again. Where one alone determines much of the posterior, few points of
-        the correction lie where the others see it: `exact` is then False, and the figures are those of the Gaussian,
-        from which a prior that is not Gaussian lacks the client's share of 1/K.
+        *When this fails.* Of a fit by `EP` no client is asked again; by `Sums` each client's log f_k is computed at all
+        points, and its data have to be in this process. Where one alone determines much of the posterior, few points
+        lie where the others see it: `exact` is then False, and the figures are those of the Gaussian, from which, by
+        `EP`, a prior that is not Gaussian lacks the client's share of 1/K.
         """
-        return influence.influence(self, log_ratio(self), clients)
+        return influence.influence(self, clients)
 
     def shared(
         self, *, unconverged: bool = False, draws: int = 1000, chains: int = 4, random_seed: int | None = None

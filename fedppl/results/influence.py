@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.contracts import LogRatio, Posterior, coordinate_names
+from fedppl.contracts import Posterior, coordinate_names
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.numerics.reweighting import is_trusted
 from fedppl.results import idata
@@ -17,7 +17,7 @@ from fedppl.settings import chosen
 from fedppl.types import Array, DeclarationError
 
 
-def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | str | None) -> xr.Dataset:
+def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
     """See `Fit.influence`."""
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Posterior):
@@ -32,7 +32,7 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
     names = chosen("clients", clients, fit.client_ids, "the fit's clients")
     corrected = shared.corrected(fit.state)
     q = shared.gaussian(fit.state)
-    each = [shared.without(fit.state, name, log_ratio) for name in names]
+    each = [shared.without(fit.state, name, fit.clients) for name in names]
     found = [_moments(one, fit.layout.size) for one in each]
     means, sds = np.stack([one[0] for one in found]), np.stack([one[1] for one in found])
     exact = np.array([one[3] for one in found])

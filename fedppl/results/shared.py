@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.contracts import AnyAlgorithm, LogRatio, Point, Posterior, Sampler, coordinate_names
+from fedppl.contracts import AnyAlgorithm, Point, Posterior, Sampler, coordinate_names
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import resample
 from fedppl.numerics.reweighting import Reweighted
@@ -115,11 +115,6 @@ def at_mean(fit: Ended, posterior: Any) -> dict[str, Array]:
     means = {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
     measured = estimates(fit, np.zeros(0))
     return means if measured is None else {k: measured[k].mean.reshape(mean.shape) for k, mean in means.items()}
-
-
-def log_ratio(fit: Ended) -> LogRatio | None:
-    """Of the prior to its Gaussian, where a client in this process knows it."""
-    return next((client.prior.log_ratio for client in fit.clients.values()), None)
 
 
 def _estimated(fit: Ended, shared: Point[Any]) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.contracts import AnyAlgorithm, LogRatio, Posterior
+from fedppl.contracts import AnyAlgorithm, ClientView, Posterior
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
@@ -40,15 +40,15 @@ def conflict(
     .. math:: T(y) = g^\top (I + I \Sigma I)^{-1} g, \qquad
               p = \frac{1 + \#\{r : T(y^{(r)}) \ge T(y)\}}{R + 1}
 
-    with the cavity N(μ, Σ), which is q without the client, g = ∇ log f_k(μ), and I the mean of −∇² log f_k(μ) over
+    with the cavity N(μ, Σ), which is q over the client's site, g = ∇ log f_k(μ), and I the mean of −∇² log f_k(μ) over
     replicates y^(r) ~ p(y | φ), φ ~ the others' posterior, for the client's inputs and number of rows. A score test:
     under the model p is uniform, up to its steps of 1 / (R + 1).
 
     Parameters
     ----------
     fit
-        Fit by `EP` or another algorithm whose Gaussian has a site of each client, with clients in this process; or at
-        sites whose policies let p-values out (`conclusions`): those they gave when the run was over.
+        Fit by `EP`, `Sums` or another algorithm that knows its posterior without each client, with clients in this
+        process; or at sites whose policies let p-values out (`conclusions`): those they gave when the run was over.
     clients
         Ids; by default all.
     replicates
@@ -67,7 +67,7 @@ def conflict(
     Raises
     ------
     DeclarationError
-        If data are not here and sites gave nothing, outcomes cannot be drawn, or the algorithm has no sites.
+        If data are not here and sites gave nothing, outcomes cannot be drawn, or the algorithm knows no such posterior.
     NotConvergedError
         Where the fit was broken off before there was a posterior.
 
@@ -107,15 +107,15 @@ def conflict(
         if clients is None and tells_grid(fit.clients[name].pymc_model()):
             logger.warning("client %s has no p-value: %s", name, NO_DRAWS)
             continue
-        others = without(fit.state, name, fit.clients[name].prior.log_ratio)
+        others = without(fit.state, name, fit.clients)
         rng = stream((seed, 4, *name.encode()))
         values[:, column] = tested(fit.declaration, fit.clients[name], others, replicates, rng)
         exact[column] = is_exact(others)
     return _table(names, values, exact, replicates)
 
 
-def knows_cavities(algorithm: AnyAlgorithm) -> Callable[[Any, str, LogRatio | None], WithoutClient] | None:
-    """How an algorithm tells its posterior without a client, which is the cavity of its final message; None if not."""
+def knows_cavities(algorithm: AnyAlgorithm) -> Callable[[Any, str, Mapping[str, ClientView]], WithoutClient] | None:
+    """How an algorithm tells its posterior without a client; None if not."""
     shared = algorithm.result.shared
     return shared.without if isinstance(shared, Posterior) else None
 

@@ -50,7 +50,7 @@ def without(
     Parameters
     ----------
     fit
-        Fit by `EP`.
+        Fit by `EP`; or by `Sums`, which has no ledger: its search begins anew where all had their posterior.
     clients
         Ids of those that leave.
     certificate
@@ -84,8 +84,8 @@ def without(
     Notes
     -----
     *When this fails.* What was published stays published: `Withdrawal.still_held` lists what has to be deleted by hand,
-    or cannot be. The distance is of two approximations of the same kind; with few draws (``local=fedppl.NUTS()``) it is
-    as large as their Monte Carlo error. Sites of their own count the requests of both fits:
+    or cannot be. The distance is of two approximations of the same kind; with few draws (``local=fedppl.NUTS()``), or
+    by sums, it is as large as their Monte Carlo error. Sites of their own count the requests of both fits:
     ``certificate=False`` has one, and of what they hold from before they are told nothing.
     """
     if not isinstance(fit, Fit):

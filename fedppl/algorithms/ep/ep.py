@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -465,11 +465,13 @@ def _resume(first: EPState, last: EPState) -> EPState:
     return first._replace(sites=sites, warm_start=None)
 
 
-def _without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None) -> WithoutClient:
+def _without(state: EPState, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
     """The posterior without a client: q over its site, and the points of the correction without its answers.
 
-    A prior that is not Gaussian stays whole: `log_ratio` makes up for the share that the client carried.
+    A prior that is not Gaussian stays whole, where any client's model knows it: the share that this one carried is
+    made up for.
     """
+    log_ratio = next((client.prior.log_ratio for client in clients.values()), None)
     k, sites, held = state.sites.where[client_id], state.sites, state.correction
     cavity, unknown = _sites.cavity(sites, client_id), contracts.LogEvidence(np.nan, np.nan)
     lacks_prior = state.prior_share and log_ratio is None  # its share of the prior would go with the client

@@ -1,1 +1,1 @@
-"""The posterior of what clients share, from sums over clients alone."""
+"""The posterior by sums over clients, and what is read of single ones once it is known."""

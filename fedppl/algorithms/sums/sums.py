@@ -22,8 +22,9 @@ from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
 from fedppl.algorithms.sums.search import Search
 from fedppl.algorithms.sums.weigh import NOISE, Answer, Weighing
+from fedppl.algorithms.sums.without import without
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, LogEvidence, Received, Report, Summed
-from fedppl.contracts.algorithm import always
+from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.gaussian import Gaussian
 from fedppl.local import integrate
 from fedppl.local.integrate import Stacked, Values
@@ -105,7 +106,9 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
     Notes
     -----
     *When this fails.* A client that is missing makes a round void, and the third one in a row is the end. Beyond some
-    twenty shared coordinates few points have all the weight, and the status says so: use `EP`.
+    twenty shared coordinates few points have all the weight, and the status says so: use `EP`. Nobody is said to pull
+    further than others: that is what `Fit.influence` is for, which, as `conflict`, computes clients' own factors once
+    it is called. Of sites of their own it cannot: use `EP`.
 
     References
     ----------
@@ -128,7 +131,7 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
         result=contracts.Result(
             _conclusion,
             functools.partial(draw_target, local=_LOCAL),
-            contracts.Posterior(_q, _corrected, _evidence),
+            contracts.Posterior(_q, _corrected, _evidence, _without),
             _details,
             preliminary=lambda state: isinstance(state.phase, Search),
             tests_convergence=True,
@@ -378,6 +381,13 @@ def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidenc
     of_prior = 0.0 if state.prior_share else gaussian.log_integral(phase.prior)
     value = gaussian.log_integral(phase.q) - of_prior + phase.found.log_ratio
     return LogEvidence(value, float(np.hypot(phase.log_integral_error, off)))
+
+
+def _without(state: SumsState, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
+    phase = state.phase
+    found = phase.found if isinstance(phase, Weighing) and phase.trusted else None
+    assert _LOCAL.factor is not None
+    return without(_q(state), found, client_id, clients, _LOCAL.factor)
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:

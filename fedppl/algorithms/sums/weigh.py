@@ -420,14 +420,6 @@ def _judged(
     ]
     chance = _jackknife([_sizes(before, part) for part in parts])
     by_draws = _chance_of_draws(shown)
-    if __import__("os").environ.get("V"):
-        print(
-            "   stage",
-            state.stage,
-            "chance %.4f differ %.4f draws %.4f eff %.2f k %.2f ess %.0f"
-            % (chance, differ, by_draws, now.effective, now.pareto_k, effective_size(shown.weights)),
-            np.round(by_weights - _sizes(ours), 3),
-        )
     error = max(chance, differ)
     heavy = has_heavy_tails(shown.u, shown.weights)
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
