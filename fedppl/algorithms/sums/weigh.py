@@ -19,7 +19,14 @@ from scipy.spatial import cKDTree
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student, surrogate
-from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
+from fedppl.numerics.importance import (
+    effective_size,
+    normalise,
+    quadratic_terms,
+    skewness,
+    standard_normal,
+    weighted_moments,
+)
 from fedppl.numerics.proposals import has_heavy_tails
 from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, second_k
 from fedppl.numerics.smooth import smooth_over
@@ -43,6 +50,7 @@ NOISE = 0.3  # sd, log units, of what is not known of the sum of log f_k over th
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
 _STAGES, _PILOTS = 6, 4
 _APART = 1000  # between the streams of pilots and stages
+_NORMALS = 512  # draws of a scramble of a posterior that is normal
 _NORMAL = 1e-6  # log units, to which a quadratic tells all values where the posterior is normal
 
 
@@ -249,13 +257,14 @@ def _as_normal(state: Weighing) -> Weighing | None:
     q = Gaussian(inverse.T @ coefficients[1 : 1 + m] + whole @ center, (whole + whole.T) / 2)
     # The value at q's mean fixes what its kernel leaves.
     constant = float(np.median(state.values[known] - gaussian.log_kernel(q, state.points[known])))
-    points = state.points[known]
+    mean, colour = gaussian.affine(q)
+    points = mean + standard_normal(m, _NORMALS, 0, student.SCRAMBLES) @ colour.T
     equal = np.full(len(points), 1.0 / len(points))
     found = Reweighted(
         points=points,
         weights=equal,
         of_q=equal,
-        scramble=np.arange(len(points)) % student.SCRAMBLES,
+        scramble=np.repeat(np.arange(student.SCRAMBLES), _NORMALS),
         mean=gaussian.mean(q),
         covariance=gaussian.covariance(q),
         log_ratio=constant,
