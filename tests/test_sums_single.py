@@ -119,8 +119,8 @@ def test_a_client_far_from_the_others_has_the_largest_shift_and_a_small_p() -> N
 
 def test_of_a_fit_whose_points_are_not_trusted_it_is_of_the_gaussian() -> None:
     found = fitted("counts")
-    held = found.state.phase.held._replace(trusted=False)
-    rough = dataclasses.replace(found, state=found.state._replace(phase=found.state.phase._replace(held=held)))
+    phase = found.state.phase._replace(trusted=False)
+    rough = dataclasses.replace(found, state=found.state._replace(phase=phase))
     one, two = rough.influence(), found.influence()
     assert not bool(one["exact"].any()) and bool(two["exact"].all())
     assert np.all(np.isfinite(one["shift"])) and np.all(np.isnan(one["log_predictive"]))

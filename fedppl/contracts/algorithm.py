@@ -5,7 +5,7 @@ The state S of a server and the personal state P of a client belong to the algor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -164,8 +164,8 @@ class Posterior(NamedTuple, Generic[S]):
     gaussian: Callable[[S], Gaussian]
     corrected: Callable[[S], Reweighted | None] = _none  # weighted points of the posterior itself, where there are any
     evidence: Callable[[S, Mapping[str, ClientView]], LogEvidence] = _no_evidence  # with the clients in this process
-    # It without a client, by what the state has of this one, or by its model where the state has nothing.
-    without: Callable[[S, str, Mapping[str, ClientView]], WithoutClient] | None = None
+    # It without each of some clients, by what the state has of them, or by models where the state has nothing.
+    without: Callable[[S, Sequence[str], Mapping[str, ClientView]], list[WithoutClient]] | None = None
 
 
 class Point(NamedTuple, Generic[S]):

@@ -57,6 +57,16 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
     return weigh(q, points, scrambles(proposals), raw, of_q, int(found.sum()))
 
 
+def weigh_points(
+    q: Gaussian, points: Array, scramble: Array, log_density: Array, log_proposal: Array
+) -> Reweighted | None:
+    """Weigh points (S, m) of a proposal by a posterior's log density, NaN where there is none."""
+    found = np.isfinite(log_density)
+    of_q = np.where(found, gaussian.log_density(q, points) - log_proposal, -np.inf)
+    raw = np.where(found, log_density - gaussian.log_integral(q) - log_proposal, -np.inf)
+    return weigh(q, points, scramble, raw, of_q, int(found.sum()))
+
+
 def weigh(q: Gaussian, points: Array, scramble: Array, raw: Array, of_q: Array, told: int) -> Reweighted | None:
     """The posterior by points (S, m), its log weights (S,) and those of q at them; `told` of them have a value.
 

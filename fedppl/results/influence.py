@@ -32,7 +32,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
     names = chosen("clients", clients, fit.client_ids, "the fit's clients")
     corrected = shared.corrected(fit.state)
     q = shared.gaussian(fit.state)
-    each = [shared.without(fit.state, name, fit.clients) for name in names]
+    each = shared.without(fit.state, names, fit.clients)
     found = [_moments(one, fit.layout.size) for one in each]
     means, sds = np.stack([one[0] for one in found]), np.stack([one[1] for one in found])
     exact = np.array([one[3] for one in found])

@@ -103,19 +103,23 @@ def conflict(
     require_arrived(fit, "fedppl.conflict")
     seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
     values, exact = np.full((2, len(names)), np.nan), np.zeros(len(names), dtype=bool)
-    for column, name in enumerate(names):
-        if clients is None and tells_grid(fit.clients[name].pymc_model()):
-            logger.warning("client %s has no p-value: %s", name, NO_DRAWS)
-            continue
-        others = without(fit.state, name, fit.clients)
+    silent = [name for name in names if clients is None and tells_grid(fit.clients[name].pymc_model())]
+    for name in silent:
+        logger.warning("client %s has no p-value: %s", name, NO_DRAWS)
+    columns = [column for column, name in enumerate(names) if name not in silent]
+    each = without(fit.state, [names[column] for column in columns], fit.clients)
+    for column, others in zip(columns, each, strict=True):
+        name = names[column]
         rng = stream((seed, 4, *name.encode()))
         values[:, column] = tested(fit.declaration, fit.clients[name], others, replicates, rng)
         exact[column] = is_exact(others)
     return _table(names, values, exact, replicates)
 
 
-def knows_cavities(algorithm: AnyAlgorithm) -> Callable[[Any, str, Mapping[str, ClientView]], WithoutClient] | None:
-    """How an algorithm tells its posterior without a client; None if not."""
+def knows_cavities(
+    algorithm: AnyAlgorithm,
+) -> Callable[[Any, Sequence[str], Mapping[str, ClientView]], list[WithoutClient]] | None:
+    """How an algorithm tells its posterior without each of some clients; None if not."""
     shared = algorithm.result.shared
     return shared.without if isinstance(shared, Posterior) else None
 

@@ -465,7 +465,11 @@ def _resume(first: EPState, last: EPState) -> EPState:
     return first._replace(sites=sites, warm_start=None)
 
 
-def _without(state: EPState, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
+def _without(state: EPState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
+    return [_without_client(state, client_id, clients) for client_id in client_ids]
+
+
+def _without_client(state: EPState, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
     """The posterior without a client: q over its site, and the points of the correction without its answers.
 
     A prior that is not Gaussian stays whole, where any client's model knows it: the share that this one carried is

@@ -9,7 +9,7 @@ values about the mode are weighed until the posterior is known.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +22,8 @@ from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
 from fedppl.algorithms.sums.search import Search
 from fedppl.algorithms.sums.weigh import NOISE, Answer, Weighing
-from fedppl.algorithms.sums.without import without
-from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, LogEvidence, Received, Report, Summed
+from fedppl.algorithms.sums.without import Of, without
+from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
 from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.gaussian import Gaussian
 from fedppl.local import integrate
@@ -31,13 +31,15 @@ from fedppl.local.integrate import Stacked, Values
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics.importance import STREAMS, skewness, whitened_points
-from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.reweighting import Reweighted, weigh_points
+from fedppl.numerics.surrogate import as_folded
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
 _LOCAL = NestedLaplace()
 _VOID = 3  # rounds in a row in which a client is missing
 _MANY = 2000  # clients from which fewer points do, as the sum hardly departs from a quadratic
 _FEW_POINTS = 64  # of them
+_SINGLE, _MOST_SINGLE = 1024, 512  # points of a scramble at which single clients are asked; clients of whom all are
 _DRAWN = 4096  # points of q for clients' draws, where no weighted ones are
 
 
@@ -383,11 +385,30 @@ def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidenc
     return LogEvidence(value, float(np.hypot(phase.log_integral_error, off)))
 
 
-def _without(state: SumsState, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
-    phase = state.phase
-    found = phase.found if isinstance(phase, Weighing) and phase.trusted else None
+def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
+    """By values of all clients at points of the posterior, where these are not too many; else by its Gaussian."""
+    phase, q = state.phase, _q(state)
     assert _LOCAL.factor is not None
-    return without(_q(state), found, client_id, clients, _LOCAL.factor)
+    if isinstance(phase, Search) or not phase.trusted or not set(state.clients) <= set(clients):
+        return without(Of(q, None, *2 * (_points_of(q),)), client_ids, clients, _LOCAL.factor)
+    if phase.is_normal:
+        assert phase.found is not None
+        return without(Of(q, phase.found, *2 * (phase.found.points,)), client_ids, clients, _LOCAL.factor)
+    if len(state.clients) > _MOST_SINGLE:
+        return without(Of(q, None, *2 * (_points_of(q),)), client_ids, clients, _LOCAL.factor)
+    points, scramble, log_proposal = _weigh.spread(phase, _SINGLE)
+    factors = {
+        name: _LOCAL.factor(clients[name], points, gaussian.mean(q), state.prior_share) for name in state.clients
+    }
+    total = np.sum([factor.values for factor in factors.values()], axis=0) + gaussian.log_kernel(phase.prior, points)
+    found = weigh_points(q, points, scramble, total, log_proposal)
+    ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
+
+    def known(client: ClientView, at: Array, center: Array, share: float) -> Factor:
+        del at, center, share
+        return factors[client.client_id]._replace(values=factors[client.client_id].values - ratio)
+
+    return without(Of(q, found, points, as_folded(points, phase.folded)), client_ids, clients, known)
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:

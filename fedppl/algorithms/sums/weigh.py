@@ -510,6 +510,16 @@ def _moved(state: Weighing, now: _Weighed, signed: Array, squares: Array) -> flo
     return float(max(np.max(np.abs(alike)), np.max(by_chance)))
 
 
+def spread(state: Weighing, per_scramble: int) -> tuple[Array, NDArray[np.intp], Array]:
+    """Candidates about the posterior, as they come: φ (S, m), scrambles, and log densities in φ."""
+    assert state.found is not None
+    u = surrogate.as_folded(state.found.points, state.folded)
+    moments = weighted_moments(u, state.found.weights)
+    at = surrogate.candidates(moments.mean, moments.covariance, state.folded, per_scramble, 0)
+    phi = surrogate.unfolded(at.u, state.folded)
+    return phi, at.scramble, np.asarray(at.log_density - surrogate.log_slope(phi, state.folded))
+
+
 # Messages ------------------------------------------------------------------------------------------------------------
 
 

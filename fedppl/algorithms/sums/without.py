@@ -9,7 +9,8 @@ f_k is without a share of the prior, whatever the prior is: that belongs to the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +20,9 @@ from fedppl.contracts.algorithm import WithoutClient
 from fedppl.contracts.client import FactorFn
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import student
-from fedppl.numerics.importance import effective_size, enough_points, normalise, quadratic_terms, whitened_points
+from fedppl.numerics.importance import effective_size, normalise, quadratic_terms
 from fedppl.numerics.proposals import has_heavy_tails, whitened
-from fedppl.numerics.reweighting import Reweighted, is_trusted, weigh
+from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh
 from fedppl.types import Array, DeclarationError, LocalFailure
 
 logger = logging.getLogger(__name__)
@@ -31,30 +32,38 @@ _FLATTENED = (1.0, 0.5, 0.25)  # powers of the weights with which a site is fitt
 _UNKNOWN = LogEvidence(np.nan, np.nan)
 
 
-def without(
-    q: Gaussian, found: Reweighted | None, client_id: str, clients: Mapping[str, ClientView], factor: FactorFn
-) -> WithoutClient:
-    """The posterior without a client, of whose model in this process `factor` makes log f_k at points.
+class Of(NamedTuple):
+    """What is known of a posterior of all: weighted points where there are any, and its Gaussian."""
 
-    `found` are weighted points of the posterior, where they are to be trusted, and q is its Gaussian; else what is left
-    is q over the client's site alone.
+    q: Gaussian
+    found: Reweighted | None
+    points: Array  # (S, m) at which clients are asked
+    scaled: Array  # (S, m) the same, where a logarithm has a long left tail in what it is the logarithm of
+
+
+def without(
+    of: Of, client_ids: Sequence[str], clients: Mapping[str, ClientView], factor: FactorFn
+) -> list[WithoutClient]:
+    """The posterior without each of some clients, of whose models in this process `factor` makes log f_k at points.
+
+    Where there are weighted points, their weights are those of all clients' values, exact in the tails too.
     """
-    client, nothing = clients.get(client_id), WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
-    if client is None:
+    if absent := sorted(set(client_ids) - set(clients)):
         raise DeclarationError(
-            f"the posterior without client {client_id!r} is computed from its data, since sums keep nothing of single "
+            f"the posterior without clients {absent[:5]} is computed from their data, since sums keep nothing of single "
             "clients, and these are not here. Of a fit from a file, give them: fedppl.load(path, model, clients=...). "
             "Where clients are sites of their own, use fedppl.EP(), which keeps a site of each."
         )
+    center = gaussian.mean(of.q)
+    return [_without_one(of, clients[name], _factor(clients[name], of.points, center, factor)) for name in client_ids]
+
+
+def _without_one(of: Of, client: ClientView, values: Factor) -> WithoutClient:
+    q, found, points, scaled = of
+    nothing = WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
     if not gaussian.is_proper(q):
         return nothing
-    center, root = gaussian.affine(q)
-    if found is None:
-        points = center + whitened_points(len(center), enough_points(len(center), 1024), 0) @ root.T
-        weights = np.full(len(points), 1.0 / len(points))
-    else:
-        points, weights = found.points, found.weights
-    values = _factor(client, points, center, factor)
+    weights = np.full(len(points), 1.0 / len(points)) if found is None else found.weights
     told = np.isfinite(values.values)
     if weights @ told < 1.0 - _LOST:
         return nothing
@@ -66,6 +75,8 @@ def without(
     of_base = _log(found.of_q) + gaussian.log_density(base, points) - gaussian.log_density(q, points)
     of_base = np.where(told, of_base, -np.inf)
     left = weigh(base, points, found.scramble, log_weights, of_base, int(told.sum()))
+    if left is not None:  # moments have to be known of scales that are shown, not of tails of their logarithms
+        left = left._replace(second_k=second_k(left.weights, scaled, left.weights))
     # Where that of all has no heavy tail, no points were asked for in one.
     if left is None or (has_heavy_tails(points, left.weights) and not has_heavy_tails(points, weights)):
         return WithoutClient(cavity, None, _UNKNOWN)
