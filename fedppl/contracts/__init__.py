@@ -32,12 +32,16 @@ from fedppl.contracts.client import (
     Target,
 )
 from fedppl.contracts.engine import (
+    Accept,
+    AddingEngine,
     Engine,
     EngineFactory,
+    Exchange,
     Failure,
     Heard,
     Reply,
     Request,
+    Requests,
     SharedReader,
     coordinate_names,
     unheard,

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from fedppl.contracts import (
+    Accept,
     AnyAlgorithm,
     Batch,
     ClientUpdate,
@@ -23,10 +24,13 @@ from fedppl.contracts import (
     Part,
     Reply,
     Request,
+    Requests,
     SharedReader,
+    Summed,
     unheard,
 )
 from fedppl.engine.answer import answer, checked, level_of, message_of
+from fedppl.engine.exchange import take_sum
 from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.client import reader_of
@@ -83,6 +87,7 @@ class InProcessEngine(ModelsHere):
         # What clients still compute that missed a deadline.
         self._late: dict[str, Future[dict[str, Reply | Failure]]] = {}
         self._settings = settings()  # of PyTensor, when no thread was at work
+        self._stacks: Sequence[Any] | None = None  # clients side by side, once they were asked for a sum
         self._personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
@@ -137,6 +142,57 @@ class InProcessEngine(ModelsHere):
             else:
                 replies[client_id] = future.result()[client_id]
         return replies
+
+    def exchange_sum(
+        self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
+    ) -> Summed:
+        """The sum of replies: of clients that lie side by side computed as such, else of one reply after the other."""
+        is_all = not requests.silent and deadline is None and requests.clients == self.clients()
+        if is_all and not self._guards and (stacks := self._side_by_side()):
+            try:
+                return self._added(stacks, requests.make(requests.clients[0]), heard)
+            except Exception as error:  # each client alone says what is wrong with it
+                told = "%s: the sum over clients side by side failed, and each is asked alone"
+                logger.log(level_of(error), told, self._algorithm.name, exc_info=True)
+        return take_sum(self.exchange, requests, accept, deadline, heard)
+
+    def _side_by_side(self) -> Sequence[Any]:
+        """All clients, laid side by side once; none where the algorithm does not, or these cannot be."""
+        batch = _usable(self._algorithm)
+        if batch is None or batch.stacks is None or batch.summed is None:
+            return ()
+        if self._stacks is None:
+            try:
+                self._stacks = batch.stacks(self._models)
+            except Exception as error:  # each client alone says what is wrong with its model
+                told = "%s: clients cannot be laid side by side"
+                logger.log(level_of(error), told, self._algorithm.name, exc_info=True)
+                self._stacks = ()
+        return self._stacks
+
+    def _added(self, stacks: Sequence[Any], request: Request, heard: Heard) -> Summed:
+        """The sum over stacks, in their order, of what all answer to one message.
+
+        In a thread of its own, as in `exchange`: so Ctrl-C ends the wait at once.
+        """
+        assert (batch := self._algorithm.batch) is not None and batch.summed is not None
+        self._settings = settings()
+        pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
+        total: dict[str, Any] = {}
+        clients, failures, infos, reasons = 0, dict[str, str](), dict[str, Mapping[str, float]](), dict[str, str]()
+        for stack in stacks:
+            try:
+                found = pool.submit(batch.summed, stack, message_of(request), self._workers).result()
+            finally:
+                set_back(self._settings)
+            if found.clients:
+                total = {name: total.get(name, 0.0) + value for name, value in found.total.items()}
+            clients += found.clients
+            failures |= found.failures
+            infos |= found.infos
+            reasons |= found.reasons
+            heard(request.client_id, clients=found.clients + len(found.failures))
+        return Summed(total, clients, failures, infos, reasons)
 
     def personal(self) -> Mapping[str, Any]:
         """Return what the clients keep to themselves."""

@@ -26,7 +26,7 @@ from fedppl.numerics import mirrors
 from fedppl.results import departure, fallbacks
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
-from fedppl.results.records import Record
+from fedppl.results.records import Record, ever_used
 from fedppl.run._prior_check import posterior_of_all, prior_conflict
 from fedppl.run._run import Run, save
 from fedppl.run.one_round import Round, one_round, without_numbers
@@ -246,18 +246,18 @@ def _ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
         another, (short, unknown) = _mirror_image(run), _too_short(run)
         told = (another, short, message, prior_conflict(run), fallbacks.unchecked(infos), fallen)
         return Status.STALLED if another or unknown else status, "; ".join(filter(None, told))
-    silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
+    silent = set(run.clients) - ever_used(run.records, run.clients)
     if len(silent) == len(run.clients):
         reasons = _distinct(reason for record in run.records for reason in record.failures.values())
         return Status.STALLED, f"no client ever sent a usable reply: {reasons}"
     last = run.records[-1]
     lost = ""
     # What the algorithm was not told; where rounds ran out, failing clients may be why.
-    if last.failures and (status is Status.RUNNING or not message or not last.bytes_up):
+    if last.failures and (status is Status.RUNNING or not message or not last.used):
         who = some_of(last.failures)
-        lost = f"{len(last.failures)} of {len(last.asked)} clients, {who}, sent no usable reply in the last round"
+        lost = f"{len(last.failures)} of {last.n_asked} clients, {who}, sent no usable reply in the last round"
         lost = f"{lost}: {_distinct(last.failures.values())}"
-    never = silent - {client_id for record in run.records for client_id in record.asked}
+    never = silent - {client_id for record in run.records for client_id in (*record.asked, *record.failures)}
     if never:
         message = f"clients {sorted(never)[:5]} were never asked, see participation=; {message}"
     if silent - never:
