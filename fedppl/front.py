@@ -13,14 +13,15 @@ from fedppl import given, settings
 from fedppl.algorithms.ep.ep import EP
 from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.data import missing as gaps
+from fedppl.engine.inprocess import Threads
 from fedppl.model.client import reader_of
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata, saved, sound
 from fedppl.results.fit import Fit
-from fedppl.run import loop, together
+from fedppl.run import loop
 from fedppl.run.one_round import Round
 from fedppl.run.participation import Participation
-from fedppl.run.start import require_declared, require_settings
+from fedppl.run.start import require_declared
 from fedppl.types import DataError, DeclarationError
 
 
@@ -72,11 +73,12 @@ def rounds(
     *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
     converge ends with status "max_rounds" and a message that names the setting to change.
     """
-    model, clients = given.clients(model, data, by, missing)
+    algorithm = EP() if algorithm is None else algorithm
+    model, clients = given.clients(model, data, by, missing, one_table=_lie_side_by_side(algorithm, engine))
     return loop.rounds(
         model,
         clients,
-        EP() if algorithm is None else algorithm,
+        algorithm,
         rounds=rounds,
         engine=engine,
         participation=participation,
@@ -197,10 +199,6 @@ def fit(
 
     Notes
     -----
-    From 50 clients on, `EP` with its defaults fits all at once where the data are here and no setting concerns
-    messages: passes over all clients take the place of rounds, however many there are, and `callback` sees those. The
-    posterior is the same.
-
     Ctrl-C ends a run at once: the fit of its whole rounds is returned with status "interrupted", and with a checkpoint
     the same call goes on. Clients that were computing finish in the background, and what they find is dropped. Before
     the first round is over, and the second time, it is raised.
@@ -209,17 +207,7 @@ def fit(
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
     algorithm = EP() if algorithm is None else algorithm
-    alone = (engine, participation, reporting, checkpoint, deadline, start)
-    if all(setting is None for setting in alone) and getattr(algorithm, "together", None) is not None:
-        ready, table = given.table(model, data, by, missing)
-        if table is not None:
-            require_settings(rounds, None, None, None, None)
-            found = together.fit(
-                ready, table, algorithm, callback=callback, progressbar=progressbar, random_seed=random_seed
-            )
-            if found is not None:
-                return found
-    model, clients = given.clients(model, data, by, missing)
+    model, clients = given.clients(model, data, by, missing, one_table=_lie_side_by_side(algorithm, engine))
     return loop.fit(
         model,
         clients,
@@ -235,6 +223,13 @@ def fit(
         random_seed=random_seed,
         start=start,
     )
+
+
+def _lie_side_by_side(algorithm: Any, engine: Any) -> bool:
+    """Whether an algorithm can lay clients side by side where they are: in this process, with nothing to refuse."""
+    batch = getattr(algorithm, "batch", None)
+    here = engine is None or (isinstance(engine, Threads) and engine.policy is None)
+    return here and batch is not None and batch.stacks is not None
 
 
 def load(

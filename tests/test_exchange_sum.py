@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import pytest
 from numpy.testing import assert_allclose
 
 import fedppl
-from fedppl.contracts import AnyAlgorithm, Batch, Summed, sum_replies
+from fedppl.contracts import AnyAlgorithm, Summed
 from fedppl.engine.exchange import take_sum
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.numerics.streams import stream
 from fedppl.types import Status
 from tests.cases import CASES, noise, rows
 from tests.support import problems
+from tests.support.side_by_side import with_stacks
 from tests.support.states import assert_same_state
 
 
@@ -73,30 +74,6 @@ def test_what_needs_sums_alone_runs_where_there_are_no_single_replies(name: str)
 # --- clients side by side ----------------------------------------------------------------------------------------
 
 
-def side_by_side(algorithm: AnyAlgorithm, fails: str = "", broken: int = -1) -> AnyAlgorithm:
-    """The algorithm with a batch of stacks of two: sums of its own replies. The call with number `broken` raises."""
-    calls = [0]
-
-    def stacks(clients: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        ids = list(clients)
-        return [{name: clients[name] for name in ids[first : first + 2]} for first in range(0, len(ids), 2)]
-
-    def summed(stack: Mapping[str, Any], message: Mapping[str, Any], workers: int) -> Summed:
-        calls[0] += 1
-        if calls[0] == broken:
-            raise ArithmeticError("out of numbers")
-        replies, failures = {}, {}
-        for client_id, client in stack.items():
-            if client_id == fails:
-                failures[client_id] = "out of paper"
-            else:
-                replies[client_id] = algorithm.update_client(client, None, message, stream((1,))).reply
-        return Summed(sum_replies(replies), len(replies), failures)
-
-    batch = Batch(algorithm.update_client, None, lambda clients: (), lambda parts: [], stacks=stacks, summed=summed)
-    return algorithm._replace(batch=batch)
-
-
 SUMS = fedppl.Sums(points=512, pilot=64, starts=1)
 
 
@@ -107,7 +84,7 @@ def fit(algorithm: AnyAlgorithm, **keywords: Any) -> fedppl.Fit:
 def test_clients_side_by_side_give_the_numbers_of_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     one_by_one = fit(SUMS)
     with caplog.at_level(logging.INFO):
-        at_once = fit(side_by_side(SUMS))
+        at_once = fit(with_stacks(SUMS))
     assert at_once.status is Status.CONVERGED
     assert_allclose(at_once.posterior.linear, one_by_one.posterior.linear, rtol=1e-9)
     assert_allclose(at_once.posterior.precision, one_by_one.posterior.precision, rtol=1e-9)
@@ -124,7 +101,7 @@ def test_clients_side_by_side_give_the_numbers_of_one_after_the_other(caplog: py
 
 @problems.few_rounds
 def test_a_client_without_a_reply_is_named_with_its_reason() -> None:
-    found = fit(side_by_side(SUMS, fails="site 1"))
+    found = fit(with_stacks(SUMS, fails="site 1"))
     assert found.status is Status.STALLED
     assert "site 1" in found.message and "out of paper" in found.message
     first = found.records[0]
@@ -142,7 +119,7 @@ def test_a_client_without_a_reply_is_named_with_its_reason() -> None:
 
 def test_of_a_sum_that_fails_each_client_is_asked_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        found = fit(side_by_side(SUMS, broken=3))
+        found = fit(with_stacks(SUMS, broken=3))
     assert "asked alone" in caplog.text
     alone = [record for record in found.records if not record.together]
     assert len(alone) == 1 and alone[0].asked == found.client_ids
@@ -164,23 +141,23 @@ def test_of_a_sum_that_fails_each_client_is_asked_alone(caplog: pytest.LogCaptur
 )
 @problems.few_rounds
 def test_who_can_be_late_or_refuse_is_asked_alone(keywords: Any) -> None:
-    steps = fedppl.rounds(*noise(), side_by_side(SUMS), rounds=1, random_seed=1, **keywords)
+    steps = fedppl.rounds(*noise(), with_stacks(SUMS), rounds=1, random_seed=1, **keywords)
     assert not next(steps).record.together
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    whole = fit(side_by_side(SUMS))
+    whole = fit(with_stacks(SUMS))
     path = tmp_path / "run"
     with pytest.warns(fedppl.ConvergenceWarning):
-        fit(side_by_side(SUMS), checkpoint=path, callback=lambda step: step.number == 3)
-    resumed = fit(side_by_side(SUMS), checkpoint=path)
+        fit(with_stacks(SUMS), checkpoint=path, callback=lambda step: step.number == 3)
+    resumed = fit(with_stacks(SUMS), checkpoint=path)
     assert_same_state(resumed.state, whole.state)
     assert [record.together for record in resumed.records] == [record.together for record in whole.records]
 
 
 @problems.few_rounds
 def test_ctrl_c_gives_the_rounds_that_are_done() -> None:
-    algorithm = side_by_side(SUMS)
+    algorithm = with_stacks(SUMS)
     assert algorithm.batch is not None and algorithm.batch.summed is not None
     inner, calls = algorithm.batch.summed, [0]
 
@@ -197,7 +174,7 @@ def test_ctrl_c_gives_the_rounds_that_are_done() -> None:
 
 @problems.few_rounds
 def test_a_sum_that_is_not_finite_is_no_reply_of_anybody() -> None:
-    algorithm = side_by_side(SUMS)
+    algorithm = with_stacks(SUMS)
     assert algorithm.batch is not None
     inner = algorithm.batch.summed
 

@@ -46,5 +46,4 @@ from fedppl.contracts.engine import (
     coordinate_names,
     unheard,
 )
-from fedppl.contracts.many import Answers, ManyClients, Passed, TogetherFn
 from fedppl.contracts.update import Batch, ClientUpdate, Part, Summed

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedppl.contracts import (
     Accept,
@@ -35,6 +35,7 @@ from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.client import reader_of
 from fedppl.model.quiet import set_back, settings
+from fedppl.model.stack import ClientsOf, samples
 from fedppl.numerics.streams import stream
 from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
@@ -55,12 +56,12 @@ class ModelsHere:
 
     def layout(self) -> Layout:
         """Return the shared layout that enrolment found equal at all clients."""
-        layout: Layout = next(iter(self._models.values())).layout
+        layout: Layout = next(iter(samples(self._models))).layout
         return layout
 
     def reader(self) -> SharedReader:
         """Return how draws of φ are read."""
-        return reader_of(self._models.values())
+        return reader_of(samples(self._models))
 
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
@@ -81,7 +82,7 @@ class InProcessEngine(ModelsHere):
                 "goes without; pass the clients' data to run them in this process."
             )
         self._algorithm = algorithm
-        self._models = dict(models)
+        self._models = models if isinstance(models, ClientsOf) else dict(models)
         self._workers = workers
         self._pool: ThreadPoolExecutor | None = None  # kept from round to round
         # What clients still compute that missed a deadline.
@@ -266,7 +267,18 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     if policy is not None and not isinstance(policy, Policy):
         raise DeclarationError(f"policy={shown(policy)} must be a fedppl.Policy, such as fedppl.policy.read(path).")
-    return lambda algorithm, clients: InProcessEngine(algorithm, clients, count, policy)
+    return Threads(count, policy)
+
+
+class Threads(NamedTuple):
+    """What `InProcess` returns."""
+
+    workers: int
+    policy: Policy | None
+
+    def __call__(self, algorithm: AnyAlgorithm, clients: Mapping[str, Any], /) -> InProcessEngine:
+        """Start the engine."""
+        return InProcessEngine(algorithm, clients, self.workers, self.policy)
 
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fedppl.engine.guard import REFUSED
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.stack import samples
 from fedppl.numerics import mirrors
 from fedppl.results import departure, fallbacks
 from fedppl.results.arrival import unarrived
@@ -32,7 +33,7 @@ from fedppl.run._run import Run, save
 from fedppl.run.one_round import Round, one_round, without_numbers
 from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
-from fedppl.run.start import require_callback
+from fedppl.run.start import Clients, require_callback
 from fedppl.run.start import start as begin
 from fedppl.settings import some_of
 from fedppl.types import Array, ConvergenceWarning, DeclarationError, Status
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 def rounds(
     model: FederatedModel,
-    clients: Mapping[str, Mapping[str, Any]] | None,
+    clients: Clients,
     algorithm: AnyAlgorithm,
     *,
     rounds: int | None = None,
@@ -74,7 +75,7 @@ def rounds(
 
 def fit(
     model: FederatedModel,
-    clients: Mapping[str, Mapping[str, Any]] | None,
+    clients: Clients,
     algorithm: AnyAlgorithm,
     *,
     rounds: int = 20,
@@ -126,14 +127,14 @@ def fit(
             algorithm=algorithm,
             state=run.state,
             layout=run.layout,
-            declaration=model.knowing({name: client.kind for name, client in run.models.items()}),
+            declaration=model.knowing({client.client_id: client.kind for client in samples(run.models)}),
             client_ids=run.clients,
             clients=run.models,
             reader=run.engine.reader(),
             records=tuple(run.records),
             status=status,
             message=message,
-            personal={one: run.personal[one] for one in run.clients if one in run.personal},
+            personal={one: run.personal[one] for one in run.clients if one in run.personal} if run.personal else {},
             seed=run.seed,
             seconds=time.perf_counter() - started,
         )
@@ -288,10 +289,11 @@ _LOCAL = NestedLaplace()
 
 def _mirror_image(run: Run) -> str:
     """Say along which coordinate there is another mode; empty where none is, or none can be told."""
-    shared, models = posterior_of_all(run), list(run.models.values())
-    if shared is None:
+    shared = posterior_of_all(run)
+    if shared is None or not 0 < len(run.models) <= _MOST_CLIENTS:
         return ""
-    if not 0 < len(models) <= _MOST_CLIENTS or models[0].prior.gaussian.precision.ndim == 1:
+    models = list(run.models.values())
+    if models[0].prior.gaussian.precision.ndim == 1:
         return ""
     corrected, q = shared.corrected(run.state), shared.gaussian(run.state)
     if corrected is None:

@@ -11,20 +11,27 @@ import numpy as np
 
 from fedppl import settings
 from fedppl.contracts import AnyAlgorithm, EngineFactory
+from fedppl.data.grouped import Table
 from fedppl.engine.answer import require_fit, say_unused
 from fedppl.engine.inprocess import InProcess
+from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.stack import samples
 from fedppl.results.fit import Fit
 from fedppl.run._algorithm import require_algorithm
 from fedppl.run._run import Run, keep_at
 from fedppl.run.participation import Participation, as_participation
+from fedppl.run.table import enrolled
 from fedppl.storage import checkpoint as checkpoints
 from fedppl.types import DeclarationError
+
+# Data by client, rows of one table, or none where an engine finds clients elsewhere.
+Clients = Mapping[str, Mapping[str, Any]] | Table | None
 
 
 def start(
     model: FederatedModel,
-    clients: Mapping[str, Mapping[str, Any]] | None,
+    clients: Clients,
     algorithm: AnyAlgorithm,
     limit: int | None,
     engine: EngineFactory | None,
@@ -37,7 +44,8 @@ def start(
 ) -> Run:
     """Check everything that can be checked before work begins, and resume if there is something to resume."""
     require_declared(model, algorithm)
-    count = len(clients) if isinstance(clients, Mapping) else None
+    count = len(clients.client_ids) if isinstance(clients, Table) else None
+    count = len(clients) if isinstance(clients, Mapping) else count
     require_settings(limit, participation, reporting, checkpoint, deadline, count)
     if begin is not None:
         _require_start(begin, algorithm)
@@ -49,11 +57,15 @@ def start(
     if checkpoint is not None:
         checkpoints.require_writable(checkpoint)
     seed = seed_of(random_seed)
-    models = {} if clients is None else model.enrol(clients, kernel=algorithm.needs.kernel)
-    for client in models.values():
+    models: Mapping[str, ClientModel] = {}
+    if isinstance(clients, Table):
+        models = enrolled(model, clients, algorithm, np.random.default_rng((seed, 0)))
+    elif clients is not None:
+        models = model.enrol(clients, kernel=algorithm.needs.kernel)
+    for client in samples(models):
         require_fit(algorithm, client)
     if models:
-        say_unused(algorithm, next(iter(models.values())))
+        say_unused(algorithm, next(iter(samples(models))))
     moving = (engine or InProcess())(algorithm, models)
     if not callable(getattr(moving, "exchange", None)):
         raise DeclarationError(
