@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import re
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from fedppl import settings
-from fedppl.contracts import AddingEngine, Failure, OnlySums, Received, Reply, Request, Requests, Summed, html
+from fedppl.contracts import AddingEngine, Failure, OnlySums, Received, Reply, Report, Request, Requests, Summed, html
 from fedppl.engine.exchange import n_bytes, take, take_sum
 from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
@@ -151,21 +152,16 @@ def _exchanged(run: Run, number: int, requests: Requests, shapes: Shapes) -> _Ca
     return _Came(received_sum, added.infos, added.failures, added.reasons, added.sizes, added.total)
 
 
-def one_round(run: Run) -> Round:
-    """Ask clients, wait, check what comes, update the server, and record it."""
-    result = run.algorithm.result
-    preliminary, closing = result.preliminary(run.state), result.closing(run.state)
-    number = len(run.records) + 1
+def _requests(run: Run, number: int, shapes: Shapes) -> Requests:
+    """Requests of a round, each made when it is first looked at."""
     asked, silent = _chosen(run, number)
-    with _named(run, "Replies.shapes"):
-        shapes = run.algorithm.replies.shapes(run.state)
-    made: dict[str, Request] = {}
 
+    @functools.cache
     def make(client_id: str) -> Request:
         report = client_id not in silent
         with _named(run, "broadcast"):
             message = run.algorithm.broadcast(run.state, client_id)
-        made[client_id] = Request(
+        return Request(
             client_id,
             nonce=secrets.randbits(63),
             round=number,
@@ -175,11 +171,19 @@ def one_round(run: Run) -> Round:
             report=report,
             shapes=shapes if report else {},
         )
-        return made[client_id]
 
+    return Requests(asked, make, silent)
+
+
+def one_round(run: Run) -> Round:
+    """Ask clients, wait, check what comes, update the server, and record it."""
+    number = len(run.records) + 1
+    with _named(run, "Replies.shapes"):
+        shapes = run.algorithm.replies.shapes(run.state)
+    requests = _requests(run, number, shapes)
     started = time.perf_counter()
-    run.progress.asked(number, len(asked))
-    came = _exchanged(run, number, Requests(asked, make, silent), shapes)
+    run.progress.asked(number, len(requests.clients))
+    came = _exchanged(run, number, requests, shapes)
     seconds = time.perf_counter() - started
     _log(number, came.failures, run.said)
     fallbacks.log(number, came.infos, fallbacks.fallen(run.infos))
@@ -187,32 +191,39 @@ def one_round(run: Run) -> Round:
         returned = run.algorithm.update_server(run.state, came.received)
     require_report(run.algorithm.name, returned)
     state, report = returned
-    at_once = came.sizes is None
-    record = Record(
-        number=number,
-        asked=() if at_once else asked,
+    record = _record(run, requests, came, report, seconds)
+    # Together: a run that Ctrl-C ends has the state that its records tell of, and what clients kept with it.
+    run.state, run.personal = state, run.engine.personal()
+    add(run, record)
+    _say(run, record, came, len(requests.clients))
+    save(run)
+    return Round(number, run.state, report.info, record.status, record.message, record)
+
+
+def _record(run: Run, requests: Requests, came: _Came, report: Report, seconds: float) -> Record:
+    """What is kept of a round; of clients that were laid side by side how many they are, and who failed."""
+    result, at_once = run.algorithm.result, came.sizes is None
+    sent = {} if at_once else {name: n_bytes(requests.make(name).message) for name in requests.clients}
+    silent = () if at_once else tuple(name for name in requests.clients if name in requests.silent)
+    return Record(
+        number=len(run.records) + 1,
+        asked=() if at_once else requests.clients,
         failures=came.failures,
         infos=came.infos,
         info=numbers_and_texts(report.info),
-        bytes_down={} if at_once else {client_id: n_bytes(request.message) for client_id, request in made.items()},
+        bytes_down=sent,
         bytes_up=came.sizes or {},
         released=released(came.sample, came.infos),
         seconds=seconds,
         status=report.status,
-        silent=tuple(client_id for client_id in asked if client_id in silent) if silent else (),
-        preliminary=preliminary or closing,
-        closing=closing,
+        silent=silent,
+        preliminary=result.preliminary(run.state) or result.closing(run.state),
+        closing=result.closing(run.state),
         reasons=came.reasons,
         message=run.message if report.message is None else report.message,
         mild=run.records[-1].mild if report.message is None and run.records else report.mild,
         together=came.received.clients + len(came.failures) if at_once else 0,
     )
-    # Together: a run that Ctrl-C ends has the state that its records tell of, and what clients kept with it.
-    run.state, run.personal = state, run.engine.personal()
-    add(run, record)
-    _say(run, record, came, len(asked))
-    save(run)
-    return Round(number, run.state, report.info, record.status, record.message, record)
 
 
 def _say(run: Run, record: Record, came: _Came, asked: int) -> None:
