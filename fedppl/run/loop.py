@@ -30,6 +30,7 @@ from fedppl.results.fit import Fit
 from fedppl.results.records import Record, ever_used
 from fedppl.run._prior_check import posterior_of_all, prior_conflict
 from fedppl.run._run import Run, save
+from fedppl.run.choice import Choice
 from fedppl.run.one_round import Round, one_round, without_numbers
 from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 def rounds(
     model: FederatedModel,
     clients: Clients,
-    algorithm: AnyAlgorithm,
+    algorithm: AnyAlgorithm | Choice,
     *,
     rounds: int | None = None,
     engine: EngineFactory | None = None,
@@ -76,7 +77,7 @@ def rounds(
 def fit(
     model: FederatedModel,
     clients: Clients,
-    algorithm: AnyAlgorithm,
+    algorithm: AnyAlgorithm | Choice,
     *,
     rounds: int = 20,
     engine: EngineFactory | None = None,
@@ -106,6 +107,7 @@ def fit(
             random_seed,
             start,
         )
+        algorithm = run.algorithm
         run.progress = progress
         progress.say(f"{len(run.clients)} clients are ready")
         started = time.perf_counter()

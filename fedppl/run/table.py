@@ -9,9 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.contracts import AnyAlgorithm
 from fedppl.data.grouped import Table
-from fedppl.engine.answer import require_fit
 from fedppl.local.many import cores, moments, nodes_for, without_density
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
@@ -25,9 +23,7 @@ _JUDGED_BY = 4  # clients that tell whether there is a way to integrate what is 
 _MANY = 20_000  # clients that take hours where each is enrolled
 
 
-def enrolled(
-    model: FederatedModel, table: Table, algorithm: AnyAlgorithm, rng: np.random.Generator
-) -> Mapping[str, ClientModel]:
+def enrolled(model: FederatedModel, table: Table, rng: np.random.Generator) -> Mapping[str, ClientModel]:
     """Clients by id; where they can be no stack, which the log tells, each is enrolled.
 
     Raises
@@ -39,17 +35,14 @@ def enrolled(
     chosen = rng.choice(len(counts), min(_ENROLLED, len(counts)), replace=False)
     # Numbers of rows tell which lengths follow them.
     places = np.unique([*chosen, np.argmin(counts), np.argmax(counts)])
-    models = model.enrol(_data(table, places), kernel=algorithm.needs.kernel)
-    clients = list(models.values())
-    for client in clients:
-        require_fit(algorithm, client)
+    clients = list(model.enrol(_data(table, places)).values())
     reason = why_not(clients)
     if not reason and nodes_for(clients[:_JUDGED_BY]) is None:
         reason = "several local variables depend on each other"
     if reason:
         level = logging.WARNING if len(counts) > _MANY else logging.INFO
         logger.log(level, "%d clients are enrolled one by one: %s", len(counts), reason)
-        return model.enrol(table.each(), kernel=algorithm.needs.kernel)
+        return model.enrol(table.each())
     stack = stacked(model, table, clients[0])
     phi = np.ascontiguousarray(clients[0].template.functions["shared start"])
     for k in without_density(stack, phi, cores())[:1]:
