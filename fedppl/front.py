@@ -11,16 +11,18 @@ import numpy as np
 
 from fedppl import given, settings
 from fedppl.algorithms.ep.ep import EP
+from fedppl.algorithms.sums.sums import Sums
 from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.data import missing as gaps
 from fedppl.model.client import reader_of
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata, saved, sound
 from fedppl.results.fit import Fit
-from fedppl.run import loop, together
+from fedppl.run import loop
+from fedppl.run.choice import Choice, by_call, lies_side_by_side
 from fedppl.run.one_round import Round
 from fedppl.run.participation import Participation
-from fedppl.run.start import require_declared, require_settings
+from fedppl.run.start import require_declared
 from fedppl.types import DataError, DeclarationError
 
 
@@ -72,11 +74,12 @@ def rounds(
     *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
     converge ends with status "max_rounds" and a message that names the setting to change.
     """
-    model, clients = given.clients(model, data, by, missing)
+    some = {"participation": participation, "reporting": reporting, "deadline": deadline}
+    model, clients, chosen = _read(model, data, algorithm, by, missing, engine, start, **some)
     return loop.rounds(
         model,
         clients,
-        EP() if algorithm is None else algorithm,
+        chosen,
         rounds=rounds,
         engine=engine,
         participation=participation,
@@ -120,7 +123,8 @@ def fit(
         categories become their numbers in the order that they have, which has to be the same at all clients, dates and
         times days since 1970, durations days; texts are refused. Ids are texts, whole numbers, dates or tuples of them.
     algorithm
-        The algorithm; by default ``fedppl.EP()``.
+        The algorithm; by default ``fedppl.Sums()`` where all clients are asked, in this process, 20 coordinates are
+        shared at most and log densities are smooth, else ``fedppl.EP()``. `Fit.algorithm` has it, and the log says why.
     by
         Column, or columns, of one data frame that tell clients apart. Their values are the clients' ids.
     missing
@@ -197,10 +201,6 @@ def fit(
 
     Notes
     -----
-    From 50 clients on, `EP` with its defaults fits all at once where the data are here and no setting concerns
-    messages: passes over all clients take the place of rounds, however many there are, and `callback` sees those. The
-    posterior is the same.
-
     Ctrl-C ends a run at once: the fit of its whole rounds is returned with status "interrupted", and with a checkpoint
     the same call goes on. Clients that were computing finish in the background, and what they find is dropped. Before
     the first round is over, and the second time, it is raised.
@@ -208,22 +208,12 @@ def fit(
     *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
-    algorithm = EP() if algorithm is None else algorithm
-    alone = (engine, participation, reporting, checkpoint, deadline, start)
-    if all(setting is None for setting in alone) and getattr(algorithm, "together", None) is not None:
-        ready, table = given.table(model, data, by, missing)
-        if table is not None:
-            require_settings(rounds, None, None, None, None)
-            found = together.fit(
-                ready, table, algorithm, callback=callback, progressbar=progressbar, random_seed=random_seed
-            )
-            if found is not None:
-                return found
-    model, clients = given.clients(model, data, by, missing)
+    some = {"participation": participation, "reporting": reporting, "deadline": deadline}
+    model, clients, chosen = _read(model, data, algorithm, by, missing, engine, start, **some)
     return loop.fit(
         model,
         clients,
-        algorithm,
+        chosen,
         rounds=rounds,
         engine=engine,
         participation=participation,
@@ -235,6 +225,16 @@ def fit(
         random_seed=random_seed,
         start=start,
     )
+
+
+def _read(
+    model: Any, data: Any, algorithm: AnyAlgorithm | None, by: Any, missing: str, engine: Any, begin: Any, **some: Any
+) -> tuple[Any, Any, AnyAlgorithm | Choice]:
+    """The declaration, clients' data as the algorithm takes them, and it, or those of which clients' models decide."""
+    found = by_call(Sums(), EP(), data, engine, some, begin) if algorithm is None else algorithm
+    first = found if not isinstance(found, Choice) else found.other if found.why_not else found.first
+    model, clients = given.clients(model, data, by, missing, one_table=lies_side_by_side(first, engine))
+    return model, clients, found
 
 
 def load(
@@ -253,7 +253,7 @@ def load(
     path
         The file.
     model, algorithm
-        What was fitted, and how; by default ``fedppl.EP()``.
+        What was fitted, and how; by default one of the two that `fit` takes by itself, the file's.
     clients, by, missing
         Data of clients that took part, as for `fit`: then their posteriors and predictions can be drawn again, with the
         same numbers. Without, there is what all clients share, `Fit.new_client`, and of clients the draws that
@@ -291,9 +291,10 @@ def load(
     run; but anyone who can write the file can write another result into it.
     """
     gaps.required(missing)
-    algorithm = EP() if algorithm is None else algorithm
-    require_declared(model, algorithm)
+    require_declared(model, EP() if algorithm is None else algorithm)
     held = saved.read(path)
+    if algorithm is None:
+        algorithm = Sums() if held.algorithm == Sums().name else EP()
     from fedppl.formulas.formula import is_formula, remembering  # at its first use: it takes a while
 
     if is_formula(model):

@@ -11,15 +11,21 @@ from fedppl.data import frames, grouped
 from fedppl.data import missing as gaps
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.unseen import outcomes_of, require_rows_apart
-from fedppl.run import together
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
 
 
-def clients(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
-    """The declaration, and clients' data by id; what is no data is refused where it is used."""
+def clients(model: Any, data: Any, by: Any, missing: str, *, one_table: bool = False) -> tuple[Any, Any]:
+    """The declaration, and clients' data by id; what is no data is refused where it is used.
+
+    With `one_table` rows of many clients as one table, where they can be one.
+    """
     gaps.required(missing)
+    if one_table:
+        model, table = _table(model, data, by, missing)
+        if table is not None:
+            return model, table
     if not isinstance(model, FederatedModel) or data is None:
         return model, data
     from fedppl.formulas.formula import is_formula, ready  # at its first use: it takes a while
@@ -45,25 +51,24 @@ def clients(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
     return model, _said(found)
 
 
-def table(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, grouped.Table | None]:
+def _table(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, grouped.Table | None]:
     """Rows of many clients as one table, with the declaration that reads them; None where they are read one by one."""
-    gaps.required(missing)
     if not isinstance(model, FederatedModel) or model.reads is not None or data is None:
         return model, None
     from fedppl.formulas.formula import is_formula  # at its first use: it takes a while
 
     if is_formula(model):
-        from fedppl.formulas.many import together as rows_of_all
+        from fedppl.formulas.formula import one_table
 
-        return rows_of_all(model, data, by, missing, together.FEWEST) or (model, None)
+        return one_table(model, data, by, missing) or (model, None)
     if len(model.builders) > 1:
         return model, None
     if getattr(model.builder, "read", None) is not None:  # of what is more than a function
         return model, None
     if by is None:
-        many = isinstance(data, Mapping) and len(data) >= together.FEWEST
+        many = isinstance(data, Mapping) and len(data) >= grouped.FEWEST
         return model, _looked_at(grouped.of_clients(data)) if many else None
-    found = _looked_at(grouped.of_frame(data, by, model.names, missing, together.FEWEST))
+    found = _looked_at(grouped.of_frame(data, by, model.names, missing, grouped.FEWEST))
     if found is not None and (orders := frames.categories(data, model.names)):
         model = model.reading(functools.partial(frames.known, names=model.names, orders=orders))
     return model, found

@@ -157,6 +157,10 @@ class Case(NamedTuple):
         """Build it with the settings of its runs."""
         return build(self.algorithm, self.settings)
 
+    def ends_with_posterior(self) -> bool:
+        """Whether a fit of a Gaussian model ends at its posterior."""
+        return self.ending is not None and self.ending.ends is Ends.POSTERIOR
+
     def build_ending(self) -> AnyAlgorithm:
         """Build it with the settings of the fit whose end is known."""
         assert self.ending is not None

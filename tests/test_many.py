@@ -1,8 +1,9 @@
-"""Many clients at once: the numbers of the path that asks them one by one, and closed forms."""
+"""Many clients of one table: the numbers of clients that are asked one by one, and closed forms."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,14 @@ from scipy import stats
 
 import fedppl
 from fedppl import gaussian, given
+from fedppl.contracts import Summed
 from fedppl.data import grouped
-from fedppl.local import _marginal
-from fedppl.local import many as at_once
-from fedppl.local.many import Nodes
 from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
-from fedppl.numerics.integral import by_grid
-from fedppl.run import together
 from fedppl.types import DataError, Status
+from tests.support.side_by_side import lies_side_by_side
 
-LAPLACE = Nodes(np.zeros((0, 1)), np.zeros(0), np.arange(1))
+SUMS = fedppl.Sums(points=512, pilot=64, starts=1)
+AT_ONCE = lies_side_by_side(SUMS)
 
 
 def wards(x: Any, y: Any) -> pm.Model:
@@ -37,7 +36,7 @@ def wards(x: Any, y: Any) -> pm.Model:
     return model
 
 
-MANY = grouped.MANY
+COUNT = 60  # clients, enough for one table
 WARDS = fedppl.FederatedModel(wards, ["intercept", "slope", "tau"])
 
 
@@ -64,16 +63,12 @@ def stack() -> Stack:
 
 @pytest.fixture(scope="module")
 def frame() -> pd.DataFrame:
-    return rows_of_wards(MANY)
+    return rows_of_wards(COUNT)
 
 
 @pytest.fixture(scope="module")
 def fit(frame: pd.DataFrame) -> fedppl.Fit:
-    return fedppl.fit(WARDS, frame, by="ward", progressbar=False, random_seed=1)
-
-
-CENTER = np.array([-0.5, 0.7, np.log(0.8)])
-POINTS = CENTER + 0.3 * np.random.default_rng(0).normal(size=(11, 3))
+    return fedppl.fit(WARDS, frame, AT_ONCE, by="ward", progressbar=False, random_seed=1)
 
 
 def test_arrays_are_packed_as_each_client_packs_its_own(stack: Stack) -> None:
@@ -84,108 +79,17 @@ def test_arrays_are_packed_as_each_client_packs_its_own(stack: Stack) -> None:
             assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("nodes", [0, 9])
-def test_factors_are_those_of_clients_one_by_one(stack: Stack, nodes: int) -> None:
-    rule = Nodes(by_grid(1, nodes).nodes, by_grid(1, nodes).log_weights, np.arange(1)) if nodes else LAPLACE
-    places = np.arange(len(stack))
-    found = at_once.factors(stack, places, POINTS, CENTER, np.eye(len(POINTS)), nodes=rule, workers=1)
-    for k, client in enumerate(stack.some(places)):
-        expected = _marginal.values(client, POINTS, CENTER, 0.0)
-        if nodes:
-            left_out = _marginal.difference(client, POINTS, CENTER)
-            assert left_out is not None
-            expected = expected + left_out[0]
-        assert_allclose(found.fitted[k], expected, rtol=0, atol=1e-10)
-    assert_allclose(found.totals, found.fitted.sum(axis=0), rtol=1e-13)
-    assert not len(found.failed)
-
-
-def doses(X: Any, y: Any) -> pm.Model:
-    """A regression with coefficients and a noise sd of each client's own."""
-    with pm.Model() as model:
-        X, y, mu = pm.Data("X", X), pm.Data("y", y), pm.Normal("mu", 0, 1, shape=2)
-        theta = pm.Normal("theta", mu, pm.LogNormal("tau", 0, 1), shape=2)
-        pm.Normal("obs", X @ theta, pm.math.exp(pm.Normal("log_sigma", 0, 1)), observed=y)
-    return model
-
-
-def test_what_is_gaussian_given_one_coordinate_is_integrated_exactly() -> None:
-    """A noise sd by nodes, the coefficients given it in closed form, against two dimensions less of quadrature."""
-    rng = np.random.default_rng(5)
-    clients = {}
-    for k in range(6):
-        X = rng.normal(size=(4 + k, 2))
-        clients[f"g{k}"] = {"X": X, "y": X @ rng.normal(1, 0.7, 2) + 0.5 * rng.normal(size=4 + k)}
-    model = fedppl.FederatedModel(doses, ["mu", "tau"])
-    table = grouped.of_clients(clients)
-    assert table is not None
-    models = list(model.enrol(clients).values())
-    stack, (_, rule, *_) = stacked(model, table, models[0]), at_once.ways(models)
-    assert rule.which.tolist() == [2]
-    points = np.array([[1.0, 0.5, -0.3], [0.5, 1.5, 0.4]])
-    found = at_once.factors(stack, np.arange(6), points, points[0], np.eye(2), nodes=at_once.ways(models)[4], workers=1)
-    grid = np.linspace(-6, 5, 4001)
-    for k, client in enumerate(clients.values()):
-        X, y = client["X"], client["y"]
-        for s, (*mu, log_tau) in enumerate(points):
-            values, vectors = np.linalg.eigh(X @ X.T * np.exp(2 * log_tau))
-            off, variance = vectors.T @ (y - X @ mu), values + np.exp(2 * grid)[:, None]
-            logs = -0.5 * np.sum(np.log(2 * np.pi * variance) + off**2 / variance, axis=1) + stats.norm.logpdf(grid)
-            exact = np.log(np.sum(np.exp(logs - logs.max()))) + logs.max() + np.log(grid[1] - grid[0])
-            assert_allclose(found.fitted[k, s], exact, atol=2e-4)
-
-
-def test_numbers_do_not_hang_on_threads(monkeypatch: pytest.MonkeyPatch, stack: Stack) -> None:
-    monkeypatch.setattr(at_once, "_AT_ONCE", 7)
-    places, found = np.arange(len(stack)), []
-    for workers in (1, 3):
-        stack.starts[:] = stack.like.initial  # where a search begins is seen in the last digits
-        found.append(
-            at_once.factors(stack, places, POINTS, CENTER, np.eye(len(POINTS)), nodes=LAPLACE, workers=workers)
-        )
-    assert_array_equal(found[0].totals, found[1].totals)
-    assert_array_equal(found[0].fitted, found[1].fitted)
-
-
-def test_sums_at_many_points_are_foretold_from_few(monkeypatch: pytest.MonkeyPatch, stack: Stack) -> None:
-    """Laplace's approximation at 512 points, nodes at 128: the sums of nodes at all of them, within what is said."""
-    points = CENTER + 0.25 * np.random.default_rng(1).normal(size=(512, 3))
-    rule = by_grid(1, 15)
-    nodes = Nodes(rule.nodes, rule.log_weights, np.arange(1))
-    exact = at_once.factors(stack, np.arange(40), points, CENTER, np.zeros((0, 512)), nodes=nodes, workers=1).totals
-    asked, plain = [], at_once.factors
-
-    def counted(many: Any, places: Any, at: Any, *given: Any, nodes: Nodes, workers: int) -> Any:
-        asked.append((len(at), len(nodes.nodes)))
-        return plain(many, places, at, *given, nodes=nodes, workers=workers)
-
-    monkeypatch.setattr(at_once, "factors", counted)
-    found, errors = at_once.totals(stack, points, CENTER, nodes=nodes, workers=1)
-    assert asked == [(512, 0), (128, 15)]
-    laplace = plain(stack, np.arange(40), points, CENTER, np.zeros((0, 512)), nodes=LAPLACE, workers=1).totals
-    missed = found - exact
-    assert np.std(laplace - exact) > 5 * np.std(missed)
-    weights = np.exp(exact - exact.max()) / np.exp(exact - exact.max()).sum()  # the outermost points have none
-    assert weights @ np.abs(missed) < 2 * (weights @ np.abs(errors)) < 0.02
-    # Where nothing foretells the others, all are asked for.
-    monkeypatch.setattr(at_once, "_FORETOLD", 0.0)
-    assert_allclose(at_once.totals(stack, points, CENTER, nodes=nodes, workers=1)[0], exact, rtol=1e-12)
-
-
 def test_a_fit_is_that_of_clients_asked_one_by_one(fit: fedppl.Fit, frame: pd.DataFrame) -> None:
     """The posterior, its evidence, and what is known of clients; of fewer clients, which both ways can do."""
-    few = frame[frame["ward"] < 60]
-    found = fedppl.fit(WARDS, few, by="ward", progressbar=False, random_seed=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(together, "FEWEST", len(few))
-        expected = fedppl.fit(WARDS, few, by="ward", progressbar=False, random_seed=1)
-    assert found.records[-1].together == 60 and not expected.records[-1].together
-    ours, theirs = found.summary(), expected.summary()
-    assert_allclose((ours["mean"] - theirs["mean"]) / theirs["sd"], 0, atol=0.03)
-    assert_allclose(ours["sd"], theirs["sd"], rtol=0.03)
-    told, reference = found.log_evidence, expected.log_evidence
-    assert abs(told.value - reference.value) < 4 * np.hypot(told.error, reference.error) + 0.01
-    assert found.client_ids == expected.client_ids
+    by_id = {
+        str(k): {name: own[name].to_numpy() for name in ("x", "y")} for k, own in frame.groupby("ward", sort=False)
+    }
+    expected = fedppl.fit(WARDS, by_id, AT_ONCE._replace(batch=None), progressbar=False, random_seed=1)
+    assert fit.records[-1].together == COUNT and not expected.records[-1].together
+    assert_allclose(fit.posterior.linear, expected.posterior.linear, rtol=1e-8)
+    assert_allclose(fit.posterior.precision, expected.posterior.precision, rtol=1e-8)
+    assert abs(fit.log_evidence.value - expected.log_evidence.value) < 1e-8
+    assert fit.client_ids == expected.client_ids
 
 
 def test_clients_have_their_posteriors(fit: fedppl.Fit, frame: pd.DataFrame) -> None:
@@ -193,7 +97,7 @@ def test_clients_have_their_posteriors(fit: fedppl.Fit, frame: pd.DataFrame) -> 
     told = fit.clients_summary()
     assert told["a"].dims == ("statistic", "client") and set(told.data_vars) == {"a", "odds"}
     drawn = fit.idata["posterior"]
-    shared = {name: np.ravel(drawn[name].values)[::8] for name in ("intercept", "slope", "tau")}
+    shared = {name: np.ravel(drawn[name].values) for name in ("intercept", "slope", "tau")}
     grid = np.linspace(-5, 5, 801)
     for client_id in fit.client_ids[:3]:
         rows = frame[frame["ward"] == int(client_id)]
@@ -208,30 +112,30 @@ def test_clients_have_their_posteriors(fit: fedppl.Fit, frame: pd.DataFrame) -> 
             mean = weights @ values
             sd = np.sqrt(weights @ (values - mean) ** 2)
             ours = told[name].sel(client=client_id).values
-            assert_allclose(ours[0], mean, atol=0.02 * sd)
-            assert_allclose(ours[1], sd, rtol=0.02)
+            assert_allclose(ours[0], mean, atol=0.05 * sd)  # 256 points of what is shared, drawn
+            assert_allclose(ours[1], sd, rtol=0.05)
         drawn = fit.client(client_id)["posterior"]["a"]
         assert_allclose(drawn.mean(), told["a"].sel(client=client_id, statistic="mean"), atol=0.03)
 
 
 def test_what_a_fit_offers_is_there(fit: fedppl.Fit, frame: pd.DataFrame, tmp_path: Any) -> None:
-    assert fit.status.ok and isinstance(fit.clients, ClientsOf) and len(fit.clients) == MANY
+    assert fit.status.ok and isinstance(fit.clients, ClientsOf) and len(fit.clients) == COUNT
     assert fit.summary().attrs["answered"] == 1.0
-    assert list(fit.idata["rounds"]["clients"].values)[-1] == MANY
+    assert list(fit.idata["rounds"]["clients"].values)[-1] == COUNT
     assert fit.new_client({"x": np.zeros(3), "y": np.ones(3, dtype=int)})["posterior"]["a"].mean() > 0
     assert "obs" in fit.predict(3, {"x": np.zeros(2)})["predictions"]
     assert "absent" not in fit.clients
     fit.save(tmp_path / "run.nc")
-    again = fedppl.load(tmp_path / "run.nc", WARDS, clients=frame[frame["ward"] < 3], by="ward")
+    again = fedppl.load(tmp_path / "run.nc", WARDS, AT_ONCE, clients=frame[frame["ward"] < 3], by="ward")
     assert_array_equal(again.posterior.linear, fit.posterior.linear)
     assert_array_equal(*(one.client(2, draws=50)["posterior"]["a"] for one in (fit, again)))
 
 
 def test_pages_and_comparisons_of_many_clients(fit: fedppl.Fit, frame: pd.DataFrame, tmp_path: Any) -> None:
     fit.report(tmp_path / "report.html")
-    assert "too many for a table" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"{COUNT} clients" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert set(np.unique(fit.idata["rounds"]["outcome"].isel(round=-1))) == {"used"}
-    other = fedppl.fit(WARDS, frame, by="ward", progressbar=False, random_seed=2)
+    other = fedppl.fit(WARDS, frame, AT_ONCE, by="ward", progressbar=False, random_seed=2)
     assert fedppl.compare({"one": fit, "other": other})["log_evidence"].diff().abs().max() < 0.1
 
 
@@ -244,8 +148,10 @@ def nothing_of_its_own(y: Any) -> pm.Model:
 
 
 def test_clients_without_variables_of_their_own() -> None:
-    clients = normal_rows(MANY)
-    fit = fedppl.fit(fedppl.FederatedModel(nothing_of_its_own, ["mu"]), clients, progressbar=False, random_seed=1)
+    clients = normal_rows(COUNT)
+    fit = fedppl.fit(
+        fedppl.FederatedModel(nothing_of_its_own, ["mu"]), clients, AT_ONCE, progressbar=False, random_seed=1
+    )
     y = np.concatenate([one["y"] for one in clients.values()])
     precision = 0.25 + len(y)
     assert_allclose(gaussian.mean(fit.posterior), [y.sum() / precision], atol=1e-8)
@@ -268,9 +174,9 @@ def means(y: Any) -> pm.Model:
 
 
 def test_gaussians_are_exact() -> None:
-    clients = normal_rows(MANY)
-    fit = fedppl.fit(fedppl.FederatedModel(means, ["mu"]), clients, progressbar=False, random_seed=1)
-    assert fit.records[-1].together == MANY
+    clients = normal_rows(COUNT)
+    fit = fedppl.fit(fedppl.FederatedModel(means, ["mu"]), clients, AT_ONCE, progressbar=False, random_seed=1)
+    assert fit.records[-1].together == COUNT
     variance = np.array([0.25 + 1 / len(one["y"]) for one in clients.values()])
     precision = 0.25 + np.sum(1 / variance)
     average = np.array([one["y"].mean() for one in clients.values()])
@@ -298,13 +204,12 @@ def scales(y: Any) -> pm.Model:
     return model
 
 
-def test_exchanges_follow_where_the_posterior_is_far_from_a_gaussian(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_posterior_that_is_far_from_a_gaussian() -> None:
     """A spread that may be nothing has a log with a long tail; against a grid over both shared variables."""
-    monkeypatch.setattr(together, "FEWEST", 40)
     y = np.random.default_rng(7).normal(0.5, 0.9, size=60)
     clients = {f"g{k}": {"y": y[k : k + 1]} for k in range(60)}
-    fit = fedppl.fit(fedppl.FederatedModel(scales, ["mu", "tau"]), clients, progressbar=False, random_seed=1)
-    assert fit.status.ok and fit.records[-1].info["phase"] == "correction" and fit.records[-1].together == 60
+    fit = fedppl.fit(fedppl.FederatedModel(scales, ["mu", "tau"]), clients, AT_ONCE, progressbar=False, random_seed=1)
+    assert fit.status.ok and fit.records[-1].together == 60
     mu, log_tau = np.meshgrid(np.linspace(-1, 2, 301), np.linspace(-14, 2, 1601), indexing="ij")
     tau, variance = np.exp(log_tau), 1 + np.exp(2 * log_tau)
     logs = stats.norm.logpdf(mu, 0, 2) + stats.halfnorm.logpdf(tau) + log_tau - 30 * np.log(2 * np.pi * variance)
@@ -330,45 +235,27 @@ def test_exchanges_follow_where_the_posterior_is_far_from_a_gaussian(monkeypatch
         assert_allclose(ours[1], sd, rtol=0.1)
 
 
-def test_a_callback_sees_passes_and_may_stop_them(frame: pd.DataFrame) -> None:
+def test_a_callback_sees_rounds_and_may_stop_them(frame: pd.DataFrame) -> None:
     seen = []
 
     def stop(step: fedppl.Round) -> bool:
         seen.append(step)
         return True
 
-    with pytest.warns(fedppl.ConvergenceWarning, match="stopped by the callback"):
-        fit = fedppl.fit(WARDS, frame, by="ward", callback=stop, progressbar=False)
-    assert len(seen) == 1 and seen[0].record.together == MANY and not fit.status.ok
+    with pytest.warns(fedppl.ConvergenceWarning, match="by the callback"):
+        fit = fedppl.fit(WARDS, frame, AT_ONCE, by="ward", callback=stop, progressbar=False)
+    assert len(seen) == 1 and seen[0].record.together == COUNT and not fit.status.ok
     with pytest.raises(fedppl.NotConvergedError):
         fit.summary()
 
 
-def test_who_pulls_further_than_chance_would_is_named() -> None:
-    rng = np.random.default_rng(3)
-    y = 0.8 * rng.normal(size=60) + rng.normal(size=60)
-    model = fedppl.FederatedModel(normal, ["mu", "tau"])
-    for far, named in ((0.0, False), (25.0, True)):
-        clients = {f"g{k}": {"y": np.array([y[k] + far * (k == 7)])} for k in range(60)}
-        fit = fedppl.fit(model, clients, progressbar=False, random_seed=1)
-        assert fit.status.ok and fit.records[-1].together == 60
-        assert ("client g7 pulls" in fit.message) == named
-
-
-def normal(y: Any) -> pm.Model:
-    with pm.Model() as model:
-        y, mu, tau = pm.Data("y", y), pm.Normal("mu", 0, 10), pm.HalfNormal("tau", 2)
-        pm.Normal("obs", mu + tau * pm.Normal("z"), 1.0, observed=y)
-    return model
-
-
-def test_ctrl_c_after_a_pass_gives_its_record(frame: pd.DataFrame) -> None:
+def test_ctrl_c_after_a_round_gives_its_record(frame: pd.DataFrame) -> None:
     def interrupted(step: Any) -> None:
         if step.number == 2:
             raise KeyboardInterrupt
 
-    with pytest.warns(fedppl.ConvergenceWarning, match="Ctrl-C"):
-        fit = fedppl.fit(WARDS, frame, by="ward", callback=interrupted, progressbar=False, random_seed=1)
+    with pytest.warns(fedppl.ConvergenceWarning, match="interrupted"):
+        fit = fedppl.fit(WARDS, frame, AT_ONCE, by="ward", callback=interrupted, progressbar=False, random_seed=1)
     assert fit.status is Status.INTERRUPTED and len(fit.records) == 2
     with pytest.raises(fedppl.NotConvergedError):
         fit.summary()
@@ -383,12 +270,12 @@ def heavy(y: Any) -> pm.Model:
 
 
 @pytest.mark.slow
-def test_integrals_are_judged_where_q_has_arrived() -> None:
+def test_integrals_over_heavy_tails_are_right_at_many_clients() -> None:
     """Against the sum over clients of a quadrature that is dense and wide, at a grid of what is shared."""
     rng = np.random.default_rng(9)
-    y = 1.0 + 0.3 * rng.standard_t(3, size=MANY) + rng.normal(size=MANY)
+    y = 1.0 + 0.3 * rng.standard_t(3, size=grouped.MANY) + rng.normal(size=grouped.MANY)
     clients = {f"g{k}": {"y": y[k : k + 1]} for k in range(len(y))}
-    fit = fedppl.fit(fedppl.FederatedModel(heavy, ["mu", "tau"]), clients, progressbar=False, random_seed=1)
+    fit = fedppl.fit(fedppl.FederatedModel(heavy, ["mu", "tau"]), clients, AT_ONCE, progressbar=False, random_seed=1)
     assert fit.status.ok and fit.records[-1].together == len(y)
     u = np.sinh(np.linspace(-6, 6, 301))
     prior = stats.t.pdf(u, 3) * np.gradient(u)
@@ -415,15 +302,14 @@ def noises(X: Any, y: Any) -> pm.Model:
     return model
 
 
-def test_moments_of_clients_are_those_of_their_own_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_of_clients_are_those_of_their_own_posterior() -> None:
     """Skewed log sds of few rows, against quadrature given what is shared, whose posterior is narrow."""
-    monkeypatch.setattr(together, "FEWEST", 100)
     rng = np.random.default_rng(6)
     clients = {}
     for k in range(100):
         X = rng.normal(size=(6, 2))
         clients[f"g{k}"] = {"X": X, "y": X @ rng.normal(0.5, 0.5, 2) + 0.3 * rng.normal(size=6)}
-    fit = fedppl.fit(fedppl.FederatedModel(noises, ["mu"]), clients, progressbar=False, random_seed=1)
+    fit = fedppl.fit(fedppl.FederatedModel(noises, ["mu"]), clients, AT_ONCE, progressbar=False, random_seed=1)
     assert fit.status.ok and fit.records[-1].together == 100
     told, grid = fit.clients_summary("log_sigma")["log_sigma"], np.linspace(-5, 4, 2001)
     mus = float(gaussian.mean(fit.posterior)[0]) + float(gaussian.standard_deviations(fit.posterior)[0]) * np.array(
@@ -433,7 +319,7 @@ def test_moments_of_clients_are_those_of_their_own_posterior(monkeypatch: pytest
         X, y = clients[name]["X"], clients[name]["y"]
         values, vectors = np.linalg.eigh(0.25 * X @ X.T)
         variance = values + np.exp(2 * grid)[:, None]
-        density = 0.0
+        density: Any = 0.0
         for mu, weight in zip(mus, (1 / 6, 2 / 3, 1 / 6), strict=True):
             off = vectors.T @ (y - X @ np.full(2, mu))
             logs = stats.norm.logpdf(grid) - 0.5 * np.sum(np.log(variance) + off**2 / variance, axis=1)
@@ -444,24 +330,6 @@ def test_moments_of_clients_are_those_of_their_own_posterior(monkeypatch: pytest
         ours = told.sel(client=name).values
         assert_allclose(ours[0], mean, atol=0.05 * sd)
         assert_allclose(ours[1], sd, rtol=0.05)
-
-
-def test_clients_whose_integrals_are_hard_are_seen_where_the_first_that_are_asked_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Laplace's approximation does for wards of 300 rows, and not for those of three."""
-    monkeypatch.setattr(at_once, "_FIRST_SAMPLE", 40)
-    rng = np.random.default_rng(12)
-    ward = np.repeat(np.arange(80), [300] * 40 + [3] * 40)
-    x, a = rng.normal(size=len(ward)), rng.normal(0, 0.8, 80)
-    y = rng.uniform(size=len(ward)) < 1 / (1 + np.exp(0.5 - 0.7 * x - a[ward]))
-    stack = stack_of(pd.DataFrame({"ward": ward, "x": x, "y": y.astype(int)}))
-    q = gaussian.from_moments(np.array([-0.5, 0.7, np.log(0.8)]), np.eye(3) * 0.1**2)
-    order = np.argsort(-np.diff(stack.table.begins), kind="stable")
-    found = at_once.ways(at_once.looked_at(stack, order))
-    assert not len(at_once.chosen(stack, found, order[:40], q, 80, 1).nodes.nodes)
-    way = at_once.chosen(stack, found, order, q, 80, 1)
-    assert len(way.nodes.nodes) and way.error <= at_once.BIASED
 
 
 def predictors(X: Any, y: Any) -> pm.Model:
@@ -486,11 +354,6 @@ def test_shapes_that_hang_on_the_number_of_columns_are_those_of_all() -> None:
         own = reals[at[k, 0] : at[k + 1, 0]], integers[at[k, 1] : at[k + 1, 1]], where[k]
         for ours, theirs in zip(own, client.packed, strict=True):
             assert_array_equal(ours, theirs)
-    points = np.array([[0.3, -0.2], [0.1, 0.4]])
-    rule = Nodes(np.zeros((0, 6)), np.zeros(0), np.arange(6))
-    found = at_once.factors(stack, np.arange(5), points, points[0], np.eye(2), nodes=rule, workers=1)
-    for k, client in enumerate(models):
-        assert_allclose(found.fitted[k], _marginal.values(client, points, points[0], 0.0), rtol=0, atol=1e-10)
 
 
 def labels(group: Any, y: Any) -> pm.Model:
@@ -536,13 +399,11 @@ def row_effects(y: Any) -> pm.Model:
     return model
 
 
-def test_clients_that_differ_in_more_than_rows_are_asked_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(together, "FEWEST", 5)
+def test_clients_that_differ_in_more_than_rows_are_enrolled_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fedppl")
-    fit = fedppl.fit(fedppl.FederatedModel(row_effects, ["mu"]), normal_rows(6), progressbar=False, random_seed=1)
-    assert fit.status.ok and not fit.records[-1].together
+    model = fedppl.FederatedModel(row_effects, ["mu"])
+    fit = fedppl.fit(model, normal_rows(COUNT), AT_ONCE, progressbar=False, random_seed=1)
+    assert fit.status.ok and not isinstance(fit.clients, ClientsOf)
     assert "numbers of local variables differ" in caplog.text
 
 
@@ -556,17 +417,12 @@ def knots(x: Any, y: Any) -> pm.Model:
     return model
 
 
-def test_clients_whose_integrals_have_no_rule_are_told_so_before_they_are_fitted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rng: np.random.Generator
+def test_clients_whose_integrals_have_no_rule_are_enrolled_one_by_one(
+    caplog: pytest.LogCaptureFixture, rng: np.random.Generator
 ) -> None:
-    monkeypatch.setattr(together, "FEWEST", 3)
-    monkeypatch.setattr(together, "_arrived", lambda few: pytest.fail("fitted in vain"))
     caplog.set_level(logging.INFO, "fedppl")
-    model = fedppl.FederatedModel(knots, ["mu"])
-    clients = {f"g{k}": {"x": rng.normal(size=9), "y": rng.poisson(2, size=9)} for k in range(3)}
-    with pytest.warns(fedppl.ConvergenceWarning):
-        fit = fedppl.fit(model, clients, rounds=1, progressbar=False, random_seed=1)
-    assert not fit.records[-1].together
+    clients = {f"g{k}": {"x": rng.normal(size=9), "y": rng.poisson(2, size=9)} for k in range(COUNT)}
+    next(fedppl.rounds(fedppl.FederatedModel(knots, ["mu"]), clients, AT_ONCE, rounds=1, random_seed=1))
     assert "several local variables depend on each other" in caplog.text
 
 
@@ -579,18 +435,18 @@ def test_odd_columns_of_clients_that_are_asked_at_once_are_named(form: str, capl
     if form == "mapping":
         data = {str(k): {name: own[name].to_numpy() for name in ("x", "y")} for k, own in frame.groupby("ward")}
     model = fedppl.formula("y ~ x + (1 | ward)", "bernoulli") if form == "formula" else WARDS
-    table = given.table(model, data, None if form == "mapping" else "ward", "error")[1]
-    assert table is not None
+    table = given.clients(model, data, None if form == "mapping" else "ward", "error", one_table=True)[1]
+    assert isinstance(table, grouped.Table)
     assert "'x' at client '7' is of size" in caplog.text
 
 
 def test_columns_are_checked_as_clients_are(frame: pd.DataFrame) -> None:
     wrong = frame.astype({"y": float})
-    wrong.loc[wrong["ward"] == 777, "y"] = np.inf
-    with pytest.raises(DataError, match="client '777': 'y' holds inf at index"):
-        fedppl.fit(WARDS, wrong, by="ward", progressbar=False)
-    with pytest.raises(DataError, match="client '777': column 'y' is inf in row 0"):
-        fedppl.fit(fedppl.formula("y ~ x + (1 | ward)"), wrong, progressbar=False)
+    wrong.loc[wrong["ward"] == 41, "y"] = np.inf
+    with pytest.raises(DataError, match="client '41': 'y' holds inf at index"):
+        fedppl.fit(WARDS, wrong, AT_ONCE, by="ward", progressbar=False)
+    with pytest.raises(DataError, match="client '41': column 'y' is inf in row 0"):
+        fedppl.fit(fedppl.formula("y ~ x + (1 | ward)"), wrong, AT_ONCE, progressbar=False)
 
 
 def test_missing_rows_are_refused_or_dropped(frame: pd.DataFrame, caplog: pytest.LogCaptureFixture) -> None:
@@ -598,7 +454,7 @@ def test_missing_rows_are_refused_or_dropped(frame: pd.DataFrame, caplog: pytest
     first = gone.index[gone["ward"].duplicated()][:2]
     gone.loc[first, "x"] = np.nan
     with pytest.raises(DataError, match="values are missing"):
-        fedppl.fit(WARDS, gone, by="ward", progressbar=False)
+        fedppl.fit(WARDS, gone, AT_ONCE, by="ward", progressbar=False)
     found, kept = (grouped.of_frame(one, "ward", WARDS.names, "drop", 1) for one in (gone, gone.drop(index=first)))
     assert found is not None and kept is not None
     assert sorted(found.client_ids) == sorted(kept.client_ids)
@@ -607,25 +463,55 @@ def test_missing_rows_are_refused_or_dropped(frame: pd.DataFrame, caplog: pytest
     assert f"at client '{gone.loc[first[0], 'ward']}'" in caplog.text
 
 
-def test_a_formula_is_read_from_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_formula_is_read_from_one_table() -> None:
     rng = np.random.default_rng(2)
     site = np.repeat(np.arange(60), 6)
     arm, age = rng.choice(["drug", "placebo"], 360), rng.normal(50, 10, 360)
     y = 2.0 + 0.03 * (age - 50) - 0.4 * (arm == "placebo") + rng.normal(0, 0.5, 60)[site] + rng.normal(size=360)
     table = pd.DataFrame({"site": site, "arm": arm, "age": age, "y": y})
     formula = fedppl.formula("y ~ age + arm + (1 | site)")
-    found = fedppl.fit(formula, table, progressbar=False, random_seed=1)
-    monkeypatch.setattr(together, "FEWEST", 61)
-    expected = fedppl.fit(formula, table, progressbar=False, random_seed=1)
+    found = fedppl.fit(formula, table, AT_ONCE, progressbar=False, random_seed=1)
+    expected = fedppl.fit(formula, table, AT_ONCE._replace(batch=None), progressbar=False, random_seed=1)
     assert found.records[-1].together == 60
     ours, theirs = found.summary(), expected.summary()
     assert list(ours.index) == list(theirs.index)
-    assert_allclose((ours["mean"] - theirs["mean"]) / theirs["sd"], 0, atol=0.03)
-    assert_allclose(ours["sd"], theirs["sd"], rtol=0.03)
+    assert_allclose((ours["mean"] - theirs["mean"]) / theirs["sd"], 0, atol=1e-6)
+    assert_allclose(ours["sd"], theirs["sd"], rtol=1e-6)
     new = pd.DataFrame({"age": [40.0], "arm": ["drug"]})
-    assert_allclose(
-        *(one.predict(7, new, random_seed=1)["predictions"]["y"].mean() for one in (found, expected)), atol=0.08
-    )
+    ours, theirs = (one.predict(7, new, random_seed=1)["predictions"]["y"].mean() for one in (found, expected))
+    assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_rows_alone(frame: pd.DataFrame, tmp_path: Path) -> None:
+    path, keywords = tmp_path / "run", dict[str, Any](by="ward", progressbar=False, random_seed=1)
+    with pytest.warns(fedppl.ConvergenceWarning):
+        fedppl.fit(WARDS, frame, AT_ONCE, checkpoint=path, callback=lambda step: step.number == 2, **keywords)
+    other = frame.assign(x=frame["x"].where(frame["ward"] != 3, 0.5))
+    with pytest.raises(DataError, match="not those that checkpoint"):
+        fedppl.fit(WARDS, other, AT_ONCE, checkpoint=path, **keywords)
+    resumed = fedppl.fit(WARDS, frame, AT_ONCE, checkpoint=path, **keywords)
+    assert [record.together for record in resumed.records] == [COUNT] * len(resumed.records)
+    assert_array_equal(resumed.posterior.linear, fedppl.fit(WARDS, frame, AT_ONCE, **keywords).posterior.linear)
+
+
+def test_no_client_is_made_that_nobody_asks_for(frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fit does beside the batch knows of all clients by one."""
+    made: list[str] = []
+    plain = Stack.model
+
+    def model(stack: Stack, k: int) -> Any:
+        made.append(stack.client_ids[k])
+        return plain(stack, k)
+
+    assert AT_ONCE.batch is not None
+    algorithm = AT_ONCE._replace(batch=AT_ONCE.batch._replace(stacks=lambda clients: [{}], summed=_nothing))
+    monkeypatch.setattr(Stack, "model", model)
+    step = next(fedppl.rounds(WARDS, frame, algorithm, by="ward", random_seed=1))
+    assert step.record.together == COUNT and not made
+
+
+def _nothing(stack: Any, message: Any, workers: int) -> Summed:
+    return Summed({}, 0, {str(k): "nobody is here" for k in range(COUNT)})
 
 
 def test_groups_are_those_of_the_frame() -> None:
@@ -635,14 +521,6 @@ def test_groups_are_those_of_the_frame() -> None:
     assert table.client_ids == ("('x', 1)", "('y', 2)", "('z', 1)")
     assert [table.rows(k)["v"].tolist() for k in range(3)] == [[0.0, 2.0], [1.0, 4.0], [3.0]]
     assert grouped.of_frame(frame, "a", ["v"], "error", 4) is None
-
-
-def test_fewer_than_a_thousand_clients_are_all_looked_at(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that differs in kind, or has two modes, is among them whatever the seed."""
-    order = np.random.default_rng(0).permutation(40)
-    assert len(at_once.looked_at(stack, order)) == 40
-    monkeypatch.setattr(at_once, "MANY", 40)
-    assert len(at_once.looked_at(stack, order)) == 24
 
 
 def of_two_kinds(y: Any, yes: Any) -> pm.Model:
@@ -656,25 +534,15 @@ def of_two_kinds(y: Any, yes: Any) -> pm.Model:
     return model
 
 
-def unseen(clients: tuple[int, ...], count: int) -> int:
-    """A seed with which none of these is among the first that a fit draws."""
-    for seed in range(1000):
-        rng = np.random.default_rng((seed, 0))
-        rng.choice(count, count, replace=False)
-        if not set(clients) & set(rng.permutation(count)[: at_once._LOOKED_AT].tolist()):
-            return seed
-    raise AssertionError("each is among the first, whatever the seed")
-
-
 def test_clients_of_a_rare_kind_are_integrated_as_they_need(rng: np.random.Generator) -> None:
     """Laplace's approximation is exact at 57 clients, and moves the cut by .2 sd at the others."""
     odd, clients = (3, 40, 57), {}
     for k in range(60):
         y = np.full(2, float(k != 40)) if k in odd else rng.normal(0, 2.5) + rng.normal(size=2)
         clients[str(k)] = {"y": y, "yes": np.full(2, float(k in odd))}
-    model, keywords = fedppl.FederatedModel(of_two_kinds, ["mu", "cut", "tau"]), {"random_seed": unseen(odd, 60)}
-    found = fedppl.fit(model, clients, progressbar=False, **keywords)
-    expected = fedppl.fit(model, clients, engine=fedppl.InProcess(), progressbar=False, **keywords)
+    model = fedppl.FederatedModel(of_two_kinds, ["mu", "cut", "tau"])
+    found = fedppl.fit(model, clients, AT_ONCE, progressbar=False, random_seed=1)
+    expected = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     assert found.status.ok and found.records[-1].together == 60 and not expected.records[-1].together
     ours, theirs = found.summary(), expected.summary()
     assert_allclose((ours["mean"] - theirs["mean"]) / theirs["sd"], 0, atol=0.05)
@@ -688,36 +556,19 @@ def robust(y: Any) -> pm.Model:
     return model
 
 
-def test_a_rare_client_with_two_modes_is_seen_whatever_the_seed() -> None:
+def test_a_rare_client_with_two_modes_is_seen() -> None:
     rng, odd, clients = np.random.default_rng(5), (3, 40), {}
     for k in range(60):
         y = 1 + 0.8 * rng.normal() + 0.3 * rng.standard_t(3, 4)
         clients[str(k)] = {"y": np.array([-1.5, -1.4, -1.45, 4.2, 4.25, 4.3]) if k in odd else y}
     model = fedppl.FederatedModel(robust, ["mu", "tau", "sigma"])
     with pytest.warns(fedppl.ConvergenceWarning):
-        fit = fedppl.fit(model, clients, progressbar=False, random_seed=unseen(odd, 60))
+        fit = fedppl.fit(model, clients, AT_ONCE, progressbar=False, random_seed=1)
     assert not fit.status.ok
 
 
-def test_of_very_many_clients_others_are_asked_whether_laplace_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that are looked at have normal rows, and not all of the sample that rules are held against each other by."""
-    clients = {str(k): {"y": np.full(2, k % 3 / 2.0), "yes": np.full(2, float(k > 30))} for k in range(60)}
-    for data in clients.values():
-        data["y"] = np.where(data["yes"] > 0, np.round(data["y"]), data["y"])
-    model, table = fedppl.FederatedModel(of_two_kinds, ["mu", "cut", "tau"]), grouped.of_clients(clients)
-    assert table is not None
-    stack = stacked(model, table, next(iter(model.enrol({"0": clients["0"], "50": clients["50"]}).values())))
-    monkeypatch.setattr(at_once, "MANY", 60)
-    order = np.arange(60)
-    some = at_once.looked_at(stack, order)
-    assert len(some) == 24 and at_once._are_exact(some)
-    q = gaussian.from_moments(np.array([0.5, 0.5, 0.0]), 0.2**2 * np.eye(3))
-    way = at_once.chosen(stack, at_once.ways_for(stack, some), order, q, 60, 1)
-    assert len(way.nodes.nodes)
-
-
-def test_exchangeable_labels_are_several_modes_of_many_clients(caplog: pytest.LogCaptureFixture) -> None:
-    """Priors are a little apart, so that the modes are no exact images: the search of the first clients shows them."""
+def test_exchangeable_labels_are_several_modes_of_many_clients() -> None:
+    """Priors are a little apart, so that the modes are no exact images."""
 
     def mixture(y: Any) -> pm.Model:
         with pm.Model() as model:
@@ -729,10 +580,10 @@ def test_exchangeable_labels_are_several_modes_of_many_clients(caplog: pytest.Lo
     rng = np.random.default_rng(1)
     clients = {f"c{k}": {"y": np.where(rng.random(8) < 0.5, 2.0, 6.0) + 0.8 * rng.normal(size=8)} for k in range(60)}
     model = fedppl.FederatedModel(mixture, ["m1", "m2"])
-    with caplog.at_level(logging.INFO, "fedppl"), pytest.warns(fedppl.ConvergenceWarning, match="several modes"):
-        found = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    several = lies_side_by_side(fedppl.Sums(points=512, pilot=64, starts=4))
+    with pytest.warns(fedppl.ConvergenceWarning, match="several modes"):
+        found = fedppl.fit(model, clients, several, progressbar=False, random_seed=1)
     assert found.status is Status.STALLED
-    assert any("asked one by one" in record.message for record in caplog.records)
 
 
 def test_a_mode_that_had_no_mass_is_searched_for_anew_where_a_client_leaves() -> None:
@@ -749,7 +600,6 @@ def test_a_mode_that_had_no_mass_is_searched_for_anew_where_a_client_leaves() ->
     model = fedppl.FederatedModel(sides, ["mu"])
     fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     assert fit.status is Status.CONVERGED
-    assert fit.records[-1].together == 51
     with pytest.warns(fedppl.ConvergenceWarning, match="several modes"):
         found = fedppl.without(fit, "c0", certificate=False, progressbar=False)
     assert found.fit.status is Status.STALLED

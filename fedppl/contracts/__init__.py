@@ -31,15 +31,18 @@ from fedppl.contracts.client import (
     Target,
 )
 from fedppl.contracts.engine import (
+    Accept,
+    AddingEngine,
     Engine,
     EngineFactory,
+    Exchange,
     Failure,
     Heard,
     Reply,
     Request,
+    Requests,
     SharedReader,
     coordinate_names,
     unheard,
 )
-from fedppl.contracts.many import Answers, ManyClients, Passed, TogetherFn
 from fedppl.contracts.update import Batch, ClientUpdate, Part, Summed

@@ -349,9 +349,6 @@ class Algorithm(NamedTuple, Generic[S, P]):
     persistent
         Whether personal state outlives a run, as a privacy budget does: a node then keeps it in its folder, under
         its own name, and does not answer where it cannot be read.
-    together
-        A `fedppl.contracts.many.TogetherFn`: how many clients of one density that are all in one process are fitted at
-        once, without messages. None where they are asked one by one.
     batch
         How clients with one network or density compute a round together where all are in this process; None where
         each computes alone.
@@ -369,7 +366,6 @@ class Algorithm(NamedTuple, Generic[S, P]):
     disclosure: Disclosure = Disclosure()
     unreported: UnreportedFn[P] | None = None
     persistent: bool = False
-    together: Callable[..., Any] | None = None
     batch: Batch[P] | None = None
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fedppl.contracts.algorithm import AnyAlgorithm
+from fedppl.contracts.update import Summed
 from fedppl.types import Array, Layout, Message, Status
 
 
@@ -52,15 +53,33 @@ class SharedReader(NamedTuple):
     coords: Mapping[str, Sequence[Any]]
 
 
-Heard = Callable[[str], object]  # called with the id of a client whose answer has come
+class Requests(NamedTuple):
+    """Requests of a round, each made where it is needed: of clients that are laid side by side one does for all."""
+
+    clients: tuple[str, ...]  # who is asked
+    make: Callable[[str], Request]
+    silent: frozenset[str] = frozenset()  # who of them is asked for no reply
 
 
-def unheard(client_id: str) -> None:
+class Heard(Protocol):
+    """Called when an answer has come."""
+
+    def __call__(self, client_id: str, /, *, clients: int = 1) -> object:
+        """Hear of a client, the last of as many as have answered at once."""
+
+
+def unheard(client_id: str, /, *, clients: int = 1) -> None:
     """For who does not want to know."""
 
 
+# Sends each request, and returns what came back until the deadline (seconds).
+Exchange = Callable[[Mapping[str, Request], float | None, Heard], Mapping[str, Reply | Failure]]
+# Why what came on a request does not count, None where it does.
+Accept = Callable[[Request, Reply | Failure | None], str | None]
+
+
 class Engine(Protocol):
-    """Moves messages and knows no statistics."""
+    """Moves messages and knows no statistics; `AddingEngine` can do more."""
 
     def clients(self) -> tuple[str, ...]:
         """Return the ids of the clients that can be asked."""
@@ -100,6 +119,19 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of whatever the engine started."""
+
+
+class AddingEngine(Engine, Protocol):
+    """An engine that can add replies where they are made, so that nobody sees a single one.
+
+    It is asked for sums in all rounds of which the server reads nothing else. Of other engines replies are added that
+    `exchange` brings.
+    """
+
+    def exchange_sum(
+        self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
+    ) -> Summed:
+        """Return the sum of all replies; `accept` says which count, where single ones are seen."""
 
 
 class EngineFactory(Protocol):

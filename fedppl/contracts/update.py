@@ -44,6 +44,8 @@ class Summed(NamedTuple):
     clients: int  # how many are in it
     failures: Mapping[str, str] = {}  # who is not, and why
     infos: Mapping[str, Mapping[str, float]] = {}  # diagnostics by client, where there are any
+    reasons: Mapping[str, str] = {}  # what clients could not compute that are in it all the same
+    sizes: Mapping[str, int] | None = None  # bytes that each sent; None where clients were not looked at one by one
 
 
 # Updates of clients that `Batch.groups` put together. None where a client has to be asked alone, as one whose numbers
@@ -67,7 +69,8 @@ class Batch(NamedTuple, Generic[P]):
         What is raised costs the batch and no more: each client is then asked alone.
     stacks, summed
         Of algorithms that send all clients one message and read sums alone: ``stacks(clients)`` lays all of them side
-        by side, once for an engine; ``summed(stack, message, workers)`` is the sum of a stack's replies, in threads.
+        by side, once for an engine, and ``summed(stack, message, workers)`` is the sum of a stack's replies, in
+        threads; a reply that is not to be used is a failure, with its reason.
     """
 
     update_client: ClientFn[P]

@@ -20,6 +20,7 @@ from fedppl.types import Array
 
 logger = logging.getLogger(__name__)
 
+FEWEST = 50  # clients from which they are read as one table
 MANY = 1000  # clients from which not each is looked at alone
 _NAMED = 8  # clients in a line of the log
 

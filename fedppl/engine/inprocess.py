@@ -11,9 +11,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedppl.contracts import (
+    Accept,
     AnyAlgorithm,
     Batch,
     ClientUpdate,
@@ -23,14 +24,18 @@ from fedppl.contracts import (
     Part,
     Reply,
     Request,
+    Requests,
     SharedReader,
+    Summed,
     unheard,
 )
 from fedppl.engine.answer import answer, checked, level_of, message_of
+from fedppl.engine.exchange import take_sum
 from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.client import reader_of
 from fedppl.model.quiet import set_back, settings
+from fedppl.model.stack import ClientsOf, samples
 from fedppl.numerics.streams import stream
 from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
@@ -51,12 +56,12 @@ class ModelsHere:
 
     def layout(self) -> Layout:
         """Return the shared layout that enrolment found equal at all clients."""
-        layout: Layout = next(iter(self._models.values())).layout
+        layout: Layout = next(iter(samples(self._models))).layout
         return layout
 
     def reader(self) -> SharedReader:
         """Return how draws of φ are read."""
-        return reader_of(self._models.values())
+        return reader_of(samples(self._models))
 
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
@@ -77,12 +82,13 @@ class InProcessEngine(ModelsHere):
                 "goes without; pass the clients' data to run them in this process."
             )
         self._algorithm = algorithm
-        self._models = dict(models)
+        self._models = models if isinstance(models, ClientsOf) else dict(models)
         self._workers = workers
         self._pool: ThreadPoolExecutor | None = None  # kept from round to round
         # What clients still compute that missed a deadline.
         self._late: dict[str, Future[dict[str, Reply | Failure]]] = {}
         self._settings = settings()  # of PyTensor, when no thread was at work
+        self._stacks: Sequence[Any] | None = None  # clients side by side, once they were asked for a sum
         self._personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
@@ -137,6 +143,57 @@ class InProcessEngine(ModelsHere):
             else:
                 replies[client_id] = future.result()[client_id]
         return replies
+
+    def exchange_sum(
+        self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
+    ) -> Summed:
+        """The sum of replies: of clients that lie side by side computed as such, else of one reply after the other."""
+        is_all = not requests.silent and deadline is None and requests.clients == self.clients()
+        if is_all and not self._guards and (stacks := self._side_by_side()):
+            try:
+                return self._added(stacks, requests.make(requests.clients[0]), heard)
+            except Exception as error:  # each client alone says what is wrong with it
+                told = "%s: the sum over clients side by side failed, and each is asked alone"
+                logger.log(level_of(error), told, self._algorithm.name, exc_info=True)
+        return take_sum(self.exchange, requests, accept, deadline, heard)
+
+    def _side_by_side(self) -> Sequence[Any]:
+        """All clients, laid side by side once; none where the algorithm does not, or these cannot be."""
+        batch = _usable(self._algorithm)
+        if batch is None or batch.stacks is None or batch.summed is None:
+            return ()
+        if self._stacks is None:
+            try:
+                self._stacks = batch.stacks(self._models)
+            except Exception as error:  # each client alone says what is wrong with its model
+                told = "%s: clients cannot be laid side by side"
+                logger.log(level_of(error), told, self._algorithm.name, exc_info=True)
+                self._stacks = ()
+        return self._stacks
+
+    def _added(self, stacks: Sequence[Any], request: Request, heard: Heard) -> Summed:
+        """The sum over stacks, in their order, of what all answer to one message.
+
+        In a thread of its own, as in `exchange`: so Ctrl-C ends the wait at once.
+        """
+        assert (batch := self._algorithm.batch) is not None and batch.summed is not None
+        self._settings = settings()
+        pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
+        total: dict[str, Any] = {}
+        clients, failures, infos, reasons = 0, dict[str, str](), dict[str, Mapping[str, float]](), dict[str, str]()
+        for stack in stacks:
+            try:
+                found = pool.submit(batch.summed, stack, message_of(request), self._workers).result()
+            finally:
+                set_back(self._settings)
+            if found.clients:
+                total = {name: total.get(name, 0.0) + value for name, value in found.total.items()}
+            clients += found.clients
+            failures |= found.failures
+            infos |= found.infos
+            reasons |= found.reasons
+            heard(request.client_id, clients=found.clients + len(found.failures))
+        return Summed(total, clients, failures, infos, reasons)
 
     def personal(self) -> Mapping[str, Any]:
         """Return what the clients keep to themselves."""
@@ -210,7 +267,18 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     if policy is not None and not isinstance(policy, Policy):
         raise DeclarationError(f"policy={shown(policy)} must be a fedppl.Policy, such as fedppl.policy.read(path).")
-    return lambda algorithm, clients: InProcessEngine(algorithm, clients, count, policy)
+    return Threads(count, policy)
+
+
+class Threads(NamedTuple):
+    """What `InProcess` returns."""
+
+    workers: int
+    policy: Policy | None
+
+    def __call__(self, algorithm: AnyAlgorithm, clients: Mapping[str, Any], /) -> InProcessEngine:
+        """Start the engine."""
+        return InProcessEngine(algorithm, clients, self.workers, self.policy)
 
 
 logger = logging.getLogger(__name__)

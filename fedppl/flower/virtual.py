@@ -72,7 +72,13 @@ def main(grid: Grid, context: Context) -> None:
     while (asked := _next(connection)) is not None:
         requests, deadline = asked
         engine = engine or GridEngine(grid, _algorithm, GridSettings(tuple(data), 600.0, deadline, 0.02))
-        connection.send(engine.exchange(requests, deadline, connection.send))
+        connection.send(engine.exchange(requests, deadline, functools.partial(_heard, connection)))
+
+
+def _heard(connection: Connection, client_id: str, /, *, clients: int = 1) -> None:
+    """Tell who waits that a client has answered."""
+    del clients
+    connection.send(client_id)
 
 
 def _next(connection: Connection) -> Any:

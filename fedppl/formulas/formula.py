@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedppl.data import frames
+from fedppl.data import frames, grouped
 from fedppl.data import missing as gaps
+from fedppl.data.grouped import Table
 from fedppl.formulas import checks, required
 from fedppl.formulas.agreement import Agreement, Told, rare, tell
 from fedppl.formulas.declare import Formula
@@ -28,6 +29,8 @@ from fedppl.settings import flag, one_of, shown, whole
 from fedppl.types import DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
+
+_ALL_ROWS = "all rows"  # whose they are, in errors
 
 
 def formula(
@@ -279,6 +282,51 @@ def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[Fede
     with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
     checks.say_what_cannot_be_told(_formula(agreed_on), with_rows)
     return agreed_on, clients
+
+
+def one_table(
+    model: FederatedModel, data: Any, by: Hashable | Sequence[Hashable] | None, missing: str
+) -> tuple[FederatedModel, Table] | None:
+    """The declaration that many clients agreed on, and the arrays of its builder; None where they are read one by one.
+
+    That is where there are few clients, data are no table, or effects vary by groups within a client.
+    """
+    built = _formula(model)
+    factor = built.terms.client
+    by = factor if by is None else by
+    if by is None or not frames.is_frame(data) or any(len(group.factor) > 1 for group in built.terms.groups):
+        return None
+    checks.tables(built, data, by)
+    model = with_order(model, data)
+    built = _formula(model)
+    table = grouped.of_frame(data, by, built.columns, missing, grouped.FEWEST, texts=True)
+    if table is None:
+        return None
+    try:
+        found = _read_at_once(model, built, table)
+    except DataError:
+        return None  # read client by client, errors name the client and its row
+    if found is not None:
+        checks.say_who_clients_are(built, data, by)
+    return found
+
+
+def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
+    response = built.terms.response.columns[0]
+    check_rows(built, table.columns, _ALL_ROWS)
+    if built.design is None:
+        if built.family.name == "ordinal" and response not in built.levels:
+            return None  # its order is looked for client by client
+        what = asked(built)
+        parts = table.each() if len(table.client_ids) < grouped.MANY else {_ALL_ROWS: table.columns}
+        told = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
+        model = of_told(model, told, "error").model
+        built = _formula(model)
+        checks.say_what_cannot_be_told(built, {_ALL_ROWS: table.columns}, many=True)
+    arrays = built.read(_ALL_ROWS, table.columns)
+    if any(len(array) != table.begins[-1] for array in arrays.values()):
+        return None
+    return model, replace(table, columns=arrays)
 
 
 def with_order(model: FederatedModel, data: Any) -> FederatedModel:

@@ -7,7 +7,7 @@ client only by rows, holds for the others, whose arrays are checked as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,6 +104,20 @@ class ClientsOf(Mapping[str, ClientModel]):
         """Return the number of clients."""
         return len(self._where)
 
+    @property
+    def like(self) -> ClientModel:
+        """One of them, that was enrolled."""
+        return self._stack.like
+
+    @property
+    def stack(self) -> Stack:
+        """All of them, side by side."""
+        return self._stack
+
+    def arrays(self) -> dict[str, Any]:
+        """All their rows, and where each one's begin."""
+        return {**self._stack.table.columns, "": self._stack.table.begins}
+
     def observed(self) -> dict[str, Any]:
         """Columns that are observed, with a row for each of all clients'."""
         parts, table = self._stack.like.template.parts, self._stack.table
@@ -121,6 +135,11 @@ class ClientsOf(Mapping[str, ClientModel]):
         ends = np.cumsum(sizes)[:-1]
         of = zip(outputs.names, outputs.shapes, *(np.split(one, ends, axis=1) for one in found), strict=True)
         return {name: (mean.reshape(-1, *shape), sd.reshape(-1, *shape)) for name, shape, mean, sd in of}
+
+
+def samples(clients: Mapping[str, Any]) -> Iterable[Any]:
+    """Clients that tell what does not hang on rows: of those that lie side by side one, else all."""
+    return (clients.like,) if isinstance(clients, ClientsOf) else clients.values()
 
 
 def why_not(clients: Sequence[ClientModel]) -> str:

@@ -75,12 +75,6 @@ def quadratic_terms(z: Array) -> Array:
     return np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
 
 
-def quadratic_map(z: Array) -> Array:
-    """What makes coefficients of a quadratic, by least squares, of values at points (S, m)."""
-    design = quadratic_terms(z)
-    return np.asarray(np.linalg.solve(design.T @ design, design.T))
-
-
 @kept(most_bytes=2**27)
 def _design(size: int, points: int, stream: int) -> Array:
     """Terms of a quadratic in z at the whitened points."""

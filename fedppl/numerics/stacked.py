@@ -15,13 +15,10 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from fedppl.numerics.integral import node_terms
-from fedppl.numerics.marginal import _marginal_near, _origin, _third
 from fedppl.numerics.newton import (
     INTEGERS,
     KERNEL,
     MATRIX,
-    OK,
     VECTOR,
     assign,
     cholesky,
@@ -172,66 +169,3 @@ def densities_of_many(kernel: Any, phi: Any, starts: Any, packs: Any, places: An
     for row in range(len(places)):
         assign(x, m, starts[places[row]])
         failed[row] = not np.all(np.isfinite(kernel(x, *_own(packs, places[row]))))
-
-
-@entry(KERNEL, MATRIX, VECTOR, MATRIX, PACKS, INTEGERS, MATRIX, VECTOR, INTEGERS, MATRIX, VECTOR, MATRIX, _FLAGS)
-def factors_of_many(
-    kernel: Any,
-    draws: Any,
-    phi: Any,
-    starts: Any,
-    packs: Any,
-    places: Any,
-    nodes: Any,
-    log_weights: Any,
-    which: Any,
-    project: Any,
-    totals: Any,
-    fitted: Any,
-    failed: Any,
-) -> None:
-    """log f_k at every row of draws (S, m) for the clients at these places (C,).
-
-    By way of an expansion at φ, as in `marginal_batch`, with θ integrated by nodes about its mode, (L, d); by nodes
-    (L, q) of the coordinates `which` alone, given which the others are Gaussian; or by Laplace's approximation where
-    there are none. Adds each client's values to totals (S,), writes what `project` (q, S) makes of them to its row of
-    fitted (C, q), and the mode of its θ at φ to its place in starts (K, d), where searches begin. A client without a
-    value at one of the points is `failed`, and the total there is NaN.
-    """
-    count, m = draws.shape
-    d = starts.shape[1]
-    x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
-    third, terms, values = np.zeros(m + d), np.zeros(len(nodes)), np.zeros(count)
-    none, nothing = np.zeros((0, d)), np.zeros((0, d, d))
-    for row in range(len(places)):
-        k = places[row]
-        data = _own(packs, k)
-        status, origin, output, slope, center, _, scale = _origin(kernel, phi, starts[k], data)
-        failed[row] = status != OK
-        if status != OK:
-            totals[:] = np.nan
-            continue
-        assign(starts[k], 0, origin[m:])
-        _third(kernel, origin, m, output, center, data, third)
-        for s in range(count):
-            assign(x, 0, draws[s])
-            there, value = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
-            if there == OK and len(nodes) and np.isfinite(value):
-                assign(mode, 0, x[m:])
-                if len(which) == d:
-                    node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
-                elif not _given_terms(
-                    kernel, x, m, mode, factor, data, nodes, log_weights, which, terms, none, nothing
-                ):
-                    terms[:] = -np.inf
-                value = _log_sum(terms)
-            values[s] = value
-            if there != OK or not np.isfinite(value):
-                failed[row], values[s] = 1, np.nan
-        for s in range(count):
-            totals[s] += values[s]
-        for i in range(project.shape[0]):
-            total = 0.0
-            for s in range(count):
-                total += project[i, s] * values[s]
-            fitted[row, i] = total

@@ -49,7 +49,7 @@ class Ended:
 def unarrived(fit: Ended) -> str:
     """Why there is nothing to report yet, or an empty text."""
     result = fit.algorithm.result
-    if not any(record.bytes_up or record.together for record in fit.records):
+    if not any(record.used for record in fit.records):
         return "no client has replied"
     if result.preliminary(fit.state):
         return "the search for it has not arrived"

@@ -13,7 +13,7 @@ from fedppl.contracts import Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.stack import ClientsOf
-from fedppl.numerics.importance import resample
+from fedppl.numerics.importance import resample, skewness
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import Ended, require_arrived
@@ -21,12 +21,13 @@ from fedppl.settings import chosen as among
 from fedppl.types import Array, DeclarationError
 
 _SHOWS, _DRAWN = 0.01, 256  # sds that q's moments may be off, beyond which so many points are drawn
+_SKEWED = 0.1  # of a coordinate: of more, a few points of q tell no client's spread
 
 
 def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> xr.Dataset:
     """Posterior means and sds of all clients' own variables.
 
-    Where clients were fitted at once, as many are, by one compiled loop over all; else from draws of each, as
+    Where clients lie side by side, as many do, by one compiled loop over all; else from draws of each, as
     `client` gives them.
 
     Parameters
@@ -61,7 +62,7 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
     approximation with one node on each side of an axis.
     """
     require_arrived(fit, "fit.clients_summary()")
-    if isinstance(fit.clients, ClientsOf):
+    if isinstance(fit.clients, ClientsOf) and isinstance(fit.algorithm.result.shared, Posterior):
         found = _at_once(fit, fit.clients)
         one = fit.clients[fit.client_ids[0]]
     else:
@@ -93,7 +94,9 @@ def _at_once(fit: Ended, clients: ClientsOf) -> dict[str, tuple[Array, Array]]:
 
 
 def _differs(q: Gaussian, found: Reweighted) -> bool:
-    """Whether weighted points have other moments than q, to what shows in a client's own."""
+    """Whether weighted points have other moments than q, or are skewed, to what shows in a client's own."""
+    if np.abs(skewness(found.points, found.weights)).max() > _SKEWED:
+        return True
     sd = gaussian.standard_deviations(q)
     means = np.abs(found.mean - gaussian.mean(q)) / sd
     return bool(max(np.max(means), np.max(np.abs(np.log(np.sqrt(np.diag(found.covariance)) / sd)))) > _SHOWS)

@@ -13,6 +13,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from fedppl.contracts import Point, sum_replies
+from fedppl.model.stack import samples
 from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
 from fedppl.results.compare import require_names, require_same_data
@@ -272,7 +273,7 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _LEAST:
         raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {_LEAST} in all.")
-    kinds = {client.kind: client for client in fit.clients.values()}
+    kinds = {client.kind: client for client in samples(fit.clients)}
     if any(client.pymc_model().potentials for client in kinds.values()):
         raise DeclarationError(
             "a pm.Potential is part of the model, and has no rows that could be left out; declare the outcomes as an "

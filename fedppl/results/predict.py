@@ -19,6 +19,7 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.model.enrolment import held_exactly, mismatch
 from fedppl.model.indices import read_indices, require_not_negative
 from fedppl.model.quiet import quiet
+from fedppl.model.stack import samples
 from fedppl.results import idata, means
 from fedppl.results.arrival import Ended
 from fedppl.results.forward import containers_of_rows, draw_outcomes, drawn_anew, reads
@@ -258,18 +259,18 @@ def _kind_with_rows(fit: Ended) -> str:
     kinds = list(fit.declaration.builders)
     if len(kinds) == 1 or hasattr(fit.declaration.builder, "read_unseen"):
         return kinds[0]
-    found = list(dict.fromkeys(client.kind for client in fit.clients.values() if has_rows(client)))
+    found = list(dict.fromkeys(client.kind for client in samples(fit.clients) if has_rows(client)))
     if len(found) != 1:
         raise DeclarationError(
             f"rows of a client without any are of a kind, and clients with rows are of {found or kinds}; ask a client "
             "that brought rows, or take a fit whose clients with rows are of one kind."
         )
-    return found[0]
+    return str(found[0])
 
 
 def _outcomes(fit: Ended, name: str, given: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Zeros in the place of outcomes that are left out, as another client has them: nothing else may be left out."""
-    one = next((client for client in fit.clients.values() if client.kind == kind), None)
+    one = next((client for client in samples(fit.clients) if client.kind == kind), None)
     if one is None:  # the builder says what it lacks
         return {}
     model, lengths = one.pymc_model(), {len(value) for value in given.values() if np.ndim(value)}

@@ -106,6 +106,8 @@ def _about(fit: Ended) -> dict[str, Any]:
     """How far the fit came, and who took part in it."""
     answered = dict.fromkeys(fit.client_ids, False)  # to the last request that wanted a reply
     for record in fit.records:
+        if record.together:
+            answered |= dict.fromkeys(answered, True) | dict.fromkeys(record.failures, False)
         answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
     infos: dict[str, Mapping[str, float]] = {}
     for record in fit.records:
@@ -116,7 +118,7 @@ def _about(fit: Ended) -> dict[str, Any]:
         "message": fit.message,
         "rounds": len(fit.records),
         "last_round": dict(fit.records[-1].info) if fit.records else {},
-        "answered": 1.0 if fit.records and fit.records[-1].together else float(np.mean(list(answered.values()))),
+        "answered": float(np.mean(list(answered.values()))),
         "fallbacks": fallen(infos),
         "sd_shortfall": shortfall(infos),
     }

@@ -12,6 +12,7 @@ from fedppl import gaussian
 from fedppl.contracts import Posterior
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
+from fedppl.model.stack import ClientsOf
 from fedppl.numerics.prior import SharedPrior
 from fedppl.run._run import Run
 from fedppl.types import Array, LocalFailure
@@ -19,7 +20,7 @@ from fedppl.types import Array, LocalFailure
 logger = logging.getLogger(__name__)
 
 _FAR = 5.0  # sds of what the prior lets the data do
-_MOST_CLIENTS = 300  # an expansion of each is taken
+_MOST_CLIENTS = 300  # an expansion of each is taken; of more that lie side by side so many, spread over all
 _NAMED = 3
 _YIELDS = 0.5  # of the curvature in the prior's middle
 _LEAST = 0.01  # of the same, in any direction
@@ -47,12 +48,13 @@ def posterior_of_all(run: Run) -> Posterior[Any] | None:
 
 def prior_conflict(run: Run) -> str:
     """Name the coordinates whose prior the data of a run contradict; empty where none is, or none can be told."""
-    shared, models = posterior_of_all(run), list(run.models.values())
-    if shared is None:
+    shared, models = posterior_of_all(run), run.models
+    if shared is None or not models:
         return ""
-    if not 0 < len(models) <= _MOST_CLIENTS:
+    if len(models) > _MOST_CLIENTS and not isinstance(models, ClientsOf):
         return ""
-    return contradicted(models, gaussian.mean(shared.gaussian(run.state)))
+    step = -(-len(models) // _MOST_CLIENTS)
+    return contradicted([models[name] for name in list(models)[::step]], gaussian.mean(shared.gaussian(run.state)))
 
 
 def contradicted(models: Sequence[ClientModel], center: Array) -> str:

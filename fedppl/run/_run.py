@@ -6,10 +6,11 @@ import logging
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedppl.contracts import AnyAlgorithm, Engine
 from fedppl.model.client import ClientModel
+from fedppl.model.stack import ClientsOf, samples
 from fedppl.model.summary import tells_summary
 from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
@@ -35,14 +36,14 @@ class Run:
     def __init__(self, algorithm: AnyAlgorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int) -> None:
         self.algorithm = algorithm
         self.engine = engine
-        self.models = dict(models)
+        self.models = models
         self.seed = seed
         self.layout: Layout = engine.layout()
         self.clients = engine.clients()
         self.state = algorithm.init(self.layout, self.clients, stream((seed, 0, 0)))
         if engine.has_sites():
             self.state = algorithm.disclosure.at_sites(self.state)
-        summaries = [name for name, client in models.items() if tells_summary(client.template.parts.model)]
+        summaries = [one.client_id for one in samples(models) if tells_summary(one.template.parts.model)]
         if unseen := self.clients if engine.has_sites() else summaries:
             self.state = algorithm.disclosure.unseen(self.state, unseen)
         self.name = secrets.token_hex(8)
@@ -76,11 +77,25 @@ def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
     """Save the run there from now on, and go on from what is there."""
     run.checkpoint = checkpoint
     run.seals = {
-        k: _digest.seal(client.arrays) + _digest.seal({"": client.trace()}) for k, client in run.models.items()
+        k: _digest.seal(one.arrays) + _digest.seal({"": one.client.trace()}) for k, one in _parts(run.models).items()
     }
     if checkpoint.exists():
         _resume(run, checkpoint, seed_given)
     pack({**_content(run), "records": []})  # what cannot be written is refused before the first round
+
+
+class _Part(NamedTuple):
+    """Data that are sealed as one, and a client of them."""
+
+    arrays: Mapping[str, Any]
+    client: ClientModel
+
+
+def _parts(models: Mapping[str, ClientModel]) -> dict[str, _Part]:
+    """Data of each client, or under no name rows of all, where they lie side by side."""
+    if isinstance(models, ClientsOf):
+        return {"": _Part(models.arrays(), models.like)}
+    return {client_id: _Part(client.arrays, client) for client_id, client in models.items()}
 
 
 def save(run: Run) -> None:
@@ -147,18 +162,20 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
             f"{type(content['state']).__name__}, this run's is {type(run.state).__name__}. Choose another path."
         )
     sealed: dict[str, bytes] = content["data"]
-    known = {client_id: model for client_id, model in run.models.items() if client_id in sealed}
-    others = [k for k, model in known.items() if not _digest.matches(sealed[k][: _digest.LENGTH], model.arrays)]
+    known = {client_id: part for client_id, part in _parts(run.models).items() if client_id in sealed}
+    others = [k for k, part in known.items() if not _digest.matches(sealed[k][: _digest.LENGTH], part.arrays)]
     if others:
+        whose = "some clients" if others == [""] else f"clients {fallbacks.listed(map(repr, others))}"
+        whose = f"client {others[0]!r}" if len(others) == 1 and others[0] else whose
         raise DataError(
-            f"the data of {'client' if len(others) == 1 else 'clients'} {fallbacks.listed(map(repr, others))} are not "
+            f"the data of {whose} are not "
             f"those that checkpoint {str(checkpoint)!r} was written with. Give the same data, or choose another "
             "path, or delete the file to start again."
         )
-    for client_id, client in known.items():
-        if not _digest.matches(sealed[client_id][_digest.LENGTH :], {"": client.trace()}):
+    for name, (_, client) in known.items():
+        if not _digest.matches(sealed[name][_digest.LENGTH :], {"": client.trace()}):
             raise DeclarationError(
-                f"checkpoint {str(checkpoint)!r} is of another run: client {client_id!r} has the same data, and "
+                f"checkpoint {str(checkpoint)!r} is of another run: client {client.client_id!r} has the same data, and "
                 "the model another density of them: the builder, or what it reads, has changed. Choose another path or "
                 "delete the file to start again."
             )

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,19 @@ from fedppl.engine.guard import REFUSED
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.stack import samples
 from fedppl.numerics import mirrors
 from fedppl.results import departure, fallbacks
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
-from fedppl.results.records import Record
+from fedppl.results.records import Record, ever_used
 from fedppl.run._prior_check import posterior_of_all, prior_conflict
 from fedppl.run._run import Run, save
+from fedppl.run.choice import Choice
 from fedppl.run.one_round import Round, one_round, without_numbers
 from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
-from fedppl.run.start import require_callback
+from fedppl.run.start import Clients, require_callback
 from fedppl.run.start import start as begin
 from fedppl.settings import some_of
 from fedppl.types import Array, ConvergenceWarning, DeclarationError, Status
@@ -42,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 def rounds(
     model: FederatedModel,
-    clients: Mapping[str, Mapping[str, Any]] | None,
-    algorithm: AnyAlgorithm,
+    clients: Clients,
+    algorithm: AnyAlgorithm | Choice,
     *,
     rounds: int | None = None,
     engine: EngineFactory | None = None,
@@ -74,8 +76,8 @@ def rounds(
 
 def fit(
     model: FederatedModel,
-    clients: Mapping[str, Mapping[str, Any]] | None,
-    algorithm: AnyAlgorithm,
+    clients: Clients,
+    algorithm: AnyAlgorithm | Choice,
     *,
     rounds: int = 20,
     engine: EngineFactory | None = None,
@@ -105,6 +107,7 @@ def fit(
             random_seed,
             start,
         )
+        algorithm = run.algorithm
         run.progress = progress
         progress.say(f"{len(run.clients)} clients are ready")
         started = time.perf_counter()
@@ -126,14 +129,14 @@ def fit(
             algorithm=algorithm,
             state=run.state,
             layout=run.layout,
-            declaration=model.knowing({name: client.kind for name, client in run.models.items()}),
+            declaration=model.knowing({client.client_id: client.kind for client in samples(run.models)}),
             client_ids=run.clients,
             clients=run.models,
             reader=run.engine.reader(),
             records=tuple(run.records),
             status=status,
             message=message,
-            personal={one: run.personal[one] for one in run.clients if one in run.personal},
+            personal={one: run.personal[one] for one in run.clients if one in run.personal} if run.personal else {},
             seed=run.seed,
             seconds=time.perf_counter() - started,
         )
@@ -246,18 +249,18 @@ def _ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
         another, (short, unknown) = _mirror_image(run), _too_short(run)
         told = (another, short, message, prior_conflict(run), fallbacks.unchecked(infos), fallen)
         return Status.STALLED if another or unknown else status, "; ".join(filter(None, told))
-    silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
+    silent = set(run.clients) - ever_used(run.records, run.clients)
     if len(silent) == len(run.clients):
         reasons = _distinct(reason for record in run.records for reason in record.failures.values())
         return Status.STALLED, f"no client ever sent a usable reply: {reasons}"
     last = run.records[-1]
     lost = ""
     # What the algorithm was not told; where rounds ran out, failing clients may be why.
-    if last.failures and (status is Status.RUNNING or not message or not last.bytes_up):
+    if last.failures and (status is Status.RUNNING or not message or not last.used):
         who = some_of(last.failures)
-        lost = f"{len(last.failures)} of {len(last.asked)} clients, {who}, sent no usable reply in the last round"
+        lost = f"{len(last.failures)} of {last.n_asked} clients, {who}, sent no usable reply in the last round"
         lost = f"{lost}: {_distinct(last.failures.values())}"
-    never = silent - {client_id for record in run.records for client_id in record.asked}
+    never = silent - {client_id for record in run.records for client_id in (*record.asked, *record.failures)}
     if never:
         message = f"clients {sorted(never)[:5]} were never asked, see participation=; {message}"
     if silent - never:
@@ -288,10 +291,11 @@ _LOCAL = NestedLaplace()
 
 def _mirror_image(run: Run) -> str:
     """Say along which coordinate there is another mode; empty where none is, or none can be told."""
-    shared, models = posterior_of_all(run), list(run.models.values())
-    if shared is None:
+    shared = posterior_of_all(run)
+    if shared is None or not 0 < len(run.models) <= _MOST_CLIENTS:
         return ""
-    if not 0 < len(models) <= _MOST_CLIENTS or models[0].prior.gaussian.precision.ndim == 1:
+    models = list(run.models.values())
+    if models[0].prior.gaussian.precision.ndim == 1:
         return ""
     corrected, q = shared.corrected(run.state), shared.gaussian(run.state)
     if corrected is None:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from fedppl import settings
-from fedppl.contracts import Reply, Request, html
+from fedppl.contracts import AddingEngine, Failure, OnlySums, Received, Reply, Report, Request, Requests, Summed, html
+from fedppl.engine.exchange import n_bytes, take, take_sum
 from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
 from fedppl.results.records import Record
 from fedppl.run import outlook
 from fedppl.run._algorithm import numbers_and_texts, require_report
 from fedppl.run._run import Run, add, save
-from fedppl.run.replies import n_bytes, received, released, why_not
-from fedppl.settings import one_line
+from fedppl.run.participation import all_clients
+from fedppl.run.replies import received, released, why_no_sum, why_not
 from fedppl.types import DeclarationError, Message, Status
 
 logger = logging.getLogger(__name__)
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Round(NamedTuple):
@@ -49,8 +53,7 @@ class Round(NamedTuple):
         return html.facts(f"Round {self.number}", {k: v for k, v in {**said, **numbers}.items() if v not in ("", "–")})
 
     def _replies(self) -> str:
-        asked = len(self.record.asked) - len(self.record.silent)
-        return f"{len(self.record.bytes_up)} of {asked} replies"
+        return f"{self.record.used} of {self.record.n_asked - len(self.record.silent)} replies"
 
     @property
     def failures(self) -> dict[str, str]:
@@ -64,7 +67,7 @@ class Round(NamedTuple):
         known = {name: float(value) for name, value in record.info.items() if not isinstance(value, str)}
         known |= {
             "seconds": float(record.seconds),
-            "clients_used": float(len(record.bytes_up)),
+            "clients_used": float(record.used),
             "clients_skipped": float(len(record.failures)),
             "bytes_down": float(sum(record.bytes_down.values())),
             "bytes_up": float(sum(record.bytes_up.values())),
@@ -86,116 +89,167 @@ def _named(run: Run, function: str) -> Iterator[None]:
         raise
 
 
-def one_round(run: Run) -> Round:
-    """Ask clients, wait, check what comes, update the server, and record it."""
-    result = run.algorithm.result
-    preliminary, closing = result.preliminary(run.state), result.closing(run.state)
-    number = len(run.records) + 1
-    # Sorted, so that the same clients are asked whatever order an engine finds them in.
-    chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
-    asked = tuple(client_id for client_id in run.clients if client_id in chosen)
-    if chosen - set(run.clients) or not asked:
-        raise DeclarationError(
-            f"participation chose {sorted(chosen)} in round {number}; choose from {list(run.clients)}."
-        )
+class _Came(NamedTuple):
+    """What a round brought."""
+
+    received: Received
+    infos: Mapping[str, Mapping[str, float]]
+    failures: Mapping[str, str]
+    reasons: Mapping[str, str]
+    sizes: Mapping[str, int] | None  # bytes by client, None where clients were laid side by side
+    sample: Message  # arrays of the names and sizes that each reply has
+
+
+def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Who is asked, and who of them for no reply."""
+    asked = run.clients
+    if run.participation is not all_clients:
+        # Sorted, so that the same clients are asked whatever order an engine finds them in.
+        chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
+        asked = tuple(client_id for client_id in run.clients if client_id in chosen)
+        if chosen - set(run.clients) or not asked:
+            raise DeclarationError(
+                f"participation chose {sorted(chosen)} in round {number}; choose from {list(run.clients)}."
+            )
+    if run.reporting is all_clients:
+        return asked, frozenset()
     told = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
     if told - set(asked) or not told:
         raise DeclarationError(f"reporting chose {sorted(told)} in round {number}; choose from {list(asked)}.")
-    with _named(run, "Replies.shapes"):
-        shapes = run.algorithm.replies.shapes(run.state)
-    with _named(run, "broadcast"):
-        messages = {client_id: run.algorithm.broadcast(run.state, client_id) for client_id in asked}
-    requests = {
-        client_id: Request(
+    return asked, frozenset(asked) - told
+
+
+def _exchanged(run: Run, number: int, requests: Requests, shapes: Shapes) -> _Came:
+    """Ask; single replies where the server reads them, else their sum."""
+
+    def accept(request: Request, reply: Reply | Failure | None) -> str | None:
+        reason = why_not(reply, request, run.layout, shapes if request.report else {})
+        if reason is None and isinstance(reply, Reply) and request.report:
+            with _named(run, "Replies.reject"):
+                reason = run.algorithm.replies.reject(run.state, reply.message)
+        return reason
+
+    is_enough = run.algorithm.replies.summed(run.state)
+    if not isinstance(is_enough, bool | np.bool_):
+        raise DeclarationError(
+            f"{run.algorithm.name}: Replies.summed returned {settings.shown(is_enough)} in round {number}; return True "
+            "where sums over clients are all that the server needs, else False."
+        )
+    if not is_enough:
+        found = take(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
+        sizes = {client_id: n_bytes(message) for client_id, message in found.messages.items()}
+        sample = next(iter(found.messages.values()), {})
+        return _Came(received(found.messages, summed=False), *found[1:], sizes, sample)
+    # Of the class: what wraps an engine and hands on the rest of it changes single replies, and they are to be seen.
+    if hasattr(type(run.engine), "exchange_sum"):
+        adding = cast(AddingEngine, run.engine)
+        added = adding.exchange_sum(requests, accept, run.deadline, run.progress.heard)
+    else:
+        added = take_sum(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
+    if added.clients and (reason := why_no_sum(added.total, shapes)):
+        added = Summed({}, 0, dict.fromkeys(requests.clients, reason), sizes={})
+    received_sum = Received(OnlySums(), added.total, added.clients)
+    return _Came(received_sum, added.infos, added.failures, added.reasons, added.sizes, added.total)
+
+
+def _requests(run: Run, number: int, shapes: Shapes) -> Requests:
+    """Requests of a round, each made when it is first looked at."""
+    asked, silent = _chosen(run, number)
+
+    @functools.cache
+    def make(client_id: str) -> Request:
+        report = client_id not in silent
+        with _named(run, "broadcast"):
+            message = run.algorithm.broadcast(run.state, client_id)
+        return Request(
             client_id,
             nonce=secrets.randbits(63),
             round=number,
             seed=(run.seed, number, _client_key(client_id)),
             message=message,
             run=run.name,
-            report=client_id in told,
-            shapes=shapes if client_id in told else {},
+            report=report,
+            shapes=shapes if report else {},
         )
-        for client_id, message in messages.items()
-    }
+
+    return Requests(asked, make, silent)
+
+
+def one_round(run: Run) -> Round:
+    """Ask clients, wait, check what comes, update the server, and record it."""
+    number = len(run.records) + 1
+    with _named(run, "Replies.shapes"):
+        shapes = run.algorithm.replies.shapes(run.state)
+    requests = _requests(run, number, shapes)
     started = time.perf_counter()
-    run.progress.asked(number, len(requests))
-    answers = run.engine.exchange(requests, run.deadline, run.progress.heard)
+    run.progress.asked(number, len(requests.clients))
+    came = _exchanged(run, number, requests, shapes)
     seconds = time.perf_counter() - started
-    replies: dict[str, Message] = {}
-    infos: dict[str, Mapping[str, float]] = {}
-    failures: dict[str, str] = {}
-    reasons: dict[str, str] = {}
-    for client_id, request in requests.items():
-        reply = answers.get(client_id)
-        reason = why_not(reply, request, run.layout, shapes if request.report else {})
-        if reason is None and isinstance(reply, Reply) and request.report:
-            with _named(run, "Replies.reject"):
-                reason = run.algorithm.replies.reject(run.state, reply.message)
-        if reason is None and isinstance(reply, Reply):
-            infos[client_id] = reply.info
-            if reply.reason:
-                reasons[client_id] = one_line(reply.reason)
-            if request.report:
-                replies[client_id] = reply.message
-        else:
-            failures[client_id] = str(reason)
-    _log(number, failures, run.said)
-    fallbacks.log(number, infos, fallbacks.fallen(run.infos))
-    together = run.algorithm.replies.summed(run.state)
-    if not isinstance(together, bool | np.bool_):
-        raise DeclarationError(
-            f"{run.algorithm.name}: Replies.summed returned {settings.shown(together)} in round {number}; return True "
-            "where sums over clients are all that the server needs, else False."
-        )
+    _log(number, came.failures, run.said)
+    fallbacks.log(number, came.infos, fallbacks.fallen(run.infos))
     with _named(run, "update_server"):
-        returned = run.algorithm.update_server(run.state, received(replies, summed=bool(together)))
+        returned = run.algorithm.update_server(run.state, came.received)
     require_report(run.algorithm.name, returned)
     state, report = returned
-    record = Record(
-        number=number,
-        asked=tuple(asked),
-        failures=failures,
-        infos=infos,
-        info=numbers_and_texts(report.info),
-        bytes_down={client_id: n_bytes(request.message) for client_id, request in requests.items()},
-        bytes_up={client_id: n_bytes(message) for client_id, message in replies.items()},
-        released=released(replies, infos),
-        seconds=seconds,
-        status=report.status,
-        silent=tuple(client_id for client_id in asked if client_id not in told),
-        preliminary=preliminary or closing,
-        closing=closing,
-        reasons=reasons,
-        message=run.message if report.message is None else report.message,
-        mild=run.records[-1].mild if report.message is None and run.records else report.mild,
-    )
+    record = _record(run, requests, came, report, seconds)
     # Together: a run that Ctrl-C ends has the state that its records tell of, and what clients kept with it.
     run.state, run.personal = state, run.engine.personal()
     add(run, record)
+    _say(run, record, came, len(requests.clients))
+    save(run)
+    return Round(number, run.state, report.info, record.status, record.message, record)
+
+
+def _record(run: Run, requests: Requests, came: _Came, report: Report, seconds: float) -> Record:
+    """What is kept of a round; of clients that were laid side by side how many they are, and who failed."""
+    result, at_once = run.algorithm.result, came.sizes is None
+    sent = {} if at_once else {name: n_bytes(requests.make(name).message) for name in requests.clients}
+    silent = () if at_once else tuple(name for name in requests.clients if name in requests.silent)
+    return Record(
+        number=len(run.records) + 1,
+        asked=() if at_once else requests.clients,
+        failures=came.failures,
+        infos=came.infos,
+        info=numbers_and_texts(report.info),
+        bytes_down=sent,
+        bytes_up=came.sizes or {},
+        released=released(came.sample, came.infos),
+        seconds=seconds,
+        status=report.status,
+        silent=silent,
+        preliminary=result.preliminary(run.state) or result.closing(run.state),
+        closing=result.closing(run.state),
+        reasons=came.reasons,
+        message=run.message if report.message is None else report.message,
+        mild=run.records[-1].mild if report.message is None and run.records else report.mild,
+        together=came.received.clients + len(came.failures) if at_once else 0,
+    )
+
+
+def _say(run: Run, record: Record, came: _Came, asked: int) -> None:
+    """Say in the log, and where progress is shown, how a round went."""
     tolerance = outlook.tolerance_of(run.algorithm.settings)
-    stands = outlook.standing(record, run.infos if closing else infos, tolerance)
+    stands = outlook.standing(record, run.infos if record.closing else came.infos, tolerance)
     ahead = outlook.ahead(run.records, run.limit, run.counted, tolerance)
     shown = record.status.value if record.status is not Status.RUNNING else ""
     run.progress.update(run.counted, "; ".join(filter(None, (stands, shown, ahead))))
+    told = asked - len(record.silent)
     logger.info(
         "round %d: %s, %d of %d replies in %s%s",
-        number,
-        report.status.value,
-        len(replies),
-        len(told),
-        outlook.spelled(seconds),
+        record.number,
+        record.status.value,
+        came.received.clients,
+        told,
+        outlook.spelled(record.seconds),
         "".join(f"; {one}" for one in (stands, ahead) if one),
         extra={
-            "round": number,
-            "status": report.status.value,
-            "replies": len(replies),
-            "asked": len(asked),
-            "reporting": len(told),
+            "round": record.number,
+            "status": record.status.value,
+            "replies": came.received.clients,
+            "asked": asked,
+            "reporting": told,
         },
     )
-    save(run)
-    return Round(number, run.state, report.info, record.status, record.message, record)
 
 
 def _log(number: int, failures: Mapping[str, str], said: set[tuple[str, str]]) -> None:

@@ -67,7 +67,9 @@ def rounds_left(records: Sequence[Record], limit: int | None, counted: int, tole
     sizes = [change(record.info)[0] for record in last]
     alike = len({record.info.get("phase") for record in last}) == 1 and not any(record.preliminary for record in last)
     # Where only some are asked, one round's change is no measure; where Monte Carlo error is larger, it ends otherwise.
-    whole = len({frozenset(record.asked) for record in last}) == 1 and not any(record.silent for record in last)
+    whole = len({(record.together, frozenset(record.asked)) for record in last}) == 1 and not any(
+        record.silent for record in last
+    )
     noisy = any(_number(record.info.get("mc_error")) > (tolerance or 0.0) for record in last)
     told = all(size > 0 for size in sizes)  # not NaN either, as in a round that moved nothing
     if tolerance and len(last) == _LOOKED_AT and alike and whole and told and not noisy:

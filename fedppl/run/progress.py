@@ -59,9 +59,9 @@ class Progress:
         self._begin(f"round {number}: 0 of {clients} clients have answered")
         self._show_round("")
 
-    def heard(self, client_id: str) -> None:
-        """Say that a client has answered, or has failed to."""
-        self._answered += 1
+    def heard(self, client_id: str, /, *, clients: int = 1) -> None:
+        """Say that a client has answered, or has failed to, the last of so many at once."""
+        self._answered += clients
         self._now = f"round {self._number}: {self._answered} of {self._asked} clients have answered, last {client_id}"
         self._show_round(f" (last {client_id})")
         self._log_at_times()

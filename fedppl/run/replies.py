@@ -1,4 +1,4 @@
-"""What counts as a reply, and how large a message is."""
+"""What counts as a reply."""
 
 from __future__ import annotations
 
@@ -80,14 +80,21 @@ def why_no_info(info: Any) -> str | None:
     return None
 
 
-def n_bytes(message: Message) -> int:
-    """Size of a message's arrays."""
-    return sum(np.asarray(value).nbytes for value in message.values())
+def why_no_sum(total: Message, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why a sum of replies is of no use, or None if it is."""
+    if set(total) != set(shapes):
+        return f"the sum of replies holds {sorted(total)}, expected {sorted(shapes)}"
+    for name, shape in shapes.items():
+        if np.shape(total[name]) != shape:
+            return f"the sum of {name!r} has shape {np.shape(total[name])}, expected {shape}"
+        if not np.all(np.isfinite(total[name])):
+            return f"the sum of {name!r} is not all finite"
+    return None
 
 
-def released(replies: Mapping[str, Message], infos: Mapping[str, Mapping[str, float]]) -> str:
-    """What each client's reply held: array names with their sizes, and the names of its diagnostics."""
-    arrays = ", ".join(f"{name} ({np.size(value)})" for name, value in next(iter(replies.values()), {}).items())
+def released(message: Message, infos: Mapping[str, Mapping[str, float]]) -> str:
+    """What each client's reply held, like this one: array names with sizes, and the names of its diagnostics."""
+    arrays = ", ".join(f"{name} ({np.size(value)})" for name, value in message.items())
     names = sorted({name for info in infos.values() for name in info})
     diagnostics = f"diagnostics {', '.join(names)}" if names else ""
     return "; ".join(part for part in (arrays, diagnostics) if part)

@@ -11,21 +11,29 @@ import numpy as np
 
 from fedppl import settings
 from fedppl.contracts import AnyAlgorithm, EngineFactory
+from fedppl.data.grouped import Table
 from fedppl.engine.answer import require_fit, say_unused
 from fedppl.engine.inprocess import InProcess
+from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.stack import samples
 from fedppl.results.fit import Fit
 from fedppl.run._algorithm import require_algorithm
 from fedppl.run._run import Run, keep_at
+from fedppl.run.choice import Choice, decided
 from fedppl.run.participation import Participation, as_participation
+from fedppl.run.table import enrolled
 from fedppl.storage import checkpoint as checkpoints
 from fedppl.types import DeclarationError
+
+# Data by client, rows of one table, or none where an engine finds clients elsewhere.
+Clients = Mapping[str, Mapping[str, Any]] | Table | None
 
 
 def start(
     model: FederatedModel,
-    clients: Mapping[str, Mapping[str, Any]] | None,
-    algorithm: AnyAlgorithm,
+    clients: Clients,
+    algorithm: AnyAlgorithm | Choice,
     limit: int | None,
     engine: EngineFactory | None,
     participation: Participation | int | float | None,
@@ -36,11 +44,15 @@ def start(
     begin: Fit | None = None,
 ) -> Run:
     """Check everything that can be checked before work begins, and resume if there is something to resume."""
-    require_declared(model, algorithm)
-    count = len(clients) if isinstance(clients, Mapping) else None
+    if isinstance(algorithm, Choice) and algorithm.why_not:
+        algorithm = decided(algorithm, {})
+    first = algorithm.first if isinstance(algorithm, Choice) else algorithm
+    require_declared(model, first)
+    count = len(clients.client_ids) if isinstance(clients, Table) else None
+    count = len(clients) if isinstance(clients, Mapping) else count
     require_settings(limit, participation, reporting, checkpoint, deadline, count)
     if begin is not None:
-        _require_start(begin, algorithm)
+        _require_start(begin, first)
     if engine is not None and (not callable(engine) or settings.not_called(engine)):
         raise DeclarationError(
             f"engine={settings.shown(engine)} is no engine"
@@ -49,11 +61,19 @@ def start(
     if checkpoint is not None:
         checkpoints.require_writable(checkpoint)
     seed = seed_of(random_seed)
-    models = {} if clients is None else model.enrol(clients, kernel=algorithm.needs.kernel)
-    for client in models.values():
+    models: Mapping[str, ClientModel] = {}
+    if isinstance(clients, Table):
+        models = enrolled(model, clients, np.random.default_rng((seed, 0)))
+    elif clients is not None:
+        models = model.enrol(clients, kernel=first.needs.kernel)
+    if isinstance(algorithm, Choice):
+        algorithm = decided(algorithm, models)
+        if algorithm is not first:
+            models = dict(models)  # those that are asked one by one are made once
+    for client in samples(models):
         require_fit(algorithm, client)
     if models:
-        say_unused(algorithm, next(iter(models.values())))
+        say_unused(algorithm, next(iter(samples(models))))
     moving = (engine or InProcess())(algorithm, models)
     if not callable(getattr(moving, "exchange", None)):
         raise DeclarationError(

@@ -20,6 +20,7 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.covariance import Covariance
 from fedppl.results import departure
 from fedppl.results.fit import Fit
+from fedppl.results.records import ever_used
 from fedppl.run.loop import fit
 from fedppl.run.participation import Participation
 from fedppl.run.start import require_declared, seed_of
@@ -219,13 +220,13 @@ def grid_search(
 
 def _judged(fitted: Fit, validation: Clients, loss: Loss | None) -> tuple[float, str]:
     """Loss per row of a candidate and its fit's message, or inf and why it is of no use."""
-    answered = {client_id for record in fitted.records for client_id in record.infos}
+    answered = ever_used(fitted.records, fitted.client_ids)
     for record in fitted.records:
         for client_id, reason in record.failures.items():
             if client_id not in answered:
                 return np.inf, f"client {client_id!r} never sent a usable reply: {reason}"
     last = fitted.records[-1]
-    if not last.infos:
+    if not last.infos and not last.used:
         return np.inf, f"no client sent a usable reply in the last round: {next(iter(last.failures.values()))}"
     if fitted.status is Status.STALLED and not departure.matched(fitted.status, fitted.message):
         return np.inf, fitted.message

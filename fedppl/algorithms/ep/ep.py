@@ -32,7 +32,6 @@ from fedppl.algorithms.ep._rounds import (
 from fedppl.algorithms.ep._state import EPState, reported
 from fedppl.algorithms.ep._verdict import of_agreeing_clients, unseen
 from fedppl.algorithms.ep.correction import Correction
-from fedppl.algorithms.ep.together import together
 from fedppl.algorithms.size import say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.contracts.algorithm import WithoutClient
@@ -46,7 +45,6 @@ from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 # Shared coordinates up to which "auto" corrects: beyond, few of the points have most of the weight.
 _MOST_BY_ITSELF = 20
-_USUAL = 0.01, 1.0  # tolerance and damping, of which passes over all clients at once know nothing
 _STARTS = 4  # of "auto"
 _MOST_STARTS = 1000  # each is a search of its own
 
@@ -227,15 +225,7 @@ def EP(
             unseen=unseen,
             concludes=at_target,
         ),
-        together=None if alone or by_number and searches > 1 else _all_at_once(matching, closing),
     )
-
-
-def _all_at_once(matching: Matching, closing: Closing | None) -> contracts.TogetherFn | None:
-    """Many clients at once, where settings ask for nothing but the posterior, by log densities that loops compute."""
-    usual = matching.local.settings == NestedLaplace().settings and (matching.tolerance, matching.damping) == _USUAL
-    plain = matching.structure == "full" and matching.local.name == "nested Laplace" and usual
-    return functools.partial(together, correction=closing.correction) if plain and closing is not None else None
 
 
 def checked(

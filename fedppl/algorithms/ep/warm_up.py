@@ -21,8 +21,7 @@ def warm_up() -> float:
 
     Loops over clients, points and nodes are compiled once and kept in Numba's cache (``NUMBA_CACHE_DIR``), what
     PyTensor compiles in its own (``PYTENSOR_FLAGS=base_compiledir=...``). Run this when an image is built or a server
-    starts; a fit compiles its model's density alone then, and loops over 50 clients or more where it has these.
-    Calls after the first take a few seconds.
+    starts; a fit compiles its model's density alone then. Calls after the first take a few seconds.
 
     Returns
     -------

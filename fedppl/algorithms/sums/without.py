@@ -50,9 +50,9 @@ def without(
     """
     if absent := sorted(set(client_ids) - set(clients)):
         raise DeclarationError(
-            f"the posterior without clients {absent[:5]} is computed from their data, since sums keep nothing of single "
-            "clients, and these are not here. Of a fit from a file, give them: fedppl.load(path, model, clients=...). "
-            "Where clients are sites of their own, use fedppl.EP(), which keeps a site of each."
+            f"the posterior without clients {absent[:5]} is computed from their data, since sums keep nothing of "
+            "single clients, and these are not here. Of a fit from a file, give them: fedppl.load(path, model, "
+            "clients=...). Where clients are sites of their own, use fedppl.EP(), which keeps a site of each."
         )
     center = gaussian.mean(of.q)
     return [_without_one(of, clients[name], _factor(clients[name], of.points, center, factor)) for name in client_ids]
