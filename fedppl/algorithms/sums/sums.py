@@ -182,7 +182,7 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
         center, some = phase.newton.point, phase.some
     else:
         points, center, some = phase.batch.phi, gaussian.mean(phase.q), 1.0
-        known = _weigh.places_known(*points.shape, everywhere=phase.everywhere).astype(float)
+        known = _weigh.places_known(phase).astype(float)
     look = isinstance(phase, Weighing) and not state.looked
     return {
         "points": points,
@@ -252,7 +252,7 @@ def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
         points, known = (len(_search.points(phase)),), (0,)
     else:
         points = (len(phase.batch.phi),)
-        known = (len(_weigh.places_known(*phase.batch.phi.shape, everywhere=phase.everywhere)),)
+        known = (len(_weigh.places_known(phase)),)
     of_known = dict.fromkeys(("left_out", "left_out_lost", "errors", "squares"), known)
     return {"values": points, "values_lost": points, **of_known, "constants": (2,), "improper": (), "answered": ()}
 

@@ -34,6 +34,8 @@ from fedppl.numerics.surrogate import Drawn, Places
 from fedppl.types import Array, as_declared
 
 _KNOWN, _KNOWN_A_COORDINATE = 64, 6  # points of an exchange at which what Laplace leaves out is asked for
+_LATER = 3  # times as few from the second stage on
+_FAR = 20.0  # log units below the highest value, and one for each coordinate, from where a posterior has nothing
 _FORETOLD = 0.02  # log units, median error with which it is foretold from these at all others
 _DEFENCE = 0.25  # of a stage's points, which are the candidates' own
 _FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
@@ -82,7 +84,8 @@ class Weighing(NamedTuple):
     labels: tuple[str, ...]
     folded: Places  # coordinates that are taken as scales
     points: Array  # (N, m) answered so far
-    values: Array  # (N,) log of the posterior's kernel; NaN where a client has no value
+    laplace: Array  # (N,) log of the posterior's kernel by Laplace's approximations; NaN where a client has no value
+    values: Array  # (N,) the same with what these leave out
     known: Known
     batch: Batch
     drawn: Drawn | None  # what the batch was chosen from
@@ -129,6 +132,7 @@ def begin(q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, str
         labels=labels,
         folded=folded,
         points=nothing,
+        laplace=np.zeros(0),
         values=np.zeros(0),
         known=Known(nothing, *np.zeros((3, 0))),
         batch=_of_candidates(gaussian.mean(q), gaussian.covariance(q), folded, count, stream),
@@ -152,10 +156,11 @@ def _of_candidates(mean: Array, covariance: Array, folded: Places, per_scramble:
     return Batch(surrogate.unfolded(at.u, folded), at.u, at.log_density, np.nan * ones, ones, at.scramble)
 
 
-def places_known(count: int, size: int, *, everywhere: bool) -> NDArray[np.intp]:
-    """Points at which what Laplace leaves out is asked for, some of each scramble; of `size` coordinates."""
-    some = count if everywhere else max(_KNOWN, _KNOWN_A_COORDINATE * (size + 2))
-    return np.unique(np.linspace(0, count - 1, min(some, count)).astype(np.intp))
+def places_known(state: Weighing) -> NDArray[np.intp]:
+    """Points of the batch at which what Laplace leaves out is asked for, some of each scramble."""
+    count, size = state.batch.phi.shape
+    some = max(_KNOWN, _KNOWN_A_COORDINATE * (size + 2)) // (1 if state.stage < 2 else _LATER)
+    return np.unique(np.linspace(0, count - 1, count if state.everywhere else min(some, count)).astype(np.intp))
 
 
 def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] | None:
@@ -164,35 +169,60 @@ def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] |
     None where what Laplace leaves out is not foretold from where it is known.
     """
     at = state.batch.phi
-    places = places_known(*at.shape, everywhere=state.everywhere)
-    now = Known(at[places], answer.left_out, answer.errors, answer.squares)
+    now = Known(at[places_known(state)], answer.left_out, answer.errors, answer.squares)
     known = Known(*(np.concatenate(pair) for pair in zip(state.known, now, strict=True)))
-    values, signed, squares = answer.values, np.zeros(len(at)), np.zeros(len(at))
+    points = np.concatenate([state.points, at])
+    laplace = np.concatenate([state.laplace, answer.values + gaussian.log_kernel(state.prior, at)])
+    left_out, signed, squares = np.zeros((3, len(points)))
     if state.everywhere:
-        values, signed, squares = values + now.left_out, now.errors, now.squares
-    elif np.any(now.left_out) or np.any(now.squares):
-        joined = np.concatenate([known.points, at])
-        smooth = smooth_over(joined, np.arange(len(known.points)), known.left_out, known.errors, _FORETOLD)
-        if smooth is None:
+        left_out, signed, squares = known.left_out, known.errors, known.squares
+    elif np.any(known.left_out) or np.any(known.squares):
+        foretold = _foretold(points, laplace, known)
+        if foretold is None:
             return None
-        more, missed = (one[len(known.points) :] for one in smooth)
-        nearest = cKDTree(known.points).query(at)[1]
-        values, signed, squares = values + more, missed, known.squares[nearest] + missed**2
+        left_out, signed, squares = foretold
     after = state._replace(
-        points=np.concatenate([state.points, at]),
-        values=np.concatenate([state.values, values + gaussian.log_kernel(state.prior, at)]),
+        points=points,
+        laplace=laplace,
+        values=laplace + left_out,
         known=known,
         constants=np.maximum(state.constants, answer.constants),
         is_proper=state.is_proper and answer.is_proper,
     )
-    return after, np.nan_to_num(signed), np.nan_to_num(squares)
+    return after, np.nan_to_num(signed[-len(at) :]), np.nan_to_num(squares[-len(at) :])
+
+
+def _foretold(points: Array, laplace: Array, known: Known) -> tuple[Array, Array, Array] | None:
+    """What Laplace leaves out at points (N, m), with signed errors and squares; None where it is not smooth.
+
+    Of all points so far, by all at which it is known: those far out, where the posterior has nothing, may be wild.
+    """
+    nearest = cKDTree(known.points).query(points)[1]
+    there = laplace[cKDTree(points).query(known.points)[1]]
+    highest = np.nanmax(there) if np.any(np.isfinite(there)) else 0.0
+    matters = np.flatnonzero(there > highest - _FAR - known.points.shape[1])
+    joined = np.concatenate([known.points[matters], points])
+    few = np.arange(len(matters))
+    smooth = smooth_over(joined, few, known.left_out[matters], known.errors[matters], _FORETOLD)
+    if smooth is None:
+        return None
+    more, missed = (one[len(matters) :] for one in smooth)
+    here = laplace > highest - _FAR - points.shape[1]
+    return np.where(here, more, known.left_out[nearest]), missed, known.squares[nearest] + missed**2
 
 
 def with_all_integrated(state: Weighing) -> Weighing:
     """The same batch with a quarter of the points, at all of which θ is integrated."""
-    kept = slice(None, None, 4)
-    fewer = Batch(*(part[kept] for part in state.batch))
-    return state._replace(batch=fewer, everywhere=True)
+    fewer = Batch(*(part[::4] for part in state.batch))
+    nothing = np.zeros((0, len(state.labels)))
+    return state._replace(
+        batch=fewer,
+        everywhere=True,
+        points=nothing,
+        laplace=np.zeros(0),
+        values=np.zeros(0),
+        known=Known(nothing, *np.zeros((3, 0))),
+    )
 
 
 def next_stage(state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str) -> Judged:
