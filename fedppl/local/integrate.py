@@ -268,9 +268,10 @@ def _laplace_at(
         here = np.flatnonzero(where[first : first + chunk] >= 0)
         if len(here):
             to = where[first + here]
-            theta[:, to] = found.theta.reshape(len(rows), -1, d)[:, here]
-            root[:, to] = found.root.reshape(len(rows), -1, d, d)[:, here]
-    flat = values[:, known].reshape(-1), theta.reshape(-1, d), root.reshape(-1, d, d)
+            theta[:, to] = found.theta.reshape(len(rows), len(some), d)[:, here]
+            root[:, to] = found.root.reshape(len(rows), len(some), d, d)[:, here]
+    asked = len(rows) * len(known)
+    flat = values[:, known].reshape(asked), theta.reshape(asked, d), root.reshape(asked, d, d)
     return values, Laplace(*flat)
 
 

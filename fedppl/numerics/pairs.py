@@ -178,7 +178,7 @@ def _expanded(
     if central:
         moved[:, 1 + d + places, places] -= lengths
     each = moved.shape[1]
-    found = outputs(of, np.repeat(phi, each, axis=0), moved.reshape(-1, d), np.repeat(who, each))
+    found = outputs(of, np.repeat(phi, each, axis=0), moved.reshape(count * each, d), np.repeat(who, each))
     found = found.reshape(count, each, 1 + m + d)
     out, high = found[:, 0], found[:, 1 : 1 + d]
     low, times = (found[:, 1 + d :], 2.0) if central else (out[:, None], 1.0)
