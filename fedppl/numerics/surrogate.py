@@ -31,6 +31,7 @@ WIDER = 0.5 * _ROOM * (1.0 + _WIDE**2)  # times the posterior's variances, those
 _DEEP, _DEEPER = 40.0, 2.0  # log units below the largest value down to which values count, and for each coordinate
 _MOST = 2000  # values that a surrogate goes through
 _PER_TERM = 1.3  # values for each coefficient of a quadratic, the least
+_MOST_MISSED = 3.0  # log units
 _SMOOTHING = 1e-3  # of the cubic kernel's own units: values are known to some thousandths of a log unit
 _AT_ONCE = 2**22  # distances that are held at a time
 _EDGE = 0.9  # of the farthest value's distance, from where on a slope is taken for extrapolation
@@ -54,6 +55,7 @@ class Surrogate(NamedTuple):
     mean: Array  # (m,)
     root: Array  # (m, m)
     spline: RBFInterpolator
+    is_drawn_in: bool  # whether it is in arsinh z, beside a t in place of a normal: for heavy tails
     distance: Array  # (S,) of the values from the mean, ascending
     highest: Array  # (S,) value of those that are as far out, or farther
 
@@ -126,8 +128,11 @@ def log_candidates(of: tuple[Proposal, ...], u: Array, folded: Places) -> Array:
     return logs
 
 
-def fitted(u: Array, values: Array, mean: Array, covariance: Array) -> Surrogate | None:
-    """A surrogate through values (S,) at points (S, m) of a posterior with about these moments; None of too few."""
+def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bool = False) -> Surrogate | None:
+    """A surrogate through values (S,) at points (S, m) of a posterior with about these moments; None of too few.
+
+    Where tails are heavy, far points are drawn in if a quarter of the values is told better so by the others.
+    """
     m = len(mean)
     high = np.flatnonzero(values > np.max(values, initial=-np.inf) - _DEEP - _DEEPER * m)
     if len(high) > _MOST:
@@ -138,12 +143,35 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array) -> Surrogate
     z = np.linalg.solve(root, (u[high] - mean).T).T
     distance = np.sum(z**2, axis=1)
     try:
-        spline = RBFInterpolator(z, values[high] + 0.5 * distance, kernel="cubic", degree=2, smoothing=_SMOOTHING)
+        is_drawn_in = heavy and _missed(z, values[high], is_drawn_in=True) < _missed(z, values[high], is_drawn_in=False)
+        spline = _spline(z, values[high], is_drawn_in=is_drawn_in)
     except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
         return None
     order = np.argsort(distance, kind="stable")
     highest = np.maximum.accumulate(values[high][order][::-1])[::-1]
-    return Surrogate(mean, root, spline, np.sqrt(distance[order]), highest)
+    return Surrogate(mean, root, spline, is_drawn_in, np.sqrt(distance[order]), highest)
+
+
+def _base(z: Array, *, is_drawn_in: bool) -> Array:
+    """Beside which a spline has little to tell: a normal, or a t."""
+    squared = np.sum(z**2, axis=1)
+    if is_drawn_in:
+        return -0.5 * (student.DEGREES + z.shape[1]) * np.log1p(squared / student.DEGREES)
+    return -0.5 * squared
+
+
+def _spline(z: Array, values: Array, *, is_drawn_in: bool) -> RBFInterpolator:
+    rest = values - _base(z, is_drawn_in=is_drawn_in)
+    return RBFInterpolator(np.arcsinh(z) if is_drawn_in else z, rest, kernel="cubic", degree=2, smoothing=_SMOOTHING)
+
+
+def _missed(z: Array, values: Array, *, is_drawn_in: bool) -> float:
+    """Mean error at a quarter of the values, by the others; of none more than some log units."""
+    held_out = np.arange(len(z)) % 4 == 3
+    told = _spline(z[~held_out], values[~held_out], is_drawn_in=is_drawn_in)
+    at = np.arcsinh(z[held_out]) if is_drawn_in else z[held_out]
+    missed = np.abs(told(at) + _base(z[held_out], is_drawn_in=is_drawn_in) - values[held_out])
+    return float(np.mean(np.minimum(missed, _MOST_MISSED)))
 
 
 def _thinned(u: Array, mean: Array, covariance: Array, places: Places) -> Places:
@@ -178,8 +206,9 @@ def log_surrogate(of: Surrogate, u: Array) -> Array:
 
 def _inside(of: Surrogate, z: Array) -> Array:
     chunk = max(1, _AT_ONCE // _MOST)
-    parts = [of.spline(z[first : first + chunk]) for first in range(0, len(z), chunk)]
-    return np.asarray(np.concatenate([np.zeros(0), *parts]) - 0.5 * np.sum(z**2, axis=1))
+    at = np.arcsinh(z) if of.is_drawn_in else z
+    parts = [of.spline(at[first : first + chunk]) for first in range(0, len(z), chunk)]
+    return np.asarray(np.concatenate([np.zeros(0), *parts]) + _base(z, is_drawn_in=of.is_drawn_in))
 
 
 def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) -> Drawn:

@@ -347,7 +347,8 @@ def _through(state: Weighing, mean: Array, covariance: Array) -> surrogate.Surro
     known = np.isfinite(state.values)
     points = state.points[known]
     values = state.values[known] + surrogate.log_slope(points, state.folded)
-    return surrogate.fitted(surrogate.as_folded(points, state.folded), values, mean, covariance)
+    u = surrogate.as_folded(points, state.folded)
+    return surrogate.fitted(u, values, mean, covariance, heavy=bool(state.outer))
 
 
 def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> Judged:
@@ -487,7 +488,7 @@ def _jackknife(without: list[Array]) -> float:
 
 
 def _tilted(of: Drawn, target: Array, unit: Unit) -> Drawn | None:
-    """Draws whose weights are changed as little as gives them these moments: by exp(λ z + κ z²). None where it fails."""
+    """Draws whose weights are changed as little as gives them these moments, by exp(λ z + κ z²); None where none do."""
     own = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
     mean, second = np.split(target, 2)
     shift, ratio = (unit.center + unit.length * mean - own.center) / own.length, unit.length / own.length
