@@ -75,7 +75,8 @@ def _without_one(of: Of, client: ClientView, values: Factor) -> WithoutClient:
     of_base = _log(found.of_q) + gaussian.log_density(base, points) - gaussian.log_density(q, points)
     of_base = np.where(told, of_base, -np.inf)
     left = weigh(base, points, found.scramble, log_weights, of_base, int(told.sum()))
-    if left is not None:  # moments have to be known of scales that are shown, not of tails of their logarithms
+    if left is not None and left.second_k > -np.inf:
+        # moments have to be known of scales that are shown, not of tails of their logarithms
         left = left._replace(second_k=second_k(left.weights, scaled, left.weights))
     # Where that of all has no heavy tail, no points were asked for in one.
     if left is None or (has_heavy_tails(points, left.weights) and not has_heavy_tails(points, weights)):
