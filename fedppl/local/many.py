@@ -143,9 +143,7 @@ def _few_do(telling: _Tell, at: Origins, nodes: Nodes, center: Array, places: Pl
     return np.asarray(near.all(axis=1))
 
 
-def _given(
-    telling: _Tell, at: Origins, nodes: Nodes, phi: Array, row: Places, places: Places
-) -> tuple[Array, Array]:
+def _given(telling: _Tell, at: Origins, nodes: Nodes, phi: Array, row: Places, places: Places) -> tuple[Array, Array]:
     """Means of what is told and of its squares, about the middle, at pairs of φ (N, m) and rows of clients; NaN: none.
 
     The rest of θ, which is Gaussian given `which`, is at two points of each axis.
