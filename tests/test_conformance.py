@@ -29,7 +29,6 @@ from fedppl.numerics.prior import SharedPrior
 from tests import cases
 from tests.cases import CASES, EXACT, MONTE_CARLO, WAYS, Ends, ending_in
 from tests.support import contract, problems
-from tests.support.side_by_side import lies_side_by_side
 
 # --- local inferences -----------------------------------------------------------------------------------------
 
@@ -259,7 +258,7 @@ def test_clients_of_one_table_keep_the_promises_of_those_asked_one_by_one(
     """The end of a Gaussian model, and clients' own posteriors, where clients are rows of one table."""
     monkeypatch.setattr("fedppl.data.grouped.FEWEST", 1)
     model, clients = problems.regression()
-    algorithm = lies_side_by_side(CASES[name].build_ending())
+    algorithm = CASES[name].build_ending()
     before = {client_id: {key: value.copy() for key, value in data.items()} for client_id, data in clients.items()}
     fit = fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=6)
     again = fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=6)

@@ -75,6 +75,7 @@ def test_what_needs_sums_alone_runs_where_there_are_no_single_replies(name: str)
 
 
 SUMS = fedppl.Sums(points=512, pilot=64, starts=1)
+ONE_BY_ONE = SUMS._replace(batch=None)
 
 
 def fit(algorithm: AnyAlgorithm, **keywords: Any) -> fedppl.Fit:
@@ -82,9 +83,9 @@ def fit(algorithm: AnyAlgorithm, **keywords: Any) -> fedppl.Fit:
 
 
 def test_clients_side_by_side_give_the_numbers_of_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
-    one_by_one = fit(SUMS)
+    one_by_one = fit(ONE_BY_ONE)
     with caplog.at_level(logging.INFO):
-        at_once = fit(with_stacks(SUMS))
+        at_once = fit(SUMS)
     assert at_once.status is Status.CONVERGED
     assert_allclose(at_once.posterior.linear, one_by_one.posterior.linear, rtol=1e-9)
     assert_allclose(at_once.posterior.precision, one_by_one.posterior.precision, rtol=1e-9)
@@ -141,23 +142,23 @@ def test_of_a_sum_that_fails_each_client_is_asked_alone(caplog: pytest.LogCaptur
 )
 @problems.few_rounds
 def test_who_can_be_late_or_refuse_is_asked_alone(keywords: Any) -> None:
-    steps = fedppl.rounds(*noise(), with_stacks(SUMS), rounds=1, random_seed=1, **keywords)
+    steps = fedppl.rounds(*noise(), SUMS, rounds=1, random_seed=1, **keywords)
     assert not next(steps).record.together
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    whole = fit(with_stacks(SUMS))
+    whole = fit(SUMS)
     path = tmp_path / "run"
     with pytest.warns(fedppl.ConvergenceWarning):
-        fit(with_stacks(SUMS), checkpoint=path, callback=lambda step: step.number == 3)
-    resumed = fit(with_stacks(SUMS), checkpoint=path)
+        fit(SUMS, checkpoint=path, callback=lambda step: step.number == 3)
+    resumed = fit(SUMS, checkpoint=path)
     assert_same_state(resumed.state, whole.state)
     assert [record.together for record in resumed.records] == [record.together for record in whole.records]
 
 
 @problems.few_rounds
 def test_ctrl_c_gives_the_rounds_that_are_done() -> None:
-    algorithm = with_stacks(SUMS)
+    algorithm = SUMS
     assert algorithm.batch is not None and algorithm.batch.summed is not None
     inner, calls = algorithm.batch.summed, [0]
 
@@ -174,14 +175,14 @@ def test_ctrl_c_gives_the_rounds_that_are_done() -> None:
 
 @problems.few_rounds
 def test_a_sum_that_is_not_finite_is_no_reply_of_anybody() -> None:
-    algorithm = with_stacks(SUMS)
+    algorithm = SUMS
     assert algorithm.batch is not None
     inner = algorithm.batch.summed
 
     def summed(*arguments: Any) -> Summed:
         assert inner is not None
         found = inner(*arguments)
-        return found._replace(total={**found.total, "gradient": np.full_like(found.total["gradient"], np.inf)})
+        return found._replace(total={**found.total, "values": np.full_like(found.total["values"], np.inf)})
 
     step = next(
         fedppl.rounds(*noise(), algorithm._replace(batch=algorithm.batch._replace(summed=summed)), random_seed=1)

@@ -154,12 +154,8 @@ def test_what_is_half_trusted_counts_by_half() -> None:
 def test_trust_follows_what_weights_have_left_or_what_lies_at_the_edge(
     size: int, least: float, beyond: float, trust: float | None
 ) -> None:
-    def batch(nodes: Array, log_weights: Array, outer: Array, bound: float) -> tuple[int, Array, Array, Array, Array]:
-        assert outer.sum() == (24 if size == 2 else 0)
-        below = np.where(np.array([0.9, least]) < bound, np.nan, 1.0)
-        return 0, below, below, np.array([0.9, least]), np.array([[0.99, 0.01], [1 - beyond, beyond]])
-
-    known = _inner.differences(batch, size, 0)
+    relative, shares = np.array([0.9, least]), np.array([[0.99, 0.01], [1 - beyond, beyond]])
+    known = _inner.trusted(np.ones(2), relative, shares, size)
     assert known is None if trust is None else known is not None and known[1] == pytest.approx(trust)
 
 
@@ -318,7 +314,7 @@ def test_thousands_and_logarithms_stand_side_by_side(unit: float) -> None:
         return model
 
     client = FederatedModel(builder, ["mu"]).enrol({"a": {"y": y}})["a"]
-    log_factors, modes, _ = _marginal.modes(client, np.array([[2.0 * unit]]), np.array([2.0 * unit]), factors=False)
+    log_factors, modes, _ = _marginal.modes(client, np.array([[2.0 * unit]]), np.array([2.0 * unit]))
 
     def against(x: Any) -> float:
         level, log_sd = x[0] * unit, x[1] + np.log(unit)

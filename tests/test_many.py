@@ -19,10 +19,8 @@ from fedppl.contracts import Summed
 from fedppl.data import grouped
 from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
 from fedppl.types import DataError, Status
-from tests.support.side_by_side import lies_side_by_side
 
-SUMS = fedppl.Sums(points=512, pilot=64, starts=1)
-AT_ONCE = lies_side_by_side(SUMS)
+AT_ONCE = fedppl.Sums(points=512, pilot=64, starts=1)
 
 
 def wards(x: Any, y: Any) -> pm.Model:
@@ -580,7 +578,7 @@ def test_exchangeable_labels_are_several_modes_of_many_clients() -> None:
     rng = np.random.default_rng(1)
     clients = {f"c{k}": {"y": np.where(rng.random(8) < 0.5, 2.0, 6.0) + 0.8 * rng.normal(size=8)} for k in range(60)}
     model = fedppl.FederatedModel(mixture, ["m1", "m2"])
-    several = lies_side_by_side(fedppl.Sums(points=512, pilot=64, starts=4))
+    several = fedppl.Sums(points=512, pilot=64, starts=4)
     with pytest.warns(fedppl.ConvergenceWarning, match="several modes"):
         found = fedppl.fit(model, clients, several, progressbar=False, random_seed=1)
     assert found.status is Status.STALLED

@@ -19,7 +19,6 @@ from fedppl.numerics.prior import SharedPrior
 from fedppl.run import _prior_check
 from fedppl.run._prior_check import _Slopes, deviations
 from fedppl.testing import normal_means
-from tests.support.side_by_side import lies_side_by_side
 
 
 def line(X: Any, y: Any, *, slope_sd: float = 2.0, noise: Any = None) -> pm.Model:
@@ -164,7 +163,7 @@ def test_many_clients_at_once_are_told_too() -> None:
     _, clients = normal_means(60)
     model = fedppl.FederatedModel(functools.partial(far, sd=0.001), ["mu", "tau"])
     shifted = {name: {"y": data["y"] + 4.0} for name, data in clients.items()}
-    algorithm = lies_side_by_side(fedppl.Sums(points=512, pilot=64, starts=1))
+    algorithm = fedppl.Sums(points=512, pilot=64, starts=1)
     found = fedppl.fit(model, shifted, algorithm, progressbar=False, random_seed=1)
     assert found.records[-1].together == 60
     assert "mu (" in found.message

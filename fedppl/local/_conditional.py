@@ -19,9 +19,10 @@ from fedppl.local import _inner, _marginal
 from fedppl.local._gaussian_rest import Places, find, is_exact
 from fedppl.local._inner import LeftOut
 from fedppl.local._two_rules import Pair, by_pairs, by_two_rules
+from fedppl.numerics import pairs
 from fedppl.numerics.importance import has_enough_points, stream_of
 from fedppl.numerics.integral import Rule, beyond_grid, beyond_trapezoids, by_far_grid, by_grid, missed_by_trapezoids
-from fedppl.numerics.marginal import site_outputs
+from fedppl.numerics.pairs import Densities
 from fedppl.types import Array
 
 _NODES = (11, 15)  # of each coordinate where there are two
@@ -74,7 +75,7 @@ def _by_rule(
         some = points[first : first + chunk]
         found, modes, factors = _marginal.modes(client, some, center)
         told = np.flatnonzero(np.isfinite(found))
-        about = _about_modes(some[told], modes[told], factors[told], which, rest)
+        about = about_modes(some[told], modes[told], factors[told], which, rest)
         if along_axes:
             about = about._replace(spread=np.sqrt(np.sum(about.spread**2, axis=2))[:, :, None] * np.eye(q))
         if far:
@@ -89,7 +90,7 @@ def _by_rule(
     return values, errors
 
 
-def _about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: Places) -> _Quadrature:
+def about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: Places) -> _Quadrature:
     """Nodes where Laplace's approximation has c."""
     curvature = factors @ np.swapaxes(factors, 1, 2)
     follow = np.linalg.solve(curvature[:, rest[:, None], rest], curvature[:, rest[:, None], which])
@@ -153,8 +154,22 @@ def _beyond_grid(terms: Array, rule: Rule) -> tuple[Array, Array]:
     return beyond_grid(np.stack([np.exp(terms[:, rule.group == one]).sum(axis=1) for one in groups], axis=1))
 
 
+class Given(NamedTuple):
+    """Nodes of c with the Gaussian that the rest of θ has given each."""
+
+    terms: Array  # (S, L) logarithms of what nodes add to the integral
+    theta: Array  # (S, L, d) with the rest at its mean
+    precision: Array  # (S, L, r, r)
+
+
 def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
     """Logarithms of what nodes of c add to the integral, (S, L)."""
+    who = np.zeros(len(about.phi), dtype=np.int64)
+    return at_nodes(client.view(_marginal.densities), who, about, which, rest, rule).terms
+
+
+def at_nodes(of: Densities, who: Places, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Given:
+    """Nodes of c at (client, point) pairs, clients being in places who (S,)."""
     (count, m), nodes, r = about.phi.shape, len(rule.nodes), len(rest)
     A_rr = about.curvature[:, rest[:, None], rest]
     follow = np.linalg.solve(A_rr, about.curvature[:, rest[:, None], which])  # (S, r, q): how the rest moves with c
@@ -166,22 +181,27 @@ def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, 
     widths = 1.0 / np.sqrt(np.diagonal(A_rr, axis1=1, axis2=2))  # the gradient is linear in the rest: any step is exact
     for i, place in enumerate(m + rest):
         x[:, :, 1 + i, place] += widths[:, None, i]
-    outputs = site_outputs(client.kernel, x.reshape(-1, x.shape[-1]), client.packed).reshape(count, nodes, 1 + r, -1)
+    flat = x.reshape(count * nodes * (1 + r), x.shape[-1])
+    outputs = pairs.outputs_at(of, flat, np.repeat(who, nodes * (1 + r))).reshape(count, nodes, 1 + r, -1)
     slopes = outputs[..., 1 + m + rest]
     slope = slopes[:, :, 0]
     curved = -(slopes[:, :, 1:] - slope[:, :, None]) / widths[:, None, :, None]
-    inverse, log_determinant = _inverses(0.5 * (curved + np.swapaxes(curved, 2, 3)))
-    logs, gain = outputs[:, :, 0, 0], 0.5 * np.einsum("sli,slij,slj->sl", slope, inverse, slope)
+    curved = 0.5 * (curved + np.swapaxes(curved, 2, 3))
+    inverse, log_determinant = _inverses(curved)
+    move = np.einsum("slij,slj->sli", inverse, slope)
+    logs, gain, theta = outputs[:, :, 0, 0], 0.5 * np.einsum("sli,sli->sl", slope, move), x[:, :, 0, m:]
     # Where a Newton step gains as much as the density is itself, the rounding of both is of any size: the density is
     # then read where the steps end.
     far = ~(gain < _NEAR)
-    x = x[:, :, 0][far]
+    theta[..., rest] += np.where(far[..., None], 0.0, move)
+    x, whose = x[:, :, 0][far], np.repeat(who, nodes)[far.reshape(-1)]
     slope, inverse = slope[far], inverse[far]
     for _ in range(2 if len(x) else 0):
         x[:, m + rest] += np.einsum("nij,nj->ni", inverse, np.nan_to_num(slope))
-        there = site_outputs(client.kernel, np.ascontiguousarray(x), client.packed)
+        there = pairs.outputs_at(of, x, whose)
         slope = there[:, 1 + m + rest]
         logs[far], gain[far] = there[:, 0], 0.5 * np.einsum("ni,nij,nj->n", slope, inverse, slope)
+    theta[far] = x[:, m:]
     missed = np.where(far, gain, 0.0)
     logs = logs + np.where(far, 0.0, gain)
     proper = np.isfinite(log_determinant)
@@ -192,7 +212,7 @@ def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, 
     good = proper & (missed < _MISSED)
     least = np.max(np.where(good, terms, -np.inf), axis=1, keepdims=True) - _LOW
     unknown = np.any(~good & (terms > least), axis=1)  # a node that counts is not known: nor is the integral
-    return np.asarray(np.where(good & ~unknown[:, None], terms, -np.inf))
+    return Given(np.where(good & ~unknown[:, None], terms, -np.inf), theta, curved)
 
 
 def _inverses(matrices: Array) -> tuple[Array, Array]:

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import softmax
 
 from fedppl.contracts import ClientView
-from fedppl.local._conditional import _about_modes, _centered, _gaps, _inverses, _Quadrature
+from fedppl.local._conditional import _centered, _gaps, _inverses, _Quadrature, about_modes
 from fedppl.local._gaussian_rest import Places
 from fedppl.numerics.distribution import draw_by_values
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
@@ -34,7 +34,7 @@ def drawn(
     """
     (m, d), theta = (phi.shape[1], modes.shape[1]), np.zeros((len(where), modes.shape[1]))
     rest, is_one = np.setdiff1d(np.arange(d), which), len(which) == 1
-    about = _about_modes(phi, modes, factors, which, rest)
+    about = about_modes(phi, modes, factors, which, rest)
     about, terms, rule = _spread_out(client, about, which, rest) if is_one else _by_grid(client, about, which, rest)
     told = np.isfinite(terms.max(axis=1))
     found: Places = np.flatnonzero(told[where])

@@ -264,14 +264,14 @@ def _laplace_at(
         some = points[first : first + chunk]
         row = np.repeat(rows, len(some))
         found = pairs.laplace(stack.of, at, row, places[row], np.tile(some, (len(rows), 1)))
-        values[:, first : first + chunk] = found.values.reshape(len(rows), -1)
+        values[:, first : first + chunk] = found.values.reshape(len(rows), len(some))
         here = np.flatnonzero(where[first : first + chunk] >= 0)
         if len(here):
             to = where[first + here]
             theta[:, to] = found.theta.reshape(len(rows), len(some), d)[:, here]
             root[:, to] = found.root.reshape(len(rows), len(some), d, d)[:, here]
-    asked = len(rows) * len(known)
-    flat = values[:, known].reshape(asked), theta.reshape(asked, d), root.reshape(asked, d, d)
+    size = len(rows) * len(known)
+    flat = values[:, known].reshape(size), theta.reshape(size, d), root.reshape(size, d, d)
     return values, Laplace(*flat)
 
 

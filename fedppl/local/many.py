@@ -1,39 +1,51 @@
-"""Moments of the own variables of many clients of one template at once, in threads."""
+r"""Means and sds of the own variables of many clients of one template.
+
+.. math:: E[t(\varphi, \theta)] = E_q\Big[\int t(\varphi, \theta)\, p(\theta \mid y_k, \varphi)\, d\theta\Big]
+
+What is inside is integrated by nodes about θ's mode: by few where these tell the same as many, which each client is
+asked for, since a rule that does for most of them is off where one has a tail.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedppl.contracts import ClientView
 from fedppl.data.grouped import MANY
 from fedppl.local import _gaussian_rest
+from fedppl.local._conditional import about_modes, at_nodes
+from fedppl.local.integrate import in_parts
 from fedppl.model.stack import Stack
-from fedppl.numerics.integral import by_grid, by_trapezoids
-from fedppl.numerics.stacked import densities_of_many
-from fedppl.numerics.stacked_moments import moments_of_many
+from fedppl.numerics import pairs
+from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
+from fedppl.numerics.pairs import Densities, Flags, Origins, Places
 from fedppl.types import Array
 
-_AT_ONCE = 64  # clients of a part
+_NUMBERS, _MOST = 2**20, 1024  # numbers in points that are held at a time, in each thread; clients of a part
 _LOOKED_AT = 24  # clients whose kind is looked at, where clients are many
 _FEW = 9  # nodes that may do for a client's own moments, where they tell the same as many
 _GRIDS = {2: 19, 3: 13}  # nodes of each coordinate, by the number of coordinates
 _OF_GAUSSIAN = {1: 9, 2: 9, 3: 7}  # the same where θ is Gaussian given φ
-
-Places = NDArray[np.int64]
+_NOTHING = 1e-13  # share of a node that adds nothing to a mean, nor at 200 sds to a variance
+_MEANS_SHOW, _VARIANCES_SHOW = 0.002, 0.004  # of a sd, and of a variance, that a few nodes may be off by
 
 
 class Nodes(NamedTuple):
-    """How θ is integrated: by nodes about its mode, or where there are none by Laplace's approximation."""
+    """How θ is integrated: by nodes of some coordinates, given which the others are Gaussian."""
 
-    nodes: Array  # (L, q)
-    log_weights: Array  # (L,)
-    which: Places  # (q,) coordinates that they are of; the others are Gaussian given these
+    rule: Rule
+    which: Places  # (q,)
+
+
+class _Tell(NamedTuple):
+    """What is told of θ given φ."""
+
+    of: Densities
+    kernel: Callable[..., Any]
+    middle: Array  # (C, r) about which squares lose no digits
 
 
 def nodes_for(clients: Sequence[ClientView]) -> Nodes | None:
@@ -42,7 +54,7 @@ def nodes_for(clients: Sequence[ClientView]) -> Nodes | None:
     Of one coordinate by nodes that reach far out into tails.
     """
     d = clients[0].local_size
-    if not d or _are_exact(clients):
+    if not d or all(client.view(_gaussian_rest.is_exact) for client in clients):
         return _about(d)
     found = [client.view(_gaussian_rest.find) for client in clients] if d > 1 else []
     of_rest = [one for one in found if one is not None]
@@ -52,64 +64,134 @@ def nodes_for(clients: Sequence[ClientView]) -> Nodes | None:
     q = len(which)
     if q != 1 and q not in _GRIDS:
         return None
-    rule = by_trapezoids(6) if q == 1 else by_grid(q, _GRIDS[q])
-    return Nodes(rule.nodes, rule.log_weights, which)
-
-
-def _are_exact(clients: Sequence[ClientView]) -> bool:
-    return all(client.view(_gaussian_rest.is_exact) for client in clients)
-
-
-def moments(
-    many: Stack, tell: Callable[..., Any], entries: int, points: Array, center: Array, *, workers: int
-) -> tuple[Array, Array]:
-    """Means and sds (K, r) of what `tell` makes of (φ, θ), over points (S, m) of φ; NaN where θ has no mode."""
-    means, sds = np.zeros((len(many), entries)), np.zeros((len(many), entries))
-    common = many.like.kernel, tell, np.ascontiguousarray(points), np.ascontiguousarray(center)
-    places = np.arange(len(many), dtype=np.int64)
-    rule = nodes_for(many.some(range(len(many) if len(many) < MANY else _LOOKED_AT))) or _about(many.starts.shape[1])
-    few = by_grid(1, _FEW) if len(rule.which) == 1 and len(rule.nodes) > _FEW else None
-    fewer = (rule.nodes[:0], rule.log_weights[:0]) if few is None else (few.nodes, few.log_weights)
-
-    def part(own: slice) -> None:
-        stacked = many.starts, tuple(many.packs), places[own]
-        moments_of_many(*common, *stacked, *fewer, *rule, means[own], sds[own])
-
-    in_parts(part, len(many), workers)
-    return means, sds
+    return Nodes(by_trapezoids(6) if q == 1 else by_grid(q, _GRIDS[q]), which)
 
 
 def _about(d: int) -> Nodes:
     """Nodes about the mode of a Gaussian: a grid of few coordinates, of many one on each side of each axis."""
     if d in _OF_GAUSSIAN:
-        rule = by_grid(d, _OF_GAUSSIAN[d])
-        return Nodes(rule.nodes, rule.log_weights, np.arange(d))
-    axes = np.sqrt(d) * np.concatenate([np.eye(d), -np.eye(d)])
-    return Nodes(axes if d else np.zeros((1, 0)), np.full(max(2 * d, 1), -np.log(max(2 * d, 1))), np.arange(d))
+        return Nodes(by_grid(d, _OF_GAUSSIAN[d]), np.arange(d))
+    axes = np.sqrt(d) * np.concatenate([np.eye(d), -np.eye(d)]) if d else np.zeros((1, 0))
+    return Nodes(Rule(axes, np.full(len(axes), -np.log(len(axes))), np.zeros(len(axes))), np.arange(d))
+
+
+def moments(
+    many: Stack, tell: Callable[..., Any], entries: int, points: Array, center: Array, *, workers: int
+) -> tuple[Array, Array]:
+    """Means and sds (K, r) of what `tell` makes of (φ, θ), over points (S, m) of φ; NaN where θ has no mode.
+
+    By way of each client's mode at the center.
+    """
+    d = many.starts.shape[1]
+    nodes = nodes_for(many.some(range(len(many) if len(many) < MANY else _LOOKED_AT))) or _about(d)
+    each = (2 * (points.shape[1] + d) + entries) * (1 + d - len(nodes.which)) * len(nodes.rule.nodes)
+    size = int(np.clip(_NUMBERS // each, 1, _MOST))
+    places = np.arange(len(many), dtype=np.int64)
+
+    def part(own: slice) -> tuple[Array, Array]:
+        return _of_part(many, tell, entries, nodes, points, center, places[own], max(1, _NUMBERS // (each * size)))
+
+    found = in_parts(part, len(many), size, workers)
+    means, sds = (np.concatenate(one) for one in zip(*found, strict=True))
+    return means, sds
+
+
+def _of_part(
+    many: Stack,
+    tell: Callable[..., Any],
+    entries: int,
+    nodes: Nodes,
+    points: Array,
+    center: Array,
+    places: Places,
+    at_once: int,
+) -> tuple[Array, Array]:
+    """The same of clients in these places, so many points at once."""
+    of = Densities(many.like.kernel, many.packs, len(center))
+    at = pairs.origins(of, center, many.starts[places], places)
+    x = np.concatenate([np.broadcast_to(center, (len(places), len(center))), at.modes.theta], axis=1)
+    telling = _Tell(of, tell, pairs.entries_at(tell, many.packs, x, places, entries))
+    one, two = np.full((len(places), entries), np.nan), np.full((len(places), entries), np.nan)
+    usable = at.modes.arrived if many.starts.shape[1] else np.ones(len(places), dtype=bool)
+    do = _few_do(telling, at, nodes, center, places) & usable
+    for rows, own in ((np.flatnonzero(do), _few(nodes)), (np.flatnonzero(usable & ~do), nodes)):
+        if not len(rows):
+            continue
+        one[rows], two[rows] = 0.0, 0.0
+        for first in range(0, len(points), at_once):
+            some = points[first : first + at_once]
+            found = _given(telling, at, own, np.tile(some, (len(rows), 1)), np.repeat(rows, len(some)), places)
+            for total, part in zip((one, two), found, strict=True):
+                total[rows] += part.reshape(len(rows), len(some), entries).sum(axis=1) / len(points)
+    return telling.middle + one, np.sqrt(np.maximum(two - one**2, 0.0))
+
+
+def _few(nodes: Nodes) -> Nodes:
+    return nodes._replace(rule=by_grid(1, _FEW))
+
+
+def _few_do(telling: _Tell, at: Origins, nodes: Nodes, center: Array, places: Places) -> Flags:
+    """Clients at which few nodes tell the same means and variances at the center as all do, to what shows."""
+    if len(nodes.which) != 1 or len(nodes.rule.nodes) <= _FEW:
+        return np.zeros(len(places), dtype=bool)
+    rows, phi = np.arange(len(places)), np.broadcast_to(center, (len(places), len(center)))
+    one, two = _given(telling, at, nodes, phi, rows, places)
+    other, other_two = _given(telling, at, _few(nodes), phi, rows, places)
+    variance = two - one**2
+    near = np.abs(other - one) <= _MEANS_SHOW * np.sqrt(np.maximum(variance, 0.0))  # nor where one is no number
+    near &= np.abs(other_two - other**2 - variance) <= _VARIANCES_SHOW * variance
+    return np.asarray(near.all(axis=1))
+
+
+def _given(telling: _Tell, at: Origins, nodes: Nodes, phi: Array, row: Places, places: Places) -> tuple[Array, Array]:
+    """Means of what is told and of its squares, about the middle, at pairs of φ (N, m) and rows of clients; NaN: none.
+
+    The rest of θ, which is Gaussian given `which`, is at two points of each axis.
+    """
+    of, m, d = telling.of, phi.shape[1], at.modes.theta.shape[1]
+    rest, entries = np.setdiff1d(np.arange(d), nodes.which), telling.middle.shape[1]
+    one, two = np.full((2, len(phi), entries), np.nan)
+    laplace = pairs.laplace(of, at, row, places[row], phi)
+    known = np.flatnonzero(np.isfinite(laplace.values))
+    about = about_modes(phi[known], laplace.theta[known], laplace.root[known], nodes.which, rest)
+    found = at_nodes(of, places[row[known]], about, nodes.which, rest, nodes.rule)
+    told = np.isfinite(found.terms.max(axis=1))
+    known, terms = known[told], found.terms[told]
+    weights = np.exp(terms - terms.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    pair, node = np.nonzero(weights > _NOTHING)
+    theta = _around(found.theta[told][pair, node], found.precision[told][pair, node], rest)  # (P, E, d)
+    x = np.empty((*theta.shape[:2], m + d))
+    x[..., :m], x[..., m:] = phi[known[pair], None], theta
+    ends, whose = theta.shape[1], row[known[pair]]
+    apart = pairs.entries_at(telling.kernel, of.packs, x.reshape(-1, m + d), np.repeat(places[whose], ends), entries)
+    apart = apart.reshape(-1, ends, entries) - telling.middle[whose, None]
+    begin = np.searchsorted(pair, np.arange(len(known)))
+    for out, part in ((one, apart.mean(axis=1)), (two, np.square(apart).mean(axis=1))):
+        out[known] = np.add.reduceat(weights[pair, node, None] * part, begin, axis=0) if len(known) else 0.0
+    return one, two
+
+
+def _around(theta: Array, precision: Array, rest: Places) -> Array:
+    """Points (P, E, d) that have the mean and the covariance of the rest: ± √r L⁻ᵀ e of each axis, or one of no rest."""
+    r = len(rest)
+    if not r:
+        return theta[:, None]
+    found = np.repeat(theta[:, None], 2 * r, axis=1)
+    root, _ = pairs.cholesky(precision)
+    for i, axis in enumerate(np.sqrt(r) * np.eye(r)):
+        away = pairs.solve_upper(root, np.broadcast_to(axis, (len(theta), r)))
+        found[:, 2 * i, rest] += away
+        found[:, 2 * i + 1, rest] -= away
+    return found
 
 
 def without_density(many: Stack, phi: Array, workers: int) -> Places:
     """Places of clients whose log density or gradient is not finite where searches begin."""
-    places = np.arange(len(many), dtype=np.int64)
-    failed = np.zeros(len(many), np.uint8)
+    of, places = Densities(many.like.kernel, many.packs, len(phi)), np.arange(len(many), dtype=np.int64)
 
-    def part(own: slice) -> None:
-        densities_of_many(many.like.kernel, phi, many.starts, tuple(many.packs), places[own], failed[own])
+    def part(own: slice) -> Flags:
+        at = np.broadcast_to(phi, (len(places[own]), len(phi)))
+        return np.asarray(~np.isfinite(pairs.outputs(of, at, many.starts[own], places[own])).all(axis=1))
 
-    in_parts(part, len(many), workers)
-    return places[failed > 0]
-
-
-def in_parts(compute: Callable[[slice], Any], count: int, workers: int) -> list[Any]:
-    """What is computed for clients of each part, in the order of the parts, in threads."""
-    parts = [slice(first, min(first + _AT_ONCE, count)) for first in range(0, count, _AT_ONCE)]
-    if len(parts) <= 1 or workers <= 1:
-        return [compute(part) for part in parts]
-    compute(slice(0, 0))  # compiles, in one thread
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(compute, parts))
-
-
-def cores() -> int:
-    """Threads by default: one a core."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return places[np.concatenate(in_parts(part, len(many), _MOST, workers))]

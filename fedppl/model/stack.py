@@ -26,7 +26,7 @@ from fedppl.model.enrolment import held_exactly
 from fedppl.model.graph_key import graph_key
 from fedppl.model.numba_mode import inlined, mode, without_notices
 from fedppl.model.pack import vector_kernel
-from fedppl.numerics.stacked import Packs
+from fedppl.numerics.pairs import Packs
 from fedppl.types import Array, DataError, Layout
 
 
@@ -45,7 +45,7 @@ class Stack:
     packs
         Their arrays as the kernel reads them.
     starts
-        Where searches for modes of θ begin, (K, d); what is found is written there.
+        Where searches for modes of θ begin, (K, d).
     """
 
     table: Table

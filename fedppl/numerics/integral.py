@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from fedppl.numerics.importance import whitened_points
-from fedppl.numerics.marginal import _marginal_near, _origin, _third
-from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, assign, entry, jit
 from fedppl.types import Array
 
 SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid, by the number of coordinates
@@ -124,72 +121,3 @@ def missed_by_trapezoids(terms: Array, rule: Rule) -> Array:
     peaks = np.sum((terms[:, 1:-1] > terms[:, :-2]) & (terms[:, 1:-1] >= terms[:, 2:]) & high[:, 1:-1], axis=1)
     central = (peaks == 1) & (np.abs(rule.nodes[np.argmax(terms, axis=1), 0]) < _DENSE)
     return np.asarray(np.where(central, np.sign(half) * half**2, np.abs(half)))
-
-
-@jit
-def node_terms(
-    kernel: Any, x: Any, m: int, mode: Any, factor: Any, data: Any, nodes: Any, log_weights: Any, terms: Any
-) -> None:
-    """Logarithms of what nodes about a mode of θ add to the integral, into terms (L,); x[m:] is the last one's θ."""
-    d = mode.shape[0]
-    constant = 0.5 * d * np.log(2.0 * np.pi)
-    for i in range(d):
-        constant -= np.log(factor[i, i])
-    for node in range(len(nodes)):
-        squared = place_node(x, m, mode, factor, nodes, node)
-        terms[node] = kernel(x, *data)[0] + 0.5 * squared + constant + log_weights[node]
-        if not terms[node] < np.inf:  # NaN: no density there
-            terms[node] = -np.inf
-
-
-@jit
-def place_node(x: Any, m: int, mode: Any, factor: Any, nodes: Any, node: int) -> float:
-    """Set θ = mode + L⁻ᵀ z in x, for a node z; returns |z|²."""
-    squared = 0.0
-    for i in range(mode.shape[0] - 1, -1, -1):
-        total = nodes[node, i]
-        squared += total**2
-        for j in range(i + 1, mode.shape[0]):
-            total -= factor[j, i] * (x[m + j] - mode[j])
-        x[m + i] = mode[i] + total / factor[i, i]
-    return squared
-
-
-@entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, VECTOR, VECTOR, types.float64)
-def integral_batch(
-    kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, nodes: Any, log_weights: Any, group: Any, least: Any
-) -> tuple[int, Array, Array, Array, Array]:
-    """log f_k at every row of draws (S, m), by way of an expansion at φ, as in `marginal_batch`.
-
-    Returns (status of the search at φ, log f_k (S,), the same less that of Laplace's approximation (S,), relative ESS
-    of the terms (S,), each group's share of the integral (S, G)); NaN where there is no mode, and from the first point
-    on that has less ESS than `least`.
-    """
-    count, m = draws.shape
-    d = theta.shape[0]
-    totals, differences = np.full(count, np.nan), np.full(count, np.nan)
-    relative, shares = np.zeros(count), np.zeros((count, int(group.max()) + 1))
-    status, origin, output, slope, center, _, scale = _origin(kernel, phi, theta, data)
-    if status != OK:
-        return status, totals, differences, relative, shares
-    third = np.zeros(m + d)
-    _third(kernel, origin, m, output, center, data, third)
-    x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
-    terms = np.zeros(len(nodes))
-    for s in range(count):
-        assign(x, 0, draws[s])
-        there, laplace = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
-        if there != OK or not np.isfinite(laplace):
-            continue
-        assign(mode, 0, x[m:])
-        node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
-        largest = terms.max()
-        if np.isfinite(largest):
-            total = largest + np.log(np.sum(np.exp(terms - largest)))
-            relative[s] = 1.0 / np.sum(np.exp(2.0 * (terms - total))) / len(nodes)
-            for node in range(len(nodes)):
-                shares[s, int(group[node])] += np.exp(terms[node] - total)
-            if relative[s] < least:
-                break
-            totals[s], differences[s] = total, total - laplace
-    return OK, totals, differences, relative, shares

@@ -107,8 +107,18 @@ def outputs(of: Densities, phi: Array, theta: Array, who: Places) -> Array:
     """log p(y_k, θ | φ) and its gradient in (φ, θ), (N, 1 + m + d)."""
     x = np.empty((len(phi), of.shared + theta.shape[1]))
     x[:, : of.shared], x[:, of.shared :] = phi, theta
-    out = np.empty((len(x), 1 + x.shape[1]))
-    outputs_of_pairs(of.kernel, x, who, tuple(of.packs), out)
+    return outputs_at(of, x, who)
+
+
+def outputs_at(of: Densities, x: Array, who: Places) -> Array:
+    """The same at rows x = (φ, θ), (N, m + d)."""
+    return entries_at(of.kernel, of.packs, x, who, 1 + x.shape[1])
+
+
+def entries_at(kernel: Any, packs: Packs, x: Array, who: Places, count: int) -> Array:
+    """So many entries (N, count) that a kernel makes of each row of x (N, m + d) and of the arrays of its client."""
+    out = np.empty((len(x), count))
+    outputs_of_pairs(kernel, np.ascontiguousarray(x), who, tuple(packs), out)
     return out
 
 
@@ -182,10 +192,10 @@ def _expanded(
     found = found.reshape(count, each, 1 + m + d)
     out, high = found[:, 0], found[:, 1 : 1 + d]
     low, times = (found[:, 1 + d :], 2.0) if central else (out[:, None], 1.0)
-    with np.errstate(invalid="ignore", over="ignore"):  # where there is no density, or one that falls as exp(exp(θ))
+    with np.errstate(invalid="ignore"):  # where there is no density
         change = (high - low) / (times * lengths[:, :, None])
-        A = -0.5 * (change[:, :, 1 + m :] + np.swapaxes(change[:, :, 1 + m :], 1, 2))
-    return _Expanded(out, A, np.swapaxes(change[:, :, 1 : 1 + m], 1, 2))
+    A = -change[:, :, 1 + m :]
+    return _Expanded(out, 0.5 * (A + np.swapaxes(A, 1, 2)), np.swapaxes(change[:, :, 1 : 1 + m], 1, 2))
 
 
 def _rescaled(A: Array, scale: Array) -> Array:

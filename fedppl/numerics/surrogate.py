@@ -18,13 +18,15 @@ from scipy.interpolate import RBFInterpolator
 
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
+from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose
 from fedppl.types import Array
 
 Places = NDArray[np.intp]
 
 MOST_FOLDED = 6
-_WIDE = 2.5  # times as wide as the posterior, half of the candidates
-_ROOM = 1.3  # times the posterior's variances, the other half
+_WIDE = 2.5  # times as wide as the posterior, a part of the candidates
+_ROOM = 1.3  # times the posterior's variances, the others
+_PARTS = 16  # of a mixture at most, each with a stream of its own
 WIDER = 0.5 * _ROOM * (1.0 + _WIDE**2)  # times the posterior's variances, those of candidates
 _DEEP, _DEEPER = 40.0, 2.0  # log units below the largest value down to which values count, and for each coordinate
 _MOST = 2000  # values that a surrogate goes through
@@ -39,7 +41,7 @@ _STEADY = 0.1  # sds, and of a log sd, by which these move when they are there
 
 
 class Candidates(NamedTuple):
-    """Points of two t's, one far wider than the other, in scrambles."""
+    """Points of a mixture, in scrambles."""
 
     u: Array  # (N, m)
     log_density: Array  # (N,)
@@ -88,30 +90,39 @@ def log_slope(phi: Array, folded: Places) -> Array:
     return np.asarray(-phi[:, folded].sum(axis=1))
 
 
-def candidates(mean: Array, covariance: Array, folded: Places, per_scramble: int, stream: int) -> Candidates:
-    """Points of a t as wide as the posterior, and as many of a wider one: else a surrogate's tails are made up."""
-    m, half = len(mean), max(1, per_scramble // 2)
-    root = np.linalg.cholesky(covariance * (_ROOM * (student.DEGREES - 2.0) / student.DEGREES))
+def mixture(
+    mean: Array, covariance: Array, per_scramble: int, wide: float, outer: tuple[Proposal, ...] = ()
+) -> tuple[Proposal, ...]:
+    """A t as wide as a posterior with these moments, a part of the points of a wider one, and others in its tails.
+
+    Without points far out a surrogate's tails are made up.
+    """
+    far, out = max(1, int(wide * per_scramble)), per_scramble // 4 if outer else 0
+    own = propose(mean, _ROOM * covariance, max(1, per_scramble - far - out))
+    others = [one._replace(per_scramble=max(1, out // len(outer))) for one in outer]
+    return own, propose(mean, _ROOM * _WIDE**2 * covariance, far), *others
+
+
+def candidates(of: tuple[Proposal, ...], folded: Places, stream: int) -> Candidates:
+    """Points of a mixture, those of all parts in turn, scramble after scramble."""
     parts = [
-        mean + student.standard_points(m, half, 2 * stream + wide) @ (root * (_WIDE if wide else 1.0)).T
-        for wide in (0, 1)
+        points_of(one, _PARTS * stream + number).reshape(student.SCRAMBLES, -1, len(one.mean))
+        for number, one in enumerate(of)
     ]
-    # One of either, alternately, scramble after scramble.
-    u = np.stack([part.reshape(student.SCRAMBLES, half, m) for part in parts], axis=2).reshape(-1, m)
+    u = np.concatenate(parts, axis=1)
+    count = u.shape[1]
+    u = u[:, np.random.default_rng(0).permutation(count)].reshape(-1, u.shape[2])
     u[:, folded] = np.abs(u[:, folded])
-    return Candidates(u, log_candidates(u, mean, covariance, folded), np.repeat(np.arange(student.SCRAMBLES), 2 * half))
+    return Candidates(u, log_candidates(of, u, folded), np.repeat(np.arange(student.SCRAMBLES), count))
 
 
-def log_candidates(u: Array, mean: Array, covariance: Array, folded: Places) -> Array:
-    """Log density of candidates at points (S, m)."""
-    root = np.linalg.cholesky(covariance * (_ROOM * (student.DEGREES - 2.0) / student.DEGREES))
-    inverse, logs = np.linalg.inv(root), np.full(len(u), -np.inf)
+def log_candidates(of: tuple[Proposal, ...], u: Array, folded: Places) -> Array:
+    """Log density of a mixture, folded, at points (S, m)."""
+    logs = np.full(len(u), -np.inf)
     for signs in itertools.product((1.0, -1.0), repeat=len(folded)):
         image = u.copy()
         image[:, folded] *= np.array(signs)
-        white = (image - mean) @ inverse.T
-        for scale in (1.0, _WIDE):
-            logs = np.logaddexp(logs, student.log_density(white / scale, scale * root) - np.log(2.0))
+        logs = np.logaddexp(logs, log_mixture(of, image))
     return logs
 
 
@@ -171,9 +182,9 @@ def _inside(of: Surrogate, z: Array) -> Array:
     return np.asarray(np.concatenate([np.zeros(0), *parts]) - 0.5 * np.sum(z**2, axis=1))
 
 
-def drawn(of: Surrogate, mean: Array, covariance: Array, folded: Places, per_scramble: int, stream: int) -> Drawn:
-    """Candidates about a mean, weighted by the surrogate."""
-    at = candidates(mean, covariance, folded, per_scramble, stream)
+def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) -> Drawn:
+    """Candidates of a mixture, weighted by the surrogate."""
+    at = candidates(by, folded, stream)
     logs = log_surrogate(of, at.u)
     log_weights, _ = pareto.smoothed(logs - at.log_density)
     weights = normalise(log_weights)
@@ -186,7 +197,7 @@ def moments_of(of: Surrogate, mean: Array, covariance: Array, folded: Places, st
     """Moments of a surrogate, by candidates about its own mean: begun about another."""
     m = len(mean)
     for _ in range(_TIMES):
-        found = drawn(of, mean, covariance, folded, _EACH, stream)
+        found = drawn(of, mixture(mean, covariance, _EACH, 0.5), folded, stream)
         kept = min(1.0, effective_size(found.weights) / (10.0 * m))  # few points do not tell a covariance
         new = kept * found.covariance + (1.0 - kept) * covariance
         moved = np.max(np.abs(found.mean - mean) / np.sqrt(np.diag(new)))

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.data.grouped import Table
-from fedppl.local.many import cores, moments, nodes_for, without_density
+from fedppl.local.integrate import cores
+from fedppl.local.many import moments, nodes_for, without_density
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import ClientsOf, stacked, why_not

@@ -1,4 +1,4 @@
-"""A batch of stacks for an algorithm that has none: sums of its own replies, of several clients at once."""
+"""A batch whose stacks are asked client by client, where one may fail."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fedppl.numerics.streams import stream
 from fedppl.types import LocalFailure
 
 
-def with_stacks(algorithm: AnyAlgorithm, size: int = 2, fails: str = "", broken: int = -1) -> AnyAlgorithm:
-    """The algorithm with such a batch; one client may fail, and the call with number `broken` raises."""
+def with_stacks(algorithm: AnyAlgorithm, fails: str = "", broken: int = -1) -> AnyAlgorithm:
+    """The algorithm with stacks of two; one client may fail, and the call with number `broken` raises."""
     calls = [0]
 
     def stacks(clients: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         ids = list(clients)
-        return [{name: clients[name] for name in ids[first : first + size]} for first in range(0, len(ids), size)]
+        return [{name: clients[name] for name in ids[first : first + 2]} for first in range(0, len(ids), 2)]
 
     def summed(stack: Mapping[str, Any], message: Mapping[str, Any], workers: int) -> Summed:
         del workers
@@ -35,9 +35,3 @@ def with_stacks(algorithm: AnyAlgorithm, size: int = 2, fails: str = "", broken:
 
     batch = Batch(algorithm.update_client, None, lambda clients: (), lambda parts: [], stacks=stacks, summed=summed)
     return algorithm._replace(batch=batch)
-
-
-def lies_side_by_side(algorithm: AnyAlgorithm) -> AnyAlgorithm:
-    """The algorithm as it is where it lays clients side by side, else with a batch that does."""
-    has_stacks = algorithm.batch is not None and algorithm.batch.stacks is not None
-    return algorithm if has_stacks else with_stacks(algorithm, 64)
