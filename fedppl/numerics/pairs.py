@@ -192,10 +192,10 @@ def _expanded(
     found = found.reshape(count, each, 1 + m + d)
     out, high = found[:, 0], found[:, 1 : 1 + d]
     low, times = (found[:, 1 + d :], 2.0) if central else (out[:, None], 1.0)
-    with np.errstate(invalid="ignore"):  # where there is no density
+    with np.errstate(invalid="ignore", over="ignore"):  # where there is no density, or one that falls as exp(exp(θ))
         change = (high - low) / (times * lengths[:, :, None])
-    A = -change[:, :, 1 + m :]
-    return _Expanded(out, 0.5 * (A + np.swapaxes(A, 1, 2)), np.swapaxes(change[:, :, 1 : 1 + m], 1, 2))
+        A = -0.5 * (change[:, :, 1 + m :] + np.swapaxes(change[:, :, 1 + m :], 1, 2))
+    return _Expanded(out, A, np.swapaxes(change[:, :, 1 : 1 + m], 1, 2))
 
 
 def _rescaled(A: Array, scale: Array) -> Array:
