@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.model import graph as _graph
-from fedppl.model._template import Template
+from fedppl.model._made import made_of
+from fedppl.model._template import Template, make_once
 from fedppl.model.enrolment import containers, mismatch, require_arguments
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
@@ -93,7 +94,8 @@ def opened(
 ) -> Template:
     """Template of a model in which these lengths are a client's own."""
     parts = parts._replace(open=lengths)
-    start = _graph.initial_values(parts)
+    made = made_of(parts)
+    start = make_once(made, "start", lambda: _graph.initial_values(parts))
     held = containers(client_id, parts, arrays)
     try:
         initial = start(*held, *_graph.alone(parts))
@@ -107,7 +109,7 @@ def opened(
         raise mismatch(client_id, arrays, error) from error
     shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
     try:
-        graph = _graph.site_graph(parts, shared, local)
+        graph = make_once(made, ("graph", shared), lambda: _graph.site_graph(parts, shared, local))
     except NotImplementedError as error:
         why = str(error).strip().partition("\n")[0]
         raise DeclarationError(
@@ -119,7 +121,7 @@ def opened(
         raise DeclarationError(
             f"client {client_id!r}: PyMC cannot put the model's log density together: {error}.{once}"
         ) from error
-    return Template(parts, (shared, local), graph, start, (*held, *_graph.alone(parts), *shapes(graph, local)))
+    return Template(parts, (shared, local), graph, start, (*held, *_graph.alone(parts), *shapes(graph, local)), made)
 
 
 def lengths_of(

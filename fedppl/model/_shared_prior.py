@@ -28,13 +28,13 @@ _PRIOR_DRAWS = 4000
 def shared_layout(
     template: Template, variables: tuple[Variable, ...], initial: list[Array]
 ) -> tuple[Layout, SharedPrior]:
-    """Layout and prior of the shared parameters, once per template."""
-    functions = template.functions
-    key = ("layout", variables)
-    if key in functions:
-        layout, prior = functions[key]
-        return layout, prior
-    parts = template.parts
+    """Layout and prior of the shared parameters, once per declaration."""
+    origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
+    key = ("layout", variables, origin.tobytes())
+    return template.of_declaration(key, lambda: _layout(template.parts, variables, origin))
+
+
+def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array) -> tuple[Layout, SharedPrior]:
     _refuse_flat(parts)
     graph = _graph.prior_graph(parts, variables)
     phi, logp = graph.x, graph.logp
@@ -43,7 +43,6 @@ def shared_layout(
     def gradient(point: Array) -> Array:
         return np.asarray(slopes(point[None])[0])
 
-    origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
     _require_density(parts, variables, origin, of_points)
     sizes = [variable.size for variable in variables]
     binary = np.repeat([variable.binary for variable in variables], sizes)
@@ -63,9 +62,7 @@ def shared_layout(
     )
     density = tuple(float(value) for value in of_points(probes(variables, n0)))
     told = fingerprint(variables, n0, exact is not None, density)
-    layout = Layout(variables, n0, exact is not None, told, density)
-    functions[key] = layout, prior
-    return layout, prior
+    return Layout(variables, n0, exact is not None, told, density), prior
 
 
 def _draws(parts: _graph.Parts, size: int) -> Array:

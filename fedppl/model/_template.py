@@ -36,6 +36,14 @@ def compilations() -> int:
     return _compiled
 
 
+def make_once(made: dict[Any, Any], name: Any, make: Callable[[], T]) -> T:
+    """What stands under a name, made at first use."""
+    if name not in made:
+        made[name] = make()
+    found: T = made[name]
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Template:
     """One build of the model and its compiled site factor; its clients differ from it only in their data."""
@@ -45,25 +53,28 @@ class Template:
     graph: _graph.SiteGraph
     start: Callable[..., list[Array]]
     example: tuple[Any, ...]  # inputs of the graph at the client built for
+    # What follows from the declaration alone, the same of all builds of one content; what follows from a build.
+    made: dict[Any, Any] = field(default_factory=dict)
     functions: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, name: Any, make: Callable[[], T]) -> T:
         """What is made at first use, for all clients."""
-        if name not in self.functions:
-            self.functions[name] = make()
-        made: T = self.functions[name]
-        return made
+        return make_once(self.functions, name, make)
+
+    def of_declaration(self, name: Any, make: Callable[[], T]) -> T:
+        """What is made at first use, for all builds that declare the same: it may hold nothing of a client's data."""
+        return make_once(self.made, (name, self.variables[0]), make)
 
     @property
     def kernel(self) -> Callable[..., Any]:
         """Compiled at first use, so that what can be refused is refused before."""
-        return self.once("kernel", lambda: kernel_of(self.graph))
+        return self.of_declaration("kernel", lambda: kernel_of(self.graph))
 
     @property
     def density(self) -> Callable[..., Any]:
         """The log density as a function of x and the arrays themselves, interpreted, for the few calls of checks."""
         arguments = [self.graph.x, *self.graph.inputs]
-        return self.once("density", lambda: interpreted.python_function(arguments, self.graph.logp))
+        return self.of_declaration("density", lambda: interpreted.python_function(arguments, self.graph.logp))
 
     def same_density(self, other: Template) -> bool:
         """Whether two templates have one log density: by their graphs, or where both can be computed, by values."""
@@ -87,7 +98,7 @@ class Template:
     @property
     def indexes_by_data(self) -> bool:
         """Whether what is compiled may read where nothing is."""
-        return self.once("by data", lambda: _graph.indexes_by_data(self.graph))
+        return self.of_declaration("by data", lambda: _graph.indexes_by_data(self.graph))
 
     @property
     def indices(self) -> _indices.Indices:

@@ -204,14 +204,15 @@ class ClientModel:
         return self._constrain(np.concatenate([np.atleast_2d(phi), np.atleast_2d(theta)], axis=1), only_shared=False)
 
     def _constrain(self, draws: Array, *, only_shared: bool) -> dict[str, Array]:
-        key, template, shared = f"constrain {only_shared}", self.template, self.layout.variables
-        functions = template.functions
-        if key not in functions:
+        template, shared, public = self.template, self.layout.variables, self.template.public.names
+
+        def constrained() -> tuple[tuple[str, ...], Callable[..., list[Array]], int]:
             x, inputs, names, outputs = _graph.constrained_graph(
-                template.parts, shared, self.local, template.public.names, only_shared=only_shared
+                template.parts, shared, self.local, public, only_shared=only_shared
             )
-            functions[key] = names, interpreted.batched(x, inputs, outputs), len(inputs)
-        names, function, n_inputs = functions[key]
+            return names, interpreted.batched(x, inputs, outputs), len(inputs)
+
+        names, function, n_inputs = template.of_declaration(("constrain", only_shared, public), constrained)
         values = function(draws, *self.inputs[:n_inputs])
         return dict(zip(names, values, strict=True))
 

@@ -23,6 +23,7 @@ from pytensor.graph.op import HasInnerGraph, Op
 from pytensor.graph.traversal import io_toposort
 from pytensor.graph.type import Type
 from pytensor.scalar.basic import ScalarType
+from pytensor.tensor.random.type import RandomGeneratorType
 from pytensor.tensor.type import TensorType
 from pytensor.tensor.type_other import NoneTypeT, SliceType
 
@@ -30,11 +31,11 @@ from fedppl.model.same import has_own_gradient
 
 _OURS = ("pytensor.", "pymc.", "numpy.", "builtins")  # whose code changes with a version, and not with a script
 _OPEN = ("pytensor.", "pymc.")
-_TYPES = (TensorType, ScalarType, NoneTypeT, SliceType)  # of which dtype and shape are all
+_TYPES = (TensorType, ScalarType, NoneTypeT, SliceType, RandomGeneratorType)  # of which dtype and shape are all
 _NUMPY_TYPES = (np.ndarray, np.generic)
 
 
-class _Unknown(Exception):
+class Untold(Exception):
     """Something in a graph whose text says too little of what it does."""
 
 
@@ -46,12 +47,12 @@ def graph_key(inputs: Sequence[Variable], outputs: Sequence[Variable]) -> str | 
         for number, node in enumerate(io_toposort(list(inputs), list(outputs))):
             for variable in node.inputs:
                 if isinstance(variable, Constant) and variable not in places:
-                    places[variable] = f"{_of_type(variable.type)} {_told(variable.data)}"
-            told = (_told(node.op), [places[variable] for variable in node.inputs])
-            digest.update(repr((told, [_of_type(variable.type) for variable in node.outputs])).encode())
+                    places[variable] = f"{_of_type(variable.type)} {told(variable.data)}"
+            read = (told(node.op), [places[variable] for variable in node.inputs])
+            digest.update(repr((read, [_of_type(variable.type) for variable in node.outputs])).encode())
             places |= {variable: f"{number} {i}" for i, variable in enumerate(node.outputs)}
         digest.update(repr([places[variable] for variable in outputs]).encode())
-    except (_Unknown, KeyError):  # a variable that is neither given nor computed has a value of its own
+    except (Untold, KeyError):  # a variable that is neither given nor computed has a value of its own
         return None
     return digest.hexdigest()
 
@@ -72,11 +73,11 @@ def _compiled_by() -> tuple[str, ...]:
 def _of_type(of: Type) -> str:
     """A type of tensors by its dtype and static shape."""
     if type(of) not in _TYPES:
-        raise _Unknown
+        raise Untold
     return f"{type(of).__name__} {getattr(of, 'dtype', '')} {getattr(of, 'shape', '')}"
 
 
-def _told(value: Any) -> str:
+def told(value: Any) -> str:
     """A value in words that are the same in each process, and different for what computes something else."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | slice):
         return f"{type(value).__name__} {value!r}"
@@ -86,13 +87,13 @@ def _told(value: Any) -> str:
         array = np.ascontiguousarray(value)
         return f"{array.dtype.str} {np.shape(value)} {hashlib.sha256(array.tobytes()).hexdigest()}"
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_told, value))}]"
+        return f"[{', '.join(map(told, value))}]"
     if isinstance(value, frozenset | set):
-        return f"{{{', '.join(sorted(map(_told, value)))}}}"
+        return f"{{{', '.join(sorted(map(told, value)))}}}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{_told(key)}: {_told(one)}' for key, one in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{told(key)}: {told(one)}' for key, one in value.items()))}}}"
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        return _named(value)
+        return named(value)
     if isinstance(value, Type):
         return _of_type(value)
     if (
@@ -100,33 +101,33 @@ def _told(value: Any) -> str:
     ):  # such as `pt.diag`, whose class says the rest
         inner = graph_key(value.fgraph.inputs, value.fgraph.outputs)
         if inner is None or has_own_gradient(value):
-            raise _Unknown
-        return f"{_named(type(value))} {inner} {_props(value)}"
+            raise Untold
+        return f"{named(type(value))} {inner} {_props(value)}"
     if isinstance(value, Op) and not isinstance(value, HasInnerGraph) and hasattr(value, "__props__"):
         # What makes two operations of a class equal, and so does of what is compiled of them.
-        return f"{_named(type(value))} {_props(value)}"
+        return f"{named(type(value))} {_props(value)}"
     # Of anything else only what an object of PyTensor or PyMC holds in plain sight says what it does: not a method, nor
     # a class that keeps what it has where it cannot be read.
     hidden = any(vars(one).get("__slots__") for one in type(value).__mro__)
     in_sight = type(value).__module__.startswith(_OPEN) and hasattr(value, "__dict__") and not hidden
     if isinstance(value, HasInnerGraph | Variable) or not in_sight:
-        raise _Unknown
+        raise Untold
     held = {name: one for name, one in vars(value).items() if name not in ("tag", "name")}
-    return f"{_named(type(value))} {_told(held)}"
+    return f"{named(type(value))} {told(held)}"
 
 
 def _props(op: Any) -> str:
-    return _told({name: getattr(op, name) for name in getattr(op, "__props__", ())})
+    return told({name: getattr(op, name) for name in getattr(op, "__props__", ())})
 
 
-def _named(value: Any) -> str:
+def named(value: Any) -> str:
     """A class or a function by its name, where that says what it is."""
     module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
     if not name or "<" in name or not f"{module}.".startswith(_OURS):
-        raise _Unknown
+        raise Untold
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
     if found is not value:  # it was given the name of another
-        raise _Unknown
+        raise Untold
     return f"{module}.{name}"

@@ -90,7 +90,7 @@ def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
     ten times as long as building the model does. Dims that are open in `a` may differ in length.
     """
     one, other = a.model, b.model
-    if _names(a) != _names(b) or one.named_vars_to_dims != other.named_vars_to_dims:
+    if names(a) != names(b) or one.named_vars_to_dims != other.named_vars_to_dims:
         return False
     ours, theirs = _graph.lengths(one), _graph.lengths(other)
     if ours.keys() != theirs.keys() or any(ours[dim] != theirs[dim] for dim in ours.keys() - a.open.keys()):
@@ -100,12 +100,12 @@ def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
         return False
     if not all(_alike(one.rvs_to_transforms[rv], other.rvs_to_transforms[as_rv]) for rv, as_rv in pairs):
         return False
-    declared, as_declared = _outputs(one), _outputs(other)
-    streams, as_streams = _streams(declared), _streams(as_declared)
-    if len(streams) != len(as_streams):
+    declared, as_declared = declared_outputs(one), declared_outputs(other)
+    random, as_random = streams(declared), streams(as_declared)
+    if len(random) != len(as_random):
         return False
-    inputs = [*a.data, *streams, *(one.dim_lengths[dim] for dim in ours)]
-    as_inputs = [*b.data, *as_streams, *(other.dim_lengths[dim] for dim in ours)]
+    inputs = [*a.data, *random, *(one.dim_lengths[dim] for dim in ours)]
+    as_inputs = [*b.data, *as_random, *(other.dim_lengths[dim] for dim in ours)]
     return same_computations(declared, as_declared, inputs, as_inputs)
 
 
@@ -120,8 +120,8 @@ def _surely_same_prior(a: _graph.Parts, b: _graph.Parts) -> bool:
     lengths, as_lengths = _lengths_read(a, terms), _lengths_read(b, as_terms)
     if [name for name, _ in lengths] != [name for name, _ in as_lengths]:
         return False
-    inputs = [*_streams(terms), *(length for _, length in lengths)]
-    as_inputs = [*_streams(as_terms), *(length for _, length in as_lengths)]
+    inputs = [*streams(terms), *(length for _, length in lengths)]
+    as_inputs = [*streams(as_terms), *(length for _, length in as_lengths)]
     return len(inputs) == len(as_inputs) and same_computations(terms, as_terms, inputs, as_inputs)
 
 
@@ -131,19 +131,21 @@ def _lengths_read(parts: _graph.Parts, outputs: Sequence[Any]) -> list[tuple[tup
     return [((dim, sizes[dim]), v) for dim, v in parts.model.dim_lengths.items() if v in read and dim in sizes]
 
 
-def _names(parts: _graph.Parts) -> list[Any]:
+def names(parts: _graph.Parts) -> list[Any]:
+    """Names of a model's variables, by what they are, and types of its containers."""
     model = parts.model
     groups = (model.basic_RVs, model.potentials, model.deterministics, parts.shared, parts.local, model.observed_RVs)
     named = [[v.name for v in group] for group in groups]
     return [*named, [(v.name, v.type.dtype, v.type.ndim) for v in parts.data]]
 
 
-def _outputs(model: Any) -> list[Any]:
+def declared_outputs(model: Any) -> list[Any]:
+    """All that a model computes, as it was declared."""
     observed = [model.rvs_to_values[rv] for rv in model.observed_RVs]
     return [*model.basic_RVs, *model.potentials, *model.deterministics, *observed]
 
 
-def _streams(outputs: Sequence[Any]) -> list[Any]:
+def streams(outputs: Sequence[Any]) -> list[Any]:
     """Random variables' streams, in the order of the graph: each build has its own, and no density reads them."""
     return [v for v in ancestors(outputs) if v.owner is None and isinstance(v.type, RandomType)]
 
