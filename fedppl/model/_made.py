@@ -76,7 +76,9 @@ def _transform(value: Any) -> Any:
         return told([value.type, value.data])
     if isinstance(value, Mapping):
         return tuple((name, _transform(one)) for name, one in value.items())
-    if isinstance(value, FunctionType):  # bounds of an interval, written inside of PyMC: its code, and what it closes over
+    if isinstance(
+        value, FunctionType
+    ):  # bounds of an interval, written inside of PyMC: its code, and what it closes over
         module = sys.modules.get(value.__module__)
         if not f"{value.__module__}.".startswith(f"{pm.__name__}.") or value.__globals__ is not vars(module):
             raise Untold
