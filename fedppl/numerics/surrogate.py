@@ -186,22 +186,26 @@ def _thinned(u: Array, mean: Array, covariance: Array, places: Places) -> Places
 def log_surrogate(of: Surrogate, u: Array) -> Array:
     """The surrogate at points (S, m). Beyond all values it falls as it does at the edge, or faster than e^-r.
 
-    Between values far out a spline may rise without cause: it is no higher than any of those that are about as far out.
+    Between values far out a spline may rise without cause, and in directions without any at the edge: it is no higher
+    than those that are about as far out.
     """
     z = np.linalg.solve(of.root, (u - of.mean).T).T
     distance, reach = np.sqrt(np.sum(z**2, axis=1)), of.distance[-1]
     out = np.flatnonzero(distance > reach)
     edge = z.copy()
     edge[out] *= (reach / distance[out])[:, None]
-    logs = _inside(of, edge)
+    logs = _no_higher(of, edge)
     if len(out):
-        inner = _inside(of, _EDGE * edge[out])
+        inner = _no_higher(of, _EDGE * edge[out])
         slope = np.maximum((inner - logs[out]) / ((1.0 - _EDGE) * reach), _LEAST_SLOPE)
         logs[out] -= slope * (distance[out] - reach)
-    inside = np.setdiff1d(np.arange(len(u)), out)
-    as_far = np.searchsorted(of.distance, _EDGE * distance[inside])
-    logs[inside] = np.minimum(logs[inside], of.highest[as_far] + _HIGHER)
     return logs
+
+
+def _no_higher(of: Surrogate, z: Array) -> Array:
+    """The spline, where no value is higher than those that are about as far out."""
+    as_far = np.searchsorted(of.distance, _EDGE * np.sqrt(np.sum(z**2, axis=1)))
+    return np.minimum(_inside(of, z), of.highest[as_far] + _HIGHER)
 
 
 def _inside(of: Surrogate, z: Array) -> Array:
