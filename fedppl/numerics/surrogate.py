@@ -193,14 +193,12 @@ def log_surrogate(of: Surrogate, u: Array) -> Array:
     out = np.flatnonzero(distance > reach)
     edge = z.copy()
     edge[out] *= (reach / distance[out])[:, None]
-    logs = _inside(of, edge)
+    as_far = np.searchsorted(of.distance, _EDGE * np.minimum(distance, reach))
+    logs = np.minimum(_inside(of, edge), of.highest[as_far] + _HIGHER)
     if len(out):
         inner = _inside(of, _EDGE * edge[out])
         slope = np.maximum((inner - logs[out]) / ((1.0 - _EDGE) * reach), _LEAST_SLOPE)
         logs[out] -= slope * (distance[out] - reach)
-    inside = np.setdiff1d(np.arange(len(u)), out)
-    as_far = np.searchsorted(of.distance, _EDGE * distance[inside])
-    logs[inside] = np.minimum(logs[inside], of.highest[as_far] + _HIGHER)
     return logs
 
 
