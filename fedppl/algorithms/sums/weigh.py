@@ -529,7 +529,12 @@ def _judged(
     tail = second_k(now.weights, state.batch.u, now.weights)
     sure = is_even or (now.pareto_k <= pareto.limit(len(now.weights)) and tail <= MOST_SECOND_K)
     trusted = sure and error <= MOST_ERROR and now.effective >= _LEAST
-    enough = trusted and error <= _ENOUGH and now.effective >= _EFFECTIVE and not (heavy and not state.outer)
+    noise, moved = float(np.sqrt(now.weights @ squares)), _moved(state, now, signed, squares)
+    # More points at which it is known tell better what Laplace's approximation leaves out at the others.
+    is_told = noise <= NOISE and moved <= _MOVED
+    enough = (
+        trusted and is_told and error <= _ENOUGH and now.effective >= _EFFECTIVE and not (heavy and not state.outer)
+    )
     if not enough and state.stage < _STAGES:
         return Judged(state, False, "")
     if trusted and by_draws > _BY_DRAWS:
@@ -543,11 +548,10 @@ def _judged(
     found = _reweighted(state, shown, now, max(error, by_draws), tail)
     q = gaussian.from_moments(found.mean, found.covariance)
     after = state._replace(q=q, found=found, log_integral_error=found.log_ratio_error)
-    noise, moved = float(np.sqrt(now.weights @ squares)), _moved(state, now, signed, squares)
     problems = [
         "" if trusted else _not_known(state, shown, now, found, remedy),
         _unreached(lost) if lost > _LOST else "",
-        _uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
+        "" if is_told else _uncertain(noise, moved),
     ]
     message = "; ".join(filter(None, problems))
     return Judged(after._replace(trusted=not message), True, message)
