@@ -46,7 +46,7 @@ _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is
 _LOG = "log__"
 _ENOUGH = 0.02  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
 _BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
-_MOST_OFF = 0.15  # posterior sds, of a mean or an sd, by which draws of a surrogate may be put right
+_MOST_OFF = 6.0  # standard errors by which draws of a surrogate may be off to be put right, and not to be redone
 _TILTS = 6  # Newton steps
 _EFFECTIVE, _LEAST = 0.3, 0.1  # of a stage's points, the least with which none is; and with which any are trusted
 _EVEN = 0.95  # effective part of points whose weights have no tail to speak of
@@ -436,7 +436,6 @@ class Estimate(NamedTuple):
 
     moments: Array
     without: Array
-    points: float  # effective ones
 
 
 class Unit(NamedTuple):
@@ -452,27 +451,35 @@ def _moments(u: Array, weights: Array, unit: Unit) -> Array:
 
 
 def _estimate(state: Weighing, now: _Weighed) -> Estimate:
-    """Moments by the last surrogate and what weights add to them."""
-    assert state.shown is not None
-    before = _moments(state.shown.u, state.shown.weights, state.unit)
+    """Moments by the last surrogate and what weights add to them; scrambles of either are left out together."""
+    shown = state.shown
+    assert shown is not None
 
-    def by(kept: NDArray[np.bool_]) -> Array:
-        own, control = (np.where(kept, one, 0.0) for one in (now.weights, now.control))
+    def by(of_draws: NDArray[np.bool_], of_batch: NDArray[np.bool_]) -> Array:
+        drawn = np.where(of_draws, shown.weights, 0.0)
+        own, control = (np.where(of_batch, one, 0.0) for one in (now.weights, now.control))
+        before = _moments(shown.u, drawn / drawn.sum(), state.unit)
         return before + _moments(state.batch.u, own / own.sum() - control / control.sum(), state.unit)
 
-    without = [by(state.batch.scramble != one) for one in range(student.SCRAMBLES)]
-    whole = by(np.ones(len(now.weights), dtype=bool))
-    return Estimate(whole, np.stack(without), now.effective * float(state.batch.times.sum()))
+    without = [by(shown.scramble != one, state.batch.scramble != one) for one in range(student.SCRAMBLES)]
+    whole = by(np.ones(len(shown.weights), dtype=bool), np.ones(len(now.weights), dtype=bool))
+    return Estimate(whole, np.stack(without))
 
 
-def _pooled(state: Weighing) -> Estimate:
-    """Estimates of all stages, each by the inverse of its variance."""
-    spread = [np.mean(np.var(one.without, axis=0)) for one in state.estimates]
-    shares = 1.0 / np.maximum(spread, 1e-300)
+def _pooled(estimates: tuple[Estimate, ...]) -> Estimate:
+    """The last stage's estimate, with those before it that agree with it, each by the inverse of its variance."""
+    last = estimates[-1]
+    agree = [one for one in estimates[:-1] if _agree(one, last)] + [last]
+    shares = np.array([1.0 / max(float(np.mean(np.var(one.without, axis=0))), 1e-300) for one in agree])
     shares = shares / shares.sum()
-    moments = sum(share * one.moments for share, one in zip(shares, state.estimates, strict=True))
-    without = sum(share * one.without for share, one in zip(shares, state.estimates, strict=True))
-    return Estimate(np.asarray(moments), np.asarray(without), sum(one.points for one in state.estimates))
+    moments = np.einsum("s,sm->m", shares, np.stack([one.moments for one in agree]))
+    return Estimate(moments, np.einsum("s,sjm->jm", shares, np.stack([one.without for one in agree])))
+
+
+def _agree(one: Estimate, other: Estimate) -> bool:
+    """Whether two stages say the same: a surrogate whose tails were made up says something else, of a small error."""
+    chance = np.hypot(*(_jackknife([_sizes(left, each.moments) for left in each.without]) for each in (one, other)))
+    return float(np.max(np.abs(_sizes(one.moments, other.moments)))) <= _BY_CHANCE * float(chance)
 
 
 def _sizes(moments: Array, other: Array) -> Array:
@@ -515,14 +522,14 @@ def _judged(
     assert state.drawn is not None and state.shown is not None
     now = _weighed(state)
     state = state._replace(estimates=(*state.estimates, _estimate(state, now)))
-    pooled = _pooled(state)
+    pooled = _pooled(state.estimates)
     ours = _moments(shown.u, shown.weights, state.unit)
     chance = _jackknife([_sizes(one, pooled.moments) for one in pooled.without])
     differ = float(np.max(np.abs(_sizes(pooled.moments, ours))))
     by_draws = _chance_of_draws(shown)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
     is_off = differ > max(_BY_CHANCE * chance, _ENOUGH)
-    error = differ if is_off and differ > _MOST_OFF else chance
+    error = differ if differ > _MOST_OFF * max(chance, 0.2 * _ENOUGH) else chance
     heavy = has_heavy_tails(shown.u, shown.weights)
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
     is_even = now.effective > _EVEN
