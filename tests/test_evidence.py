@@ -15,7 +15,7 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, NotConvergedError, gaussian
 from fedppl.algorithms.ep import _evidence
 from fedppl.contracts.client import Factor
-from fedppl.numerics.marginal import site_batch
+from fedppl.numerics.pairs import site_batch
 from fedppl.testing import normal_means
 from tests.support import problems
 from tests.support.markers import slow_but

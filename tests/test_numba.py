@@ -19,7 +19,7 @@ from fedppl import FederatedModel
 from fedppl.local import _chains
 from fedppl.model import _made, _template
 from fedppl.model.numba_mode import mode, without_notices
-from fedppl.numerics.marginal import site_outputs
+from fedppl.numerics.pairs import site_outputs
 from fedppl.results import idata
 from tests.support import problems
 

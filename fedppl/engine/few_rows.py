@@ -19,9 +19,8 @@ from fedppl.engine.policy import Policy, reached
 from fedppl.model.baked import reading
 from fedppl.model.row_scores import by_length, row_scores, slopes
 from fedppl.model.rows_apart import rows_apart
+from fedppl.numerics import pairs
 from fedppl.numerics.concentration import by_column, largest_share
-from fedppl.numerics.marginal import mode_path
-from fedppl.numerics.newton import OK
 from fedppl.types import Array
 
 _FARTHER = 100.0  # times what a point is moved aside for slopes, so 1e-4 prior sds
@@ -242,7 +241,9 @@ def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     m, d = len(phi), client.local_size
     if not d:
         return phi, np.eye(m)
-    status, theta, path = mode_path(client.kernel, phi, np.ascontiguousarray(client.initial), client.packed)
-    if status != OK:
+    of, who = pairs.one(client.kernel, m, client.packed), np.zeros(1, dtype=np.int64)
+    at = pairs.origins(of, phi, np.asarray(client.initial, dtype=float)[None], who)
+    theta, path = at.modes.theta[0], at.slope[0]
+    if not at.modes.arrived[0]:
         theta, path = client.initial, np.zeros((d, m))
     return np.concatenate([phi, theta]), np.concatenate([np.eye(m), path.T], axis=1)

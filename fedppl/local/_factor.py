@@ -23,7 +23,7 @@ from fedppl.local._two_rules import Pair, by_pairs
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
 from fedppl.numerics.integral import Rule, beyond_grid, by_far_grid, by_grid
-from fedppl.numerics.marginal import site_batch
+from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.numerics.smooth import smooth_over
 from fedppl.types import Array
@@ -51,7 +51,7 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
         z = np.concatenate([points_of(one, stream + _APART * number) for number, one in enumerate(found)])
         theta = modes + np.linalg.solve(factors[0].T, z.T).T
         x = np.concatenate([np.broadcast_to(center, (len(z), len(center))), theta], axis=1)
-        logs = site_batch(client.kernel, np.ascontiguousarray(x), client.packed) - log_mixture(found, z)
+        logs = site_batch(client.kernel, x, client.packed) - log_mixture(found, z)
         if not np.any(np.isfinite(logs)):
             break
         logs, _ = pareto.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))

@@ -15,7 +15,7 @@ from fedppl.local._conditional import _centered, _gaps, _inverses, _Quadrature, 
 from fedppl.local._gaussian_rest import Places
 from fedppl.numerics.distribution import draw_by_values
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
-from fedppl.numerics.marginal import site_outputs
+from fedppl.numerics.pairs import site_outputs
 from fedppl.types import Array, Rng
 
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
@@ -109,7 +109,7 @@ def _draw_rest(client: ClientView, x: Array, places: Places, widths: Array, rng:
     slope = slopes[:, 0]
     for _ in range(_NEWTON):
         x[:, places] += np.einsum("nij,nj->ni", inverse, np.nan_to_num(slope))
-        slope = site_outputs(client.kernel, np.ascontiguousarray(x), client.packed)[:, 1 + places]
+        slope = site_outputs(client.kernel, x, client.packed)[:, 1 + places]
     good = np.flatnonzero(np.isfinite(log_determinant) & np.isfinite(slope).all(axis=1))
     values, vectors = np.linalg.eigh(inverse[good])
     sds = np.sqrt(np.maximum(values, 0.0))  # rounding may leave one that is no variance

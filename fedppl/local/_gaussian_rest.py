@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.local import _marginal
-from fedppl.numerics.marginal import site_outputs
+from fedppl.numerics.pairs import site_outputs
 from fedppl.types import Array, LocalFailure
 
 MOST = 2  # coordinates that may be integrated by quadrature
@@ -98,7 +98,7 @@ def _outputs(client: ClientView, phi: Array, theta: Array) -> Array:
     shape = theta.shape[:-1]
     beside = np.broadcast_to(phi.reshape(len(phi), *(1,) * (theta.ndim - 2), -1), (*shape, phi.shape[1]))
     x = np.concatenate([beside, theta], axis=-1)
-    found = site_outputs(client.kernel, np.ascontiguousarray(x.reshape(-1, x.shape[-1])), client.packed)
+    found = site_outputs(client.kernel, x.reshape(-1, x.shape[-1]), client.packed)
     return np.asarray(found.reshape(*shape, found.shape[1]))  # which may be of no points
 
 

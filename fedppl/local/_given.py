@@ -17,7 +17,7 @@ from fedppl.local._separable import is_separable
 from fedppl.numerics import student
 from fedppl.numerics.distribution import draw_by_slopes
 from fedppl.numerics.hamiltonian import trajectories
-from fedppl.numerics.marginal import site_outputs
+from fedppl.numerics.pairs import site_outputs
 from fedppl.types import Array, Rng
 
 _CANDIDATES, _TIMES = 8, 2  # half of them normal, half of a t, which reaches further
@@ -118,7 +118,7 @@ def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
 def _outputs(client: ClientView, phi: Array, theta: Array) -> tuple[Array, Array]:
     """log p(y, θ | φ) of candidates (C, N, d), (C, N), and its slopes along θ, (C, N, d)."""
     x = np.concatenate([np.broadcast_to(phi, (len(theta), *phi.shape)), theta], axis=2)
-    found = site_outputs(client.kernel, np.ascontiguousarray(x.reshape(-1, x.shape[2])), client.packed)
+    found = site_outputs(client.kernel, x.reshape(-1, x.shape[2]), client.packed)
     found = found.reshape(*theta.shape[:2], -1)
     return np.where(np.isfinite(found[..., 0]), found[..., 0], _NONE), found[..., 1 + phi.shape[1] :]
 

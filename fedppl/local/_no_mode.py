@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl.contracts import ClientView
-from fedppl.numerics.marginal import site_batch
-from fedppl.numerics.pairs import inner_mode_at
+from fedppl.numerics.pairs import inner_mode_at, site_batch
 from fedppl.types import Array
 
 # Beyond this a log density has no digits left for the differences that a search goes by.

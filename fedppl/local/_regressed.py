@@ -30,7 +30,7 @@ from fedppl.contracts.client import TiltedDrawFn
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, stream_of
-from fedppl.numerics.marginal import site_batch
+from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose
 from fedppl.numerics.smooth import smooth_over
 from fedppl.results.idata import chain_diagnostics
@@ -66,7 +66,7 @@ def factor(
     if client.local_size:
         values, errors = _marginalised(client, points, center, draw, draws)
     else:
-        values, errors = site_batch(client.kernel, np.ascontiguousarray(points), client.packed), np.zeros(len(points))
+        values, errors = site_batch(client.kernel, points, client.packed), np.zeros(len(points))
     if prior_share:
         values = values + prior_share * client.prior.log_ratio(points)
     return Factor(np.where(np.isfinite(values), values, np.nan), errors)

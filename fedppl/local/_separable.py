@@ -14,7 +14,7 @@ from fedppl.contracts import ClientView
 from fedppl.local import _marginal
 from fedppl.local._two_rules import by_two_rules
 from fedppl.numerics.integral import Rule, beyond_trapezoids, missed_by_trapezoids
-from fedppl.numerics.marginal import site_batch
+from fedppl.numerics.pairs import site_batch
 from fedppl.types import Array, LocalFailure
 
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
@@ -85,5 +85,5 @@ def _by_rule(client: ClientView, points: Array, center: Array, rule: Rule) -> tu
 
 def _densities(client: ClientView, phi: Array, theta: Array) -> Array:
     """log p(y, θ | φ) at rows of both; −inf where it is not a number."""
-    logs = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([phi, theta], axis=1)), client.packed)
+    logs = site_batch(client.kernel, np.concatenate([phi, theta], axis=1), client.packed)
     return np.where(logs < np.inf, logs, -np.inf)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fedppl import gaussian
@@ -34,7 +35,9 @@ T = TypeVar("T")
 
 _PAIRS = 2**15  # numbers of pairs that are computed at once
 _NUMBERS = 2**22  # numbers in their matrices
-_LOOKED_AT = 8  # clients of a stack by which it is known what θ is like
+_LOOKED_AT = 8  # clients of a stack by which it is known what θ is like, wherever φ is
+_ASKED_AT = (0.5, -1.0, 3.0, -10.0)  # sds from a mode, at which it is looked at whether θ is Gaussian there
+_EQUAL, _ROUNDING = 1e-6, 1e-10  # of what a Gaussian changes by, and of the density, by which others may differ
 _EACH = 512  # clients from which rules are chosen by a sample
 _SAMPLE = 128  # of these
 _RULES = {1: (5, 9, 15, 25), 2: (5, 9, 13), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates
@@ -103,25 +106,35 @@ def alone(client: ClientView) -> Stacked:
 def _stacked(
     of: Densities, initial: Array, ids: Sequence[str], client: Callable[[int], ClientView], like: ClientView
 ) -> Stacked:
-    starts = np.array(initial)
+    starts, gaussians = np.array(initial), np.ones(len(initial), dtype=bool)
     middle = gaussian.mean(like.prior.gaussian)
     if initial.shape[1]:
 
         def begin(some: slice) -> None:
             who = np.arange(len(initial), dtype=np.int64)[some]
-            found = pairs.modes(of, np.broadcast_to(middle, (len(who), len(middle))), initial[some], who)
+            phi = np.broadcast_to(middle, (len(who), len(middle)))
+            found = pairs.modes(of, phi, initial[some], who)
             starts[some] = np.where(found.arrived[:, None], found.theta, initial[some])
+            gaussians[some] = _looks_gaussian(of, found, phi, who)
 
         in_parts(begin, len(initial), _parts_of(initial.shape[1], len(middle), 1), cores())
     places = np.unique(np.linspace(0, len(initial) - 1, min(_LOOKED_AT, len(initial))).astype(int))
-    return Stacked(of, starts, ids, client, like.prior, _rule([client(int(k)) for k in places]))
+    d = initial.shape[1]
+    exact = not d or (bool(np.all(gaussians)) and all(client(int(k)).view(_gaussian_rest.is_exact) for k in places))
+    rule = None if exact else _on_a_line if d == 1 else _by_quadrature
+    return Stacked(of, starts, ids, client, like.prior, rule)
 
 
-def _rule(some: Sequence[ClientView]) -> LeftOutFn | None:
-    """What all these need."""
-    if not some[0].local_size or all(client.view(_gaussian_rest.is_exact) for client in some):
-        return None
-    return _on_a_line if some[0].local_size == 1 else _by_quadrature
+def _looks_gaussian(of: Densities, found: pairs.Modes, phi: Array, who: Places) -> NDArray[np.bool_]:
+    """Of which clients θ is Gaussian about its mode, near and far: a few of a rare kind are none of those looked at."""
+    d = found.theta.shape[1]
+    z = np.random.default_rng(0).normal(size=(len(_ASKED_AT), d))
+    z *= (np.array(_ASKED_AT) / np.sqrt(np.sum(z**2, axis=1)))[:, None]
+    about = Laplace(pairs.of_modes(found), found.theta, found.root)
+    terms = pairs.node_terms(of, about, phi, who, Rule(z, np.zeros(len(z)), np.zeros(len(z))))
+    allowed = _EQUAL * (1.0 + np.sum(z**2, axis=1)) + _ROUNDING * np.abs(found.value)[:, None]
+    with np.errstate(invalid="ignore"):
+        return np.all(np.abs(terms - about.values[:, None]) <= allowed, axis=1)
 
 
 # What Laplace's approximation leaves out, at one client ---------------------------------------------------------------

@@ -143,9 +143,7 @@ def _few_do(telling: _Tell, at: Origins, nodes: Nodes, center: Array, places: Pl
     return np.asarray(near.all(axis=1))
 
 
-def _given(
-    telling: _Tell, at: Origins, nodes: Nodes, phi: Array, row: Places, places: Places
-) -> tuple[Array, Array]:
+def _given(telling: _Tell, at: Origins, nodes: Nodes, phi: Array, row: Places, places: Places) -> tuple[Array, Array]:
     """Means of what is told and of its squares, about the middle, at pairs of φ (N, m) and rows of clients; NaN: none.
 
     The rest of θ, which is Gaussian given `which`, is at two points of each axis.
@@ -175,7 +173,7 @@ def _given(
 
 
 def _around(theta: Array, precision: Array, rest: Places) -> Array:
-    """Points (P, E, d) that have the mean and the covariance of the rest: ± √r L⁻ᵀ e of each axis, or one of no rest."""
+    """Points (P, E, d) with the mean and the covariance of the rest: ± √r L⁻ᵀ e of each axis, or one of no rest."""
     r = len(rest)
     if not r:
         return theta[:, None]
@@ -196,4 +194,4 @@ def without_density(many: Stack, phi: Array, workers: int) -> Places:
         at = np.broadcast_to(phi, (len(places[own]), len(phi)))
         return np.asarray(~np.isfinite(pairs.outputs(of, at, many.starts[own], places[own])).all(axis=1))
 
-    return places[np.concatenate(in_parts(part, len(many), _MOST, workers))]
+    return np.flatnonzero(np.concatenate(in_parts(part, len(many), _MOST, workers)))

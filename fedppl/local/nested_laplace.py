@@ -18,7 +18,7 @@ from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
 from fedppl.local.tilted import moments_of, require_smooth
 from fedppl.numerics.importance import effective_size, fresh_points, normalise, resample, skewness, stream_of
-from fedppl.numerics.marginal import site_batch
+from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.pareto import pareto_k
 from fedppl.results.fallbacks import STANDARDISED
 from fedppl.settings import between, flag, whole
@@ -243,7 +243,7 @@ def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, r
         noise = rng.normal(size=(len(some), d))
         theta = modes + np.linalg.solve(np.swapaxes(factors, 1, 2), noise[..., None])[..., 0] if d else modes
         log_proposal = -0.5 * np.sum(noise**2, axis=1) + np.sum(np.log(np.einsum("sii->si", factors)), axis=1)
-        values = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([some, theta], axis=1)), client.packed)
+        values = site_batch(client.kernel, np.concatenate([some, theta], axis=1), client.packed)
         kept.append((some, theta, values - log_proposal + outside[first : first + chunk][found]))
     if not any(len(some) for some, _, _ in kept):
         raise LocalFailure(no_mode(client, center))

@@ -1,4 +1,4 @@
-r"""Jitted nested Laplace: log f_k(φ) = log ∫ p(y, θ | φ) dθ at one φ with derivatives, or at many.
+r"""Jitted nested Laplace: log f_k(φ) = log ∫ p(y, θ | φ) dθ with derivatives, at one φ or at many.
 
 .. math:: \log f(\phi) \approx \ell(\phi, \theta^*(\phi)) + \tfrac d2 \log 2\pi - \tfrac12 \log\det A(\phi)
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from fedppl.numerics.newton import (
     DATA,
@@ -26,9 +25,7 @@ from fedppl.numerics.newton import (
     log_determinant,
     solve,
 )
-from fedppl.types import Array
 
-CUBE = types.float64[:, :, ::1]
 LIMIT = 100  # steps of a search; one number at all calls, as each would be compiled by itself
 
 
@@ -179,7 +176,7 @@ def expand_marginal(kernel: Any, phi: Any, theta: Any, wanted_scale: Any, data: 
 
 @entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX)
 def gradient_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, gradients: Any) -> Any:
-    """log f and its gradient at every row of draws (S, m), by way of an expansion at φ, as in `marginal_batch`.
+    """log f and its gradient at every row of draws (S, m), by way of an expansion at φ.
 
     Fills gradients (S, m). Returns (status of the search at φ, log f (S,)), −inf where there is no mode.
     """
@@ -203,24 +200,3 @@ def gradient_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, gra
         if there == OK and np.isfinite(value) and _total_gradient(kernel, x, m, scale, data, gradients[s]):
             values[s] = value
     return OK, values
-
-
-@entry(KERNEL, MATRIX, DATA)
-def site_outputs(kernel: Any, points: Any, data: Any) -> Any:
-    """log p(y, θ | φ) and its gradient, (S, 1 + m + d), at every row x = (φ, θ) of points (S, m + d)."""
-    found = np.zeros((points.shape[0], 1 + points.shape[1]))
-    for s in range(points.shape[0]):
-        assign(found[s], 0, kernel(points[s], *data))
-    return found
-
-
-def site_batch(kernel: Any, points: Any, data: Any) -> Array:
-    """log p(y, θ | φ) alone, (S,)."""
-    return np.asarray(site_outputs(kernel, points, data)[:, 0])
-
-
-@entry(KERNEL, VECTOR, VECTOR, DATA)
-def mode_path(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
-    """(status, mode of θ at φ (d,), its slopes dθ/dφ (d, m)), the search starting at θ."""
-    status, x, _, slope, _, _, _ = _origin(kernel, phi, theta, data)
-    return status, x[phi.shape[0] :].copy(), slope

@@ -93,6 +93,14 @@ def side_by_side(packed: list[tuple[Any, Any, Any]]) -> Packs:
     )
 
 
+def one(kernel: Any, shared: int, packed: Any) -> Densities:
+    """A client alone."""
+    reals, integers, where = packed
+    return Densities(
+        kernel, Packs(reals, integers, where[None], np.array([[0, 0], [len(reals), len(integers)]])), shared
+    )
+
+
 @entry(KERNEL, MATRIX, INTEGERS, PACKS, MATRIX)
 def outputs_of_pairs(kernel: Any, x: Any, who: Any, packs: Any, out: Any) -> None:
     """What a kernel makes of rows x (N, m + d), each with the arrays of the client in place who (N,), into out."""
@@ -120,6 +128,16 @@ def entries_at(kernel: Any, packs: Packs, x: Array, who: Places, count: int) -> 
     out = np.empty((len(x), count))
     outputs_of_pairs(kernel, np.ascontiguousarray(x), who, tuple(packs), out)
     return out
+
+
+def site_outputs(kernel: Any, points: Array, packed: Any) -> Array:
+    """The same of a client alone, at rows x = (φ, θ) of points (S, m + d)."""
+    return outputs_at(one(kernel, points.shape[1], packed), points, np.zeros(len(points), dtype=np.int64))
+
+
+def site_batch(kernel: Any, points: Array, packed: Any) -> Array:
+    """log p(y, θ | φ) alone, (S,)."""
+    return site_outputs(kernel, points, packed)[:, 0]
 
 
 # Small matrices, many at once ---------------------------------------------------------------------------------------
@@ -192,10 +210,10 @@ def _expanded(
     found = found.reshape(count, each, 1 + m + d)
     out, high = found[:, 0], found[:, 1 : 1 + d]
     low, times = (found[:, 1 + d :], 2.0) if central else (out[:, None], 1.0)
-    with np.errstate(invalid="ignore"):  # where there is no density
+    with np.errstate(invalid="ignore", over="ignore"):  # where there is no density, or one that falls as exp(exp(θ))
         change = (high - low) / (times * lengths[:, :, None])
-    A = -change[:, :, 1 + m :]
-    return _Expanded(out, 0.5 * (A + np.swapaxes(A, 1, 2)), np.swapaxes(change[:, :, 1 : 1 + m], 1, 2))
+        A = -0.5 * (change[:, :, 1 + m :] + np.swapaxes(change[:, :, 1 + m :], 1, 2))
+    return _Expanded(out, A, np.swapaxes(change[:, :, 1 : 1 + m], 1, 2))
 
 
 def _rescaled(A: Array, scale: Array) -> Array:
@@ -330,11 +348,6 @@ def _better(of: Densities, on: _Line, A: Array, length: Array) -> tuple[Array, A
     first, second = value.reshape(-1, 2).T
     second_is = (other > 0.0) & ((length == 0.0) | (second > first))
     return np.where(second_is[:, None], step, on.step), np.where(second_is, other, length)
-
-
-def one(kernel: Any, shared: int, packed: Any) -> Densities:
-    """A client alone."""
-    return Densities(kernel, side_by_side([packed]), shared)
 
 
 def inner_mode_at(kernel: Any, phi: Array, theta: Array, packed: Any) -> tuple[bool, Array]:

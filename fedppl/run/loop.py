@@ -92,6 +92,7 @@ def fit(
 ) -> Fit:
     """See `fedppl.fit`."""
     require_callback(callback)
+    choice = algorithm if isinstance(algorithm, Choice) else None
     with Progress(rounds, show=progressbar) as progress:
         progress.say("checking and compiling")
         run = begin(
@@ -158,9 +159,40 @@ def fit(
                 logger.error("fit.idata is not there: %s", error, extra={"status": status.value})
     finally:
         run.engine.close()
+    if choice is not None and checkpoint is None and _goes_on(choice, run, status, stopped):
+        logger.info("%s did not do, and the fit goes on by %s: %s", choice.first.name, choice.other.name, message)
+        return fit(
+            model,
+            clients,
+            choice.other,
+            rounds=rounds,
+            engine=engine,
+            callback=callback,
+            progressbar=progressbar,
+            random_seed=run.seed,
+        )
     if algorithm.result.tests_convergence and not status.ok:
         warnings.warn(ConvergenceWarning(told, result), stacklevel=3)
     return result
+
+
+_MOST_AGAIN = 2000  # clients of whom single ones can be asked, one after the other
+
+
+def _goes_on(choice: Choice, run: Run, status: Status, stopped: str) -> bool:
+    """Whether the other algorithm of a choice may do where the first, which nobody asked for, did not.
+
+    Where it is known where the posterior lies, and not what it is like there. A search that found several modes, or
+    none, has said what there is to say.
+    """
+    return (
+        status is Status.STALLED
+        and not stopped
+        and run.algorithm is choice.first
+        and choice.first is not choice.other
+        and not choice.first.result.preliminary(run.state)
+        and len(run.clients) <= _MOST_AGAIN
+    )
 
 
 def _followed(run: Run, callback: Callable[[Round], bool | None] | None) -> str:

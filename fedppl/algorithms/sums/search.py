@@ -15,9 +15,11 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import starts as _starts
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
-from fedppl.algorithms.ep.starts import Starts
+from fedppl.algorithms.ep.starts import Mode, Starts
 from fedppl.algorithms.ep.warm_start import LENGTHS, WarmStart
 from fedppl.algorithms.ep.why import why_not_arrived
+from fedppl.gaussian import Gaussian
+from fedppl.numerics.importance import whitened_points
 from fedppl.structure import full
 from fedppl.types import Array, Layout, Message
 
@@ -26,6 +28,7 @@ _BUDGET = 25  # exchanges of a search: a dozen do even from a prior a million ti
 _WIDTH = 0.1  # sds by the curvature along a coordinate, or of its prior, over which values are differenced
 _NARROWER = 0.25  # of a stencil at which values are missing
 _WITHIN = 3.0  # times as near as two points of one mode may lie apart
+_SCANNED, _BASIN = 256, 0.3  # points of the prior; prior sds, in a coordinate at least, that searches begin apart
 _FIRST, _GROWTH = 256, 64  # clients that are asked first, and times as many that are asked next
 
 
@@ -37,6 +40,8 @@ class Search(NamedTuple):
     starts: Starts | None
     narrowed: float  # of the stencil's width, where values were missing
     some: float  # part of the clients that is asked
+    scanned: Array  # (N, m) points of the prior that are looked at first, for where searches begin
+    heights: Array  # (N,) log posterior there; (0,) before
 
 
 class Searched(NamedTuple):
@@ -53,13 +58,21 @@ def begin(layout: Layout, clients: int, starts: int, stream: int) -> Search:
     others = _starts.begin(layout, starts, stream, asked_for=True) if starts > 1 else None
     some = 1.0 if clients <= 2 * _FIRST else _FIRST / clients
     sites = _sites.empty(layout, (ALL,), full(layout.size))
-    return Search(sites, _warm_start.start(layout, 1), others, 1.0, some)
+    scanned = _scan(sites.prior, stream) if others is not None else np.zeros((0, layout.size))
+    return Search(sites, _warm_start.start(layout, 1), others, 1.0, some, scanned, np.zeros(0))
+
+
+def _scan(prior: Gaussian, stream: int) -> Array:
+    """Points of the prior, a part of them further out: where other modes are, the posterior is high in their basins."""
+    sd = gaussian.standard_deviations(prior)
+    z = whitened_points(len(sd), _SCANNED, stream)[:_SCANNED]
+    return np.asarray(gaussian.mean(prior) + z * (2.0 ** (np.arange(len(z)) % 3 - 0.5))[:, None] * sd)
 
 
 def begin_at(search: Search, point: Array) -> Search:
     """From a point, with all clients and without others to begin from."""
     newton = _warm_start.start_at(point, gaussian.mean(search.sites.prior), 1)
-    return search._replace(newton=newton, starts=None, some=1.0)
+    return search._replace(newton=newton, starts=None, some=1.0, scanned=search.scanned[:0])
 
 
 def widths(search: Search) -> Array:
@@ -78,7 +91,9 @@ def stencil(size: int) -> Array:
 
 
 def points(search: Search) -> Array:
-    """The stencil about the point, and points along the step that led there."""
+    """The stencil about the point, and points along the step that led there; before all, those that are scanned."""
+    if len(search.heights) < len(search.scanned):
+        return search.scanned
     at, move = search.newton.point, search.newton.move
     about = at + stencil(len(at)) * widths(search)
     return np.concatenate([about, _warm_start.along(at, move)[_looked_at(search)]]) if np.any(move) else about
@@ -91,6 +106,9 @@ def _looked_at(search: Search) -> Array:
 
 def step(search: Search, values: Array) -> Searched:
     """Take in values (S,) of Σ_k log f_k at the points, NaN where a client has none: the next point, or the end."""
+    if len(search.heights) < len(search.scanned):
+        heights = np.nan_to_num(values + gaussian.log_kernel(search.sites.prior, search.scanned), nan=-np.inf)
+        return Searched(search._replace(heights=heights), False, "", "the prior was looked through")
     m = len(search.newton.point)
     count = len(stencil(m))
     about, ray = values[:count], np.full(len(LENGTHS), NO_VALUE)
@@ -112,6 +130,8 @@ def _ended(search: Search) -> Searched:
     known = _is_known(search)
     if starts is not None and (newton.arrived or starts.modes):
         mode = _starts.arrived_at(sites, newton) if newton.arrived and not known else None
+        if mode is not None and not starts.modes:
+            starts = starts._replace(left=_highest(search, mode, len(starts.left)))
         starts, sites, following = _starts.next_search(starts, sites, mode)
         if following is not None:
             left = f"{len(starts.left) + 1} searches are left"
@@ -128,6 +148,20 @@ def _ended(search: Search) -> Searched:
         still = again.newton._replace(move=np.zeros_like(again.newton.move), anchor=again.newton.point)
         return Searched(again._replace(newton=still), False, "", "more clients are asked")
     return Searched(after, True, "", "")
+
+
+def _highest(search: Search, mode: Mode, count: int) -> Array:
+    """The highest of the points that were scanned, apart from a mode and from each other."""
+    away = _BASIN * gaussian.standard_deviations(search.sites.prior)
+    chosen: list[Array] = []
+    for place in np.argsort(-search.heights, kind="stable"):
+        point = search.scanned[place]
+        near = any(np.all(np.abs(point - other) < away) for other in chosen)
+        if not near and _starts.far_apart(point, mode.point, mode.sd):
+            chosen.append(point)
+        if len(chosen) == count:
+            break
+    return np.reshape(chosen, (-1, len(away)))
 
 
 def _is_known(search: Search) -> bool:

@@ -160,7 +160,7 @@ def _at_sites(state: SumsState, *, by_number: bool) -> SumsState:
     if not isinstance(state.phase, Search):
         return state
     search = state.phase._replace(some=1.0)
-    return state._replace(phase=search if by_number else search._replace(starts=None))
+    return state._replace(phase=search if by_number else search._replace(starts=None, scanned=search.scanned[:0]))
 
 
 def _resume(first: SumsState, last: SumsState) -> SumsState:

@@ -27,7 +27,7 @@ from fedppl.numerics.importance import (
     standard_normal,
     weighted_moments,
 )
-from fedppl.numerics.proposals import has_heavy_tails
+from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails
 from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, second_k
 from fedppl.numerics.smooth import smooth_over
 from fedppl.numerics.surrogate import Drawn, Places
@@ -45,12 +45,15 @@ _BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogat
 _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _LOG = "log__"
 _ENOUGH = 0.02  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
+_BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
+_MOST_OFF = 6.0  # standard errors by which draws of a surrogate may be off to be put right, and not to be redone
+_TILTS = 6  # Newton steps
 _EFFECTIVE, _LEAST = 0.3, 0.1  # of a stage's points, the least with which none is; and with which any are trusted
 _EVEN = 0.95  # effective part of points whose weights have no tail to speak of
 _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd, log units, of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
-_STAGES, _PILOTS = 6, 4
+_STAGES, _PILOTS = 6, 2
 _APART = 1000  # between the streams of pilots and stages
 _NORMALS = 512  # draws of a scramble of a posterior that is normal
 _NORMAL = 1e-6  # log units, to which a quadratic tells all values where the posterior is normal
@@ -83,6 +86,7 @@ class Weighing(NamedTuple):
     prior: Gaussian  # the Gaussian that stands for the prior at the server
     labels: tuple[str, ...]
     folded: Places  # coordinates that are taken as scales
+    outer: tuple[Proposal, ...]  # in the tails, where they are heavy
     points: Array  # (N, m) answered so far
     laplace: Array  # (N,) log of the posterior's kernel by Laplace's approximations; NaN where a client has no value
     values: Array  # (N,) the same with what these leave out
@@ -90,6 +94,8 @@ class Weighing(NamedTuple):
     batch: Batch
     drawn: Drawn | None  # what the batch was chosen from
     shown: Drawn | None  # the same surrogate by more candidates, always of one stream
+    unit: Unit  # of moments
+    estimates: tuple[Estimate, ...]  # of the stages so far
     stage: int  # 0 is the pilot
     pilots: int  # how many more there were
     everywhere: bool  # whether θ is integrated at every point, since fewer do not foretell the others
@@ -131,6 +137,7 @@ def begin(q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, str
         prior=prior,
         labels=labels,
         folded=folded,
+        outer=(),
         points=nothing,
         laplace=np.zeros(0),
         values=np.zeros(0),
@@ -138,6 +145,8 @@ def begin(q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, str
         batch=_of_candidates(gaussian.mean(q), gaussian.covariance(q), folded, count, stream),
         drawn=None,
         shown=None,
+        unit=Unit(gaussian.mean(q), gaussian.standard_deviations(q)),
+        estimates=(),
         stage=0,
         pilots=0,
         everywhere=False,
@@ -151,7 +160,7 @@ def begin(q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, str
 
 
 def _of_candidates(mean: Array, covariance: Array, folded: Places, per_scramble: int, stream: int) -> Batch:
-    at = surrogate.candidates(mean, covariance, folded, per_scramble, stream)
+    at = surrogate.candidates(surrogate.mixture(mean, covariance, per_scramble, 0.5), folded, stream)
     ones = np.ones(len(at.u))
     return Batch(surrogate.unfolded(at.u, folded), at.u, at.log_density, np.nan * ones, ones, at.scramble)
 
@@ -241,7 +250,9 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     if through is None:  # a wider t, about what is known
         return _again(state, mean, covariance, count, stream)
     mean, covariance = surrogate.moments_of(through, mean, covariance, state.folded, stream)
-    shown = surrogate.drawn(through, mean, covariance, state.folded, _SHOWN, stream)
+    shown = surrogate.drawn(
+        through, surrogate.mixture(mean, covariance, _SHOWN, 0.125, state.outer), state.folded, stream
+    )
     if effective_size(shown.weights) < _FEWEST * len(mean):
         return _again(state, mean, covariance, count, stream)
     if state.stage:
@@ -249,11 +260,14 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         if judged.done:
             return judged
         state = judged.state
+    outer = beyond(shown.u, shown.weights, _DRAWN)
     # Others than those that stand for all: from stage to stage these are nearly the same.
-    found = surrogate.drawn(through, mean, covariance, state.folded, _DRAWN, stream + 1 + state.stage)
+    by = surrogate.mixture(mean, covariance, _DRAWN, 0.25, outer)
+    found = surrogate.drawn(through, by, state.folded, stream + 1 + state.stage)
     drawn = _chosen(found, state.folded, count * (1 if state.stage < 2 else 2 ** (state.stage - 1)))
     batch = Batch(*(np.concatenate(pair) for pair in zip(drawn, _probes(shown, state.folded), strict=True)))
-    return Judged(state._replace(batch=batch, drawn=found, shown=shown, stage=state.stage + 1), False, "")
+    after = state._replace(batch=batch, drawn=found, shown=shown, stage=state.stage + 1, outer=outer)
+    return Judged(after, False, "")
 
 
 def _of_batch(state: Weighing) -> Array:
@@ -324,7 +338,8 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     moments, wide = weighted_moments(u, weights), weighted_moments(u, np.full(len(u), 1.0 / len(u)))
     kept = min(1.0, effective_size(weights) / (_FEWEST * len(moments.mean)))  # few points do not tell a covariance
     covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / surrogate.WIDER
-    return state._replace(folded=folded), moments.mean, covariance
+    unit = Unit(moments.mean, np.sqrt(np.diag(covariance)))
+    return state._replace(folded=folded, unit=unit, estimates=()), moments.mean, covariance
 
 
 def _through(state: Weighing, mean: Array, covariance: Array) -> surrogate.Surrogate | None:
@@ -332,7 +347,8 @@ def _through(state: Weighing, mean: Array, covariance: Array) -> surrogate.Surro
     known = np.isfinite(state.values)
     points = state.points[known]
     values = state.values[known] + surrogate.log_slope(points, state.folded)
-    return surrogate.fitted(surrogate.as_folded(points, state.folded), values, mean, covariance)
+    u = surrogate.as_folded(points, state.folded)
+    return surrogate.fitted(u, values, mean, covariance, heavy=bool(state.outer))
 
 
 def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> Judged:
@@ -415,31 +431,88 @@ def _weighed(state: Weighing) -> _Weighed:
     return _Weighed(weights, control, log_integral, effective, shape, logs)
 
 
-class _Moments(NamedTuple):
-    first: Array  # (m,) in sds about a center
-    second: Array  # (m,)
+class Estimate(NamedTuple):
+    """First and second moments (2 m,) of the posterior in fixed units, and without each scramble, (scrambles, 2 m)."""
+
+    moments: Array
+    without: Array
 
 
-def _of_draws(of: Drawn, weights: Array, center: Array, sd: Array) -> _Moments:
-    z = (of.u - center) / sd
-    return _Moments(weights @ z, weights @ z**2)
+class Unit(NamedTuple):
+    """Center (m,) and lengths (m,) of the units that moments are in."""
+
+    center: Array
+    length: Array
 
 
-def _added(state: Weighing, weights: Array, control: Array, center: Array, sd: Array) -> _Moments:
-    """What weights add to moments of the surrogate."""
-    z, signed = (state.batch.u - center) / sd, weights / weights.sum() - control / control.sum()
-    return _Moments(signed @ z, signed @ z**2)
+def _moments(u: Array, weights: Array, unit: Unit) -> Array:
+    z = (u - unit.center) / unit.length
+    return np.concatenate([weights @ z, weights @ z**2])
 
 
-def _sizes(*parts: _Moments) -> Array:
-    """Means, and log sds, of a sum of moments, (2 m,)."""
-    mean, second = (sum(column) for column in zip(*parts, strict=True))
-    return np.concatenate([mean, 0.5 * np.log(np.maximum(second - mean**2, 1e-12))])
+def _estimate(state: Weighing, now: _Weighed) -> Estimate:
+    """Moments by the last surrogate and what weights add to them; scrambles of either are left out together."""
+    shown = state.shown
+    assert shown is not None
+
+    def by(of_draws: NDArray[np.bool_], of_batch: NDArray[np.bool_]) -> Array:
+        drawn = np.where(of_draws, shown.weights, 0.0)
+        own, control = (np.where(of_batch, one, 0.0) for one in (now.weights, now.control))
+        before = _moments(shown.u, drawn / drawn.sum(), state.unit)
+        return before + _moments(state.batch.u, own / own.sum() - control / control.sum(), state.unit)
+
+    without = [by(shown.scramble != one, state.batch.scramble != one) for one in range(student.SCRAMBLES)]
+    whole = by(np.ones(len(shown.weights), dtype=bool), np.ones(len(now.weights), dtype=bool))
+    return Estimate(whole, np.stack(without))
+
+
+def _pooled(estimates: tuple[Estimate, ...]) -> Estimate:
+    """The last stage's estimate, with those before it that agree with it, each by the inverse of its variance."""
+    last = estimates[-1]
+    agree = [one for one in estimates[:-1] if _agree(one, last)] + [last]
+    shares = np.array([1.0 / max(float(np.mean(np.var(one.without, axis=0))), 1e-300) for one in agree])
+    shares = shares / shares.sum()
+    moments = np.einsum("s,sm->m", shares, np.stack([one.moments for one in agree]))
+    return Estimate(moments, np.einsum("s,sjm->jm", shares, np.stack([one.without for one in agree])))
+
+
+def _agree(one: Estimate, other: Estimate) -> bool:
+    """Whether two stages say the same: a surrogate whose tails were made up says something else, of a small error."""
+    chance = np.hypot(*(_jackknife([_sizes(left, each.moments) for left in each.without]) for each in (one, other)))
+    return float(np.max(np.abs(_sizes(one.moments, other.moments)))) <= _BY_CHANCE * float(chance)
+
+
+def _sizes(moments: Array, other: Array) -> Array:
+    """Means less those of others, in their sds, and log sds less theirs, (2 m,)."""
+    (mean, second), (center, square) = np.split(moments, 2), np.split(other, 2)
+    variance, own = np.maximum(square - center**2, 1e-12), np.maximum(second - mean**2, 1e-12)
+    return np.concatenate([(mean - center) / np.sqrt(variance), 0.5 * np.log(own / variance)])
 
 
 def _jackknife(without: list[Array]) -> float:
     """Largest standard error: points within a scramble are no independent sample."""
     return float(np.max(np.sqrt(len(without) - 1.0) * np.std(np.stack(without), axis=0)))
+
+
+def _tilted(of: Drawn, target: Array, unit: Unit) -> Drawn | None:
+    """Draws whose weights are changed as little as gives them these moments, by exp(λ z + κ z²); None where none do."""
+    own = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
+    mean, second = np.split(target, 2)
+    shift, ratio = (unit.center + unit.length * mean - own.center) / own.length, unit.length / own.length
+    wanted = np.concatenate([shift, ratio**2 * (second - mean**2) + shift**2])
+    z = (of.u - own.center) / own.length
+    features = np.concatenate([z, z**2], axis=1)
+    tilt, weights = np.zeros(features.shape[1]), of.weights
+    for _ in range(_TILTS):
+        there = weights @ features
+        apart = features - there
+        curved = (apart * weights[:, None]).T @ apart
+        tilt = tilt + np.linalg.lstsq(curved, wanted - there, rcond=1e-8)[0]
+        weights = normalise(np.log(np.maximum(of.weights, 1e-300)) + features @ tilt)
+    if not np.allclose(weights @ features, wanted, atol=1e-4):
+        return None
+    moments = weighted_moments(of.u, weights)
+    return of._replace(weights=weights, mean=moments.mean, covariance=moments.covariance)
 
 
 def _judged(
@@ -448,38 +521,44 @@ def _judged(
     """Hold a surrogate through all values against what the last one and its weights say."""
     assert state.drawn is not None and state.shown is not None
     now = _weighed(state)
-    center, sd = shown.mean, np.sqrt(np.diag(shown.covariance))
-    before, ours = (_of_draws(one, one.weights, center, sd) for one in (state.shown, shown))
-    by_weights = _sizes(before, _added(state, now.weights, now.control, center, sd))
-    differ = float(np.max(np.abs(by_weights - _sizes(ours))))
-    # What weights add is of the batch's scrambles, and what draws are off by of the draws' own.
-    of_batch = [state.batch.scramble != one for one in range(student.SCRAMBLES)]
-    parts = [
-        _added(state, *(np.where(kept, w, 0.0) for w in (now.weights, now.control)), center, sd) for kept in of_batch
-    ]
-    chance = _jackknife([_sizes(before, part) for part in parts])
+    state = state._replace(estimates=(*state.estimates, _estimate(state, now)))
+    pooled = _pooled(state.estimates)
+    ours = _moments(shown.u, shown.weights, state.unit)
+    chance = _jackknife([_sizes(one, pooled.moments) for one in pooled.without])
+    differ = float(np.max(np.abs(_sizes(pooled.moments, ours))))
     by_draws = _chance_of_draws(shown)
-    error = max(chance, differ)
+    # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
+    is_off = differ > max(_BY_CHANCE * chance, _ENOUGH)
+    error = differ if differ > _MOST_OFF * max(chance, 0.2 * _ENOUGH) else chance
     heavy = has_heavy_tails(shown.u, shown.weights)
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
     is_even = now.effective > _EVEN
     tail = second_k(now.weights, state.batch.u, now.weights)
     sure = is_even or (now.pareto_k <= pareto.limit(len(now.weights)) and tail <= MOST_SECOND_K)
     trusted = sure and error <= MOST_ERROR and now.effective >= _LEAST
-    enough = trusted and error <= _ENOUGH and now.effective >= _EFFECTIVE and not (heavy and state.stage == 1)
+    noise, moved = float(np.sqrt(now.weights @ squares)), _moved(state, now, signed, squares)
+    # More points at which it is known tell better what Laplace's approximation leaves out at the others.
+    is_told = noise <= NOISE and moved <= _MOVED
+    enough = (
+        trusted and is_told and error <= _ENOUGH and now.effective >= _EFFECTIVE and not (heavy and not state.outer)
+    )
     if not enough and state.stage < _STAGES:
         return Judged(state, False, "")
     if trusted and by_draws > _BY_DRAWS:
-        shown = surrogate.drawn(through, shown.mean, shown.covariance, state.folded, _MOST_SHOWN, stream)
+        by = surrogate.mixture(shown.mean, shown.covariance, _MOST_SHOWN, 0.125, state.outer)
+        shown = surrogate.drawn(through, by, state.folded, stream)
         by_draws = _chance_of_draws(shown)
+    if trusted and is_off:
+        tilted = _tilted(shown, pooled.moments, state.unit)
+        shown, error = (shown, differ) if tilted is None else (tilted, error)
+        trusted = error <= MOST_ERROR
     found = _reweighted(state, shown, now, max(error, by_draws), tail)
     q = gaussian.from_moments(found.mean, found.covariance)
     after = state._replace(q=q, found=found, log_integral_error=found.log_ratio_error)
-    noise, moved = float(np.sqrt(now.weights @ squares)), _moved(state, now, signed, squares)
     problems = [
         "" if trusted else _not_known(state, shown, now, found, remedy),
         _unreached(lost) if lost > _LOST else "",
-        _uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
+        "" if is_told else _uncertain(noise, moved),
     ]
     message = "; ".join(filter(None, problems))
     return Judged(after._replace(trusted=not message), True, message)
@@ -487,9 +566,10 @@ def _judged(
 
 def _chance_of_draws(of: Drawn) -> float:
     """Standard error of moments of a surrogate by its draws."""
-    sd = np.sqrt(np.diag(of.covariance))
+    unit = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
+    whole = _moments(of.u, of.weights, unit)
     kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(student.SCRAMBLES)]
-    return _jackknife([_sizes(_of_draws(of, weights / weights.sum(), of.mean, sd)) for weights in kept])
+    return _jackknife([_sizes(_moments(of.u, weights / weights.sum(), unit), whole) for weights in kept])
 
 
 def _reweighted(state: Weighing, shown: Drawn, now: _Weighed, error: float, tail: float) -> Reweighted:
@@ -545,7 +625,8 @@ def spread(state: Weighing, per_scramble: int) -> tuple[Array, NDArray[np.intp],
     assert state.found is not None
     u = surrogate.as_folded(state.found.points, state.folded)
     moments = weighted_moments(u, state.found.weights)
-    at = surrogate.candidates(moments.mean, moments.covariance, state.folded, per_scramble, 0)
+    by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, 0.5, state.outer)
+    at = surrogate.candidates(by, state.folded, 0)
     phi = surrogate.unfolded(at.u, state.folded)
     return phi, at.scramble, np.asarray(at.log_density - surrogate.log_slope(phi, state.folded))
 
