@@ -442,6 +442,7 @@ class Estimate(NamedTuple):
 
     moments: Array
     without: Array
+    points: float  # effective ones
 
 
 class Unit(NamedTuple):
@@ -469,23 +470,39 @@ def _estimate(state: Weighing, now: _Weighed) -> Estimate:
 
     without = [by(shown.scramble != one, state.batch.scramble != one) for one in range(student.SCRAMBLES)]
     whole = by(np.ones(len(shown.weights), dtype=bool), np.ones(len(now.weights), dtype=bool))
-    return Estimate(whole, np.stack(without))
+    return Estimate(whole, np.stack(without), now.effective * float(state.batch.times.sum()))
 
 
 def _pooled(estimates: tuple[Estimate, ...]) -> Estimate:
-    """The last stage's estimate, with those before it that agree with it, each by the inverse of its variance."""
+    """The last stage's estimate, with those before it that agree with it, each by its number of effective points.
+
+    Not by its variance, which is too small of a stage that missed a tail.
+    """
     last = estimates[-1]
     agree = [one for one in estimates[:-1] if _agree(one, last)] + [last]
-    shares = np.array([1.0 / max(float(np.mean(np.var(one.without, axis=0))), 1e-300) for one in agree])
+    shares = np.array([one.points for one in agree])
     shares = shares / shares.sum()
     moments = np.einsum("s,sm->m", shares, np.stack([one.moments for one in agree]))
-    return Estimate(moments, np.einsum("s,sjm->jm", shares, np.stack([one.without for one in agree])))
+    without = np.einsum("s,sjm->jm", shares, np.stack([one.without for one in agree]))
+    return Estimate(moments, without, sum(one.points for one in agree))
 
 
 def _agree(one: Estimate, other: Estimate) -> bool:
     """Whether two stages say the same: a surrogate whose tails were made up says something else, of a small error."""
     chance = np.hypot(*(_jackknife([_sizes(left, each.moments) for left in each.without]) for each in (one, other)))
     return float(np.max(np.abs(_sizes(one.moments, other.moments)))) <= _BY_CHANCE * float(chance)
+
+
+def _grown(state: Weighing, shown: Drawn, last: Estimate) -> float:
+    """By how much a log sd grew since the stage before: of tails that points reach farther into each time."""
+    assert state.shown is not None
+    before = [
+        _moments(state.shown.u, state.shown.weights, state.unit),
+        *(one.moments for one in state.estimates[-2:-1]),
+    ]
+    now = _moments(shown.u, shown.weights, state.unit), last.moments
+    m = len(state.unit.center)
+    return float(max(np.max(np.abs(_sizes(one, other)[m:])) for one in now for other in before))
 
 
 def _sizes(moments: Array, other: Array) -> Array:
@@ -528,7 +545,10 @@ def _judged(
     assert state.drawn is not None and state.shown is not None
     now = _weighed(state)
     state = state._replace(estimates=(*state.estimates, _estimate(state, now)))
-    pooled = _pooled(state.estimates)
+    heavy = has_heavy_tails(shown.u, shown.weights)
+    # Of a heavy tail every stage sees more.
+    pooled = state.estimates[-1] if heavy else _pooled(state.estimates)
+    grown = _grown(state, shown, pooled) if heavy else 0.0
     ours = _moments(shown.u, shown.weights, state.unit)
     chance = _jackknife([_sizes(one, pooled.moments) for one in pooled.without])
     differ = float(np.max(np.abs(_sizes(pooled.moments, ours))))
@@ -536,12 +556,11 @@ def _judged(
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
     is_off = differ > max(_BY_CHANCE * chance, _ENOUGH)
     error = differ if differ > _MOST_OFF * max(chance, 0.2 * _ENOUGH) else chance
-    heavy = has_heavy_tails(shown.u, shown.weights)
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
     is_even = now.effective > _EVEN
     tail = second_k(now.weights, state.batch.u, now.weights)
     sure = is_even or (now.pareto_k <= pareto.limit(len(now.weights)) and tail <= MOST_SECOND_K)
-    trusted = sure and error <= MOST_ERROR and now.effective >= _LEAST
+    trusted = sure and max(error, grown) <= MOST_ERROR and now.effective >= _LEAST
     noise, moved = float(np.sqrt(now.weights @ squares)), _moved(state, now, signed, squares)
     # More points at which it is known tell better what Laplace's approximation leaves out at the others.
     is_told = noise <= NOISE and moved <= _MOVED
