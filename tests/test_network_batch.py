@@ -148,7 +148,13 @@ def test_clients_in_a_batch_find_what_each_finds_alone(name: str, monkeypatch: p
     assert used == [len(ROWS)] * 2
 
 
-@pytest.mark.parametrize("name", [name for name, case in cases.runnable().items() if case.build().batch is not None])
+def in_groups(case: Any) -> bool:
+    """Whether it computes clients in groups; what adds clients side by side is held in test_exchange_sum.py."""
+    batch = case.build().batch
+    return batch is not None and batch.stacks is None
+
+
+@pytest.mark.parametrize("name", [name for name, case in cases.runnable().items() if in_groups(case)])
 def test_every_algorithm_with_a_batch_is_held_to_its_single_clients(name: str) -> None:
     case = cases.CASES[name]
     shared = tuple(variable.name for variable in enrolled_layout(case))

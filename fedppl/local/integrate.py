@@ -190,9 +190,9 @@ def summed(
     places = _asked(stack, some)
     careful = places if len(places) <= _EACH else _sample(places)
     rules = _cheaper(stack) if len(careful) < len(places) and len(known) else ()
-    compute = functools.partial(_part, stack, points, known, center, look=look)
+    compute = functools.partial(_part, stack, points, known, center)
     size = _parts_of(stack.starts.shape[1], points.shape[1], len(points))
-    of_careful = in_parts(lambda own: compute(careful[own], _careful), len(careful), size, workers)
+    of_careful = in_parts(lambda own: compute(careful[own], _careful, look=look), len(careful), size, workers)
     found = _added([one.values for one in of_careful], points, known)
     rest = np.setdiff1d(places, careful)
     if not len(rest):
@@ -230,7 +230,7 @@ _Way = Callable[[Stacked, Places, Array, Array, Laplace], tuple[Array, Array, li
 
 
 def _part(
-    stack: Stacked, points: Array, known: Places, center: Array, places: Places, way: _Way, *, look: bool
+    stack: Stacked, points: Array, known: Places, center: Array, places: Places, way: _Way, *, look: bool = False
 ) -> _Part:
     """Sums over the clients in these places."""
     at = pairs.origins(stack.of, center, stack.starts[places], places)

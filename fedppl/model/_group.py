@@ -20,7 +20,7 @@ from fedppl.model._shared_prior import shared_layout
 from fedppl.model._start import require_same_layout, require_start
 from fedppl.model._template import Template
 from fedppl.model.arrays import fits_integers
-from fedppl.model.client import ClientModel
+from fedppl.model.client import ClientModel, is_written
 from fedppl.model.enrolment import (
     containers,
     ignored_data,
@@ -79,7 +79,10 @@ def enrol_group(
         raise ignored_data(ids[0], declared.builder, first.parts, group[ids[0]])
     templates = {ids[0]: first}
     own = not first.parts.data
-    if not own and not seen and len(ids) > 1:
+    if not own and not seen and len(ids) > 1 and is_written(declared.builder):
+        first.functions["compared"] = True  # ours: with all data in containers, and no length but of these
+        compared[columns] = first
+    elif not own and not seen and len(ids) > 1:
         first, other, parts = _pair(declared, group, first)
         templates = {ids[0]: first}
         own = not _same.surely_same_model(first.parts, parts)
@@ -165,6 +168,8 @@ def _judge(declared: Declared, client_id: str, arrays: Mapping[str, Any], templa
 
     @functools.cache
     def rebuild() -> _public.Built:
+        if is_written(declared.builder):  # ours: other data change what is in containers alone
+            return (template.parts,)
         return _public.rebuilt(lambda data: parts_of(declared, client_id, data), arrays)
 
     parts, shared = template.parts, template.variables[0]

@@ -218,7 +218,9 @@ class ClientModel:
 
     def reader(self) -> SharedReader:
         """How draws of φ are read; nothing of the local variables comes along."""
-        dims, coords = dims_and_coords(self.pymc_model())
+        # Coords of a formula are of what clients agreed on, alike at all of them.
+        alike = is_written(self.declared.builder)
+        dims, coords = dims_and_coords(self.template.parts.model if alike else self.pymc_model())
         public = self.template.public
         names = {*self.declared.shared, *public.names}
         kept = {name: of for name, of in dims.items() if name in names}

@@ -33,7 +33,12 @@ def site_indices(graph: _graph.SiteGraph, parts: _graph.Parts) -> Indices:
     beside = _expressions(parts.model.deterministics, {v: v.name for v in parts.data}, set(parts.model.basic_RVs))
     replace = dict(zip(parts.data, graph.inputs, strict=False))
     found |= dict(zip(clone_replace(list(beside), replace), beside.values(), strict=True)) if beside else {}
-    return Indices(tuple(found.values()), interpreted.python_function(graph.inputs, list(found)))
+    values = interpreted.python_function(graph.inputs, list(found)) if found else _no_values
+    return Indices(tuple(found.values()), values)
+
+
+def _no_values(*inputs: Any) -> Sequence[Any]:
+    return ()
 
 
 def read_indices(model: Any) -> Indices:

@@ -27,8 +27,7 @@ _SKEWED = 0.1  # of a coordinate: of more, a few points of q tell no client's sp
 def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> xr.Dataset:
     """Posterior means and sds of all clients' own variables.
 
-    Where clients lie side by side, as many do, by one compiled loop over all; else from draws of each, as
-    `client` gives them.
+    Where clients lie side by side, as many do, all at once; else from draws of each, as `client` gives them.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message,
 
 _LOCAL = NestedLaplace()
 _VOID = 3  # rounds in a row in which a client is missing
-_MANY = 2000  # clients from which fewer points do, as the sum hardly departs from a quadratic
+_MANY = 500  # clients from which fewer points do, as the sum hardly departs from a quadratic
 _FEW_POINTS = 64  # of them
 _SINGLE, _MOST_SINGLE = 1024, 512  # points of a scramble at which single clients are asked; clients of whom all are
 _DRAWN = 4096  # points of q for clients' draws, where no weighted ones are
@@ -312,7 +312,8 @@ def _searched(state: SumsState, phase: Search, values: Array, points: int, pilot
         return after, Report(info, message=found.message)
     few = _FEW_POINTS if len(state.clients) > _MANY else pilot
     sites = found.search.sites
-    weighing = _weigh.begin(sites.q, sites.prior, sites.labels, few, state.stream)
+    many = len(state.clients) > _MANY
+    weighing = _weigh.begin(sites.q, sites.prior, sites.labels, few, state.stream, many=many)
     return after._replace(phase=weighing), Report(info, message="nothing is weighed yet")
 
 

@@ -34,6 +34,7 @@ from fedppl.numerics.surrogate import Drawn, Places
 from fedppl.types import Array, as_declared
 
 _KNOWN, _KNOWN_A_COORDINATE = 64, 6  # points of an exchange at which what Laplace leaves out is asked for
+_FEW_KNOWN = 4  # for each coordinate and three more, where clients are many
 _LATER = 3  # times as few from the second stage on
 _FAR = 20.0  # log units below the highest value, and one for each coordinate, from where a posterior has nothing
 _FORETOLD = 0.02  # log units, median error with which it is foretold from these at all others
@@ -98,6 +99,7 @@ class Weighing(NamedTuple):
     estimates: tuple[Estimate, ...]  # of the stages so far
     stage: int  # 0 is the pilot
     pilots: int  # how many more there were
+    many: bool  # whether clients are so many that little foretells their sum
     everywhere: bool  # whether θ is integrated at every point, since fewer do not foretell the others
     constants: Array  # (2,)
     is_proper: bool
@@ -126,8 +128,10 @@ class Answer(NamedTuple):
     is_proper: bool
 
 
-def begin(q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, stream: int) -> Weighing:
-    """The pilot about a Gaussian."""
+def begin(
+    q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, stream: int, *, many: bool = False
+) -> Weighing:
+    """The pilot about a Gaussian; of `many` clients what Laplace leaves out is asked for at few points."""
     m = len(q.linear)
     # a quadratic in all coordinates has to be told by it
     count = max(count, 2 * (m + 1) * (m + 2) // 2) // student.SCRAMBLES
@@ -149,6 +153,7 @@ def begin(q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, str
         estimates=(),
         stage=0,
         pilots=0,
+        many=many,
         everywhere=False,
         constants=np.zeros(2),
         is_proper=True,
@@ -168,7 +173,8 @@ def _of_candidates(mean: Array, covariance: Array, folded: Places, per_scramble:
 def places_known(state: Weighing) -> NDArray[np.intp]:
     """Points of the batch at which what Laplace leaves out is asked for, some of each scramble."""
     count, size = state.batch.phi.shape
-    some = max(_KNOWN, _KNOWN_A_COORDINATE * (size + 2)) // (1 if state.stage < 2 else _LATER)
+    some = _FEW_KNOWN * (size + 3) if state.many else max(_KNOWN, _KNOWN_A_COORDINATE * (size + 2))
+    some = some // (1 if state.stage < 2 or state.many else _LATER)
     return np.unique(np.linspace(0, count - 1, count if state.everywhere else min(some, count)).astype(np.intp))
 
 

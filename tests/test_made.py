@@ -1,0 +1,205 @@
+"""What is kept of a declaration is found by what it declares, and by no less than all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pymc as pm
+import pytensor
+import pytensor.tensor as pt
+import pytest
+
+import fedppl
+from fedppl import FederatedModel
+from fedppl.model import graph as graphs
+from fedppl.model._declared import Declared, parts_of
+from fedppl.model._made import content_of, made_of
+from fedppl.model._template import compilations
+
+Y = np.array([0.3, -0.2, 1.1, 0.4])
+READ: dict[str, Any] = {"sd": 2.0, "list": [1.0, 2.0]}
+
+
+def builder(**changed: Any) -> Callable[..., Any]:
+    """A model of one local and two shared variables, of which any part can be another."""
+    of = {
+        "mean": 0.0,
+        "sd": 2.0,
+        "scale": lambda: pm.HalfNormal("tau", 1.0),
+        "initval": None,
+        "transform": pm.distributions.transforms.Interval(0.0, 9.0),
+        "labels": ["a", "b"],
+        "dim": "arm",
+        "local": "theta",
+        "noise": 1.0,
+        "twice": lambda theta: 2.0 * theta,
+        "outcome": pm.Normal,
+        "more": lambda: None,
+    } | changed
+
+    def build(y: Any) -> Any:
+        with pm.Model(coords={of["dim"]: of["labels"]}) as model:
+            data = pm.Data("y", y)
+            mu = pm.Normal("mu", of["mean"], of["sd"], initval=of["initval"], dims=of["dim"])
+            tau = of["scale"]()
+            bounded = pm.TruncatedNormal("bounded", 1.0, 1.0, lower=0.0, upper=9.0, default_transform=of["transform"])
+            theta = pm.Normal(of["local"], mu.sum() + bounded, tau)
+            pm.Deterministic("twice", of["twice"](theta))
+            of["more"]()
+            of["outcome"]("obs", theta, of["noise"], observed=data)
+        return model
+
+    return build
+
+
+def content(build: Callable[..., Any], y: Any = Y) -> tuple[Any, ...] | None:
+    return content_of(parts_of(Declared(build, ("mu",)), "a", {"y": np.asarray(y)}))
+
+
+def test_equal_declarations_on_other_rows_are_one() -> None:
+    assert content(builder()) == content(builder()) == content(builder(), Y[:2] + 1.0) is not None
+    assert made_of(parts_of(Declared(builder(), ("mu",)), "a", {"y": Y})) is made_of(
+        parts_of(Declared(builder(), ("mu",)), "b", {"y": Y[1:]})
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"mean": 1e-16},
+        {"mean": -0.0},
+        {"mean": 0},
+        {"sd": 2.0 + 4e-16},
+        {"mean": np.zeros(2)},
+        {"scale": lambda: pm.HalfNormal("tau", 2.0)},
+        {"scale": lambda: pm.HalfCauchy("tau", 1.0)},
+        {"scale": lambda: pm.HalfNormal("tau", 1.0, default_transform=None)},
+        {"scale": lambda: pt.constant(1.0)},
+        {"initval": np.array([0.1, 0.2])},
+        {"transform": pm.distributions.transforms.Interval(0.0, 10.0)},
+        {"transform": pm.distributions.transforms.log},
+        {"labels": ["a", "b", "c"]},
+        {"dim": "limb"},
+        {"local": "level"},
+        {"noise": 1.5},
+        {"noise": float(Y.mean())},
+        {"twice": lambda theta: 3.0 * theta},
+        {"twice": lambda theta: theta},
+        {"outcome": pm.Laplace},
+        {"more": lambda: pm.Potential("soft", pt.constant(0.1) * pm.modelcontext(None)["mu"].sum())},
+        {"more": lambda: setattr(pm.modelcontext(None), "check_bounds", False)},
+    ],
+)
+def test_what_differs_in_anything_the_model_sees_is_another(changed: dict[str, Any]) -> None:
+    other = content(builder(**changed))
+    assert other is not None and other != content(builder())
+
+
+def test_what_a_builder_reads_elsewhere_is_seen_where_it_changes() -> None:
+    def reads(y: Any) -> Any:
+        return builder(sd=READ["sd"], mean=np.array(READ["list"]))(y)
+
+    held = [1.0]
+    closed = lambda y: builder(noise=held[0])(y)  # noqa: E731
+    before = content(reads), content(closed)
+    READ["list"][0], held[0] = 1.5, 2.0
+    listed = content(reads)
+    READ["sd"] = 3.0
+    assert len({*before, listed, content(reads), content(closed)}) == 5
+
+
+def test_other_shared_names_and_types_of_data_are_others() -> None:
+    parts = [
+        parts_of(Declared(builder(), shared), "a", {"y": y})
+        for shared, y in ((("mu",), Y), (("mu", "tau"), Y), (("tau", "mu"), Y), (("mu",), np.array([1, 2])))
+    ]
+    assert len({content_of(one) for one in parts} - {None}) == 4
+
+
+class Plus(pytensor.graph.op.Op):  # type: ignore[misc]
+    """Adds what no equality tells."""
+
+    __props__ = ()
+    itypes, otypes = [pt.dscalar], [pt.dscalar]  # noqa: RUF012
+
+    def perform(self, node: Any, inputs: Any, outputs: Any) -> None:
+        outputs[0][0] = inputs[0] + READ["sd"]
+
+
+class Shifted(type(pm.distributions.transforms.log)):  # type: ignore[misc]
+    """A transform of the user's own."""
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"twice": Plus()},
+        {"transform": Shifted()},
+        {"transform": pm.distributions.transforms.Interval(bounds_fn=lambda *_: (0.0, READ["sd"] + 9.0))},
+        {"more": lambda: pm.CustomDist("own", 0.0, logp=lambda x, mu: -((x - mu) ** 2))},
+        {"twice": lambda theta: pytensor.gradient.grad_clip(theta, -1.0, 1.0)},
+        {"initval": "prior", "more": lambda: pm.Normal("n", 0, 1, initval=pt.constant(1.0) * 2)},
+        {"outcome": lambda name, mu, sd, observed: pm.Normal(name, mu, sd, observed=Y)},
+    ],
+)
+def test_of_what_cannot_be_told_nothing_is_kept(changed: dict[str, Any]) -> None:
+    parts = parts_of(Declared(builder(**changed), ("mu",)), "a", {"y": Y})
+    assert content_of(parts) is None
+    assert made_of(parts) is not made_of(parts)
+
+
+def trial(seed: int) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    site, x = np.repeat(np.arange(4), 30), rng.normal(size=120)
+    y = rng.random(120) < 1 / (1 + np.exp(-x - rng.normal(size=4)[site]))
+    return pd.DataFrame({"site": site, "x": x, "healed": y.astype(int)})
+
+
+def fitted(frame: pd.DataFrame, sd: float = 2.0, seed: int = 1) -> fedppl.Fit:
+    model = fedppl.formula(
+        "healed ~ x + (1 | site)", family="bernoulli", priors={"x": fedppl.Prior("Normal", mu=0, sigma=sd)}
+    )
+    return fedppl.fit(model, frame, by="site", progressbar=False, random_seed=seed)
+
+
+def test_a_second_fit_makes_no_graph_and_its_numbers_are_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = trial(0)
+    first = fitted(frame).summary()
+    compiled = compilations()
+    made: list[str] = []
+
+    def counted(module: Any, name: str) -> None:
+        make = getattr(module, name)
+
+        def count(*arguments: Any, **named: Any) -> Any:
+            made.append(name)
+            return make(*arguments, **named)
+
+        monkeypatch.setattr(module, name, count)
+
+    for name in ("site_graph", "prior_graph", "initial_graphs", "constrained_graph"):
+        counted(graphs, name)
+    counted(pytensor, "function")
+    pd.testing.assert_frame_equal(fitted(frame).summary(), first, check_exact=True)
+    assert not fitted(frame, seed=2).summary().equals(first)
+    assert not made and compilations() == compiled
+    other = fitted(frame, sd=0.1).summary()  # of another prior the graph alone is made anew
+    assert "prior_graph" in made and compilations() == compiled
+    assert other.loc["x", "mean"] < first.loc["x", "mean"]
+
+
+def test_other_rows_start_and_are_checked_on_their_own() -> None:
+    def build(y: Any) -> Any:
+        with pm.Model() as model:
+            theta = pm.Normal("theta", pm.Normal("mu", 0, 10), 1, initval=float(np.mean(y)))
+            pm.Poisson("obs", pm.math.exp(theta), observed=pm.Data("y", y))
+        return model
+
+    one, other = ({"a": {"y": np.array([1, n])}} for n in (1, 5))
+    enrolled = [FederatedModel(build, ["mu"]).enrol(data, kernel=False)["a"] for data in (one, other)]
+    assert [float(client.initial[0]) for client in enrolled] == [1.0, 3.0]
+    with pytest.raises(fedppl.DataError, match="starting point"):
+        FederatedModel(build, ["mu"]).enrol({"a": {"y": np.array([1, -1])}}, kernel=False)
