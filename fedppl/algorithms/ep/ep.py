@@ -104,8 +104,7 @@ def EP(
         most mass is refined. Where others have more than a thousandth of the mass, they are named, and the fit is not
         called converged: q is of one of them. "auto" is 4 where clients are in this process and all of them answer in a
         round, with `warm_start` and without `trust`, and else 1: searches cost a site queries. Where the first does not
-        arrive, it leaves the others out. Passes over all clients at once, which fits of many clients take where they
-        can, begin with such searches of some of them, and end where another mode may have mass with all.
+        arrive, it leaves the others out.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
