@@ -43,6 +43,7 @@ class Reweighted(NamedTuple):
     pareto_k: float
     second_k: float  # largest Pareto k of weights times a squared coordinate; −inf where no tail has a share of it
     told: int  # number of points that have a weight
+    beside: float = 0.0  # error of a mean or an sd, in posterior sds, that no spread of the points tells
 
 
 def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residual: Array) -> Reweighted | None:

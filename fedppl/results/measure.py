@@ -25,6 +25,7 @@ class Measure(NamedTuple):
 
     points: Array  # (N, m)
     ways: tuple[Array, ...]
+    beside: float = 0.0  # error of a mean or an sd, in sds, that no spread of the points tells
 
 
 class Estimates(NamedTuple):
@@ -53,7 +54,7 @@ def measure(q: Gaussian, found: Reweighted | None) -> Measure | None:
     weights, control = _leaving_out(found.weights, found.scramble), _leaving_out(found.of_q, found.scramble)
     alone = np.concatenate([np.zeros_like(equal), weights], axis=1)
     put_right = np.concatenate([equal, weights - control], axis=1)
-    return Measure(np.concatenate([of_q, found.points]), (put_right, alone))
+    return Measure(np.concatenate([of_q, found.points]), (put_right, alone), found.beside)
 
 
 def estimates(values: Array, measured: Measure, probabilities: Array) -> Estimates:
@@ -65,7 +66,9 @@ def estimates(values: Array, measured: Measure, probabilities: Array) -> Estimat
     errors = np.stack([np.maximum(one.mean_error, one.sd_error) for one in each])
     best = np.argmin(np.where(np.isnan(errors), np.inf, errors), axis=0)
     columns = np.arange(values.shape[1])
-    return Estimates(*(np.stack(field)[best, ..., columns].T for field in zip(*each, strict=True)))
+    chosen = Estimates(*(np.stack(field)[best, ..., columns].T for field in zip(*each, strict=True)))
+    beside = measured.beside * chosen.sd
+    return chosen._replace(mean_error=np.hypot(chosen.mean_error, beside), sd_error=np.hypot(chosen.sd_error, beside))
 
 
 def _by_one_way(values: Array, way: Array, probabilities: Array) -> Estimates:

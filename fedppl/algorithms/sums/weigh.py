@@ -40,12 +40,12 @@ _FAR = 20.0  # log units below the highest value, and one for each coordinate, f
 _FORETOLD = 0.02  # log units, median error with which it is foretold from these at all others
 _DEFENCE = 0.25  # of a stage's points, which are the candidates' own
 _FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
-_DRAWN, _SHOWN, _MOST_SHOWN = 1024, 2048, 8192  # candidates of a scramble: to choose from, and to stand for all
+_DRAWN, _SHOWN, _MOST_SHOWN = 512, 1024, 8192  # candidates of a scramble: to choose from, and to stand for all
 _PROBES = 32  # draws of a surrogate, with most of its second moments, at which it is looked at
 _BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
 _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _LOG = "log__"
-_ENOUGH = 0.02  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
+_ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
 _BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
 _MOST_OFF = 6.0  # standard errors by which draws of a surrogate may be off to be put right, and not to be redone
 _TILTS = 6  # Newton steps
@@ -612,6 +612,7 @@ def _reweighted(state: Weighing, shown: Drawn, now: _Weighed, error: float, tail
         covariance=moments.covariance,
         log_ratio=shown.log_integral - gaussian.log_integral(q),
         error=error,
+        beside=error,
         log_ratio_error=max(abs(now.log_integral - shown.log_integral), _chance_of_integral(state, now)),
         ess=effective_size(shown.weights),
         pareto_k=now.pareto_k if now.effective <= _EVEN else -np.inf,
