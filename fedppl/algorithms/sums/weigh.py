@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from fedppl import gaussian
+from fedppl.algorithms.sums.stages import BY_CHANCE, Estimate, Unit, jackknife, moments_of, pooled, sizes, tilted
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student, surrogate
 from fedppl.numerics.importance import (
@@ -46,9 +47,7 @@ _BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogat
 _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _LOG = "log__"
 _ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
-_BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
 _MOST_OFF = 6.0  # standard errors by which draws of a surrogate may be off to be put right, and not to be redone
-_TILTS = 6  # Newton steps
 _EFFECTIVE, _LEAST = 0.3, 0.1  # of a stage's points, the least with which none is; and with which any are trusted
 _EVEN = 0.95  # effective part of points whose weights have no tail to speak of
 _LOST = 0.01  # share of the points that may be without a value
@@ -437,26 +436,6 @@ def _weighed(state: Weighing) -> _Weighed:
     return _Weighed(weights, control, log_integral, effective, shape, logs)
 
 
-class Estimate(NamedTuple):
-    """First and second moments (2 m,) of the posterior in fixed units, and without each scramble, (scrambles, 2 m)."""
-
-    moments: Array
-    without: Array
-    points: float  # effective ones
-
-
-class Unit(NamedTuple):
-    """Center (m,) and lengths (m,) of the units that moments are in."""
-
-    center: Array
-    length: Array
-
-
-def _moments(u: Array, weights: Array, unit: Unit) -> Array:
-    z = (u - unit.center) / unit.length
-    return np.concatenate([weights @ z, weights @ z**2])
-
-
 def _estimate(state: Weighing, now: _Weighed) -> Estimate:
     """Moments by the last surrogate and what weights add to them; scrambles of either are left out together."""
     shown = state.shown
@@ -465,77 +444,24 @@ def _estimate(state: Weighing, now: _Weighed) -> Estimate:
     def by(of_draws: NDArray[np.bool_], of_batch: NDArray[np.bool_]) -> Array:
         drawn = np.where(of_draws, shown.weights, 0.0)
         own, control = (np.where(of_batch, one, 0.0) for one in (now.weights, now.control))
-        before = _moments(shown.u, drawn / drawn.sum(), state.unit)
-        return before + _moments(state.batch.u, own / own.sum() - control / control.sum(), state.unit)
+        before = moments_of(shown.u, drawn / drawn.sum(), state.unit)
+        return before + moments_of(state.batch.u, own / own.sum() - control / control.sum(), state.unit)
 
     without = [by(shown.scramble != one, state.batch.scramble != one) for one in range(student.SCRAMBLES)]
     whole = by(np.ones(len(shown.weights), dtype=bool), np.ones(len(now.weights), dtype=bool))
     return Estimate(whole, np.stack(without), now.effective * float(state.batch.times.sum()))
 
 
-def _pooled(estimates: tuple[Estimate, ...]) -> Estimate:
-    """The last stage's estimate, with those before it that agree with it, each by its number of effective points.
-
-    Not by its variance, which is too small of a stage that missed a tail.
-    """
-    last = estimates[-1]
-    agree = [one for one in estimates[:-1] if _agree(one, last)] + [last]
-    shares = np.array([one.points for one in agree])
-    shares = shares / shares.sum()
-    moments = np.einsum("s,sm->m", shares, np.stack([one.moments for one in agree]))
-    without = np.einsum("s,sjm->jm", shares, np.stack([one.without for one in agree]))
-    return Estimate(moments, without, sum(one.points for one in agree))
-
-
-def _agree(one: Estimate, other: Estimate) -> bool:
-    """Whether two stages say the same: a surrogate whose tails were made up says something else, of a small error."""
-    chance = np.hypot(*(_jackknife([_sizes(left, each.moments) for left in each.without]) for each in (one, other)))
-    return float(np.max(np.abs(_sizes(one.moments, other.moments)))) <= _BY_CHANCE * float(chance)
-
-
 def _grown(state: Weighing, shown: Drawn, last: Estimate) -> float:
     """By how much a log sd grew since the stage before: of tails that points reach farther into each time."""
     assert state.shown is not None
     before = [
-        _moments(state.shown.u, state.shown.weights, state.unit),
+        moments_of(state.shown.u, state.shown.weights, state.unit),
         *(one.moments for one in state.estimates[-2:-1]),
     ]
-    now = _moments(shown.u, shown.weights, state.unit), last.moments
+    now = moments_of(shown.u, shown.weights, state.unit), last.moments
     m = len(state.unit.center)
-    return float(max(np.max(np.abs(_sizes(one, other)[m:])) for one in now for other in before))
-
-
-def _sizes(moments: Array, other: Array) -> Array:
-    """Means less those of others, in their sds, and log sds less theirs, (2 m,)."""
-    (mean, second), (center, square) = np.split(moments, 2), np.split(other, 2)
-    variance, own = np.maximum(square - center**2, 1e-12), np.maximum(second - mean**2, 1e-12)
-    return np.concatenate([(mean - center) / np.sqrt(variance), 0.5 * np.log(own / variance)])
-
-
-def _jackknife(without: list[Array]) -> float:
-    """Largest standard error: points within a scramble are no independent sample."""
-    return float(np.max(np.sqrt(len(without) - 1.0) * np.std(np.stack(without), axis=0)))
-
-
-def _tilted(of: Drawn, target: Array, unit: Unit) -> Drawn | None:
-    """Draws whose weights are changed as little as gives them these moments, by exp(λ z + κ z²); None where none do."""
-    own = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
-    mean, second = np.split(target, 2)
-    shift, ratio = (unit.center + unit.length * mean - own.center) / own.length, unit.length / own.length
-    wanted = np.concatenate([shift, ratio**2 * (second - mean**2) + shift**2])
-    z = (of.u - own.center) / own.length
-    features = np.concatenate([z, z**2], axis=1)
-    tilt, weights = np.zeros(features.shape[1]), of.weights
-    for _ in range(_TILTS):
-        there = weights @ features
-        apart = features - there
-        curved = (apart * weights[:, None]).T @ apart
-        tilt = tilt + np.linalg.lstsq(curved, wanted - there, rcond=1e-8)[0]
-        weights = normalise(np.log(np.maximum(of.weights, 1e-300)) + features @ tilt)
-    if not np.allclose(weights @ features, wanted, atol=1e-4):
-        return None
-    moments = weighted_moments(of.u, weights)
-    return of._replace(weights=weights, mean=moments.mean, covariance=moments.covariance)
+    return float(max(np.max(np.abs(sizes(one, other)[m:])) for one in now for other in before))
 
 
 def _judged(
@@ -547,14 +473,14 @@ def _judged(
     state = state._replace(estimates=(*state.estimates, _estimate(state, now)))
     heavy = has_heavy_tails(shown.u, shown.weights)
     # Of a heavy tail every stage sees more.
-    pooled = state.estimates[-1] if heavy else _pooled(state.estimates)
-    grown = _grown(state, shown, pooled) if heavy else 0.0
-    ours = _moments(shown.u, shown.weights, state.unit)
-    chance = _jackknife([_sizes(one, pooled.moments) for one in pooled.without])
-    differ = float(np.max(np.abs(_sizes(pooled.moments, ours))))
+    said = state.estimates[-1] if heavy else pooled(state.estimates)
+    grown = _grown(state, shown, said) if heavy else 0.0
+    ours = moments_of(shown.u, shown.weights, state.unit)
+    chance = jackknife([sizes(one, said.moments) for one in said.without])
+    differ = float(np.max(np.abs(sizes(said.moments, ours))))
     by_draws = _chance_of_draws(shown)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
-    is_off = differ > max(_BY_CHANCE * chance, _ENOUGH)
+    is_off = differ > max(BY_CHANCE * chance, _ENOUGH)
     error = differ if differ > _MOST_OFF * max(chance, 0.2 * _ENOUGH) else chance
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
     is_even = now.effective > _EVEN
@@ -565,7 +491,11 @@ def _judged(
     # More points at which it is known tell better what Laplace's approximation leaves out at the others.
     is_told = noise <= NOISE and moved <= _MOVED
     enough = (
-        trusted and is_told and error <= _ENOUGH and now.effective >= _EFFECTIVE and not (heavy and not state.outer)
+        trusted
+        and is_told
+        and max(error, grown) <= _ENOUGH
+        and now.effective >= _EFFECTIVE
+        and not (heavy and not state.outer)
     )
     if not enough and state.stage < _STAGES:
         return Judged(state, False, "")
@@ -574,8 +504,8 @@ def _judged(
         shown = surrogate.drawn(through, by, state.folded, stream)
         by_draws = _chance_of_draws(shown)
     if trusted and is_off:
-        tilted = _tilted(shown, pooled.moments, state.unit)
-        shown, error = (shown, differ) if tilted is None else (tilted, error)
+        tilt = tilted(shown, said.moments, state.unit)
+        shown, error = (shown, differ) if tilt is None else (tilt, error)
         trusted = error <= MOST_ERROR
     found = _reweighted(state, shown, now, max(error, by_draws), tail)
     q = gaussian.from_moments(found.mean, found.covariance)
@@ -592,9 +522,9 @@ def _judged(
 def _chance_of_draws(of: Drawn) -> float:
     """Standard error of moments of a surrogate by its draws."""
     unit = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
-    whole = _moments(of.u, of.weights, unit)
+    whole = moments_of(of.u, of.weights, unit)
     kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(student.SCRAMBLES)]
-    return _jackknife([_sizes(_moments(of.u, weights / weights.sum(), unit), whole) for weights in kept])
+    return jackknife([sizes(moments_of(of.u, weights / weights.sum(), unit), whole) for weights in kept])
 
 
 def _reweighted(state: Weighing, shown: Drawn, now: _Weighed, error: float, tail: float) -> Reweighted:
