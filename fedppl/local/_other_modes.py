@@ -40,14 +40,14 @@ def several_modes(
 ) -> dict[str, str]:
     """Clients (C,), in these places of those side by side, whose θ has mass about another mode, and what to say."""
     told: dict[str, str] = {}
-    rows, begin = np.arange(len(clients)), starts.copy()
+    rows, begin = np.arange(len(clients), dtype=np.int64), starts.copy()
     for point in (center, _another(points, center)):
         first = pairs.modes(of, np.broadcast_to(point, (len(rows), len(point))), begin[rows], places[rows])
         # Of who has no mode, whoever integrates about it says so.
         values, kept = pairs.of_modes(first), np.flatnonzero(first.arrived)
         rows, values, modes, roots = rows[kept], values[kept], first.theta[kept], first.root[kept]
         begin[rows] = modes
-        others = [_starts(clients[k], mode, root) for k, mode, root in zip(rows, modes, roots, strict=True)]
+        others = [_starts(clients[int(k)], mode, root) for k, mode, root in zip(rows, modes, roots, strict=True)]
         if not others:
             break
         whose = np.repeat(np.arange(len(rows)), [len(one) for one in others])
@@ -59,9 +59,9 @@ def several_modes(
             far = np.maximum(np.linalg.norm(by_first, axis=1), np.linalg.norm(by_other, axis=1)) > _REACH
             matters = far & (pairs.of_modes(found) > values[whose] + _NEGLIGIBLE)
         for n in np.flatnonzero(matters)[::-1]:
-            client = clients[rows[whose[n]]]
+            client = clients[int(rows[whose[n]])]
             told[client.client_id] = _several(client, np.abs(by_first[n]), point)
-        rows = np.array([k for k in rows if clients[k].client_id not in told], dtype=int)
+        rows = np.array([k for k in rows if clients[int(k)].client_id not in told], dtype=np.int64)
     return told
 
 

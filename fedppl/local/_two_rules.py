@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from fedppl.numerics.integral import Rule, between_trapezoids, by_trapezoids
 from fedppl.types import Array
 
-_Compute = Callable[[Array, Rule], tuple[Array, Array]]  # logarithms at points (S, m), and what is not known of them
+_Of = TypeVar("_Of", np.float64, np.int64)  # points, or their places
 _NEAR, _FAR = 4, 6  # asinh of sds: 27, and where something is missing 202
 _LOOKED_AT = 32  # points at which both are computed
 _CLOSE = 0.003  # log units within which they hardly differ
@@ -20,8 +21,10 @@ _MOST_TOLD = 0.95  # share of the known points at which another way has to have 
 _ALIKE, _SAME = 0.001, 0.02  # log units within which they are the same, but for a constant; and most that this may be
 
 
-def by_two_rules(compute: _Compute, points: Array) -> tuple[Array, Array]:
-    """Logarithms of integrals at points (S, m), and what is not known of them.
+def by_two_rules(
+    compute: Callable[[NDArray[_Of], Rule], tuple[Array, Array]], points: NDArray[_Of]
+) -> tuple[Array, Array]:
+    """Logarithms of integrals at points (S, m), or at those in places (S,), and what is not known of them.
 
     What one rule tells of its own error holds for smooth functions. Where both differ at some of the points, as about a
     kink or a spike, they are averaged at all, and half of their difference is an error.

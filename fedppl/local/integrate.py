@@ -134,7 +134,7 @@ def _looks_gaussian(of: Densities, found: pairs.Modes, phi: Array, who: Places) 
     terms = pairs.node_terms(of, about, phi, who, Rule(z, np.zeros(len(z)), np.zeros(len(z))))
     allowed = _EQUAL * (1.0 + np.sum(z**2, axis=1)) + _ROUNDING * np.abs(found.value)[:, None]
     with np.errstate(invalid="ignore"):
-        return np.all(np.abs(terms - about.values[:, None]) <= allowed, axis=1)
+        return np.asarray(np.all(np.abs(terms - about.values[:, None]) <= allowed, axis=1))
 
 
 # What Laplace's approximation leaves out, at one client ---------------------------------------------------------------
@@ -152,7 +152,7 @@ def _on_a_line(client: ClientView, points: Array, center: Array, laplace: Laplac
         return _by_trapezoids(terms, rule)
 
     values, errors = np.full(len(points), np.nan), np.zeros(len(points))
-    values[known], errors[known] = by_two_rules(compute, np.arange(len(known)))
+    values[known], errors[known] = by_two_rules(compute, np.arange(len(known), dtype=np.int64))
     return _less(Factor(*_factor.with_alike(values, errors)), laplace)
 
 
@@ -187,36 +187,29 @@ def summed(
     so large a part of the clients is asked, chosen by their ids. Where other modes of θ are to be looked for, `look`, a
     client that has some fails.
     """
+    size = _parts_of(stack.starts.shape[1], points.shape[1], len(points))
+
+    def over(places: Places, way: _Way, *, look: bool = False) -> list[_Part]:
+        part = functools.partial(_part, stack, points, known, center, way=way, look=look)
+        return in_parts(lambda own: part(places[own]), len(places), size, workers)
+
     places = _asked(stack, some)
     careful = places if len(places) <= _EACH else _sample(places)
-    rules = _cheaper(stack) if len(careful) < len(places) and len(known) else ()
-    compute = functools.partial(_part, stack, points, known, center)
-    size = _parts_of(stack.starts.shape[1], points.shape[1], len(points))
-    of_careful = in_parts(lambda own: compute(careful[own], _careful, look=look), len(careful), size, workers)
+    of_careful = over(careful, _careful, look=look)
     found = _added([one.values for one in of_careful], points, known)
     rest = np.setdiff1d(places, careful)
     if not len(rest):
         return found
     if not len(known) or stack.left_out is None:
-        others = in_parts(lambda own: compute(rest[own], _nothing), len(rest), size, workers)
-        return _added([found, *(one.values for one in others)], points, known)
-    # The careful values of a sample say by how much a cheaper rule is off, in the sum over all.
+        return _added([found, *(one.values for one in over(rest, _nothing))], points, known)
     each = np.concatenate([one.each for one in of_careful])
-    for rule in rules:
-        cheap = in_parts(lambda own, rule=rule: compute(careful[own], rule), len(careful), size, workers)  # type: ignore[misc]
-        differ = each - np.concatenate([one.each for one in cheap])
-        differ = differ[np.all(np.isfinite(differ), axis=1)]
-        left = len(rest) * differ.mean(axis=0)
-        chance = len(rest) * differ.std(axis=0) / np.sqrt(max(len(differ), 1))
-        if np.sqrt(np.var(left) + np.mean((chance - 0.0) ** 2)) <= _SHOWS or rule is rules[-1]:
-            break
-    others = in_parts(lambda own: compute(rest[own], rule), len(rest), size, workers)
-    found = _added([found, *(one.values for one in others)], points, known)
+    cheap = _cheapest(stack, lambda way: over(careful, way), each, len(rest))
+    found = _added([found, *(one.values for one in over(rest, cheap.way))], points, known)
     scale = len(places) / len(careful)
     return found._replace(
-        left_out=found.left_out + left,
+        left_out=found.left_out + cheap.left,
         errors=scale * found.errors,
-        squares=found.squares + chance**2,
+        squares=found.squares + cheap.chance**2,
         constants=found.constants * np.array([scale, scale]),
     )
 
@@ -243,7 +236,8 @@ def _part(
         failures |= several
         rows = np.array([row for row in rows if str(stack.ids[places[row]]) not in several], dtype=np.int64)
     values, about = _laplace_at(stack, at, rows, places, points, known)
-    left_out, errors, constants = np.zeros((len(rows), len(known))), np.zeros((len(rows), len(known))), []
+    left_out, errors = np.zeros((2, len(rows), len(known)))
+    constants: list[Constant] = []
     if len(known) and stack.left_out is not None:
         left_out, errors, constants = way(stack, places[rows], points[known], center, about)
     told, also = np.isfinite(values), np.isfinite(left_out)
@@ -329,6 +323,29 @@ def _cheaper(stack: Stacked) -> tuple[_Way, ...]:
     return (_nothing, *grids)
 
 
+class _Cheap(NamedTuple):
+    """A rule in place of the careful one."""
+
+    way: _Way
+    left: Array  # (T,) what it leaves of the sum over clients
+    chance: Array  # (T,) standard error of that
+
+
+def _cheapest(stack: Stacked, at_sample: Callable[[_Way], list[_Part]], careful: Array, count: int) -> _Cheap:
+    """The first rule that leaves nothing that shows of the sum over so many clients, else the best.
+
+    The careful values of a sample, (C, T), say by how much a rule is off.
+    """
+    for way in _cheaper(stack):
+        differ = careful - np.concatenate([one.each for one in at_sample(way)])
+        differ = differ[np.all(np.isfinite(differ), axis=1)]
+        left = count * differ.mean(axis=0)
+        chance = count * differ.std(axis=0) / np.sqrt(max(len(differ), 1))
+        if np.sqrt(np.var(left) + np.mean(chance**2)) <= _SHOWS:
+            break
+    return _Cheap(way, left, chance)
+
+
 def _asked(stack: Stacked, some: float) -> Places:
     """Places of clients that are asked: all, or those whose ids come first by a checksum."""
     places = np.arange(len(stack), dtype=np.int64)
@@ -347,16 +364,26 @@ def answers(client_id: str, some: float) -> bool:
 
 def _sample(places: Places) -> Places:
     """Some of many, evenly spread."""
-    return places[np.unique(np.linspace(0, len(places) - 1, _SAMPLE).astype(int))]
+    return places[np.unique(np.linspace(0, len(places) - 1, _SAMPLE).astype(np.intp))]
 
 
 def _added(parts: Sequence[Values], points: Array, known: Places) -> Values:
     """The sum of sums, in their order."""
-    zero, few = np.zeros(len(points)), np.zeros(len(known))
-    columns = list(zip(*(part[:-1] for part in parts), strict=True)) if parts else []
-    sums = [np.sum(np.stack(column), axis=0) for column in columns] or [zero, zero, few, few, few, few, np.zeros(2)]
-    failures = {client_id: reason for part in parts for client_id, reason in part.failures.items()}
-    return Values(*sums, failures)
+
+    def total(sums: list[Array], size: int) -> Array:
+        return np.asarray(np.sum(np.stack(sums), axis=0)) if sums else np.zeros(size)
+
+    count, few = len(points), len(known)
+    return Values(
+        total([part.values for part in parts], count),
+        total([part.lost for part in parts], count),
+        total([part.left_out for part in parts], few),
+        total([part.left_out_lost for part in parts], few),
+        total([part.errors for part in parts], few),
+        total([part.squares for part in parts], few),
+        total([part.constants for part in parts], 2),
+        {client_id: reason for part in parts for client_id, reason in part.failures.items()},
+    )
 
 
 def _parts_of(d: int, m: int, points: int) -> int:

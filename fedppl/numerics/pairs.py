@@ -251,9 +251,11 @@ def modes(
             length = _lengths(of, own)
             rest = np.flatnonzero(~whole[moves])
             if len(rest):  # the other way to make a curvature positive may be the better one
-                step[moves[rest]], length[rest] = _better(
-                    of, _Line(*(part[rest] for part in own)), A[go[rest]], length[rest]
+                at_rest = go[rest]
+                own = _Line(
+                    phi[at_rest], theta[at_rest], who[at_rest], out[at_rest], own.step[rest], own.decrement[rest]
                 )
+                step[moves[rest]], length[rest] = _better(of, own, A[at_rest], length[rest])
             moved[moves] = length > 0.0
             there = go[length > 0.0]
             theta[there] += length[length > 0.0, None] * step[moves[length > 0.0]]
@@ -292,7 +294,7 @@ def _shifted(A: Array, slopes: Array, least: float) -> tuple[Array, Flags]:
     those of the largest, as one may have hardly any.
     """
     diagonal = np.abs(np.einsum("nii->ni", A))
-    finite = np.isfinite(A).all(axis=(1, 2))
+    finite: Flags = np.asarray(np.isfinite(A).all(axis=(1, 2)))
     largest = np.maximum(diagonal.max(axis=1, initial=0.0), 1e-8)[:, None]
     unit = np.maximum(diagonal, least * largest)[:, :, None] * np.eye(A.shape[1])
     step, shift, left = np.zeros_like(slopes), _SHIFT, np.flatnonzero(finite)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl.numerics import student
 from fedppl.numerics.importance import WeightedMoments, weighted_moments
@@ -170,7 +171,7 @@ def _distance(points: Array, mean: Array, root: Array) -> Array:
     return np.asarray(np.maximum((points[:, i] - mean[i]) / root[i, 0], 0.0))
 
 
-def scrambles(proposals: tuple[Proposal, ...]) -> Array:
+def scrambles(proposals: tuple[Proposal, ...]) -> NDArray[np.intp]:
     """Which of the independent scrambles each of the proposals' points is of, (S,)."""
     return np.concatenate([np.repeat(np.arange(student.SCRAMBLES), one.per_scramble) for one in proposals])
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
@@ -33,7 +34,7 @@ class Reweighted(NamedTuple):
     points: Array  # (S, m)
     weights: Array  # (S,) of the posterior, smoothed; they sum to 1
     of_q: Array  # (S,) of q; they sum to 1
-    scramble: Array  # (S,) which of the independent ones a point is of
+    scramble: NDArray[np.intp]  # (S,) which of the independent ones a point is of
     mean: Array  # (m,)
     covariance: Array  # (m, m)
     log_ratio: float  # log Z / Z_q
@@ -59,7 +60,7 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
 
 
 def weigh_points(
-    q: Gaussian, points: Array, scramble: Array, log_density: Array, log_proposal: Array
+    q: Gaussian, points: Array, scramble: NDArray[np.intp], log_density: Array, log_proposal: Array
 ) -> Reweighted | None:
     """Weigh points (S, m) of a proposal by a posterior's log density, NaN where there is none."""
     found = np.isfinite(log_density)
@@ -68,7 +69,9 @@ def weigh_points(
     return weigh(q, points, scramble, raw, of_q, int(found.sum()))
 
 
-def weigh(q: Gaussian, points: Array, scramble: Array, raw: Array, of_q: Array, told: int) -> Reweighted | None:
+def weigh(
+    q: Gaussian, points: Array, scramble: NDArray[np.intp], raw: Array, of_q: Array, told: int
+) -> Reweighted | None:
     """The posterior by points (S, m), its log weights (S,) and those of q at them; `told` of them have a value.
 
     None where none has a weight.
@@ -140,7 +143,7 @@ def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array
     return plain.mean, plain.covariance
 
 
-def _by_scramble(functions: Array, log_weights: Array, of_q: Array, where: Array) -> tuple[Array, float]:
+def _by_scramble(functions: Array, log_weights: Array, of_q: Array, where: NDArray[np.intp]) -> tuple[Array, float]:
     """Standard errors of what the points add to E_q of functions (S, n), (n,), and of log Z / Z_q.
 
     By leaving out one scramble at a time: points within one are no independent sample.

@@ -140,7 +140,7 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bo
     if len(high) < _PER_TERM * (m + 1) * (m + 2) / 2:
         return None
     root = np.asarray(np.linalg.cholesky(covariance))
-    z = np.linalg.solve(root, (u[high] - mean).T).T
+    z = np.asarray(np.linalg.solve(root, (u[high] - mean).T).T, dtype=float)
     distance = np.sum(z**2, axis=1)
     try:
         is_drawn_in = heavy and _missed(z, values[high], is_drawn_in=True) < _missed(z, values[high], is_drawn_in=False)
@@ -154,9 +154,9 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bo
 
 def _base(z: Array, *, is_drawn_in: bool) -> Array:
     """Beside which a spline has little to tell: a normal, or a t."""
-    squared = np.sum(z**2, axis=1)
+    squared: Array = np.sum(z**2, axis=1)
     if is_drawn_in:
-        return -0.5 * (student.DEGREES + z.shape[1]) * np.log1p(squared / student.DEGREES)
+        return np.asarray(-0.5 * (student.DEGREES + z.shape[1]) * np.log1p(squared / student.DEGREES))
     return -0.5 * squared
 
 
@@ -189,7 +189,7 @@ def log_surrogate(of: Surrogate, u: Array) -> Array:
     Between values far out a spline may rise without cause, and in directions without any at the edge: it is no higher
     than those that are about as far out.
     """
-    z = np.linalg.solve(of.root, (u - of.mean).T).T
+    z = np.asarray(np.linalg.solve(of.root, (u - of.mean).T).T, dtype=float)
     distance, reach = np.sqrt(np.sum(z**2, axis=1)), of.distance[-1]
     out = np.flatnonzero(distance > reach)
     edge = z.copy()
@@ -205,7 +205,7 @@ def log_surrogate(of: Surrogate, u: Array) -> Array:
 def _no_higher(of: Surrogate, z: Array) -> Array:
     """The spline, where no value is higher than those that are about as far out."""
     as_far = np.searchsorted(of.distance, _EDGE * np.sqrt(np.sum(z**2, axis=1)))
-    return np.minimum(_inside(of, z), of.highest[as_far] + _HIGHER)
+    return np.asarray(np.minimum(_inside(of, z), of.highest[as_far] + _HIGHER))
 
 
 def _inside(of: Surrogate, z: Array) -> Array:

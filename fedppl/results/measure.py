@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import qmc
 
 from fedppl import gaussian
@@ -87,7 +88,7 @@ def _by_one_way(values: Array, way: Array, probabilities: Array) -> Estimates:
     return Estimates(center, sds[0], *errors, _quantiles(values, way[0], probabilities))
 
 
-def _leaving_out(weights: Array, scramble: Array) -> Array:
+def _leaving_out(weights: Array, scramble: NDArray[np.intp]) -> Array:
     """The weights, and those with one scramble left out after the other, each normalised: (1 + scrambles, N)."""
     rows = np.stack([weights, *(np.where(scramble == one, 0.0, weights) for one in range(SCRAMBLES))])
     return np.asarray(rows / rows.sum(axis=1, keepdims=True))

@@ -51,8 +51,8 @@ def pooled(estimates: tuple[Estimate, ...]) -> Estimate:
 
 def _agree(one: Estimate, other: Estimate) -> bool:
     """Whether two stages say the same: a surrogate whose tails were made up says something else, of a small error."""
-    chance = np.hypot(*(jackknife([sizes(left, each.moments) for left in each.without]) for each in (one, other)))
-    return float(np.max(np.abs(sizes(one.moments, other.moments)))) <= BY_CHANCE * float(chance)
+    own, others = (jackknife([sizes(left, each.moments) for left in each.without]) for each in (one, other))
+    return float(np.max(np.abs(sizes(one.moments, other.moments)))) <= BY_CHANCE * float(np.hypot(own, others))
 
 
 def sizes(moments: Array, other: Array) -> Array:

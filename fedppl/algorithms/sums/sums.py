@@ -333,8 +333,8 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     )
     taken = _weigh.taken_in(phase, answer)
     if taken is None:
-        after = _weigh.with_all_integrated(phase)
-        return state._replace(phase=after), Report(_info(after), message="integrals over clients' own variables vary")
+        again = _weigh.with_all_integrated(phase)
+        return state._replace(phase=again), Report(_info(again), message="integrals over clients' own variables vary")
     few = min(points, _FEW_POINTS) if count > _MANY else points
     each = max(64, few // 4) if phase.everywhere else few
     remedy = f"fedppl.Sums(points={4 * points})"

@@ -227,7 +227,15 @@ def _foretold(points: Array, laplace: Array, known: Known) -> tuple[Array, Array
 
 def with_all_integrated(state: Weighing) -> Weighing:
     """The same batch with a quarter of the points, at all of which θ is integrated."""
-    fewer = Batch(*(part[::4] for part in state.batch))
+    batch, some = state.batch, slice(None, None, 4)
+    fewer = Batch(
+        batch.phi[some],
+        batch.u[some],
+        batch.log_density[some],
+        batch.log_surrogate[some],
+        batch.times[some],
+        batch.scramble[some],
+    )
     nothing = np.zeros((0, len(state.labels)))
     return state._replace(
         batch=fewer,
@@ -285,7 +293,7 @@ def _as_normal(state: Weighing) -> Weighing | None:
     """The state with q as the posterior, where a quadratic tells all values."""
     known = np.isfinite(state.values)
     center, root = gaussian.affine(state.q)
-    z = np.linalg.solve(root, (state.points[known] - center).T).T
+    z = np.asarray(np.linalg.solve(root, (state.points[known] - center).T).T, dtype=float)
     terms = quadratic_terms(z)
     if len(terms) < 2 * terms.shape[1]:
         return None

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Factor, LogEvidence
@@ -119,7 +120,7 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
     return Gaussian(inverse.T @ terms[1 : 1 + m] + precision @ center, precision)
 
 
-def _spread(logs: tuple[Array, Array, Array, Array], scramble: Array) -> float:
+def _spread(logs: tuple[Array, Array, Array, Array], scramble: NDArray[np.intp]) -> float:
     """Standard error of the log of the first two sums' ratio over that of the last two, by leaving scrambles out."""
     found = []
     for left_out in range(student.SCRAMBLES):
