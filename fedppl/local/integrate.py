@@ -198,7 +198,7 @@ def summed(
     of_careful = over(careful, _careful, look=look)
     found = _added([one.values for one in of_careful], points, known)
     rest = np.setdiff1d(places, careful)
-    if not len(rest):
+    if not len(rest) or found.failures:  # a sum without one of them is of no use
         return found
     if not len(known) or stack.left_out is None:
         return _added([found, *(one.values for one in over(rest, _nothing))], points, known)
