@@ -91,7 +91,9 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
     constant = Constant()
     is_gaussian = not client.local_size or client.view(_gaussian_rest.is_exact)
-    if not is_gaussian:
+    if not is_gaussian and client.view(is_separable):
+        values, errors, constant = with_alike(*one_by_one(client, points, center))
+    elif not is_gaussian:
         values, errors, constant = _corrected(client, points, center, values)
     if prior_share:
         values = values + prior_share * client.prior.log_ratio(points)
