@@ -61,7 +61,7 @@ def data(clients: int = 3) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def fit() -> fedppl.Fit:
-    return fedppl.fit(fedppl.FederatedModel(builder, [MU, TAU]), data(), progressbar=False, random_seed=1)
+    return fedppl.fit(fedppl.FederatedModel(builder, [MU, TAU]), data(), fedppl.EP(), progressbar=False, random_seed=1)
 
 
 @pytest.fixture(scope="module")
