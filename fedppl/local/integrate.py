@@ -40,8 +40,7 @@ _ASKED_AT = (0.5, -1.0, 3.0, -10.0)  # sds from a mode, at which it is looked at
 _EQUAL, _ROUNDING = 1e-6, 1e-10  # of what a Gaussian changes by, and of the density, by which others may differ
 _EACH = 512  # clients from which rules are chosen by a sample
 _SAMPLE = 128  # of these
-_RULES = {1: (5, 9, 15, 25), 2: (5, 9, 13), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates
-_SHOWS = 0.01  # log units, sd over points, of what a rule may leave of the sum
+_NODES = {1: 15, 2: 9, 3: 7}  # of each coordinate where clients are many, by the number of coordinates
 
 LeftOutFn = Callable[[ClientView, Array, Array, Laplace], Factor]
 
@@ -203,7 +202,7 @@ def summed(
     if not len(known) or stack.left_out is None:
         return _added([found, *(one.values for one in over(rest, _nothing))], points, known)
     each = np.concatenate([one.each for one in of_careful])
-    cheap = _cheapest(stack, lambda way: over(careful, way), each, len(rest))
+    cheap = _cheaper(stack, lambda way: over(careful, way), each, len(rest))
     found = _added([found, *(one.values for one in over(rest, cheap.way))], points, known)
     scale = len(places) / len(careful)
     return found._replace(
@@ -316,13 +315,6 @@ def _by_rule(
     return found.reshape(shape), np.zeros(shape), []
 
 
-def _cheaper(stack: Stacked) -> tuple[_Way, ...]:
-    """Rules that cost little, each better than the one before."""
-    d = stack.starts.shape[1]
-    grids = tuple(functools.partial(_by_rule, rule=by_grid(d, count)) for count in _RULES.get(d, ()))
-    return (_nothing, *grids)
-
-
 class _Cheap(NamedTuple):
     """A rule in place of the careful one."""
 
@@ -331,19 +323,17 @@ class _Cheap(NamedTuple):
     chance: Array  # (T,) standard error of that
 
 
-def _cheapest(stack: Stacked, at_sample: Callable[[_Way], list[_Part]], careful: Array, count: int) -> _Cheap:
-    """The first rule that leaves nothing that shows of the sum over so many clients, else the best.
+def _cheaper(stack: Stacked, at_sample: Callable[[_Way], list[_Part]], careful: Array, count: int) -> _Cheap:
+    """One rule for all, whatever the points, so that what it is off by alike is the same in all exchanges.
 
-    The careful values of a sample, (C, T), say by how much a rule is off.
+    The careful values of a sample, (C, T), say by how much it is off in the sum over so many clients.
     """
-    for way in _cheaper(stack):
-        differ = careful - np.concatenate([one.each for one in at_sample(way)])
-        differ = differ[np.all(np.isfinite(differ), axis=1)]
-        left = count * differ.mean(axis=0)
-        chance = count * differ.std(axis=0) / np.sqrt(max(len(differ), 1))
-        if np.sqrt(np.var(left) + np.mean(chance**2)) <= _SHOWS:
-            break
-    return _Cheap(way, left, chance)
+    d = stack.starts.shape[1]
+    way = functools.partial(_by_rule, rule=by_grid(d, _NODES[d])) if d in _NODES else _nothing
+    differ = careful - np.concatenate([one.each for one in at_sample(way)])
+    differ = differ[np.all(np.isfinite(differ), axis=1)]
+    apart = differ - differ.mean(axis=1, keepdims=True)  # a constant moves nothing
+    return _Cheap(way, count * differ.mean(axis=0), count * apart.std(axis=0) / np.sqrt(max(len(differ), 1)))
 
 
 def _asked(stack: Stacked, some: float) -> Places:
