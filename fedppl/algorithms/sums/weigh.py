@@ -217,26 +217,12 @@ def _foretold(points: Array, laplace: Array, known: Known) -> tuple[Array, Array
     matters = np.flatnonzero(there > highest - _FAR - known.points.shape[1])
     joined = np.concatenate([known.points[matters], points])
     few = np.arange(len(matters))
-    curve = _quadratic(joined, few, known.left_out[matters])
-    smooth = smooth_over(joined, few, known.left_out[matters] - curve[few], known.errors[matters], _FORETOLD)
+    smooth = smooth_over(joined, few, known.left_out[matters], known.errors[matters], _FORETOLD)
     if smooth is None:
         return None
-    more, missed = smooth[0][len(matters) :] + curve[len(matters) :], smooth[1][len(matters) :]
+    more, missed = (one[len(matters) :] for one in smooth)
     here = laplace > highest - _FAR - points.shape[1]
     return np.where(here, more, known.left_out[nearest]), missed, known.squares[nearest] + missed**2
-
-
-def _quadratic(points: Array, few: NDArray[np.intp], values: Array) -> Array:
-    """The quadratic at points (N, m) that is nearest to values at a few of them; 0 where these are too few.
-
-    A spline of what it leaves tells more: of many clients the sum hardly departs from one.
-    """
-    told = np.isfinite(values)
-    z = (points - points[few].mean(axis=0)) / np.maximum(points[few].std(axis=0), 1e-300)
-    design = quadratic_terms(z)
-    if told.sum() < 2 * design.shape[1]:
-        return np.zeros(len(points))
-    return np.asarray(design @ np.linalg.lstsq(design[few[told]], values[told], rcond=None)[0])
 
 
 def with_all_integrated(state: Weighing) -> Weighing:
