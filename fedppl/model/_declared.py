@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.model import graph as _graph
-from fedppl.model._made import made_of
 from fedppl.model._template import Template, make_once
 from fedppl.model.enrolment import containers, mismatch, require_arguments
+from fedppl.model.made import made_of
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 

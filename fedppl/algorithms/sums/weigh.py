@@ -519,7 +519,7 @@ def _judged(
     q = gaussian.from_moments(found.mean, found.covariance)
     after = state._replace(q=q, found=found, log_integral_error=found.log_ratio_error)
     problems = [
-        "" if trusted else _not_known(state, shown, now, found, remedy),
+        "" if trusted else _not_known(state, shown, now, found, grown, remedy),
         _unreached(lost) if lost > _LOST else "",
         "" if is_told else _uncertain(noise, moved),
     ]
@@ -603,12 +603,13 @@ _BY_NUTS = "fedppl.EP(local=fedppl.NUTS(draws=4000))"
 
 def _nowhere() -> str:
     return (
-        "no point about the mode has a log density at all clients, or too few have one: declare the model so that it "
-        f"has a smooth density everywhere, or use {_BY_NUTS}"
+        "about the mode too few points count to tell means and sds: tails are heavy, or few points have a log density "
+        "at all clients. Declare the model so that it has a smooth density everywhere and priors with lighter tails, "
+        f"use fedppl.EP(), or {_BY_NUTS}"
     )
 
 
-def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, remedy: str) -> str:
+def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, grown: float, remedy: str) -> str:
     """What is not to be trusted, and of which coordinate above all."""
     assert state.shown is not None
     sd = np.sqrt(np.diag(shown.covariance))
@@ -623,6 +624,7 @@ def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, 
         else "",
         f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
         f"{now.effective:.0%} of the points are effective (at least {_LEAST:.0%})" if now.effective < _LEAST else "",
+        f"an sd that last changed by {np.expm1(grown):.0%}, along a heavy tail" if grown > MOST_ERROR else "",
     ]
     return (
         f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} on a scale where "
