@@ -17,8 +17,7 @@ from numpy.testing import assert_allclose
 
 from fedppl import FederatedModel
 from fedppl.local import _chains
-from fedppl.model import _template
-from fedppl.model import made
+from fedppl.model import _template, made
 from fedppl.model.numba_mode import mode, without_notices
 from fedppl.numerics.pairs import site_outputs
 from fedppl.results import idata
