@@ -113,18 +113,18 @@ def _corrected(client: ClientView, points: Array, center: Array, laplace: Array)
     better, differ, constant = integrated(client, points[some], center)
     smooth = smooth_over(points, some, better - laplace[some], differ)
     if smooth is not None:
-        return laplace + smooth[0], smooth[1], constant
+        return laplace + smooth[0], smooth[1] + smooth[2], constant
     better, differ, constant = integrated(client, points[known], center)
     smooth = smooth_over(points, known, better - laplace[known], differ)
     if smooth is not None:
-        return laplace + smooth[0], smooth[1], constant
+        return laplace + smooth[0], smooth[1] + smooth[2], constant
     if client.local_size in _GRIDS:
         coarse = _marginal.integrals(
             client, points, center, by_grid(client.local_size, _GRIDS[client.local_size][0])
         ).values
         smooth = smooth_over(points, known, better - coarse[known], differ)
         if smooth is not None:
-            return coarse + smooth[0], smooth[1], constant
+            return coarse + smooth[0], smooth[1] + smooth[2], constant
     return integrated(client, points, center)
 
 

@@ -85,7 +85,7 @@ def _marginalised(
             continue
         smooth = smooth_over(points, some, values - rough[some], errors)
         if smooth is not None:
-            return rough + smooth[0], smooth[1]
+            return rough + smooth[0], smooth[1] + smooth[2]
     return _at(client, pool, points)
 
 

@@ -17,12 +17,12 @@ _FORETOLD = 0.002  # median error of foretelling, in log units, with which that 
 
 def smooth_over(
     points: Array, few: NDArray[np.intp], values: Array, errors: Array, enough: float = _FORETOLD
-) -> tuple[Array, Array] | None:
+) -> tuple[Array, Array, Array] | None:
     """A function and its errors, known at a few of the points (P,), at all of them (S,), where it is smooth enough.
 
     A spline of three quarters of the few has to foretell the function at the others, with a median error of at most
-    `enough`: a thin-plate one of points that are drawn in, else a cubic one. By how much it misses these is an error
-    too, of the points that are near to them. Where the nearest of the few is not known, the function is not: NaN.
+    `enough`: a thin-plate one of points that are drawn in, else a cubic one. The third array is by how much it misses
+    these, at the points that are near to them. Where the nearest of the few is not known, the function is not: NaN.
     """
     known = np.stack([values, errors], axis=1)
     told = np.all(np.isfinite(known), axis=1)
@@ -49,6 +49,7 @@ def smooth_over(
         missing[few] = 0.0
         if not np.all(told):
             found[~told[cKDTree(white[all_few]).query(white)[1]]] = np.nan
-        return found[:, 0], np.where(np.isfinite(found[:, 0]), found[:, 1] + missing, 0.0)
+        is_known = np.isfinite(found[:, 0])
+        return found[:, 0], np.where(is_known, found[:, 1], 0.0), np.where(is_known, missing, 0.0)
     except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
         return None

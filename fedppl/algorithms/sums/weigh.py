@@ -220,9 +220,10 @@ def _foretold(points: Array, laplace: Array, known: Known) -> tuple[Array, Array
     smooth = smooth_over(joined, few, known.left_out[matters], known.errors[matters], _FORETOLD)
     if smooth is None:
         return None
-    more, missed = (one[len(matters) :] for one in smooth)
+    more, errors, missed = (one[len(matters) :] for one in smooth)
     here = laplace > highest - _FAR - points.shape[1]
-    return np.where(here, more, known.left_out[nearest]), missed, known.squares[nearest] + missed**2
+    # Errors that clients have alike may be far larger than those that vary, and a constant moves nothing.
+    return np.where(here, more, known.left_out[nearest]), errors + missed, known.squares[nearest] + missed**2
 
 
 def with_all_integrated(state: Weighing) -> Weighing:
