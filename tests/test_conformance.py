@@ -24,7 +24,7 @@ from fedppl.engine.answer import answer
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
 from fedppl.model.interpreted import python_function
-from fedppl.numerics.newton import difference_hessian
+from fedppl.numerics.pairs import difference_hessian
 from fedppl.numerics.prior import SharedPrior
 from tests import cases
 from tests.cases import CASES, EXACT, MONTE_CARLO, WAYS, Ends, ending_in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,6 @@ from fedppl.local._no_mode import no_mode
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import stream_of
 from fedppl.numerics.integral import Rule
-from fedppl.numerics.marginal import expand_marginal, gradient_batch
-from fedppl.numerics.newton import OK
 from fedppl.numerics.pairs import Densities, Laplace
 from fedppl.types import Array, LocalFailure
 
@@ -45,16 +44,21 @@ def near(client: ClientView, points: Array, center: Array) -> Laplace:
     LocalFailure
         Where there is no mode at the center.
     """
+    found = [about for _, about, _ in _in_parts(client, points, center)]
+    return Laplace(*(np.concatenate(part) for part in zip(*found, strict=True)))
+
+
+def _in_parts(client: ClientView, points: Array, center: Array) -> Iterator[tuple[Array, Laplace, Array]]:
+    """So many points as may be held at once, Laplace's approximation there, and sds of θ at the center's mode."""
     of, d = client.view(densities), client.local_size
     at = pairs.origins(of, center, client.view(start)[None], np.zeros(1, dtype=np.int64))
     if d and not at.modes.arrived[0]:
         raise LocalFailure(no_mode(client, center))
-    chunk, found = max(1, min(_AT_ONCE, _NUMBERS // max(1, d * d + points.shape[1]))), []
+    chunk = max(1, min(_AT_ONCE, _NUMBERS // max(1, d * d + points.shape[1])))
     for first in range(0, max(len(points), 1), chunk):
         some = np.ascontiguousarray(points[first : first + chunk])
         row = np.zeros(len(some), dtype=np.int64)
-        found.append(pairs.laplace(of, at, row, row, some))
-    return Laplace(*(np.concatenate(part) for part in zip(*found, strict=True)))
+        yield some, pairs.laplace(of, at, row, row, some), at.modes.scale[row]
 
 
 def prior_sds(client: ClientView, most: float) -> Array:
@@ -86,12 +90,13 @@ def log_factor(client: ClientView, points: Array, prior_share: float) -> Array:
 
 def gradients(client: ClientView, points: Array, center: Array, prior_share: float) -> tuple[Array, Array]:
     """log f_k (and its share of a non-Gaussian prior) and its gradients at points (S, m), (S,) and (S, m)."""
-    slopes = np.zeros_like(points)
-    status, found = gradient_batch(
-        client.kernel, np.ascontiguousarray(points), center, client.view(start), client.packed, slopes
-    )
-    if status != OK:
-        raise LocalFailure(no_mode(client, center))
+    of = client.view(densities)
+    parts = [
+        (about.values, pairs.gradients(of, some, about.theta, np.zeros(len(some), dtype=np.int64), scale))
+        for some, about, scale in _in_parts(client, points, center)
+    ]
+    found, slopes = (np.concatenate(part) for part in zip(*parts, strict=True))
+    found = np.where(np.isfinite(found), found, -np.inf)
     if prior_share:
         found = found + prior_share * client.prior.log_ratio(points)
         slopes = slopes + prior_share * client.prior.log_ratio_gradients(points)
@@ -100,10 +105,9 @@ def gradients(client: ClientView, points: Array, center: Array, prior_share: flo
 
 def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
     """Quadratic expansion of log f_k (and of its share of a non-Gaussian prior) at a point."""
-    status, value, gradient, hessian, _ = expand_marginal(
-        client.kernel, point, client.view(start), prior_sds(client, 1.0), client.packed
-    )
-    if status != OK:
+    found = pairs.expansion(client.view(densities), point, client.view(start), prior_sds(client, 1.0))
+    value, gradient, hessian = found
+    if not (np.isfinite(value) and np.all(np.isfinite(hessian))):
         raise LocalFailure(no_mode(client, point))
     if prior_share and not client.prior.is_gaussian:
         value += prior_share * float(client.prior.log_ratio(point[None])[0])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView
-from fedppl.numerics.newton import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry, jit
+from fedppl.numerics.kernels import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry, jit
 from fedppl.settings import positive, whole
 from fedppl.types import Array, DataError, LocalFailure, Rng
 

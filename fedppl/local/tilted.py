@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from fedppl.contracts import ClientView, Draws, Moments, Target
-from fedppl.numerics.newton import difference_hessian
+from fedppl.numerics.kernels import NO_DATA
+from fedppl.numerics.pairs import difference_hessian
 from fedppl.types import Array, DeclarationError, Rng
 
 
@@ -27,7 +28,7 @@ def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
     m = client.shared_size
     linear, precision = target.cavity
     share = 0.0 if prior.is_gaussian else float(target.prior_share)
-    prior_kernel, nothing = None, (np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    prior_kernel = None
     if share:
         assert prior.kernel is not None  # of every prior that is not Gaussian
         prior_kernel = prior.kernel()
@@ -41,7 +42,7 @@ def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
             output[0] += phi @ (linear - 0.5 * pull)
             output[1 : 1 + m] += linear - pull
             if prior_kernel is not None:
-                output[: 1 + m] += share * prior_kernel(np.ascontiguousarray(phi), *nothing)
+                output[: 1 + m] += share * prior_kernel(np.ascontiguousarray(phi), *NO_DATA)
         return float(output[0]), output[1:]
 
     return value_and_gradient

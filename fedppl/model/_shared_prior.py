@@ -17,7 +17,8 @@ from fedppl.model import interpreted
 from fedppl.model._prior_draws import EACH, unconstrained
 from fedppl.model._template import Template, kernel_of
 from fedppl.model.fingerprint import fingerprint, probes
-from fedppl.numerics.newton import density_batch
+from fedppl.numerics.kernels import NO_DATA
+from fedppl.numerics.pairs import site_outputs
 from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.settings import some_of
 from fedppl.types import Array, DeclarationError, Layout, Variable
@@ -116,8 +117,7 @@ def _compiled(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMan
     """The same by a loop that is compiled at its first call."""
 
     def both(draws: Array) -> Array:
-        found: Array = density_batch(kernel(), np.ascontiguousarray(draws, dtype=np.float64))
-        return found
+        return site_outputs(kernel(), np.asarray(draws, dtype=np.float64), NO_DATA)
 
     return lambda draws: both(draws)[:, 0], lambda draws: both(draws)[:, 1:]
 

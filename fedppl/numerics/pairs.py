@@ -16,7 +16,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from fedppl.numerics.integral import Rule
-from fedppl.numerics.newton import INTEGERS, KERNEL, MATRIX, VECTOR, assign, entry
+from fedppl.numerics.kernels import INTEGERS, KERNEL, MATRIX, VECTOR, assign, entry
 from fedppl.types import Array
 
 Places = NDArray[np.int64]
@@ -378,13 +378,23 @@ def origins(of: Densities, phi: Array, theta: Array, who: Places) -> Origins:
         with np.errstate(invalid="ignore"):
             for i in range(m):
                 slope[:, :, i] = solve(found.root, found.cross[:, i])
-            unit = np.broadcast_to(_THIRD * np.eye(d), (len(who), d, d))
-            along = np.stack([solve_upper(found.root, unit[:, i]) for i in range(d)], axis=1)
-            ends = found.theta[:, None] + np.concatenate([along, -along], axis=1)
-            slopes = outputs(of, np.repeat(at, 2 * d, axis=0), ends.reshape(-1, d), np.repeat(who, 2 * d))
-            slopes = slopes[:, 1 + m :].reshape(len(who), 2 * d, d)
-            third = (slopes.sum(axis=1) - 2.0 * d * found.slopes[:, m:]) / _THIRD**2
+            third = _third(of, at, found.theta, who, found.root, found.slopes)[:, m:]
     return Origins(phi, found, slope, third)
+
+
+def _third(of: Densities, phi: Array, theta: Array, who: Places, root: Array, slopes: Array) -> Array:
+    """Σ_i ∂³ℓ[v_i, v_i, ·], (N, m + d), with v_i the columns of L⁻ᵀ; half of it is the gradient of −½ log det A.
+
+    Second differences of the gradient, `slopes` at (φ, θ), along v_i.
+    """
+    count, d = theta.shape
+    if not d:
+        return np.zeros_like(slopes)
+    unit = np.broadcast_to(_THIRD * np.eye(d), (count, d, d))
+    along = np.stack([solve_upper(root, unit[:, i]) for i in range(d)], axis=1)
+    ends = theta[:, None] + np.concatenate([along, -along], axis=1)
+    found = outputs(of, np.repeat(phi, 2 * d, axis=0), ends.reshape(-1, d), np.repeat(who, 2 * d))[:, 1:]
+    return np.asarray((found.reshape(count, 2 * d, -1).sum(axis=1) - 2.0 * d * slopes) / _THIRD**2)
 
 
 def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) -> Laplace:
@@ -425,6 +435,51 @@ def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) ->
         found = modes(of, phi[far], at.modes.theta[row[far]], who[far], 1e-9, _LIMIT_NEAR)
         values[far], theta[far], root[far] = of_modes(found), found.theta, found.root
     return Laplace(np.where(np.isfinite(values), values, np.nan), theta, root)
+
+
+def gradients(of: Densities, phi: Array, theta: Array, who: Places, scale: Array) -> Array:
+    """Gradients of Laplace's log f_k at φ (N, m), θ at or very near its modes; NaN where the curvature has no root.
+
+    ∂_φ ℓ + (dθ/dφ)ᵀ (∂_θ ℓ + ½ third_θ) + ½ third_φ; at the mode ∂_θ ℓ is zero, near it the term corrects.
+    """
+    m = of.shared
+    out, A, cross = _expanded(of, phi, theta, who, scale)
+    root, _ = cholesky(A)
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = out[:, 1:] + 0.5 * _third(of, phi, theta, who, root, out[:, 1:])
+        return np.asarray(total[:, :m] + np.einsum("nmd,nd->nm", cross, solve(root, total[:, m:])))
+
+
+class Expansion(NamedTuple):
+    """Laplace's log f_k about a φ; NaN where θ has no mode there."""
+
+    value: float
+    gradient: Array  # (m,)
+    hessian: Array  # (m, m)
+
+
+def expansion(of: Densities, phi: Array, start: Array, wanted: Array) -> Expansion:
+    """Of one client at φ (m,), the search beginning at start (d,); its Hessian by differences over parts of `wanted`.
+
+    These are of the gradient, with θ following its mode.
+    """
+    m, who = len(phi), np.zeros(1 + len(phi), dtype=np.int64)
+    at = origins(of, phi, start[None], who[:1])
+    theta, slope = at.modes.theta[0], at.slope[0]
+    nearby = outputs(of, phi + 1e-6 * np.diag(wanted), np.broadcast_to(theta, (m, len(theta))), who[1:])
+    curvature = np.abs(np.diag(nearby[:, 1 : 1 + m]) - at.modes.slopes[0, :m]) / (1e-6 * wanted)
+    width = 1e-3 * np.minimum(wanted, 1.0 / np.sqrt(np.maximum(curvature, 1e-300)))
+    along = np.concatenate([np.zeros((1, m)), np.diag(width)])
+    scale = np.broadcast_to(at.modes.scale[0], (1 + m, len(theta)))
+    found = gradients(of, phi + along, theta + along @ slope.T, who, scale)
+    hessian = (found[1:] - found[0]) / width[:, None]
+    return Expansion(float(of_modes(at.modes)[0]), found[0], 0.5 * (hessian + hessian.T))
+
+
+def difference_hessian(kernel: Any, x: Array, scale: Array, packed: Any) -> Array:
+    """Hessian of the log density in all of x, (n, n), by central differences of the gradient."""
+    nowhere, first = np.zeros((1, 0)), np.zeros(1, dtype=np.int64)
+    return np.asarray(-_expanded(one(kernel, 0, packed), nowhere, x[None], first, scale[None], central=True).A[0])
 
 
 def node_terms(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rule) -> Array:

@@ -11,8 +11,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.newton import difference_hessian
-from fedppl.numerics.pairs import inner_mode_at
+from fedppl.numerics.pairs import difference_hessian, inner_mode_at
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure
 
 _LEAST = 0.2  # at modes this is met: a factor's curvature there is near that with the local variables held
