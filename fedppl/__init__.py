@@ -38,10 +38,9 @@ if TYPE_CHECKING:
     from fedppl.model.client import ClientModel
     from fedppl.model.declaration import FederatedModel
     from fedppl.numerics import covariance
-    from fedppl.results.compare import compare
     from fedppl.results.fit import Fit
     from fedppl.results.hypotheses import contrast, hypotheses
-    from fedppl.results.loo import Loo, loo, loo_compare
+    from fedppl.results.loo import Loo, compare, loo, loo_compare
     from fedppl.results.table import Table, table
     from fedppl.run.calibration import calibrate, plot_calibration
     from fedppl.run.conflict import conflict
@@ -190,7 +189,7 @@ _NAMES = {
     "all_clients": "fedppl.run.participation",
     "bernoulli": "fedppl.run.participation",
     "calibrate": "fedppl.run.calibration",
-    "compare": "fedppl.results.compare",
+    "compare": "fedppl.results.loo",
     "conflict": "fedppl.run.conflict",
     "contrast": "fedppl.results.hypotheses",
     "fit": "fedppl.front",

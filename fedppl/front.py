@@ -16,7 +16,7 @@ from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.data import missing as gaps
 from fedppl.model.client import reader_of
 from fedppl.model.declaration import FederatedModel
-from fedppl.results import idata, saved, sound
+from fedppl.results import idata, saved
 from fedppl.results.fit import Fit
 from fedppl.run import loop
 from fedppl.run.choice import Choice, by_call, lies_side_by_side
@@ -329,7 +329,7 @@ def load(
         drawn=held.drawn,
     )
     try:
-        sound.require_sound(found)
+        saved.require_sound(found)
     except DataError as error:
         raise DataError(f"{str(path)!r} is damaged: {error}; take it from a copy, or fit again.") from error
     found.__dict__["idata"] = idata.from_groups(held.groups)  # as it was: draws of it are not made again

@@ -129,7 +129,7 @@ def test_no_crafted_file_runs_code_or_changes_a_class(tmp_path: Path) -> None:
         ("records cut", "are cut off; restore both from one copy, or delete"),
         ("a bit of the records at 40", "not those it was written with; restore both"),
         ("named: a function", "'os.system' is no named tuple"),
-        ("named: a property", "'fedppl.algorithms.ep._private_step.Mechanism' has other fields"),
+        ("named: a property", "'fedppl.algorithms.ep.private.Mechanism' has other fields"),
         ("member 'ok'", "'fedppl.types.Status.ok' is not known here"),
         ("dtype '|O'", "dtype '|O' has no place"),
         ("shape [10000000000000]", "not as long as their shapes say"),

@@ -27,8 +27,8 @@ from fedppl.engine.guard import Ledger, Run, in_memory
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Malformed
 from fedppl.flower.memory import file_memory
+from fedppl.flower.node import read_told
 from fedppl.flower.records import CONCLUDE
-from fedppl.flower.told import read_told
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
 from fedppl.testing import normal_means

@@ -13,11 +13,11 @@ from scipy.optimize import minimize
 
 import fedppl
 from fedppl import Status
-from fedppl.algorithms.hierarchical.confidences import confidence_of, terms_rule
+from fedppl.algorithms.hierarchical.confidence import confidence_of, terms_rule
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.models import pfedvem
-from fedppl.run.replies import received
+from fedppl.run.one_round import received
 from fedppl.types import DataError, DeclarationError
 from tests.support import problems
 from tests.support.markers import slow_but

@@ -14,7 +14,7 @@ from fedppl.contracts import AnyAlgorithm, Posterior, Received, Target
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.scatter import precision_from_draws
 from fedppl.numerics.streams import stream
-from fedppl.run.replies import received
+from fedppl.run.one_round import received
 from fedppl.types import DeclarationError, LocalFailure, Status
 from tests.support import pooled, problems
 from tests.test_averaging import fitted

@@ -13,7 +13,7 @@ from scipy import stats
 import fedppl
 from fedppl import Status, gaussian
 from fedppl.algorithms.ep._rounds import of_q_alone
-from fedppl.algorithms.ep._state import Taken
+from fedppl.algorithms.ep._verdict import Taken
 from fedppl.numerics import importance as _importance
 from fedppl.numerics import stein as _stein
 from fedppl.results import departure

@@ -17,7 +17,7 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.ep import _verdict
-from fedppl.algorithms.ep._state import Taken
+from fedppl.algorithms.ep._verdict import Taken
 from fedppl.storage import checkpoint
 from tests.support import problems
 from tests.support.fake_client import UNIT, layout_of

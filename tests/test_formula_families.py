@@ -17,7 +17,7 @@ from scipy.special import expit, log_softmax
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
-from fedppl.engine._observed import holdings
+from fedppl.engine.guard import holdings
 from fedppl.formulas import predictor
 from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.families import FAMILIES, _draw_level, _log_level

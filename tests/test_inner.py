@@ -18,9 +18,9 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import FederatedModel, gaussian
-from fedppl.local import _conditional, _gaussian_rest, _inner, _marginal
+from fedppl.local import _conditional, _gaussian_rest, _marginal
+from fedppl.local._factor import is_separable
 from fedppl.local._other_modes import require_one_mode
-from fedppl.local._separable import is_separable
 from fedppl.types import Array, LocalFailure
 
 
@@ -116,15 +116,15 @@ def test_a_quadratic_difference_comes_back() -> None:
         return 3.0 + 0.2 * z[:, 0] - 0.1 * z[:, 0] * z[:, 1] + 0.05 * z[:, 1] ** 2, 1.0
 
     points = np.random.default_rng(2).normal(size=(10, 2))
-    found, trust = _inner.left_out(difference, np.ones(2), root, 0)
+    found, trust = _marginal.left_out(difference, np.ones(2), root, 0)
     assert found is not None and trust == 1.0
     assert_allclose(np.diff(found(points)), np.diff(difference(points)[0]), atol=1e-10)
-    assert _inner.left_out(lambda points: (np.ones(len(points)), 1.0), np.ones(2), root, 0) == (None, 1.0)
-    assert _inner.left_out(lambda points: None, np.ones(2), root, 0) == (None, 0.0)
+    assert _marginal.left_out(lambda points: (np.ones(len(points)), 1.0), np.ones(2), root, 0) == (None, 1.0)
+    assert _marginal.left_out(lambda points: None, np.ones(2), root, 0) == (None, 0.0)
 
 
 def test_a_difference_that_is_even_about_q_is_not_taken_for_none() -> None:
-    even = _inner.left_out(lambda points: (0.5 * points[:, 0] ** 2, 1.0), np.zeros(2), np.eye(2), 0).difference
+    even = _marginal.left_out(lambda points: (0.5 * points[:, 0] ** 2, 1.0), np.zeros(2), np.eye(2), 0).difference
     assert even is not None
     assert_allclose(even(np.array([[1.0, 0.0], [-2.0, 3.0]])) - even(np.zeros((1, 2))), [0.5, 2.0], atol=1e-10)
 
@@ -135,7 +135,7 @@ def test_what_is_half_trusted_counts_by_half() -> None:
     def difference(points: Array) -> tuple[Array, float] | None:
         return (points[:, 0] + 0.0, 0.5) if len(points) == 6 else None
 
-    found, trust = _inner.left_out(difference, np.zeros(2), np.eye(2), 0)
+    found, trust = _marginal.left_out(difference, np.zeros(2), np.eye(2), 0)
     assert found is not None and trust == 0.5
     assert_allclose(found(np.array([[2.0, 1.0]])), [1.0])
 
@@ -155,7 +155,7 @@ def test_trust_follows_what_weights_have_left_or_what_lies_at_the_edge(
     size: int, least: float, beyond: float, trust: float | None
 ) -> None:
     relative, shares = np.array([0.9, least]), np.array([[0.99, 0.01], [1 - beyond, beyond]])
-    known = _inner.trusted(np.ones(2), relative, shares, size)
+    known = _marginal.trusted(np.ones(2), relative, shares, size)
     assert known is None if trust is None else known is not None and known[1] == pytest.approx(trust)
 
 

@@ -24,7 +24,7 @@ from tests.support import problems
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
-from fedppl.nn import batch, batch_heads, batch_train, head_steps  # noqa: E402
+from fedppl.nn import batch, batch_heads, batch_train, personal  # noqa: E402
 from fedppl.nn import train as single  # noqa: E402
 from fedppl.nn.batch_train import take_steps, train_together  # noqa: E402
 from fedppl.nn.train import Training, train  # noqa: E402
@@ -240,7 +240,7 @@ def test_clients_whose_loss_does_not_fall_enough_fail_as_alone(
     name: str, rise: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule of the loss, moved to where some clients break it."""
-    for module in (single, head_steps, batch_train, batch_heads):
+    for module in (single, personal, batch_train, batch_heads):
         monkeypatch.setattr(module, "RISE", rise)
     algorithm, clients = ALGORITHMS[name][0](), usual()
     found, wanted = (asked(each, clients, rounds=1)[0] for each in (algorithm, alone(algorithm)))
@@ -411,7 +411,7 @@ def test_without_rounding_there_is_no_difference(momentum: float | None) -> None
         wanted = train(unit, W[k], everything, settings, stream((k,)), dtype=torch.float64)
         assert_allclose(found[k], wanted, rtol=1e-9, atol=1e-11)
         own = q[0][k], q[1][k]
-        wanted = head_steps.train_below(unit, head, W[k], below, own, settings, 3, stream((k,)), dtype=torch.float64)
+        wanted = personal.train_below(unit, head, W[k], below, own, settings, 3, stream((k,)), dtype=torch.float64)
         assert_allclose(lower[k], wanted, rtol=1e-9, atol=1e-11)
 
 

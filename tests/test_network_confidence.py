@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import fedppl
-from fedppl.algorithms.hierarchical.confidences import confidence_of
+from fedppl.algorithms.hierarchical.confidence import confidence_of
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.models import fedsi
@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 from fedppl import nn  # noqa: E402
 from fedppl.nn.devices import generator_of  # noqa: E402
 from fedppl.nn.head import expected_loss, features, head_slopes  # noqa: E402
-from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below  # noqa: E402
+from fedppl.nn.personal import HeadSteps, head_posterior, train_below  # noqa: E402
 from fedppl.nn.train import Training, outcomes, train  # noqa: E402
 from fedppl.nn.unit import log_likelihood  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402

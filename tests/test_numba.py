@@ -16,7 +16,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from fedppl import FederatedModel
-from fedppl.local import _chains
+from fedppl.local import nuts
 from fedppl.model import _template, made
 from fedppl.model.numba_mode import mode, without_notices
 from fedppl.numerics.pairs import site_outputs
@@ -142,7 +142,7 @@ def test_sampling_and_diagnostics_touch_no_warning_filter(monkeypatch: pytest.Mo
     idata.chain_diagnostics(np.zeros((2, 10, 1)))
     nutpie = pytest.importorskip("nutpie")
     monkeypatch.setattr(nutpie, "sample", spy(nutpie.sample))
-    _chains.by_nutpie(lambda x: (-0.5 * float(x @ x), -x), np.zeros(2), 20, 20, 1, 0.9, np.random.default_rng(1))
+    nuts.by_nutpie(lambda x: (-0.5 * float(x @ x), -x), np.zeros(2), 20, 20, 1, 0.9, np.random.default_rng(1))
     assert seen == [before, before]
 
 

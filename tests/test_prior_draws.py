@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 from fedppl import gaussian
-from fedppl.model import _prior_draws, interpreted
+from fedppl.model import client, interpreted
 from fedppl.model.graph import Parts
 from tests.support import problems
 
@@ -64,7 +64,7 @@ def _built(declare):
 @pytest.mark.parametrize("declare", [_plain, _one_on_the_other, _of_many_parts])
 def test_draws_at_once_are_spread_as_those_one_by_one(declare):
     rvs, values = _built(declare)
-    at_once = _prior_draws._at_once(values, rvs, _COUNT, 1)
+    at_once = client._at_once(values, rvs, _COUNT, 1)
     assert at_once is not None
     one_by_one = pm.draw(values, draws=_COUNT, random_seed=2, mode=interpreted.PYTHON_MODE)
     ours, theirs = (np.concatenate([np.reshape(v, (_COUNT, -1)) for v in d], axis=1) for d in (at_once, one_by_one))
@@ -78,7 +78,7 @@ def test_draws_at_once_are_spread_as_those_one_by_one(declare):
 
 def test_plain_variables_are_drawn_to_the_bit_as_pymc_does():
     rvs, values = _built(_plain)
-    at_once = _prior_draws._at_once(values, rvs, _COUNT, 3)
+    at_once = client._at_once(values, rvs, _COUNT, 3)
     one_by_one = pm.draw(values, draws=_COUNT, random_seed=3, mode=interpreted.PYTHON_MODE)
     assert all(np.array_equal(a, b) for a, b in zip(at_once, one_by_one, strict=True))
 
@@ -86,7 +86,7 @@ def test_plain_variables_are_drawn_to_the_bit_as_pymc_does():
 @pytest.mark.parametrize("declare", [_sized_by_hand, _ones_own])
 def test_what_cannot_be_drawn_at_once_is_not(declare):
     rvs, values = _built(declare)
-    assert _prior_draws._at_once(values, rvs, _COUNT, 1) is None
+    assert client._at_once(values, rvs, _COUNT, 1) is None
 
 
 @pytest.mark.parametrize("problem", [problems.schools, problems.noise, problems.transforms, problems.lasso])
@@ -108,7 +108,7 @@ def test_ordered_entries_of_one_distribution_are_all_drawn() -> None:
         spread = pm.HalfNormal("spread", 1)
         pm.Normal("b", 1, spread, shape=2, transform=pm.distributions.transforms.ordered, initval=np.arange(2.0))
     rvs = tuple(model.free_RVs)
-    found = _prior_draws.unconstrained(Parts(model, rvs, (), (), rvs, ()), 4000, 1)
+    found = client.unconstrained(Parts(model, rvs, (), (), rvs, ()), 4000, 1)
     assert len(found) == 4000
     first = stats.norm(0, 2.5).ppf(stats.beta(1, 8).ppf((np.arange(4000) + 0.5) / 4000))  # the lowest of eight
     assert_allclose(found[:, 0].mean(), first.mean(), atol=5 * first.std() / np.sqrt(4000))
@@ -121,7 +121,7 @@ def test_an_ordered_vector_that_others_depend_on_is_drawn_with_them() -> None:
         a = pm.Normal("a", 0, 1, shape=2, transform=pm.distributions.transforms.ordered, initval=np.arange(2.0))
         pm.Normal("b", a[0], 1e-3)
     rvs = tuple(model.free_RVs)
-    found = _prior_draws.unconstrained(Parts(model, rvs, (), (), rvs, ()), 4000, 1)
+    found = client.unconstrained(Parts(model, rvs, (), (), rvs, ()), 4000, 1)
     assert_allclose(found[:, 2], found[:, 0], atol=0.01)
 
 
@@ -130,4 +130,4 @@ def test_few_draws_of_many_numbers_are_given() -> None:
     with pm.Model() as model:
         rv = pm.HalfNormal("tau", 1, shape=5)
     parts = Parts(model, (rv,), (), (), (rv,), ())
-    assert _prior_draws.draw_prior(parts, 3, 1).shape == (3, 5)
+    assert client.draw_prior(parts, 3, 1).shape == (3, 5)

@@ -15,11 +15,10 @@ import fedppl
 from benchmarks._attacks import budget
 from fedppl import gaussian, privacy, structure
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep._whitening import frame_of, length, unwhiten, whiten
-from fedppl.algorithms.ep.private import PrivateEPClientState
+from fedppl.algorithms.ep.private import PrivateEPClientState, frame_of, length, unwhiten, whiten
 from fedppl.contracts import AnyAlgorithm, LocalInference, Moments, Received, Request
 from fedppl.gaussian import Gaussian
-from fedppl.run.replies import received
+from fedppl.run.one_round import received
 from fedppl.testing import normal_means
 from fedppl.types import DeclarationError, Layout, LocalFailure, Status, Variable
 from tests.support import problems

@@ -21,7 +21,7 @@ import fedppl
 from fedppl.contracts import Failure
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.results.records import Record
-from fedppl.run import outlook, progress
+from fedppl.run import progress
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests import test_inprocess as engines
@@ -44,11 +44,11 @@ def records(changes: list[float], seconds: float = 2.0, **fields: Any) -> list[R
 
 def test_a_geometric_change_is_carried_on() -> None:
     """Halved each round from 0.08, the change is at most 0.01 after three more rounds."""
-    found = outlook.rounds_left(records([0.32, 0.16, 0.08]), 20, 3, 0.01)
-    assert found == outlook.Left(3, estimated=True)
-    assert outlook.ahead(records([0.32, 0.16, 0.08]), 20, 3, 0.01) == "about 3 rounds left, 6 s"
-    slower = outlook.rounds_left(records([1.0, 0.5, 0.3]), None, 3, 0.01)  # the slower of the two factors: 0.6
-    assert slower == outlook.Left(math.ceil(math.log(0.01 / 0.3) / math.log(0.6)), estimated=True)
+    found = progress.rounds_left(records([0.32, 0.16, 0.08]), 20, 3, 0.01)
+    assert found == progress.Left(3, estimated=True)
+    assert progress.ahead(records([0.32, 0.16, 0.08]), 20, 3, 0.01) == "about 3 rounds left, 6 s"
+    slower = progress.rounds_left(records([1.0, 0.5, 0.3]), None, 3, 0.01)  # the slower of the two factors: 0.6
+    assert slower == progress.Left(math.ceil(math.log(0.01 / 0.3) / math.log(0.6)), estimated=True)
 
 
 @pytest.mark.parametrize(
@@ -66,25 +66,25 @@ def test_a_geometric_change_is_carried_on() -> None:
 )
 def test_where_nothing_can_be_estimated_the_most_is_told(changes: list[float], fields: dict[str, Any]) -> None:
     made = records(changes, 30.0, **fields)
-    assert outlook.rounds_left(made, 20, 3, 0.01) == outlook.Left(17, estimated=False)
-    assert outlook.ahead(made, 20, 3, 0.01) == "at most 17 of rounds=20 left, 8 min 30 s"
-    assert outlook.ahead(made, None, 3, 0.01) == ""
+    assert progress.rounds_left(made, 20, 3, 0.01) == progress.Left(17, estimated=False)
+    assert progress.ahead(made, 20, 3, 0.01) == "at most 17 of rounds=20 left, 8 min 30 s"
+    assert progress.ahead(made, None, 3, 0.01) == ""
 
 
 def test_no_more_is_told_than_is_allowed_or_known() -> None:
-    assert outlook.rounds_left(records([0.32, 0.16, 0.08]), 4, 3, 1e-6) == outlook.Left(1, estimated=False)
-    assert outlook.ahead(records([0.32, 0.16, 0.08], preliminary=True), 20, 3, 0.01) == ""
-    assert outlook.ahead(records([0.32, 0.16, 0.08], status=Status.CONVERGED), 20, 3, 0.01) == ""
+    assert progress.rounds_left(records([0.32, 0.16, 0.08]), 4, 3, 1e-6) == progress.Left(1, estimated=False)
+    assert progress.ahead(records([0.32, 0.16, 0.08], preliminary=True), 20, 3, 0.01) == ""
+    assert progress.ahead(records([0.32, 0.16, 0.08], status=Status.CONVERGED), 20, 3, 0.01) == ""
     alternating = records([0.4, 0.2, 0.1])
     alternating[1] = alternating[1]._replace(asked=("a",))
-    assert outlook.rounds_left(alternating, 20, 3, 0.01) == outlook.Left(17, estimated=False)
+    assert progress.rounds_left(alternating, 20, 3, 0.01) == progress.Left(17, estimated=False)
 
 
 def test_a_round_is_told_with_its_phase_its_change_and_who_fell_back() -> None:
     (record,) = records([0.034], failures={"b": "late"})
-    told = outlook.standing(record, {"a": {"fallback": 2.0}}, 0.01)
+    told = progress.standing(record, {"a": {"fallback": 2.0}}, 0.01)
     assert told == "EP, change 0.034 sd (tolerance 0.01), 1 skipped, 1 on NUTS"
-    assert outlook.standing(record._replace(info={"change": math.nan, "objective": 2.0}, failures={}), {}, None) == ""
+    assert progress.standing(record._replace(info={"change": math.nan, "objective": 2.0}, failures={}), {}, None) == ""
 
 
 # --- where it is shown ----------------------------------------------------------------------------------------

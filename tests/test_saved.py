@@ -299,7 +299,7 @@ def test_curves_predict_the_same_or_say_what_is_missing(tmp_path: Path) -> None:
 def test_draws_of_large_networks_are_refused_before_a_file_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedppl.results.kept._MOST", 100)
+    monkeypatch.setattr("fedppl.results.saved._MOST", 100)
     fit = fedppl.fit(*normal_means(2), **QUIET)
     with pytest.raises(DeclarationError, match=r'draws of 1 of 2 clients take .* include="personal"'):
         fit.save(tmp_path / "run.nc", include="clients")

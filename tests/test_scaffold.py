@@ -11,10 +11,10 @@ from scipy.optimize import root
 
 import fedppl
 from fedppl import gaussian
-from fedppl.algorithms.averaging.controls import Controls, correction, ends_of, entered
 from fedppl.algorithms.averaging.fedavg import FedAvg
+from fedppl.algorithms.averaging.scaffold import Controls, correction, ends_of, entered
 from fedppl.numerics.streams import stream
-from fedppl.run.replies import received
+from fedppl.run.one_round import received
 from fedppl.types import DeclarationError, Status
 from tests.support import pooled, problems
 from tests.test_averaging import fitted, path

@@ -12,12 +12,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Status, covariance, gaussian
-from fedppl.algorithms.hierarchical import _coupled
-from fedppl.algorithms.hierarchical._at_mode import frame_of
+from fedppl.algorithms.hierarchical import hm1 as _coupled
 from fedppl.algorithms.hierarchical.hm1 import _overfitted
+from fedppl.algorithms.hierarchical.hm1_gradient import frame_of
 from fedppl.models import hm1
 from fedppl.numerics.covariance import Covariance
-from fedppl.run.replies import received
+from fedppl.run.one_round import received
 from tests.support import problems
 
 K, D = 5, 3

@@ -16,7 +16,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, FederatedModel
-from fedppl.engine._observed import holdings
+from fedppl.engine.guard import holdings
 from fedppl.engine.policy import Holdings
 from fedppl.formulas import survival
 from fedppl.formulas.families import FAMILIES

@@ -25,7 +25,7 @@ from fedppl.flower.hello import pack_hello, unpack_hello
 from fedppl.flower.wire import pack_reply, pack_request, unpack_reply, unpack_request
 from fedppl.gaussian import Gaussian
 from fedppl.model.fingerprint import fingerprint
-from fedppl.run.replies import why_not
+from fedppl.run.one_round import why_not
 from fedppl.types import Layout, Variable
 from tests.support import malformed, problems
 

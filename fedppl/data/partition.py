@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.data._slices import Partition, generator, kinds_of, names_of, require_column, require_whole, sliced
+from fedppl.data.tables import Partition, generator, kinds_of, names_of, require_column, require_whole, sliced
 from fedppl.types import DataError, DeclarationError
 
 

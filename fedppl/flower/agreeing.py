@@ -11,9 +11,8 @@ from flwr.serverapp import Grid
 
 from fedppl.flower.agreed import unpack_told
 from fedppl.flower.decode import Malformed, brief, reading
-from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import AGREE, texts_of
-from fedppl.flower.roll import expected_clients, identity
+from fedppl.flower.roll import Letter, Post, content_of, expected_clients, identity, trouble
 from fedppl.flower.site_agreement import named, waits
 from fedppl.formulas.agreement import Told
 from fedppl.formulas.exchange import asked

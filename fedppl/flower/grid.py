@@ -18,11 +18,10 @@ from fedppl.contracts import AnyAlgorithm, Failure, Heard, Reply, Request, Share
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, reading, require
-from fedppl.flower.post import Letter, Post, content_of, trouble
+from fedppl.flower.node import MOST_BYTES, read_told
 from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
-from fedppl.flower.roll import Own, Roll
-from fedppl.flower.told import MOST_BYTES, read_told
-from fedppl.run.replies import MOST_INFOS
+from fedppl.flower.roll import Letter, Own, Post, Roll, content_of, trouble
+from fedppl.run.one_round import MOST_INFOS
 from fedppl.settings import one_line
 from fedppl.types import Layout, Message, Status
 

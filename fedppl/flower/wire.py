@@ -13,7 +13,7 @@ from fedppl.flower.decode import LINE_LENGTH, NAME_LENGTH, Malformed, brief, par
 from fedppl.flower.decode import name as checked_name
 from fedppl.flower.decode import text as one_text
 from fedppl.flower.decode import whole as whole_number
-from fedppl.run.replies import MOST_INFOS, why_no_info
+from fedppl.run.one_round import MOST_INFOS, why_no_info
 from fedppl.settings import one_line
 from fedppl.types import Message, Status
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,16 +14,18 @@ import pandas as pd
 from fedppl.data import frames, grouped
 from fedppl.data import missing as gaps
 from fedppl.data.grouped import Table
-from fedppl.formulas import checks, required
+from fedppl.formulas import checks, families
 from fedppl.formulas.agreement import Agreement, Told, rare, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, check_rows, sized, together
 from fedppl.formulas.families import family as family_of
+from fedppl.formulas.family import Family
 from fedppl.formulas.far import SAID
+from fedppl.formulas.predictor import spreads, tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.strange import strange, strange_levels, strange_sizes
 from fedppl.formulas.summaries import KINDS, EstimateOf, as_rows, kind_of
-from fedppl.formulas.terms import parse, variable
+from fedppl.formulas.terms import Terms, parse, variable
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.summaries import Estimate
 from fedppl.settings import flag, one_of, shown, whole
@@ -113,7 +116,7 @@ def formula(
     held = checks.mapping("constants", constants, '{"knots": [30, 50, 70]}')
     found, declared = family_of(family), parse(formula, tuple(held))
     flag("correlated", correlated)
-    required.require_family(found, declared, formula, held)
+    require_family(found, declared, formula, held)
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise DeclarationError(f'weights={shown(weights)} is no name of a column; give one, such as "n".')
     own = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
@@ -123,7 +126,7 @@ def formula(
         for name, one in checks.mapping("levels", levels, '{"dose": ["low", "high"]}').items()
     }
     built = Formula(formula, declared, found, given, correlated, order, held, weights)
-    required.require_names(built)
+    require_names(built)
     for name, prior in given.items():
         checks.prior(name, prior, built.positive.get(name))
     return _model(built)
@@ -394,3 +397,86 @@ def _table(agreement: Agreement) -> pd.DataFrame:
         for name, column in agreement.columns.items()
     }
     return pd.DataFrame.from_dict(rows, orient="index", columns=["levels", "mean", "sd"])
+
+
+# What a formula, its family and the names in it have to be, before any data are seen ----------------------------------
+
+_RESPONSES = {
+    "plain": "a column",
+    "proportion": "prop(successes, trials)",
+    "survival": "Surv(time, event)",
+    "interval": 'Surv(lower, upper, "interval")',
+}
+
+
+def _require_cuts(cuts: Any) -> None:
+    values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
+    numbers = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
+    if not numbers or not np.all(np.diff([0.0, *numbers, np.inf]) > 0):
+        raise DeclarationError(
+            f"family='piecewise' has a hazard that is constant between cut points, and constants={{'cuts': "
+            f"{shown(cuts)}}} are none: give times above 0 that rise, the same for all clients: "
+            "constants={'cuts': [30, 90]}."
+        )
+
+
+def require_family(family: Family, terms: Terms, text: str, constants: Mapping[str, Any]) -> None:
+    """Refuse a response, cut points or offsets that the family has no use for."""
+    if terms.response.kind not in family.responses:
+        wanted = " or ".join(_RESPONSES[kind] for kind in family.responses)
+        raise DeclarationError(
+            f"family={family.name!r} has {wanted} for a response; {text!r} has another, "
+            f"which {families.taking(terms.response.kind)[:6]} have."
+        )
+    if family.name == "piecewise":
+        _require_cuts(constants.get("cuts"))
+    if family.several and terms.offsets:
+        raise DeclarationError(f"offset() is added to one linear predictor, and family={family.name!r} has several.")
+
+
+def _dims(built: Formula, names: Sequence[str]) -> set[str]:
+    """Names that dims of draws and of tables have."""
+    groups = {f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effect", "pair")}
+    own = {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")}
+    levels = {f"{built.terms.response.variable}_level"} if built.family.several else set()
+    return {"chain", "draw", "sample", *levels, *groups, *own}
+
+
+def require_names(built: Formula) -> None:
+    """Refuse one name for two things, and priors and levels of what is not there."""
+    response = built.terms.response.columns
+    right = {*built.terms.columns, *built.terms.common, *(one for group in built.terms.groups for one in group.factor)}
+    if both := sorted(set(response) & right):
+        raise DeclarationError(f"{both} stand on both sides of {built.text!r}; leave them out of one.")
+    of_groups = [f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effects", "z")]
+    # One column may be several effects, once its levels are known.
+    several = [one for one in built.terms.groups if built.correlated and set(one.expressions) - {"1"}]
+    later = {name for one in several for name in spreads(one, 2, correlated=True)}
+    of_groups += [f"{tag(one)}_corr" for one in several]
+    alone = [one for one in several if len(one.expressions) + built.family.several == 1]  # as far as is known
+    of_groups += [f"{tag(one)}_partial" for one in alone]
+    names = [*built.shared, built.terms.response.variable, *of_groups]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DeclarationError(
+            f"{twice} are names of columns of {built.text!r} and of variables of the model, {sorted(set(names))}; "
+            "rename these columns."
+        )
+    if both := sorted(set(names) & _dims(built, names)):
+        raise DeclarationError(
+            f"{both} are names of columns of {built.text!r} and of dims of its results; rename these columns."
+        )
+    for name, prior in built.priors.items():
+        if not isinstance(prior, Prior):
+            raise DeclarationError(
+                f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
+            )
+    if unknown := sorted(set(built.priors) - set(built.shared) - later):
+        raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}; name some.")
+    if both := sorted(set(built.constants) & set(built.columns)):
+        raise DeclarationError(f"constants {both} are columns of {built.text!r} too; rename one of the two.")
+    words = {*re.findall(r"[^\W\d]\w*", built.text), *re.findall("`([^`]*)`", built.text)}
+    words |= {"cuts"} if built.family.name == "piecewise" else set()
+    if unused := sorted(set(built.constants) - words):
+        raise DeclarationError(f"constants {unused} are not in {built.text!r}; write them in, or leave them out.")
+    if unknown := sorted(set(built.levels) - set(built.columns)):
+        raise DeclarationError(f"levels of {unknown}: the formula's columns are {list(built.columns)}; name some.")

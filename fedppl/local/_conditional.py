@@ -15,9 +15,9 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl.contracts import ClientView
-from fedppl.local import _inner, _marginal
+from fedppl.local import _marginal
 from fedppl.local._gaussian_rest import Places, find, is_exact
-from fedppl.local._inner import LeftOut
+from fedppl.local._marginal import LeftOut
 from fedppl.local._two_rules import Pair, by_pairs, by_two_rules
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import has_enough_points, stream_of
@@ -250,4 +250,4 @@ def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:
         found = integrated(client, points, mean, which)[0] - laplace
         return (found, 1.0) if np.all(np.isfinite(found)) else None
 
-    return _inner.left_out(difference, mean, root, stream_of(client.client_id))
+    return _marginal.left_out(difference, mean, root, stream_of(client.client_id))

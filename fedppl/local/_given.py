@@ -13,7 +13,7 @@ from scipy.special import softmax
 
 from fedppl.contracts import ClientView
 from fedppl.local import _funnel, _gaussian_rest, _marginal
-from fedppl.local._separable import is_separable
+from fedppl.local._factor import is_separable
 from fedppl.numerics import student
 from fedppl.numerics.distribution import draw_by_slopes
 from fedppl.numerics.hamiltonian import trajectories

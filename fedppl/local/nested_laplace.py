@@ -5,21 +5,32 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _laplace, _marginal, _student
+from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _laplace, _marginal
 from fedppl.local._given import draw_given
 from fedppl.local._no_mode import no_mode
-from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
 from fedppl.local.tilted import moments_of, require_smooth
-from fedppl.numerics.importance import effective_size, fresh_points, normalise, resample, skewness, stream_of
+from fedppl.numerics import student
+from fedppl.numerics.importance import (
+    WeightedMoments,
+    effective_size,
+    fresh_points,
+    normalise,
+    resample,
+    skewness,
+    stream_of,
+    weighted_moments,
+)
 from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.pareto import pareto_k
+from fedppl.numerics.student import DEGREES, SCRAMBLES, standard_points
 from fedppl.results.fallbacks import STANDARDISED
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure, Rng
@@ -163,7 +174,7 @@ def _student_sample(target: Target, settings: _Settings) -> StudentSample | None
         with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
             return _marginal.values(client, draws, center, share) + gaussian.log_kernel(cavity, draws)
 
-    return _student.sample(log_density, center, covariance, stream_of(client.client_id), settings.pareto_limit)
+    return sample(log_density, center, covariance, stream_of(client.client_id), settings.pareto_limit)
 
 
 def _student_moments(sample: StudentSample) -> Moments:
@@ -249,3 +260,74 @@ def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, r
         raise LocalFailure(no_mode(client, center))
     joined, theta, log_weights = (np.concatenate(parts) for parts in zip(*kept, strict=True))
     return joined, theta, log_weights
+
+
+# Importance sampling from a multivariate t that is fitted anew to its own weighted points -----------------------------
+
+# For a density that a Gaussian q does not cover: one client alone, or one whose factor hardly overlaps with q.
+
+_FITS = 8
+_FIRST, _LAST = 256, 1024  # points a scramble, while it is fitted and in the end
+_LEAST = 50  # points that must be left of the weights, for each coefficient of a mean
+
+
+class StudentSample(NamedTuple):
+    """Weighted points of the density, and how far to trust them."""
+
+    points: Array  # (S, m)
+    log_proposal: Array  # (S,) log density of the t at the points
+    log_weights: Array  # (S,)
+    moments: WeightedMoments
+    ess: float
+    pareto_k: float
+    error: float  # largest standard error of a mean, in sds
+
+
+def sample(
+    log_density: Callable[[Array], Array], mean: Array, covariance: Array, stream: int, limit: float
+) -> StudentSample | None:
+    """Weighted points of exp(log_density), from (m,) and (m, m) to begin with; None where none can be trusted."""
+    m = len(mean)
+    if SCRAMBLES * _LAST < _LEAST * (m + 1):
+        return None
+    found = None
+    for fit in range(_FITS):
+        found = _weighted(log_density, mean, covariance, _FIRST, stream)
+        if found is None:
+            return None
+        settled = found.pareto_k < limit and found.ess > 0.3 * len(found.points)
+        mean, covariance = found.moments
+        if found.ess < 10 * m:  # too few to say how wide: their own spread, and part of the proposal's
+            covariance = covariance + 0.5 * np.diag(np.diag(covariance)) / max(found.ess / m, 1.0)
+        if settled and fit > 0:
+            break
+    found = _weighted(log_density, mean, covariance, _LAST, stream)
+    if found is None or found.pareto_k > limit or found.ess < _LEAST * (m + 1) or not found.error < 0.1:
+        return None
+    return found
+
+
+def _weighted(
+    log_density: Callable[[Array], Array], mean: Array, covariance: Array, count: int, stream: int
+) -> StudentSample | None:
+    m = len(mean)
+    try:
+        root = np.asarray(np.linalg.cholesky(covariance * (DEGREES - 2.0) / DEGREES), dtype=np.float64)
+    except np.linalg.LinAlgError:
+        return None
+    t = standard_points(m, count, stream)
+    points = mean + t @ root.T
+    log_proposal = student.log_density(t, root)
+    log_weights = log_density(points) - log_proposal
+    if not np.any(np.isfinite(log_weights)):
+        return None
+    log_weights = np.where(np.isfinite(log_weights), log_weights, -np.inf)
+    weights = normalise(log_weights)
+    moments = weighted_moments(points, weights)
+    sd = np.sqrt(np.maximum(np.diag(moments.covariance), 1e-300))
+    # Each scramble is a sample of its own: with self-normalised weights, the spread of Σ w (x − mean) over them.
+    parts = (weights[:, None] * (points - moments.mean)).reshape(SCRAMBLES, count, m).sum(axis=1)
+    error = float(np.max(np.sqrt(SCRAMBLES * parts.var(axis=0, ddof=1)) / sd))
+    return StudentSample(
+        points, log_proposal, log_weights, moments, effective_size(weights), pareto_k(log_weights), error
+    )

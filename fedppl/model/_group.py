@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pytensor.tensor as pt
+from pymc.distributions.continuous import FlatRV, HalfFlatRV
+from pymc.logprob.utils import ParameterValueError
 from pytensor.graph.basic import equal_computations
+from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
-from fedppl.model import _public
+from fedppl.gaussian import Gaussian
+from fedppl.model import _public, interpreted
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
 from fedppl.model._declared import Declared, lengths_of, opened, parts_of, shapes, template_of
 from fedppl.model._public import altered, attempt
-from fedppl.model._shared_prior import shared_layout
-from fedppl.model._start import require_same_layout, require_start
-from fedppl.model._template import Template
+from fedppl.model._template import Template, kernel_of
 from fedppl.model.arrays import fits_integers
-from fedppl.model.client import ClientModel, is_written
+from fedppl.model.client import EACH, ClientModel, is_written, unconstrained
 from fedppl.model.enrolment import (
     containers,
     ignored_data,
@@ -30,8 +33,14 @@ from fedppl.model.enrolment import (
     private_prior,
     require_same_variables,
 )
+from fedppl.model.fingerprint import fingerprint, probes
+from fedppl.model.indices import require_not_negative
 from fedppl.model.pack import pack
-from fedppl.types import DataError, DeclarationError
+from fedppl.numerics.kernels import NO_DATA
+from fedppl.numerics.pairs import site_outputs
+from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
+from fedppl.settings import some_of
+from fedppl.types import Array, DataError, DeclarationError, Layout, Variable
 
 Clients = Mapping[str, Mapping[str, Any]]
 
@@ -294,3 +303,335 @@ def _likelihood(parts: _graph.Parts, ends: list[Any], above: set[Any]) -> tuple[
     logp = model.logp(vars=[*(rv for rv in parts.local if rv in above), *ends], sum=True)
     values = [model.rvs_to_values[rv] for rv in model.free_RVs]
     return logp, [*values, *parts.data, *model.dim_lengths.values()]
+
+
+# Checks of a client whose model is built: at its start, and against the other clients ---------------------------------
+
+
+def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
+    """Evaluate the log density once: shapes that do not fit and impossible data show here, not in round 7.
+
+    With `kernel` its gradient too, compiled; without, nothing is compiled for this call alone.
+    """
+    require_whole(client)
+    infinite = _infinite(client.arrays)
+    try:
+        known = client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
+        require_not_negative(client.client_id, client.template.indices, client.arrays, client.inputs)
+        with np.errstate(invalid="ignore"):
+            possible = infinite is None or np.isfinite(_density(client, phi, known))
+        if infinite is not None and not possible:
+            raise _holds_infinite(client, infinite)
+        large = client.layout.prior.precision.ndim == 1  # for algorithms that bring gradients of their own, or for none
+        if kernel and not client.layout.binary and not large:
+            value, gradient, _ = client.log_site(phi, client.initial)
+        else:
+            value, gradient = _density(client, phi, known), np.zeros(0)
+    except DataError:
+        raise  # said already
+    except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
+        if infinite is not None:
+            raise _holds_infinite(client, infinite) from error
+        unfit = _apart(client.template.parts, client.arrays)
+        raise mismatch(client.client_id, client.arrays, error, unfit) from error
+    if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
+        if outcome := _impossible_outcome(client, phi):
+            raise DataError(
+                f"client {client.client_id!r}: the log density at the starting point is {value}: {outcome}. Correct "
+                "the data (a covariate or an exposure of that row, where the outcome is possible), or declare a "
+                "distribution that has such outcomes; if one is possible elsewhere, set `initval=` on the variable."
+            )
+        raise DataError(
+            f"client {client.client_id!r}: the log density at the starting point is {value}; this client's data are "
+            "impossible under the model (a negative count, a class that does not exist?) or the start is. "
+            f"Check the data{_whole_numbers(client.arrays)}, or set `initval=` on the variable."
+        )
+
+
+def _holds_infinite(client: ClientModel, infinite: tuple[str, tuple[int, ...]]) -> DataError:
+    name, where = infinite
+    return DataError(
+        f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and with "
+        "it the log density is not finite; drop or impute such values (a bound that binds no row may be "
+        "infinite: then another value of this client is impossible under the model)."
+    )
+
+
+def _density(client: ClientModel, phi: Array, known: float | None) -> float:
+    """The log density at the start, if it is not known."""
+    return client.log_density(phi, client.initial) if known is None else known
+
+
+def require_whole(client: ClientModel) -> None:
+    """Refuse fractions where a discrete distribution is observed: PyMC cuts them off, and the fit is of other data."""
+    model = client.template.parts.model
+    for rv in model.observed_RVs:
+        node = model.rvs_to_values[rv].owner
+        name = node.inputs[0].name if node is not None and len(node.inputs) == 1 else None
+        if name is None or name not in client.arrays or not rv.type.dtype.startswith(("int", "uint", "bool")):
+            continue
+        values = np.asarray(client.arrays[name])
+        if not np.all(values == np.round(values)):
+            raise DataError(
+                f"client {client.client_id!r}: {name!r} holds {values[values != np.round(values)][0]}, and {rv.name!r} "
+                "is a discrete distribution of whole numbers; round the data, or declare a continuous distribution."
+            )
+
+
+def _infinite(arrays: Mapping[str, Any]) -> tuple[str, tuple[int, ...]] | None:
+    """Name and place of the first infinite value."""
+    for name, value in arrays.items():
+        if np.any(found := np.isinf(value)):
+            return name, tuple(int(i) for i in np.argwhere(found)[0])
+    return None
+
+
+def _whole_numbers(arrays: Mapping[str, Any]) -> str:
+    """Between what the integers among a client's data lie: a class that does not exist shows there."""
+    found = [
+        f"{name!r} holds integers from {np.min(value)} to {np.max(value)}"
+        for name, value in arrays.items()
+        if np.issubdtype(np.asarray(value).dtype, np.integer) and np.size(value)
+    ]
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def require_same_layout(reference: ClientModel | None, client: ClientModel) -> None:
+    """Refuse a client whose shared block differs, naming the difference."""
+    if reference is None or reference.layout.fingerprint == client.layout.fingerprint:
+        return
+    ours, theirs = reference.layout.variables, client.layout.variables
+    require_same_variables(reference.client_id, ours, client.client_id, theirs, client.arrays)
+    raise other_prior(reference.client_id, client.client_id)
+
+
+# What outcomes of a distribution are, by the name of PyTensor's random variable, and which values break that: where
+# none does, a parameter is at fault, as an exposure of 0 is.
+_COUNTS: tuple[str, Callable[[float], bool]] = "counts are not negative", lambda y: y < 0
+_POSITIVE: tuple[str, Callable[[float], bool]] = "outcomes are positive", lambda y: y <= 0
+_RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "bernoulli": ("outcomes are 0 or 1", lambda y: y not in (0, 1)),
+    "beta": ("outcomes lie between 0 and 1", lambda y: not 0 < y < 1),
+    "binomial": ("outcomes lie between 0 and n", lambda y: y != 0),
+    "categorical": (
+        "classes are numbered from 0, and the last has a number one less than there are classes",
+        lambda y: y != 0,
+    ),
+    "exponential": ("outcomes are not negative", lambda y: y < 0),
+    "gamma": _POSITIVE,
+    "geometric": ("outcomes are 1, 2, ...", lambda y: y < 1),
+    "halfnormal": ("outcomes are not negative", lambda y: y < 0),
+    "inverse_gamma": _POSITIVE,
+    "lognormal": _POSITIVE,
+    "negative_binomial": _COUNTS,
+    "poisson": _COUNTS,
+    "weibull": _POSITIVE,
+}
+
+
+def _impossible_outcome(client: ClientModel, phi: Array) -> str:
+    """The first outcome whose log density is minus infinity, with its place and the rule; "" where none is found."""
+    template, layout = client.template, client.layout
+    try:
+        x, inputs, outputs = _graph.observed_graph(template.parts, layout.variables, client.local)
+        function = interpreted.python_function([x, *inputs], outputs)
+        found = function(np.concatenate([phi, client.initial]), *client.inputs)
+    except Exception:  # a reason is looked for, of a failure that is told in any case
+        return ""
+    names = {rv: container.name for container, rv in _graph.observed_through(template.parts).items()}
+    for rv, each in zip(template.parts.model.observed_RVs, found, strict=True):
+        values = client.arrays.get(names.get(rv, ""))
+        if not np.any(np.isneginf(each)) or values is None or np.shape(values) != np.shape(each):
+            continue
+        place = tuple(int(i) for i in np.argwhere(np.isneginf(each))[0])
+        value = np.asarray(values)[place]
+        at = f" in row {place[0] if len(place) == 1 else place}" if place else ""
+        rule, breaks = _RULES.get(getattr(rv.owner.op, "name", None) or "", ("", lambda y: False))
+        return f"{names[rv]!r} is {value}{at}, " + (
+            f"and {rule}" if breaks(float(value)) else "which has no density there"
+        )
+    return ""
+
+
+def _apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
+    """Name an observed variable whose values have another shape than its distribution has; "" where none shows.
+
+    Parameters
+    ----------
+    parts
+        The model; lengths of dims are those that it was built with.
+    arrays
+        The client's data.
+    """
+    for rv in parts.model.observed_RVs:
+        if rv.owner is None or getattr(rv.owner.op, "ndim_supp", None) != 0:
+            continue
+        parameters = rv.owner.op.dist_params(rv.owner)
+        behind = rv.owner.op.ndims_params
+        try:
+            replace, inputs = _graph._inputs_for(parts)
+            if len(inputs) != len(parts.data):
+                continue
+            shown = [parts.model.rvs_to_values[rv].shape, *(one.shape for one in parameters)]
+            function = interpreted.python_function(inputs, clone_replace(shown, replace, rebuild_strict=False))
+            given = (np.asarray(arrays[v.name]).astype(v.type.dtype) for v in parts.data)
+            value, *found = (tuple(int(n) for n in one) for one in function(*given))
+            batches = [one[: len(one) - inner] for one, inner in zip(found, behind, strict=True)]
+            wanted = np.broadcast_shapes(*batches)
+        except Exception:  # what says more about an error is no error itself
+            continue
+        while wanted[:1] == (1,) and value[:1] != (1,) and all(one[:1] == (1,) for one in found):  # axes that PyMC adds
+            wanted, found = wanted[1:], [one[1:] for one in found]
+        if wanted != value:
+            widest = max(found, key=len)
+            has = f"{wanted}" if widest == wanted else f"{wanted} (of a parameter of shape {widest})"
+            return f"{rv.name!r} is observed with shape {value}, and its distribution has outcomes of shape {has}"
+    return ""
+
+
+# Layout and prior of what clients share: the exact Gaussian, or one with its moments ----------------------------------
+
+_PRIOR_DRAWS = 4000
+
+
+def shared_layout(
+    template: Template, variables: tuple[Variable, ...], initial: list[Array]
+) -> tuple[Layout, SharedPrior]:
+    """Layout and prior of the shared parameters, once per declaration."""
+    origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
+    key = ("layout", variables, origin.tobytes())
+    return template.of_declaration(key, lambda: _layout(template.parts, variables, origin))
+
+
+def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array) -> tuple[Layout, SharedPrior]:
+    _refuse_flat(parts)
+    graph = _graph.prior_graph(parts, variables)
+    phi, logp = graph.x, graph.logp
+    of_points, slopes = _interpreted(phi, logp)
+
+    def gradient(point: Array) -> Array:
+        return np.asarray(slopes(point[None])[0])
+
+    _require_density(parts, variables, origin, of_points)
+    sizes = [variable.size for variable in variables]
+    binary = np.repeat([variable.binary for variable in variables], sizes)
+    owners = np.repeat([variable.name for variable in variables], sizes)
+    exact = _gaussian_beside_binary(of_points, gradient, origin, binary, owners)
+    n0 = exact if exact is not None else moment_match(_draws(parts, len(origin)))
+    kernel = functools.cache(lambda: kernel_of(graph))
+    many_calls = len(origin) > _INTERPRETED and exact is None
+    log_density, gradients = _compiled(kernel) if many_calls else (of_points, slopes)
+    prior = SharedPrior(
+        log_density=log_density,
+        gradient=gradient,
+        gaussian=n0,
+        is_gaussian=exact is not None,
+        gradients=gradients,
+        kernel=kernel,
+    )
+    density = tuple(float(value) for value in of_points(probes(variables, n0)))
+    told = fingerprint(variables, n0, exact is not None, density)
+    return Layout(variables, n0, exact is not None, told, density), prior
+
+
+def _draws(parts: _graph.Parts, size: int) -> Array:
+    """Draws that are enough for moments of `size` shared numbers."""
+    if _PRIOR_DRAWS < EACH * (size + 1):
+        names = [rv.name for rv in parts.shared if getattr(rv.owner.op, "name", None) not in ("normal", "lognormal")]
+        raise DeclarationError(
+            f"{size} numbers are shared, and the prior of {some_of(names or [rv.name for rv in parts.shared])} is not "
+            f"normal: then moments of {_PRIOR_DRAWS} draws stand in for the prior of all, which do for "
+            f"{_PRIOR_DRAWS // EACH - 1} numbers. Declare what is shared by pm.Normal, and scales by pm.LogNormal, or "
+            "share less."
+        )
+    return unconstrained(parts, _PRIOR_DRAWS, 0)
+
+
+def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array, log_density: _AtMany) -> None:
+    """Refuse a prior that has no density where it starts, and name the variables that have none."""
+    value = float(log_density(origin[None])[0])
+    if np.isfinite(value):
+        return
+    odd = []
+    for term in parts.prior_terms:
+        graph = _graph.prior_graph(parts._replace(prior_terms=(term,)), variables)
+        alone = _interpreted(graph.x, graph.logp)[0](origin[None])
+        odd += [] if np.isfinite(alone[0]) else [term.name]
+    raise DeclarationError(
+        f"the shared prior's log density at the starting point is {value}, by {odd or 'all together'}; is a scale not "
+        "positive, the start outside of the support, or a limit a whole number that overflows (write -100.0 for -100)? "
+        "Correct the prior, or set `initval=` on the variable."
+    )
+
+
+# With more shared coordinates than this, many calls of an interpreted prior take longer than compiling it once.
+_INTERPRETED = 30
+_FEW = 32  # points, for which a gradient that nobody asks for costs less than a function without it
+_AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
+
+
+def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
+    """log p(φ) and its gradient at many φ, of one vectorised function; nothing is compiled."""
+    slopes = pt.grad(logp, phi, disconnected_inputs="ignore")
+    both = interpreted.batched(phi, [], [logp, slopes], interpreted.AS_WRITTEN)
+    alone = functools.cache(lambda: interpreted.batched(phi, [], [logp]))  # a gradient takes PyTensor a loop over rows
+    return (
+        lambda draws: _by_row(both if len(draws) <= _FEW else alone(), 0, draws, -np.inf),
+        lambda draws: _by_row(both, 1, draws, np.nan),
+    )
+
+
+def _compiled(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMany]:
+    """The same by a loop that is compiled at its first call."""
+
+    def both(draws: Array) -> Array:
+        return site_outputs(kernel(), np.asarray(draws, dtype=np.float64), NO_DATA)
+
+    return lambda draws: both(draws)[:, 0], lambda draws: both(draws)[:, 1:]
+
+
+def _by_row(function: Callable[..., list[Array]], which: int, draws: Array, outside: float) -> Array:
+    """One of both at draws (S, m); where one of these has a parameter outside its domain, each by itself."""
+    try:
+        return function(draws)[which]
+    except ParameterValueError:
+        if len(draws) == 1:
+            return np.full(draws.shape if which else 1, outside)
+        return np.concatenate([_by_row(function, which, row[None], outside) for row in draws])
+
+
+def _refuse_flat(parts: _graph.Parts) -> None:
+    flat = [rv for rv in parts.shared if isinstance(rv.owner.op, FlatRV | HalfFlatRV)]
+    bounded = any(term not in parts.shared for term in parts.prior_terms)  # a potential may make the prior proper
+    if flat and not bounded:
+        remedies = {False: "pm.Normal(0, 10)", True: "pm.HalfNormal(1)"}
+        told = [f"{rv.name!r} ({remedies[isinstance(rv.owner.op, HalfFlatRV)]} for example)" for rv in flat]
+        raise DeclarationError(
+            f"the prior of shared {', '.join(told)} is flat, so the shared prior is improper, and the server needs a "
+            "proper prior. Give every shared variable one."
+        )
+
+
+def _gaussian_beside_binary(
+    log_density: Callable[[Array], Array], gradient: Callable[[Array], Array], origin: Array, binary: Any, owners: Any
+) -> Gaussian | None:
+    """N_0 if the continuous coordinates have a Gaussian prior: theirs, with mean and variance of each indicator."""
+
+    def filled(continuous: Array) -> Array:
+        point = origin.copy()
+        point[~binary] = continuous
+        return point
+
+    continuous = gaussian_prior(lambda z: gradient(filled(z))[~binary], origin[~binary], owners[~binary])
+    if continuous is None or not np.any(binary):
+        return continuous
+    at = np.repeat(origin[None], 2 * int(binary.sum()), axis=0)
+    for k, place in enumerate(np.flatnonzero(binary)):
+        at[2 * k : 2 * k + 2, place] = 0, 1
+    zero, one = np.broadcast_to(log_density(at), len(at)).reshape(-1, 2).T
+    chance = 1.0 / (1.0 + np.exp(zero - one))
+    linear, precision = np.zeros(len(origin)), np.zeros((len(origin), len(origin)))
+    linear[~binary], precision[np.ix_(~binary, ~binary)] = continuous
+    precision[binary, binary] = 1.0 / (chance * (1.0 - chance))
+    linear[binary] = 1.0 / (1.0 - chance)
+    return Gaussian(linear, precision)

@@ -18,8 +18,7 @@ from fedppl.data import frames
 from fedppl.data.ids import require_clients
 from fedppl.model import _kinds
 from fedppl.model._declared import Declared, parts_of
-from fedppl.model._group import client_of, enrol_group, of_another_type
-from fedppl.model._start import require_same_layout
+from fedppl.model._group import client_of, enrol_group, of_another_type, require_same_layout
 from fedppl.model._template import Template
 from fedppl.model.arrays import as_arrays, group_by_columns, needs_same_keys, one_type
 from fedppl.model.client import ClientModel

@@ -12,8 +12,8 @@ from fedppl.nn.batch_train import Flags, Minibatch, Rngs, State, Weights, bounde
 from fedppl.nn.devices import generator_of, host, tensor
 from fedppl.nn.functional import Places, call, state_of
 from fedppl.nn.head import Head, without_head
-from fedppl.nn.head_steps import HeadSteps, head_noise, optimizer_of_heads, softplus_backwards
 from fedppl.nn.likelihood import Likelihood
+from fedppl.nn.personal import HeadSteps, head_noise, optimizer_of_heads, softplus_backwards
 from fedppl.nn.train import RISE, Training
 from fedppl.types import Array
 
@@ -40,7 +40,7 @@ def head_posteriors(
     steps: HeadSteps,
     rngs: Rngs,
 ) -> tuple[Array, Array, Flags]:
-    """What `fedppl.nn.head_steps.head_posterior` does at each client: μ and σ, (K, d) each, and which are finite.
+    """What `fedppl.nn.personal.head_posterior` does at each client: μ and σ, (K, d) each, and which are finite.
 
     Of features z (K, n, h), from μ and σ in `starts`, (K, d) each, with w (K, d) and τ (K,).
     """
@@ -100,7 +100,7 @@ def train_below_together(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Array, Flags]:
-    """What `fedppl.nn.head_steps.train_below` does at each client, for weights (K, D) and q (K, d).
+    """What `fedppl.nn.personal.train_below` does at each client, for weights (K, D) and q (K, d).
 
     Returns
     -------

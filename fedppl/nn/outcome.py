@@ -29,7 +29,7 @@ from fedppl.nn.declared_draws import Drawn, drawn
 from fedppl.nn.devices import host, placed, tensor
 from fedppl.nn.functional import parameter_slices
 from fedppl.nn.likelihood import Categorical, Likelihood, Normal
-from fedppl.nn.module_op import called
+from fedppl.nn.op import called
 from fedppl.types import DeclarationError, Variable
 
 CONTRACT = (

@@ -25,7 +25,6 @@ from fedppl.nn.devices import host
 from fedppl.nn.functional import Places, call, parameter_slices
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.likelihood import Categorical
-from fedppl.nn.local_prior import local_prior
 from fedppl.nn.outcome import CONTRACT, outcome_of
 from fedppl.nn.required import (
     require_inputs,
@@ -37,7 +36,7 @@ from fedppl.nn.required import (
     warn_of_scales,
 )
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
+from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, local_prior, log_likelihood
 from fedppl.types import Array, DeclarationError, Message, Variable
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from scipy import stats
 from scipy.special import gammaln, ndtri
 from scipy.stats import qmc
 
-from fedppl.numerics.kept import kept
+from fedppl.numerics.importance import kept
 from fedppl.types import Array
 
 DEGREES = 5.0

@@ -14,8 +14,7 @@ from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.groups import more
-from fedppl.results.returned import draws_of
-from fedppl.results.shared import shape_of
+from fedppl.results.shared import draws_of, shape_of
 from fedppl.types import DeclarationError, Message, Status
 
 logger = logging.getLogger(__name__)

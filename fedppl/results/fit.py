@@ -15,7 +15,7 @@ import xarray as xr
 from fedppl.contracts import LogEvidence, Point, Posterior
 from fedppl.contracts.entries import CI_PROB
 from fedppl.gaussian import Gaussian
-from fedppl.results import clients, html, influence, kept, predicting, saved, summary
+from fedppl.results import clients, html, influence, predicting, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.shared import at_mean, at_point, estimates, shared_posterior
 from fedppl.settings import some_of
@@ -337,7 +337,7 @@ class Fit(Ended):
             )
         if client_id not in self.clients:
             asked: dict[str, Any] = {"predict": predict, "groups": groups, "draws": draws, "chains": chains}
-            return kept.stored_draws(self, client_id, **asked, random_seed=random_seed)
+            return saved.stored_draws(self, client_id, **asked, random_seed=random_seed)
         asked = {"draws": draws, "chains": chains, "random_seed": random_seed, "groups": groups}
         return predicting.at_client(self, self.clients[client_id], predict, **asked)
 

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
 
-from fedppl.contracts import AnyAlgorithm, Point, Posterior, SharedReader
+from fedppl.contracts import AnyAlgorithm, Point, Posterior, Sampler, SharedReader
+from fedppl.gaussian import Gaussian
 from fedppl.model.declaration import FederatedModel
+from fedppl.numerics.streams import stream
 from fedppl.results import idata, netcdf
 from fedppl.results.arrival import Ended, unarrived
-from fedppl.results.kept import Kept, drawn_of, personal_of
 from fedppl.results.measure import measure
+from fedppl.results.records import Record, rounds_dataset
 from fedppl.results.shared import corrected
-from fedppl.results.sound import content_of
 from fedppl.settings import one_line, shown
 from fedppl.storage import codec
-from fedppl.types import Array, DataError, DeclarationError, Layout
+from fedppl.types import Array, DataError, DeclarationError, Layout, Status, Variable
 
 logger = logging.getLogger(__name__)
 
@@ -256,3 +258,206 @@ def _plain(group: xr.Dataset) -> xr.Dataset:
     changed = {name: group[name].astype(str) for name in group.variables if group[name].dtype == object}
     attrs = {name: int(value) if isinstance(value, bool | np.bool_) else value for name, value in group.attrs.items()}
     return group.assign(changed).assign_attrs(attrs)
+
+
+# What is a client's own, in a file and out of it: what it keeps to itself, and draws of its posterior -----------------
+
+_MOST = 2**31  # bytes of draws in a file
+DRAWS, CHAINS = 1000, 4  # of a client's posterior, unless others are asked for
+
+
+class Kept(Mapping[str, Any]):
+    """What clients keep to themselves, by id; an error for those of whom the file has not what they kept.
+
+    With nothing in its place a client would be taken for a new one, and its numbers would be others.
+    """
+
+    def __init__(self, stored: Mapping[str, Any], withheld: Sequence[str]) -> None:
+        self.stored, self.withheld = dict(stored), tuple(withheld)
+
+    def __getitem__(self, key: str) -> Any:
+        """What the client kept."""
+        if key in self.withheld:
+            raise DeclarationError(
+                f"what client {key!r} keeps to itself is not in the file, and its posterior depends on it. Where the "
+                'fit was made, save it with include="personal" (confidential), or go on there.'
+            )
+        return self.stored[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Over clients whose own is here."""
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        """How many they are."""
+        return len(self.stored)
+
+
+def personal_of(fit: Ended, *, stored: bool) -> Kept:
+    """What clients keep, to be stored, or to be remembered as not there where their posteriors depend on it."""
+    held = fit.personal if isinstance(fit.personal, Kept) else Kept(fit.personal, ())
+    if stored:
+        if held.withheld:
+            _ = held[held.withheld[0]]
+        return held
+    if not fit.algorithm.result.reads_personal:
+        return Kept({}, ())
+    return Kept({}, (*(k for k, value in held.stored.items() if value is not None), *held.withheld))
+
+
+def drawn_of(fit: Ended, client: Callable[[str], Any]) -> dict[str, xr.Dataset]:
+    """Draws of every client's posterior."""
+    found: dict[str, xr.Dataset] = {}
+    total = 0
+    for client_id in fit.client_ids:
+        found[client_id] = idata.as_dataset(client(client_id), "posterior")
+        total += found[client_id].nbytes
+        if total > _MOST:
+            raise DeclarationError(
+                f"draws of {len(found)} of {len(fit.client_ids)} clients take {total / 2**30:.1f} GiB, more than a "
+                'file is given. Save with include="personal" and bring the data back, or write fit.client(id, '
+                "draws=...) to a file of each client."
+            )
+    return found
+
+
+def stored_draws(
+    fit: Ended, client_id: str, *, predict: Any, groups: Any, draws: int, chains: int, random_seed: int | None
+) -> Any:
+    """Posterior of a client whose data are not here: the draws that a file had, or an error with the remedy."""
+    if fit.drawn is None:
+        raise DeclarationError(
+            f"client {client_id!r} is a site of its own and its data are not here: its posterior is drawn there. "
+            "Give the site's client_app a folder=, and find it in that folder when the run is over."
+        )
+    remedy = "fedppl.load(path, model, clients=...) with the client's data draws anew."
+    if client_id not in fit.drawn:
+        raise DeclarationError(
+            f"the data of client {client_id!r} are not here, and no draws of it were saved: {remedy} A file that "
+            'fit.save wrote with include="clients" has draws.'
+        )
+    if predict is not None or groups:
+        what = "predictions" if predict is not None else f"groups={groups!r}"
+        raise DeclarationError(f"the data of client {client_id!r} are not here, and {what} need them: {remedy}")
+    if (draws, chains) != (DRAWS, CHAINS) or random_seed not in (None, fit.seed):
+        raise DeclarationError(
+            f"of client {client_id!r} there are the draws that were saved, {CHAINS} chains of {DRAWS} by the fit's "
+            f"seed, and no others: leave draws=, chains= and random_seed= out, or {remedy}"
+        )
+    return idata.from_groups({"posterior": fit.drawn[client_id].copy(deep=True)})
+
+
+# Whether what a file holds can be a fit: types and shapes first, then that what reads it gets numbers -----------------
+
+_CONTENT: dict[str, type | tuple[type, ...]] = {
+    "algorithm": str,
+    "settings": dict,
+    "agreement": object,
+    "written": dict,
+    "state": object,
+    "layout": list,
+    "fingerprint": str,
+    "density": tuple,
+    "clients": tuple,
+    "records": list,
+    "status": Status,
+    "message": str,
+    "seed": int,
+    "seconds": (float, int),
+    "told": dict,
+    "points": np.ndarray,
+    "values": dict,
+    "dims": dict,
+    "coords": dict,
+    "personal": dict,
+    "withheld": tuple,
+    "drawn": list,
+    "groups": dict,
+}
+
+
+def content_of(content: Any) -> dict[str, Any]:
+    """What a file holds, where all of it is there and of its type."""
+    _require(type(content) is dict and set(content) == set(_CONTENT), "it holds something else")
+    for name, kind in _CONTENT.items():
+        _require(isinstance(content[name], kind), f"{name!r} is of type {type(content[name]).__name__}")
+    clients, layout = content["clients"], content["layout"]
+    _texts("clients", clients)
+    _texts("settings", (*content["settings"], *content["settings"].values()))
+    _texts("written", (*content["written"], *content["written"].values()))
+    _texts("groups", (*content["groups"], *content["groups"].values()))
+    _require(len(set(clients)) == len(clients) > 0, "its clients are none, or not distinct")
+    for name in ("withheld", "drawn", "personal", "told"):
+        _require(set(content[name]) <= set(clients), f"{name!r} names clients that are none")
+    _require(0 <= content["seed"], "its seed is negative")
+    _require(all(type(one) is Record for one in content["records"]), "its records are none")
+    _require(len(layout) == 3 and type(layout[0]) is tuple and type(layout[2]) is bool, "its layout is none")
+    size = sum(_size(variable) for variable in layout[0])
+    prior, points = layout[1], content["points"]
+    _require(type(prior) is Gaussian and _finite(prior, size), f"its prior is none of {size} coordinates")
+    _require(points.ndim == 2 and points.shape[1] == size, f"its points have not {size} coordinates")
+    for name, values in content["values"].items():
+        right = isinstance(values, np.ndarray) and values.ndim >= 1 and len(values) == len(points)
+        _require(right, f"the values of {name!r} are none of its points")
+    found: dict[str, Any] = content
+    return found
+
+
+def require_sound(fit: Ended) -> None:
+    """Refuse a state that is not of the algorithm, or from which no numbers come.
+
+    Raises
+    ------
+    DataError
+        With what is wrong.
+    """
+    started = fit.algorithm.init(fit.layout, fit.client_ids, stream((fit.seed, 0, 0)))
+    if type(started) is not type(fit.state):
+        raise DataError(
+            f"its state is {type(fit.state).__name__}, and {fit.algorithm.name} has {type(started).__name__}"
+        )
+    result, size = fit.algorithm.result, fit.layout.size
+    try:
+        arrived = not unarrived(fit)
+        shared = result.shared if arrived or isinstance(result.shared, Posterior) else None
+        if isinstance(shared, Posterior):  # one that was broken off has finite numbers too
+            _require(_finite(shared.gaussian(fit.state), size), "its posterior has missing or infinite numbers")
+        elif isinstance(shared, Point):
+            found = np.asarray(shared.estimate(fit.state), dtype=float)
+            _require(found.shape == (size,) and np.all(np.isfinite(found)), "its estimate is not all finite")
+        elif isinstance(shared, Sampler):
+            found = np.asarray(shared.draw(fit.state, 1, stream((fit.seed, 1))), dtype=float)
+            _require(found.shape == (1, size) and np.all(np.isfinite(found)), "its draws are not all finite")
+        if arrived:
+            _ = result.final_message(fit.state, fit.client_ids[0])
+        _ = result.details(fit.state), rounds_dataset(fit.records, fit.client_ids)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"its state cannot be read: {type(error).__name__}: {error!s:.200}") from error
+
+
+def _size(variable: Any) -> int:
+    """Number of coordinates of a variable, by whole numbers that cannot overflow."""
+    _require(type(variable) is Variable and type(variable.name) is str, "a variable is none")
+    shape, dims = variable.shape, variable.dims
+    _require(type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape), "the shape of a variable is none")
+    _require(dims is None or type(dims) is tuple, "the dims of a variable are none")
+    _require(type(variable.transform) is str and type(variable.binary) is bool, "a variable is none")
+    return math.prod(shape)
+
+
+def _finite(found: Gaussian, size: int) -> bool:
+    """Whether a Gaussian has finite natural parameters of so many coordinates."""
+    linear, precision = (np.asarray(part) for part in found)
+    right = linear.shape == (size,) and precision.shape in ((size, size), (size,))
+    return bool(right and np.all(np.isfinite(linear)) and np.all(np.isfinite(precision)))
+
+
+def _texts(name: str, values: Any) -> None:
+    _require(all(type(one) is str for one in values), f"{name!r} are no texts")
+
+
+def _require(holds: Any, rule: str) -> None:
+    if not holds:
+        raise DataError(rule)

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.contracts import AnyAlgorithm, Point, Posterior, Sampler, coordinate_names
+from fedppl.contracts import AnyAlgorithm, Draws, Point, Posterior, Sampler, coordinate_names
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import resample
 from fedppl.numerics.reweighting import Reweighted
@@ -19,8 +19,8 @@ from fedppl.results.arrival import Ended, unarrived
 from fedppl.results.measure import Estimates, measure
 from fedppl.results.measure import estimates as from_measure
 from fedppl.results.records import rounds_dataset
-from fedppl.results.returned import shaped
-from fedppl.types import Array, Status
+from fedppl.settings import shown
+from fedppl.types import Array, DeclarationError, Status
 
 # For who looks at the posterior group with tools that were made for MCMC.
 _SAMPLING = (
@@ -152,4 +152,34 @@ def _fit_dataset(fit: Ended, q: Gaussian | None) -> xr.Dataset:
         {name: dims for name, (dims, _) in known.items()},
         {**fit.reader.coords, "rows": labels, "columns": labels, "client": clients, "other_client": clients},
         {"space": "unconstrained", "status": fit.status.value, "message": fit.message},
+    )
+
+
+# What an algorithm's functions returned, as arrays of the shape they promise: what fits by size alone is not taken ----
+
+
+def shaped(algorithm: str, function: str, value: Any, shape: tuple[int, ...]) -> Array:
+    """Numbers of this shape, or an error that names who returned something else.
+
+    >>> shaped("Mine", "Point.estimate", [1.0, 2.0], (2,))
+    array([1., 2.])
+    """
+    try:
+        found = np.asarray(value, dtype=float)
+    except (TypeError, ValueError):
+        raise DeclarationError(
+            f"{algorithm}: {function} returned {shown(value)}; return numbers of shape {shape}."
+        ) from None
+    if found.shape != shape:
+        raise DeclarationError(f"{algorithm}: {function} returned shape {found.shape}; return shape {shape}.")
+    return found
+
+
+def draws_of(algorithm: str, value: Any, leading: tuple[int, int], shared: int, local: int) -> Draws:
+    """Draws with axes chain, draw, coordinate."""
+    if not isinstance(value, Draws):
+        raise DeclarationError(f"{algorithm}: Result.draw returned {shown(value)}; return fedppl.contracts.Draws.")
+    return value._replace(
+        shared=shaped(algorithm, "Result.draw", value.shared, (*leading, shared)),
+        local=shaped(algorithm, "Result.draw", value.local, (*leading, local)),
     )

@@ -14,7 +14,7 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
 from fedppl.model.stack import ClientsOf
 from fedppl.numerics.prior import SharedPrior
-from fedppl.run._run import Run
+from fedppl.run.start import Run
 from fedppl.types import Array, LocalFailure
 
 logger = logging.getLogger(__name__)

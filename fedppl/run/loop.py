@@ -29,12 +29,11 @@ from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.results.records import Record, ever_used
 from fedppl.run._prior_check import posterior_of_all, prior_conflict
-from fedppl.run._run import Run, save
 from fedppl.run.choice import Choice
 from fedppl.run.one_round import Round, one_round, without_numbers
 from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
-from fedppl.run.start import Clients, require_callback
+from fedppl.run.start import Clients, Run, require_callback, save
 from fedppl.run.start import start as begin
 from fedppl.settings import some_of
 from fedppl.types import Array, ConvergenceWarning, DeclarationError, Status

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import settings
-from fedppl.contracts import AnyAlgorithm, EngineFactory
+from fedppl.contracts import (
+    Algorithm,
+    AnyAlgorithm,
+    Disclosure,
+    Engine,
+    EngineFactory,
+    LocalInference,
+    Needs,
+    Point,
+    Posterior,
+    Replies,
+    Report,
+    Result,
+    Sampler,
+)
 from fedppl.data.grouped import Table
 from fedppl.engine.answer import require_fit, say_unused
 from fedppl.engine.inprocess import InProcess
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
-from fedppl.model.stack import samples
+from fedppl.model.stack import ClientsOf, samples
+from fedppl.model.summary import tells_summary
+from fedppl.numerics.streams import stream
+from fedppl.results import fallbacks
 from fedppl.results.fit import Fit
-from fedppl.run._algorithm import require_algorithm
-from fedppl.run._run import Run, keep_at
+from fedppl.results.records import COLUMNS, Record
 from fedppl.run.choice import Choice, decided
 from fedppl.run.participation import Participation, as_participation
+from fedppl.run.progress import Progress
 from fedppl.run.table import enrolled
+from fedppl.settings import not_called, shown, takes
 from fedppl.storage import checkpoint as checkpoints
-from fedppl.types import DeclarationError
+from fedppl.storage import digest as _digest
+from fedppl.storage.signed import pack
+from fedppl.types import DataError, DeclarationError, Layout, Message, Status
 
 # Data by client, rows of one table, or none where an engine finds clients elsewhere.
 Clients = Mapping[str, Mapping[str, Any]] | Table | None
@@ -169,3 +191,268 @@ def seed_of(random_seed: int | np.random.Generator | None) -> int:
     if isinstance(random_seed, int | np.integer) and not isinstance(random_seed, bool) and random_seed >= 0:
         return int(random_seed)
     raise DeclarationError(f"random_seed={random_seed!r} must be a non-negative int, a Generator or None.")
+
+
+# What is checked of an algorithm before a run begins, and of what its functions return --------------------------------
+
+_TUPLES = {"replies": Replies, "result": Result, "needs": Needs, "disclosure": Disclosure}
+# Numbers of arguments.
+_FUNCTIONS = {
+    Algorithm: {"init": 3, "broadcast": 2, "update_client": 4, "update_server": 2},
+    Replies: {"shapes": 1, "reject": 2, "summed": 1},
+    Result: {"final_message": 2, "draw": 6, "details": 1, "preliminary": 1, "closing": 1, "out_of_rounds": 1},
+    Needs: {"check": 1, "unused_priors": 1},
+    Disclosure: {"at_sites": 1, "unseen": 2},
+    Posterior: {"gaussian": 1, "corrected": 1, "evidence": 2},
+    Point: {"estimate": 1},
+    Sampler: {"draw": 3},
+}
+_OPTIONAL = {
+    Algorithm: {"unreported": 4},
+    Result: {"resume": 2},
+    Disclosure: {"asks": 2, "concludes": 2},
+    Posterior: {"without": 3},
+}
+
+
+def require_algorithm(algorithm: Any) -> None:
+    """Refuse what is no algorithm that is built, and one whose parts cannot be called as they will be."""
+    if not isinstance(algorithm, Algorithm):
+        remedy = not_called(algorithm) or "; pass one that is built, like fedppl.EP()."
+        if isinstance(algorithm, LocalInference):
+            remedy = " but how clients compute; pass fedppl.EP(local=...)."
+        raise DeclarationError(f"algorithm={shown(algorithm)} is no algorithm{remedy}")
+    if not isinstance(algorithm.name, str) or not algorithm.name:
+        raise DeclarationError(f"an algorithm's name is {shown(algorithm.name)}; give it a text that is not empty.")
+    name, settings = algorithm.name, algorithm.settings
+    if not isinstance(settings, Mapping) or not all(
+        isinstance(text, str) for pair in settings.items() for text in pair
+    ):
+        raise DeclarationError(
+            f"{name}: settings={shown(settings)} must be texts by name; see fedppl.settings.described."
+        )
+    for field, kind in _TUPLES.items():
+        if not isinstance(value := getattr(algorithm, field), kind):
+            raise DeclarationError(f"{name}: {field}={shown(value)} must be a fedppl.contracts.{kind.__name__}.")
+    shared = algorithm.result.shared
+    if shared is not None and not isinstance(shared, Posterior | Point | Sampler):
+        raise DeclarationError(
+            f"{name}: result.shared={shown(shared)} must be a Posterior, Point or Sampler of fedppl.contracts, or None."
+        )
+    for part in (algorithm, *(getattr(algorithm, field) for field in _TUPLES), *([shared] if shared else [])):
+        _require_functions(name, part)
+    noise = algorithm.disclosure.noise_multiplier
+    if noise is not None and not (isinstance(noise, int | float) and 0 < noise < np.inf):
+        raise DeclarationError(
+            f"{name}: disclosure.noise_multiplier={shown(noise)} must be positive, or None where ε is unknown."
+        )
+
+
+def _require_functions(name: str, part: Any) -> None:
+    kind = type(part)
+    optional = {field: count for field, count in _OPTIONAL.get(kind, {}).items() if getattr(part, field) is not None}
+    for field, count in {**_FUNCTIONS[kind], **optional}.items():
+        function = getattr(part, field)
+        where = field if kind is Algorithm else f"{kind.__name__}.{field}"
+        if not callable(function):
+            raise DeclarationError(f"{name}: {where}={shown(function)} must be a function.")
+        if not takes(function, count):
+            raise DeclarationError(
+                f"{name}: {where} is called with {count} arguments and cannot be; see fedppl.contracts.{kind.__name__}."
+            )
+
+
+def require_report(name: str, returned: Any) -> None:
+    """Refuse what is not (state, Report), before it is kept in a record that cannot be read in the end."""
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Report):
+        raise DeclarationError(f"{name}: update_server returned {shown(returned)}; return (state, Report).")
+    report = returned[1]
+    if not isinstance(report.info, tuple) or not hasattr(report.info, "_asdict"):
+        raise DeclarationError(f"{name}: Report.info is {type(report.info).__name__}; make it a NamedTuple.")
+    if not isinstance(report.status, Status):
+        raise DeclarationError(f"{name}: Report.status is {shown(report.status)}; make it a fedppl.Status.")
+    if report.message is not None and not isinstance(report.message, str):
+        raise DeclarationError(f"{name}: Report.message is {shown(report.message)}; make it a text, or None.")
+    if taken := COLUMNS & report.info._asdict().keys():
+        raise DeclarationError(
+            f"{name}: Report.info has {sorted(taken)}, which the table of rounds has of its own; choose other names."
+        )
+
+
+def numbers_and_texts(info: Any) -> dict[str, float | str]:
+    """What of a round's diagnostics goes into the table: numbers and texts, NumPy's among them."""
+    found = {
+        name: value.item() if isinstance(value, np.generic | np.ndarray) and not np.ndim(value) else value
+        for name, value in info._asdict().items()
+    }
+    return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+
+
+# A run in progress: what it holds, how it is saved after a round, and how it goes on from what was saved --------------
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """A run in progress; the only mutable thing in a fit."""
+
+    @property
+    def message(self) -> str:
+        """What the algorithm said last of how it stands."""
+        return self.records[-1].message if self.records else ""
+
+    def __init__(self, algorithm: AnyAlgorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int) -> None:
+        self.algorithm = algorithm
+        self.engine = engine
+        self.models = models
+        self.seed = seed
+        self.layout: Layout = engine.layout()
+        self.clients = engine.clients()
+        self.state = algorithm.init(self.layout, self.clients, stream((seed, 0, 0)))
+        if engine.has_sites():
+            self.state = algorithm.disclosure.at_sites(self.state)
+        summaries = [one.client_id for one in samples(models) if tells_summary(one.template.parts.model)]
+        if unseen := self.clients if engine.has_sites() else summaries:
+            self.state = algorithm.disclosure.unseen(self.state, unseen)
+        self.name = secrets.token_hex(8)
+        self.records: list[Record] = []
+        self.counted = 0  # records that count towards ``rounds=``
+        self.infos: dict[str, Mapping[str, float]] = {}  # the last of every client
+        self.personal: Mapping[str, Any] = {}  # what clients in this process kept after the last round
+        self.progress = Progress()
+        self.saves = True  # until rounds have run out
+        self.resumed = 0  # rounds that were done before
+        self.limit: int | None = None
+        self.participation: Participation = as_participation(None)
+        self.reporting: Participation = as_participation(None)
+        self.checkpoint: Path | None = None
+        self.kept: checkpoints.Kept | None = None  # records that the checkpoint has
+        self.settings: dict[str, str] = dict(algorithm.settings)
+        self.seals: dict[str, bytes] = {}  # of the data of clients in this process, where there is a checkpoint
+        self.deadline: float | None = None
+        self.told: Mapping[str, Message] = {}  # what sites let out of their rows when it was over
+        self.said: set[tuple[str, str]] = set()  # clients and reasons that are in the log already
+
+
+def add(run: Run, done: Record) -> None:
+    """Add a round; what the next one asks of all before it is kept up to date, not looked up."""
+    run.records.append(done)
+    run.counted += not done.preliminary
+    run.infos = fallbacks.added(run.infos, done.infos, closing=done.closing)
+
+
+def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
+    """Save the run there from now on, and go on from what is there."""
+    run.checkpoint = checkpoint
+    run.seals = {
+        k: _digest.seal(one.arrays) + _digest.seal({"": one.client.trace()}) for k, one in _parts(run.models).items()
+    }
+    if checkpoint.exists():
+        _resume(run, checkpoint, seed_given)
+    pack({**_content(run), "records": []})  # what cannot be written is refused before the first round
+
+
+class _Part(NamedTuple):
+    """Data that are sealed as one, and a client of them."""
+
+    arrays: Mapping[str, Any]
+    client: ClientModel
+
+
+def _parts(models: Mapping[str, ClientModel]) -> dict[str, _Part]:
+    """Data of each client, or under no name rows of all, where they lie side by side."""
+    if isinstance(models, ClientsOf):
+        return {"": _Part(models.arrays(), models.like)}
+    return {client_id: _Part(client.arrays, client) for client_id, client in models.items()}
+
+
+def save(run: Run) -> None:
+    """Write the run as it is after a round, if it is to be saved."""
+    if run.checkpoint is None or not run.saves:
+        return
+    done = len(run.records)
+    try:
+        run.kept = checkpoints.write(run.checkpoint, _content(run), run.kept, resumed=run.resumed == done - 1)
+    except OSError as error:
+        kept = f"it holds round {done - 1}, and the same call goes on from there. " if done > 1 else ""
+        raise OSError(
+            f"checkpoint {str(run.checkpoint)!r} cannot be written after round {done}: {error.strerror or error}; "
+            f"{kept}Make room, or choose another path."
+        ) from error
+
+
+def _content(run: Run) -> dict[str, Any]:
+    return {
+        "fingerprint": run.layout.fingerprint,
+        "algorithm": run.algorithm.name,
+        "settings": run.settings,
+        "clients": run.clients,
+        "data": run.seals,
+        "seed": run.seed,
+        "name": run.name,
+        "state": run.state,
+        "records": run.records,
+        "personal": run.personal,
+        "told": run.told,
+    }
+
+
+def _differing(name: str, its: Any, ours: Any) -> str:
+    """What another run has otherwise: of settings those that differ, as they are written in a call."""
+    if not isinstance(its, dict) or not isinstance(ours, dict):
+        return f"its {name} is {its}, this run's is {ours}"
+    names = [key for key in {**its, **ours} if its.get(key) != ours.get(key)]
+    said = [", ".join(f"{key}={of[key]}" for key in names if key in of) or "none of these" for of in (its, ours)]
+    return f"it has {said[0]}, and this run {said[1]}"
+
+
+def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
+    content, kept = checkpoints.load(checkpoint)
+    if not all(isinstance(done, Record) for done in content["records"]):
+        raise DeclarationError(f"checkpoint {str(checkpoint)!r} holds something else; choose another path.")
+    expected: dict[str, Any] = {
+        "fingerprint": run.layout.fingerprint,
+        "algorithm": run.algorithm.name,
+        "settings": run.settings,
+        "clients": run.clients,
+    }
+    if seed_given:
+        expected["seed"] = run.seed
+    for name, value in expected.items():
+        if content[name] != value:
+            raise DeclarationError(
+                f"checkpoint {str(checkpoint)!r} is of another run: {_differing(name, content[name], value)}. Choose "
+                "another path, or delete the file to start again."
+            )
+    if type(content["state"]) is not type(run.state):
+        raise DeclarationError(
+            f"checkpoint {str(checkpoint)!r} is of another algorithm of the name {run.algorithm.name!r}: its state is "
+            f"{type(content['state']).__name__}, this run's is {type(run.state).__name__}. Choose another path."
+        )
+    sealed: dict[str, bytes] = content["data"]
+    known = {client_id: part for client_id, part in _parts(run.models).items() if client_id in sealed}
+    others = [k for k, part in known.items() if not _digest.matches(sealed[k][: _digest.LENGTH], part.arrays)]
+    if others:
+        whose = "some clients" if others == [""] else f"clients {fallbacks.listed(map(repr, others))}"
+        whose = f"client {others[0]!r}" if len(others) == 1 and others[0] else whose
+        raise DataError(
+            f"the data of {whose} are not "
+            f"those that checkpoint {str(checkpoint)!r} was written with. Give the same data, or choose another "
+            "path, or delete the file to start again."
+        )
+    for name, (_, client) in known.items():
+        if not _digest.matches(sealed[name][_digest.LENGTH :], {"": client.trace()}):
+            raise DeclarationError(
+                f"checkpoint {str(checkpoint)!r} is of another run: client {client.client_id!r} has the same data, and "
+                "the model another density of them: the builder, or what it reads, has changed. Choose another path or "
+                "delete the file to start again."
+            )
+    run.seals = {**run.seals, **sealed}
+    run.seed, run.name = content["seed"], content["name"]
+    run.state, run.kept, run.told = content["state"], kept, content["told"]
+    for done in content["records"]:
+        add(run, done)
+    run.resumed = len(run.records)
+    run.engine.restore(content["personal"])
+    run.personal = run.engine.personal()
+    logger.info("resumed after round %d from %s", len(run.records), checkpoint)

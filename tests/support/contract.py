@@ -25,7 +25,7 @@ from fedppl.contracts import (
 )
 from fedppl.engine.answer import answer
 from fedppl.numerics.streams import stream
-from fedppl.run.replies import received
+from fedppl.run.one_round import received
 from fedppl.storage import codec
 from fedppl.types import Status
 from tests.support.promises import Promises

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl.algorithms.ep._private_step import Mechanism
+from fedppl.algorithms.ep.private import Mechanism
 from fedppl.gaussian import Gaussian
 from fedppl.results.records import Record
 from fedppl.storage import checkpoint
@@ -120,7 +120,7 @@ def pickles(trace: Path) -> dict[str, bytes]:
         + dtype
         + b"C\x08AAAAAAAA\x86R.",
         "BUILD on Mechanism": b"\x80\x04"
-        + _named("fedppl.algorithms.ep._private_step", "Mechanism")
+        + _named("fedppl.algorithms.ep.private", "Mechanism")
         + slots % (_text("sd") + b"G" + struct.pack(">d", 0.0))
         + b".",
         "BUILD on Status": b"\x80\x04" + _named("fedppl.types", "Status") + slots % (_text("ok") + b"\x88") + b".",
@@ -242,7 +242,7 @@ def _by_the_owner(trace: Path) -> Iterator[Crafted]:
         ("a field missing", "fedppl.gaussian", "Gaussian", {"linear": 1}),
         ("a field more", "fedppl.gaussian", "Gaussian", {"linear": 1, "precision": 2, "__class__": 3}),
         ("fields in another order", "fedppl.gaussian", "Gaussian", {"precision": 1, "linear": 2}),
-        ("a property", "fedppl.algorithms.ep._private_step", "Mechanism", {"sd": 0.0}),
+        ("a property", "fedppl.algorithms.ep.private", "Mechanism", {"sd": 0.0}),
         ("an enumeration", "fedppl.types", "Status", {"ok": True}),
         ("an exception", "fedppl.types", "DataError", {}),
     ):

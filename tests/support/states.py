@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl.algorithms.ep.sites import dense
 from fedppl.contracts import AnyAlgorithm, Point, Posterior, Report
-from fedppl.run.replies import received
+from fedppl.run.one_round import received
 
 
 def updated(algorithm: AnyAlgorithm, state: Any, replies: Mapping[str, Any]) -> tuple[Any, Report]:

@@ -16,6 +16,7 @@ from fedppl.numerics.importance import (
     effective_size,
     enough_points,
     has_enough_points,
+    kept,
     normalise,
     resample,
     skewness,
@@ -23,7 +24,6 @@ from fedppl.numerics.importance import (
     weighted_moments,
     whitened_points,
 )
-from fedppl.numerics.kept import kept
 from fedppl.numerics.pareto import pareto_k
 from fedppl.types import Array
 

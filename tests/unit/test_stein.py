@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from fedppl.local import _student
+from fedppl.local import nested_laplace
 from fedppl.numerics import stein as _stein
 from fedppl.numerics.importance import whitened_points
 
@@ -79,7 +79,7 @@ def log_banana(x: np.ndarray) -> np.ndarray:
 def test_a_t_fitted_to_a_banana_has_its_moments_and_knows_its_error() -> None:
     # E x₀² = 5, Var x₀² = 2·16 + 4·4·1 = 48, Cov(x₀, x₀²) = 2·1·4 = 8
     mean, covariance = np.array([1.0, 5 / 4]), np.array([[4.0, 2.0], [2.0, 1 + 48 / 16]])
-    found = _student.sample(log_banana, np.zeros(2), np.eye(2), 7, 0.7)
+    found = nested_laplace.sample(log_banana, np.zeros(2), np.eye(2), 7, 0.7)
     assert found is not None
     sd = np.sqrt(np.diag(covariance))
     assert np.max(np.abs(found.moments.mean - mean) / sd) < 5 * found.error
@@ -88,12 +88,12 @@ def test_a_t_fitted_to_a_banana_has_its_moments_and_knows_its_error() -> None:
 
 
 def test_a_start_far_too_narrow_and_off_is_found_back() -> None:
-    found = _student.sample(lambda x: -0.5 * np.sum(x**2, axis=1), np.full(3, 4.0), 0.05 * np.eye(3), 0, 0.7)
+    found = nested_laplace.sample(lambda x: -0.5 * np.sum(x**2, axis=1), np.full(3, 4.0), 0.05 * np.eye(3), 0, 0.7)
     assert found is not None
     assert_allclose(found.moments.mean, 0, atol=0.05)
     assert_allclose(found.moments.covariance, np.eye(3), atol=0.1)
 
 
 def test_a_density_whose_moments_do_not_exist_is_not_trusted() -> None:
-    assert _student.sample(lambda x: -1.1 * np.log1p(x[:, 0] ** 2), np.zeros(1), np.eye(1), 0, 0.7) is None
-    assert _student.sample(lambda x: np.full(len(x), -np.inf), np.zeros(1), np.eye(1), 0, 0.7) is None
+    assert nested_laplace.sample(lambda x: -1.1 * np.log1p(x[:, 0] ** 2), np.zeros(1), np.eye(1), 0, 0.7) is None
+    assert nested_laplace.sample(lambda x: np.full(len(x), -np.inf), np.zeros(1), np.eye(1), 0, 0.7) is None

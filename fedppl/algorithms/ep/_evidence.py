@@ -20,7 +20,7 @@ from fedppl import gaussian
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._correction import Correcting, reached
 from fedppl.algorithms.ep._judged import NOISE
-from fedppl.algorithms.ep._state import EPState
+from fedppl.algorithms.ep._verdict import EPState
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import ClientView, LogEvidence
 from fedppl.gaussian import Gaussian

@@ -8,8 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from fedppl.algorithms.ep import _moves, _trust
-from fedppl.algorithms.ep._state import EPState, Taken
+from fedppl import gaussian
+from fedppl.algorithms.ep import _trust
+from fedppl.algorithms.ep._correction import Correcting
+from fedppl.algorithms.ep.sites import Sites
+from fedppl.algorithms.ep.starts import Starts
+from fedppl.algorithms.ep.warm_start import WarmStart
+from fedppl.contracts import Report
+from fedppl.gaussian import Gaussian
 from fedppl.results import departure
 from fedppl.structure import Structure
 from fedppl.types import Array, Status, as_declared
@@ -54,16 +60,16 @@ def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest
     averaging, moves, falls = state.averaging, state.moves, state.falls
     few, skewed = 3 * max(fresh, tolerance), ""
     drift = moves.mean.sum(axis=0)
-    limit = max(tolerance, 3 * np.sqrt(_moves.backed(moves, state.noise)))
+    limit = max(tolerance, 3 * np.sqrt(backed(moves, state.noise)))
     seen = averaging + 1 >= _ROUNDS and bool(np.all(moves.replies >= _REPLIES))
     if noisy and seen and np.abs(drift).max() > 2 * limit:
         # Not noise: q is on its way, and steps as short as those of averaging would take too long.
-        moves, averaging, damping = _moves.anew(moves), 1, 0.5 * largest
+        moves, averaging, damping = anew(moves), 1, 0.5 * largest
     elif noisy and change < (2 * few if averaging else few):
         # down to noise: average the rounds, so that Monte Carlo error falls with their number
-        moves = moves if averaging else _moves.begin(moves)
+        moves = moves if averaging else begin(moves)
         averaging += 1
-        damping = max(max(1.0 / (averaging + 1), _moves.LEAST) * largest, min(shortest_step(count), largest))
+        damping = max(max(1.0 / (averaging + 1), LEAST) * largest, min(shortest_step(count), largest))
     elif change > state.change:
         # Steps that are too long turn back. Where the change grows on its way, as with other clients in every round,
         # they are not.
@@ -206,3 +212,152 @@ def _skewed(state: EPState, limit: float) -> str:
         "Gaussian has a skewness of 0. Declare it on a scale where it is closer to normal, or use "
         f"{departure.CORRECTION}; see fit.idata['fit']['skewness']"
     )
+
+
+# What the server itself sees of the clients' noise: how far each reply moves q, and how much of that cancels ----------
+
+# A reply proposes a site; its move is what q's means and log sds would do if that site replaced the old one, in
+# posterior sds. While rounds are averaged, moves of honest clients cancel, since only Monte Carlo error is left in
+# them. Moves that do not cancel are those of a client that goes on and on, whatever error it says it has.
+
+LEAST = 0.1  # weight of a reply, as of a step: Monte Carlo error falls no further
+
+
+class Moves(NamedTuple):
+    """Per client since averaging began. Coordinates are those of the means, then those of the log sds."""
+
+    replies: Array  # (K,) int
+    mean: Array  # (K, 2 m) weighted mean of the client's moves
+    share: Array  # (K,) what the variance of one move is to be multiplied with for that of the mean
+    spoke: Array  # (K,) bool: has replied, so that the next two are known
+    pairs: Array  # (K,) int: replies whose difference from the one before is in the scatter
+    left: Array  # (K, 2 m) what its last reply would still have moved after the step that was taken
+    scatter: Array  # (K,) mean square of what its replies differ by from one to the next, halved: their variance
+
+
+def start(clients: int, size: int) -> Moves:
+    """Nothing is known."""
+    none, nowhere = np.zeros(clients), np.zeros((clients, 2 * size))
+    nothing: Array = np.zeros(clients, dtype=np.int64)
+    return Moves(nothing, nowhere, none, np.zeros(clients, dtype=bool), nothing, nowhere, none)
+
+
+def begin(moves: Moves) -> Moves:
+    """Forget what there was: averaging begins anew."""
+    clients, double = moves.mean.shape
+    return start(clients, double // 2)
+
+
+def anew(moves: Moves) -> Moves:
+    """Average from the next reply on, and remember what is known of their scatter."""
+    return moves._replace(replies=np.zeros_like(moves.replies))
+
+
+def of_replies(q: Gaussian, d_linear: Array, d_precision: Array) -> Array:
+    """To first order, what changes (R, m), (R, m, m) of sites do to q's means and log sds, in sds: (R, 2 m)."""
+    covariance = gaussian.covariance(q)
+    sd = np.sqrt(np.diag(covariance))
+    means = (d_linear - d_precision @ gaussian.mean(q)) @ covariance / sd
+    log_sds = -0.5 * np.einsum("ij,rjk,ki->ri", covariance, d_precision, covariance, optimize=True) / sd**2
+    return np.concatenate([means, log_sds], axis=1)
+
+
+def follow(moves: Moves, rows: list[int], now: Array, step: Array) -> Moves:
+    """Take in the moves (R, 2 m) of a round's replies, of which the shares `step` (R,) were taken."""
+    replies, mean, share = moves.replies.copy(), moves.mean.copy(), moves.share.copy()
+    left, scatter = moves.left.copy(), moves.scatter.copy()
+    # A reply minus what the one before had left to do is the difference of the two proposals.
+    differ = now - left[rows]
+    known, spoke = moves.spoke[rows], moves.spoke.copy()
+    spoke[rows] = True
+    square = 0.5 * np.mean(np.square(differ), axis=1)
+    pairs = moves.pairs.copy()
+    pairs[rows] += known
+    weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), LEAST)
+    scatter[rows] += np.where(known, (square - scatter[rows]) * weight, 0.0)
+    replies[rows] += 1
+    weight = np.maximum(1.0 / replies[rows], LEAST)
+    mean[rows] += weight[:, None] * (now - mean[rows])
+    share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
+    left[rows] = (1 - step)[:, None] * now
+    return Moves(replies, mean, share, spoke, pairs, left, scatter)
+
+
+def backed(moves: Moves, noise: Array) -> float:
+    """Variance of a mean that the clients' own errors (K,), averaged, can explain and nobody's word alone can raise.
+
+    The largest counts as far as that client's replies do scatter.
+    """
+    k = int(np.argmax(noise))
+    return float(noise.sum() - noise[k] + min(noise[k], moves.share[k] * moves.scatter[k]))
+
+
+# What EP knows between rounds, and what it says of one ----------------------------------------------------------------
+
+_VERY_SKEWED = 1.0  # a warning; below it, a word for those who look
+
+
+class EPState(NamedTuple):
+    """What the next round needs. Invariant: sites.q = prior x Π_k site_k."""
+
+    sites: Sites
+    warm_start: WarmStart | None  # None once refinement has begun
+    starts: Starts | None  # where several searches were asked for
+    prior_share: float  # 1 / K when the prior is not Gaussian: each factor's share of p / N_0
+    damping: float
+    change: float  # of the last round
+    averaging: int  # rounds averaged since the change came down to Monte Carlo error
+    has_replied: Array  # (K,) bool: in the current sweep
+    sweep_change: float  # of the current sweep over all clients
+    last_change: Array  # (m,) of the last round, in posterior sds: what a mean or a log sd moved by, before damping
+    skewness: Array  # (m,) that the factors give the posterior's margins, and q cannot have
+    skewed_by: Array  # (m,) row of the client without whom it is least
+    skewness_without: Array  # (m,) what it is without that client
+    held: Array  # (K,) share of its site that is not what it asked for, since trust binds
+    held_back: Array  # (K,) rounds in which its site was drawn in
+    pull: Array  # (K, m) where trust is set: what it would have pulled means by, in sds of its cavity; 0 where unknown
+    errors: Array  # (K,) Monte Carlo error of the client's last reply, in posterior sds
+    noise: Array  # (K,) variance that the errors of all its replies have left in its site, in the same unit
+    moves: Moves  # what the server sees itself, since averaging began
+    heading: Array  # (2 m,) where the last round moved means and log sds, in posterior sds before damping
+    unseen: Array  # (K,) bool: nobody here can look at its rows
+    corrects: bool  # whether q is put right once moments are matched
+    stream: int  # of the points of the correction
+    correction: Correcting | None  # once moments are matched, where one was asked for
+    falls: int  # rounds in which the change fell since the damping was last lowered
+
+
+class EPInfo(NamedTuple):
+    """Diagnostics of this round."""
+
+    phase: str
+    change_mean: float  # largest |Δ mean| in posterior sds, before damping
+    change_sd: float  # largest |Δ log sd|, before damping
+    damping: float
+    log_posterior: float  # log marginal posterior at the point, warm start only
+    mc_error: float  # Monte Carlo error of the global mean in posterior sds
+    skewness: float  # largest |skewness| that the factors give a margin of the posterior
+    held_back: int = 0  # clients whose sites were drawn in, where trust is set
+    pull: float = np.nan  # most that one client would have pulled a mean by, in sds of its cavity
+    pulled_by: str = ""  # that client
+    correction_ess: float = np.nan  # of the points of the correction, once an exchange is over
+    correction_pareto_k: float = np.nan
+
+
+class Taken(NamedTuple):
+    """A round that the server has taken in: the state after it, and how that stands."""
+
+    state: EPState
+    info: EPInfo
+    status: Status = Status.RUNNING
+    message: str | None = None
+    skewed: str = ""  # what of it a correction makes up for
+
+
+def reported(taken: Taken) -> tuple[EPState, Report]:
+    """The state and the report; what is said of a converged fit is mild where little is skewed and nobody held back."""
+    state = taken.state
+    corrected = state.correction is not None and state.correction.trusted
+    mild = bool((corrected or np.abs(state.skewness).max() < _VERY_SKEWED) and not np.any(state.held))
+    message = "; ".join(filter(None, (taken.message, taken.skewed))) if taken.skewed else taken.message
+    return state, Report(taken.info, taken.status, message, mild)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.ep import _correction, _judged, _moves, _trust
+from fedppl.algorithms.ep import _correction, _judged, _trust, _verdict
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import starts as _starts
 from fedppl.algorithms.ep import warm_start as _warm_start
@@ -29,8 +29,7 @@ from fedppl.algorithms.ep._rounds import (
     of_q_alone,
     out_of_rounds,
 )
-from fedppl.algorithms.ep._state import EPState, reported
-from fedppl.algorithms.ep._verdict import of_agreeing_clients, unseen
+from fedppl.algorithms.ep._verdict import EPState, of_agreeing_clients, reported, unseen
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.size import say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
@@ -298,7 +297,7 @@ def init(
         pull=np.zeros((len(clients), layout.size)),
         errors=np.zeros(len(clients)),
         noise=np.zeros(len(clients)),
-        moves=_moves.start(len(clients), layout.size),
+        moves=_verdict.start(len(clients), layout.size),
         heading=np.zeros(2 * layout.size),
         falls=0,
         unseen=np.zeros(len(clients), dtype=bool),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging.point import tolerance_rule
 from fedppl.algorithms.averaging.server import reject_weight, weighted
-from fedppl.algorithms.hierarchical.confidences import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.algorithms.one_shot.separate import near_posterior
 from fedppl.algorithms.size import say_if_large
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
@@ -19,8 +18,47 @@ from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.local.chosen import local_inference
 from fedppl.local.target import at_points
-from fedppl.settings import between, described, flag, positive
+from fedppl.settings import between, described, flag, positive, shown
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
+
+# Confidences τ_j of clients around a latent centre w: what they are made of, and the sums that give w -----------------
+
+TERMS = ("uncertainty", "deviation")
+
+
+def terms_rule(terms: Any) -> tuple[str, ...]:
+    """Check the keyword `terms`."""
+    given = (terms,) if isinstance(terms, str) else tuple(terms) if isinstance(terms, tuple | list) else ()
+    words = all(isinstance(term, str) for term in given)
+    if not given or not words or set(given) - set(TERMS) or len(set(given)) < len(given):
+        raise DeclarationError(f"terms={shown(terms)} must be one or both of {TERMS}.")
+    return given
+
+
+def confidence_of(
+    mean: Array, variance: Array, w: Array, terms: tuple[str, ...] = TERMS, held: tuple[float, float] = (0.0, 1.0)
+) -> float:
+    """τ_j (eq. 8), or of one of its terms alone; `held` are strength ν and spread of what it is held near.
+
+    >>> confidence_of(np.array([1.0, 2.0]), np.array([0.5, 0.5]), np.array([0.0, 2.0]))
+    1.0
+    """
+    total = float(np.sum(variance)) if "uncertainty" in terms else 0.0
+    if "deviation" in terms:
+        total += float(np.sum((mean - w) ** 2))
+    strength, spread = held
+    return (len(w) + strength) / max(total + strength * spread**2, np.finfo(float).tiny ** 0.5)
+
+
+def ledger_sums(ledger: Array, where: Mapping[str, int], received: Received) -> tuple[Array, Array, float, int]:
+    """Ledger, Σ τ μ, Σ τ and the number of clients in them: of the replies, or of everything that is remembered."""
+    if not len(ledger):
+        return ledger, received.total["weighted"], float(received.total["weight"]), received.clients
+    after = ledger.copy()
+    for client_id, reply in received.each.items():
+        after[where[client_id]] = [*reply["weighted"], float(reply["weight"])]
+    return after, after[:, :-1].sum(axis=0), float(after[:, -1].sum()), int(np.sum(after[:, -1] > 0))
+
 
 _NEW_CLIENT_STEPS = 100
 

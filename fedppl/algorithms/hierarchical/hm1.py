@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.hierarchical import _coupled
-from fedppl.algorithms.hierarchical._at_mode import Frame, frame_of, mode_given, reported, row_of
+from fedppl.algorithms.hierarchical.hm1_gradient import Frame, frame_of, mode_given, reported, row_of
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference
@@ -249,7 +248,7 @@ def _update_server(
         has_replied[k] = True
     try:
         with np.errstate(over="ignore", invalid="ignore"):
-            omega, coupled = _coupled.estimate(linear, precision, state.omega, structure, tolerance=1e-3 * tolerance)
+            omega, coupled = estimate(linear, precision, state.omega, structure, tolerance=1e-3 * tolerance)
     except np.linalg.LinAlgError:
         return state, _STALLED
     if not all(np.all(np.isfinite(value)) for value in (*coupled, omega.matrix)):
@@ -258,7 +257,7 @@ def _update_server(
     change = float(np.max(np.abs(coupled.mean - state.mean) / sd))
     change_omega = float(np.linalg.norm(omega.matrix - state.omega.matrix) / np.linalg.norm(omega.matrix))
     done = bool(has_replied.all()) and change < tolerance and change_omega < tolerance
-    pulls, weights = _coupled.conditional_priors(omega, coupled.mean)
+    pulls, weights = conditional_priors(omega, coupled.mean)
     message = _overfitted(omega, precision, structure)
     if not done:
         message = f"θ moved by {change:.2g} sd and Ω by {change_omega:.2g} in the last round; raise rounds="
@@ -323,3 +322,87 @@ def _details(state: HM1State) -> contracts.Details:
         "omega": (("client", "other_client"), state.omega.matrix),
         "correlation": (("client", "other_client"), state.omega.matrix / np.outer(sd, sd)),
     }
+
+
+# Posterior of all clients' parameters under a matrix normal prior, from the clients' quadratic factors. NumPy only ----
+
+# p(Θ) ∝ N(vec Θ; 0, Ω ⊗ I) Π_k exp(r_kᵀ θ_k − ½ θ_kᵀ H_k θ_k), exactly, for positive semi-definite H_k. Parameters
+# are whitened by the declared prior before they come here.
+
+
+class Coupled(NamedTuple):
+    """Moments of the posterior of Θ."""
+
+    mean: Array  # (K, d)
+    covariance: Array  # (K, d, d) of each client
+    moment: Array  # (K, K), E[ΘᵀΘ] / d
+
+
+def posterior(linear: Array, precision: Array, omega: Omega) -> Coupled:
+    """Posterior given Ω, from factors r (K, d) and H (K, d, d)."""
+    if np.isnan(omega.remainder):
+        return _dense(linear, precision, omega.matrix)
+    return _low_rank(linear, precision, omega)
+
+
+def _dense(linear: Array, precision: Array, omega: Array) -> Coupled:
+    """Through the K d x K d precision: K² d² numbers, of the order of (K d)³ operations."""
+    count, size = linear.shape
+    joint = np.einsum("kl,ij->kilj", np.linalg.inv(omega), np.eye(size))
+    joint[np.arange(count), :, np.arange(count), :] += precision
+    covariance = np.linalg.inv(joint.reshape(count * size, -1)).reshape(count, size, count, size)
+    mean = np.einsum("kilj,lj->ki", covariance, linear)
+    own = covariance[np.arange(count), :, np.arange(count), :]
+    return Coupled(mean, _symmetric(own), (np.einsum("kili->kl", covariance) + mean @ mean.T) / size)
+
+
+def _low_rank(linear: Array, precision: Array, omega: Omega) -> Coupled:
+    """Through the common factors: θ_k = Z u_k + e_k, Z (d, q) standard normal, e_k ~ N(0, δ I).
+
+    Given Z the clients are independent, so that all that is inverted are K matrices of size d and one of size q d.
+    """
+    count, size = linear.shape
+    delta, U = omega.remainder, omega.factor
+    own = np.linalg.inv(precision + np.eye(size) / delta)  # of θ_k given Z
+    free = np.einsum("kij,kj->ki", own, linear)
+    pull = own / delta  # d E[θ_k | Z] / d (Z u_k)
+    rank = U.shape[1]
+    # Precision of vec Z: I + Σ_k (u_k u_kᵀ) ⊗ (I − pull_k) / δ, where I − pull_k = own_k H_k
+    known = np.einsum("kij,kjl->kil", own, precision) / delta
+    core = np.einsum("ka,kb,kij->aibj", U, U, _symmetric(known)).reshape(rank * size, rank * size)
+    root = np.linalg.inv(np.linalg.cholesky(core + np.eye(rank * size))) if rank else np.zeros((0, 0))
+    center = root.T @ (root @ np.einsum("ka,ki->ai", U, free / delta).ravel())
+    loading = np.einsum("ka,kij->kiaj", U, pull).reshape(count, size, rank * size)  # of θ_k on vec Z
+    mean = free + loading @ center
+    half = loading @ root.T  # its outer product is what Z adds to the covariances
+    covariance = own + half @ np.swapaxes(half, 1, 2)
+    flat = half.reshape(count, -1)
+    traces = flat @ flat.T + np.diag(np.trace(own, axis1=1, axis2=2))
+    return Coupled(mean, _symmetric(covariance), (traces + mean @ mean.T) / size)
+
+
+def _symmetric(matrices: Array) -> Array:
+    return np.asarray((matrices + np.swapaxes(matrices, -1, -2)) / 2)
+
+
+def estimate(
+    linear: Array, precision: Array, omega: Omega, structure: Covariance, *, tolerance: float = 1e-5, limit: int = 200
+) -> tuple[Omega, Coupled]:
+    """Ω by expectation maximisation, on factors that stay as they are: this costs no communication."""
+    coupled = posterior(linear, precision, omega)
+    dense = np.isnan(structure.update(omega, coupled.mean, coupled.moment).remainder)
+    repeats = 1 if not structure.to_the_end else (10 if dense else limit)
+    for _ in range(repeats):
+        before = omega.matrix
+        omega = structure.update(omega, coupled.mean, coupled.moment)
+        coupled = posterior(linear, precision, omega)
+        if np.linalg.norm(omega.matrix - before) < tolerance * np.linalg.norm(before):
+            break
+    return omega, coupled
+
+
+def conditional_priors(omega: Omega, mean: Array) -> tuple[Array, Array]:
+    """θ_k given the others at their means: natural linear (K, d), the aggregated vectors, and precisions (K,)."""
+    inverse = np.linalg.inv(omega.matrix)
+    weights = np.diag(inverse).copy()
+    return -(inverse @ mean - weights[:, None] * mean), weights

@@ -9,8 +9,8 @@ import numpy as np
 
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Received, Replies
 from fedppl.coregional.adam import adam_step, flatten_unit, fresh, slopes, unflatten_unit
-from fedppl.coregional.algorithms import _common, _steps
-from fedppl.coregional.algorithms._steps import StepsState
+from fedppl.coregional.algorithms import _common, gradient
+from fedppl.coregional.algorithms.gradient import StepsState
 from fedppl.coregional.bound import UnitClientState, unit_bound
 from fedppl.coregional.result import draw
 from fedppl.coregional.view import unit_of
@@ -77,16 +77,16 @@ def Averaging(
     ----------
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
-    settings = _steps.checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance, _MILESTONES)
+    settings = gradient.checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance, _MILESTONES)
     return Algorithm[StepsState, UnitClientState](
         name="curves.Averaging",
         settings=described(settings),
-        init=_steps.init,
-        broadcast=functools.partial(_steps.asked, settings=settings),
+        init=gradient.init,
+        broadcast=functools.partial(gradient.asked, settings=settings),
         update_client=functools.partial(_update_client, settings=settings),
-        update_server=functools.partial(_steps.update_server, settings=settings, move=_average),
-        replies=Replies(functools.partial(_steps.shapes, name="x"), _steps.reject, _steps.summed),
-        result=_steps.read(draw),
+        update_server=functools.partial(gradient.update_server, settings=settings, move=_average),
+        replies=Replies(functools.partial(gradient.shapes, name="x"), gradient.reject, gradient.summed),
+        result=gradient.read(draw),
         needs=_common.NEEDS,
     )
 
@@ -97,7 +97,7 @@ def _update_client(
     message: Message,
     rng: np.random.Generator,
     *,
-    settings: _steps.Settings,
+    settings: gradient.Settings,
 ) -> ClientUpdate[UnitClientState]:
     """T Adam steps on V_m."""
     unit, stage = client.view(unit_of), float(message["stage"])
@@ -105,9 +105,9 @@ def _update_client(
     info = {"rows": float(count)}
     if stage == 0:
         return ClientUpdate(*_common.first_answer(unit, rng, settings.initial_kernel), info)
-    x, shared, share = _steps.task(unit, message)
+    x, shared, share = gradient.task(unit, message)
     if personal is None:
-        personal = _steps.unit_state(unit, shared, stage, rng)
+        personal = gradient.unit_state(unit, shared, stage, rng)
         info |= {"blank": 1.0} if stage == 2 else {}
     value = unit_bound(unit.design(shared.kernel), shared, personal, unit.noise, unit.roles.log_odds, share)
     point = np.concatenate([x, flatten_unit(personal)])

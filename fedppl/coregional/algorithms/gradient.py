@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from scipy.linalg import block_diag
 
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies
-from fedppl.coregional.adam import Adam, adam_step, flatten_unit, fresh, slopes, unflatten_unit
-from fedppl.coregional.algorithms import _common, _steps
-from fedppl.coregional.algorithms._steps import StepsState
-from fedppl.coregional.bound import UnitClientState, unit_bound
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report, Result
+from fedppl.contracts.algorithm import DrawFn
+from fedppl.coregional.adam import Adam, adam_step, flatten, flatten_unit, fresh, slopes, unflatten, unflatten_unit
+from fedppl.coregional.algorithms import _common
+from fedppl.coregional.algorithms._common import (
+    STARTED,
+    batch_size_rule,
+    first_shapes,
+    initial_kernel_rule,
+    median_kernel,
+    reject_negative,
+)
+from fedppl.coregional.algorithms._common import read as read_state
+from fedppl.coregional.bound import Globals, Unit, UnitClientState, unit_bound
 from fedppl.coregional.result import draw
+from fedppl.coregional.roles import Roles, roles
+from fedppl.coregional.unit import best_unit, random_unit
 from fedppl.coregional.view import unit_of
-from fedppl.settings import described
-from fedppl.types import Array, Message
+from fedppl.settings import between, described, positive, shown, whole
+from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
 
 class GradientClientState(NamedTuple):
@@ -70,18 +83,18 @@ def Gradient(
     ----------
     .. [1] Gao and Chung, section 5, the centralised models LMC and LMC-SS.
     """
-    settings = _steps.checked(learning_rate, milestones, 1, batch_size, initial_kernel, tolerance)
+    settings = checked(learning_rate, milestones, 1, batch_size, initial_kernel, tolerance)
     return Algorithm[StepsState, GradientClientState](
         name="curves.Gradient",
         settings=described(settings),
-        init=_steps.init,
-        broadcast=functools.partial(_steps.asked, settings=settings),
+        init=init,
+        broadcast=functools.partial(asked, settings=settings),
         update_client=functools.partial(_update_client, settings=settings),
         update_server=functools.partial(
-            _steps.update_server, settings=settings, move=functools.partial(_step, settings=settings)
+            update_server, settings=settings, move=functools.partial(_step, settings=settings)
         ),
-        replies=Replies(functools.partial(_steps.shapes, name="slope"), _steps.reject, _steps.summed),
-        result=_steps.read(_draw),
+        replies=Replies(functools.partial(shapes, name="slope"), reject, summed),
+        result=read(_draw),
         needs=_common.NEEDS,
     )
 
@@ -92,7 +105,7 @@ def _update_client(
     message: Message,
     rng: np.random.Generator,
     *,
-    settings: _steps.Settings,
+    settings: Settings,
 ) -> ClientUpdate[GradientClientState]:
     """The gradient at what was sent, and a step of the unit's own parameters."""
     unit, stage = client.view(unit_of), float(message["stage"])
@@ -101,9 +114,9 @@ def _update_client(
     if stage == 0:
         first, reply = _common.first_answer(unit, rng, settings.initial_kernel)
         return ClientUpdate(_from(first), reply, info)
-    x, shared, share = _steps.task(unit, message)
+    x, shared, share = task(unit, message)
     if personal is None:
-        personal = _from(_steps.unit_state(unit, shared, stage, rng))
+        personal = _from(unit_state(unit, shared, stage, rng))
         info |= {"blank": 1.0} if stage == 2 else {}
     rows, design = _common.batch(count, settings.batch_size, rng), unit.design(shared.kernel)
     value = unit_bound(design, shared, unflatten_unit(personal.own), unit.noise, unit.roles.log_odds, share)
@@ -117,10 +130,10 @@ def _from(start: UnitClientState) -> GradientClientState:
     return GradientClientState(own, fresh(len(own)))
 
 
-def _step(state: StepsState, received: Received, heard: int, *, settings: _steps.Settings) -> tuple[float, Array, Adam]:
+def _step(state: StepsState, received: Received, heard: int, *, settings: Settings) -> tuple[float, Array, Adam]:
     """One step of Adam along the sum, scaled up where not all units replied."""
     total, share = received.sums(), received.clients / max(heard, 1)
-    rate = _steps.learning_rate(state.number, settings)
+    rate = learning_rate(state.number, settings)
     adam = fresh(len(state.x)) if state.adam is None else state.adam
     return float(total["bound"] / share), *adam_step(state.x, total["slope"] / share, adam, rate)
 
@@ -136,3 +149,192 @@ def _draw(
     """Draws as of the other algorithms for this model."""
     unit = None if personal is None else unflatten_unit(personal.own)
     return draw(client, unit, message, draws, chains, rng)
+
+
+# What the algorithms that take Adam steps on everything share: settings, where they start, when to stop ---------------
+
+P = TypeVar("P")
+
+
+class StepsInfo(NamedTuple):
+    """Diagnostics of a round of steps."""
+
+    bound: float  # Σ V_m at what the units were sent, before their steps; NaN in the first round
+    selected: int  # latent functions with γ > 0.5
+
+
+class Settings(NamedTuple):
+    """What these algorithms are built with."""
+
+    learning_rate: tuple[float, ...]
+    milestones: tuple[int, ...]
+    steps: int
+    batch_size: int | None
+    tolerance: float
+    initial_kernel: str
+
+
+class StepsState(NamedTuple):
+    """What the next round needs."""
+
+    roles: Roles
+    x: Array  # shared parameters on the unconstrained space
+    adam: Adam | None  # moments, once the server has taken a step; None for good where units take them
+    where: Mapping[str, int]  # client id to its row
+    rows: Array  # (K,) n_k, 0 for a unit that has not replied yet
+    number: int
+    bound: float
+    quiet: int  # rounds in a row without a change worth telling
+
+
+def checked(
+    rate: float | Sequence[float],
+    milestones: Sequence[int],
+    steps: int,
+    batch_size: int | None,
+    initial_kernel: str,
+    tolerance: float,
+    usual: tuple[int, ...] = (),
+) -> Settings:
+    """Settings in range; `usual` are the default's milestones, which say nothing where there is one learning rate."""
+    rates = _each(positive, "learning_rate", rate, "positive and finite, one or a tuple of them")
+    empty = isinstance(milestones, tuple | list) and not milestones
+    places = () if empty else _each(whole, "milestones", milestones, "a tuple of rounds, from 1 on")
+    if any(b <= a for a, b in itertools.pairwise(places)):
+        raise DeclarationError(f"milestones={places} must be increasing rounds.")
+    if len(rates) == 1 and places == usual:
+        places = ()
+    if len(rates) == 1 and places:
+        raise DeclarationError(
+            f"milestones={places} change nothing, as learning_rate={shown(rate)} counts in all rounds; leave them out, "
+            "or give a tuple of learning rates, one more than milestones."
+        )
+    if len(places) != len(rates) - 1:
+        raise DeclarationError(f"milestones={places} must be one less than the {len(rates)} learning rates.")
+    return Settings(
+        rates,
+        places,
+        whole("steps", steps),
+        batch_size_rule(batch_size),
+        between("tolerance", tolerance, 0, 1),
+        initial_kernel_rule(initial_kernel),
+    )
+
+
+def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) -> tuple[Any, ...]:
+    """A value, or each of several, by its rule; errors show all."""
+    try:
+        return tuple(rule(name, one) for one in (value if isinstance(value, tuple | list) and value else (value,)))
+    except DeclarationError:
+        raise DeclarationError(f"{name}={shown(value)} must be {words}.") from None
+
+
+def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> StepsState:
+    """Start from the prior, with γ at π; the first round asks for sizes, and for the units' own kernels."""
+    del rng
+    role = roles(layout)
+    shared = Globals(
+        np.zeros((role.latents, role.points)),
+        np.broadcast_to(np.eye(role.points), (role.latents, role.points, role.points)),
+        1.0 / (1.0 + np.exp(-np.where(np.isfinite(role.log_odds), role.log_odds, 0.0))),
+        role.kernel_mean,
+        role.slab_prior.mean,
+    )
+    where = {client_id: k for k, client_id in enumerate(clients)}
+    return StepsState(role, flatten(shared), None, where, np.zeros(len(clients)), 0, np.nan, 0)
+
+
+def learning_rate(number: int, settings: Settings) -> float:
+    """The rate of the round after this many."""
+    return settings.learning_rate[sum(number + 1 >= place for place in settings.milestones)]
+
+
+def asked(state: StepsState, client_id: str, *, settings: Settings) -> Message:
+    """Shared parameters, Σ n_k of the units heard so far, which makes r_m, and the learning rate."""
+    del client_id
+    return {
+        "x": state.x,
+        "rows": np.array(state.rows.sum()),
+        "stage": np.array(float(min(state.number, 2))),
+        "rate": np.array(learning_rate(state.number, settings)),
+    }
+
+
+def task(unit: Unit, message: Message) -> tuple[Array, Globals, float]:
+    """Read a message: x, the shared parameters in it, and r_m, the unit's share of what is counted once."""
+    x, count = np.asarray(message["x"], dtype=float), len(unit.response)
+    return x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
+
+
+def unit_state(unit: Unit, shared: Globals, stage: float, rng: np.random.Generator) -> UnitClientState:
+    """Where a unit without memory starts: from the shared parameters, or from random ones in the first rounds."""
+    if stage < 2:
+        return random_unit(unit.roles.latents, unit.noise.mean, rng)
+    return best_unit(unit.design(shared.kernel), shared, unit.noise, unit.noise.mean)[0]
+
+
+def update_server(
+    state: StepsState,
+    received: Received,
+    *,
+    settings: Settings,
+    move: Callable[[StepsState, Received, int], tuple[float, Array, Adam | None]],
+) -> tuple[StepsState, Report]:
+    """Note the units' sizes, start the kernels at the median of their own, and then in every round `move`.
+
+    That gives the bound, the next x and Adam's moments from the sums and from how many units were ever heard.
+    """
+    if not received.clients:
+        return state, Report(info(np.nan, state))
+    rows = state.rows.copy()
+    for client_id, reply in received.single().items():  # sums alone come only once all are known
+        rows[state.where[client_id]] = float(reply["rows"])
+    if state.number == 0:
+        x = flatten(shared_of(state)._replace(kernel=median_kernel(received.each)))
+        state = state._replace(x=x, rows=rows, number=1)
+        return state, Report(info(np.nan, state), message=STARTED)
+    bound, x, adam = move(state, received, int(np.sum(rows > 0)))
+    quiet = state.quiet + 1 if abs(bound - state.bound) < settings.tolerance * (1.0 + abs(bound)) else 0
+    status = Status.RUNNING
+    message = f"the bound moves still ({bound:.6g}); raise rounds=, or change learning_rate="
+    if quiet >= 5 and np.all(rows > 0):
+        status, message = Status.CONVERGED, ""
+    state = state._replace(x=x, adam=adam, rows=rows, number=state.number + 1, bound=bound, quiet=quiet)
+    return state, Report(info(bound, state), status, message)
+
+
+def shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the replies; those after the first hold an array like the shared parameters under a name."""
+    return {name: state.x.shape, "rows": (), "bound": ()} if state.number else first_shapes(state.roles)
+
+
+def reject(state: StepsState, reply: Message) -> str | None:
+    """A unit has no negative number of rows."""
+    del state
+    return reject_negative(reply, "rows")
+
+
+def summed(state: StepsState) -> bool:
+    """Sums are enough once the size of every unit is known."""
+    return bool(np.all(state.rows > 0))
+
+
+def shared_of(state: StepsState) -> Globals:
+    """The shared parameters."""
+    return unflatten(state.x, state.roles)
+
+
+def read(draw: DrawFn[P]) -> Result[StepsState, P]:
+    """How a state is read; the latent functions are independent."""
+    return read_state(
+        lambda state: state.roles,
+        shared_of,
+        lambda state: block_diag(*shared_of(state).covariance),
+        lambda state: (state.where, state.rows > 0),
+        draw,
+    )
+
+
+def info(bound: float, state: StepsState) -> StepsInfo:
+    """Diagnostics from the bound and what is shared."""
+    return StepsInfo(bound, int(np.sum(shared_of(state).inclusion > 0.5)))

@@ -13,9 +13,9 @@ from fedppl import gaussian
 from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms._common import training_rule
-from fedppl.nn.algorithms._heads import head_in, head_rule, here, joined, last_layer, parted
 from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, broadcast, reported, run_away
+from fedppl.nn.algorithms.confidence import head_in, head_rule, here, joined, last_layer, parted
 from fedppl.nn.functional import Places
 from fedppl.nn.langevin import Chain, langevin_steps
 from fedppl.nn.subnet import Subnetwork
