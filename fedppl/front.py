@@ -19,7 +19,7 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata, saved
 from fedppl.results.fit import Fit
 from fedppl.run import loop
-from fedppl.run.choice import Choice, by_call, lies_side_by_side
+from fedppl.run.choice import Choice, Options, by_call, lies_side_by_side
 from fedppl.run.one_round import Round
 from fedppl.run.participation import Participation
 from fedppl.run.start import require_declared
@@ -74,21 +74,9 @@ def rounds(
     *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
     converge ends with status "max_rounds" and a message that names the setting to change.
     """
-    some = {"participation": participation, "reporting": reporting, "deadline": deadline}
-    model, clients, chosen = _read(model, data, algorithm, by, missing, engine, start, **some)
-    return loop.rounds(
-        model,
-        clients,
-        chosen,
-        rounds=rounds,
-        engine=engine,
-        participation=participation,
-        reporting=reporting,
-        checkpoint=checkpoint,
-        deadline=deadline,
-        random_seed=random_seed,
-        start=start,
-    )
+    options = Options(rounds, engine, participation, reporting, checkpoint, deadline, random_seed, start)
+    model, clients, chosen = _read(model, data, algorithm, by, missing, options)
+    return loop.rounds(model, clients, chosen, options)
 
 
 def fit(
@@ -208,32 +196,18 @@ def fit(
     *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
-    some = {"participation": participation, "reporting": reporting, "deadline": deadline}
-    model, clients, chosen = _read(model, data, algorithm, by, missing, engine, start, **some)
-    return loop.fit(
-        model,
-        clients,
-        chosen,
-        rounds=rounds,
-        engine=engine,
-        participation=participation,
-        reporting=reporting,
-        checkpoint=checkpoint,
-        callback=callback,
-        deadline=deadline,
-        progressbar=progressbar,
-        random_seed=random_seed,
-        start=start,
-    )
+    options = Options(rounds, engine, participation, reporting, checkpoint, deadline, random_seed, start)
+    model, clients, chosen = _read(model, data, algorithm, by, missing, options)
+    return loop.fit(model, clients, chosen, options, callback=callback, progressbar=progressbar)
 
 
 def _read(
-    model: Any, data: Any, algorithm: AnyAlgorithm | None, by: Any, missing: str, engine: Any, begin: Any, **some: Any
+    model: Any, data: Any, algorithm: AnyAlgorithm | None, by: Any, missing: str, options: Options
 ) -> tuple[Any, Any, AnyAlgorithm | Choice]:
     """The declaration, clients' data as the algorithm takes them, and it, or those of which clients' models decide."""
-    found = by_call(Sums(), EP(), data, engine, some, begin) if algorithm is None else algorithm
+    found = by_call(Sums(), EP(), data, options) if algorithm is None else algorithm
     first = found if not isinstance(found, Choice) else found.other if found.why_not else found.first
-    model, clients = given.clients(model, data, by, missing, one_table=lies_side_by_side(first, engine))
+    model, clients = given.clients(model, data, by, missing, one_table=lies_side_by_side(first, options.engine))
     return model, clients, found
 
 

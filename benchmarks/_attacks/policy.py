@@ -26,8 +26,8 @@ from fedppl.algorithms.ep.warm_start import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.engine.policy import Policy, refuse_release
 from fedppl.flower import memory as _memory
-from fedppl.flower import node
 from fedppl.flower import node as _node
+from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian, unpack_triangle
 from fedppl.local.target import pack_target
 
@@ -66,8 +66,8 @@ class Server:
         """Send a request of one nonce; None where it is refused."""
         assert self.site.folder is not None
         request = Request("a", 7, number, (1,), message, run)
-        parcel = _node.answer_request(self.site, {}, _memory.file_memory(self.site.folder), node.pack_request(request))
-        reply = node.unpack_reply(*parcel)
+        parcel = _node.answer_request(self.site, {}, _memory.file_memory(self.site.folder), _wire.pack_request(request))
+        reply = _wire.unpack_reply(*parcel)
         self.asked += 1
         self.refused += not isinstance(reply, Reply)
         return reply.message if isinstance(reply, Reply) else None

@@ -21,8 +21,8 @@ import pymc as pm
 import fedppl
 from fedppl import audit
 from fedppl.contracts import Failure, Request
-from fedppl.flower import node
 from fedppl.flower import node as _node
+from fedppl.flower import wire
 from fedppl.flower.memory import file_memory
 from fedppl.formulas.agreement import tell
 from fedppl.types import Array
@@ -65,7 +65,7 @@ def answer(folder: Path, rows: Rows, run: str, builder: Callable[..., Any] = log
         return str(told["error"])
     message = {"point": np.full(4, 0.1), "move": np.zeros(4), "prior_share": np.array(0.0)}
     request = Request("site", 1, 1, (1,), message, run)
-    reply = node.unpack_reply(*_node.answer_request(site, {}, memory, node.pack_request(request)))
+    reply = wire.unpack_reply(*_node.answer_request(site, {}, memory, wire.pack_request(request)))
     return reply.reason if isinstance(reply, Failure) else np.asarray(reply.message["gradient"])
 
 

@@ -117,7 +117,7 @@ def _bare(kind: str, case: Any) -> str | None:
     """The decoding alone."""
     from fedppl.flower import decode as _decode
     from fedppl.flower import wire as _wire
-    from fedppl.run.replies import why_not
+    from fedppl.run.one_round import why_not
     from tests.support import malformed
 
     try:
@@ -138,7 +138,7 @@ def _through_flower() -> Any:
     from fedppl import DeclarationError
     from fedppl.contracts import Reply
     from fedppl.flower.records import HELLO
-    from fedppl.run.replies import why_not
+    from fedppl.run.one_round import why_not
     from tests.support import malformed
     from tests.support.fake_grid import FakeGrid
     from tests.support.hostile import SETTINGS, engine, plain, site

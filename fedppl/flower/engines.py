@@ -24,6 +24,7 @@ from fedppl.formulas.formula import is_formula
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
 from fedppl.run import loop
+from fedppl.run.choice import Options
 from fedppl.run.one_round import Round
 from fedppl.run.participation import Participation
 from fedppl.run.start import require_callback, require_declared, require_settings, seed_of
@@ -207,15 +208,8 @@ def server_app(
             example_data=example_data,
             wait=patience,
         )
-        fit = loop.fit(
-            model,
-            None,
-            algorithm,
-            engine=engine,
-            callback=callback,
-            progressbar=False,
-            **{**chosen, "checkpoint": chosen["checkpoint"] or None},
-        )
+        options = Options(engine=engine, **{**chosen, "checkpoint": chosen["checkpoint"] or None})
+        fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
         if on_fit is not None:
             on_fit(fit, context)
 

@@ -20,6 +20,7 @@ from fedppl.results import idata
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.results.simulate import outcomes, truths
+from fedppl.run.choice import Options
 from fedppl.run.loop import fit
 from fedppl.run.progress import Progress
 from fedppl.run.start import require_declared, seed_of
@@ -133,9 +134,8 @@ def calibrate(
                 data = {name: _simulated(simulate, shared, name, inputs[name], rng, t + 1) for name in inputs}
             with _silence():
                 try:
-                    found = fit(
-                        model, data, algorithm, rounds=rounds, engine=engine, progressbar=False, random_seed=seed + t
-                    )
+                    options = Options(rounds, engine, random_seed=seed + t)
+                    found = fit(model, data, algorithm, options, progressbar=False)
                 except (DataError, DeclarationError) as error:
                     raise type(error)(f"data set {t + 1} of {data_sets}: {error}") from error
             status.append(found.status.value)

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedppl.contracts import AnyAlgorithm
+import numpy as np
+
+from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.engine.answer import require_fit
 from fedppl.engine.inprocess import Threads
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
 from fedppl.model.stack import samples
 from fedppl.results.fit import Fit
+from fedppl.run.participation import Participation
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
 
 MOST_SHARED = 20  # coordinates: of more, few points of a proposal have all the weight
+
+
+class Options(NamedTuple):
+    """Settings of a run, as `fedppl.fit` has them."""
+
+    rounds: int | None = 20
+    engine: EngineFactory | None = None
+    participation: Participation | int | float | None = None
+    reporting: Participation | int | float | None = None
+    checkpoint: str | Path | None = None
+    deadline: float | None = None
+    random_seed: int | np.random.Generator | None = None
+    start: Fit | None = None
 
 
 class Choice(NamedTuple):
@@ -28,16 +45,11 @@ class Choice(NamedTuple):
     why_not: str
 
 
-def by_call(
-    first: AnyAlgorithm, other: AnyAlgorithm, data: Any, engine: Any, some: Mapping[str, Any], begin: Any
-) -> Choice:
-    """What is known before clients are: `first` needs all of them, here, and nothing that single replies tell.
-
-    `some` are settings by which not all may answer in a round, by name; `begin` is a fit to start from.
-    """
-    given = [name for name, value in some.items() if value is not None]
-    reason = ""
-    if data is None or not is_here(engine):
+def by_call(first: AnyAlgorithm, other: AnyAlgorithm, data: Any, options: Options) -> Choice:
+    """What is known before clients are: `first` needs all of them, here, and nothing that single replies tell."""
+    given = [name for name in ("participation", "reporting", "deadline") if getattr(options, name) is not None]
+    reason, begin = "", options.start
+    if data is None or not is_here(options.engine):
         reason = "clients are not in this process, or have a policy"
     elif given:
         reason = f"with {' and '.join(f'{name}=' for name in given)} not all clients may answer in a round"

@@ -11,13 +11,12 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedppl import gaussian, settings
-from fedppl.contracts import AnyAlgorithm, EngineFactory, Posterior
+from fedppl.contracts import AnyAlgorithm, Posterior
 from fedppl.engine.guard import REFUSED
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
@@ -29,9 +28,8 @@ from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.results.records import Record, ever_used
 from fedppl.run._prior_check import posterior_of_all, prior_conflict
-from fedppl.run.choice import Choice
+from fedppl.run.choice import Choice, Options
 from fedppl.run.one_round import Round, one_round, without_numbers
-from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
 from fedppl.run.start import Clients, Run, require_callback, save
 from fedppl.run.start import start as begin
@@ -42,71 +40,27 @@ logger = logging.getLogger(__name__)
 
 
 def rounds(
-    model: FederatedModel,
-    clients: Clients,
-    algorithm: AnyAlgorithm | Choice,
-    *,
-    rounds: int | None = None,
-    engine: EngineFactory | None = None,
-    participation: Participation | int | float | None = None,
-    reporting: Participation | int | float | None = None,
-    checkpoint: str | Path | None = None,
-    deadline: float | None = None,
-    random_seed: int | np.random.Generator | None = None,
-    start: Fit | None = None,
+    model: FederatedModel, clients: Clients, algorithm: AnyAlgorithm | Choice, options: Options
 ) -> Iterator[Round]:
     """See `fedppl.rounds`."""
-    return _all(
-        begin(
-            model,
-            clients,
-            algorithm,
-            rounds,
-            engine,
-            participation,
-            reporting,
-            checkpoint,
-            deadline,
-            random_seed,
-            start,
-        )
-    )
+    return _all(begin(model, clients, algorithm, options))
 
 
 def fit(
     model: FederatedModel,
     clients: Clients,
     algorithm: AnyAlgorithm | Choice,
+    options: Options,
     *,
-    rounds: int = 20,
-    engine: EngineFactory | None = None,
-    participation: Participation | int | float | None = None,
-    reporting: Participation | int | float | None = None,
-    checkpoint: str | Path | None = None,
     callback: Callable[[Round], bool | None] | None = None,
-    deadline: float | None = None,
     progressbar: bool = True,
-    random_seed: int | np.random.Generator | None = None,
-    start: Fit | None = None,
 ) -> Fit:
     """See `fedppl.fit`."""
     require_callback(callback)
     choice = algorithm if isinstance(algorithm, Choice) else None
-    with Progress(rounds, show=progressbar) as progress:
+    with Progress(options.rounds, show=progressbar) as progress:
         progress.say("checking and compiling")
-        run = begin(
-            model,
-            clients,
-            algorithm,
-            rounds,
-            engine,
-            participation,
-            reporting,
-            checkpoint,
-            deadline,
-            random_seed,
-            start,
-        )
+        run = begin(model, clients, algorithm, options)
         algorithm = run.algorithm
         run.progress = progress
         progress.say(f"{len(run.clients)} clients are ready")
@@ -117,7 +71,7 @@ def fit(
             run.engine.close()
             raise
     try:
-        status, message = _ending(run, rounds, stopped=stopped)
+        status, message = _ending(run, stopped=stopped)
         if status in (Status.STALLED, Status.MAX_ROUNDS):
             message = "; ".join(filter(None, (model.advice, message)))
         told = f"fit ended with status {status.value}" + (f": {message}" if message else "")
@@ -158,18 +112,10 @@ def fit(
                 logger.error("fit.idata is not there: %s", error, extra={"status": status.value})
     finally:
         run.engine.close()
-    if choice is not None and checkpoint is None and _goes_on(choice, run, status, stopped):
+    if choice is not None and options.checkpoint is None and _goes_on(choice, run, status, stopped):
         logger.info("%s did not do, and the fit goes on by %s: %s", choice.first.name, choice.other.name, message)
-        return fit(
-            model,
-            clients,
-            choice.other,
-            rounds=rounds,
-            engine=engine,
-            callback=callback,
-            progressbar=progressbar,
-            random_seed=run.seed,
-        )
+        again = Options(options.rounds, options.engine, random_seed=run.seed)
+        return fit(model, clients, choice.other, again, callback=callback, progressbar=progressbar)
     if algorithm.result.tests_convergence and not status.ok:
         warnings.warn(ConvergenceWarning(told, result), stacklevel=3)
     return result
@@ -263,7 +209,7 @@ def _too_short(run: Run) -> tuple[str, bool]:
     return departure.sentence(short, departure.CORRECTION if can else "fedppl.EP()", trusted), can and short >= trusted
 
 
-def _ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
+def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
     """Say how the run ended, or what stopped it, with the setting to change; who never replied, and who fell back."""
     status, message = run.records[-1].status if run.records else Status.RUNNING, run.message
     infos = run.infos
@@ -310,7 +256,7 @@ def _ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
     if status is Status.RUNNING:
         by = f" by {stopped}" if stopped else ""
         status = Status.INTERRUPTED if stopped == "Ctrl-C" else Status.MAX_ROUNDS
-        asked = "" if run.counted > limit else f" of {limit}"  # a checkpoint may have had more
+        asked = f" of {run.limit}" if run.counted <= (run.limit or 0) else ""  # a checkpoint may have had more
         message = f"stopped{by} after {run.counted}{asked} rounds: {message or 'raise rounds='}"
     return status, "; ".join(filter(None, (message, fallen)))
 

@@ -17,7 +17,6 @@ from fedppl.contracts import (
     AnyAlgorithm,
     Disclosure,
     Engine,
-    EngineFactory,
     LocalInference,
     Needs,
     Point,
@@ -38,7 +37,7 @@ from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
 from fedppl.results.fit import Fit
 from fedppl.results.records import COLUMNS, Record
-from fedppl.run.choice import Choice, decided
+from fedppl.run.choice import Choice, Options, decided
 from fedppl.run.participation import Participation, as_participation
 from fedppl.run.progress import Progress
 from fedppl.run.table import enrolled
@@ -52,20 +51,9 @@ from fedppl.types import DataError, DeclarationError, Layout, Message, Status
 Clients = Mapping[str, Mapping[str, Any]] | Table | None
 
 
-def start(
-    model: FederatedModel,
-    clients: Clients,
-    algorithm: AnyAlgorithm | Choice,
-    limit: int | None,
-    engine: EngineFactory | None,
-    participation: Participation | int | float | None,
-    reporting: Participation | int | float | None,
-    checkpoint: str | Path | None,
-    deadline: float | None,
-    random_seed: int | np.random.Generator | None,
-    begin: Fit | None = None,
-) -> Run:
+def start(model: FederatedModel, clients: Clients, algorithm: AnyAlgorithm | Choice, options: Options) -> Run:
     """Check everything that can be checked before work begins, and resume if there is something to resume."""
+    limit, engine, participation, reporting, checkpoint, deadline, random_seed, begin = options
     if isinstance(algorithm, Choice) and algorithm.why_not:
         algorithm = decided(algorithm, {})
     first = algorithm.first if isinstance(algorithm, Choice) else algorithm

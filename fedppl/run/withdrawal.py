@@ -12,6 +12,7 @@ from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.results import departure
 from fedppl.results.fit import Fit
+from fedppl.run.choice import Options
 from fedppl.run.loop import fit as fit_clients
 from fedppl.settings import chosen, flag, shown
 from fedppl.types import DeclarationError
@@ -111,11 +112,13 @@ def without(
     if settings.get("engine") is not None:
         settings["engine"] = _apart_from(settings["engine"], names)
     seed = fit.seed if random_seed is None else random_seed
-    after = fit_clients(fit.declaration, data, fit.algorithm, random_seed=seed, start=fit, **settings)
+    saying = {name: settings.pop(name) for name in ("callback", "progressbar") if name in settings}
+    options = Options(**settings, random_seed=seed, start=fit)
+    after = fit_clients(fit.declaration, data, fit.algorithm, options, **saying)
     distance = np.nan
     if certificate:
-        again = {name: value for name, value in settings.items() if name not in ("checkpoint", "callback")}
-        never = fit_clients(fit.declaration, data, fit.algorithm, random_seed=seed, **again)
+        again = options._replace(checkpoint=None, start=None)
+        never = fit_clients(fit.declaration, data, fit.algorithm, again, progressbar=saying.get("progressbar", True))
         if all(departure.matched(one.status, one.message) for one in (after, never)):
             distance = _apart(shared.gaussian(after.state), shared.gaussian(never.state))
     return Withdrawal(after, names, distance, _STILL_HELD)

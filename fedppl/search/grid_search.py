@@ -21,6 +21,7 @@ from fedppl.numerics.covariance import Covariance
 from fedppl.results import departure
 from fedppl.results.fit import Fit
 from fedppl.results.records import ever_used
+from fedppl.run.choice import Options
 from fedppl.run.loop import fit
 from fedppl.run.participation import Participation
 from fedppl.run.start import require_declared, seed_of
@@ -193,16 +194,8 @@ def grid_search(
     for name, algorithm in algorithms.items():
         with _named(name), warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # the table has every status; the best one's is said
-            fitted = fit(
-                model,
-                clients,
-                algorithm,
-                rounds=rounds,
-                engine=engine,
-                participation=participation,
-                progressbar=progressbar,
-                random_seed=seed,
-            )
+            options = Options(rounds, engine, participation, random_seed=seed)
+            fitted = fit(model, clients, algorithm, options, progressbar=progressbar)
         found, message = _judged(fitted, validation, loss)
         logger.info("candidate %s: validation loss %.6g", name, found, extra={"candidate": name, "loss": found})
         table[name] = (found, fitted.status.value, len(fitted.records), fitted.seconds, message)

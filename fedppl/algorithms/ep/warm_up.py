@@ -11,6 +11,7 @@ import pymc as pm
 
 from fedppl.algorithms.ep.ep import EP
 from fedppl.model.declaration import FederatedModel
+from fedppl.run.choice import Options
 from fedppl.run.loop import fit
 
 _CLIENTS, _ROWS = 4, 6
@@ -53,7 +54,8 @@ def warm_up() -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whether so few rows tell anything is nobody's concern
         for builder in (_line, _logistic):
-            found = fit(FederatedModel(builder, ["mu", "tau"]), clients, EP(), progressbar=False, random_seed=0)
+            model = FederatedModel(builder, ["mu", "tau"])
+            found = fit(model, clients, EP(), Options(random_seed=0), progressbar=False)
             found.client("0", draws=10)
     return time.perf_counter() - started
 
