@@ -17,7 +17,7 @@ from numpy.testing import assert_allclose
 
 from fedppl import FederatedModel
 from fedppl.local import nuts
-from fedppl.model import _template, made
+from fedppl.model import _declared, _template
 from fedppl.model.numba_mode import mode, without_notices
 from fedppl.numerics.pairs import site_outputs
 from fedppl.results import idata
@@ -153,7 +153,7 @@ def test_a_process_reads_what_one_before_it_compiled(monkeypatch: pytest.MonkeyP
     for _ in range(2):
         monkeypatch.setattr(_template, "_kernels", [])
         monkeypatch.setattr(_template, "_in_use", weakref.WeakKeyDictionary())
-        made._made.cache_clear()
+        _declared._made.cache_clear()
         client = FederatedModel(problems.noise_builder, ["mu", "log_tau"]).enrol({"a": data})["a"]
         kernels.append(client.kernel)
         values.append(client.kernel(np.concatenate([np.zeros(client.shared_size), client.initial]), *client.packed))

@@ -27,8 +27,8 @@ pytest.importorskip("flwr")
 import fedppl
 from fedppl.flower import channel, warm_app, worker, worker_folder
 from fedppl.flower.identity import changed, identity
-from fedppl.flower.loaded import digest, settled
 from fedppl.flower.records import HELLO, from_content
+from fedppl.flower.worker import digest, settled
 from fedppl.storage import codec
 from fedppl.testing import normal_means
 from tests.support.fake_grid import FakeGrid, node

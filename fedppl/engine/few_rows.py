@@ -6,17 +6,18 @@ leaves says what these rows are, however the direction is disguised: a span has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Asked
-from fedppl.engine.bends import ALONG, probes_of, share_in_bends
-from fedppl.engine.other_rows import lengths_of_rows, share_in_others
 from fedppl.engine.policy import Policy, reached
-from fedppl.model.baked import reading
+from fedppl.model.baked import Alteration, Reading, all_other, alterations, altered_at, reading
+from fedppl.model.graph import observed_through, values_read
+from fedppl.model.pack import pack
 from fedppl.model.row_scores import by_length, row_scores, slopes
 from fedppl.model.rows_apart import rows_apart
 from fedppl.numerics import pairs
@@ -247,3 +248,242 @@ def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     if not at.modes.arrived[0]:
         theta, path = client.initial, np.zeros((d, m))
     return np.concatenate([phi, theta]), np.concatenate([np.eye(m), path.T], axis=1)
+
+
+# On how few rows' outcomes curvatures depend beyond what linear predictors have: a rule beside that on slopes ---------
+
+# A term like `b[0] * b[1]` in the mean of one row alone has a slope among those of all rows, and an entry of the
+# Hessian to itself, which is that row's outcome.
+
+_ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
+ALONG = 6  # directions: slopes of a row cancel along few of them
+_SHORT = 1e-4  # prior sds, for curvatures along these
+_STEP = 1e-3  # prior sds
+_NOTHING = 1e-6  # of the largest slope: differences have no more digits
+_NO_BEND = 1e-8  # the same along one direction, of which a larger entry may have little
+_MOST_DIRECTIONS = 30
+
+
+class Probes(NamedTuple):
+    """Where a client probes slopes, from a point that it is asked at."""
+
+    sd: Array  # of the prior, (m,)
+    aside: Array  # from the point, (m,)
+    steps: Array  # from there, (ALONG, m)
+    pair: Array  # directions in sds, (2, m)
+    seed: int
+
+
+def probes_of(client: Any) -> Probes:
+    """Random directions that are the same at each point, and that nobody knows who has not the client's data.
+
+    Who knew along which directions a rule looks could declare terms that do not bend along these.
+    """
+    raw = b"".join(np.asarray(value).tobytes() for value in client.inputs)
+    seed = int.from_bytes(hashlib.sha256(raw).digest(), "big")
+    sd = gaussian.standard_deviations(client.layout.prior)
+    rows = np.random.default_rng(seed).normal(size=(1 + ALONG + 2, len(sd)))
+    steps = sd * rows[1:-2] * (_SHORT / np.sqrt(max(len(sd), 1)))
+    return Probes(sd, _ASIDE * sd * rows[0], steps, rows[-2:], seed)
+
+
+def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
+    """The largest share that so few rows have of what outcomes change in curvatures, at x and along paths (m, m + d).
+
+    What all outcomes at their largest change against all at their smallest. A linear predictor's curvature is a
+    multiple of the square of its slopes, and is set apart; of that its size alone is looked at.
+    """
+    ends = _ends(client)
+    if ends is None:
+        return 0.0
+    probes = client.view(probes_of)
+    sd, m = probes.sd, len(probes.sd)
+
+    def change(at: Array, along: Array) -> dict[int, Array]:
+        low, high = (by_length(row_scores(client).along, at, along, inputs) for inputs in ends)
+        changes = {length: high[length] - low[length] for length in low}
+        # An outcome that another row cannot have, as more successes than trials, says nothing there.
+        return {length: np.where(np.isfinite(found), found, 0.0) for length, found in changes.items()}
+
+    def bend(slopes: dict[int, Array], along: Array, direction: Array) -> dict[int, Array]:
+        # Of a linear predictor a difference to one side alone is a multiple of the slopes too.
+        beside = change(x + (_STEP * direction * sd) @ paths, along)
+        return {length: (beside[length] - found) / _STEP for length, found in slopes.items()}
+
+    scaled = paths * sd[:, None]
+    along = probes.pair[:1] @ scaled
+    slopes = change(x, along)
+    first = bend(slopes, along, probes.pair[1])
+    if all(np.max(np.abs(first[n]), initial=0.0) <= _NO_BEND * np.max(np.abs(slopes[n]), initial=0.0) for n in slopes):
+        return 0.0  # as where outcomes enter by products with linear predictors alone
+    slopes = change(x, scaled)
+    directions = np.eye(m)
+    if m > _MOST_DIRECTIONS:
+        directions = np.random.default_rng(probes.seed).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
+    by_direction = [bend(slopes, scaled, direction) for direction in directions]
+    share = 0.0
+    for length, own in slopes.items():
+        size = _NOTHING * np.max(np.abs(own), initial=0.0)
+        bends = np.stack([changes[length].T for changes in by_direction])  # (directions, m, n)
+        for columns, by_size in _columns(client, own.T, bends):
+            columns *= np.abs(columns) > size
+            share = max(share, by_column(columns, few) if by_size else largest_share(columns, few, enough))
+    return share
+
+
+def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, bool]]:
+    """For each shared variable (n, columns) of what is left, and sizes of what is set apart."""
+    place = 0
+    for variable in client.layout.variables:
+        here = slice(place, place + int(np.prod(variable.shape, dtype=int)))
+        place = here.stop
+        own, found = slopes[here], bends[:, here]
+        if len(own) == 1:
+            yield found[:, 0].T.copy(), False
+            continue
+        squares = np.maximum(np.sum(np.square(own), axis=0), 1e-300)
+        times = np.einsum("kan,an->kn", found, own) / squares
+        rest = found - times[:, None] * own
+        yield rest.reshape(-1, rest.shape[-1]).T, False
+        yield np.sqrt(np.abs(times) * np.sqrt(squares)).T, True
+
+
+def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
+    """A client's inputs with all outcomes at their smallest, and at their largest; None where none has a container."""
+    template, values = client.template, client.template.parts.model.rvs_to_values
+    rvs = template.parts.model.observed_RVs
+    read = template.once("outcomes", lambda: values_read(values[rv] for rv in rvs))
+    low, high = list(client.inputs), list(client.inputs)
+    pairs = enumerate(zip(template.parts.data, client.inputs, strict=False))  # after the data come shapes
+    outcomes = [(place, value) for place, (v, value) in pairs if v in read and np.ndim(value) and len(value)]
+    for place, value in outcomes:
+        low[place], high[place] = (np.zeros_like(value) + end(value, axis=0) for end in (np.min, np.max))
+    return (low, high) if outcomes else None
+
+
+# On how few rows terms depend that are not their own: a rule beside that on slopes, where a graph mixes rows ----------
+
+_ROUNDING = 1e-12  # of the sum of sizes: below it a change is none
+_BLOCKS, _BLOCKS_A_COLUMN = 48, 6  # of rows changed together: .95 of a direction no three of these have by chance
+
+
+class _Slopes(NamedTuple):
+    """Slopes along the shared coordinates: of rows by their number, and of all that is not of single rows."""
+
+    rows: dict[int, Array]
+    rest: Array
+
+
+def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
+    """The largest share that so few rows have in terms which are not their own, at x and along paths (m, m + d).
+
+    Zero where all terms are of single rows; NaN where it cannot be told. Entries of rows are changed, in containers and
+    through the builder: what changes in terms of others is looked at where there are such, and the whole change too,
+    since terms may cancel but for a few rows. Rows are changed by blocks: what so few rows make up so few blocks do,
+    and what all rows do, as a mean of theirs, all blocks do.
+    """
+    read = reading(client)
+    if read.inputs is None:
+        return np.nan
+    at = _slopes_at(read, client, x, paths)
+    before = at(client.arrays)
+    if before is None:
+        return np.nan
+    share = 0.0
+    for length in lengths_of_rows(read, client, before.rows):
+        names = [name for name, value in client.arrays.items() if np.ndim(value) and len(value) == length]
+        other = all_other({name: client.arrays[name] for name in names})
+        together = [Alteration(name, np.asarray(client.arrays[name]), other[name], True, 0.0) for name in names]
+        if _of_themselves(at, before, client.arrays, together, length):
+            continue
+        for alteration in (a for name in names for a in alterations(name, np.asarray(client.arrays[name]))):
+            share = float(np.maximum(share, _share_of(at, client.arrays, alteration, few, enough)))
+            if not share < enough:  # NaN too
+                return share
+    return share
+
+
+def _slopes_at(read: Reading, client: Any, x: Array, paths: Array) -> Callable[[Mapping[str, Any]], _Slopes | None]:
+    def at(arrays: Mapping[str, Any]) -> _Slopes | None:
+        inputs = read.inputs and read.inputs(arrays)
+        if inputs is None:
+            return None
+        rows = by_length(row_scores(read.client).elsewhere, x, paths, inputs)
+        rest = np.zeros(len(paths))
+        if client.local_size:
+            rest = paths @ read.client.kernel(x, *pack(inputs))[1:] - sum(np.sum(one, axis=0) for one in rows.values())
+        return _Slopes(rows, rest)
+
+    return at
+
+
+def _blocks(length: int, count: int) -> Iterator[Any]:
+    """Rows of each block, (length,) bool: no two beside each other but by chance."""
+    order = np.random.default_rng(length).permutation(length)
+    for place in range(count):
+        rows = np.zeros(length, dtype=bool)
+        rows[order[place::count]] = True
+        yield rows
+
+
+def _of_themselves(at: Any, before: _Slopes, arrays: Any, changed: Sequence[Alteration], length: int) -> bool:
+    """Whether terms of rows stay as they are where others change: those of each half where the other half does."""
+    for half in _blocks(length, 2):
+        after = at({**arrays, **{alteration.name: altered_at(alteration, half) for alteration in changed}})
+        if after is None:
+            return False
+        beside, size = _beside(before, after, length, half)
+        if not np.all(np.abs(beside) <= size):
+            return False
+    return True
+
+
+def _beside(before: _Slopes, after: _Slopes, length: int, changed: Any) -> tuple[Array, Array]:
+    """What changes in terms that are not of the rows changed, (rows and one more, m), and below what it is rounding."""
+    terms = [
+        (after.rows[n] - rows)[~changed] if n == length else after.rows[n] - rows for n, rows in before.rows.items()
+    ]
+    size = sum(np.sum(np.abs(one), axis=0) for slopes in (before, after) for one in slopes.rows.values())
+    size = np.nan_to_num(size + np.abs(before.rest) + np.abs(after.rest), posinf=0.0, neginf=0.0)
+    return np.concatenate([*terms, (after.rest - before.rest)[None]]), _ROUNDING * size
+
+
+def _share_of(at: Any, arrays: Mapping[str, Any], alteration: Alteration, few: int, enough: float) -> float:
+    """The largest share that so few blocks have in what changes beside their own terms, and in all that changes."""
+    length = len(alteration.before)
+    before = at({**arrays, alteration.name: alteration.before})
+    if before is None:
+        return np.nan
+    if _of_themselves(at, before, arrays, [alteration], length):
+        return 0.0
+    m = len(before.rest)
+    terms, whole, sizes = [], [], np.zeros(m)
+    for rows in _blocks(length, min(length, max(_BLOCKS, _BLOCKS_A_COLUMN * m))):
+        after = at({**arrays, alteration.name: altered_at(alteration, rows)})
+        if after is None:
+            return np.nan
+        beside, size = _beside(before, after, length, rows)
+        terms.append(np.sum(beside, axis=0))
+        own = (after.rows[length] - before.rows[length])[rows] if length in before.rows else np.zeros((0, m))
+        whole.append(terms[-1] + np.sum(own, axis=0))
+        sizes = np.maximum(sizes, size)
+    share = 0.0
+    # Of terms of its own a row says most by what is far from others, and no less where it goes a step.
+    for changes in (np.stack(terms),) if alteration.far else (np.stack(terms), np.stack(whole)):
+        if not np.all(np.isfinite(changes)):
+            return np.nan
+        changes[:, np.max(np.abs(changes), axis=0) <= sizes] = 0.0
+        share = max(share, largest_share(changes, few, enough, alteration.faint))
+    return share
+
+
+def lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) -> list[int]:
+    """Lengths of arrays whose entries are rows: as many as an outcome has, or no fewer than the longest outcome has.
+
+    Those of groups are shorter.
+    """
+    lengths = {name: len(value) for name, value in client.arrays.items() if np.ndim(value)}
+    observed = {variable.name for variable in observed_through(read.client.template.parts)}
+    wanted = {length for name, length in lengths.items() if length in by_rows or name in observed}
+    longest = max(lengths.values(), default=0)
+    return sorted(wanted | {length for length in lengths.values() if length >= max(wanted, default=longest)})

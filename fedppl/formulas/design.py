@@ -15,10 +15,8 @@ import pandas as pd
 
 from fedppl.formulas import expressions, values
 from fedppl.formulas.agreement import Agreement, coded, is_text
-from fedppl.formulas.coding import Product
-from fedppl.formulas.far import left_by_others, touched
-from fedppl.formulas.moments import Moments, moments, standing_for_all
-from fedppl.formulas.terms import Terms, variable
+from fedppl.formulas.far import Moments, left_by_others, moments, standing_for_all, touched
+from fedppl.formulas.terms import Product, Terms, variable
 from fedppl.types import Array, DataError, DeclarationError
 
 _AGREED = "the agreed columns"

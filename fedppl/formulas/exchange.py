@@ -13,9 +13,8 @@ from fedppl.data import frames, missing
 from fedppl.formulas import checks
 from fedppl.formulas.agreement import OTHER, Agreement, Told, agreed, as_texts, is_text, tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.moments import standing_for_all
-from fedppl.formulas.outcomes import require_two
-from fedppl.formulas.times import size_of
+from fedppl.formulas.far import standing_for_all
+from fedppl.formulas.outcomes import require_two, size_of
 from fedppl.types import Array, DataError, DeclarationError
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.nn.calls import kind_of, network_nodes, one_call
-from fedppl.nn.declared import Declared, Read
-from fedppl.nn.declared_draws import Drawn, drawn
+from fedppl.nn.declared import Declared, Drawn, Read, drawn
 from fedppl.nn.devices import host, placed, tensor
 from fedppl.nn.functional import parameter_slices
 from fedppl.nn.likelihood import Categorical, Likelihood, Normal

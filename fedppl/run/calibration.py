@@ -19,7 +19,7 @@ from fedppl.model.quiet import at_level
 from fedppl.results import idata
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
-from fedppl.results.simulate import outcomes, truths
+from fedppl.results.groups import outcomes, truths
 from fedppl.run.choice import Options
 from fedppl.run.loop import fit
 from fedppl.run.progress import Progress

@@ -21,8 +21,8 @@ from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
+from fedppl.results.groups import NO_DRAWS, outcomes
 from fedppl.results.influence import is_exact
-from fedppl.results.simulate import NO_DRAWS, outcomes
 from fedppl.settings import chosen, whole
 from fedppl.types import Array, DeclarationError, LocalFailure
 
