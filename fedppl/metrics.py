@@ -152,10 +152,8 @@ def brier(probability: Array, label: Array) -> float:
 
     Parameters
     ----------
-    probability
-        Class probabilities, (n, C), rows adding up to 1.
-    label
-        Classes 0 to C - 1, (n,).
+    probability, label
+        As in `reliability`.
 
     Returns
     -------
@@ -189,10 +187,8 @@ def accuracy(probability: Array, label: Array) -> float:
 
     Parameters
     ----------
-    probability
-        Class probabilities, (n, C), rows adding up to 1.
-    label
-        Classes 0 to C - 1, (n,).
+    probability, label
+        As in `reliability`.
 
     Returns
     -------

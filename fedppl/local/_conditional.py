@@ -25,7 +25,8 @@ from fedppl.numerics.integral import Rule, beyond_grid, beyond_trapezoids, by_fa
 from fedppl.numerics.pairs import Densities
 from fedppl.types import Array
 
-_NODES = (11, 15)  # of each coordinate where there are two
+MOST = 3  # coordinates that are integrated by a grid
+_NODES = {2: (11, 15), 3: (7, 9)}  # of each coordinate, by their number
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
 _TIMES = 4  # a quadrature is centered anew
 _IN = 3.0  # times half of the width of the middle two thirds, beyond which tails are drawn in
@@ -50,7 +51,7 @@ def integrated(client: ClientView, points: Array, center: Array, which: Places) 
         return by_two_rules(lambda some, rule: _by_rule(client, some, center, which, rule), points)
     by_rule = functools.partial(_by_rule, client, center=center, which=which)
     # Heavy tails are of priors, and reach out along their coordinates; or along a ridge that data leave.
-    ways = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in _NODES]
+    ways = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in _NODES[len(which)]]
     for along in (True, False):
         far = [by_far_grid(len(which), finer=finer) for finer in (False, True)]
         ways += [functools.partial(by_rule, rule=rule, far=True, along_axes=along) for rule in far]

@@ -10,8 +10,6 @@ the evidence; what of it is not constant shows in two halves of the nodes, and i
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
@@ -20,16 +18,15 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _gaussian_rest, _marginal
 from fedppl.local._other_modes import require_one_mode
-from fedppl.local._two_rules import Pair, by_pairs, by_two_rules
+from fedppl.local._two_rules import by_two_rules
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
-from fedppl.numerics.integral import Rule, beyond_grid, beyond_trapezoids, by_far_grid, by_grid, missed_by_trapezoids
+from fedppl.numerics.integral import Rule, beyond_trapezoids, missed_by_trapezoids
 from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.numerics.smooth import smooth_over
 from fedppl.types import Array, LocalFailure
 
-_GRIDS = {2: (7, 9, 15), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates
 _SHAPING, _FITS = 64, 3  # points of a scramble that tell where θ lies at the center, and how often it is fitted
 _APART = 2**16  # between the streams of parts of a mixture
 _NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
@@ -108,24 +105,13 @@ def with_alike(values: Array, errors: Array) -> tuple[Array, Array, Constant]:
 
 
 def _corrected(client: ClientView, points: Array, center: Array, laplace: Array) -> tuple[Array, Array, Constant]:
-    """log f_k from a spline of what a cheaper one leaves out, known at as few points as foretell the others."""
+    """log f_k from a spline of what Laplace's leaves out, known at as few points as foretell the others, or at all."""
     known = np.unique(np.linspace(0, len(points) - 1, _SOME[1]).astype(int))
-    some = known[:: _SOME[1] // _SOME[0]]
-    better, differ, constant = integrated(client, points[some], center)
-    smooth = smooth_over(points, some, better - laplace[some], differ)
-    if smooth is not None:
-        return laplace + smooth[0], smooth[1] + smooth[2], constant
-    better, differ, constant = integrated(client, points[known], center)
-    smooth = smooth_over(points, known, better - laplace[known], differ)
-    if smooth is not None:
-        return laplace + smooth[0], smooth[1] + smooth[2], constant
-    if client.local_size in _GRIDS:
-        coarse = _marginal.integrals(
-            client, points, center, by_grid(client.local_size, _GRIDS[client.local_size][0])
-        ).values
-        smooth = smooth_over(points, known, better - coarse[known], differ)
+    for some in (known[:: _SOME[1] // _SOME[0]], known):
+        better, differ, constant = integrated(client, points[some], center)
+        smooth = smooth_over(points, some, better - laplace[some], differ)
         if smooth is not None:
-            return coarse + smooth[0], smooth[1] + smooth[2], constant
+            return laplace + smooth[0], smooth[1] + smooth[2], constant
     return integrated(client, points, center)
 
 
@@ -134,20 +120,11 @@ def integrated(client: ClientView, points: Array, center: Array) -> tuple[Array,
     if client.view(is_separable):
         return with_alike(*one_by_one(client, points, center))
     which = client.view(_gaussian_rest.find)
-    if which is not None:
-        return with_alike(*_conditional.integrated(client, points, center, which))
-    if client.local_size not in _GRIDS:
+    if which is None and client.local_size <= _conditional.MOST:
+        which = np.arange(client.local_size)
+    if which is None:
         return _sampled(client, points, center)
-    d = client.local_size
-    rules = [*(by_grid(d, count) for count in _GRIDS[d][1:]), by_far_grid(d), by_far_grid(d, finer=True)]
-
-    def compute(some: Array, *, rule: Rule) -> tuple[Array, Array]:
-        values, _, _, shares = _marginal.integrals(client, some, center, rule)
-        outside, unknown = beyond_grid(shares)
-        return values + np.log1p(outside), np.where(np.isfinite(values), unknown, 0.0)
-
-    ways = [functools.partial(compute, rule=rule) for rule in rules]
-    return with_alike(*by_pairs(ways, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2))))
+    return with_alike(*_conditional.integrated(client, points, center, which))
 
 
 def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:

@@ -69,10 +69,8 @@ def MeanField(*, points: int = 64, max_iterations: int = 2000) -> LocalInference
 
     Parameters
     ----------
-    points
-        Number of fixed points of the objective, at least 16, raised to at least twice the dimension.
-    max_iterations
-        Largest number of L-BFGS iterations, at least 1.
+    points, max_iterations
+        As in `ADVI`.
 
     Returns
     -------

@@ -23,10 +23,8 @@ def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | No
     ----------
     found
         What `fedppl.calibrate` returned. Of more than ten rows only those that leave the band are named.
-    ax
-        Matplotlib axes; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Matplotlib axes; by default those of a new figure, of so many inches.
 
     Returns
     -------

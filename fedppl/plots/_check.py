@@ -53,10 +53,8 @@ def check(
         Probability of the intervals of what is predicted.
     draws, chains, random_seed
         Of clients' posteriors, as in `Fit.client`.
-    ax
-        Two matplotlib axes; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Two matplotlib axes; by default those of a new figure, of so many inches.
 
     Returns
     -------

@@ -26,10 +26,8 @@ def confidence(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | No
     ----------
     fit
         A `fedppl.Fit` by `fedppl.Confidence`, or by its like for networks.
-    ax
-        Two matplotlib axes; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Two matplotlib axes; by default those of a new figure, of so many inches.
 
     Returns
     -------

@@ -29,10 +29,8 @@ def curves(
         The inputs of these rows, (n,), or a mapping with one array.
     observed
         Inputs and outputs to draw as points, two arrays of one length.
-    ax
-        Matplotlib axes; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Matplotlib axes; by default those of a new figure, of so many inches.
 
     Returns
     -------

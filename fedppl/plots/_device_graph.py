@@ -22,10 +22,8 @@ def device_graph(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | 
     ----------
     fit
         A `fedppl.Fit` by `HM1` or `HM1Gradient`.
-    ax
-        Matplotlib axes; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Matplotlib axes; by default those of a new figure, of so many inches.
 
     Returns
     -------

@@ -86,10 +86,8 @@ def forest(
         Probability of the equal-tailed interval.
     draws, chains, random_seed
         Of posteriors that are drawn here, as in `Fit.client`.
-    ax
-        Matplotlib axes, one a panel; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Matplotlib axes, one a panel; by default those of a new figure, of so many inches.
 
     Returns
     -------

@@ -39,10 +39,8 @@ def influence(
         Ids of clients; by default all.
     conflict
         What `fedppl.conflict` returned, for a panel of p-values.
-    ax
-        Matplotlib axes, two, or three with `conflict`; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Matplotlib axes, two, or three with `conflict`; by default those of a new figure, of so many inches.
 
     Returns
     -------

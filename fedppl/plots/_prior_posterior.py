@@ -42,10 +42,8 @@ def prior_posterior(
         but partial correlations of a formula, of which it shows the correlations.
     random_seed
         Seed of the draws of the prior; by default the fit's.
-    ax
-        Matplotlib axes, one a panel; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Matplotlib axes, one a panel; by default those of a new figure, of so many inches.
 
     Returns
     -------

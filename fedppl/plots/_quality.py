@@ -25,10 +25,8 @@ def quality(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None 
     ----------
     fit
         A `fedppl.Fit`.
-    ax
-        Matplotlib axes, as many as there are panels; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Matplotlib axes, as many as there are panels; by default those of a new figure, of so many inches.
 
     Returns
     -------

@@ -27,10 +27,8 @@ def reliability(
         Classes 0 to C - 1, (n,).
     bins
         Number of bins.
-    ax
-        Two matplotlib axes; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Two matplotlib axes; by default those of a new figure, of so many inches.
 
     Returns
     -------

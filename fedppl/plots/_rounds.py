@@ -29,10 +29,8 @@ def rounds(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None =
     ----------
     fit
         A `fedppl.Fit`.
-    ax
-        Two matplotlib axes; by default those of a new figure.
-    figsize
-        Inches of a new figure.
+    ax, figsize
+        Two matplotlib axes; by default those of a new figure, of so many inches.
 
     Returns
     -------

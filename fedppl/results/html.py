@@ -50,14 +50,8 @@ def report(
 
     Parameters
     ----------
-    path
-        The file, such as ``"report.html"``; one that is there is replaced.
-    var_names, population
-        Of clients' posteriors, as in `fedppl.plots.forest`.
-    conflict
-        What `fedppl.conflict` returned.
-    title
-        Title of the page.
+    path, var_names, population, conflict, title
+        As in `fedppl.plots.report`.
 
     Returns
     -------

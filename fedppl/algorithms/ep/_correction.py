@@ -116,21 +116,6 @@ def exchange(state: Correcting, sites: Sites, proposals: tuple[Proposal, ...], s
     return _truncated(begun, sites)
 
 
-def without_latest(state: Correcting) -> Correcting:
-    """Before the last exchange began."""
-    first = len(state.points) - student.SCRAMBLES * sum(proposal.per_scramble for proposal in latest(state))
-    return state._replace(
-        proposals=state.proposals[: -state.latest],
-        exchanges=state.exchanges - 1,
-        points=state.points[:first],
-        residual=state.residual[:first],
-        each=state.each[:, :first],
-        alike=state.alike[:first],
-        noise=state.noise[:first],
-        errors=state.errors[:, :first],
-    )
-
-
 def _truncated(state: Correcting, sites: Sites) -> Correcting:
     """Without a value at the points that lie beyond what all clients answer, as far as they have said."""
     within = region.within(sites.prior, reached(state), state.points)

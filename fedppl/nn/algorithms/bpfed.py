@@ -49,14 +49,8 @@ def BPFed(
     ----------
     zeta
         ζ, strength with which q_k is held near p_k.
-    spread
-        Standard deviation of all weights at the start.
-    learning_rate, epochs, batch_size
-        Adam's learning rate for the loss over n_k, passes over the rows, and rows a step.
-    draws
-        Number of draws of the weights in each step.
-    weights
-        "rows" or "equal".
+    spread, learning_rate, epochs, batch_size, draws, weights
+        As in `PFedBayes`.
 
     Returns
     -------
