@@ -137,7 +137,6 @@ def point_towards(before: UnitClientState, after: UnitClientState, rate: float) 
 
 def no_covariance(design: Design, curve: Curves, joint: Array, log_slab_sd: float, log_noise_sd: float) -> Array:
     """Covariance (L, L) of coefficients that are estimates."""
-    del curve, joint, log_slab_sd, log_noise_sd
     return np.zeros((len(design.projection),) * 2)
 
 

@@ -62,7 +62,6 @@ _held: list[Connection] = []
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """Enrol the virtual clients, then exchange what the process that started the simulation asks for."""
-    del context
     data = _payload(_FOLDER)[2]
     address, key = (Path(_FOLDER) / "relay").read_bytes().split(b"\n", 1)
     host, port = address.decode().split(":")
@@ -77,7 +76,6 @@ def main(grid: Grid, context: Context) -> None:
 
 def _heard(connection: Connection, client_id: str, /, *, clients: int = 1) -> None:
     """Tell who waits that a client has answered."""
-    del clients
     connection.send(client_id)
 
 

@@ -81,7 +81,6 @@ class EstimateOf:
 
 def kind_of(client_id: str, data: Any) -> str:
     """Whether a client of a formula gives rows or an estimate."""
-    del client_id
     read = isinstance(data, Mapping) and _OURS.format("estimate") in data
     return KINDS[isinstance(data, Estimate) or read]
 

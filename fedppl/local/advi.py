@@ -218,7 +218,6 @@ def _fit(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
 
 def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     """Moments of φ under the variational fit."""
-    del rng
     m = target.client.shared_size
     mean, factor, k = _fit(target, settings)
     return moments_of(mean[:m], factor[:m] @ factor[:m].T, np.zeros(m), {"ess": np.inf, "pareto_k": k})

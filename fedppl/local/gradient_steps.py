@@ -90,7 +90,6 @@ def climb(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
 
 def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     """Moments of φ where the steps ended."""
-    del rng
     x, A, decrement = climb(target, settings)
     return gaussian_moments(x, A, target.client.shared_size, {"ess": np.inf, "decrement": decrement})
 

@@ -81,7 +81,6 @@ def joint_gaussian(target: Target) -> tuple[Array, Array]:
 
 def tilted(target: Target, rng: Rng) -> Moments:
     """Moments of φ under the Gaussian at the joint mode."""
-    del rng
     mode, A = joint_gaussian(target)
     return gaussian_moments(mode, A, target.client.shared_size, {"ess": np.inf})
 

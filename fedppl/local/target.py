@@ -53,7 +53,6 @@ def draw_target(
     client: ClientView, personal: object, message: Message, draws: int, chains: int, rng: Rng, *, local: LocalInference
 ) -> Draws:
     """Draws of (φ, θ_k) from the tilted distribution that the message describes (FedLin, eq. 8)."""
-    del personal
     target = unpack_target(client, message)
     if "points" not in message or local.draw_given is None or local.factor is None:
         return local.draw(target, draws, chains, rng)

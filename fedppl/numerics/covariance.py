@@ -98,7 +98,6 @@ def moving_average(alpha: float = 0.1) -> Covariance:
     alpha = between("alpha", alpha, 0, 1, hint="the paper's default is 0.1")
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
-        del mean
         return _dense((1 - alpha) * omega.matrix + alpha * moment)
 
     return Covariance("moving average", lambda count: _dense(np.eye(count)), update, False, {"alpha": alpha})
@@ -144,7 +143,6 @@ def trace_constrained(trace: float | None = None, floor: float = 1e-3) -> Covari
     floor = positive("floor", floor, "without it Ω is singular")
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
-        del omega, mean
         values, vectors = np.linalg.eigh(moment)
         roots = np.sqrt(np.maximum(values, 0.0))
         scale = float(np.trace(moment)) if trace is None else trace
@@ -184,7 +182,6 @@ def exchangeable() -> Covariance:
     """
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
-        del omega, mean
         count = len(moment)
         along = float(moment.sum()) / count
         across = (float(np.trace(moment)) - along) / max(count - 1, 1) if count > 1 else along
@@ -241,7 +238,6 @@ def low_rank(rank: int) -> Covariance:
         return _identity(count)
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
-        del omega, mean
         values, vectors = np.linalg.eigh(moment)
         least = _TINY * float(np.trace(moment)) / len(moment)
         remainder = max(float(values[:-rank].mean()), least)
@@ -282,7 +278,6 @@ def ledoit_wolf() -> Covariance:
     """
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
-        del omega
         rho = max(ledoit_wolf_intensity(mean.T), 1e-3)
         equal = float(np.trace(moment)) / len(moment)
         return _dense((1 - rho) * moment + rho * equal * np.eye(len(moment)))

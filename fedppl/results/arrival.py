@@ -38,7 +38,6 @@ class Ended:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """No array: ArviZ asks for one where it is given a fit, and hears what to be given instead."""
-        del copy
         if dtype != np.dtype(object):
             raise DeclarationError("a Fit is no ArviZ object and no array; pass fit.idata, or fit.client(id).")
         found = np.empty((), dtype=object)  # an entry of a table of fits

@@ -50,7 +50,6 @@ def more(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str], seed
 
 def _log_likelihood(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     """Of every observation at every draw: of many at once, where that is what PyMC has for one."""
-    del seed
     model = client.pymc_model()
     draws = _free(model, posterior)
     with _without_starts(model):

@@ -46,7 +46,6 @@ def all_clients(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, 
     *When this fails.* A round is as slow as the slowest client, and waits for a client that is away up to the
     ``deadline=`` of the fit.
     """
-    del rng
     return tuple(clients)
 
 

@@ -122,13 +122,11 @@ def FedAvg(
 
 def init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> AverageState:
     """Start at the mean of the prior."""
-    del rng
     return AverageState(gaussian.mean(layout.prior), 1.0 / len(clients))
 
 
 def broadcast(state: AverageState, client_id: str) -> Message:
     """φ, and the client's share of its prior."""
-    del client_id
     return {"phi": state.phi, "prior_share": np.array(state.prior_share)}
 
 
@@ -155,7 +153,6 @@ def stepped(
 
 def reject(state: Any, reply: Message) -> str | None:
     """A weight must be a number of rows, and a distance not negative."""
-    del state
     return not_counted(reply, "weight") or negative(reply, "local_change")
 
 
@@ -174,13 +171,11 @@ def update_server(state: AverageState, received: Received, *, tolerance: float) 
 
 def final_message(state: AverageState, client_id: str) -> Message:
     """φ."""
-    del client_id
     return {"phi": state.phi}
 
 
 def draw(client: ClientView, personal: KeptLocal, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
     """The client's point: φ, and its own local parameters."""
-    del rng
     phi = np.asarray(message["phi"], dtype=float)
     return draw_point(client, phi, fitting_local(client, personal and personal.local), draws, chains)
 

@@ -134,7 +134,6 @@ def SCAFFOLD(
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
     """Start at the mean of the prior, without a reply."""
-    del rng
     count = len(clients)
     return ScaffoldState(
         phi=gaussian.mean(layout.prior),

@@ -115,7 +115,6 @@ def SeparateSGD(
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateSGDState:
     """Nobody has replied yet."""
-    del layout, rng
     where = {client_id: k for k, client_id in enumerate(clients)}
     return SeparateSGDState(where, np.full(len(clients), np.inf), 0)
 
@@ -124,7 +123,6 @@ def _update_client(
     client: ClientView, personal: _Kept, message: Message, rng: Rng, *, descent: Descent
 ) -> ClientUpdate[SeparateSGDClientState]:
     """Steps from where the client stands."""
-    del message
     own = fitting_own(client, personal and personal.own)
     before = _start(client) if own is None else own
     after = descend(client, before, client_loss(client, 1.0), descent, rng)

@@ -66,7 +66,6 @@ def negative(reply: Message, name: str) -> str | None:
 
 def reject_weight(state: Any, reply: Message) -> str | None:
     """A weight must be positive."""
-    del state
     return not_positive(reply, weight=0)
 
 

@@ -219,7 +219,6 @@ def _check(client: ClientView, *, settings: _Settings) -> None:
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Settings) -> ConfidenceState:
     """Start at the declared prior's mean."""
-    del rng
     say_if_large(layout, "Confidence")
     return ConfidenceState(
         gaussian.mean(layout.prior),
@@ -232,7 +231,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Sett
 
 def _broadcast(state: ConfidenceState, client_id: str) -> Message:
     """w."""
-    del client_id
     return {"w": state.w}
 
 

@@ -164,7 +164,6 @@ def _check(client: ClientView, *, local: LocalInference, report: tuple[str, ...]
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Covariance) -> HM1State:
     """Θ = μ₀, and clients' factors empty."""
-    del rng
     count, m = len(clients), layout.size
     omega, mean = structure.start(count), np.zeros((count, m))
     if int(structure.settings.get("rank", 0)) >= m:
@@ -206,7 +205,6 @@ def _update_client(
     client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference, report: tuple[str, ...]
 ) -> ClientUpdate[None]:
     """Solve for θ_k given the others; what is sent is the likelihood's expansion there. Clients keep no state."""
-    del personal, rng
     start, pull = (np.asarray(message[name], dtype=float) for name in ("start", "pull"))
     linear, precision, phi, info = mode_given(client, local, start, pull, float(message["weight"]))
     if report:
@@ -221,7 +219,6 @@ def _shapes(state: HM1State) -> Mapping[str, tuple[int, ...]]:
 
 def _reject(state: HM1State, reply: Message) -> str | None:
     """A factor must be integrable against the prior, and not put its client implausibly far from it."""
-    del state
     precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
     values, axes = np.linalg.eigh(precision)
     if values[0] < -1e-6 * max(1.0, abs(float(values[-1]))):

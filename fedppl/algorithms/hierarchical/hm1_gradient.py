@@ -148,7 +148,6 @@ def _start(layout: Layout) -> tuple[Array, float]:
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> HM1GradientState:
     """Θ = μ₀ and Ω = s² I."""
-    del rng
     count = len(clients)
     center, variance = _start(layout)
     where = {client_id: k for k, client_id in enumerate(clients)}
@@ -212,7 +211,6 @@ def _final_message(state: HM1GradientState, client_id: str) -> Message:
 
 def _draw(client: ClientView, personal: KeptLocal, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
     """The client's point."""
-    del rng
     theta = np.asarray(message["theta"], dtype=float)
     return draw_point(client, theta, fitting_local(client, personal and personal.local), draws, chains)
 

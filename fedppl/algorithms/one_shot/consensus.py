@@ -134,7 +134,6 @@ def ConsensusMonteCarlo(
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, draws: int) -> ConsensusState:
     """Nothing but the prior."""
-    del rng
     m = layout.size
     if draws <= m + 2:
         raise DeclarationError(f"draws={draws} of {m} shared coordinates have no precision; use more than {m + 2}.")

@@ -101,7 +101,6 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> PrecisionWeightedState:
     """Nothing but the prior."""
-    del rng
     return PrecisionWeightedState(
         sites=_sites.empty(layout, clients, structure.full(layout.size)),
         has_replied=np.zeros(len(clients), dtype=bool),
@@ -130,7 +129,6 @@ def _natural(reply: Message) -> Gaussian:
 
 def _reject(state: PrecisionWeightedState, reply: Message) -> str | None:
     """A posterior has a positive definite precision."""
-    del state
     said = _natural(reply)
     if gaussian.is_proper(said):
         return None

@@ -93,7 +93,6 @@ def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[Sepa
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateState:
     """Nobody has answered yet."""
-    del rng
     return SeparateState(
         prior=layout.prior,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0,
@@ -104,7 +103,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateState:
 
 def _broadcast(state: SeparateState, client_id: str) -> Message:
     """The declared prior, before and after."""
-    del client_id
     return pack_target(state.prior, state.prior, state.prior_share)
 
 

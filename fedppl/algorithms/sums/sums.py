@@ -406,7 +406,6 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
 
     def known(client: ClientView, at: Array, center: Array, share: float) -> Factor:
-        del at, center, share
         return factors[client.client_id]._replace(values=factors[client.client_id].values - ratio)
 
     return without(Of(q, found, points, as_folded(points, phase.folded)), client_ids, clients, known)

@@ -87,7 +87,6 @@ def ascent(
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings) -> AscentState:
     """Start from the prior, with every latent function in use."""
-    del rng
     role = roles(layout)
     return AscentState(
         roles=role,
@@ -109,7 +108,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
 
 def _broadcast(state: AscentState, client_id: str, *, settings: Settings) -> Message:
     """The shared parameters, or others that are tried."""
-    del client_id
     stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
     return _ascent.sent(_sent(state), stage, _ascent.noisy_rate(state.stochastic, settings))
 
@@ -121,7 +119,6 @@ def _sent(state: AscentState) -> Globals:
 
 def _statistics(answer: Answer, message: Message) -> dict[str, Array]:
     """The statistics that remain when a unit has maximised over its own parameters."""
-    del message
     reply = statistics(answer.design, answer.state, answer.noise)
     return {**reply, "precision": gaussian.pack_triangle(reply["precision"])}
 

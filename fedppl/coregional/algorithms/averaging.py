@@ -122,6 +122,5 @@ def _update_client(
 
 def _average(state: StepsState, received: Received, heard: int) -> tuple[float, Array, None]:
     """Average by rows."""
-    del state
     total = received.sums()
     return float(total["bound"] * heard / received.clients), total["x"] / max(float(total["rows"]), 1.0), None

@@ -127,7 +127,6 @@ def _init(
     layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings
 ) -> BlockAscentState:
     """Start from the prior, with every latent function in use."""
-    del rng
     role = roles(layout)
     shared = _ascent.prior_globals(role)
     nowhere = np.zeros_like(shared.mean)
@@ -149,7 +148,6 @@ def _init(
 
 def _broadcast(state: BlockAscentState, client_id: str, *, settings: Settings) -> Message:
     """The shared parameters, and the direction to multiply by."""
-    del client_id
     stage = 0.0 if state.number == 0 else 1.0 if state.settling else 2.0
     return {
         **_ascent.sent(state.shared, stage, _ascent.noisy_rate(state.stochastic, settings)),

@@ -231,7 +231,6 @@ def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) ->
 
 def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> StepsState:
     """Start from the prior, with γ at π; the first round asks for sizes, and for the units' own kernels."""
-    del rng
     role = roles(layout)
     shared = Globals(
         np.zeros((role.latents, role.points)),
@@ -251,7 +250,6 @@ def learning_rate(number: int, settings: Settings) -> float:
 
 def asked(state: StepsState, client_id: str, *, settings: Settings) -> Message:
     """Shared parameters, Σ n_k of the units heard so far, which makes r_m, and the learning rate."""
-    del client_id
     return {
         "x": state.x,
         "rows": np.array(state.rows.sum()),
@@ -310,7 +308,6 @@ def shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
 
 def reject(state: StepsState, reply: Message) -> str | None:
     """A unit has no negative number of rows."""
-    del state
     return reject_negative(reply, "rows")
 
 

@@ -77,7 +77,6 @@ def _maximise(
     totals: Mapping[str, Array], shared: Globals, role: Roles, *, sweeps: int, select: bool
 ) -> tuple[Mapping[str, Array], Globals]:
     """Inducing variables and sizes in turn; σ_w stays where it is."""
-    del role, select
     for _ in range(sweeps):
         mean, covariance = server.inducing(totals, shared.inclusion)
         totals, shared = server.rescale(totals, shared._replace(mean=mean, covariance=covariance), spread=0.0)

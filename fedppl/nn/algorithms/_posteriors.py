@@ -58,14 +58,12 @@ def checked(
 
 def init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, spread: float) -> PosteriorState:
     """The declared weights, hardly uncertain."""
-    del clients, rng
     mean = gaussian.mean(layout.prior)
     return PosteriorState(mean, np.full(len(mean), spread))
 
 
 def broadcast(state: PosteriorState, client_id: str) -> Message:
     """The shared posterior."""
-    del client_id
     return {"mean": state.mean, "sd": state.sd}
 
 

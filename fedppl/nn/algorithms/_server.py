@@ -38,13 +38,11 @@ class NetworkInfo(NamedTuple):
 
 def init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> NetworkState:
     """Start at the mean of the declared prior."""
-    del clients, rng
     return NetworkState(gaussian.mean(layout.prior))
 
 
 def broadcast(state: Any, client_id: str) -> Message:
     """The shared weights, phi in any state."""
-    del client_id
     return {"mean": state.phi}
 
 

@@ -195,7 +195,6 @@ def _head_rule(rate: float, steps: int, draws: int, momentum: float | None) -> H
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings: _Settings) -> ConfidenceState:
     """Start at the mean of the declared prior."""
-    del rng
     head, phi = head_in(layout, settings.head), gaussian.mean(layout.prior)
     where = {client_id: k for k, client_id in enumerate(clients)}
     ledger = np.zeros((len(clients) if settings.remember else 0, len(head) + 1))

@@ -180,7 +180,6 @@ def FedAvg(
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> AveragedState:
     """Start at the mean of the declared prior, which counts for nothing in the average."""
-    del clients, rng
     phi = gaussian.mean(layout.prior)
     return AveragedState(phi, OverRounds(phi, 0.0))
 

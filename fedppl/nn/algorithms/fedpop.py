@@ -134,7 +134,6 @@ def FedPop(
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings: _Settings) -> FedPopState:
     """Start at the mean of the declared prior."""
-    del clients, rng
     return FedPopState(gaussian.mean(layout.prior), head_in(layout, settings.head))
 
 

@@ -224,7 +224,6 @@ def _count(settings: _Settings, size: int) -> int:
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> SubnetworkState:
     """Start at the declared prior."""
-    del clients, rng
     prior = layout.prior
     variance = 1.0 / prior.precision if prior.precision.ndim == 1 else np.diag(gaussian.covariance(prior))
     mean = gaussian.mean(prior)
@@ -233,7 +232,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> Subnetwor
 
 def _broadcast(state: SubnetworkState, client_id: str) -> Message:
     """The next round's prior."""
-    del client_id
     return {"mean": state.mean, "variance": state.variance, "declared": np.array(state.declared)}
 
 
@@ -241,7 +239,6 @@ def _update_client(
     client: ClientView, personal: None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[None]:
     """The mode with local weights where all start them, then the subnetwork's variances around it."""
-    del personal
     network, mean, variance = client.view(network_of), np.asarray(message["mean"]), np.asarray(message["variance"])
     unit, prior = network.unit, (mean, 1.0 / variance)
     w = train(unit, network.at(mean), unit.shared_at, settings.training, rng, prior=prior)
@@ -324,7 +321,6 @@ def _reject(state: SubnetworkState, reply: Message, *, settings: _Settings) -> s
 
 def _final_message(state: SubnetworkState, client_id: str, *, settings: _Settings, tuning: Tuning) -> Message:
     """The shared weights, how to fine-tune, and the prior and the rule of the last inference."""
-    del client_id
     variance = _believed(state.variance, state.declared, settings)
     if settings.diagonal and not state.declared:
         variance = np.minimum(variance, settings.prior_variance)

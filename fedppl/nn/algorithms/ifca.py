@@ -109,7 +109,6 @@ def IFCA(
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, clusters: int, spread: float) -> IFCAState:
     """The declared weights, and others around them."""
-    del clients
     start = gaussian.mean(layout.prior)
     others = start + spread * rng.normal(size=(clusters - 1, len(start)))
     return IFCAState(np.vstack([start[None], others]))
@@ -117,7 +116,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, clusters:
 
 def _broadcast(state: IFCAState, client_id: str) -> Message:
     """All networks."""
-    del client_id
     return {"phi": state.phi}
 
 
@@ -134,7 +132,6 @@ def _update_client(
     client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
     """Choose, train, and say which."""
-    del personal
     unit, (chosen, w) = client.view(network_of).unit, _best(client, message)
     w = train(unit, w, np.arange(unit.size), training, rng)
     weight = np.zeros(len(message["phi"]))
@@ -168,5 +165,4 @@ def _reject(state: IFCAState, reply: Message) -> str | None:
 
 def _own(client: ClientView, personal: None, message: Message, rng: Generator) -> Own:
     """The network that suits the client's rows best."""
-    del personal, rng
     return Own(client, _best(client, message)[1], None)

@@ -105,7 +105,6 @@ def _update_client(
     weights: str,
 ) -> ClientUpdate[None]:
     """Steps on F_k from φ."""
-    del personal
     network = client.view(network_of)
     w = meta_steps(network.unit, network.at(message["mean"]), training, inner, rng)
     return ClientUpdate(None, weighted(w[network.unit.shared_at], weight_of(client, weights)))

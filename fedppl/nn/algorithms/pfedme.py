@@ -121,7 +121,6 @@ def _update_client(
     client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[MoreauClientState]:
     """Steps of w_k from φ; θ_k stays."""
-    del personal
     w, theta = _steps(client, message, rng, settings)
     shared = client.view(network_of).unit.shared_at
     return ClientUpdate(MoreauClientState(theta), weighted(w[shared], weight_of(client, settings.weights)))
@@ -131,5 +130,4 @@ def _own(
     client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> Own:
     """θ_k around the last φ, found anew: it is not what the client keeps."""
-    del personal
     return Own(client, _steps(client, message, rng, settings)[1], None)

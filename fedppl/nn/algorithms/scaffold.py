@@ -98,7 +98,6 @@ def SCAFFOLD(
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> ScaffoldState:
     """Start at the mean of the declared prior, without a reply."""
-    del rng
     where = {client_id: k for k, client_id in enumerate(clients)}
     return ScaffoldState(gaussian.mean(layout.prior), where, no_controls(len(clients), layout.size))
 
@@ -112,7 +111,6 @@ def _update_client(
     client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
     """Corrected steps from φ."""
-    del personal
     network = client.view(network_of)
     unit = network.unit
     added = unit.weights(np.asarray(message["correction"]), np.zeros(client.local_size))
