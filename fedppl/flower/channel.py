@@ -39,10 +39,7 @@ def receive(connection: socket.socket, most: int = MOST) -> bytes:
 def prove(connection: socket.socket, key: bytes, *, first: bool, limit: float) -> None:
     """Prove that both ends know the key, within `limit` seconds in all; who connects is `first`, and proves last.
 
-    Raises
-    ------
-    Refused
-        If the other end does not know it.
+    Raises `Refused` if the other end does not know it.
     """
     own, end = secrets.token_bytes(_NONCE), time.monotonic() + limit
     if first:

@@ -20,10 +20,7 @@ _NAMED = 3  # changes
 def identity(told: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
     """Digests of interpreter, version, what a worker is told, node config, and source files of the app's top package.
 
-    Raises
-    ------
-    DeclarationError
-        If the package is not found.
+    Raises `DeclarationError` if the package is not found.
     """
     values = {
         "interpreter": sys.executable,

@@ -275,10 +275,7 @@ def settled(loaded: Any) -> Any:
 def digest(loaded: Any) -> str:
     """Digest of data: of names, dtypes, shapes and values.
 
-    Raises
-    ------
-    TypeError
-        If it is not known what the data are made of.
+    Raises `TypeError` if it is not known what the data are made of.
     """
     state = hashlib.sha256()
     _add(state, loaded, "the data")

@@ -149,10 +149,7 @@ def derivatives(
     at 0 and a spline at its bounds. So each row is given, of many steps, the one that agrees best with a step ten times
     as long, rounding being counted; to one side alone where the other is beyond the function's domain.
 
-    Raises
-    ------
-    DeclarationError
-        If none is small enough in a row: a function rises without bound there, or jumps.
+    Raises `DeclarationError` if none is small enough in a row: a function rises without bound there, or jumps.
     """
     x = table[column].to_numpy(dtype=float)
     here = columns(table, what)

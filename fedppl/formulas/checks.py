@@ -162,10 +162,7 @@ def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
 def require_no_numbers(agreement: Agreement, told_as: Iterable[str]) -> None:
     """Refuse a column of many numbers that came as texts, as where one cell is "72 y"; `told_as` are meant as levels.
 
-    Raises
-    ------
-    DataError
-        If most of a column's levels, and many, are numbers.
+    Raises `DataError` if most of a column's levels, and many, are numbers.
     """
     for name, column in agreement.columns.items():
         others = [level for level in column.levels if not is_number(level)]

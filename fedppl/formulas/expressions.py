@@ -61,10 +61,7 @@ _DEEPEST = 40  # nodes within nodes
 def read(source: str, constants: Collection[str]) -> ast.expr:
     """The tree of a factor, each of whose nodes is on a list.
 
-    Raises
-    ------
-    DeclarationError
-        If it has anything else than names, numbers, signs and calls of known functions.
+    Raises `DeclarationError` if it has anything else than names, numbers, signs and calls of known functions.
     """
     try:
         tree = ast.parse(source, mode="eval").body

@@ -58,10 +58,7 @@ def unquoted(name: str) -> str:
 def cut(formula: str, right: str) -> Pieces:
     """Cut what stands right of ~ into its pieces.
 
-    Raises
-    ------
-    DeclarationError
-        If it has signs or an order of signs that formulas do not have.
+    Raises `DeclarationError` if it has signs or an order of signs that formulas do not have.
     """
     found = _tokens(formula, right)
     _require_syntax(formula, found)

@@ -38,10 +38,7 @@ def start(client: ClientView) -> Array:
 def near(client: ClientView, points: Array, center: Array) -> Laplace:
     """Laplace's log f_k at points (S, m), NaN where there is no mode, by way of the mode at a center (m,).
 
-    Raises
-    ------
-    LocalFailure
-        Where there is no mode at the center.
+    Raises `LocalFailure` where there is no mode at the center.
     """
     found = [about for _, about, _ in _in_parts(client, points, center)]
     return Laplace(*(np.concatenate(part) for part in zip(*found, strict=True)))

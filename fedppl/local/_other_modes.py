@@ -25,10 +25,7 @@ _NEGLIGIBLE = np.log(1e-3)  # of the mass about the first mode
 def require_one_mode(client: ClientView, points: Array, center: Array) -> None:
     """Refuse a client whose θ has mass about another mode, at the center or at a point near it.
 
-    Raises
-    ------
-    LocalFailure
-        Where another mode is found. It names variables, and no number of the client's.
+    Raises `LocalFailure` where another mode is found. It names variables, and no number of the client's.
     """
     begin, who = client.view(_marginal.start)[None], np.zeros(1, dtype=np.int64)
     for reason in several_modes(client.view(_marginal.densities), who, [client], begin, points, center).values():

@@ -54,10 +54,7 @@ def checked(learning_rate: float, steps: int, batch_size: int | None) -> Descent
 def check_batches(client: ClientView, batch_size: int | None) -> None:
     """Refuse batches where the log density is no sum over rows: gradients of batches would be biased.
 
-    Raises
-    ------
-    DataError
-        Where rows cannot be taken, or those of two halves of the data do not add up to the whole.
+    Raises `DataError` where rows cannot be taken, or those of two halves of the data do not add up to the whole.
     """
     if batch_size is None:
         return
@@ -124,10 +121,7 @@ def _batch_steps(
 def descend(client: ClientView, x: Array, objective: Objective, descent: Descent, rng: Rng) -> Array:
     """Return x = (φ, θ) after T steps of the client's objective.
 
-    Raises
-    ------
-    LocalFailure
-        If the steps diverged; it names the learning rate.
+    Raises `LocalFailure` if the steps diverged; it names the learning rate.
     """
     scale, share = objective.scale, objective.prior_share
     # Copies: compiled code takes no arrays that are read-only, as messages and restored states may be.

@@ -187,10 +187,7 @@ def _shapes_follow_values(parts: _graph.Parts) -> bool:
 def stacked(declaration: FederatedModel, table: Table, like: ClientModel) -> Stack:
     """Put clients' arrays one after the other, as the kernel reads them.
 
-    Raises
-    ------
-    DataError
-        Where a column holds what its container cannot, naming the client.
+    Raises `DataError` where a column holds what its container cannot, naming the client.
     """
     parts = like.template.parts
     observed = _graph.observed_through(parts)

@@ -118,10 +118,7 @@ class Declared:
         Where Λ is nothing at a row though the loss has a slope there, as beside a kink, its expectation over outcomes
         stands in for it; where it is `expected`, at all rows.
 
-        Raises
-        ------
-        LocalFailure
-            Where it is not finite, or has no expectation that can be computed.
+        Raises `LocalFailure` where it is not finite, or has no expectation that can be computed.
         """
         outputs, told = host(output), y.numpy()
         if expected:
@@ -203,10 +200,8 @@ class _Losses(torch.autograd.Function):
 def columns(client_id: str, read: Sequence[Read], arrays: Sequence[Array], rows: int) -> Array:
     """What the likelihood reads of a client's rows, side by side, (n, q).
 
-    Raises
-    ------
-    DataError
-        Where an array has not a row for each observation, or rows of another shape than the first client's.
+    Raises `DataError` where an array has not a row for each observation, or rows of another shape than the first
+    client's.
     """
     for what, array in zip(read, arrays, strict=True):
         if array.shape != ((rows, *what.shape) if what.by_row else ()):

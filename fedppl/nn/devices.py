@@ -22,10 +22,7 @@ _FUSED = ("cpu", "cuda")  # whose optimizers take all steps of a parameter at on
 def device_for(net: torch.nn.Module, device: Any) -> torch.device:
     """The device that is named, or the one that the network is on, where it can be used.
 
-    Raises
-    ------
-    DeclarationError
-        For what is no device, for one that is not here, and for a network on several.
+    Raises `DeclarationError` for what is no device, for one that is not here, and for a network on several.
     """
     if device is None:
         found = list(dict.fromkeys(value.device for value in net.parameters()))

@@ -59,10 +59,7 @@ def require_module(net: Any) -> None:
 def require_pure(net: Any) -> None:
     """Refuse what is no function of weights and inputs alone.
 
-    Raises
-    ------
-    DeclarationError
-        Naming the layer and the remedy.
+    Raises `DeclarationError` naming the layer and the remedy.
     """
     require_module(net)
     if not size_of(net):
@@ -98,10 +95,7 @@ def as_it_is(net: torch.nn.Module) -> torch.nn.Module:
     Whoever owns it may go on with it: what was declared, and fits of it, stay as they are. The values of parameters are
     no part of what is computed, and are those of the first copy.
 
-    Raises
-    ------
-    DeclarationError
-        For a network that cannot be copied.
+    Raises `DeclarationError` for a network that cannot be copied.
     """
     with _lock:
         told = _described(net)

@@ -33,10 +33,7 @@ class Head(NamedTuple):
 def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Array) -> Head:
     """The layer that has these parameters.
 
-    Raises
-    ------
-    DeclarationError
-        Where it is not one linear layer, or the network's output is not its output.
+    Raises `DeclarationError` where it is not one linear layer, or the network's output is not its output.
     """
     if unit.declared.unknowns:
         raise DeclarationError(

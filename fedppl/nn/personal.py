@@ -369,10 +369,8 @@ def train_below(
 ) -> Array:
     """Weights (D,) after training those at `below` on the mean loss under draws of the head.
 
-    Raises
-    ------
-    LocalFailure
-        If the loss ends far above where it began, at the head's mean and under draws of it, or at what is not finite.
+    Raises `LocalFailure` if the loss ends far above where it began, at the head's mean and under draws of it, or
+    at what is not finite.
     """
     flat = np.asarray(w, dtype=float)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)

@@ -175,10 +175,7 @@ _SIZES = (1.0, 1e3)  # of weights that are tried
 def require_no_potential(parts: _graph.Parts, who: str) -> None:
     """Refuse a ``pm.Potential`` that is a client's own: neither rows nor priors would have it.
 
-    Raises
-    ------
-    DeclarationError
-        Naming it.
+    Raises `DeclarationError` naming it.
     """
     if beside := [term.name for term in parts.model.potentials if term in parts.site_terms]:
         raise DeclarationError(
@@ -221,10 +218,8 @@ _TRIED = 16  # rows
 def require_same_again(unit: NetworkUnit, client_id: str) -> None:
     """Refuse a network that draws at random, remembers earlier calls, or writes over its inputs.
 
-    Raises
-    ------
-    DeclarationError
-        Where a second call on the same rows, with the same weights and buffers, has another output.
+    Raises `DeclarationError` where a second call on the same rows, with the same weights and buffers, has another
+    output.
     """
     X, w = unit.X[:_TRIED], unit.held + 0.1 * np.random.default_rng(0).normal(size=unit.size)
     net, state = unit.net, unit.state(w, torch.float64)
@@ -254,10 +249,7 @@ def require_same_again(unit: NetworkUnit, client_id: str) -> None:
 def require_slopes(unit: NetworkUnit, client_id: str) -> None:
     """Refuse a network of which no weight changes the output by a slope: no step would move any.
 
-    Raises
-    ------
-    DeclarationError
-        Where slopes of the outputs are all 0 or missing, at two points.
+    Raises `DeclarationError` where slopes of the outputs are all 0 or missing, at two points.
     """
     # An unknown sd has a slope whatever becomes of the weights.
     rng, parameters = np.random.default_rng(0), set(unit.names) - set(unit.declared.unknowns)

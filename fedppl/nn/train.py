@@ -124,10 +124,7 @@ def _held(
 def require_bounded(found: Array, start: Array, rate: str = "learning_rate") -> Array:
     """Weights that did not run away where the loss does not show it, as behind dead units.
 
-    Raises
-    ------
-    LocalFailure
-        If they grew a millionfold.
+    Raises `LocalFailure` if they grew a millionfold.
     """
     if not np.max(np.abs(found), initial=0.0) <= GROWTH * (1.0 + np.max(np.abs(start), initial=0.0)):
         raise LocalFailure(f"training drove the weights away; lower {rate}=")

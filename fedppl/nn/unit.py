@@ -225,10 +225,7 @@ class _Density(torch.autograd.Function):
 def local_prior(who: str, parts: _graph.Parts, local: Sequence[Variable]) -> LocalPrior:
     """Read the priors of local variables.
 
-    Raises
-    ------
-    DeclarationError
-        For a prior with a parameter that is no constant.
+    Raises `DeclarationError` for a prior with a parameter that is no constant.
     """
     means, precisions, others = [np.zeros(0)], [np.zeros(0)], []
     for rv, variable in zip(parts.local, local, strict=True):

@@ -68,10 +68,8 @@ class Network:
     def places(self, which: str | tuple[str, ...]) -> Places:
         """Positions in w of "shared", "local" or "all" weights, or of those named as in torch.
 
-        Raises
-        ------
-        DeclarationError
-            For a name that the network does not have, or where there are no such weights.
+        Raises `DeclarationError` for a name that the network does not have, or where there are no such
+        weights.
         """
         unit, everything = self.unit, np.arange(self.unit.size)
         if isinstance(which, str):
@@ -276,10 +274,7 @@ _NAMES = "fedppl_unknowns"
 def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) -> torch.nn.Module:
     """Copy a network whose output has columns for these unknowns, (n, C + e), and that has them as parameters.
 
-    Raises
-    ------
-    DeclarationError
-        For a name that the module cannot have for a parameter.
+    Raises `DeclarationError` for a name that the module cannot have for a parameter.
     """
     if not starts:
         return net

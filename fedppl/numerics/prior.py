@@ -99,10 +99,7 @@ def gaussian_prior(gradient: Callable[[Array], Array], origin: Array, owners: An
     points as far away as this Gaussian reaches, in its own sds. No list of distributions. Errors name the `owners` of
     coordinates, (m,) names of variables.
 
-    Raises
-    ------
-    DeclarationError
-        If the density is Gaussian but improper.
+    Raises `DeclarationError` if the density is Gaussian but improper.
     """
     size = len(origin)
     if size > DENSE:

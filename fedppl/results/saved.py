@@ -406,10 +406,7 @@ def content_of(content: Any) -> dict[str, Any]:
 def require_sound(fit: Ended) -> None:
     """Refuse a state that is not of the algorithm, or from which no numbers come.
 
-    Raises
-    ------
-    DataError
-        With what is wrong.
+    Raises `DataError` with what is wrong.
     """
     started = fit.algorithm.init(fit.layout, fit.client_ids, stream((fit.seed, 0, 0)))
     if type(started) is not type(fit.state):

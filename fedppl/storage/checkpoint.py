@@ -156,10 +156,7 @@ def read(path: Path) -> dict[str, Any]:
 def load(path: Path) -> tuple[dict[str, Any], Kept]:
     """Read a checkpoint, and what `write` needs to go on with it.
 
-    Raises
-    ------
-    DeclarationError
-        If it cannot be used; the text names the file and the remedy.
+    Raises `DeclarationError` if it cannot be used; the text names the file and the remedy.
     """
     shown = f"checkpoint {str(path)!r}"
     try:

@@ -163,10 +163,8 @@ def _remedy(value: Any) -> str:
 def decode(raw: bytes) -> Any:
     """Read what `encode` wrote.
 
-    Raises
-    ------
-    Unreadable
-        If it is something else. Lengths, dtypes and shapes are checked before an array is allocated.
+    Raises `Unreadable` if it is something else. Lengths, dtypes and shapes are checked before an array is
+    allocated.
     """
     _require(len(raw) >= _PREFIX.size, "it is too short")
     length, of_arrays = _PREFIX.unpack_from(raw)

@@ -31,10 +31,8 @@ def path() -> Path:
 def of_owner(*, make: bool) -> bytes:
     """Return the key; where there is none, make it or refuse.
 
-    Raises
-    ------
-    DeclarationError
-        If there is none and none is to be made, or it can be read by others, is no file or too short.
+    Raises `DeclarationError` if there is none and none is to be made, or it can be read by others, is no file or
+    too short.
     """
     where = path()
     shown = f"key file {str(where)!r}"
