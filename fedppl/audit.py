@@ -32,25 +32,9 @@ class Head(NamedTuple):
 def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head | None = None) -> Head:
     """Write one line, on the disk when this returns.
 
-    Parameters
-    ----------
-    path
-        The log; it is made where there is none. The caller holds the site's lock.
-    entry
-        Entry of the log, as JSON has it; ``line``, ``time``, ``before`` and ``digest`` are the log's own names.
-    after
-        The head that the log has as far as the caller knows; without it the log is read.
-
-    Returns
-    -------
-    Head
-
-    Raises
-    ------
-    DataError
-        If the log is broken.
-    OSError
-        If it cannot be written.
+    The log is made where there is none, and its caller holds the site's lock. The entry is as JSON has it; ``line``,
+    ``time``, ``before`` and ``digest`` are the log's own names. `after` is the head that the log has as far as the
+    caller knows; without it the log is read. Raises `DataError` if it is broken, `OSError` if it cannot be written.
     """
     before = head(path) if after is None else after
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

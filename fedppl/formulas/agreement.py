@@ -146,31 +146,17 @@ def agreed(
 ) -> Agreement:
     """What comes of it: the same levels in the same order at all clients, means and sds over all rows that were told.
 
-    Parameters
-    ----------
-    told
-        By client, and column.
-    order
-        Levels that are known before, by column, in their order.
-    others
-        Whether rows of withheld levels are of the level "other".
-    unscaled
-        Columns whose mean and sd nobody needs.
-    closed
-        Columns that have no level "other": outcomes.
-    constant
-        Columns that may have the same value in all rows.
-    listed
-        Orders of levels, of which rows need not have all, by column.
-    believed
-        Whether clients' numbers of rows are what they say, as where all are here. Else none counts for more than ten
-        times the median of the others, from five clients on for no more than it, and means and sds are medians.
+    What is told is by client, and column. Known before are levels in their `order`, and orders of those that are
+    `listed`, of which rows need not have all, by column. Rows of withheld levels are of the level "other" with
+    `others`, but for columns that are `closed`, which are outcomes. Nobody needs mean and sd of columns that are
+    `unscaled`; those that may be `constant` may have the same value in all rows.
 
-    Raises
-    ------
-    DataError
-        If a column is numeric at one client and text at another, rows are of levels that were withheld and have no
-        other, a column has one value alone, or no client tells of it.
+    Clients' numbers of rows are what they say where these are `believed`, as where all are here. Else none counts for
+    more than ten times the median of the others, from five clients on for no more than it, and means and sds are
+    medians.
+
+    Raises `DataError` if a column is numeric at one client and text at another, rows are of levels that were withheld
+    and have no other, a column has one value alone, or no client tells of it.
     """
     columns = {}
     for name in next(iter(told.values())):

@@ -44,16 +44,8 @@ def find_kink(
 ) -> str | None:
     """Name what makes the log density kink or jump in a parameter, None where nothing was found to.
 
-    Parameters
-    ----------
-    graph
-        log p(y, θ | φ) of x = (φ, θ).
-    inputs
-        The client's arrays.
-    density
-        Function of x (d,): log density and its gradient, (1 + d,).
-    reach
-        Points (P, d) among which crossings are sought, nearest to the start first. Called where there is what to seek.
+    The graph is of log p(y, θ | φ) at x = (φ, θ), and `density` gives that and its gradient, (1 + d,). Crossings are
+    sought among the points (P, d) of `reach`, nearest to the start first, which is called where there is what to seek.
     """
     turns = _turns(graph)
     if not turns:

@@ -46,34 +46,10 @@ def langevin_steps(
     β, along an axis, the chain's stationary mean is β − ρ γ g / (1 − ρ (1 − γ λ)) and its variance
     s² (1 − ρ²) / (1 − ρ² (1 − γ λ)²): the posterior's as γ falls.
 
-    Parameters
-    ----------
-    unit, head
-        The client and its head.
-    w
-        All weights (D,), those of the head aside.
-    below
-        Positions in w of the weights that take gradient steps; none to hold them.
-    start
-        v, (d,).
-    prior
-        β (d,) and s.
-    settings
-        Steps of the layers below, batches, epochs.
-    head_rate
-        γ, per unit of the mean loss.
-    rng
-        Batches and ξ.
-
-    Returns
-    -------
-    tuple
-        All weights with the last v, and the chain.
-
-    Raises
-    ------
-    LocalFailure
-        Where the loss ends far above where it began, alone and with the prior's part, or at what is not finite.
+    Weights w (D,) hold those of the head aside; of the layers `below`, positions in w, none may move. The head starts
+    at v (d,), with the `prior` β (d,) and s and the step γ, `head_rate`, per unit of the mean loss. All weights with
+    the last v are returned, and the chain. Raises `LocalFailure` where the loss ends far above where it began, alone
+    and with the prior's part, or at what is not finite.
     """
     flat, rows = np.array(w, dtype=float), len(unit.X)
     flat[head.places] = start

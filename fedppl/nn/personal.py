@@ -302,28 +302,8 @@ def head_posterior(
     .. math:: -\frac1{nK} \sum_k \log p(y \mid v_k) + \frac1n \Big[\tfrac\tau2 (\lVert \sigma \rVert^2 +
               \lVert \mu - w \rVert^2) - \sum_i \log \sigma_i\Big]
 
-    Parameters
-    ----------
-    unit, head, z
-        The client, its head and its features (n, h).
-    start
-        μ and σ, (d,) each.
-    centre, confidence
-        w (d,) and τ.
-    steps
-        Rate and number of steps, K, and the momentum of gradient steps on n times this.
-    rng
-        Draws.
-
-    Returns
-    -------
-    tuple
-        μ and σ, (d,) each.
-
-    Raises
-    ------
-    LocalFailure
-        Where steps run away.
+    With features z (n, h), from μ and σ in `start`, (d,) each, as they are returned; w (d,) is the `centre` and τ the
+    `confidence`. Raises `LocalFailure` where steps run away.
     """
     dtype, rows = z.dtype, len(z)
     y, middle = outcomes(unit, dtype), unit.tensor(np.asarray(centre, dtype=float), dtype)

@@ -39,15 +39,8 @@ def require_rows_alone(unit: NetworkUnit, client_id: str) -> bool:
     Not seen is what shows at none of these: a dependence on more rows than those, on rows of another size or type than
     the client's, on pairs of rows that are not among them, or at weights far from the network's own.
 
-    Returns
-    -------
-    bool
-        Whether rows of the client's own were compared; where it has no two different ones, another client may.
-
-    Raises
-    ------
-    DeclarationError
-        Where outputs differ.
+    Returned is whether rows of the client's own were compared; where it has no two different ones, another client may.
+    Raises `DeclarationError` where outputs differ.
     """
     X = _spread(unit)
     w = unit.held + 0.1 * np.random.default_rng(0).normal(size=unit.size)

@@ -60,23 +60,10 @@ def curvature_diagonal(unit: NetworkUnit, w: Array, index: Places, *, dtype: tor
 def select(variance: Array, curvature: Array, count: int, *, rule: str = "live") -> Array:
     r"""Choose a subnetwork by its marginal posterior variances (1 / g + diagonal of JᵀΛJ)⁻¹.
 
-    Parameters
-    ----------
-    variance
-        g, the prior's variances (r,).
-    curvature
-        Diagonal of JᵀΛJ, (r,).
-    count
-        S, weights to choose.
-    rule
-        "live": the largest variances among weights that the data speak about, those with a curvature beyond rounding.
-        "variance": the largest variances of all, eq. 14 as it reads. Where inputs are often 0, it picks weights that
-        the data never touch, and the posterior is the prior.
-
-    Returns
-    -------
-    ndarray
-        Positions, in rising order.
+    Positions of `count` weights, in rising order, from the prior's variances g and the diagonal of JᵀΛJ, (r,) each. By
+    the rule "live" they are the largest variances among weights that the data speak about, those with a curvature
+    beyond rounding; by "variance" the largest of all, eq. 14 as it reads. Where inputs are often 0, that picks weights
+    that the data never touch, and the posterior is the prior.
 
     References
     ----------
@@ -147,12 +134,7 @@ def infer(
 
     Where the data narrow a direction so far that single precision loses it, all is computed in double precision.
 
-    Raises
-    ------
-    DeclarationError
-        For weights that are not finite.
-    LocalFailure
-        Where double precision loses it too.
+    Raises `LocalFailure` where that loses it too, and `DeclarationError` for weights that are not finite.
     """
     _require_finite(w)
     if diagonal:

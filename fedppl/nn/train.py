@@ -47,38 +47,10 @@ def train(
 
     .. math:: -\tfrac1n \log p(y \mid X, w) + \tfrac1{2n} \sum_i p_i (w_i - m_i)^2 + b^\top w
 
-    Parameters
-    ----------
-    unit
-        The client.
-    w
-        Weights at the start, (d,).
-    free
-        Positions of the weights that move.
-    settings
-        Steps, batches.
-    rng
-        Generator that shuffles the rows of every epoch.
-    prior
-        Means m and precisions p of those, each as long as `free`; None leaves them without a prior.
-    linear
-        b, as long as `free`: a correction of the gradient.
-    penalty
-        Minus the log density of another prior, of local weights (d_k,); None where there is none.
-    dtype
-        Type of the computations.
-    rate
-        Name of the setting that has the learning rate, for failures.
-
-    Returns
-    -------
-    ndarray
-        Weights, (d,).
-
-    Raises
-    ------
-    LocalFailure
-        If the loss ends far above where it began, alone and with the priors' part, or at what is not finite.
+    From w (d,), of which those in the positions `free` move. The `prior` has their means m and precisions p, and
+    `linear` is b, a correction of the gradient, each as long as `free`; the `penalty` is minus the log density of
+    another prior, of local weights. Failures name the setting `rate`: raises `LocalFailure` if the loss ends far above
+    where it began, alone and with the priors' part, or at what is not finite.
     """
     flat, where = np.asarray(w, dtype=float), np.asarray(free, dtype=np.int64)
     leaves = Leaves(unit, flat, where, dtype)

@@ -53,21 +53,9 @@ def unseen(
     told where it is at least 1e-3, the density falls by a nat in between, and what was found has less than a tenth of
     it on the image's side.
 
-    Parameters
-    ----------
-    log_density
-        From points (T, m) to values (T,), up to a constant.
-    center, sd
-        Mean and standard deviations of the posterior that was found, (m,).
-    patterns
-        What `signs` gives, (F, m).
-    known
-        Points (S, m) of what was found, and their weights, which sum to 1; None where it is a Gaussian.
-
-    Returns
-    -------
-    tuple or None
-        The image with the largest share; None where no image is of that kind, or the density at the mean is not known.
+    The log density is known up to a constant, at points (T, m); mean and sds are those of the posterior that was found,
+    `patterns` those of `signs`, (F, m), and `known` its points (S, m) with weights that sum to 1, where it is no
+    Gaussian. None where no image is of that kind, or the density at the mean is not known.
 
     Examples
     --------

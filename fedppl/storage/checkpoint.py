@@ -99,16 +99,8 @@ def _records(path: Path) -> Path:
 def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resumed: bool = False) -> Kept:
     """Append the records that are new, then put the state in the old one's place: a crash leaves one of the two whole.
 
-    Parameters
-    ----------
-    path
-        File of the state.
-    content
-        All that `CONTENT` names.
-    kept
-        Value of the last call, or of `load`; None for a run that begins.
-    resumed
-        Whether it is from `load`: records that a crash left beyond it are cut off. Else there can be none.
+    The content has all that `CONTENT` names. `kept` is the value of the last call, or of `load`, and None for a run
+    that begins. Where a run is `resumed`, records that a crash left beyond it are cut off. Else there can be none.
     """
     before = kept or _NONE
     frames: list[bytes] = []

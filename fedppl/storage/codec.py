@@ -64,17 +64,8 @@ class _Place(NamedTuple):
 def encode(content: Any, name: str = "state") -> bytes:
     """Bytes of None, numbers, str, bytes, lists, tuples, dicts with str keys, named tuples, enumerations and arrays.
 
-    Parameters
-    ----------
-    content
-        Value to write.
-    name
-        Name in errors.
-
-    Raises
-    ------
-    DeclarationError
-        If a value inside has another type; the text says where, and what to write in its place.
+    Raises `DeclarationError` if a value inside has another type; the text says where in `name`, and what to write
+    in its place.
 
     Examples
     --------
