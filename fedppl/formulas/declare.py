@@ -40,38 +40,19 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """A formula with its family and priors; once clients agree, the builder of a model.
+    """A formula with its family and priors; once clients agree, the builder of a model."""
 
-    Attributes
-    ----------
-    text, terms, family
-        What was declared.
-    priors
-        The user's own, by name of a variable.
-    correlated
-        Whether effects of one factor have a correlation.
-    levels
-        Orders of levels, by column.
-    orders
-        Orders of categories that clients' tables have, by column; None where they differ.
-    constants
-        What the formula names that is no column.
-    weights
-        The column of weights, if there is one.
-    design
-        What clients agreed on; None before.
-    """
-
-    text: str
+    text: str  # text, terms and family are what was declared
     terms: Terms
     family: Family
-    priors: Mapping[str, Prior] = field(default_factory=dict)
-    correlated: bool = True
-    levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    priors: Mapping[str, Prior] = field(default_factory=dict)  # the user's own, by name of a variable
+    correlated: bool = True  # whether effects of one factor have a correlation
+    levels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # orders of levels, by column
+    # orders of categories that clients' tables have, by column; None where they differ
     orders: Mapping[str, Sequence[str] | None] = field(default_factory=dict, kw_only=True)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    weights: str | None = None
-    design: Design | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)  # what the formula names that is no column
+    weights: str | None = None  # the column of weights, if there is one
+    design: Design | None = None  # what clients agreed on; None before
 
     @property
     def __name__(self) -> str:

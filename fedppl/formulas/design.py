@@ -31,41 +31,21 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True)
 class Design:
-    """How rows become columns.
-
-    Attributes
-    ----------
-    constants
-        What the formula names that is no column.
-    coding
-        Terms of the common part, and of the effects of each group, with the products that their columns are.
-    labels
-        Names of the columns of each common term, by term.
-    entries
-        What tells them apart: levels and places alone where these do, by term.
-    group_labels
-        Names of the effects of each group.
-    center, scale
-        Means and sds of the columns of the common terms over rows that stand for all, (p,).
-    group_scale
-        Sizes of the effects' columns, by group.
-    offset_center
-        Mean of the sum of the offsets over these rows.
-    left
-        What other columns leave of `scale` where columns in products are far from 0; elsewhere `scale`, (p,).
-    """
+    """How rows become columns."""
 
     terms: Terms
     agreement: Agreement
-    constants: Mapping[str, Any]
+    constants: Mapping[str, Any]  # what the formula names that is no column
+    # terms of the common part, and of the effects of each group, with the products that their columns are
     coding: tuple[tuple[Coded, ...], ...]
-    labels: Mapping[str, tuple[str, ...]]
-    entries: Mapping[str, tuple[str, ...]]
-    group_labels: tuple[tuple[str, ...], ...]
-    center: Array
+    labels: Mapping[str, tuple[str, ...]]  # names of the columns of each common term, by term
+    entries: Mapping[str, tuple[str, ...]]  # what tells them apart: levels and places alone where these do, by term
+    group_labels: tuple[tuple[str, ...], ...]  # names of the effects of each group
+    center: Array  # and scale: means and sds of the columns of the common terms over rows that stand for all, (p,)
     scale: Array
-    group_scale: tuple[Array, ...]
-    offset_center: float
+    group_scale: tuple[Array, ...]  # sizes of the effects' columns, by group
+    offset_center: float  # mean of the sum of the offsets over these rows
+    # what other columns leave of `scale` where columns in products are far from 0; elsewhere `scale`, (p,)
     left: Array = dataclasses.field(default_factory=lambda: np.ones(0))
 
     def common(self, frame: pd.DataFrame, what: str | None) -> Array:

@@ -47,46 +47,24 @@ Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn
 
 
 class Family(NamedTuple):
-    """A family of outcomes.
+    """A family of outcomes."""
 
-    Attributes
-    ----------
-    name
-        How users call it.
-    likelihood
-        ``likelihood(eta, parameters, data, scales)``: how outcomes are distributed.
-    mean
-        ``mean(eta, parameters, scales, at)`` in NumPy: what outcomes are on average, (..., levels of an outcome); of
-        times their median, or the probability that they are beyond `at`.
-    outcome
-        Kind of numbers that outcomes are: "real", "positive", "unit", "binary", "count", "level" or "time".
-    parameters
-        Priors of its other shared parameters, by name, from `Scales`.
-    center
-        Mean of the linear predictor that an intercept is expected near, from `Scales`.
-    unit
-        Size of the linear predictor's changes that are expected, from `Scales`.
-    responses
-        Kinds of response that a formula may have.
-    link
-        Name of the function that the linear predictor is of the mean, or of what stands for it.
-    intercept
-        Whether there may be one.
-    several
-        Whether every level of the outcome but the first has a linear predictor of its own.
-    """
-
-    name: str
-    likelihood: Likelihood
+    name: str  # how users call it
+    likelihood: Likelihood  # ``likelihood(eta, parameters, data, scales)``: how outcomes are distributed
+    # ``mean(eta, parameters, scales, at)`` in NumPy: what outcomes are on average, (..., levels of an outcome); of
+    # times their median, or the probability that they are beyond `at`
     mean: Callable[[Array, Mapping[str, Array], Scales, float | None], Array]
-    outcome: str
+    outcome: str  # kind of numbers that outcomes are: "real", "positive", "unit", "binary", "count", "level" or "time"
+    # priors of its other shared parameters, by name, from `Scales`
     parameters: Callable[[Scales], Mapping[str, Prior]] = lambda scales: {}
+    # mean of the linear predictor that an intercept is expected near, from `Scales`
     center: Callable[[Scales], float] = lambda scales: 0.0
+    # size of the linear predictor's changes that are expected, from `Scales`
     unit: Callable[[Scales], float] = lambda scales: 1.0
-    responses: tuple[str, ...] = ("plain",)
-    link: str = "identity"
-    intercept: bool = True
-    several: bool = False
+    responses: tuple[str, ...] = ("plain",)  # kinds of response that a formula may have
+    link: str = "identity"  # name of the function that the linear predictor is of the mean, or of what stands for it
+    intercept: bool = True  # whether there may be one
+    several: bool = False  # whether every level of the outcome but the first has a linear predictor of its own
 
 
 def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None:

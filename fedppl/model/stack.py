@@ -32,27 +32,13 @@ from fedppl.types import Array, DataError, Layout
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Clients that have one compiled density.
+    """Clients that have one compiled density."""
 
-    Attributes
-    ----------
-    table
-        Their rows.
-    declaration
-        What was declared.
-    like
-        One of them, enrolled.
-    packs
-        Their arrays as the kernel reads them.
-    starts
-        Where searches for modes of θ begin, (K, d).
-    """
-
-    table: Table
-    declaration: FederatedModel
-    like: ClientModel
-    packs: Packs
-    starts: Array
+    table: Table  # their rows
+    declaration: FederatedModel  # what was declared
+    like: ClientModel  # one of them, enrolled
+    packs: Packs  # their arrays as the kernel reads them
+    starts: Array  # where searches for modes of θ begin, (K, d)
 
     @property
     def client_ids(self) -> tuple[str, ...]:

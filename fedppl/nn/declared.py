@@ -55,30 +55,15 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Declared:
-    """A likelihood that is computed from its declaration; see `fedppl.nn.likelihood.Likelihood`.
+    """A likelihood that is computed from its declaration; see `fedppl.nn.likelihood.Likelihood`."""
 
-    Attributes
-    ----------
-    kind
-        The distribution, as PyTensor names it.
-    outputs
-        How many outputs the network has, C.
-    read
-        What stands in the columns of `y`.
-    losses
-        Outputs with unknowns (n, C + e) and columns (n, q) to losses (n,) and their slopes (n, C + e).
-    curvatures
-        The same to Λ, (n, C, C).
-    drawn
-        Draws of outcomes, and their means; built at the first call.
-    """
-
-    kind: str
-    outputs: int
-    read: tuple[Read, ...]
+    kind: str  # the distribution, as PyTensor names it
+    outputs: int  # how many outputs the network has, C
+    read: tuple[Read, ...]  # what stands in the columns of `y`
+    # outputs with unknowns (n, C + e) and columns (n, q) to losses (n,) and their slopes (n, C + e)
     losses: Callable[[Array, Array], tuple[Array, Array]]
-    curvatures: Callable[[Array, Array], Array]
-    drawn: Callable[[], Drawn]
+    curvatures: Callable[[Array, Array], Array]  # the same to Λ, (n, C, C)
+    drawn: Callable[[], Drawn]  # draws of outcomes, and their means; built at the first call
     may_bend: ClassVar[bool] = True
 
     def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -47,17 +47,10 @@ _ROUNDING = 1e-12  # of a sum over rows in double precision
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A client's network.
+    """A client's network."""
 
-    Attributes
-    ----------
-    unit
-        The network, rows and likelihood.
-    start
-        θ (d_k,) where all clients start: PyMC's initial point, the mean of the prior unless it has an `initval`.
-    """
-
-    unit: NetworkUnit
+    unit: NetworkUnit  # the network, rows and likelihood
+    # θ (d_k,) where all clients start: PyMC's initial point, the mean of the prior unless it has an `initval`
     start: Array
     _heads: dict[tuple[str, ...], Head] = field(default_factory=dict, init=False, repr=False)
 

@@ -20,29 +20,14 @@ DENSE = 2000  # coordinates, beyond which a prior has no matrix
 
 @dataclass(frozen=True)
 class SharedPrior:
-    """log p(φ) of the shared parameters and the Gaussian N_0 that the server starts from.
+    """log p(φ) of the shared parameters and the Gaussian N_0 that the server starts from."""
 
-    Attributes
-    ----------
-    log_density
-        Draws (S, m) to log p(φ), (S,), up to a constant.
-    gradient
-        φ (m,) to its gradient (m,).
-    gaussian
-        N_0.
-    is_gaussian
-        Whether N_0 is the prior. If not, clients' factors carry (p(φ) / N_0(φ))^(1/K).
-    gradients
-        `gradient` for many φ at once, (S, m) to (S, m).
-    kernel
-        Compiles log p(φ) and its gradient for loops that are compiled themselves, at the first call.
-    """
-
-    log_density: Callable[[Array], Array]
-    gradient: Callable[[Array], Array]
-    gaussian: Gaussian
-    is_gaussian: bool
-    gradients: Callable[[Array], Array] | None = None
+    log_density: Callable[[Array], Array]  # draws (S, m) to log p(φ), (S,), up to a constant
+    gradient: Callable[[Array], Array]  # φ (m,) to its gradient (m,)
+    gaussian: Gaussian  # N_0
+    is_gaussian: bool  # Whether N_0 is the prior. If not, clients' factors carry (p(φ) / N_0(φ))^(1/K).
+    gradients: Callable[[Array], Array] | None = None  # `gradient` for many φ at once, (S, m) to (S, m)
+    # compiles log p(φ) and its gradient for loops that are compiled themselves, at the first call
     kernel: Callable[[], Callable[..., Any]] | None = None
     # All clients of a process are asked at the same points, one after the other.
     _known: OrderedDict[_Key, Array] = field(default_factory=OrderedDict, repr=False, compare=False)

@@ -34,25 +34,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """Result of `fedppl.grid_search`.
+    """Result of `fedppl.grid_search`."""
 
-    Attributes
-    ----------
-    table
-        A row per candidate: validation ``loss`` per row (inf where it is of no use), ``status``, ``rounds``,
-        ``seconds`` and ``message``.
-    best
-        Name of the candidate with the smallest loss.
-    fit
-        Its fit, on the training rows.
-    algorithm
-        The candidate itself, to fit again with.
-    """
-
+    # A row per candidate: validation ``loss`` per row (inf where it is of no use), ``status``, ``rounds``, ``seconds``
+    # and ``message``
     table: pd.DataFrame
-    best: str
-    fit: Fit
-    algorithm: AnyAlgorithm
+    best: str  # name of the candidate with the smallest loss
+    fit: Fit  # its fit, on the training rows
+    algorithm: AnyAlgorithm  # the candidate itself, to fit again with
 
 
 def grid(build: Callable[..., AnyAlgorithm], **values: Sequence[Any]) -> dict[str, AnyAlgorithm]:
