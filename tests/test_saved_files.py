@@ -12,7 +12,7 @@ import pytest
 
 import fedppl
 from fedppl import DataError
-from fedppl.results import netcdf
+from fedppl.results import saved
 from fedppl.testing import normal_means
 from tests.support import crafted_fits
 
@@ -50,7 +50,7 @@ def test_what_is_declared_is_not_allocated(name: str, honest: Path, tmp_path: Pa
     try:
         with pytest.raises(DataError):
             load(path)
-        assert tracemalloc.get_traced_memory()[1] < 2 * netcdf._LEAST
+        assert tracemalloc.get_traced_memory()[1] < 2 * saved._LEAST
     finally:
         tracemalloc.stop()
 
@@ -99,8 +99,8 @@ def test_no_flipped_byte_changes_a_number(honest: Path, rng: np.random.Generator
 
 def test_what_could_not_be_read_back_is_not_written(honest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit, before = load(honest), honest.read_bytes()
-    monkeypatch.setattr("fedppl.results.netcdf._LEAST", 1)
-    monkeypatch.setattr("fedppl.results.netcdf._TIMES", 0)
+    monkeypatch.setattr("fedppl.results.saved._LEAST", 1)
+    monkeypatch.setattr("fedppl.results.saved._TIMES", 0)
     with pytest.raises(fedppl.DeclarationError, match="cannot be saved: .* declares"):
         fit.save(honest)
     assert honest.read_bytes() == before

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from fedppl.gaussian import Gaussian
-from fedppl.results.netcdf import _LEAST
+from fedppl.results.saved import _LEAST
 from fedppl.storage import codec
 from tests.support.crafted import _Reduced, body_of
 
