@@ -10,8 +10,9 @@ import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 
-from fedppl.model._interpolation import interpolated, rises_beyond
 from fedppl.model.interpreted import python_function
+from fedppl.model.summary import interpolated_logs as interpolated
+from fedppl.model.summary import rises_beyond
 
 Function = Callable[[Any], Any]
 

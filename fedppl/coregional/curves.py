@@ -16,11 +16,10 @@ from scipy.stats import norm
 from fedppl import plots
 from fedppl.contracts import Sampler
 from fedppl.contracts.entries import CI_PROB
-from fedppl.coregional.algorithms.ascent import Ascent
 from fedppl.coregional.algorithms.averaging import Averaging
 from fedppl.coregional.algorithms.block_ascent import BlockAscent
 from fedppl.coregional.algorithms.gradient import Gradient
-from fedppl.coregional.algorithms.point_ascent import PointAscent
+from fedppl.coregional.algorithms.point_ascent import Ascent, PointAscent
 from fedppl.coregional.bound import UnitClientState, curves
 from fedppl.coregional.result import SELECTED, Coefficients, Fitted, only, predictive, selected_only, settled, unpack
 from fedppl.coregional.view import CoregionalUnit, unit_of

@@ -16,7 +16,7 @@ import numpy as np
 import pymc as pm
 
 from fedppl.data import frames
-from fedppl.model import _interpolation
+from fedppl.model import summary
 from fedppl.model.enrolment import builder_name
 from fedppl.model.summary import binomials, interpolated, normal
 from fedppl.settings import shown
@@ -265,10 +265,10 @@ def _checked_estimate(data: Mapping[str, Array], what: str) -> dict[str, Array]:
 def _checked_grid(data: Mapping[str, Array], what: str) -> dict[str, Array]:
     """A grid that increases and covers where the likelihood is largest."""
     points, values = data["grid"], data["log_likelihood"]
-    if points.ndim != 1 or points.shape != values.shape or len(points) < _interpolation.POINTS:
+    if points.ndim != 1 or points.shape != values.shape or len(points) < summary.POINTS:
         raise DataError(
             f"{what}: 'grid' has shape {points.shape} and 'log_likelihood' {values.shape}; give vectors of one length, "
-            f"at least {_interpolation.POINTS}."
+            f"at least {summary.POINTS}."
         )
     if not np.all(falls := np.diff(points) > 0):
         where = int(np.argmin(falls))
@@ -276,12 +276,12 @@ def _checked_grid(data: Mapping[str, Array], what: str) -> dict[str, Array]:
             f"{what}: 'grid' does not increase: {points[where]:.6g} stands before {points[where + 1]:.6g}, at index "
             f"{where}; sort it, with its log-likelihood, and leave out what is there twice."
         )
-    rises = _interpolation.rises_beyond(points, values)
-    if max(rises) > _interpolation.RISE:
+    rises = summary.rises_beyond(points, values)
+    if max(rises) > summary.RISE:
         end = points[0] if rises[0] > rises[1] else points[-1]
         raise DataError(
             f"{what}: 'grid' does not cover the likelihood, which still rises beyond {end:.6g} (by {max(rises):.3g} or "
-            f"more in its logarithm); widen it until that is below {_interpolation.RISE}."
+            f"more in its logarithm); widen it until that is below {summary.RISE}."
         )
     return {"grid": points, "log_likelihood": values}
 
