@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView
-from fedppl.numerics.kernels import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry, jit
+from fedppl.numerics.kernels import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry
 from fedppl.settings import positive, whole
 from fedppl.types import Array, DataError, LocalFailure, Rng
 
@@ -77,44 +77,34 @@ def check_batches(client: ClientView, batch_size: int | None) -> None:
         )
 
 
-@jit
-def _one_after_another(kernel: Any, x: Any, data: Any, none: Any, settings: Any, quadratic: Any, linear: Any) -> Any:
-    """Take settings = (steps, rate, scale, weight of a batch) steps from x; the data `none` have no rows."""
+@entry(KERNEL, VECTOR, VECTOR, INTEGERS, PLACES, DATA, VECTOR, MATRIX, VECTOR)
+def _steps(
+    kernel: Any, x: Any, reals: Any, integers: Any, places: Any, none: Any, settings: Any, quadratic: Any, linear: Any
+) -> Any:
+    """Take settings = (steps, rate, scale, weight of a batch) steps from x with every batch in turn.
+
+    Each batch is one place in the packed data; the data `none` have no rows.
+    """
     m = linear.shape[0]
     n = x.shape[0]
     x = x.copy()
     rate, scale, weight = settings[1], settings[2], settings[3]
     slope = np.zeros(n)
-    for _ in range(int(settings[0])):
-        output = kernel(x, *data)
-        for i in range(n):
-            slope[i] = scale * output[1 + i]
-        if weight != 1.0:  # the prior of θ counts once, whatever the batch
-            without = kernel(x, *none)
-            for i in range(n):
-                slope[i] = scale * (weight * (output[1 + i] - without[1 + i]) + without[1 + i])
-        for i in range(m):
-            for j in range(m):
-                slope[i] -= quadratic[i, j] * x[j]
-            slope[i] += linear[i]
-        for i in range(n):
-            x[i] += rate * slope[i]
-    return x
-
-
-@entry(KERNEL, VECTOR, DATA, DATA, VECTOR, MATRIX, VECTOR)
-def _steps(kernel: Any, x: Any, data: Any, none: Any, settings: Any, quadratic: Any, linear: Any) -> Any:
-    """All steps on the same data."""
-    return _one_after_another(kernel, x, data, none, settings, quadratic, linear)
-
-
-@entry(KERNEL, VECTOR, VECTOR, INTEGERS, PLACES, DATA, VECTOR, MATRIX, VECTOR)
-def _batch_steps(
-    kernel: Any, x: Any, reals: Any, integers: Any, places: Any, none: Any, settings: Any, quadratic: Any, linear: Any
-) -> Any:
-    """Take a step with every batch in turn, each one place in the packed data."""
     for t in range(places.shape[0]):
-        x = _one_after_another(kernel, x, (reals, integers, places[t]), none, settings, quadratic, linear)
+        for _ in range(int(settings[0])):
+            output = kernel(x, reals, integers, places[t])
+            for i in range(n):
+                slope[i] = scale * output[1 + i]
+            if weight != 1.0:  # the prior of θ counts once, whatever the batch
+                without = kernel(x, *none)
+                for i in range(n):
+                    slope[i] = scale * (weight * (output[1 + i] - without[1 + i]) + without[1 + i])
+            for i in range(m):
+                for j in range(m):
+                    slope[i] -= quadratic[i, j] * x[j]
+                slope[i] += linear[i]
+            for i in range(n):
+                x[i] += rate * slope[i]
     return x
 
 
@@ -133,22 +123,28 @@ def descend(client: ClientView, x: Array, objective: Objective, descent: Descent
         before = _loss(client, objective, x) if whole else np.inf
         if whole and not share:
             settings[0] = descent.steps
-            x = _steps(client.kernel, x, client.packed, client.packed, settings, A, b)
+            x = _steps(client.kernel, x, *_alone(client.packed), client.packed, settings, A, b)
         elif not share:
             none, chosen = client.batch(np.arange(0)), np.array(list(_batches(rows, descent, rng)))
             many = max(1, _ROWS_AT_ONCE // chosen.shape[1])
             for start in range(0, len(chosen), many):
                 held = client.batches(chosen[start : start + many])
-                x = _batch_steps(client.kernel, x, *held, none, settings, A, b)
+                x = _steps(client.kernel, x, *held, none, settings, A, b)
         else:
             none = client.packed if whole else client.batch(np.arange(0))
             for batch in _batches(rows, descent, rng):
                 pull = b + scale * share * client.prior.log_ratio_gradient(x[:m]) if share else b
-                x = _steps(client.kernel, x, client.packed if whole else client.batch(batch), none, settings, A, pull)
+                held = _alone(client.packed if whole else client.batch(batch))
+                x = _steps(client.kernel, x, *held, none, settings, A, pull)
         after = _loss(client, objective, x) if whole and np.all(np.isfinite(x)) else 0.0
     if not np.all(np.isfinite(x)) or not after <= before + _RISE * scale * rows:
         raise LocalFailure(f"gradient steps diverged; lower learning_rate={descent.learning_rate:g}")
     return np.asarray(x)
+
+
+def _alone(packed: Any) -> tuple[Any, Any, Any]:
+    """A batch as the only one."""
+    return packed[0], packed[1], packed[2][None]
 
 
 def _batches(rows: int, descent: Descent, rng: Rng) -> Iterator[NDArray[np.int64]]:
