@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,14 +24,8 @@ EVERY = 15.0  # seconds without a line in the log after which there is one, whil
 class Progress:
     """How far a run is, and which clients have answered in its round.
 
-    Parameters
-    ----------
-    total
-        Number of rounds, or of whatever is counted.
-    show
-        Whether to show it where there is a terminal or a notebook; the log, at level INFO, has it in any case.
-    what
-        Name of what is counted.
+    Of a total of rounds, or of what is counted by this name. Where there is a terminal or a notebook it can be shown;
+    the log, at level INFO, has it in any case.
     """
 
     def __init__(self, total: int | None = None, *, show: bool = False, what: str = "Round") -> None:
@@ -103,16 +97,6 @@ _WIDTH = 20  # of a notebook's bar, in characters
 _PAUSE = 0.2  # seconds between two messages to a notebook
 
 
-class Display(Protocol):
-    """What shows how far something is."""
-
-    def show(self, completed: float, note: str) -> None:
-        """Show what is done, of the total, and a note."""
-
-    def stop(self) -> None:
-        """Leave the last state there."""
-
-
 class Nowhere:
     """No terminal and no notebook, or nothing wanted."""
 
@@ -141,11 +125,11 @@ class Bar:
         self._bar.start()
 
     def show(self, completed: float, note: str) -> None:
-        """See `Display.show`."""
+        """Show what is done, of the total, and a note."""
         self._bar.update(self._task, completed=completed, note=note)
 
     def stop(self) -> None:
-        """See `Display.stop`."""
+        """Leave the last state there."""
         self._bar.stop()
 
 
@@ -160,13 +144,13 @@ class Cell:
         self._handle = self._display({"text/plain": self._line}, raw=True, display_id=True)
 
     def show(self, completed: float, note: str) -> None:
-        """See `Display.show`."""
+        """Show what is done, of the total, and a note."""
         self._line = self._text(completed, note)
         if time.monotonic() - self._last >= _PAUSE:
             self._write()
 
     def stop(self) -> None:
-        """See `Display.stop`."""
+        """Leave the last state there."""
         self._write()
 
     def _text(self, completed: float, note: str) -> str:
@@ -181,7 +165,7 @@ class Cell:
             self._handle.update({"text/plain": self._line}, raw=True)
 
 
-def display(total: int, what: str, *, wanted: bool) -> Display:
+def display(total: int, what: str, *, wanted: bool) -> Nowhere | Bar | Cell:
     """Where progress can be shown here."""
     if not wanted:
         return Nowhere()
