@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.contracts import Moments
+from fedppl import gaussian
+from fedppl.contracts import Moments, Target
+from fedppl.local import _marginal
 from fedppl.numerics import stein
 from fedppl.numerics.importance import (
     controlled_moments,
@@ -20,10 +22,11 @@ from fedppl.numerics.importance import (
     has_enough_points,
     normalise,
     skewness,
+    stream_of,
     whitened_points,
 )
 from fedppl.numerics.pareto import pareto_k
-from fedppl.types import Array
+from fedppl.types import Array, LocalFailure
 
 # Where a quadratic leaves more than this of the log weights unexplained, four times as many points are used.
 _REMAINDERS = ((1, 0.02), (4, 0.2), (16, np.inf))
@@ -111,3 +114,37 @@ def _coloured(
         precision = np.zeros_like(root)
     coloured = root @ covariance @ root.T
     return Moments(center + root @ mean, (coloured + coloured.T) / 2, (precision + precision.T) / 2, skewed, quality)
+
+
+# A client's factor against its site in q, its own variables integrated by Laplace's approximation ---------------------
+
+_POINTS = 64
+
+
+def against_site(target: Target, mean: Array, difference: Callable[[Array], Array] | None) -> Factor:
+    """Log weights under q, from expansions at its mean; `difference` is what of Laplace's approximation is known."""
+    client, global_, cavity, share = target
+    site = gaussian.quotient(global_, cavity)
+
+    def values(draws: Array) -> Array:
+        found = _marginal.values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
+        return found if difference is None else found + difference(draws)
+
+    def gradients(draws: Array) -> tuple[Array, Array]:
+        log_factor, slopes = _marginal.gradients(client, draws, mean, share)
+        return log_factor - gaussian.log_kernel(site, draws), slopes - site.linear + draws @ site.precision
+
+    return Factor(client.shared_size, values, gradients)
+
+
+def departure_of(target: Target) -> dict[str, float]:
+    """How far the factor departs from a Gaussian, for who only draws: draws are too few to tell what clients share."""
+    if target.client.kink or not gaussian.is_proper(target.global_):
+        return {}
+    mean, root = gaussian.affine(target.global_)
+    try:
+        found = moments(against_site(target, mean, None), mean, root, _POINTS, stream_of(target.client.client_id))
+    except (LocalFailure, ArithmeticError, np.linalg.LinAlgError):
+        return {}
+    told = np.nan if found is None else found.diagnostics["departure"]
+    return {"departure": told} if np.isfinite(told) else {}

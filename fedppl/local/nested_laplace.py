@@ -12,7 +12,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _laplace, _marginal
+from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _marginal
 from fedppl.local._given import draw_given
 from fedppl.local._no_mode import no_mode
 from fedppl.local.nuts import NUTS
@@ -122,7 +122,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     client, global_, _, _ = target
     mean, root = gaussian.affine(global_)
     left_out = _conditional.left_out(client, mean, root)
-    factor = _laplace.against_site(target, mean, left_out.difference)
+    factor = _from_q.against_site(target, mean, left_out.difference)
     found = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
     if found is not None and _from_q.trusted(found, settings.pareto_limit):
         return found._replace(diagnostics={**found.diagnostics, "fallback": 0.0, "inner_trust": left_out.trust})

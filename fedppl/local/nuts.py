@@ -12,7 +12,7 @@ import numpy as np
 import pymc as pm
 
 from fedppl.contracts import Draws, LocalInference, Moments, Target
-from fedppl.local import _laplace, _regressed
+from fedppl.local import _from_q, _regressed
 from fedppl.local.tilted import log_tilted, start
 from fedppl.results.idata import chain_diagnostics
 from fedppl.settings import between, one_of, whole
@@ -132,7 +132,13 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
         covariance,
         (precision + precision.T) / 2,
         np.mean((flat - mean) ** 3, axis=0) / np.diag(covariance) ** 1.5,
-        {"ess": ess, "rhat": rhat, "mc_error": float(1.0 / np.sqrt(independent)), **_laplace.departure(target), **info},
+        {
+            "ess": ess,
+            "rhat": rhat,
+            "mc_error": float(1.0 / np.sqrt(independent)),
+            **_from_q.departure_of(target),
+            **info,
+        },
     )
 
 

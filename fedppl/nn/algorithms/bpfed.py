@@ -10,10 +10,10 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
-from fedppl.nn.algorithms import _posteriors
+from fedppl.nn.algorithms import pfedbayes
 from fedppl.nn.algorithms._common import check_network, needs
-from fedppl.nn.algorithms._posteriors import Normal, PosteriorState, Settings, own_normal, reply_of
 from fedppl.nn.algorithms._server import AT_MEAN
+from fedppl.nn.algorithms.pfedbayes import Normal, PosteriorState, Settings, own_normal, reply_of
 from fedppl.nn.personal import bayes_steps
 from fedppl.nn.view import Own, network_of
 from fedppl.settings import described
@@ -79,16 +79,16 @@ def BPFed(
     .. [1] Chen, Liu, Cao and Zhang (2023), Bayesian personalized federated learning with shared and personalized
        uncertainty representations.
     """
-    settings = _posteriors.checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
+    settings = pfedbayes.checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
     return Algorithm[PosteriorState, LocalNormalClientState](
         name="nn.BPFed",
         settings=described(settings),
-        init=functools.partial(_posteriors.init, spread=settings.spread),
-        broadcast=_posteriors.broadcast,
+        init=functools.partial(pfedbayes.init, spread=settings.spread),
+        broadcast=pfedbayes.broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        update_server=functools.partial(_posteriors.update_server, settings=settings),
-        replies=_posteriors.REPLIES,
-        result=_posteriors.result(functools.partial(_own, settings=settings)),
+        update_server=functools.partial(pfedbayes.update_server, settings=settings),
+        replies=pfedbayes.REPLIES,
+        result=pfedbayes.result(functools.partial(_own, settings=settings)),
         needs=needs(lambda client: check_network(client, "nn.BPFed", "shared")),
         disclosure=AT_MEAN,
         unreported=functools.partial(_update_unreported, settings=settings),

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 from numpy.random import Generator
 
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView
-from fedppl.nn.algorithms import _posteriors
-from fedppl.nn.algorithms._common import whole_network
-from fedppl.nn.algorithms._posteriors import Normal, PosteriorState, Settings, own_normal, reply_of
-from fedppl.nn.algorithms._server import AT_MEAN
+from fedppl import gaussian
+from fedppl.algorithms.averaging.point import weight_of, weights_rule
+from fedppl.algorithms.averaging.server import not_counted
+from fedppl.contracts import (
+    Algorithm,
+    ClientUpdate,
+    ClientView,
+    Details,
+    Point,
+    Received,
+    Replies,
+    Report,
+    Result,
+    always,
+)
+from fedppl.nn.algorithms._common import training_rule, whole_network
+from fedppl.nn.algorithms._personalise import network_result
+from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, moved, run_away
 from fedppl.nn.personal import bayes_steps
-from fedppl.nn.view import Own, network_of
-from fedppl.settings import described
-from fedppl.types import Array, Message
+from fedppl.nn.subnet import Subnetwork
+from fedppl.nn.train import GROWTH, Training
+from fedppl.nn.view import Own, PersonaliseFn, network_of
+from fedppl.settings import between, described, positive, whole
+from fedppl.types import Array, Layout, Message
 
 
 class NormalClientState(NamedTuple):
@@ -82,16 +98,16 @@ def PFedBayes(
     ----------
     .. [1] Zhang et al. (2022), Personalized federated learning via variational Bayesian inference, Algorithm 1.
     """
-    settings = _posteriors.checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
+    settings = checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
     return Algorithm[PosteriorState, NormalClientState](
         name="nn.PFedBayes",
         settings=described(settings),
-        init=functools.partial(_posteriors.init, spread=settings.spread),
-        broadcast=_posteriors.broadcast,
+        init=functools.partial(init, spread=settings.spread),
+        broadcast=broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        update_server=functools.partial(_posteriors.update_server, settings=settings),
-        replies=_posteriors.REPLIES,
-        result=_posteriors.result(functools.partial(_own, settings=settings)),
+        update_server=functools.partial(update_server, settings=settings),
+        replies=REPLIES,
+        result=result(functools.partial(_own, settings=settings)),
         needs=whole_network("nn.PFedBayes"),
         disclosure=AT_MEAN,
         unreported=functools.partial(_update_unreported, settings=settings),
@@ -129,3 +145,105 @@ def _own(
 ) -> Own:
     """q_k after one more round for the client alone."""
     return own_normal(client, _steps(client, personal, message, rng, settings)[0])
+
+
+# What algorithms share that average posteriors of independent normal weights: means and sds, each by itself -----------
+
+P = TypeVar("P")
+_NEAR = 0.2  # of log sds: if nine in ten differ by less from the start, they are no posterior
+_LEAST = 1e-18  # sd of a weight: the square of a smaller one is 0 in single precision, or near it
+Normal = tuple[Array, Array]  # means and sds of independent weights
+
+
+class PosteriorState(NamedTuple):
+    """What the next round needs."""
+
+    mean: Array  # (m,)
+    sd: Array  # (m,)
+
+
+class Settings(NamedTuple):
+    """How a client finds its posterior."""
+
+    training: Training
+    zeta: float
+    draws: int
+    spread: float
+    weights: str
+
+
+def checked(
+    learning_rate: float, epochs: int, batch_size: int, zeta: float, draws: int, spread: float, weights: str
+) -> Settings:
+    """Settings in range, or an error that says which is not."""
+    return Settings(
+        training_rule(learning_rate, epochs, batch_size),
+        positive("zeta", zeta),
+        whole("draws", draws),
+        between("spread", spread, 1e-8, 1e3, "[]", "it is a standard deviation of weights, in single precision"),
+        weights_rule(weights),
+    )
+
+
+def init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, spread: float) -> PosteriorState:
+    """The declared weights, hardly uncertain."""
+    mean = gaussian.mean(layout.prior)
+    return PosteriorState(mean, np.full(len(mean), spread))
+
+
+def broadcast(state: PosteriorState, client_id: str) -> Message:
+    """The shared posterior."""
+    return {"mean": state.mean, "sd": state.sd}
+
+
+def reply_of(client: ClientView, found: Normal, settings: Settings) -> Message:
+    """Terms of the weighted means, from what was found of all weights."""
+    weight, shared = weight_of(client, settings.weights), client.view(network_of).unit.shared_at
+    return {"mean": weight * found[0][shared], "sd": weight * found[1][shared], "weight": np.array(weight)}
+
+
+def own_normal(client: ClientView, q: Normal) -> Own:
+    """A client's own network with this posterior of all weights."""
+    mean, sd = q
+    return Own(client, mean, Subnetwork(mean, np.arange(len(mean)), sd**2))
+
+
+def update_server(state: PosteriorState, received: Received, *, settings: Settings) -> tuple[PosteriorState, Report]:
+    """Average means and sds; say where these are still those of the start."""
+    if not received.clients:
+        return state, Report(NetworkInfo(np.nan))
+    total = received.total
+    mean, sd = total["mean"] / total["weight"], total["sd"] / total["weight"]
+    change, message = moved(state.mean, mean)
+    if np.quantile(np.abs(np.log(sd / settings.spread)), 0.9) < _NEAR:
+        message += (
+            f". Sds of weights are still about spread={settings.spread:g}, where they began, and say nothing of what "
+            "is known: raise rounds= or learning_rate=, or take a smaller batch_size="
+        )
+    return PosteriorState(mean, sd), Report(NetworkInfo(change), message=message)
+
+
+def _reject(state: PosteriorState, reply: Message) -> str | None:
+    """Rows are counted, sds are such as single precision can square, and training has not run away."""
+    if reason := not_counted(reply, "weight"):
+        return reason
+    sd = reply["sd"] / reply["weight"]
+    least, most = float(np.min(sd)), GROWTH * (1.0 + float(np.max(state.sd)))
+    if not _LEAST <= least or not float(np.max(sd)) <= most:
+        wrong = least if not _LEAST <= least else float(np.max(sd))
+        return f"'sd' is {wrong:.3g} for one row somewhere, and must be from {_LEAST:.0e} to {most:.3g}"
+    return run_away("mean", reply["mean"] / reply["weight"], state.mean)
+
+
+def _details(state: PosteriorState) -> Details:
+    return {"sd": (("rows",), state.sd)}
+
+
+def result(personalise: PersonaliseFn[P]) -> Result[PosteriorState, P]:
+    """How to read the state: the shared means are the estimate, the sds a detail."""
+    return network_result(broadcast, personalise, Point[PosteriorState](lambda state: state.mean), _details)
+
+
+REPLIES = Replies[PosteriorState](
+    lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()}, _reject, always
+)
