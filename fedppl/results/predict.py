@@ -13,11 +13,11 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.model._template import read_indices, require_not_negative
 from fedppl.model.arrays import as_arrays
 from fedppl.model.client import ClientModel, dims_and_coords, model_at
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.enrolment import held_exactly, mismatch
+from fedppl.model.indices import read_indices, require_not_negative
 from fedppl.model.quiet import quiet
 from fedppl.model.stack import samples
 from fedppl.results import idata, means
