@@ -128,6 +128,55 @@ def test_rounds_without_a_client_are_void_and_then_the_end() -> None:
     assert len(found.records) == sums._VOID
 
 
+class _Changed:
+    """An engine that changes what one client answers."""
+
+    def __init__(self, inner: Any, change: Any) -> None:
+        self._inner, self._change = inner, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def exchange(self, *asked: Any) -> Any:
+        found = dict(self._inner.exchange(*asked))
+        reply = found["ward 1"]
+        found["ward 1"] = reply._replace(message={**reply.message, **self._change(reply.message)})
+        return found
+
+
+def _with_one_changed(change: Any) -> Any:
+    def engine(algorithm: Any, models: Any) -> Any:
+        return _Changed(fedppl.InProcess()(algorithm, models), change)
+
+    return fit(WARDS, hospitals(3), fedppl.Sums(starts=1), engine=engine)
+
+
+def test_who_keeps_sums_from_being_of_all_is_named_with_the_reason() -> None:
+    def no_errors(message: Any) -> Any:
+        return {"errors": np.nan * message["errors"]} if len(message["errors"]) else {}
+
+    with pytest.warns(ConvergenceWarning, match=r"sums need all 3 clients.*\['ward 1'\].*'errors' is not all finite"):
+        assert _with_one_changed(no_errors).status.value == "stalled"
+
+
+@pytest.mark.parametrize("name", ["values_lost", "squares", "constants", "answered"])
+def test_counts_and_squares_below_zero_are_refused(name: str) -> None:
+    with pytest.warns(ConvergenceWarning, match=f"'{name}' is below 0"):
+        _with_one_changed(lambda message: {name: np.asarray(message[name] * 0.0 - 1.0)})
+
+
+def test_a_message_names_the_setting_where_rounds_ran_out_and_no_client_that_is_none() -> None:
+    with pytest.warns(ConvergenceWarning, match="raise rounds="):
+        fit(WARDS, hospitals(3), fedppl.Sums(starts=1), rounds=1)
+
+    def gone(message: Any) -> Any:
+        return {"values": np.random.default_rng(1).normal(0, 1e6, np.shape(message["values"]))}
+
+    with pytest.warns(ConvergenceWarning, match="the search has not reached the mode") as told:
+        _with_one_changed(gone)
+    assert "['all clients']" not in str(told[0].message) and "warm start" not in str(told[0].message).split(":")[1]
+
+
 def test_other_modes_are_named() -> None:
     def sign(y: Any) -> pm.Model:
         with pm.Model() as model:

@@ -54,8 +54,9 @@ def fit(
     *,
     callback: Callable[[Round], bool | None] | None = None,
     progressbar: bool = True,
+    stacklevel: int = 3,
 ) -> Fit:
-    """See `fedppl.fit`."""
+    """See `fedppl.fit`; `stacklevel` is that of who called it, for warnings."""
     require_callback(callback)
     choice = algorithm if isinstance(algorithm, Choice) else None
     with Progress(options.rounds, show=progressbar) as progress:
@@ -115,9 +116,10 @@ def fit(
     if choice is not None and options.checkpoint is None and _goes_on(choice, run, status, stopped):
         logger.info("%s did not do, and the fit goes on by %s: %s", choice.first.name, choice.other.name, message)
         again = Options(options.rounds, options.engine, random_seed=run.seed)
-        return fit(model, clients, choice.other, again, callback=callback, progressbar=progressbar)
+        shown: dict[str, Any] = {"callback": callback, "progressbar": progressbar, "stacklevel": stacklevel + 1}
+        return fit(model, clients, choice.other, again, **shown)
     if algorithm.result.tests_convergence and not status.ok:
-        warnings.warn(ConvergenceWarning(told, result), stacklevel=3)
+        warnings.warn(ConvergenceWarning(told, result), stacklevel=stacklevel)
     return result
 
 
@@ -232,8 +234,9 @@ def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
         return Status.STALLED, f"no client ever sent a usable reply: {reasons}"
     last = run.records[-1]
     lost = ""
-    # What the algorithm was not told; where rounds ran out, failing clients may be why.
-    if last.failures and (status is Status.RUNNING or not message or not last.used):
+    # What the algorithm was not told, as of sums; where rounds ran out, failing clients may be why.
+    unnamed = bool(set(last.failures) - silent) and bool(run.algorithm.replies.summed(run.state))
+    if last.failures and (status is Status.RUNNING or not message or not last.used or unnamed):
         who = some_of(last.failures)
         lost = f"{len(last.failures)} of {last.n_asked} clients, {who}, sent no usable reply in the last round"
         lost = f"{lost}: {_distinct(last.failures.values())}"

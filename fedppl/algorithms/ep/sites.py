@@ -203,7 +203,7 @@ def _rescale(label: str) -> str:
 def _pole(label: str) -> str:
     """The log density curves upward without bound: no data do so, a scale that goes to zero does."""
     return (
-        f"Along {label} this client's density shoots up, as where a local scale has a single value and may go to 0: "
+        f"Along {label} the density shoots up, as where a local scale has a single value and may go to 0: "
         "declare a prior that keeps that scale from 0 (pm.InverseGamma), or share it, or compute without curvature: "
         "EP(local=fedppl.NUTS(), warm_start=False)"
     )

@@ -20,20 +20,21 @@ _MANY_PRIOR_SDS = 3.0
 # curvature has grown without bound meanwhile, less says so.
 _PINNED, _PINNED_BEYOND = 1e12, 1e6
 _LOG = "_log__"
+ALL = "all clients"  # of a search by sums, which is of one client that stands for them
 
 
-def why_not_arrived(sites: Sites, state: WarmStart) -> str:
-    """Say that the search has not arrived, where it stands, and what helps."""
+def why_not_arrived(sites: Sites, state: WarmStart, search: str = "the warm start") -> str:
+    """Say that the search, so called, has not arrived, where it stands, and what helps."""
     silent = [client_id for client_id, k in sites.where.items() if not state.has_replied[k]]
     if silent:
-        return f"the warm start needs every client once, and clients {silent[:5]} have not answered"
+        return f"{search} needs every client once, and clients {silent[:5]} have not answered"
     absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
     cause = (
         f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
         if absent
         else _cause(sites, state.anchor, dict(state.unusable), dict(state.reasons))
     )
-    return f"the warm start has not reached the mode of the marginal posterior: {cause}"
+    return f"{search} has not reached the mode of the marginal posterior: {cause}"
 
 
 def pulls_alone(sites: Sites, x: Array) -> str:
@@ -134,7 +135,7 @@ def _stopped(unusable: dict[str, str]) -> str:
     if not unusable:
         return ""
     reasons = list(dict.fromkeys(reason for reason in unusable.values() if reason))
-    return f"expansions of clients {list(unusable)[:5]} cannot be used at points on the way" + (
+    return f"expansions of {_who(list(unusable))} cannot be used at points on the way" + (
         f": {reasons[0]}" if reasons else "; look at their data, and at the priors of their local variables"
     )
 
@@ -159,8 +160,8 @@ def _convex(sites: Sites, point: Array) -> str:
     own = np.einsum("kij,i,j->k", dense(sites.precision, sites.structure), axis, axis)
     clients = [client_id for client_id, k in sites.where.items() if own[k] < 0.1 * own.min()]
     return (
-        f"at {_at(sites.labels, point, _named(sites.labels, vectors[:, 0]))} the density curves upward, at clients "
-        f"{clients[:5]} the most: it shoots up nearby, as where a local scale has a single value and may go to 0, or "
+        f"at {_at(sites.labels, point, _named(sites.labels, vectors[:, 0]))} the density curves upward, at "
+        f"{_who(clients)} the most: it shoots up nearby, as where a local scale has a single value and may go to 0, or "
         "has several modes. Declare a prior that keeps such a scale from 0 (pm.InverseGamma), or share it, or compute "
         "without curvature: EP(local=fedppl.NUTS(), warm_start=False)"
     )
@@ -177,6 +178,10 @@ def _named(labels: tuple[str, ...], axis: Array) -> list[str]:
     """Coordinates that an axis lies in."""
     size = np.abs(axis)
     return [labels[j] for j in np.flatnonzero(size > 0.3 * size.max())]
+
+
+def _who(clients: list[str]) -> str:
+    return ALL if clients == [ALL] else f"clients {clients[:5]}"
 
 
 def _variable(label: str) -> str:

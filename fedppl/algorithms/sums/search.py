@@ -17,13 +17,12 @@ from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
 from fedppl.algorithms.ep.starts import Mode, Starts
 from fedppl.algorithms.ep.warm_start import LENGTHS, WarmStart
-from fedppl.algorithms.ep.why import why_not_arrived
+from fedppl.algorithms.ep.why import ALL, why_not_arrived
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import whitened_points
 from fedppl.structure import full
 from fedppl.types import Array, Layout, Message
 
-ALL = "all clients"
 _BUDGET = 25  # exchanges of a search: a dozen do even from a prior a million times too wide
 _WIDTH = 0.1  # sds by the curvature along a coordinate, or of its prior, over which values are differenced
 _NARROWER = 0.25  # of a stencil at which values are missing
@@ -120,7 +119,7 @@ def step(search: Search, values: Array) -> Searched:
     sites, newton, _ = _warm_start.step(search.sites, search.newton, {ALL: reply})
     after = search._replace(sites=sites, newton=newton, narrowed=1.0)
     if not newton.arrived and newton.spent < _BUDGET and not _is_known(after):
-        return Searched(after, False, "", why_not_arrived(sites, newton))
+        return Searched(after, False, "", why_not_arrived(sites, newton, "the search"))
     return _ended(after)
 
 
@@ -139,7 +138,7 @@ def _ended(search: Search) -> Searched:
         if starts.said:
             return Searched(search._replace(sites=sites, starts=starts), False, starts.said, "")
     elif not newton.arrived:
-        return Searched(search, False, why_not_arrived(sites, newton), "")
+        return Searched(search, False, why_not_arrived(sites, newton, "the search"), "")
     after = search._replace(sites=sites, starts=None)
     if search.some < 1.0:
         some = min(1.0, _GROWTH * search.some)

@@ -44,6 +44,7 @@ _VOID = 3  # rounds in a row in which a client is missing
 _MANY = 500  # clients from which fewer points do, as the sum hardly departs from a quadratic
 _FEW_POINTS = 64  # of them
 _SINGLE, _MOST_SINGLE = 1024, 512  # points of a scramble at which single clients are asked; clients of whom all are
+_COUNTS = ("values_lost", "left_out_lost", "squares", "constants", "improper", "answered")
 _DRAWN = 4096  # points of q for clients' draws, where no weighted ones are
 
 
@@ -262,7 +263,10 @@ def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
 
 
 def _implausible(state: SumsState, reply: Message) -> str | None:
-    return implausible_values(reply, ("values",))
+    for name in _COUNTS:
+        if np.min(reply[name], initial=0.0) < 0.0:
+            return f"{name!r} is below 0, and counts and squares are not; look at this client's versions"
+    return implausible_values(reply, ("values", "left_out"))
 
 
 # Rounds at the server ------------------------------------------------------------------------------------------------
@@ -278,7 +282,10 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         void = state.void + 1
         is_search = isinstance(phase, Search) and bool(np.any(phase.newton.move))
         missing = f"sums need all {count} clients, and {received.clients} answered"
-        remedy = "leave participation= out, or use fedppl.EP(), which keeps the site of who is missing"
+        remedy = (
+            "ask all, without participation=, reporting= or a short deadline=, and mend what keeps one from answering; "
+            "or use fedppl.EP(), which keeps the site of who is missing"
+        )
         if void >= _VOID or not is_search:
             status = Status.STALLED if void >= _VOID else Status.RUNNING
             return state._replace(void=void), Report(_info(phase), status, f"{missing}: {remedy}")
@@ -318,12 +325,12 @@ def _searched(state: SumsState, phase: Search, values: Array, points: int, pilot
     sites = found.search.sites
     many = len(state.clients) > _MANY
     weighing = _weigh.begin(sites.q, sites.prior, sites.labels, few, state.stream, many=many)
-    return after._replace(phase=weighing), Report(info, message="nothing is weighed yet")
+    return after._replace(phase=weighing), Report(info, message="nothing is weighed yet: raise rounds=")
 
 
 def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> tuple[SumsState, Report]:
     """Values at the points of a batch; another one, or the end."""
-    count = len(state.clients)
+    count, more = len(state.clients), "raise rounds="
     state = state._replace(looked=True)
     alike, by_chance = np.asarray(sums["constants"], dtype=float)
     in_common = 1.0 + (count - 1.0) / STREAMS  # of many clients some have their random points in common
@@ -338,14 +345,14 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     taken = _weigh.taken_in(phase, answer)
     if taken is None:
         again = _weigh.with_all_integrated(phase)
-        return state._replace(phase=again), Report(_info(again), message="integrals over clients' own variables vary")
+        return state._replace(phase=again), Report(_info(again), message=f"integrals over clients' own variables vary: {more}")
     few = min(points, _FEW_POINTS) if count > _MANY else points
     each = max(64, few // 4) if phase.everywhere else few
     remedy = f"fedppl.Sums(points={4 * points})"
     judged = _weigh.next_stage(*taken, each, state.stream, remedy)
     after, info = state._replace(phase=judged.state), _info(judged.state)
     if not judged.done:
-        return after, Report(info, message="the weights are not trusted yet")
+        return after, Report(info, message=f"the weights are not trusted yet: {more}")
     if not judged.state.trusted:
         cause = hardly_a_prior(state.prior, phase.labels)
         return after, Report(info, Status.STALLED, "; ".join(filter(None, (judged.message, cause))))
