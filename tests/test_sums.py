@@ -83,6 +83,7 @@ def test_a_random_intercept_is_that_of_quadrature(count: int) -> None:
         assert abs(row["mean"] - mean[place]) < 4 * row["mcse_mean"] + 0.005 * sd[place]
         assert abs(row["sd"] / sd[place] - 1) < 4 * row["mcse_sd"] / sd[place] + 0.005
         assert row["mcse_mean"] < 0.03 * sd[place]
+    assert found.log_evidence.method == "sums"
     assert abs(found.log_evidence.value - evidence) < 4 * found.log_evidence.error + 0.005
 
 
@@ -175,6 +176,27 @@ def test_a_message_names_the_setting_where_rounds_ran_out_and_no_client_that_is_
     with pytest.warns(ConvergenceWarning, match="the search has not reached the mode") as told:
         _with_one_changed(gone)
     assert "['all clients']" not in str(told[0].message) and "warm start" not in str(told[0].message).split(":")[1]
+
+
+def test_a_bent_ridge_is_no_saddle() -> None:
+    """A product is known well and its factors are not: along the ridge the density falls slowly, to both sides."""
+
+    def product(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            a, b = pm.HalfNormal("a", 3), pm.HalfNormal("b", 3)
+            pm.Normal("obs", a * b, 0.1, observed=pm.Data("y", y))
+        return model
+
+    clients = {"a": {"y": np.array([1.0, 1.1])}, "b": {"y": np.array([0.9])}}
+    found = fit(fedppl.FederatedModel(product, ["a", "b"]), clients, fedppl.Sums())
+    assert found.status.value == "converged"
+    log_a, log_b = np.meshgrid(np.linspace(-8, 4, 1001), np.linspace(-8, 4, 1001), indexing="ij")
+    off = sum(((y - np.exp(log_a + log_b)) / 0.1) ** 2 for data in clients.values() for y in data["y"])
+    w = np.exp(log_a + log_b - (np.exp(2 * log_a) + np.exp(2 * log_b)) / 18 - off / 2)
+    mean = np.sum(w * np.exp(log_a)) / w.sum()
+    sd = np.sqrt(np.sum(w * (np.exp(log_a) - mean) ** 2) / w.sum())
+    row = found.summary().loc["a"]
+    assert abs(row["mean"] - mean) < 4 * row["mcse_mean"] and abs(row["sd"] - sd) < 4 * row["mcse_sd"]
 
 
 def test_other_modes_are_named() -> None:

@@ -24,7 +24,7 @@ from fedppl.structure import full
 from fedppl.types import Array, Layout, Message
 
 _BUDGET = 25  # exchanges of a search: a dozen do even from a prior a million times too wide
-_WIDTH = 0.1  # sds by the curvature along a coordinate, or of its prior, over which values are differenced
+_WIDTH = 0.1  # sds by the curvature along an axis, or of the prior, over which values are differenced
 _NARROWER = 0.25  # of a stencil at which values are missing
 _WITHIN = 3.0  # times as near as two points of one mode may lie apart
 _SCANNED, _BASIN = 256, 0.3  # points of the prior; prior sds, in a coordinate at least, that searches begin apart
@@ -74,16 +74,20 @@ def begin_at(search: Search, point: Array) -> Search:
     return search._replace(newton=newton, starts=None, some=1.0, scanned=search.scanned[:0])
 
 
-def widths(search: Search) -> Array:
-    """Lengths (m,) over which values are differenced."""
-    sds = gaussian.standard_deviations(search.sites.prior)
-    curved = np.diag(search.sites.q.precision)
-    by_curvature = np.where(curved > 0.0, 1.0 / np.sqrt(np.maximum(curved, 1e-300)), np.inf)
-    return np.asarray(search.narrowed * _WIDTH * np.minimum(sds, by_curvature))
+def steps(search: Search) -> Array:
+    """Steps, columns (m, m), along which values are differenced: principal axes of the curvature so far.
+
+    Along coordinates differences are off by what a third derivative adds across a ridge, which is more than the
+    curvature along it.
+    """
+    root = np.linalg.inv(np.linalg.cholesky(search.sites.prior.precision))
+    values, vectors = np.linalg.eigh(root @ search.sites.q.precision @ root.T)
+    lengths = search.narrowed * _WIDTH / np.sqrt(np.maximum(values, 1.0))
+    return np.asarray(root.T @ vectors * lengths)
 
 
 def stencil(size: int) -> Array:
-    """Points, in widths, from which a quadratic is told: (1 + 2 m + m (m − 1) / 2, m)."""
+    """Points, in steps, from which a quadratic is told: (1 + 2 m + m (m − 1) / 2, m)."""
     unit = np.eye(size)
     both = [unit[i] + unit[j] for i, j in itertools.combinations(range(size), 2)]
     return np.concatenate([np.zeros((1, size)), unit, -unit, np.reshape(both, (-1, size))])
@@ -94,7 +98,7 @@ def points(search: Search) -> Array:
     if len(search.heights) < len(search.scanned):
         return search.scanned
     at, move = search.newton.point, search.newton.move
-    about = at + stencil(len(at)) * widths(search)
+    about = at + stencil(len(at)) @ steps(search).T
     return np.concatenate([about, _warm_start.along(at, move)[_looked_at(search)]]) if np.any(move) else about
 
 
@@ -115,7 +119,7 @@ def step(search: Search, values: Array) -> Searched:
         ray[_looked_at(search)] = np.where(np.isfinite(values[count:]), values[count:], NO_VALUE)
     if np.isfinite(about[0]) and not np.all(np.isfinite(about)) and search.narrowed > _NARROWER**3:
         return Searched(search._replace(narrowed=_NARROWER * search.narrowed), False, "", "values are missing nearby")
-    reply = _reply(about, widths(search), ray)
+    reply = _reply(about, steps(search), ray)
     sites, newton, _ = _warm_start.step(search.sites, search.newton, {ALL: reply})
     after = search._replace(sites=sites, newton=newton, narrowed=1.0)
     if not newton.arrived and newton.spent < _BUDGET and not _is_known(after):
@@ -172,9 +176,9 @@ def _is_known(search: Search) -> bool:
     return near and bool(np.isfinite(newton.objective))
 
 
-def _reply(about: Array, width: Array, ray: Array) -> Message:
-    """Value, gradient and Hessian from values at the stencil."""
-    m = len(width)
+def _reply(about: Array, along: Array, ray: Array) -> Message:
+    """Value, gradient and Hessian from values at the stencil of these steps (m, m)."""
+    m = len(along)
     if not np.all(np.isfinite(about)):
         nothing = np.zeros((m, m))
         return {
@@ -187,9 +191,11 @@ def _reply(about: Array, width: Array, ray: Array) -> Message:
     hessian = np.diag(high - 2.0 * middle + low)
     for n, (i, j) in enumerate(itertools.combinations(range(m), 2)):
         hessian[i, j] = hessian[j, i] = about[1 + 2 * m + n] - high[i] - high[j] + middle
+    inverse = np.linalg.inv(along)
+    whole = inverse.T @ hessian @ inverse
     return {
         "value": np.array(middle),
-        "gradient": 0.5 * (high - low) / width,
-        "hessian": gaussian.pack_triangle(hessian / np.outer(width, width)),
+        "gradient": inverse.T @ (0.5 * (high - low)),
+        "hessian": gaussian.pack_triangle(0.5 * (whole + whole.T)),
         "ray": ray,
     }
