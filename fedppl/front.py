@@ -50,7 +50,7 @@ def rounds(
         As in `fit`.
     rounds
         Number of rounds in all after which it stops; None runs until converged or the caller stops. Rounds of a start
-        that has a budget of its own, as EP's warm start has, do not count.
+        that has a budget of its own, as the searches of `Sums` and `EP` have, do not count.
 
     Yields
     ------
@@ -122,7 +122,7 @@ def fit(
         depends on no outcome (missing at random), so that leaving it out is exact, for counts and classes too, and
         `Fit.predict` gives it afterwards. Missing predictors are refused, and rows that do not stand for themselves.
     rounds
-        Largest number of rounds, those of EP's warm start not counted.
+        Largest number of rounds, those of a search for the mode not counted.
     engine
         The engine that moves the messages; by default ``fedppl.InProcess()``.
     participation
@@ -152,8 +152,9 @@ def fit(
         Seed of every random stream.
     start
         A fit of the same declaration by the same algorithm, whose clients may be others or have had other rows: what it
-        knows of those that are here is where this one begins. For `EP`, which then has no warm start, whatever
-        `starts`. A run that goes on from a checkpoint goes on from there.
+        knows of those that are here is where this one begins. For `Sums`, whose one search begins at that posterior,
+        and `EP`, which then has no warm start, whatever `starts`. A run that goes on from a checkpoint goes on from
+        there.
 
     Returns
     -------

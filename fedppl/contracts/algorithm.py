@@ -111,7 +111,7 @@ class LogEvidence(NamedTuple):
 
     value: float
     error: float
-    method: str = "correction"  # or "EP": an approximation, whose own error is not in the standard error
+    method: str = "correction"  # or "sums"; or "EP": an approximation, whose own error is not in the standard error
 
 
 class WithoutClient(NamedTuple):

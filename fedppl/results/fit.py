@@ -187,12 +187,12 @@ class Fit(Ended):
 
     @functools.cached_property
     def log_evidence(self) -> LogEvidence:
-        r"""Log marginal likelihood of all clients' data, with its standard error, from the correction.
+        r"""Log marginal likelihood of all clients' data, with its standard error, by `Sums` or by `EP`'s correction.
 
         .. math:: \log \int p(\phi) \prod_k \int p(y_k, \theta_k \mid \phi)\, d\theta_k\, d\phi
 
-        Where no correction was asked for, and the clients are in this process, EP's own approximation: its ``method``
-        is "EP", and its ``error`` only that of computing it, not of approximating.
+        ``method`` says which: "sums", "correction", or where no correction was asked for, and the clients are in this
+        process, "EP": its own approximation, with an ``error`` only of computing it, not of approximating.
 
         Raises
         ------
@@ -200,13 +200,13 @@ class Fit(Ended):
             Where sites of their own had no correction, or the priors have no normalising constant that is known
             (pm.Potential, pm.Flat).
         NotConvergedError
-            Where the correction is not to be trusted, or the run ended before it or, without one, did not converge.
+            Where weights or the correction are not to be trusted, or the run ended before or did not converge.
 
         Notes
         -----
-        *When this fails.* The points lie around the mode that EP found. Another one, apart from it, is not seen, and
-        its mass is missing without a word: ``EP(starts=...)`` looks for others first. A client that adds a constant to
-        its log densities moves no moment, but this: `trust=` does not protect from it.
+        *When this fails.* The points lie around the mode that was found. Another one, apart from it, is not seen, and
+        its mass is missing without a word: ``Sums(starts=...)`` and ``EP(starts=...)`` look for others first. A client
+        that adds a constant to its log densities moves no moment, but this: `trust=` does not protect from it.
         """
         shared = self.algorithm.result.shared
         if not isinstance(shared, Posterior):
@@ -305,7 +305,10 @@ class Fit(Ended):
         chains: int = 4,
         random_seed: int | None = None,
     ) -> Any:
-        """Posterior of one client's θ_k, drawn at the client from cavity x local likelihood (FedLin eq. 8).
+        """Posterior of one client's θ_k, drawn at the client: by `EP` from cavity x local likelihood (FedLin eq. 8).
+
+        Where the shared posterior is weighted points, by `Sums` or corrected, φ is one of these, and θ_k is drawn given
+        it and the client's rows.
 
         Parameters
         ----------

@@ -334,14 +334,14 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     Parameters
     ----------
     fits
-        Name of a model to its fit by `EP`; all of the same clients, with the same observations.
+        Name of a model to its fit by `Sums` or `EP`; all of the same clients, with the same observations.
 
     Returns
     -------
     pandas.DataFrame
         A row a model: ``rank``, ``log_evidence`` and its standard error ``se``, ``difference`` to the best with the
         standard error ``dse``, ``probability`` where each model was as likely before the data, and the ``method`` of
-        `Fit.log_evidence`: "correction", or "EP", an approximation whose own error is in no standard error.
+        `Fit.log_evidence`: "sums", "correction", or "EP", an approximation whose own error is in no standard error.
 
     Raises
     ------
@@ -351,7 +351,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     DataError
         If the fits are of other clients or of other observations.
     NotConvergedError
-        Where a correction is not to be trusted.
+        Where weights or a correction are not to be trusted.
 
     Examples
     --------

@@ -345,7 +345,8 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     taken = _weigh.taken_in(phase, answer)
     if taken is None:
         again = _weigh.with_all_integrated(phase)
-        return state._replace(phase=again), Report(_info(again), message=f"integrals over clients' own variables vary: {more}")
+        varies = f"integrals over clients' own variables vary: {more}"
+        return state._replace(phase=again), Report(_info(again), message=varies)
     few = min(points, _FEW_POINTS) if count > _MANY else points
     each = max(64, few // 4) if phase.everywhere else few
     remedy = f"fedppl.Sums(points={4 * points})"
@@ -394,7 +395,7 @@ def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidenc
     # Of a prior that is not Gaussian the clients' shares make up, its constant included.
     of_prior = 0.0 if state.prior_share else gaussian.log_integral(phase.prior)
     value = gaussian.log_integral(phase.q) - of_prior + phase.found.log_ratio
-    return LogEvidence(value, float(np.hypot(phase.log_integral_error, off)))
+    return LogEvidence(value, float(np.hypot(phase.log_integral_error, off)), "sums")
 
 
 def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
