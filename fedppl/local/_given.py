@@ -140,7 +140,6 @@ def _log_candidates(z: Array) -> tuple[Array, Array]:
 # there. The density of c is that of the quadrature that `_conditional` has for log f_k: of one coordinate as a curve
 # through its nodes, and of two spread out between them, from where trajectories move on.
 
-_NUMBERS = 2**22  # numbers in the points that are held at a time
 _FUNNEL_NODES = 11  # of each coordinate where there are two
 _NEWTON = 2  # steps: of what is Gaussian one would do, but for rounding
 _FAR = (4, 6)  # arsinh of sds: 27, and where something is left out there 202
@@ -203,7 +202,7 @@ def _by_grid(client: ClientView, about: _Quadrature, which: Places, rest: Places
 def _in_chunks(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
     """As `_centered`, which moves the nodes, with not too much held at a time."""
     count, m = about.phi.shape
-    chunk = max(1, _NUMBERS // (len(rule.nodes) * about.modes.shape[1] * (m + about.modes.shape[1])))
+    chunk = max(1, _AT_ONCE // (len(rule.nodes) * about.modes.shape[1] * (m + about.modes.shape[1])))
     found = []
     for first in range(0, count, chunk):
         part = _Quadrature(*(values[first : first + chunk] for values in about))
