@@ -40,7 +40,9 @@ _ASKED_AT = (0.5, -1.0, 3.0, -10.0)  # sds from a mode, at which it is looked at
 _EQUAL, _ROUNDING = 1e-6, 1e-10  # of what a Gaussian changes by, and of the density, by which others may differ
 _EACH = 512  # clients from which rules are chosen by a sample
 _SAMPLE = 128  # of these
-_NODES = {1: 15, 2: 9, 3: 7}  # of each coordinate where clients are many, by the number of coordinates
+_NODES = {1: (5, 7, 9, 15), 2: (5, 9), 3: (5, 7)}  # of each coordinate where clients are many, by their number
+_FINER = {1: 31, 2: 15, 3: 11}  # nodes that these are held against
+_OFF = 0.2  # log units, standard error of what a rule leaves of the sum: nearly all of it is a constant
 
 LeftOutFn = Callable[[ClientView, Array, Array, Laplace], Factor]
 
@@ -201,8 +203,7 @@ def summed(
         return found
     if not len(known) or stack.left_out is None:
         return _added([found, *(one.values for one in over(rest, _nothing))], points, known)
-    each = np.concatenate([one.each for one in of_careful])
-    cheap = _cheaper(stack, lambda way: over(careful, way), each, len(rest))
+    cheap = _cheaper(stack, points[known], center, careful, len(rest))
     found = _added([found, *(one.values for one in over(rest, cheap.way))], points, known)
     scale = len(places) / len(careful)
     return found._replace(
@@ -215,7 +216,7 @@ def summed(
 
 class _Part(NamedTuple):
     values: Values
-    each: Array  # (C, T) what Laplace's approximation leaves out
+    each: Array  # (C, T) what Laplace's approximation leaves out; of clients that have a mode
 
 
 _Way = Callable[[Stacked, Places, Array, Array, Laplace], tuple[Array, Array, list[Constant]]]
@@ -323,17 +324,45 @@ class _Cheap(NamedTuple):
     chance: Array  # (T,) standard error of that
 
 
-def _cheaper(stack: Stacked, at_sample: Callable[[_Way], list[_Part]], careful: Array, count: int) -> _Cheap:
+def _cheaper(stack: Stacked, points: Array, center: Array, places: Places, count: int) -> _Cheap:
     """One rule for all, whatever the points, so that what it is off by alike is the same in all exchanges.
 
-    The careful values of a sample, (C, T), say by how much it is off in the sum over so many clients.
+    The careful values of a sample, the clients in these places, say by how much it is off in the sum over so many. They
+    have errors too, alike at all points of an exchange: they are held against those at the center, and these at the
+    center alone say what the constant is.
     """
     d = stack.starts.shape[1]
-    way = functools.partial(_by_rule, rule=by_grid(d, _NODES[d])) if d in _NODES else _nothing
-    differ = careful - np.concatenate([one.each for one in at_sample(way)])
-    differ = differ[np.all(np.isfinite(differ), axis=1)]
-    apart = differ - differ.mean(axis=1, keepdims=True)  # a constant moves nothing
-    return _Cheap(way, count * differ.mean(axis=0), count * apart.std(axis=0) / np.sqrt(max(len(differ), 1)))
+    way = functools.partial(_by_rule, rule=_chosen_rule(stack, center, places, count)) if d in _NODES else _nothing
+
+    def differences(at: Array) -> Array:
+        known = np.arange(len(at), dtype=np.int64)
+        careful, cheap = (_part(stack, at, known, center, places, one).each for one in (_careful, way))
+        return careful - cheap
+
+    alone = differences(center[None])
+    differ = differences(np.concatenate([points, center[None]]))
+    told = np.all(np.isfinite(differ), axis=1) & np.isfinite(alone[:, 0])
+    apart = (differ[:, :-1] - differ[:, -1:])[told]
+    by_chance = count * apart.std(axis=0) / np.sqrt(max(len(apart), 1))
+    return _Cheap(way, count * (apart.mean(axis=0) + alone[told].mean()), by_chance)
+
+
+def _chosen_rule(stack: Stacked, center: Array, places: Places, count: int) -> Rule:
+    """The smallest grid that a sample of clients, in these places, has the same integrals by at a center as by more."""
+    d = stack.starts.shape[1]
+    at, rows = pairs.origins(stack.of, center, stack.starts[places], places), np.arange(len(places))
+    phi = np.broadcast_to(center, (len(places), len(center)))
+    about = pairs.laplace(stack.of, at, rows, places, phi)
+
+    def integrals(nodes: int) -> Array:
+        return np.asarray(logsumexp(pairs.node_terms(stack.of, about, phi, places, by_grid(d, nodes)), axis=1))
+
+    fine = integrals(_FINER[d])
+    for nodes in _NODES[d]:
+        apart = integrals(nodes) - fine
+        if count * np.nanstd(apart) <= _OFF * np.sqrt(len(places)):
+            break
+    return by_grid(d, nodes)
 
 
 def _asked(stack: Stacked, some: float) -> Places:

@@ -34,13 +34,20 @@ def smooth_over(
     straight = (points - np.median(points, axis=0)) / scale
     held_out = np.arange(len(few)) % 4 == 3
     try:
-        for white, kernel in ((np.arcsinh(straight), "thin_plate_spline"), (straight, "cubic")):
-            fit = functools.partial(RBFInterpolator, kernel=kernel, degree=1)
+        tried = []
+        for white, kernel, degree in (
+            (np.arcsinh(straight), "thin_plate_spline", 1),
+            (straight, "cubic", 1),
+            (straight, "cubic", 2),
+        ):
+            if degree > 1 and 2 * (~held_out).sum() < 3 * (points.shape[1] + 1) * (points.shape[1] + 2) / 2:
+                continue
+            fit = functools.partial(RBFInterpolator, kernel=kernel, degree=degree)
             foretold = fit(white[few[~held_out]], known[~held_out])(white[few[held_out]])
             missed = foretold[:, 0] - known[held_out, 0]
-            if np.median(np.abs(missed)) <= enough and np.quantile(np.abs(missed), 0.9) <= 10 * enough:
-                break
-        else:
+            tried.append((float(np.median(np.abs(missed))), missed, white, fit))
+        least, missed, white, fit = min(tried, key=lambda one: one[0])
+        if not (least <= enough and np.quantile(np.abs(missed), 0.9) <= 10 * enough):
             return None
         found = fit(white[few], known)(white)
         nearest = cKDTree(white[few[held_out]]).query(white, k=min(_NEAREST, len(missed)))[1]

@@ -9,6 +9,7 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.algorithms.ep import sites as _sites
@@ -25,10 +26,12 @@ from fedppl.types import Array, Layout, Message
 
 _BUDGET = 25  # exchanges of a search: a dozen do even from a prior a million times too wide
 _WIDTH = 0.1  # sds by the curvature along an axis, or of the prior, over which values are differenced
+_WIDER = 1.0  # sds by the curvature, of many clients: third derivatives weigh little, and these points are to tell more
 _NARROWER = 0.25  # of a stencil at which values are missing
 _WITHIN = 3.0  # times as near as two points of one mode may lie apart
 _SCANNED, _BASIN = 256, 0.3  # points of the prior; prior sds, in a coordinate at least, that searches begin apart
-_FIRST, _GROWTH = 256, 64  # clients that are asked first, and times as many that are asked next
+_FIRST, _GROWTH = 256, 16  # clients that are asked first, and times as many that are asked next
+_ARRIVED = 1.0  # posterior sds that the last step may have: points about it reach several times as far
 
 
 class Search(NamedTuple):
@@ -39,6 +42,8 @@ class Search(NamedTuple):
     starts: Starts | None
     narrowed: float  # of the stencil's width, where values were missing
     some: float  # part of the clients that is asked
+    grown: bool  # whether fewer of them have arrived before
+    exact: bool  # whether θ is integrated at the stencil
     scanned: Array  # (N, m) points of the prior that are looked at first, for where searches begin
     heights: Array  # (N,) log posterior there; (0,) before
 
@@ -58,7 +63,7 @@ def begin(layout: Layout, clients: int, starts: int, stream: int) -> Search:
     some = 1.0 if clients <= 2 * _FIRST else _FIRST / clients
     sites = _sites.empty(layout, (ALL,), full(layout.size))
     scanned = _scan(sites.prior, stream) if others is not None else np.zeros((0, layout.size))
-    return Search(sites, _warm_start.start(layout, 1), others, 1.0, some, scanned, np.zeros(0))
+    return Search(sites, _warm_start.start(layout, 1), others, 1.0, some, False, False, scanned, np.zeros(0))
 
 
 def _scan(prior: Gaussian, stream: int) -> Array:
@@ -82,7 +87,8 @@ def steps(search: Search) -> Array:
     """
     root = np.linalg.inv(np.linalg.cholesky(search.sites.prior.precision))
     values, vectors = np.linalg.eigh(root @ search.sites.q.precision @ root.T)
-    lengths = search.narrowed * _WIDTH / np.sqrt(np.maximum(values, 1.0))
+    width = _WIDER if search.exact else _WIDTH
+    lengths = search.narrowed * np.minimum(_WIDTH, width / np.sqrt(np.maximum(values, 1.0)))
     return np.asarray(root.T @ vectors * lengths)
 
 
@@ -102,13 +108,22 @@ def points(search: Search) -> Array:
     return np.concatenate([about, _warm_start.along(at, move)[_looked_at(search)]]) if np.any(move) else about
 
 
+def known(search: Search) -> NDArray[np.intp]:
+    """Places of points at which θ is integrated: of many clients what Laplace leaves out moves the mode by many sds."""
+    is_scan = len(search.heights) < len(search.scanned)
+    return np.arange(0 if is_scan or not search.exact else len(stencil(len(search.newton.point))))
+
+
 def _looked_at(search: Search) -> Array:
     """Which lengths of the last step are."""
     return np.asarray(LENGTHS <= _warm_start.reach(search.sites.prior, search.newton))
 
 
-def step(search: Search, values: Array) -> Searched:
-    """Take in values (S,) of Σ_k log f_k at the points, NaN where a client has none: the next point, or the end."""
+def step(search: Search, values: Array, clients: float) -> Searched:
+    """Take in values (S,) of Σ_k log f_k at the points, NaN where a client has none: the next point, or the end.
+
+    They are of so many clients, by what a part of them says.
+    """
     if len(search.heights) < len(search.scanned):
         heights = np.nan_to_num(values + gaussian.log_kernel(search.sites.prior, search.scanned), nan=-np.inf)
         return Searched(search._replace(heights=heights), False, "", "the prior was looked through")
@@ -121,6 +136,11 @@ def step(search: Search, values: Array) -> Searched:
         return Searched(search._replace(narrowed=_NARROWER * search.narrowed), False, "", "values are missing nearby")
     reply = _reply(about, steps(search), ray)
     sites, newton, _ = _warm_start.step(search.sites, search.newton, {ALL: reply})
+    # Of many clients third derivatives weigh little next to second ones: so long a step is right to less than an sd.
+    most = _ARRIVED * clients**0.25 if search.grown else _ARRIVED
+    newton = newton._replace(arrived=newton.arrived or (newton.whole and newton.change < most))
+    if search.grown:  # a quadratic about the mode of fewer clients is to be believed, and points along it cost
+        newton = newton._replace(move=np.zeros_like(newton.move), anchor=newton.point)
     after = search._replace(sites=sites, newton=newton, narrowed=1.0)
     if not newton.arrived and newton.spent < _BUDGET and not _is_known(after):
         return Searched(after, False, "", why_not_arrived(sites, newton, "the search"))
@@ -144,13 +164,19 @@ def _ended(search: Search) -> Searched:
     elif not newton.arrived:
         return Searched(search, False, why_not_arrived(sites, newton, "the search"), "")
     after = search._replace(sites=sites, starts=None)
+    if search.some < 1.0 and not search.exact:  # once more, with what Laplace leaves out
+        return Searched(_from_here(after)._replace(exact=True), False, "", "θ is integrated")
     if search.some < 1.0:
         some = min(1.0, _GROWTH * search.some)
-        some = 1.0 if some > 0.25 else some
-        again = begin_at(after, gaussian.mean(sites.q))._replace(some=some)
-        still = again.newton._replace(move=np.zeros_like(again.newton.move), anchor=again.newton.point)
-        return Searched(again._replace(newton=still), False, "", "more clients are asked")
+        again = _from_here(after)._replace(some=1.0 if some > 0.25 else some, grown=True)
+        return Searched(again, False, "", "more clients are asked")
     return Searched(after, True, "", "")
+
+
+def _from_here(search: Search) -> Search:
+    """A search from the mode, with nothing said of the way there."""
+    again = begin_at(search, gaussian.mean(search.sites.q)).newton
+    return search._replace(newton=again._replace(move=np.zeros_like(again.move), anchor=again.point))
 
 
 def _highest(search: Search, mode: Mode, count: int) -> Array:

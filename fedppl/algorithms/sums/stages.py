@@ -51,8 +51,13 @@ def pooled(estimates: tuple[Estimate, ...]) -> Estimate:
 
 def _agree(one: Estimate, other: Estimate) -> bool:
     """Whether two stages say the same: a surrogate whose tails were made up says something else, of a small error."""
-    own, others = (jackknife([sizes(left, each.moments) for left in each.without]) for each in (one, other))
-    return float(np.max(np.abs(sizes(one.moments, other.moments)))) <= BY_CHANCE * float(np.hypot(own, others))
+    by_chance = float(np.hypot(chance_of(one), chance_of(other)))
+    return float(np.max(np.abs(sizes(one.moments, other.moments)))) <= BY_CHANCE * by_chance
+
+
+def chance_of(one: Estimate) -> float:
+    """Standard error of a mean or a log sd, in posterior sds."""
+    return jackknife([sizes(left, one.moments) for left in one.without])
 
 
 def sizes(moments: Array, other: Array) -> Array:

@@ -23,7 +23,7 @@ from fedppl.algorithms.size import say_if_large
 from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
 from fedppl.algorithms.sums.search import Search
-from fedppl.algorithms.sums.weigh import NOISE, Answer, Weighing
+from fedppl.algorithms.sums.weigh import NOISE, Answer, Known, Weighing
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
 from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.contracts.client import FactorFn
@@ -42,7 +42,7 @@ from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message,
 _LOCAL = NestedLaplace()
 _VOID = 3  # rounds in a row in which a client is missing
 _MANY = 500  # clients from which fewer points do, as the sum hardly departs from a quadratic
-_FEW_POINTS = 64  # of them
+_FEW_POINTS, _FEWER_POINTS, _VALUES = 64, 32, 10**6  # of them; of very many; values of clients between these
 _SINGLE, _MOST_SINGLE = 1024, 512  # points of a scramble at which single clients are asked; clients of whom all are
 _COUNTS = ("values_lost", "left_out_lost", "squares", "constants", "improper", "answered")
 _DRAWN = 4096  # points of q for clients' draws, where no weighted ones are
@@ -183,7 +183,7 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
     """Points, the same to all; and which of them what Laplace's approximation leaves out is asked for at."""
     phase, share = state.phase, np.array(state.prior_share)
     if isinstance(phase, Search):
-        points, known = _search.points(phase), np.zeros(0)
+        points, known = _search.points(phase), _search.known(phase).astype(float)
         center, some = phase.newton.point, phase.some
     else:
         points, center, some = phase.batch.phi, gaussian.mean(phase.q), 1.0
@@ -254,7 +254,7 @@ def _at_known(own: Values, kept: Array, answered: float) -> dict[str, Array]:
 def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
     phase = state.phase
     if isinstance(phase, Search):
-        points, known = (len(_search.points(phase)),), (0,)
+        points, known = (len(_search.points(phase)),), (len(_search.known(phase)),)
     else:
         points = (len(phase.batch.phi),)
         known = (len(_weigh.places_known(phase)),)
@@ -291,12 +291,18 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
             return state._replace(void=void), Report(_info(phase), status, f"{missing}: {remedy}")
         assert isinstance(phase, Search)
         nothing = np.full(len(_search.points(phase)), np.nan)
-        return _searched(state._replace(void=void), phase, nothing, points, pilot)
+        return _searched(state._replace(void=void), phase, nothing, points, pilot, None)
     sums = received.sums()
     state = state._replace(void=0)
     if isinstance(phase, Search):
         scale = count / max(float(sums["answered"]), 1.0) if phase.some < 1.0 else 1.0
-        return _searched(state, phase, scale * _of_sums(sums, "values"), points, pilot)
+        left_out, known = _of_sums(sums, "left_out"), _search.known(phase)
+        values = _of_sums(sums, "values")
+        at = Known(_search.points(phase)[known], left_out, np.asarray(sums["errors"]), np.asarray(sums["squares"]))
+        stencil = (at, values[known]) if phase.some == 1.0 else None
+        whole = values.copy()
+        whole[known] += left_out
+        return _searched(state, phase, scale * whole, points, pilot, stencil)
     return _weighed(state, phase, sums, points)
 
 
@@ -313,19 +319,27 @@ def _info(phase: Search | Weighing) -> SumsInfo:
     return SumsInfo("weighing", np.nan, count, *known)
 
 
-def _searched(state: SumsState, phase: Search, values: Array, points: int, pilot: int) -> tuple[SumsState, Report]:
-    """One step of a search; once it is over the next one, or the pilot."""
-    found = _search.step(phase, values)
+def _searched(
+    state: SumsState, phase: Search, values: Array, points: int, pilot: int, stencil: tuple[Known, Array] | None
+) -> tuple[SumsState, Report]:
+    """One step of a search; once it is over the next one, or the pilot, with what is known at the stencil."""
+    found = _search.step(phase, values, len(state.clients))
     after, info = state._replace(phase=found.search), _info(found.search)
     if found.stuck:
         return after, Report(info, Status.STALLED, found.stuck)
     if not found.arrived:
         return after, Report(info, message=found.message)
-    few = _FEW_POINTS if len(state.clients) > _MANY else pilot
-    sites = found.search.sites
+    few, sites = _points_of(len(state.clients), pilot), found.search.sites
     many = len(state.clients) > _MANY
     weighing = _weigh.begin(sites.q, sites.prior, sites.labels, few, state.stream, many=many)
+    if stencil is not None:
+        weighing = _weigh.with_known(weighing, *stencil)
     return after._replace(phase=weighing), Report(info, message="nothing is weighed yet: raise rounds=")
+
+
+def _points_of(clients: int, points: int) -> int:
+    """So many, or fewer where clients are many."""
+    return points if clients <= _MANY else min(points, int(np.clip(_VALUES / clients, _FEWER_POINTS, _FEW_POINTS)))
 
 
 def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> tuple[SumsState, Report]:
@@ -347,7 +361,7 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
         again = _weigh.with_all_integrated(phase)
         varies = f"integrals over clients' own variables vary: {more}"
         return state._replace(phase=again), Report(_info(again), message=varies)
-    few = min(points, _FEW_POINTS) if count > _MANY else points
+    few = _points_of(count, points)
     each = max(64, few // 4) if phase.everywhere else few
     remedy = f"fedppl.Sums(points={4 * points})"
     judged = _weigh.next_stage(*taken, each, state.stream, remedy)
@@ -403,12 +417,12 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     phase, q = state.phase, _q(state)
     assert _LOCAL.factor is not None
     if isinstance(phase, Search) or not phase.trusted or not set(state.clients) <= set(clients):
-        return without(Of(q, None, *2 * (_points_of(q),)), client_ids, clients, _LOCAL.factor)
+        return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, _LOCAL.factor)
     if phase.is_normal:
         assert phase.found is not None
         return without(Of(q, phase.found, *2 * (phase.found.points,)), client_ids, clients, _LOCAL.factor)
     if len(state.clients) > _MOST_SINGLE:
-        return without(Of(q, None, *2 * (_points_of(q),)), client_ids, clients, _LOCAL.factor)
+        return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, _LOCAL.factor)
     points, scramble, log_proposal = _weigh.spread(phase, _SINGLE)
     factors = {
         name: _LOCAL.factor(clients[name], points, gaussian.mean(q), state.prior_share) for name in state.clients
@@ -430,12 +444,12 @@ def _conclusion(state: SumsState, client_id: str) -> Message:
         is_some = found.weights > 0
         points, weights = found.points[is_some], found.weights[is_some]
     else:
-        points, weights = _points_of(q), np.full(_DRAWN, 1.0 / _DRAWN)
+        points, weights = _of_gaussian(q), np.full(_DRAWN, 1.0 / _DRAWN)
     joins = np.array(float(client_id not in state.clients))
     return {**pack_target(q, q, 0.0), "points": points, "weights": weights, "joins": joins}
 
 
-def _points_of(q: Gaussian) -> Array:
+def _of_gaussian(q: Gaussian) -> Array:
     if not gaussian.is_proper(q):
         q, _ = gaussian.repair(q, 1e-6)
     mean, root = gaussian.affine(q)

@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from fedppl import gaussian
-from fedppl.algorithms.sums.stages import BY_CHANCE, Estimate, Unit, jackknife, moments_of, pooled, sizes, tilted
+from fedppl.algorithms.sums.stages import (
+    BY_CHANCE,
+    Estimate,
+    Unit,
+    chance_of,
+    jackknife,
+    moments_of,
+    pooled,
+    sizes,
+    tilted,
+)
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student, surrogate
 from fedppl.numerics.importance import (
@@ -35,14 +45,18 @@ from fedppl.numerics.surrogate import Drawn, Places
 from fedppl.types import Array, as_declared
 
 _KNOWN, _KNOWN_A_COORDINATE = 64, 6  # points of an exchange at which what Laplace leaves out is asked for
-_FEW_KNOWN = 4  # for each coordinate and three more, where clients are many
+_FEW_KNOWN = 2  # for each coordinate and three more, where clients are many
 _LATER = 3  # times as few from the second stage on
 _FAR = 20.0  # log units below the highest value, and one for each coordinate, from where a posterior has nothing
 _FORETOLD = 0.02  # log units, median error with which it is foretold from these at all others
+_ROUGHLY = 0.2  # the same in a pilot of many clients, whose points are wide apart next to the posterior
 _DEFENCE = 0.25  # of a stage's points, which are the candidates' own
 _FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
 _DRAWN, _SHOWN, _MOST_SHOWN = 512, 1024, 8192  # candidates of a scramble: to choose from, and to stand for all
-_PROBES = 32  # draws of a surrogate, with most of its second moments, at which it is looked at
+_PROBES, _FEW_PROBES = (
+    32,
+    8,
+)  # of many clients: draws of a surrogate, with most of its second moments, at which it is looked at
 _BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
 _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _LOG = "log__"
@@ -50,6 +64,9 @@ _ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no fur
 _MOST_OFF = 6.0  # standard errors by which draws of a surrogate may be off to be put right, and not to be redone
 _EFFECTIVE, _LEAST = 0.3, 0.1  # of a stage's points, the least with which none is; and with which any are trusted
 _EVEN = 0.95  # effective part of points whose weights have no tail to speak of
+# Residual, log units, of a surrogate that is as good as the posterior: weights have no tail, and to smooth it would add
+# more to moments than it takes.
+_CLOSE = 0.1
 _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd, log units, of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
@@ -133,7 +150,7 @@ def begin(
     """The pilot about a Gaussian; of `many` clients what Laplace leaves out is asked for at few points."""
     m = len(q.linear)
     # a quadratic in all coordinates has to be told by it
-    count = max(count, 2 * (m + 1) * (m + 2) // 2) // student.SCRAMBLES
+    count = -(-max(count, (m + 1) * (m + 2)) // student.SCRAMBLES)
     nothing, folded = np.zeros((0, m)), np.zeros(0, dtype=np.intp)
     return Weighing(
         q=q,
@@ -145,7 +162,7 @@ def begin(
         laplace=np.zeros(0),
         values=np.zeros(0),
         known=Known(nothing, *np.zeros((3, 0))),
-        batch=_of_candidates(gaussian.mean(q), gaussian.covariance(q), folded, count, stream),
+        batch=_of_candidates(gaussian.mean(q), gaussian.covariance(q), folded, count, stream, 0.125 if many else 0.5),
         drawn=None,
         shown=None,
         unit=Unit(gaussian.mean(q), gaussian.standard_deviations(q)),
@@ -163,17 +180,25 @@ def begin(
     )
 
 
-def _of_candidates(mean: Array, covariance: Array, folded: Places, per_scramble: int, stream: int) -> Batch:
-    at = surrogate.candidates(surrogate.mixture(mean, covariance, per_scramble, 0.5), folded, stream)
+def _of_candidates(
+    mean: Array, covariance: Array, folded: Places, per_scramble: int, stream: int, wide: float = 0.5
+) -> Batch:
+    at = surrogate.candidates(surrogate.mixture(mean, covariance, per_scramble, wide), folded, stream)
     ones = np.ones(len(at.u))
     return Batch(surrogate.unfolded(at.u, folded), at.u, at.log_density, np.nan * ones, ones, at.scramble)
+
+
+def with_known(state: Weighing, known: Known, laplace: Array) -> Weighing:
+    """The same with Laplace's values (T,) of the sum of log f_k, and what these leave out, at points of the search."""
+    values = laplace + gaussian.log_kernel(state.prior, known.points)
+    return state._replace(points=known.points, laplace=values, values=values + known.left_out, known=known)
 
 
 def places_known(state: Weighing) -> NDArray[np.intp]:
     """Points of the batch at which what Laplace leaves out is asked for, some of each scramble."""
     count, size = state.batch.phi.shape
     some = _FEW_KNOWN * (size + 3) if state.many else max(_KNOWN, _KNOWN_A_COORDINATE * (size + 2))
-    some = some // (1 if state.stage < 2 or state.many else _LATER)
+    some = some // ((2 if state.stage else 1) if state.many else 1 if state.stage < 2 else _LATER)
     return np.unique(np.linspace(0, count - 1, count if state.everywhere else min(some, count)).astype(np.intp))
 
 
@@ -191,7 +216,8 @@ def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] |
     if state.everywhere:
         left_out, signed, squares = known.left_out, known.errors, known.squares
     elif np.any(known.left_out) or np.any(known.squares):
-        foretold = _foretold(points, laplace, known)
+        is_rough = state.many and not state.stage
+        foretold = _foretold(points, laplace, known, many=state.many, enough=_ROUGHLY if is_rough else _FORETOLD)
         if foretold is None:
             return None
         left_out, signed, squares = foretold
@@ -206,22 +232,26 @@ def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] |
     return after, np.nan_to_num(signed[-len(at) :]), np.nan_to_num(squares[-len(at) :])
 
 
-def _foretold(points: Array, laplace: Array, known: Known) -> tuple[Array, Array, Array] | None:
+def _foretold(
+    points: Array, laplace: Array, known: Known, *, many: bool, enough: float
+) -> tuple[Array, Array, Array] | None:
     """What Laplace leaves out at points (N, m), with signed errors and squares; None where it is not smooth.
 
-    Of all points so far, by all at which it is known: those far out, where the posterior has nothing, may be wild.
+    Of all points so far, by all at which it is known: those far out, where the posterior has nothing, may be wild. Not
+    so of many clients, whose points lie close together; and what it leaves out moves their posterior by many sds.
     """
     nearest = cKDTree(known.points).query(points)[1]
     there = laplace[cKDTree(points).query(known.points)[1]]
     highest = np.nanmax(there) if np.any(np.isfinite(there)) else 0.0
-    matters = np.flatnonzero(there > highest - _FAR - known.points.shape[1])
+    least = -np.inf if many else highest - _FAR - points.shape[1]
+    matters = np.flatnonzero(there > least)
     joined = np.concatenate([known.points[matters], points])
     few = np.arange(len(matters))
-    smooth = smooth_over(joined, few, known.left_out[matters], known.errors[matters], _FORETOLD)
+    smooth = smooth_over(joined, few, known.left_out[matters], known.errors[matters], enough)
     if smooth is None:
         return None
     more, errors, missed = (one[len(matters) :] for one in smooth)
-    here = laplace > highest - _FAR - points.shape[1]
+    here = laplace > least
     # Errors that clients have alike may be far larger than those that vary, and a constant moves nothing.
     return np.where(here, more, known.left_out[nearest]), errors + missed, known.squares[nearest] + missed**2
 
@@ -264,9 +294,9 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     if through is None:  # a wider t, about what is known
         return _again(state, mean, covariance, count, stream)
     mean, covariance = surrogate.moments_of(through, mean, covariance, state.folded, stream)
-    shown = surrogate.drawn(
-        through, surrogate.mixture(mean, covariance, _SHOWN, 0.125, state.outer), state.folded, stream
-    )
+    count_shown = _MOST_SHOWN if state.many else _SHOWN  # next to values of many clients draws cost nothing
+    by = surrogate.mixture(mean, covariance, count_shown, 0.125, state.outer)
+    shown = surrogate.drawn(through, by, state.folded, stream)
     if effective_size(shown.weights) < _FEWEST * len(mean):
         return _again(state, mean, covariance, count, stream)
     if state.stage:
@@ -279,7 +309,8 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     by = surrogate.mixture(mean, covariance, _DRAWN, 0.25, outer)
     found = surrogate.drawn(through, by, state.folded, stream + 1 + state.stage)
     drawn = _chosen(found, state.folded, count * (1 if state.stage < 2 else 2 ** (state.stage - 1)))
-    batch = Batch(*(np.concatenate(pair) for pair in zip(drawn, _probes(shown, state.folded), strict=True)))
+    probes = _probes(shown, state.folded, _FEW_PROBES if state.many else _PROBES)
+    batch = Batch(*(np.concatenate(pair) for pair in zip(drawn, probes, strict=True)))
     after = state._replace(batch=batch, drawn=found, shown=shown, stage=state.stage + 1, outer=outer)
     return Judged(after, False, "")
 
@@ -399,10 +430,10 @@ def _chosen(of: Drawn, folded: Places, count: int) -> Batch:
     )
 
 
-def _probes(of: Drawn, folded: Places) -> Batch:
+def _probes(of: Drawn, folded: Places, count: int) -> Batch:
     """Draws that have most of a second moment: where a surrogate is made up, their values put it right."""
     z = (of.u - of.mean) / np.sqrt(np.diag(of.covariance))
-    most = np.argsort(-of.weights * np.max(z**2, axis=1), kind="stable")[:_PROBES]
+    most = np.argsort(-of.weights * np.max(z**2, axis=1), kind="stable")[:count]
     none = np.zeros(len(most))
     return Batch(
         surrogate.unfolded(of.u[most], folded),
@@ -435,14 +466,24 @@ def _weighed(state: Weighing) -> _Weighed:
     )
     raw = np.where(np.isfinite(values), values - mixture, -np.inf)
     is_drawn = batch.times > 0
-    logs, shape = pareto.smoothed(np.where(is_drawn, raw, -np.inf))
+    raw = np.where(is_drawn, raw, -np.inf)
     log_times = np.log(np.where(is_drawn, batch.times, 1.0))
+    logs, shape = pareto.smoothed(raw)
+    if _residual(values - batch.log_surrogate, normalise(raw + log_times)) <= _CLOSE:
+        logs, shape = raw, -np.inf
     logs = np.where(is_drawn, logs + log_times, -np.inf)
     weights = normalise(logs)
     effective = 1.0 / float(np.sum(weights[is_drawn] ** 2 / batch.times[is_drawn])) / float(batch.times.sum())
     control = normalise(np.where(is_drawn, batch.log_surrogate - mixture + log_times, -np.inf))
     log_integral = float(np.logaddexp.reduce(logs) - np.log(batch.times.sum()))
     return _Weighed(weights, control, log_integral, effective, shape, logs)
+
+
+def _residual(apart: Array, weights: Array) -> float:
+    """Standard deviation of a surrogate's residuals (S,) over the posterior."""
+    is_some = weights > 0
+    apart, weights = apart[is_some], weights[is_some]
+    return float(np.sqrt(weights @ (apart - weights @ apart) ** 2))
 
 
 def _estimate(state: Weighing, now: _Weighed) -> Estimate:
@@ -481,11 +522,13 @@ def _judged(
     now = _weighed(state)
     state = state._replace(estimates=(*state.estimates, _estimate(state, now)))
     heavy = has_heavy_tails(shown.u, shown.weights)
-    # Of a heavy tail every stage sees more.
-    said = state.estimates[-1] if heavy else pooled(state.estimates)
+    last, of_all = state.estimates[-1], pooled(state.estimates)
+    # Of a heavy tail every stage sees more; and the surrogates of first stages may be off by so much that theirs add
+    # nothing to the last.
+    said = last if heavy or chance_of(last) < chance_of(of_all) else of_all
     grown = _grown(state, shown, said) if heavy else 0.0
     ours = moments_of(shown.u, shown.weights, state.unit)
-    chance = jackknife([sizes(one, said.moments) for one in said.without])
+    chance = chance_of(said)
     differ = float(np.max(np.abs(sizes(said.moments, ours))))
     by_draws = _chance_of_draws(shown)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
