@@ -16,13 +16,20 @@ _FORETOLD = 0.002  # median error of foretelling, in log units, with which that 
 
 
 def smooth_over(
-    points: Array, few: NDArray[np.intp], values: Array, errors: Array, enough: float = _FORETOLD
+    points: Array,
+    few: NDArray[np.intp],
+    values: Array,
+    errors: Array,
+    enough: float = _FORETOLD,
+    *,
+    close: bool = False,
 ) -> tuple[Array, Array, Array] | None:
     """A function and its errors, known at a few of the points (P,), at all of them (S,), where it is smooth enough.
 
     A spline of three quarters of the few has to foretell the function at the others, with a median error of at most
-    `enough`: a thin-plate one of points that are drawn in, else a cubic one. The third array is by how much it misses
-    these, at the points that are near to them. Where the nearest of the few is not known, the function is not: NaN.
+    `enough`: a thin-plate one of points that are drawn in, else a cubic one. Where points lie so `close` that the
+    function hardly departs from a quadratic, one with a quadratic is tried first. The third array is by how much it
+    misses these, at the points that are near to them. Where the nearest of the few is not known, the function is NaN.
     """
     known = np.stack([values, errors], axis=1)
     told = np.all(np.isfinite(known), axis=1)
@@ -34,20 +41,14 @@ def smooth_over(
     straight = (points - np.median(points, axis=0)) / scale
     held_out = np.arange(len(few)) % 4 == 3
     try:
-        tried = []
-        for white, kernel, degree in (
-            (np.arcsinh(straight), "thin_plate_spline", 1),
-            (straight, "cubic", 1),
-            (straight, "cubic", 2),
-        ):
-            if degree > 1 and 2 * (~held_out).sum() < 3 * (points.shape[1] + 1) * (points.shape[1] + 2) / 2:
-                continue
+        kinds = [(np.arcsinh(straight), "thin_plate_spline", 1), (straight, "cubic", 1)]
+        for white, kernel, degree in [(straight, "cubic", 2), *kinds] if close else kinds:
             fit = functools.partial(RBFInterpolator, kernel=kernel, degree=degree)
             foretold = fit(white[few[~held_out]], known[~held_out])(white[few[held_out]])
             missed = foretold[:, 0] - known[held_out, 0]
-            tried.append((float(np.median(np.abs(missed))), missed, white, fit))
-        least, missed, white, fit = min(tried, key=lambda one: one[0])
-        if not (least <= enough and np.quantile(np.abs(missed), 0.9) <= 10 * enough):
+            if np.median(np.abs(missed)) <= enough and np.quantile(np.abs(missed), 0.9) <= 10 * enough:
+                break
+        else:
             return None
         found = fit(white[few], known)(white)
         nearest = cKDTree(white[few[held_out]]).query(white, k=min(_NEAREST, len(missed)))[1]

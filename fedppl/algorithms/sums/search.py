@@ -31,7 +31,6 @@ _NARROWER = 0.25  # of a stencil at which values are missing
 _WITHIN = 3.0  # times as near as two points of one mode may lie apart
 _SCANNED, _BASIN = 256, 0.3  # points of the prior; prior sds, in a coordinate at least, that searches begin apart
 _FIRST, _GROWTH = 256, 16  # clients that are asked first, and times as many that are asked next
-_ARRIVED = 1.0  # posterior sds that the last step may have: points about it reach several times as far
 
 
 class Search(NamedTuple):
@@ -43,7 +42,7 @@ class Search(NamedTuple):
     narrowed: float  # of the stencil's width, where values were missing
     some: float  # part of the clients that is asked
     grown: bool  # whether fewer of them have arrived before
-    exact: bool  # whether θ is integrated at the stencil
+    exact: bool  # whether θ is integrated
     scanned: Array  # (N, m) points of the prior that are looked at first, for where searches begin
     heights: Array  # (N,) log posterior there; (0,) before
 
@@ -111,7 +110,7 @@ def points(search: Search) -> Array:
 def known(search: Search) -> NDArray[np.intp]:
     """Places of points at which θ is integrated: of many clients what Laplace leaves out moves the mode by many sds."""
     is_scan = len(search.heights) < len(search.scanned)
-    return np.arange(0 if is_scan or not search.exact else len(stencil(len(search.newton.point))))
+    return np.arange(0 if is_scan or not search.exact else len(points(search)))
 
 
 def _looked_at(search: Search) -> Array:
@@ -136,11 +135,11 @@ def step(search: Search, values: Array, clients: float) -> Searched:
         return Searched(search._replace(narrowed=_NARROWER * search.narrowed), False, "", "values are missing nearby")
     reply = _reply(about, steps(search), ray)
     sites, newton, _ = _warm_start.step(search.sites, search.newton, {ALL: reply})
-    # Of many clients third derivatives weigh little next to second ones: so long a step is right to less than an sd.
-    most = _ARRIVED * clients**0.25 if search.grown else _ARRIVED
-    newton = newton._replace(arrived=newton.arrived or (newton.whole and newton.change < most))
-    if search.grown:  # a quadratic about the mode of fewer clients is to be believed, and points along it cost
-        newton = newton._replace(move=np.zeros_like(newton.move), anchor=newton.point)
+    # Of many clients third derivatives weigh little next to second ones: from the mode of fewer so long a step is right
+    # to less than an sd, and need not be looked along.
+    if search.grown:
+        arrived = newton.arrived or (newton.whole and newton.change < clients**0.25)
+        newton = newton._replace(move=np.zeros_like(newton.move), anchor=newton.point, arrived=arrived)
     after = search._replace(sites=sites, newton=newton, narrowed=1.0)
     if not newton.arrived and newton.spent < _BUDGET and not _is_known(after):
         return Searched(after, False, "", why_not_arrived(sites, newton, "the search"))

@@ -64,8 +64,8 @@ _ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no fur
 _MOST_OFF = 6.0  # standard errors by which draws of a surrogate may be off to be put right, and not to be redone
 _EFFECTIVE, _LEAST = 0.3, 0.1  # of a stage's points, the least with which none is; and with which any are trusted
 _EVEN = 0.95  # effective part of points whose weights have no tail to speak of
-# Residual, log units, of a surrogate that is as good as the posterior: weights have no tail, and to smooth it would add
-# more to moments than it takes.
+# Residual, log units, of a surrogate of many clients that is as good as the posterior: weights have no tail, and to
+# smooth it would add more to moments than it takes.
 _CLOSE = 0.1
 _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd, log units, of what is not known of the sum of log f_k over the points
@@ -247,7 +247,7 @@ def _foretold(
     matters = np.flatnonzero(there > least)
     joined = np.concatenate([known.points[matters], points])
     few = np.arange(len(matters))
-    smooth = smooth_over(joined, few, known.left_out[matters], known.errors[matters], enough)
+    smooth = smooth_over(joined, few, known.left_out[matters], known.errors[matters], enough, close=many)
     if smooth is None:
         return None
     more, errors, missed = (one[len(matters) :] for one in smooth)
@@ -469,7 +469,7 @@ def _weighed(state: Weighing) -> _Weighed:
     raw = np.where(is_drawn, raw, -np.inf)
     log_times = np.log(np.where(is_drawn, batch.times, 1.0))
     logs, shape = pareto.smoothed(raw)
-    if _residual(values - batch.log_surrogate, normalise(raw + log_times)) <= _CLOSE:
+    if state.many and _residual(values - batch.log_surrogate, normalise(raw + log_times)) <= _CLOSE:
         logs, shape = raw, -np.inf
     logs = np.where(is_drawn, logs + log_times, -np.inf)
     weights = normalise(logs)
@@ -523,9 +523,9 @@ def _judged(
     state = state._replace(estimates=(*state.estimates, _estimate(state, now)))
     heavy = has_heavy_tails(shown.u, shown.weights)
     last, of_all = state.estimates[-1], pooled(state.estimates)
-    # Of a heavy tail every stage sees more; and the surrogates of first stages may be off by so much that theirs add
-    # nothing to the last.
-    said = last if heavy or chance_of(last) < chance_of(of_all) else of_all
+    # Of a heavy tail every stage sees more. The sum of many clients has no tails that a last stage may have missed, and
+    # the first surrogates of it may be off by so much that their estimates add nothing.
+    said = last if heavy or (state.many and chance_of(last) < chance_of(of_all)) else of_all
     grown = _grown(state, shown, said) if heavy else 0.0
     ours = moments_of(shown.u, shown.weights, state.unit)
     chance = chance_of(said)
