@@ -233,6 +233,38 @@ def test_a_posterior_that_is_far_from_a_gaussian() -> None:
         assert_allclose(ours[1], sd, rtol=0.1)
 
 
+def counts(y: Any) -> pm.Model:
+    """Counts of a gamma rate: a negative binomial distribution, once the rate is integrated out."""
+    with pm.Model() as model:
+        shape, mean = pm.Normal("log_shape", 0, 1), pm.Normal("log_mean", 0, 1)
+        rate = pm.Gamma("rate", alpha=pm.math.exp(shape), beta=pm.math.exp(shape - mean))
+        pm.Poisson("obs", rate, observed=pm.Data("y", y))
+    return model
+
+
+def test_hundreds_of_clients_have_the_posterior_of_a_quadrature() -> None:
+    """So many that few points are asked for, and that one rule integrates for most of them."""
+    rng, rows = np.random.default_rng(3), 4
+    rate = rng.gamma(2.0, 0.75, 600)
+    frame = pd.DataFrame({"client": np.repeat(np.arange(600), rows), "y": rng.poisson(np.repeat(rate, rows))})
+    model = fedppl.FederatedModel(counts, ["log_shape", "log_mean"])
+    fit = fedppl.fit(model, frame, by="client", progressbar=False, random_seed=1)
+    assert fit.status is Status.CONVERGED and fit.algorithm.name == "Sums"
+    mean, sd = gaussian.mean(fit.posterior), gaussian.standard_deviations(fit.posterior)
+    axes = np.linspace(-8, 8, 121)
+    shape, log_mean = np.meshgrid(mean[0] + axes * sd[0], mean[1] + axes * sd[1], indexing="ij")
+    logs = stats.norm.logpdf(shape) + stats.norm.logpdf(log_mean)
+    success = 1 / (1 + rows * np.exp(log_mean - shape))
+    for total, number in zip(*np.unique(frame.groupby("client")["y"].sum(), return_counts=True), strict=True):
+        logs = logs + number * stats.nbinom.logpmf(total, np.exp(shape), success)
+    weights = np.exp(logs - logs.max())
+    weights /= weights.sum()
+    true = np.array([np.sum(weights * shape), np.sum(weights * log_mean)])
+    true_sd = np.sqrt([np.sum(weights * (shape - true[0]) ** 2), np.sum(weights * (log_mean - true[1]) ** 2)])
+    assert_allclose(mean, true, atol=0.03 * true_sd.min())
+    assert_allclose(sd, true_sd, rtol=0.015)
+
+
 def test_a_callback_sees_rounds_and_may_stop_them(frame: pd.DataFrame) -> None:
     seen = []
 
