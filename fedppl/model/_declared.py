@@ -16,6 +16,7 @@ from pytensor.graph.basic import Constant
 
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
+from fedppl.model._covariance_root import SdsAndPartials, with_sds
 from fedppl.model._template import Template, make_once
 from fedppl.model.enrolment import containers, mismatch, require_arguments
 from fedppl.model.graph_key import Untold, graph_key, named, told
@@ -34,7 +35,10 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
     """Call the builder on one client's data; its errors name the client."""
     require_arguments(client_id, builder, arrays)
     try:
-        return builder(**arrays)
+        model = builder(**arrays)
+        if isinstance(model, pm.Model):
+            with_sds(model)
+        return model
     except DeclarationError as error:  # the builder's own word on its settings
         raise DeclarationError(f"client {client_id!r}: {error}") from error
     except Exception as error:
@@ -213,6 +217,8 @@ def _transform(value: Any) -> Any:
     """A transform, or what it holds, as something that is equal where it computes the same."""
     if isinstance(value, list | tuple):
         return tuple(map(_transform, value))
+    if isinstance(value, SdsAndPartials):
+        return value.name, len(value.own_sd)
     if isinstance(value, Transform):
         return named(type(value)), tuple((name, _transform(one)) for name, one in sorted(vars(value).items()))
     if isinstance(value, Constant):

@@ -17,6 +17,7 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
+from fedppl.model._covariance_root import says_where
 from fedppl.types import Variable
 
 Arrays = Mapping[str, Any]
@@ -205,7 +206,7 @@ def _is_plain(data: Any) -> bool:
     array = np.asarray(data)
     if array.dtype.kind not in "biuf":
         return False
-    if array.size <= 1 or np.all(array == array.flat[0]):
+    if array.size <= 1 or np.all(array == array.flat[0]) or says_where(array):
         return True
     if array.ndim != 1 or array.dtype == bool:
         return False

@@ -22,6 +22,7 @@ from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
 from scipy.special import gammaln
 
+from fedppl.model._covariance_root import SdsAndPartials
 from fedppl.model.interpreted import python_function
 from fedppl.types import Array, DeclarationError, Variable
 
@@ -440,7 +441,7 @@ def _is_density(model: Any, rv: Any) -> bool:
 def _is_usual(model: Any, rv: Any) -> bool:
     """Whether the transform is that of the distribution's support: another one may cut a part of it off."""
     transform = model.rvs_to_transforms[rv]
-    if transform is None:
+    if transform is None or isinstance(transform, SdsAndPartials):
         return True
     try:
         usual = _default_transform(rv.owner.op, rv)
