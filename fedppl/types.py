@@ -131,6 +131,9 @@ class Layout:
         return coordinate_labels(self.variables)
 
 
+SDS_AND_PARTIALS = "sds-and-partials"  # transform of a root of a covariance, whose coordinates are of two kinds
+
+
 def as_declared(label: str) -> str:
     """A coordinate's label by the name that its variable was declared with, for messages.
 
@@ -148,7 +151,10 @@ def coordinate_labels(variables: Sequence[Variable]) -> tuple[str, ...]:
     labels: list[str] = []
     for variable in variables:
         name = f"{variable.name}_{variable.transform}__" if variable.transform else variable.name
-        if variable.shape == ():
+        if variable.transform == SDS_AND_PARTIALS:
+            sds = {(k + 1) * (k + 2) // 2 - 1 for k in range(variable.size)}  # on the diagonal of a packed triangle
+            labels.extend(f"{variable.name}_{'log' if k in sds else 'partial'}__[{k}]" for k in range(variable.size))
+        elif variable.shape == ():
             labels.append(name)
         else:
             labels.extend(f"{name}[{','.join(map(str, index))}]" for index in np.ndindex(*variable.shape))

@@ -21,7 +21,7 @@ from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
-from fedppl.local import _factor, _gaussian_rest, _marginal
+from fedppl.local import _factor, _gaussian_rest, _marginal, _roughly
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import several_modes
 from fedppl.local._two_rules import by_two_rules
@@ -180,18 +180,27 @@ def _less(found: Factor, laplace: Laplace) -> Factor:
 
 
 def summed(
-    stack: Stacked, points: Array, known: Places, center: Array, workers: int, *, some: float = 1.0, look: bool = False
+    stack: Stacked,
+    points: Array,
+    known: Places,
+    center: Array,
+    workers: int,
+    *,
+    some: float = 1.0,
+    look: bool = False,
+    roughly: bool = False,
 ) -> Values:
     """Sums over the clients of a stack at points (S, m), by way of their modes at a center (m,).
 
-    What Laplace's approximation leaves out is computed at the points in places `known`, (T,). With `some` below 1 only
+    What Laplace's approximation leaves out is computed at the points in places `known`, (T,); `roughly` at all, which
+    belongs to the values, so that there is less to tell at those. With `some` below 1 only
     so large a part of the clients is asked, chosen by their ids. Where other modes of θ are to be looked for, `look`, a
     client that has some fails.
     """
     size = _parts_of(stack.starts.shape[1], points.shape[1], len(points))
 
     def over(places: Places, way: _Way, *, look: bool = False) -> list[_Part]:
-        part = functools.partial(_part, stack, points, known, center, way=way, look=look)
+        part = functools.partial(_part, stack, points, known, center, way=way, look=look, roughly=roughly)
         return in_parts(lambda own: part(places[own]), len(places), size, workers)
 
     places = _asked(stack, some)
@@ -223,7 +232,15 @@ _Way = Callable[[Stacked, Places, Array, Array, Laplace], tuple[Array, Array, li
 
 
 def _part(
-    stack: Stacked, points: Array, known: Places, center: Array, places: Places, way: _Way, *, look: bool = False
+    stack: Stacked,
+    points: Array,
+    known: Places,
+    center: Array,
+    places: Places,
+    way: _Way,
+    *,
+    look: bool = False,
+    roughly: bool = False,
 ) -> _Part:
     """Sums over the clients in these places."""
     at = pairs.origins(stack.of, center, stack.starts[places], places)
@@ -235,11 +252,18 @@ def _part(
         several = several_modes(stack.of, places[rows], clients, stack.starts[places[rows]], points, center)
         failures |= several
         rows = np.array([row for row in rows if str(stack.ids[places[row]]) not in several], dtype=np.int64)
-    values, about = _laplace_at(stack, at, rows, places, points, known)
+    roughly = roughly and stack.left_out is not None
+    values, about = _laplace_at(stack, at, rows, places, points, np.arange(len(points)) if roughly else known)
     left_out, errors = np.zeros((2, len(rows), len(known)))
     constants: list[Constant] = []
+    if roughly:
+        rough = _roughly.left_out(stack.of, places[rows], points, about)
+        values, left_out = values + rough, -rough[:, known]
+        some = (np.arange(len(rows))[:, None] * len(points) + known).reshape(-1)
+        about = Laplace(*(part[some] for part in about))
     if len(known) and stack.left_out is not None:
-        left_out, errors, constants = way(stack, places[rows], points[known], center, about)
+        more, errors, constants = way(stack, places[rows], points[known], center, about)
+        left_out = left_out + more
     told, also = np.isfinite(values), np.isfinite(left_out)
     errors = np.where(also, errors, 0.0)
     alike, chance = (sum(abs(one.alike) for one in constants), sum(one.by_chance**2 for one in constants))

@@ -17,6 +17,7 @@ import pytensor.tensor as pt
 from pymc.distributions.transforms import CholeskyCovPacked
 from pymc.logprob.transforms import Transform
 
+from fedppl.types import SDS_AND_PARTIALS
 
 _MOST_ROWS = 30  # of more, matrices of entries by entries are large
 
@@ -24,7 +25,7 @@ _MOST_ROWS = 30  # of more, matrices of entries by entries are large
 class SdsAndPartials(Transform):
     """Packed rows of a root of n rows to log s_k, in the places of its diagonal, and z_kj."""
 
-    name = "sds-and-partials"
+    name = SDS_AND_PARTIALS
 
     def __init__(self, n: int) -> None:
         """Keep what says which of p = n (n + 1) / 2 entries lies where, (p, p)."""

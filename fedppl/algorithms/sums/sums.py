@@ -184,9 +184,9 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
     phase, share = state.phase, np.array(state.prior_share)
     if isinstance(phase, Search):
         points, known = _search.points(phase), _search.known(phase).astype(float)
-        center, some = phase.newton.point, phase.some
+        center, some, roughly = phase.newton.point, phase.some, False
     else:
-        points, center, some = phase.batch.phi, gaussian.mean(phase.q), 1.0
+        points, center, some, roughly = phase.batch.phi, gaussian.mean(phase.q), 1.0, phase.roughly
         known = _weigh.places_known(phase).astype(float)
     look = isinstance(phase, Weighing) and not state.looked
     return {
@@ -196,6 +196,7 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
         "prior_share": share,
         "some": np.array(some),
         "look": np.array(float(look)),
+        "roughly": np.array(float(roughly)),
     }
 
 
@@ -221,7 +222,8 @@ def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | No
     kept = np.ones(len(points), dtype=bool) if inside is None else np.asarray(inside, dtype=bool)
     asked = known[kept[known]]
     at = np.cumsum(kept)[asked] - 1  # places of the known ones among those that are kept
-    own = integrate.summed(stack, points[kept], at, center, workers, some=some, look=float(message["look"]) > 0)
+    look, roughly = (float(message[name]) > 0 for name in ("look", "roughly"))
+    own = integrate.summed(stack, points[kept], at, center, workers, some=some, look=look, roughly=roughly)
     answered = float(len(stack) if some >= 1.0 else integrate.number_asked(stack, some)) - len(own.failures)
     values, lost = np.zeros(len(points)), np.full(len(points), answered)
     values[kept], lost[kept] = own.values, own.lost
@@ -358,7 +360,7 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     )
     taken = _weigh.taken_in(phase, answer)
     if taken is None:
-        again = _weigh.with_all_integrated(phase)
+        again = _weigh.with_more_integrated(phase)
         varies = f"integrals over clients' own variables vary: {more}"
         return state._replace(phase=again), Report(_info(again), message=varies)
     few = _points_of(count, points)
