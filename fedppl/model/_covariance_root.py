@@ -22,7 +22,7 @@ from fedppl.types import SDS_AND_PARTIALS
 _MOST_ROWS = 30  # of more, matrices of entries by entries are large
 
 
-class SdsAndPartials(Transform):
+class SdsAndPartials(Transform):  # type: ignore[misc]  # PyMC has no types
     """Packed rows of a root of n rows to log s_k, in the places of its diagonal, and z_kj."""
 
     name = SDS_AND_PARTIALS

@@ -269,7 +269,15 @@ def with_more_integrated(state: Weighing) -> Weighing:
     )
     if not state.roughly:
         return anew._replace(roughly=True)
-    fewer = Batch(*(part[::4] for part in state.batch))
+    few, batch = slice(None, None, 4), state.batch
+    fewer = Batch(
+        batch.phi[few],
+        batch.u[few],
+        batch.log_density[few],
+        batch.log_surrogate[few],
+        batch.times[few],
+        batch.scramble[few],
+    )
     return anew._replace(batch=fewer, roughly=False, everywhere=True)
 
 
