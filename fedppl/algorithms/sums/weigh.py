@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from fedppl import gaussian
+from fedppl.algorithms.sums import said
 from fedppl.algorithms.sums.stages import (
     BY_CHANCE,
     Estimate,
@@ -71,6 +72,7 @@ _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd, log units, of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
 _STAGES, _PILOTS = 6, 2
+_LATE = 3  # stage from which an error is not of few points above all
 _APART = 1000  # between the streams of pilots and stages
 _NORMALS = 512  # draws of a scramble of a posterior that is normal
 _NORMAL = 1e-6  # log units, to which a quadratic tells all values where the posterior is normal
@@ -284,7 +286,7 @@ def with_more_integrated(state: Weighing) -> Weighing:
 def next_stage(state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str) -> Judged:
     """The next stage, or the end, once a batch was taken in."""
     if not np.any(np.isfinite(state.values)):
-        return Judged(state, True, _nowhere())
+        return Judged(state, True, said.nowhere())
     normal = _as_normal(state)
     if normal is not None:
         return Judged(normal, True, "")
@@ -297,9 +299,7 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     if through is None:  # a wider t, about what is known
         return _again(state, mean, covariance, count, stream)
     mean, covariance = surrogate.moments_of(through, mean, covariance, state.folded, stream)
-    count_shown = _MOST_SHOWN if state.many else _SHOWN  # next to values of many clients draws cost nothing
-    by = surrogate.mixture(mean, covariance, count_shown, 0.125, state.outer)
-    shown = surrogate.drawn(through, by, state.folded, stream)
+    shown = _shown(state, through, mean, covariance, stream)
     if effective_size(shown.weights) < _FEWEST * len(mean):
         return _again(state, mean, covariance, count, stream)
     if state.stage:
@@ -392,6 +392,20 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     return state._replace(folded=folded, unit=unit, estimates=()), moments.mean, covariance
 
 
+def _shown(state: Weighing, through: surrogate.Surrogate, mean: Array, covariance: Array, stream: int) -> Drawn:
+    """A surrogate by as many candidates as tell its moments: what they leave is of an estimate too."""
+
+    def by(count: int) -> Drawn:
+        mixture = surrogate.mixture(mean, covariance, count, 0.125, state.outer)
+        return surrogate.drawn(through, mixture, state.folded, stream)
+
+    if state.many:  # next to their values draws cost nothing
+        return by(_MOST_SHOWN)
+    found = by(_SHOWN)
+    off = 0.0 if state.stage < _LATE else _chance_of_draws(found)
+    return found if off <= _BY_DRAWS else by(min(_MOST_SHOWN, int(_SHOWN * (off / _BY_DRAWS) ** 2)))
+
+
 def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     """Scales whose logarithms have a long left tail, beside those that are coordinates themselves already."""
     skewed = skewness(points, weights)
@@ -417,7 +431,7 @@ def _folded_anew(state: Weighing, shown: Drawn, stream: int) -> tuple[Weighing, 
     if through is None:
         return None
     mean, covariance = surrogate.moments_of(through, moments.mean, moments.covariance, folded, stream)
-    again = surrogate.drawn(through, surrogate.mixture(mean, covariance, _SHOWN, 0.125), folded, stream)
+    again = _shown(after, through, mean, covariance, stream)
     return (after, through, again) if effective_size(again.weights) >= _FEWEST * len(mean) else None
 
 
@@ -433,7 +447,7 @@ def _through(state: Weighing, mean: Array, covariance: Array) -> surrogate.Surro
 def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> Judged:
     """Another pilot about what is known."""
     if state.pilots >= _PILOTS:
-        return Judged(state, True, _nowhere())
+        return Judged(state, True, said.nowhere())
     per_scramble = max(2, count // student.SCRAMBLES)
     batch = _of_candidates(mean, covariance, state.folded, per_scramble, stream + _APART + state.pilots)
     return Judged(state._replace(batch=batch, drawn=None, stage=0, pilots=state.pilots + 1), False, "")
@@ -443,7 +457,7 @@ def _chosen(of: Drawn, folded: Places, count: int) -> Batch:
     """Points of the surrogate, by systematic resampling in each scramble, and candidates as they come."""
     chosen, times = [], []
     each = max(4, count // student.SCRAMBLES)
-    own = max(1, int(_DEFENCE * each))
+    own = max(1, min(int(_DEFENCE * each), len(of.u) // student.SCRAMBLES))
     for scramble in range(student.SCRAMBLES):
         places = np.flatnonzero(of.scramble == scramble)
         shares = np.cumsum(of.weights[places])
@@ -560,13 +574,13 @@ def _judged(
     # Of a heavy tail every stage sees more. The sum of many clients has no tails that a last stage may have missed, and
     # the first surrogates of it may be off by so much that their estimates add nothing.
     said = last if heavy or (state.many and chance_of(last) < chance_of(of_all)) else of_all
-    grown = _grown(state, shown, said) if heavy else 0.0
+    grown = _grown(state, shown, estimate) if heavy else 0.0
     ours = moments_of(shown.u, shown.weights, state.unit)
     chance = chance_of(said)
-    differ = float(np.max(np.abs(sizes(said.moments, ours))))
+    differ = float(np.max(np.abs(sizes(estimate.moments, ours))))
     by_draws = _chance_of_draws(shown)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
-    is_off = differ > max(BY_CHANCE * chance, _ENOUGH)
+    is_off = differ > max(min(BY_CHANCE * chance, MOST_ERROR), _ENOUGH)
     error = differ if differ > _MOST_OFF * max(chance, 0.2 * _ENOUGH) else chance
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
     is_even = now.effective > _EVEN
@@ -590,16 +604,16 @@ def _judged(
         shown = surrogate.drawn(through, by, state.folded, stream)
         by_draws = _chance_of_draws(shown)
     if trusted and is_off:
-        tilt = tilted(shown, said.moments, state.unit)
+        tilt = tilted(shown, estimate.moments, state.unit)
         shown, error = (shown, differ) if tilt is None else (tilt, error)
-        trusted = error <= MOST_ERROR
+    trusted = trusted and max(error, by_draws) <= MOST_ERROR
     found = _reweighted(state, shown, now, max(error, by_draws), tail)
     q = gaussian.from_moments(found.mean, found.covariance)
     after = state._replace(q=q, found=found, log_integral_error=found.log_ratio_error)
     problems = [
         "" if trusted else _not_known(state, shown, now, found, grown, remedy),
-        _unreached(lost) if lost > _LOST else "",
-        "" if is_told else _uncertain(noise, moved),
+        said.unreached(lost, _LOST) if lost > _LOST else "",
+        "" if is_told else said.uncertain(noise, moved),
     ]
     message = "; ".join(filter(None, problems))
     return Judged(after._replace(trusted=not message), True, message)
@@ -673,20 +687,6 @@ def spread(state: Weighing, per_scramble: int) -> tuple[Array, NDArray[np.intp],
     return phi, at.scramble, np.asarray(at.log_density - surrogate.log_slope(phi, state.folded))
 
 
-# Messages ------------------------------------------------------------------------------------------------------------
-
-
-_BY_NUTS = "fedppl.EP(local=fedppl.NUTS(draws=4000))"
-
-
-def _nowhere() -> str:
-    return (
-        "about the mode too few points count to tell means and sds: tails are heavy, or few points have a log density "
-        "at all clients. Declare the model so that it has a smooth density everywhere and priors with lighter tails, "
-        f"use fedppl.EP(), or {_BY_NUTS}"
-    )
-
-
 def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, grown: float, remedy: str) -> str:
     """What is not to be trusted, and of which coordinate above all."""
     assert state.shown is not None
@@ -708,22 +708,4 @@ def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, 
         f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} on a scale where "
         f"it is closer to normal, or give it a prior that says more. Of {len(state.points)} points: "
         + ", ".join(filter(None, short))
-    )
-
-
-def _unreached(share: float) -> str:
-    return (
-        f"means and sds may be wrong: at {share:.1%} of the points (at most {_LOST:.0%}) a client has no log density, "
-        "or its integral over the client's own variables was not found. Declare the model so that it has a smooth "
-        f"density everywhere, with no bound of an outcome's support among the shared variables; or use {_BY_NUTS}"
-    )
-
-
-def _uncertain(noise: float, moved: float) -> str:
-    return (
-        f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
-        "all, since their own variables are too far from normal given the shared ones. Declare them on a scale where "
-        "they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have a location "
-        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or use "
-        f"{_BY_NUTS}"
     )
