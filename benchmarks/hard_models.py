@@ -222,7 +222,7 @@ def _hospitals(frame: pd.DataFrame, family: str) -> pm.Model:
     }
     unit = float(y.std()) if family == "gaussian" else 1.0
     mean = float(y.mean())
-    center = {"gaussian": mean, "poisson": np.log(mean), "bernoulli": np.log(mean / (1 - mean))}[family]
+    center = mean if family == "gaussian" else np.log(mean if family == "poisson" else mean / (1 - mean))
     with pm.Model() as model:
         eta, at = 0.0, 0.0
         for name, X in parts.items():
