@@ -23,7 +23,7 @@ from fedppl.algorithms.sums.stages import (
     Estimate,
     Unit,
     chance_of,
-    jackknife,
+    chance_of_draws,
     moments_of,
     pooled,
     sizes,
@@ -271,15 +271,8 @@ def with_more_integrated(state: Weighing) -> Weighing:
     )
     if not state.roughly:
         return anew._replace(roughly=True)
-    few, batch = slice(None, None, 4), state.batch
-    fewer = Batch(
-        batch.phi[few],
-        batch.u[few],
-        batch.log_density[few],
-        batch.log_surrogate[few],
-        batch.times[few],
-        batch.scramble[few],
-    )
+    few, b = slice(None, None, 4), state.batch
+    fewer = Batch(b.phi[few], b.u[few], b.log_density[few], b.log_surrogate[few], b.times[few], b.scramble[few])
     return anew._replace(batch=fewer, roughly=False, everywhere=True)
 
 
@@ -402,7 +395,7 @@ def _shown(state: Weighing, through: surrogate.Surrogate, mean: Array, covarianc
     if state.many:  # next to their values draws cost nothing
         return by(_MOST_SHOWN)
     found = by(_SHOWN)
-    off = 0.0 if state.stage < _LATE else _chance_of_draws(found)
+    off = 0.0 if state.stage < _LATE else chance_of_draws(found)
     return found if off <= _BY_DRAWS else by(min(_MOST_SHOWN, int(_SHOWN * (off / _BY_DRAWS) ** 2)))
 
 
@@ -573,12 +566,12 @@ def _judged(
     last, of_all = state.estimates[-1], pooled(state.estimates)
     # Of a heavy tail every stage sees more. The sum of many clients has no tails that a last stage may have missed, and
     # the first surrogates of it may be off by so much that their estimates add nothing.
-    said = last if heavy or (state.many and chance_of(last) < chance_of(of_all)) else of_all
+    estimate = last if heavy or (state.many and chance_of(last) < chance_of(of_all)) else of_all
     grown = _grown(state, shown, estimate) if heavy else 0.0
     ours = moments_of(shown.u, shown.weights, state.unit)
-    chance = chance_of(said)
+    chance = chance_of(estimate)
     differ = float(np.max(np.abs(sizes(estimate.moments, ours))))
-    by_draws = _chance_of_draws(shown)
+    by_draws = chance_of_draws(shown)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
     is_off = differ > max(min(BY_CHANCE * chance, MOST_ERROR), _ENOUGH)
     error = differ if differ > _MOST_OFF * max(chance, 0.2 * _ENOUGH) else chance
@@ -602,7 +595,7 @@ def _judged(
     if trusted and by_draws > _BY_DRAWS:
         by = surrogate.mixture(shown.mean, shown.covariance, _MOST_SHOWN, 0.125, state.outer)
         shown = surrogate.drawn(through, by, state.folded, stream)
-        by_draws = _chance_of_draws(shown)
+        by_draws = chance_of_draws(shown)
     if trusted and is_off:
         tilt = tilted(shown, estimate.moments, state.unit)
         shown, error = (shown, differ) if tilt is None else (tilt, error)
@@ -617,14 +610,6 @@ def _judged(
     ]
     message = "; ".join(filter(None, problems))
     return Judged(after._replace(trusted=not message), True, message)
-
-
-def _chance_of_draws(of: Drawn) -> float:
-    """Standard error of moments of a surrogate by its draws."""
-    unit = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
-    whole = moments_of(of.u, of.weights, unit)
-    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(student.SCRAMBLES)]
-    return jackknife([sizes(moments_of(of.u, weights / weights.sum(), unit), whole) for weights in kept])
 
 
 def _reweighted(state: Weighing, shown: Drawn, now: _Weighed, error: float, tail: float) -> Reweighted:
