@@ -87,7 +87,7 @@ def steps(search: Search) -> Array:
     root = np.linalg.inv(np.linalg.cholesky(search.sites.prior.precision))
     values, vectors = np.linalg.eigh(root @ search.sites.q.precision @ root.T)
     width = _WIDER if search.exact else _WIDTH
-    lengths = search.narrowed * np.minimum(_WIDTH, width / np.sqrt(np.maximum(values, 1.0)))
+    lengths = search.narrowed * np.minimum(_WIDTH, width / np.sqrt(np.maximum(np.abs(values), 1.0)))
     return np.asarray(root.T @ vectors * lengths)
 
 

@@ -13,6 +13,7 @@ from fedppl.types import Array
 
 BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
 _TILTS = 6  # Newton steps
+_WIDENS = 1.5  # times the sd of another coordinate where a scale is high, with which it is no coordinate itself
 
 
 class Estimate(NamedTuple):
@@ -100,3 +101,15 @@ def chance_of_draws(of: Drawn) -> float:
     whole = moments_of(of.u, of.weights, unit)
     kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(student.SCRAMBLES)]
     return jackknife([sizes(moments_of(of.u, weights / weights.sum(), unit), whole) for weights in kept])
+
+
+def widens(points: Array, weights: Array, i: int) -> bool:
+    """Whether another coordinate spreads more where coordinate i is low than where it is high, quarter by quarter."""
+    order = np.argsort(points[:, i], kind="stable")
+    shares = np.cumsum(weights[order])
+    ends = order[shares <= 0.25], order[shares >= 0.75]
+    if min(len(end) for end in ends) < 2:
+        return False
+    low, high = (weighted_moments(points[end], weights[end] / weights[end].sum()).covariance for end in ends)
+    others = np.arange(points.shape[1]) != i
+    return bool(np.any(np.diag(low)[others] > _WIDENS**2 * np.diag(high)[others]))

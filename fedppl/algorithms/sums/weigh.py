@@ -28,6 +28,7 @@ from fedppl.algorithms.sums.stages import (
     pooled,
     sizes,
     tilted,
+    widens,
 )
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student, surrogate
@@ -400,10 +401,13 @@ def _shown(state: Weighing, through: surrogate.Surrogate, mean: Array, covarianc
 
 
 def _scales(state: Weighing, points: Array, weights: Array) -> Places:
-    """Scales whose logarithms have a long left tail, beside those that are coordinates themselves already."""
+    """Scales whose logarithms have a long left tail, beside those that are coordinates themselves already.
+
+    Not a precision that others spread without bound at 0 of: there a density of it is smooth, and theirs is not.
+    """
     skewed = skewness(points, weights)
     others = [i for i, label in enumerate(state.labels) if _LOG in label and i not in state.folded]
-    more = [i for i in others if skewed[i] < _SKEWED]
+    more = [i for i in others if skewed[i] < _SKEWED and not widens(points, weights, i)]
     most = surrogate.MOST_FOLDED - len(state.folded)
     return np.sort(np.array([*state.folded, *sorted(more, key=lambda i: skewed[i])[:most]], dtype=np.intp))
 
