@@ -90,7 +90,8 @@ SD_DOSE = np.ones(2)
 
 def test_it_is_the_model_written_by_hand() -> None:
     global MEAN_DOSE, SD_DOSE
-    found = fit(fedppl.formula("died ~ age + dose + (1 | site)", family="bernoulli"))
+    # By EP: the points of sums depend on the last digits of the way to the mode.
+    found = fit(fedppl.formula("died ~ age + dose + (1 | site)", family="bernoulli"), algorithm=fedppl.EP())
     design = found.declaration.builder.design
     # Shares are those of all rows up to one in the rows that stand for them.
     exact = np.array([np.mean(FRAME["dose"] == level) for level in ("low", "none")])
@@ -105,9 +106,8 @@ def test_it_is_the_model_written_by_hand() -> None:
         }
         for site, rows in FRAME.groupby("site")
     }
-    hand = fedppl.fit(
-        FederatedModel(by_hand, ["intercept", "age_", "dose_", "sd"]), clients, progressbar=False, random_seed=1
-    )
+    declared = FederatedModel(by_hand, ["intercept", "age_", "dose_", "sd"])
+    hand = fedppl.fit(declared, clients, fedppl.EP(), progressbar=False, random_seed=1)
     assert found.status.ok and hand.status.ok
     assert_allclose(found.posterior.linear, hand.posterior.linear, rtol=1e-6)
     assert_allclose(found.posterior.precision, hand.posterior.precision, rtol=1e-6, atol=1e-8)

@@ -469,10 +469,10 @@ def expansion(of: Densities, phi: Array, start: Array, wanted: Array) -> Expansi
     nearby = outputs(of, phi + 1e-6 * np.diag(wanted), np.broadcast_to(theta, (m, len(theta))), who[1:])
     curvature = np.abs(np.diag(nearby[:, 1 : 1 + m]) - at.modes.slopes[0, :m]) / (1e-6 * wanted)
     width = 1e-3 * np.minimum(wanted, 1.0 / np.sqrt(np.maximum(curvature, 1e-300)))
-    along = np.concatenate([np.zeros((1, m)), np.diag(width)])
-    scale = np.broadcast_to(at.modes.scale[0], (1 + m, len(theta)))
-    found = gradients(of, phi + along, theta + along @ slope.T, who, scale)
-    hessian = (found[1:] - found[0]) / width[:, None]
+    along = np.concatenate([np.zeros((1, m)), np.diag(width), -np.diag(width)])
+    scale = np.broadcast_to(at.modes.scale[0], (1 + 2 * m, len(theta)))
+    found = gradients(of, phi + along, theta + along @ slope.T, np.zeros(1 + 2 * m, dtype=np.int64), scale)
+    hessian = (found[1 : 1 + m] - found[1 + m :]) / (2.0 * width[:, None])
     return Expansion(float(of_modes(at.modes)[0]), found[0], 0.5 * (hessian + hessian.T))
 
 
