@@ -477,6 +477,7 @@ def test_a_precision_that_grows_hides_no_pull_and_puts_no_blame_on_others(name: 
     assert found.liar_named and not found.honest_named
 
 
+@pytest.mark.slow
 def test_who_lies_in_every_second_round_is_named_after_the_honest_one_too() -> None:
     found = attacks.attack(problems.logistic(20), attacks.ATTACKS["precision x 1e4 every second round"], 60)
     assert found.met and found.off <= attacks.TRUST * 1.1, found
