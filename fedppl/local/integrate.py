@@ -21,7 +21,7 @@ from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
-from fedppl.local import _factor, _gaussian_rest, _marginal, _roughly
+from fedppl.local import _factor, _gaussian_rest, _marginal
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import several_modes
 from fedppl.local._two_rules import by_two_rules
@@ -43,6 +43,9 @@ _SAMPLE = 128  # of these
 _NODES = {1: (5, 7, 9, 15), 2: (5, 9), 3: (5, 7)}  # of each coordinate where clients are many, by their number
 _FINER = {1: 31, 2: 15, 3: 11}  # nodes that these are held against
 _OFF = 0.2  # log units, standard error of what a rule leaves of the sum: nearly all of it is a constant
+
+_ROUGH = {1: 9, 2: 5, 3: 3}  # nodes of each coordinate of a cheap rule, by the number of coordinates
+_ALONG = 5  # nodes of an axis, beyond
 
 LeftOutFn = Callable[[ClientView, Array, Array, Laplace], Factor]
 
@@ -257,7 +260,7 @@ def _part(
     left_out, errors = np.zeros((2, len(rows), len(known)))
     constants: list[Constant] = []
     if roughly:
-        rough = _roughly.left_out(stack.of, places[rows], points, about)
+        rough = _roughly_left_out(stack.of, places[rows], points, about)
         values, left_out = values + rough, -rough[:, known]
         some = (np.arange(len(rows))[:, None] * len(points) + known).reshape(-1)
         about = Laplace(*(part[some] for part in about))
@@ -278,6 +281,37 @@ def _part(
         failures,
     )
     return _Part(sums, left_out)
+
+
+def _roughly_left_out(of: Densities, places: Places, points: Array, about: Laplace) -> Array:
+    """Of clients in these places (C,) at points (S, m), about their modes there, client by client: (C, S).
+
+    By a grid of few nodes; of more coordinates than three by one line along each axis, as if they were independent.
+    0 where that has no value.
+    """
+    d = about.theta.shape[1]
+    rule = by_grid(d, _ROUGH[d]) if d in _ROUGH else _lines(d)
+    phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
+    found = np.zeros(len(phi))
+    chunk = max(1, _NUMBERS // (len(rule.nodes) * (d + points.shape[1])))
+    for first in range(0, len(phi), chunk):
+        some = slice(first, first + chunk)
+        at = Laplace(*(part[some] for part in about))
+        terms = pairs.node_terms(of, at, phi[some], who[some], rule)
+        with np.errstate(invalid="ignore"):
+            if d in _ROUGH:
+                found[some] = logsumexp(terms, axis=1) - at.values
+            else:
+                lines = (terms - at.values[:, None]).reshape(len(terms), d, _ALONG)
+                found[some] = logsumexp(lines, axis=2).sum(axis=1)
+    return np.where(np.isfinite(found), found, 0.0).reshape(len(places), len(points))
+
+
+def _lines(d: int) -> Rule:
+    """Nodes along each axis in turn, which is alone in having a weight."""
+    one = by_grid(1, _ALONG)
+    nodes = np.concatenate([one.nodes * axis for axis in np.eye(d)])
+    return Rule(nodes, np.tile(one.log_weights, d), np.zeros(len(nodes)))
 
 
 def _laplace_at(

@@ -10,6 +10,7 @@ from scipy import spatial
 from fedppl import gaussian
 from fedppl.algorithms.ep._correction import Correcting, exchange, latest, reached, weighed
 from fedppl.algorithms.ep.sites import Sites
+from fedppl.algorithms.ep.why import uncertain
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, region
 from fedppl.numerics.importance import skewness
@@ -95,7 +96,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         _beyond_radius(cut, radius, by, sites) if is_cut else "",
         "" if trusted else _beyond_q(found, sites, growth, remedy),
         _unreached(lost, _LOST, hidden, _mute(state, sites, _LOST)) if lost > _LOST or hidden > _MOVED else "",
-        _uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
+        uncertain(noise, moved, _BY_NUTS) if noise > NOISE or moved > _MOVED else "",
     ]
     message = "; ".join(filter(None, problems))
     return Judged(state._replace(trusted=not message), True, message)
@@ -286,16 +287,6 @@ def _beyond_q(found: Reweighted, sites: Sites, grown: float, remedy: str) -> str
         f"Gaussian's, and its sd {wider[worst]:.2g} times as large. Use {remedy}, declare {name} on a scale where it "
         f"is closer to normal, or give it a prior that says more. Of {len(found.points)} points: "
         + ", ".join(filter(None, short))
-    )
-
-
-def _uncertain(noise: float, moved: float) -> str:
-    return (
-        f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
-        "all, since their own variables are too far from normal given the shared ones. Declare them on a scale where "
-        "they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have a location "
-        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or use "
-        f"{_BY_NUTS}"
     )
 
 

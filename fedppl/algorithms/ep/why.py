@@ -197,3 +197,14 @@ def _spoken(label: str) -> str:
 def _at(labels: tuple[str, ...], point: Array, named: list[str]) -> str:
     shown = ", ".join(f"{_spoken(name)} = {point[labels.index(name)]:.3g}" for name in named[:3])
     return shown + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+
+
+def uncertain(noise: float, moved: float, by_nuts: str) -> str:
+    """What is not known of clients' values moves moments too far."""
+    return (
+        f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
+        "all, since their own variables are too far from normal given the shared ones. Declare them on a scale where "
+        "they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have a location "
+        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or use "
+        f"{by_nuts}"
+    )

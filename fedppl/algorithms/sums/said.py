@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_BY_NUTS = "fedppl.EP(local=fedppl.NUTS(draws=4000))"
+BY_NUTS = "fedppl.EP(local=fedppl.NUTS(draws=4000))"
 
 
 def nowhere() -> str:
@@ -10,7 +10,7 @@ def nowhere() -> str:
     return (
         "about the mode too few points count to tell means and sds: tails are heavy, or few points have a log density "
         "at all clients. Declare the model so that it has a smooth density everywhere and priors with lighter tails, "
-        f"use fedppl.EP(), or {_BY_NUTS}"
+        f"use fedppl.EP(), or {BY_NUTS}"
     )
 
 
@@ -19,16 +19,5 @@ def unreached(share: float, most: float) -> str:
     return (
         f"means and sds may be wrong: at {share:.1%} of the points (at most {most:.0%}) a client has no log density, "
         "or its integral over the client's own variables was not found. Declare the model so that it has a smooth "
-        f"density everywhere, with no bound of an outcome's support among the shared variables; or use {_BY_NUTS}"
-    )
-
-
-def uncertain(noise: float, moved: float) -> str:
-    """What is not known of clients' values moves moments too far."""
-    return (
-        f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
-        "all, since their own variables are too far from normal given the shared ones. Declare them on a scale where "
-        "they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have a location "
-        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or use "
-        f"{_BY_NUTS}"
+        f"density everywhere, with no bound of an outcome's support among the shared variables; or use {BY_NUTS}"
     )

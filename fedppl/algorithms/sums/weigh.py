@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from fedppl import gaussian
+from fedppl.algorithms.ep.why import uncertain
 from fedppl.algorithms.sums import said
 from fedppl.algorithms.sums.stages import (
     BY_CHANCE,
@@ -55,10 +56,8 @@ _ROUGHLY = 0.2  # the same in a pilot of many clients, whose points are wide apa
 _DEFENCE = 0.25  # of a stage's points, which are the candidates' own
 _FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
 _DRAWN, _SHOWN, _MOST_SHOWN = 512, 1024, 8192  # candidates of a scramble: to choose from, and to stand for all
-_PROBES, _FEW_PROBES = (
-    32,
-    8,
-)  # of many clients: draws of a surrogate, with most of its second moments, at which it is looked at
+_PROBES = 32  # draws of a surrogate, with most of its second moments, at which it is looked at
+_FEW_PROBES = 8  # the same of many clients
 _BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
 _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _LOG = "log__"
@@ -610,7 +609,7 @@ def _judged(
     problems = [
         "" if trusted else _not_known(state, shown, now, found, grown, remedy),
         said.unreached(lost, _LOST) if lost > _LOST else "",
-        "" if is_told else said.uncertain(noise, moved),
+        "" if is_told else uncertain(noise, moved, said.BY_NUTS),
     ]
     message = "; ".join(filter(None, problems))
     return Judged(after._replace(trusted=not message), True, message)
