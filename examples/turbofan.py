@@ -29,13 +29,14 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from sklearn.model_selection import ParameterGrid
 
 import fedppl
 from fedppl.models import hm1, hm2
@@ -218,20 +219,30 @@ def run(task: Task, model: str, algorithm: fedppl.Algorithm, rounds: int, degree
 
 def search(
     task: Task, model: str, candidates: Mapping[str, fedppl.Algorithm], rounds: int, degree: int = DEGREE
-) -> Any:
-    """Compare candidates on held-out training rows."""
+) -> dict[str, float]:
+    """Loss of each candidate on held-out training rows; inf where its steps diverge."""
     # Which rows are held out depends on the seed and not on the degree: losses can be compared between degrees.
     kept, held_out = fedppl.holdout(training(task.splits, degree), 0.2, random_seed=task.seed)
-    return fedppl.grid_search(
-        declared(model),
-        kept,
-        candidates,
-        held_out,
-        rounds=rounds,
-        engine=fedppl.InProcess(workers=1),
-        progressbar=False,
-        random_seed=task.seed,
-    )
+    engine = fedppl.InProcess(workers=1)
+    settings: dict[str, Any] = {"rounds": rounds, "engine": engine, "progressbar": False, "random_seed": task.seed}
+    losses = {}
+    for name, algorithm in candidates.items():
+        fit = fedppl.fit(declared(model), kept, algorithm, **settings)
+        losses[name] = fedppl.validation_loss(fit, held_out).mean if fit.records[-1].used else np.inf
+    return losses
+
+
+def least(losses: Mapping[str, float]) -> str:
+    """Name of the smallest loss, the first of several."""
+    return min(losses, key=lambda name: losses[name])
+
+
+def grid(build: Callable[..., fedppl.Algorithm], values: Mapping[str, Any]) -> dict[str, fedppl.Algorithm]:
+    """Candidates of all combinations, by their settings."""
+    return {
+        ", ".join(f"{name}={value:g}" for name, value in settings.items()): build(**settings)
+        for settings in ParameterGrid(values)
+    }
 
 
 def at_engines(fit: fedppl.Fit, draws: int) -> dict[str, Draws]:
@@ -305,7 +316,7 @@ def structures(task: Task) -> dict[str, Row]:
         "trace-constrained": c.trace_constrained(),
     }
     candidates = {name: fedppl.HM1(structure=form) for name, form in forms.items()}
-    best = search(task, "regression", candidates, rounds=30).best
+    best = least(search(task, "regression", candidates, rounds=30))
     rows = {
         f"HM1, {name}": Row(rmse(task.splits, columns(run(task, "regression", algorithm, rounds=30))), "")
         for name, algorithm in candidates.items()
@@ -319,19 +330,18 @@ def algorithm_1(task: Task) -> dict[str, Row]:
     """The paper's Algorithm 1 by gradient steps, α = 0.9, as written and with a proximal shrinkage step."""
     rates = {"explicit": [1e-5, 1e-4, 1e-3], "proximal": [0.1, 0.3, 0.6]}
     rounds, rows = (10, {}) if task.quick else (100, {})
-    for step, grid in rates.items():
+    for step, values in rates.items():
         build = functools.partial(fedppl.HM1Gradient, alpha=0.9, steps=20, prior_step=step)
         name = f"Algorithm 1, {'as written' if step == 'explicit' else step}"
-        try:
-            found = search(
-                task, "squared error", fedppl.grid(build, learning_rate=grid[:2] if task.quick else grid), rounds
-            )
-        except fedppl.DeclarationError:  # no rate of the grid is stable
+        candidates = grid(build, {"learning_rate": values[:2] if task.quick else values})
+        losses = search(task, "squared error", candidates, rounds)
+        best = least(losses)
+        if losses[best] == np.inf:
             rows[name] = Row(np.full(len(task.splits), np.nan), "no learning rate is stable")
             continue
-        fit = run(task, "squared error", found.algorithm, rounds)
+        fit = run(task, "squared error", candidates[best], rounds)
         moved = fit.records[-1].info["change"]
-        rows[name] = Row(rmse(task.splits, columns(fit)), f"{found.best}; last round moved θ by {moved:.2g}")
+        rows[name] = Row(rmse(task.splits, columns(fit)), f"{best}; last round moved θ by {moved:.2g}")
     return rows
 
 
@@ -364,19 +374,19 @@ def averaging(task: Task) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     losses: dict[str, dict[str, float]] = {"FedAvg": {}, "Ditto": {}}
     for degree in degrees:
-        shared = fedppl.grid(functools.partial(fedppl.FedAvg, steps=20), learning_rate=rates)
+        shared = grid(functools.partial(fedppl.FedAvg, steps=20), {"learning_rate": rates})
         average = search(task, "squared error", shared, rounds, degree)
         # φ of Ditto does not depend on its personal steps, so that its rate is the one found for FedAvg.
-        rate = float(average.best.removeprefix("learning_rate="))
-        first = functools.partial(fedppl.Ditto, steps=20, learning_rate=rate)
-        ditto = search(task, "squared error", fedppl.grid(first, **personal), rounds, degree)
-        for method, found in (("FedAvg", average), ("Ditto", ditto)):
-            name = f"{method}, degree {degree}"
-            fit = run(task, "squared error", found.algorithm, rounds, degree)
-            rows[name] = Row(rmse(task.splits, means(at_engines(fit, 1))), found.best)
-            losses[method][name] = float(found.table["loss"].loc[found.best])
+        rate = float(least(average).removeprefix("learning_rate="))
+        own = grid(functools.partial(fedppl.Ditto, steps=20, learning_rate=rate), personal)
+        ditto = search(task, "squared error", own, rounds, degree)
+        for method, candidates, found in (("FedAvg", shared, average), ("Ditto", own, ditto)):
+            name, best = f"{method}, degree {degree}", least(found)
+            fit = run(task, "squared error", candidates[best], rounds, degree)
+            rows[name] = Row(rmse(task.splits, means(at_engines(fit, 1))), best)
+            losses[method][name] = found[best]
     for method, by_name in losses.items():
-        best = min(by_name, key=lambda name: by_name[name])
+        best = least(by_name)
         setting = f"{best.removeprefix(f'{method}, ')}, {rows[best].setting}"
         rows[f"{method}, tuned"] = rows[best]._replace(setting=setting)
     return rows

@@ -48,9 +48,7 @@ if TYPE_CHECKING:
     from fedppl.run.one_round import Round
     from fedppl.run.participation import all_clients, bernoulli, fixed_size
     from fedppl.run.withdrawal import Withdrawal, without
-    from fedppl.search.grid_search import grid, grid_search
-    from fedppl.search.loss import validation_loss
-    from fedppl.search.split import holdout
+    from fedppl.search.validation import holdout, validation_loss
     from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
@@ -110,8 +108,6 @@ __all__ = [
     "fit",
     "fixed_size",
     "formula",
-    "grid",
-    "grid_search",
     "holdout",
     "hypotheses",
     "load",
@@ -188,9 +184,7 @@ _NAMES = {
         "run.one_round": "Round",
         "run.participation": "all_clients bernoulli fixed_size",
         "run.withdrawal": "Withdrawal without",
-        "search.grid_search": "grid grid_search",
-        "search.loss": "validation_loss",
-        "search.split": "holdout",
+        "search.validation": "holdout validation_loss",
         "types": "ConvergenceWarning DataError DeclarationError NotConvergedError Status",
     }.items()
     for name in names.split()

@@ -39,7 +39,7 @@ class ConvergenceWarning(UserWarning):
     ----------
     fit
         The fit that ended so: where warnings are errors, ``except fedppl.ConvergenceWarning as warning`` has it as
-        ``warning.fit``. From `grid_search`, the best candidate's.
+        ``warning.fit``.
     """
 
     def __init__(self, text: str = "", fit: Any = None) -> None:

@@ -139,14 +139,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: fedppl.holdout([{"y": Y}], 0.2, random_seed=1), DataError, ["clients are list", "mapping"]
     ),
     "a loss by name": (
-        lambda: fedppl.grid_search(MODEL, CLIENTS, {"a": fedppl.EP()}, CLIENTS, loss="mse"),
+        lambda: fedppl.validation_loss(fitted(), CLIENTS, loss="mse"),
         DeclarationError,
         ["loss='mse'", "function"],
     ),
     "nested names": (lambda: FederatedModel(line, [["mu"]]), DeclarationError, ["shared=[['mu']]", "list of names"]),
-    "grid of what is built": (
-        lambda: fedppl.grid(fedppl.EP(), tolerance=[0.1]), DeclarationError, ["grid(fedppl.EP, ...)"]
-    ),
     # --- data
     "complex": (lambda: start(clients={"a": {"y": Y + 1j}}), DataError, ["'a'", "'y'", "complex128", "real"]),
     "durations": (lambda: start(clients={"a": {"y": Y.astype("m8[D]")}}), DataError, ["'y'", "timedelta64"]),

@@ -158,12 +158,6 @@ ROWS: dict[str, Mistake] = {
     "all rows held out": row(lambda: fedppl.holdout(CLIENTS, 1, random_seed=1), "fraction=1", "between 0 and 1"),
     "one row to divide": row(lambda: fedppl.holdout({"a": {"y": [1.0]}}, random_seed=1), "'a'", "leave the client"),
     "a frame to validate on": row(of_fit(lambda fit: fedppl.validation_loss(fit, FRAME)), "mapping"),
-    "a frame to search on": row(
-        lambda: fedppl.grid_search(MODEL, FRAME, {"a": fedppl.EP()}, FRAME), "DataFrame", "fedppl.holdout"
-    ),
-    "candidates in a list": row(lambda: fedppl.grid_search(MODEL, CLIENTS, [fedppl.EP()], CLIENTS), "fedppl.grid"),
-    "a grid of one value": row(lambda: fedppl.grid(fedppl.EP, tolerance=0.1), "tolerance=0.1", "tolerance=[...]"),
-    "a grid of another setting": row(lambda: fedppl.grid(fedppl.EP, tol=[0.1]), "['tol']", "tolerance"),
 }  # fmt: skip
 
 

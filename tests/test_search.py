@@ -1,10 +1,9 @@
-"""Grid search on held-out rows: losses against closed forms and brute force, then what is chosen and what refused."""
+"""Losses on held-out rows against closed forms and brute force, then how rows are split and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ import fedppl
 from fedppl import DataError, DeclarationError, gaussian
 from fedppl.models import hm2
 from fedppl.testing import normal_means
-from fedppl.types import LocalFailure, Status
 from tests.support import problems
 
 DRAWS = 4000
@@ -35,14 +33,6 @@ def split() -> tuple[Any, Any, Any]:
 @functools.cache
 def fitted(build: Callable[[], Any] = fedppl.EP, rounds: int = 20) -> fedppl.Fit:
     return fedppl.fit(*split()[:2], build(), rounds=rounds, progressbar=False, random_seed=1)
-
-
-def search(algorithms: Any, **settings: Any) -> Any:
-    model, training, validation = split()
-    settings = {"clients": training, "validation": validation, "rounds": 4, "progressbar": False, "random_seed": 1} | (
-        settings
-    )
-    return fedppl.grid_search(model, algorithms=algorithms, **settings)
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -135,80 +125,7 @@ def test_as_many_held_out_rows_as_coefficients_are_no_trouble() -> None:
     assert fedppl.validation_loss(fit, {"a": validation["a"]}).total == pytest.approx(expected, rel=1e-10)
 
 
-# --- what is chosen ---------------------------------------------------------------------------------------------------
-
-
-def test_the_smallest_loss_is_chosen_and_candidates_that_diverge_never() -> None:
-    candidates = fedppl.grid(fedppl.FedAvg, learning_rate=[1e-5, 0.1, 1e12], steps=[30])
-    found = search(candidates)
-    table = found.table
-    assert list(table.index) == list(candidates)
-    assert list(table.columns) == ["loss", "status", "rounds", "seconds", "message"]
-    assert found.best == table["loss"].idxmin() == "learning_rate=0.1, steps=30"
-    assert found.algorithm is candidates[found.best]
-    assert found.fit.algorithm is found.algorithm
-    assert table["loss"][found.best] == fedppl.validation_loss(found.fit, split()[2]).mean
-    assert np.isfinite(table["loss"].iloc[0])
-    assert table["loss"].iloc[2] == np.inf
-    assert "lower learning_rate=1e+12" in table["message"].iloc[2]
-    with pytest.raises(DeclarationError, match="no candidate is of use: .*diverged"):
-        search(fedppl.grid(fedppl.FedAvg, learning_rate=[1e12], steps=[30]))
-
-
-def test_ties_go_to_the_first_and_the_order_of_clients_does_not_matter() -> None:
-    _, training, validation = split()
-    found = search({"second": FAST(), "first": FAST(), "slow": fedppl.FedAvg(learning_rate=1e-4)})
-    assert found.best == "second"
-    assert found.table["loss"]["second"] == found.table["loss"]["first"] < found.table["loss"]["slow"]
-    again = search({"second": FAST()}, clients=dict(reversed(training.items())), validation=validation)
-    assert again.table["loss"]["second"] == found.table["loss"]["second"]
-
-
-def unusable(kind: str) -> Any:
-    """A candidate that is of no use, by kind."""
-    algorithm = FAST()
-
-    def failing(client: Any, personal: Any, *arguments: Any) -> Any:
-        if kind == "never" and client.client_id == "clinic 1" or (kind == "later" and personal is not None):
-            raise LocalFailure("out of paper")
-        return algorithm.update_client(client, personal, *arguments)
-
-    def stall(state: Any, received: Any) -> Any:
-        after, report = algorithm.update_server(state, received)
-        return after, report._replace(status=Status.STALLED, message="stands still")
-
-    def no_draws(*arguments: Any) -> Any:
-        raise LocalFailure("no mode")
-
-    changed = {"stalled": {"update_server": stall}, "no draws": {"result": algorithm.result._replace(draw=no_draws)}}
-    return algorithm._replace(**changed.get(kind, {"update_client": failing}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("never", "client 'clinic 1' never sent a usable reply: out of paper"),
-        ("later", "no client sent a usable reply in the last round: out of paper"),
-        ("stalled", "stands still"),
-        ("no draws", "no validation loss: no mode"),
-    ],
-)
-def test_a_candidate_of_no_use_is_listed_and_not_chosen(kind: str, reason: str) -> None:
-    found = search({kind: unusable(kind), "good": FAST()}, rounds=2)
-    assert found.best == "good"
-    assert found.table["loss"][kind] == np.inf
-    assert found.table["message"][kind] == reason
-    with pytest.raises(DeclarationError, match=f"no candidate is of use: {kind}: {reason}"):
-        search({kind: unusable(kind)}, rounds=2)
-    with pytest.raises(DeclarationError, match="the validation loss is nan"):
-        search({"good": FAST()}, rounds=1, loss=lambda posterior, data: np.nan)
-
-
-def test_a_client_that_was_never_asked_is_no_reason() -> None:
-    assert search({"good": FAST()}, participation=lambda ids, rng: ids[:1]).best == "good"
-
-
-# --- splitting, and names ---------------------------------------------------------------------------------------------
+# --- splitting --------------------------------------------------------------------------------------------------------
 
 
 def test_holdout_splits_rows_and_nothing_else() -> None:
@@ -258,59 +175,17 @@ def test_what_cannot_be_split_is_refused(clients: Any, settings: Any, message: s
         fedppl.holdout(clients, **{"random_seed": 1, **settings})
 
 
-def test_candidates_are_named_by_their_settings() -> None:
-    ways = fedppl.grid(fedppl.EP, local=[fedppl.Laplace(), fedppl.NestedLaplace()], trust=[None, 3.0])
-    assert list(ways)[1].startswith("local=Laplace(") and list(ways)[1].endswith("trust=3")
-    rates = fedppl.grid(fedppl.FedAvg, learning_rate=np.geomspace(0.001, 0.1, 3), weights=["rows"])
-    assert list(rates) == [f"learning_rate={r}, weights=rows" for r in ("0.001", "0.01", "0.1")]
-    assert rates["learning_rate=0.1, weights=rows"].settings["learning_rate"] == repr(
-        float(np.geomspace(0.001, 0.1, 3)[2])
-    )
-    for values, message in ((0.1, "is no list"), ([], "is no list"), ("rows", "is no list"), ([1.0, 1.0], "two cand")):
-        with pytest.raises(DeclarationError, match=message):
-            fedppl.grid(fedppl.FedAvg, learning_rate=values)
-    with pytest.raises(
-        DeclarationError, match=r"fedppl.EP cannot be called with the settings \['zz'\]: .*it takes local"
-    ):
-        fedppl.grid(fedppl.EP, zz=[1])
-    with pytest.raises(DeclarationError, match="fedppl.FedAvg cannot be called .*'learning_rate'"):
-        fedppl.grid(fedppl.FedAvg, steps=[1])
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
-    _, training, validation = split()
-    rest = {k: v for k, v in validation.items() if k != "clinic 0"}
-    for settings, message in (
-        ({"validation": rest}, r"\['clinic 0'\] take part and have none"),
-        ({"clients": {"clinic 1": training["clinic 1"]}, "validation": {**rest}}, "take no part"),
-        ({"clients": None}, "clients is NoneType"),
-        (
-            {"validation": {**validation, "clinic 0": {"X": np.ones((2, 2))}}},
-            r"keys \['X'\], training data \['X', 'y'\]",
-        ),
-        ({"algorithms": {}}, "no candidates"),
+def test_held_out_data_that_are_not_like_the_training_data_are_refused() -> None:
+    fit, validation = fitted(), split()[2]
+    for data, message in (
+        ({"X": np.ones((2, 2))}, r"keys \['X'\], training data \['X', 'y'\]"),
+        ({"X": np.ones((2, 9)), "y": np.ones(2)}, "'clinic 0'"),
     ):
         with pytest.raises((DataError, DeclarationError), match=message):
-            search(**({"algorithms": {"one": FAST()}, "rounds": 1} | settings))  # type: ignore[arg-type]
-
-
-def test_everything_is_refused_before_the_first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module of `grid_search` is hidden by the function of its name."""
-    module = importlib.import_module("fedppl.search.grid_search")
-    monkeypatch.setattr(module, "fit", lambda *given, **settings: pytest.fail("a candidate was fitted"))
-    _, _, validation = split()
-    for settings, message in (
-        ({"algorithms": {"one": FAST(), "two": fedppl.FedAvg}}, "candidate 'two': algorithm=fedppl.FedAvg is no algo"),
-        ({"algorithms": {"one": FAST(), "two": fedppl.curves.Ascent()}}, "candidate 'two': "),
-        ({"loss": lambda posterior: 0.0}, "loss=.* is not a function of .posterior, data"),
-        ({"validation": {**validation, "clinic 0": {"X": np.ones((2, 2))}}}, "validation data have keys"),
-        ({"validation": {**validation, "clinic 0": {"X": np.ones((2, 9)), "y": np.ones(2)}}}, "'clinic 0'"),
-    ):
-        with pytest.raises((DataError, DeclarationError), match=message):
-            search(**({"algorithms": {"one": FAST()}, "rounds": 1} | settings))  # type: ignore[arg-type]
+            fedppl.validation_loss(fit, {**validation, "clinic 0": data})
 
 
 def test_fits_without_a_loss_are_refused() -> None:

@@ -542,8 +542,3 @@ def test_a_collapse_is_told_at_any_rank_and_at_any_level(rank: int) -> None:
 def test_more_factors_than_coordinates_are_refused() -> None:
     with pytest.raises(DeclarationError, match="smaller rank"):
         fit(clients(8)[0], fedppl.HM1(structure=covariance.low_rank(3)))
-
-
-def test_a_grid_of_structures_has_names_to_read() -> None:
-    forms = [covariance.exchangeable(), covariance.low_rank(2)]
-    assert list(fedppl.grid(fedppl.HM1, structure=forms)) == ["structure=exchangeable()", "structure=low rank(rank=2)"]

@@ -77,8 +77,8 @@ def test_test_rows_change_nothing_in_a_fit_or_a_choice() -> None:
         task = turbofan.Task(3, turbofan.scaled(rows, "zscore"), seed=1, quick=True, bands=False)
         average = fedppl.HM1(structure=fedppl.covariance.moving_average(0.1))
         fits.append(turbofan.columns(turbofan.run(task, "regression", average, rounds=3)))
-        candidates = fedppl.grid(fedppl.FedAvg, learning_rate=[0.01, 0.1])
-        choices.append(list(turbofan.search(task, "squared error", candidates, rounds=3).table["loss"]))
+        candidates = turbofan.grid(fedppl.FedAvg, {"learning_rate": [0.01, 0.1]})
+        choices.append(list(turbofan.search(task, "squared error", candidates, rounds=3).values()))
         choices.append(turbofan.least_squares(task)["Separate, tuned"].setting)
     for name in engines:
         np.testing.assert_array_equal(fits[0][name], fits[1][name])

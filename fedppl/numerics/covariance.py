@@ -1,8 +1,8 @@
 """Covariances Ω of one parameter over clients, and how each is estimated from E[ΘᵀΘ] / d. NumPy only.
 
 A matrix of K clients has K (K + 1) / 2 entries and only d coordinates to learn them from, so it needs a structure. The
-best one depends on the clients, and evidence does not find it: compare them by validation loss, see
-`fedppl.grid_search`.
+best one depends on the clients, and evidence does not find it: compare them by
+`fedppl.validation_loss`.
 """
 
 from __future__ import annotations

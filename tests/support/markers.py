@@ -24,7 +24,7 @@ TOGETHER = ("test_conformance", "test_runs", "test_curves", "test_lmc_", "test_m
 RESULTS = {"az", "arviz", "xr", "xarray", "idata", "plots", "matplotlib", "loo", "conflict", "predict", "influence"}
 _RESULTS_OF = ("arviz", "xarray", "fedppl.plots", "fedppl.results")  # what is imported from here does, too
 _RESULTS_AT = ("fedppl/plots", "fedppl/results")  # folders whose docstrings do
-IN_DOCSTRINGS = {"compiled": ("fedppl.fit(", "normal_means(", "pm.Model(", "grid_search(", ".enrol(", "fedppl.rounds(")}
+IN_DOCSTRINGS = {"compiled": ("fedppl.fit(", "normal_means(", "pm.Model(", ".enrol(", "fedppl.rounds(")}
 
 
 def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:

@@ -63,8 +63,8 @@ def FedAvg(
     Parameters
     ----------
     learning_rate
-        Learning rate η for the *mean* loss over a client's rows, below 2 / λ_max of its curvature. `fedppl.grid_search`
-        finds one on validation data.
+        Learning rate η for the *mean* loss over a client's rows, below 2 / λ_max of its curvature. Choose it by
+        `fedppl.validation_loss`.
     steps
         Number T of local gradient steps a round.
     batch_size

@@ -75,7 +75,7 @@ def HM1(
     ----------
     structure
         Form of Ω, from `fedppl.covariance`: by default `exchangeable`, which is never much worse than no borrowing;
-        `low_rank`, `ledoit_wolf`, `trace_constrained`, or the paper's `moving_average`. Choose by `grid_search`.
+        `low_rank`, `ledoit_wolf`, `trace_constrained`, or the paper's `moving_average`. Choose by `validation_loss`.
     local
         A local inference that offers expansions; by default `NestedLaplace`.
     tolerance
@@ -286,7 +286,7 @@ def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:
     return (
         f"standard errors may be far too small: {structure.describe()} leaves clients a variance of "
         f"{omega.remainder:.2g} of their own, {omega.remainder / mean:.1g} of the mean, so that its factors may have "
-        "fitted noise. Use HM1(structure=fedppl.covariance.exchangeable()), or compare ranks by fedppl.grid_search"
+        "fitted noise. Use HM1(structure=fedppl.covariance.exchangeable()), or compare ranks by fedppl.validation_loss"
     )
 
 
