@@ -42,7 +42,7 @@ from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message,
 _LOCAL = NestedLaplace()
 _VOID = 3  # rounds in a row in which a client is missing
 _MANY = 500  # clients from which fewer points do, as the sum hardly departs from a quadratic
-_FEW_POINTS, _FEWER_POINTS, _VALUES = 64, 48, 10**6  # of them; of very many; values of clients between these
+_FEW_POINTS, _FEWER_POINTS, _VALUES = 64, 24, 10**6  # of them; of very many; values of clients between these
 _SINGLE, _MOST_SINGLE = 1024, 512  # points of a scramble at which single clients are asked; clients of whom all are
 _COUNTS = ("values_lost", "left_out_lost", "squares", "constants", "improper", "answered")
 _DRAWN = 4096  # points of q for clients' draws, where no weighted ones are
