@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -40,47 +40,74 @@ def worker_of(name: str) -> str:
     return "curves" if any(part in name for part in TOGETHER) else name
 
 
-def of_file(path: Path) -> set[str]:
+@functools.cache
+def of_file(path: Path) -> frozenset[str]:
     """Markers of a file of tests."""
     if ROOT / "tests" / "unit" in path.parents:
-        return set()
-    return {marker for marker, packages in BRINGS.items() if brings(path, *packages)}
+        return frozenset()
+    return frozenset(marker for marker, packages in BRINGS.items() if brings(path, *packages))
 
 
+@functools.cache
 def brings(path: Path, *packages: str) -> bool:
     """Whether a file of tests imports any of these packages, or a helper that does."""
     return any(_within(name, packages) for name in _imported(path))
 
 
-def of_test(path: Path, name: str) -> set[str]:
+def of_test(path: Path, name: str) -> frozenset[str]:
     """Markers of a test by its own name, and those of its file."""
-    return of_file(path) | ({"results"} if name in _of_results(path) else set())
+    return of_file(path) | ({"results"} if name in _of_results(path) else frozenset())
+
+
+class _Read(NamedTuple):
+    """What a file names."""
+
+    imported: frozenset[str]
+    words: dict[str, set[str]]  # of each function and class
+    from_there: frozenset[str]  # what it imports of results
+
+
+@functools.cache
+def _read(path: Path) -> _Read:
+    """One walk through a file; that is what marking costs."""
+    imported: set[str] = set()
+    from_there: set[str] = set()
+    words: dict[str, set[str]] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        named: set[str] = set()
+        for one in ast.walk(node):
+            if isinstance(one, ast.Name):
+                named.add(one.id)
+            elif isinstance(one, ast.Attribute):
+                named.add(one.attr)
+            elif isinstance(one, ast.arg | ast.keyword):
+                named.add(one.arg or "")
+            elif isinstance(one, ast.Import):
+                imported.update(alias.name for alias in one.names)
+                named.update(part for alias in one.names for part in alias.name.split("."))
+            elif isinstance(one, ast.ImportFrom):
+                named.update((one.module or "").split("."), (alias.name for alias in one.names))
+                if one.module:
+                    imported.update((one.module, *(f"{one.module}.{alias.name}" for alias in one.names)))
+            elif isinstance(one, ast.Call) and getattr(one.func, "attr", "") == "importorskip":
+                imported.update(str(given.value) for given in one.args if isinstance(given, ast.Constant))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            words[node.name] = named
+        elif isinstance(node, ast.ImportFrom) and _within(node.module or "", _RESULTS_OF):
+            from_there.update(alias.asname or alias.name for alias in node.names)
+    return _Read(frozenset(imported), words, frozenset(from_there))
 
 
 @functools.cache
 def _of_results(path: Path) -> frozenset[str]:
     """Tests of a file that touch a result, by themselves or by helpers and fixtures of the file."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    uses = {
-        node.name: {part for one in ast.walk(node) for part in _words(one)}
-        for node in body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    from_there = [one for one in body if isinstance(one, ast.ImportFrom) and _within(one.module or "", _RESULTS_OF)]
-    words_of = RESULTS | {alias.asname or alias.name for one in from_there for alias in one.names}
-    found = {name for name, words in uses.items() if words & words_of}
-    while more := {name for name, words in uses.items() if words & found} - found:
+    read = _read(path)
+    found: set[str] = set()
+    more = {name for name, words in read.words.items() if words & (RESULTS | read.from_there)}
+    while more:
         found |= more
+        more = {name for name, words in read.words.items() if words & found} - found
     return frozenset(found)
-
-
-def _words(node: ast.AST) -> set[str]:
-    """Names that a part of a test reads."""
-    if isinstance(node, ast.Import):
-        return {part for alias in node.names for part in alias.name.split(".")}
-    if isinstance(node, ast.ImportFrom):
-        return {*(node.module or "").split("."), *(alias.name for alias in node.names)}
-    return {getattr(node, field, "") for field in ("attr", "id", "arg")} - {"", None}
 
 
 def of_docstring(path: Path, text: str) -> set[str]:
@@ -97,22 +124,17 @@ def _within(name: str, packages: tuple[str, ...]) -> bool:
 @functools.cache
 def _imported(path: Path) -> frozenset[str]:
     """All that a file imports, and what the helpers of tests that it imports bring along."""
-    found = set()
-    for name in _imports(ast.parse(path.read_text(encoding="utf-8"))):
-        found.add(name)
-        helper = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+    found = set(_read(path).imported)
+    for name in _read(path).imported:
         # problems.classification brings torch to those who ask for it, not to all who know its file
-        if name.startswith("tests.") and helper.is_file() and helper != path:
-            found |= {one for one in _imported(helper) if not _within(one, BRINGS["torch"])}
+        if name.startswith("tests.") and (helper := ROOT.joinpath(*name.split(".")).with_suffix(".py")) != path:
+            found |= _of_helper(helper)
     return frozenset(found)
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
-            yield from (str(one.value) for one in node.args if isinstance(one, ast.Constant))
+@functools.cache
+def _of_helper(path: Path) -> frozenset[str]:
+    """What a helper of tests brings; nothing where there is none, as behind the name of a function."""
+    if not path.is_file():
+        return frozenset()
+    return frozenset(one for one in _imported(path) if not _within(one, BRINGS["torch"]))
