@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import types
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,9 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import gaussian
-from fedppl.contracts import Expansion
 from fedppl.numerics.prior import SharedPrior
 from fedppl.run import _prior_check
-from fedppl.run._prior_check import _Slopes, deviations
+from fedppl.run._prior_check import Likelihood, _Slopes, deviations
 from fedppl.testing import normal_means
 
 
@@ -60,21 +58,11 @@ def test_what_the_data_do_not_speak_of_is_in_no_conflict() -> None:
     assert_allclose(deviations(prior, _Slopes(np.array([3.0, 0.0]), np.diag([1.0, 0.0])))[1], 0.0)
 
 
-def densities(monkeypatch: pytest.MonkeyPatch, log_density: Any, slopes: Any) -> Any:
-    """A client whose factor is this density of φ (S, m), with slopes at one φ."""
-    local = fedppl.NestedLaplace()._replace(
-        expand=lambda client, point, share: Expansion(0.0, *slopes(point), {}),
-        log_factor=lambda client, points, share: log_density(points),
-    )
-    monkeypatch.setattr(_prior_check, "_LOCAL", local)
-    return types.SimpleNamespace(
-        layout=types.SimpleNamespace(labels=("a", "b")), declared=types.SimpleNamespace(builder=None)
-    )
+def no_slopes(x: Any) -> Any:
+    raise AssertionError("no slopes are needed")
 
 
-def test_of_normal_densities_what_they_lose_is_the_deviation_itself(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_normal_densities_what_they_lose_is_the_deviation_itself(rng: np.random.Generator) -> None:
     roots = rng.normal(size=(2, 2, 2))
     prior, data = (np.eye(2) + root @ root.T for root in roots)
     far = np.array([9.0, -14.0])  # where the data's factor has its mode; the prior's is 0
@@ -82,22 +70,22 @@ def test_of_normal_densities_what_they_lose_is_the_deviation_itself(
     at = _Slopes(-prior @ mode, prior), _Slopes(data @ (far - mode), data)
     found = deviations(*at)
     assert np.all(np.abs(found) > 5)
-    client = densities(monkeypatch, lambda x: -np.einsum("si,ij,sj->s", x - far, data, x - far) / 2, None)
-    assert_allclose(_prior_check._held([client], mode, *at, found), found, rtol=1e-9)
+    likelihood = Likelihood(lambda x: -np.einsum("si,ij,sj->s", x - far, data, x - far) / 2, no_slopes)
+    assert_allclose(_prior_check._held(likelihood, mode, *at, found), found, rtol=1e-9)
 
 
-def test_a_likelihood_that_hardly_bends_is_no_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_likelihood_that_hardly_bends_is_no_conflict() -> None:
     """A Cauchy's tail has a slope, and almost no curvature beside that of a row that says nothing else."""
     mu, weak = np.zeros(1), 1e-4
     tail = 2 * 4.0 / (1 + 4.0**2)  # d/dx of −log(1 + (4 − x)²) at 0
-    client = densities(monkeypatch, lambda x: -np.log1p((4 - x[:, 0]) ** 2) - weak * x[:, 0] ** 2 / 2, None)
+    likelihood = Likelihood(lambda x: -np.log1p((4 - x[:, 0]) ** 2) - weak * x[:, 0] ** 2 / 2, no_slopes)
     prior, data = _Slopes(np.array([-tail]), np.eye(1)), _Slopes(np.array([tail]), np.array([[weak]]))
     found = deviations(prior, data)
     assert found[0] > 20
-    assert abs(_prior_check._held([client], mu, prior, data, found)[0]) < 3
+    assert abs(_prior_check._held(likelihood, mu, prior, data, found)[0]) < 3
 
 
-def test_a_hierarchy_among_shared_variables_yields(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hierarchy_among_shared_variables_yields() -> None:
     """(log t, b) with b ~ N(0, t²), t ~ LogNormal: a far b is a larger t's, and no conflict at a narrow t's mean."""
 
     def slopes(x: Any) -> Any:
@@ -110,11 +98,11 @@ def test_a_hierarchy_among_shared_variables_yields(monkeypatch: pytest.MonkeyPat
     def log_density(x: Any) -> Any:
         return -(x[:, 1] ** 2) * np.exp(-2 * x[:, 0]) / 2 - x[:, 0] - x[:, 0] ** 2 / 2
 
-    client = densities(monkeypatch, lambda x: -20.0 * (x[:, 1] - 3.0) ** 2, slopes)
+    likelihood = Likelihood(lambda x: -20.0 * (x[:, 1] - 3.0) ** 2, slopes)
     start = gaussian.from_moments(np.zeros(2), np.diag([1.0, np.exp(2.0)]))
-    client.prior = SharedPrior(log_density, gradient, start, False)
+    prior = SharedPrior(log_density, gradient, start, False)
     for log_t in (-0.3, 0.0, 0.3, 0.6, 1.0):
-        assert not _prior_check.contradicted([client], np.array([log_t, 2.9]))
+        assert not _prior_check.contradicted(prior, likelihood, ("a", "b"), np.array([log_t, 2.9]))
 
 
 def test_rounding_is_no_conflict() -> None:

@@ -101,8 +101,9 @@ def gradients(client: ClientView, points: Array, center: Array, prior_share: flo
 
 def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
     """Quadratic expansion of log f_k (and of its share of a non-Gaussian prior) at a point."""
-    found = pairs.expansion(client.view(densities), point, client.view(start), prior_sds(client, 1.0))
-    value, gradient, hessian = found
+    one, begin = np.zeros(1, dtype=np.int64), client.view(start)[None]
+    found = pairs.expansions(client.view(densities), point, begin, one, prior_sds(client, 1.0))
+    value, gradient, hessian = float(found.values[0]), found.gradients[0], found.hessians[0]
     if not (np.isfinite(value) and np.all(np.isfinite(hessian))):
         raise LocalFailure(no_mode(client, point))
     if prior_share and not client.prior.is_gaussian:

@@ -141,6 +141,25 @@ def _looks_gaussian(of: Densities, found: pairs.Modes, phi: Array, who: Places) 
         return np.asarray(np.all(np.abs(terms - about.values[:, None]) <= allowed, axis=1))
 
 
+def log_density(stacks: Sequence[Stacked], points: Array) -> Array:
+    """Sum of Laplace's log f_k at points (S, m), by way of modes at the first; −inf where a client has no value."""
+    nothing, total = np.zeros(0, dtype=np.int64), np.zeros(len(points))
+    for stack in stacks:
+        own = summed(stack, points, nothing, points[0], 1)
+        total = total + np.where((own.lost > 0) | bool(own.failures), -np.inf, own.values)
+    return total
+
+
+def slopes(stacks: Sequence[Stacked], point: Array) -> tuple[Array, Array]:
+    """Gradient (m,) and Hessian (m, m) of the sum of Laplace's log f_k; NaN where a client has no mode of θ."""
+    gradient, hessian = np.zeros(len(point)), np.zeros((len(point), len(point)))
+    for stack in stacks:
+        wanted = np.minimum(gaussian.standard_deviations(stack.prior.gaussian), 1.0)
+        own = pairs.expansions(stack.of, point, stack.starts, np.arange(len(stack), dtype=np.int64), wanted)
+        gradient, hessian = gradient + own.gradients.sum(axis=0), hessian + own.hessians.sum(axis=0)
+    return gradient, hessian
+
+
 # What Laplace's approximation leaves out, at one client ---------------------------------------------------------------
 
 

@@ -450,30 +450,36 @@ def gradients(of: Densities, phi: Array, theta: Array, who: Places, scale: Array
         return np.asarray(total[:, :m] + np.einsum("nmd,nd->nm", cross, solve(root, total[:, m:])))
 
 
-class Expansion(NamedTuple):
-    """Laplace's log f_k about a φ; NaN where θ has no mode there."""
+class Expansions(NamedTuple):
+    """Laplace's log f_k about one φ, of clients (C,); NaN of those whose θ has no mode there."""
 
-    value: float
-    gradient: Array  # (m,)
-    hessian: Array  # (m, m)
+    values: Array  # (C,)
+    gradients: Array  # (C, m)
+    hessians: Array  # (C, m, m)
 
 
-def expansion(of: Densities, phi: Array, start: Array, wanted: Array) -> Expansion:
-    """Of one client at φ (m,), the search beginning at start (d,); its Hessian by differences over parts of `wanted`.
+def expansions(of: Densities, phi: Array, starts: Array, who: Places, wanted: Array) -> Expansions:
+    """Of clients in places who (C,) at φ (m,), searches beginning at starts (C, d); Hessians over parts of `wanted`.
 
-    These are of the gradient, with θ following its mode.
+    These are differences of the gradient, with θ following its mode.
     """
-    m, who = len(phi), np.zeros(1 + len(phi), dtype=np.int64)
-    at = origins(of, phi, start[None], who[:1])
-    theta, slope = at.modes.theta[0], at.slope[0]
-    nearby = outputs(of, phi + 1e-6 * np.diag(wanted), np.broadcast_to(theta, (m, len(theta))), who[1:])
-    curvature = np.abs(np.diag(nearby[:, 1 : 1 + m]) - at.modes.slopes[0, :m]) / (1e-6 * wanted)
+    m, count = len(phi), len(who)
+    at = origins(of, phi, starts, who)
+    theta, diagonal = at.modes.theta, np.arange(m)
+    moved = np.tile(phi + 1e-6 * np.diag(wanted), (count, 1))
+    nearby = outputs(of, moved, np.repeat(theta, m, axis=0), np.repeat(who, m))[:, 1 : 1 + m].reshape(count, m, m)
+    curvature = np.abs(nearby[:, diagonal, diagonal] - at.modes.slopes[:, :m]) / (1e-6 * wanted)
     width = 1e-3 * np.minimum(wanted, 1.0 / np.sqrt(np.maximum(curvature, 1e-300)))
-    along = np.concatenate([np.zeros((1, m)), np.diag(width), -np.diag(width)])
-    scale = np.broadcast_to(at.modes.scale[0], (1 + 2 * m, len(theta)))
-    found = gradients(of, phi + along, theta + along @ slope.T, np.zeros(1 + 2 * m, dtype=np.int64), scale)
-    hessian = (found[1 : 1 + m] - found[1 + m :]) / (2.0 * width[:, None])
-    return Expansion(float(of_modes(at.modes)[0]), found[0], 0.5 * (hessian + hessian.T))
+    along = np.zeros((count, 1 + 2 * m, m))
+    along[:, 1 + diagonal, diagonal], along[:, 1 + m + diagonal, diagonal] = width, -width
+    each = along.shape[1]
+    followed = theta[:, None] + np.einsum("cdm,csm->csd", at.slope, along)
+    scale = np.repeat(at.modes.scale, each, axis=0)
+    there = (phi + along).reshape(-1, m)
+    found = gradients(of, there, followed.reshape(count * each, -1), np.repeat(who, each), scale)
+    found = found.reshape(count, each, m)
+    hessians = (found[:, 1 : 1 + m] - found[:, 1 + m :]) / (2.0 * width[:, :, None])
+    return Expansions(of_modes(at.modes), found[:, 0], 0.5 * (hessians + np.swapaxes(hessians, 1, 2)))
 
 
 def difference_hessian(kernel: Any, x: Array, scale: Array, packed: Any) -> Array:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Posterior
-from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.model.client import ClientModel
+from fedppl.local import integrate
 from fedppl.model.stack import ClientsOf
 from fedppl.numerics.prior import SharedPrior
 from fedppl.run.start import Run
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,13 @@ _TOLD = 1e-9  # of the prior's variance: of less, slopes and means are not known
 _ROUNDING = 1e-12  # of what the data tell of the coordinate that they tell most of
 _TRIED = 5  # coordinates that are looked at again
 _STEPS = 4.0 ** -np.arange(9)  # of the way to where the data want a coordinate
-_LOCAL = NestedLaplace()
+
+
+class Likelihood(NamedTuple):
+    """Log density of all clients' data given φ, with their own variables integrated."""
+
+    log_density: Callable[[Array], Array]  # at points (S, m), (S,); −inf where a client has no value
+    slopes: Callable[[Array], tuple[Array, Array]]  # gradient (m,) and Hessian (m, m) at a point
 
 
 class _Slopes(NamedTuple):
@@ -54,11 +60,21 @@ def prior_conflict(run: Run) -> str:
     if len(models) > _MOST_CLIENTS and not isinstance(models, ClientsOf):
         return ""
     step = -(-len(models) // _MOST_CLIENTS)
-    return contradicted([models[name] for name in list(models)[::step]], gaussian.mean(shared.gaussian(run.state)))
+    asked = {name: models[name] for name in list(models)[::step]}
+    stacks, one = integrate.stacks(asked), next(iter(asked.values()))
+    likelihood = Likelihood(
+        functools.partial(integrate.log_density, stacks), functools.partial(integrate.slopes, stacks)
+    )
+    said = contradicted(one.prior, likelihood, one.layout.labels, gaussian.mean(shared.gaussian(run.state)))
+    if not said:
+        return ""
+    advice = getattr(one.declared.builder, "advice", "") or "look at units, or declare a wider prior"
+    logger.warning(said := f"{said}; {advice}")
+    return said
 
 
-def contradicted(models: Sequence[ClientModel], center: Array) -> str:
-    r"""Name the coordinates whose prior these clients' data contradict, near the posterior mean μ (m,).
+def contradicted(prior: SharedPrior, likelihood: Likelihood, labels: Sequence[str], center: Array) -> str:
+    r"""Name the coordinates whose prior clients' data contradict, near the posterior mean μ (m,).
 
     With the prior N(μ₀, Σ₀) and a likelihood of information I, the posterior mean is itself random before data are
     seen, and a score test of the prior needs no more than slopes at μ:
@@ -70,11 +86,10 @@ def contradicted(models: Sequence[ClientModel], center: Array) -> str:
     scale near 0, the prior yields, and is left out. So is a variable whose prior depends on other shared variables,
     and so are clients at sites of their own, whose slopes are theirs.
     """
-    prior = models[0].prior
     if prior.gaussian.precision.ndim == 1:  # of too many coordinates for a matrix
         return ""
     declared = _Slopes(_gradient(prior, center), prior.gaussian.precision - prior.log_ratio_hessian(center))
-    data = _of_data(models, center)
+    data = _of_data(likelihood, center)
     if data is None or not np.all(np.isfinite(declared.information)):
         return ""
     scale = prior.gaussian.precision
@@ -86,12 +101,8 @@ def contradicted(models: Sequence[ClientModel], center: Array) -> str:
     found = np.where(holds, deviations(declared, data), 0.0)
     far = np.flatnonzero(np.abs(found) > _FAR)
     found[[i for i in far if not _stands_alone(prior, center, int(i))]] = 0.0
-    found = _held(models, center, declared, data, found)
-    advice = getattr(models[0].declared.builder, "advice", "") or "look at units, or declare a wider prior"
-    said = _said(found, models[0].layout.labels, declared, center, advice)
-    if said:
-        logger.warning(said)
-    return said
+    found = _held(likelihood, center, declared, data, found)
+    return _said(found, labels, declared, center)
 
 
 def deviations(prior: _Slopes, data: _Slopes) -> Array:
@@ -105,14 +116,13 @@ def deviations(prior: _Slopes, data: _Slopes) -> Array:
     return np.where(known, shift / np.sqrt(np.where(known, np.diag(gained), 1.0)), 0.0)
 
 
-def _held(models: Sequence[ClientModel], center: Array, prior: _Slopes, data: _Slopes, found: Array) -> Array:
+def _held(likelihood: Likelihood, center: Array, prior: _Slopes, data: _Slopes, found: Array) -> Array:
     r"""At most √2T sds for those far off, with what densities themselves lose by coordinate i's prior; 0 for others.
 
     Slopes alone say too much where a likelihood bends little or the other way, as that of a scale of few rows does.
     T is what the prior has lost at μ, and what the posterior without it gains from there on the line along which
     others follow i; of normal densities √2T is the deviation itself.
     """
-    assert _LOCAL.log_factor is not None
     far = [int(i) for i in np.argsort(-np.abs(found), kind="stable") if abs(found[i]) > _FAR][:_TRIED]
     kept = np.zeros_like(found)
     if not far:
@@ -128,13 +138,7 @@ def _held(models: Sequence[ClientModel], center: Array, prior: _Slopes, data: _S
             ratio = t * (prior.gradient @ line) - t**2 / 2 * (line @ prior.information @ line)
             points.append(center + t * line)
             others.append(float(ratio + (from_mean[i] + t) ** 2 / (2 * spread[i, i])))
-    values = np.zeros(len(points))
-    for model in models:
-        try:
-            values = values + _LOCAL.log_factor(model, np.array(points), 0.0)
-        except LocalFailure:
-            return kept
-    values = np.where(np.isfinite(values), values, -np.inf)
+    values = likelihood.log_density(np.array(points))
     if np.isfinite(values[0]):
         lost = (values - values[0] + others)[1:].reshape(len(far), -1).max(axis=1)
         kept[far] = np.sign(found[far]) * np.minimum(np.abs(found[far]), np.sqrt(2 * np.maximum(lost, 0.0)))
@@ -158,16 +162,10 @@ def _gradient(prior: SharedPrior, phi: Array) -> Array:
     return np.asarray(start.linear - start.precision @ phi + prior.log_ratio_gradient(phi))
 
 
-def _of_data(models: Iterable[ClientModel], center: Array) -> _Slopes | None:
-    """Sums over clients, with their own variables integrated; None where one has no expansion."""
-    assert _LOCAL.expand is not None
-    gradient, hessian = np.zeros(len(center)), np.zeros((len(center), len(center)))
-    for model in models:
-        try:
-            found = _LOCAL.expand(model, center, 0.0)
-        except LocalFailure:
-            return None
-        gradient, hessian = gradient + found.gradient, hessian + found.hessian
+def _of_data(likelihood: Likelihood, center: Array) -> _Slopes | None:
+    """None where a client has no expansion."""
+    with np.errstate(invalid="ignore"):
+        gradient, hessian = likelihood.slopes(center)
     if not np.all(np.isfinite(hessian)) or not np.all(np.isfinite(gradient)):
         return None
     values, vectors = np.linalg.eigh(-(hessian + hessian.T) / 2)
@@ -183,7 +181,7 @@ def _bounded(information: Array, scale: Array) -> Array:
     return np.asarray((half * np.maximum(values, _LEAST)) @ half.T)
 
 
-def _said(found: Array, labels: Sequence[str], prior: _Slopes, center: Array, advice: str) -> str:
+def _said(found: Array, labels: Sequence[str], prior: _Slopes, center: Array) -> str:
     worst = [int(i) for i in np.argsort(-np.abs(found), kind="stable") if abs(found[i]) > _FAR]
     if not worst:
         return ""
@@ -195,6 +193,4 @@ def _said(found: Array, labels: Sequence[str], prior: _Slopes, center: Array, ad
         f"{labels[i]} ({found[i]:+.2g} sds from its prior, about {mean[i]:.2g} ± {sd[i]:.2g})" for i in worst[:_NAMED]
     )
     more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
-    return (
-        f"data contradict the prior of {named}{more}: where it holds a variable back, others make up for that; {advice}"
-    )
+    return f"data contradict the prior of {named}{more}: where it holds a variable back, others make up for that"

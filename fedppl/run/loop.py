@@ -18,8 +18,7 @@ import numpy as np
 from fedppl import gaussian, settings
 from fedppl.contracts import AnyAlgorithm, Posterior
 from fedppl.engine.guard import REFUSED
-from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.model.client import ClientModel
+from fedppl.local import integrate
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import samples
 from fedppl.numerics import mirrors
@@ -264,18 +263,16 @@ def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
     return status, "; ".join(filter(None, (message, fallen)))
 
 
-_MOST_CLIENTS = 300
-_MOST = 1500  # densities of clients, at images
-_LOCAL = NestedLaplace()
+_MOST = 20_000  # densities of clients, at images
 
 
 def _mirror_image(run: Run) -> str:
     """Say along which coordinate there is another mode; empty where none is, or none can be told."""
     shared = posterior_of_all(run)
-    if shared is None or not 0 < len(run.models) <= _MOST_CLIENTS:
+    if shared is None or not 0 < len(run.models) <= _MOST:
         return ""
-    models = list(run.models.values())
-    if models[0].prior.gaussian.precision.ndim == 1:
+    one = next(iter(run.models.values()))
+    if one.prior.gaussian.precision.ndim == 1:
         return ""
     corrected, q = shared.corrected(run.state), shared.gaussian(run.state)
     if corrected is None:
@@ -283,22 +280,19 @@ def _mirror_image(run: Run) -> str:
     else:
         center, sd = corrected.mean, np.sqrt(np.diag(corrected.covariance))
         known = corrected.points, corrected.weights
-    patterns = mirrors.signs(models[0].layout)[: _MOST // len(models)]
-    found = mirrors.unseen(lambda points: _log_posterior(models, points), center, sd, patterns, known)
+    patterns = mirrors.signs(one.layout)[: _MOST // len(run.models)]
+    stacks, prior = integrate.stacks(run.models), one.prior
+
+    def log_posterior(points: Array) -> Array:
+        values = np.asarray(prior.log_density(points), dtype=float) + integrate.log_density(stacks, points)
+        return np.where(np.isnan(values), -np.inf, values)
+
+    found = mirrors.unseen(log_posterior, center, sd, patterns, known)
     if found is None:
         return ""
-    labels = [models[0].layout.labels[k] for k in found[0]]
+    labels = [one.layout.labels[k] for k in found[0]]
     return (
         f"the posterior has several modes: with the sign of {' and '.join(labels[:4])} changed the density is about "
         f"{found[1]:.2g} of both, and what was found has none of it. Declare the model so that one is left: positive "
         "(pm.HalfNormal), or by a prior that rules the other out"
     )
-
-
-def _log_posterior(models: Sequence[ClientModel], points: Array) -> Array:
-    """log p(φ) Π_k p(y_k | φ) at points (T, m), up to a constant."""
-    assert _LOCAL.log_factor is not None
-    values = np.asarray(models[0].prior.log_density(points), dtype=float)
-    for model in models:
-        values = values + _LOCAL.log_factor(model, points, 0.0)
-    return np.where(np.isnan(values), -np.inf, values)
