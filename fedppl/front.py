@@ -146,8 +146,8 @@ def fit(
     deadline
         Seconds to wait for replies in a round.
     progressbar
-        Whether to show progress, in a terminal or a notebook: clients that have answered, the change against the
-        tolerance, and what is left. The logger ``fedppl`` tells the same at level INFO in any case.
+        Whether to show progress, in a terminal or a notebook: clients that have answered, and the change against the
+        tolerance. The logger ``fedppl`` tells the same at level INFO in any case.
     random_seed
         Seed of every random stream.
     start

@@ -39,45 +39,7 @@ def records(changes: list[float], seconds: float = 2.0, **fields: Any) -> list[R
     return made
 
 
-# --- what is left ---------------------------------------------------------------------------------------------
-
-
-def test_a_geometric_change_is_carried_on() -> None:
-    """Halved each round from 0.08, the change is at most 0.01 after three more rounds."""
-    found = progress.rounds_left(records([0.32, 0.16, 0.08]), 20, 3, 0.01)
-    assert found == progress.Left(3, estimated=True)
-    assert progress.ahead(records([0.32, 0.16, 0.08]), 20, 3, 0.01) == "about 3 rounds left, 6 s"
-    slower = progress.rounds_left(records([1.0, 0.5, 0.3]), None, 3, 0.01)  # the slower of the two factors: 0.6
-    assert slower == progress.Left(math.ceil(math.log(0.01 / 0.3) / math.log(0.6)), estimated=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "fields"),
-    [
-        ([0.1, 0.2, 0.1], {}),  # up and down
-        ([0.1, 0.099, 0.098], {}),  # hardly at all
-        ([1.0, 0.5, 0.05], {}),  # not by one factor
-        ([0.2, 0.1], {}),  # too few
-        ([0.4, 0.2, 0.1], {"info": {"mc_error": 0.1}}),  # ends by averaging
-        ([0.4, 0.2, 0.1], {"silent": ("b",)}),  # one round is no sweep
-        ([math.nan] * 3, {}),
-        ([0.4, 0.2, math.nan], {}),
-    ],
-)
-def test_where_nothing_can_be_estimated_the_most_is_told(changes: list[float], fields: dict[str, Any]) -> None:
-    made = records(changes, 30.0, **fields)
-    assert progress.rounds_left(made, 20, 3, 0.01) == progress.Left(17, estimated=False)
-    assert progress.ahead(made, 20, 3, 0.01) == "at most 17 of rounds=20 left, 8 min 30 s"
-    assert progress.ahead(made, None, 3, 0.01) == ""
-
-
-def test_no_more_is_told_than_is_allowed_or_known() -> None:
-    assert progress.rounds_left(records([0.32, 0.16, 0.08]), 4, 3, 1e-6) == progress.Left(1, estimated=False)
-    assert progress.ahead(records([0.32, 0.16, 0.08], preliminary=True), 20, 3, 0.01) == ""
-    assert progress.ahead(records([0.32, 0.16, 0.08], status=Status.CONVERGED), 20, 3, 0.01) == ""
-    alternating = records([0.4, 0.2, 0.1])
-    alternating[1] = alternating[1]._replace(asked=("a",))
-    assert progress.rounds_left(alternating, 20, 3, 0.01) == progress.Left(17, estimated=False)
+# --- a round ---------------------------------------------------------------------------------------------------
 
 
 def test_a_round_is_told_with_its_phase_its_change_and_who_fell_back() -> None:
@@ -98,16 +60,16 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return shown
 
 
-def test_the_bar_tells_clients_changes_and_what_is_left(terminal: io.StringIO) -> None:
+def test_the_bar_tells_clients_and_changes(terminal: io.StringIO) -> None:
     with progress.Progress(20, show=True) as bar:
         bar.asked(1, 3)
         bar.heard("site [red]")
         bar._display._bar.refresh()
         assert "1 of 3 clients (last site [red])" in terminal.getvalue()
-        bar.update(4, "change 0.1; about 3 rounds left, 6 s")
+        bar.update(4, "change 0.1")
         bar.asked(5, 3)
         bar._display._bar.refresh()
-    assert "change 0.1; about 3 rounds left, 6 s; 0 of 3 clients" in terminal.getvalue()
+    assert "change 0.1; 0 of 3 clients" in terminal.getvalue()
     assert "4/20" in terminal.getvalue()
 
 
@@ -189,13 +151,12 @@ def test_the_log_has_a_line_every_so_often(caplog: pytest.LogCaptureFixture, mon
 
 
 @problems.few_rounds
-def test_each_round_is_a_line_with_phase_change_and_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_round_is_a_line_with_phase_and_change(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fedppl"):
         fedppl.fit(*problems.noise(), fedppl.EP(correction=None, damping=0.5, tolerance=1e-6), **QUIET, rounds=4)
     lines = [one.getMessage() for one in caplog.records if one.name == "fedppl.run.one_round"]
-    assert "6 of 6 replies in " in lines[1] and "warm start, change" in lines[1] and "left" not in lines[1]
+    assert "6 of 6 replies in " in lines[1] and "warm start, change" in lines[1]
     assert any("EP, change" in one and "(tolerance 1e-06)" in one for one in lines)
-    assert any("rounds left" in one or "of rounds=4 left" in one for one in lines)
     assert "checking and compiling" in caplog.text and "6 clients are ready" in caplog.text
 
 

@@ -241,9 +241,8 @@ def _say(run: Run, record: Record, came: _Came, asked: int) -> None:
     """Say in the log, and where progress is shown, how a round went."""
     tolerance = progress.tolerance_of(run.algorithm.settings)
     stands = progress.standing(record, run.infos if record.closing else came.infos, tolerance)
-    ahead = progress.ahead(run.records, run.limit, run.counted, tolerance)
     shown = record.status.value if record.status is not Status.RUNNING else ""
-    run.progress.update(run.counted, "; ".join(filter(None, (stands, shown, ahead))))
+    run.progress.update(run.counted, "; ".join(filter(None, (stands, shown))))
     told = asked - len(record.silent)
     logger.info(
         "round %d: %s, %d of %d replies in %s%s",
@@ -252,7 +251,7 @@ def _say(run: Run, record: Record, came: _Came, asked: int) -> None:
         came.received.clients,
         told,
         progress.spelled(record.seconds),
-        "".join(f"; {one}" for one in (stands, ahead) if one),
+        f"; {stands}" if stands else "",
         extra={
             "round": record.number,
             "status": record.status.value,
