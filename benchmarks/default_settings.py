@@ -33,7 +33,7 @@ import fedppl
 from examples import quickstart
 from fedppl import gaussian
 from fedppl.contracts import Target
-from fedppl.local.tilted import log_tilted
+from fedppl.local.target import log_tilted
 
 WARM = 3  # fits of other data before the first one that is timed
 

@@ -44,10 +44,9 @@ if TYPE_CHECKING:
     from fedppl.results.loo import Loo, compare, loo, loo_compare
     from fedppl.results.table import Table, table
     from fedppl.run.calibration import calibrate, plot_calibration
-    from fedppl.run.conflict import conflict
     from fedppl.run.one_round import Round
     from fedppl.run.participation import all_clients, bernoulli, fixed_size
-    from fedppl.run.withdrawal import Withdrawal, without
+    from fedppl.run.withdrawal import Withdrawal, conflict, without
     from fedppl.search.validation import holdout, validation_loss
     from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
@@ -180,10 +179,9 @@ _NAMES = {
         "results.loo": "Loo compare loo loo_compare",
         "results.table": "Table table",
         "run.calibration": "calibrate plot_calibration",
-        "run.conflict": "conflict",
         "run.one_round": "Round",
         "run.participation": "all_clients bernoulli fixed_size",
-        "run.withdrawal": "Withdrawal without",
+        "run.withdrawal": "Withdrawal conflict without",
         "search.validation": "holdout validation_loss",
         "types": "ConvergenceWarning DataError DeclarationError NotConvergedError Status",
     }.items()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from fedppl.data import frames, grouped
+from fedppl.data import frames, tables
 from fedppl.data import missing as gaps
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.unseen import outcomes_of, require_rows_apart
@@ -51,7 +51,7 @@ def clients(model: Any, data: Any, by: Any, missing: str, *, one_table: bool = F
     return model, _said(found)
 
 
-def _table(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, grouped.Table | None]:
+def _table(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, tables.Table | None]:
     """Rows of many clients as one table, with the declaration that reads them; None where they are read one by one."""
     if not isinstance(model, FederatedModel) or model.reads is not None or data is None:
         return model, None
@@ -66,24 +66,24 @@ def _table(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, grouped.T
     if getattr(model.builder, "read", None) is not None:  # of what is more than a function
         return model, None
     if by is None:
-        many = isinstance(data, Mapping) and len(data) >= grouped.FEWEST
-        return model, _looked_at(grouped.of_clients(data)) if many else None
-    found = _looked_at(grouped.of_frame(data, by, model.names, missing, grouped.FEWEST))
+        many = isinstance(data, Mapping) and len(data) >= tables.FEWEST
+        return model, _looked_at(tables.of_clients(data)) if many else None
+    found = _looked_at(tables.of_frame(data, by, model.names, missing, tables.FEWEST))
     if found is not None and (orders := frames.categories(data, model.names)):
         model = model.reading(functools.partial(frames.known, names=model.names, orders=orders))
     return model, found
 
 
-def _looked_at(found: grouped.Table | None) -> grouped.Table | None:
+def _looked_at(found: tables.Table | None) -> tables.Table | None:
     """A table, after what is odd about one client was named, unless clients are too many to be looked at one by one."""
-    if found is not None and len(found.client_ids) < grouped.MANY:
+    if found is not None and len(found.client_ids) < tables.MANY:
         _said(found.each())
     return found
 
 
 def _said(clients: Any) -> Any:
     """Clients' data, after what is odd among them was named in the log."""
-    from fedppl.formulas.strange import strange_arrays  # at its first use: it takes a while
+    from fedppl.formulas.far import strange_arrays  # at its first use: it takes a while
 
     if isinstance(clients, Mapping) and (odd := strange_arrays(clients)):
         more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""

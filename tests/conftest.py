@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedppl.model.quiet import settings
+from fedppl.model.interpreted import settings
 from tests.support import markers
 
 

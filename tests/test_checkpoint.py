@@ -18,7 +18,7 @@ from fedppl import DataError, DeclarationError
 from fedppl.contracts import Replies, Result
 from fedppl.gaussian import Gaussian
 from fedppl.storage import checkpoint, signed
-from fedppl.storage import digest as _digest
+from fedppl.storage import codec as _digest
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests import skeleton

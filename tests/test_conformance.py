@@ -256,7 +256,7 @@ def test_clients_of_one_table_keep_the_promises_of_those_asked_one_by_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of a Gaussian model, and clients' own posteriors, where clients are rows of one table."""
-    monkeypatch.setattr("fedppl.data.grouped.FEWEST", 1)
+    monkeypatch.setattr("fedppl.data.tables.FEWEST", 1)
     model, clients = problems.regression()
     algorithm = CASES[name].build_ending()
     before = {client_id: {key: value.copy() for key, value in data.items()} for client_id, data in clients.items()}

@@ -10,9 +10,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import gaussian
+from fedppl.algorithms.one_shot.consensus import precision_from_draws
 from fedppl.contracts import AnyAlgorithm, Posterior, Received, Target
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.scatter import precision_from_draws
 from fedppl.numerics.streams import stream
 from fedppl.run.one_round import received
 from fedppl.types import DeclarationError, LocalFailure, Status

@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.local.descent import Descent, Objective, _batches, check_batches, descend
+from fedppl.local.gradient_steps import Descent, Objective, _batches, check_batches, descend
 from fedppl.model.client import ClientModel
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import DataError, LocalFailure

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl.contracts import AnyAlgorithm, Summed
-from fedppl.engine.exchange import take_sum
+from fedppl.engine.answer import take_sum
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.numerics.streams import stream
 from fedppl.types import Status

@@ -22,11 +22,9 @@ import fedppl
 from benchmarks._attacks import patients
 from fedppl import Policy
 from fedppl.contracts import Request
-from fedppl.engine.few_rows import refuse_model
+from fedppl.engine.few_rows import by_column, concentration, refuse_model
 from fedppl.engine.guard import admit, in_memory
-from fedppl.model.row_scores import row_scores, slopes
-from fedppl.model.rows_apart import rows_apart
-from fedppl.numerics.concentration import by_column, concentration
+from fedppl.model.row_scores import row_scores, rows_apart, slopes
 
 RNG = np.random.default_rng(2)
 LOOSE = Policy(rows=0, parameters_per_row=math.inf, events=0)

@@ -23,7 +23,7 @@ from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.families import FAMILIES, _draw_level, _log_level
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.results import idata
-from fedppl.results.predict import predictions
+from fedppl.results.predicting import predictions
 from tests.support.markers import slow_but
 from tests.support.tables import FRAME, RESPONSES, agreed, log_densities, rows
 

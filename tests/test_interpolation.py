@@ -11,8 +11,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from fedppl.model.interpreted import python_function
-from fedppl.model.summary import interpolated_logs as interpolated
-from fedppl.model.summary import rises_beyond
+from fedppl.model.summaries import interpolated_logs as interpolated
+from fedppl.model.summaries import rises_beyond
 
 Function = Callable[[Any], Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fedppl.storage import checkpoint
-from fedppl.storage import key as _key
+from fedppl.storage import signed as _key
 from fedppl.types import DeclarationError
 
 posix = pytest.mark.skipif(os.name != "posix", reason="modes and owners are POSIX's")

@@ -15,7 +15,7 @@ from fedppl import FederatedModel
 from fedppl.model import enrolment as _checks
 from fedppl.model import interpreted
 from fedppl.model._declared import Declared, template_of
-from fedppl.model._kinks import find_kink, points
+from fedppl.model.client import find_kink, points
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(2, 30))

@@ -19,7 +19,7 @@ import fedppl
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, sum_replies
 from fedppl.coregional import server
-from fedppl.coregional.algorithms._ending import Left, report
+from fedppl.coregional.algorithms._common import Left, report
 from fedppl.coregional.bound import Design, Globals, UnitClientState, unit_bound
 from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import best_unit, statistics

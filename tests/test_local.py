@@ -23,7 +23,7 @@ from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local import nested_laplace, nuts
 from fedppl.local._marginal import values
-from fedppl.local.tilted import log_tilted
+from fedppl.local.target import log_tilted
 from fedppl.model.client import ClientModel
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure

@@ -16,7 +16,7 @@ from scipy import stats
 import fedppl
 from fedppl import gaussian, given
 from fedppl.contracts import Summed
-from fedppl.data import grouped
+from fedppl.data import tables
 from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
 from fedppl.types import DataError, Status
 
@@ -47,7 +47,7 @@ def rows_of_wards(count: int, seed: int = 0) -> pd.DataFrame:
 
 
 def stack_of(frame: pd.DataFrame) -> Stack:
-    table = grouped.of_frame(frame, "ward", WARDS.names, "error", 1)
+    table = tables.of_frame(frame, "ward", WARDS.names, "error", 1)
     assert table is not None
     few = WARDS.enrol({table.client_ids[k]: table.rows(k) for k in range(5)})
     assert why_not(list(few.values())) == ""
@@ -304,7 +304,7 @@ def heavy(y: Any) -> pm.Model:
 def test_integrals_over_heavy_tails_are_right_at_many_clients() -> None:
     """Against the sum over clients of a quadrature that is dense and wide, at a grid of what is shared."""
     rng = np.random.default_rng(9)
-    y = 1.0 + 0.3 * rng.standard_t(3, size=grouped.MANY) + rng.normal(size=grouped.MANY)
+    y = 1.0 + 0.3 * rng.standard_t(3, size=tables.MANY) + rng.normal(size=tables.MANY)
     clients = {f"g{k}": {"y": y[k : k + 1]} for k in range(len(y))}
     fit = fedppl.fit(fedppl.FederatedModel(heavy, ["mu", "tau"]), clients, AT_ONCE, progressbar=False, random_seed=1)
     assert fit.status.ok and fit.records[-1].together == len(y)
@@ -377,7 +377,7 @@ def test_shapes_that_hang_on_the_number_of_columns_are_those_of_all() -> None:
     rng = np.random.default_rng(8)
     clients = {f"g{k}": {"X": rng.normal(size=(3 + k, 3)), "y": rng.normal(size=3 + k)} for k in range(5)}
     model = fedppl.FederatedModel(predictors, ["mu", "tau"])
-    models, table = list(model.enrol(clients).values()), grouped.of_clients(clients)
+    models, table = list(model.enrol(clients).values()), tables.of_clients(clients)
     assert table is not None and models[0].template.graph.free_shapes and why_not(models) == ""
     stack = stacked(model, table, models[0])
     reals, integers, where, at = stack.packs
@@ -467,7 +467,7 @@ def test_odd_columns_of_clients_that_are_asked_at_once_are_named(form: str, capl
         data = {str(k): {name: own[name].to_numpy() for name in ("x", "y")} for k, own in frame.groupby("ward")}
     model = fedppl.formula("y ~ x + (1 | ward)", "bernoulli") if form == "formula" else WARDS
     table = given.clients(model, data, None if form == "mapping" else "ward", "error", one_table=True)[1]
-    assert isinstance(table, grouped.Table)
+    assert isinstance(table, tables.Table)
     assert "'x' at client '7' is of size" in caplog.text
 
 
@@ -486,7 +486,7 @@ def test_missing_rows_are_refused_or_dropped(frame: pd.DataFrame, caplog: pytest
     gone.loc[first, "x"] = np.nan
     with pytest.raises(DataError, match="values are missing"):
         fedppl.fit(WARDS, gone, AT_ONCE, by="ward", progressbar=False)
-    found, kept = (grouped.of_frame(one, "ward", WARDS.names, "drop", 1) for one in (gone, gone.drop(index=first)))
+    found, kept = (tables.of_frame(one, "ward", WARDS.names, "drop", 1) for one in (gone, gone.drop(index=first)))
     assert found is not None and kept is not None
     assert sorted(found.client_ids) == sorted(kept.client_ids)
     assert len(found.columns["x"]) == len(gone) - 2
@@ -547,11 +547,11 @@ def _nothing(stack: Any, message: Any, workers: int) -> Summed:
 
 def test_groups_are_those_of_the_frame() -> None:
     frame = pd.DataFrame({"a": ["x", "y", "x", "z", "y"], "b": [1, 2, 1, 1, 2], "v": np.arange(5.0)})
-    table = grouped.of_frame(frame, ["a", "b"], ["v"], "error", 1)
+    table = tables.of_frame(frame, ["a", "b"], ["v"], "error", 1)
     assert table is not None
     assert table.client_ids == ("('x', 1)", "('y', 2)", "('z', 1)")
     assert [table.rows(k)["v"].tolist() for k in range(3)] == [[0.0, 2.0], [1.0, 4.0], [3.0]]
-    assert grouped.of_frame(frame, "a", ["v"], "error", 4) is None
+    assert tables.of_frame(frame, "a", ["v"], "error", 4) is None
 
 
 def of_two_kinds(y: Any, yes: Any) -> pm.Model:

@@ -37,7 +37,7 @@ def told(caplog: pytest.LogCaptureFixture, outcome: Callable[[Any, Any], Any], n
     clients = {f"c{k}": dict(zip("Xy", one, strict=True)) for k, one in enumerate(data)}
     for client in model.enrol(clients, kernel=False).values():
         client.view(network_of)
-    return [record.args[0] for record in caplog.records if record.name == "fedppl.nn.required"]
+    return [record.args[0] for record in caplog.records if record.name == "fedppl.nn.view"]
 
 
 def normal(f: Any, y: Any) -> Any:

@@ -14,7 +14,7 @@ from scipy.special import expit
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel
-from fedppl.results import idata, means, predict
+from fedppl.results import idata, predicting, shared
 from fedppl.testing import normal_means
 from tests.support.markers import slow_but
 from tests.support.tables import RESPONSES, agreed
@@ -55,10 +55,10 @@ def test_means_are_what_outcomes_are_on_average_at_a_client_without_rows(family:
     }
     known = idata.posterior_dataset(draws, {}, {})
     fit: Any = SimpleNamespace(declaration=model, clients={})
-    there = predict.rows_at(fit, "new", NEW, None)
+    there = predicting.rows_at(fit, "new", NEW, None)
     at = 3.0 if spec.family.outcome == "time" else None
-    whole, drawn, inputs = predict.predicted(there, known, built.shared, 1, "response", None)
-    again, expected, _ = predict.predicted(there, known, built.shared, 1, "mean", at)
+    whole, drawn, inputs = predicting.predicted(there, known, built.shared, 1, "response", None)
+    again, expected, _ = predicting.predicted(there, known, built.shared, 1, "mean", at)
     assert whole["site_ward_z"].shape[2:] == (2, width) and set(whole.data_vars) == set(again.data_vars)
     assert "outcome" not in inputs and len(next(iter(inputs.values()))) == 3
     (name,), (of,) = expected.data_vars, drawn.data_vars
@@ -151,9 +151,9 @@ def test_means_of_builders_are_pymcs_or_what_they_name() -> None:
     assert_allclose(own["predictions"]["grade_mean"].values[:, :, 1, [0, 2]], expected, rtol=1e-6)
     with cut(np.zeros(2)) as model:
         with pytest.raises(DeclarationError, match=r'pm\.Deterministic\("seen_mean"'):
-            means.declared(model)
+            shared.declared(model)
         pm.Deterministic("seen_mean", 2 * model["theta"])
-        assert means.declared(model) == ["seen_mean"]
+        assert shared.declared(model) == ["seen_mean"]
 
 
 def test_one_patient_may_be_given_by_scalars() -> None:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
-from fedppl.nn import functional, head, required, train  # noqa: E402
+from fedppl.nn import functional, head, train, view  # noqa: E402
 from fedppl.nn.personal import loss_at  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from tests.support import problems  # noqa: E402
@@ -224,7 +224,7 @@ def test_rows_that_are_tried_are_different_and_from_everywhere(rng: np.random.Ge
     X = far(rng)
     X[:100:2] = X[0]
     (client,) = enrolled(Seen(torch.tanh), X)
-    found = required._spread(client.view(network_of).unit)
+    found = view._spread(client.view(network_of).unit)
     assert len(found) == len(np.unique(found, axis=0)) == 16
     assert_allclose(found[0], X[77])
     places = [int(np.flatnonzero((X == row).all(axis=1))[0]) for row in found]

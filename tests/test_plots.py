@@ -22,7 +22,7 @@ import fedppl
 from fedppl import DataError, DeclarationError, plots
 from fedppl.plots._forest import _effects
 from fedppl.plots._prior_posterior import density
-from fedppl.plots._quality import _effective
+from fedppl.plots._rounds import _effective
 from fedppl.results import idata
 from fedppl.testing import normal_means
 from tests.support import problems

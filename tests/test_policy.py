@@ -18,9 +18,9 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
 from fedppl.contracts import Asked, Disclosure, Failure, Reply, Request
 from fedppl.engine import account as _account
+from fedppl.engine.account import changed_rows, version_of
 from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, released
 from fedppl.engine.policy import NO_RULES, Holdings
-from fedppl.engine.versions import changed_rows, version_of
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
 from fedppl.flower.memory import Memory, file_memory

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl.results import idata
 from fedppl.results.groups import more
-from fedppl.results.predict import predictions
+from fedppl.results.predicting import predictions
 
 _LEVEL, _SLOPE, _WARDS, _WEIGHTS = 7.0, 2.0, np.array([10.0, -20.0, 30.0, -40.0]), np.array([1.0, 2.0])
 

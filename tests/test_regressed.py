@@ -14,7 +14,7 @@ from scipy.special import expit, logsumexp
 import fedppl
 from fedppl import FederatedModel, gaussian
 from fedppl.contracts import Factor
-from fedppl.local import _regressed
+from fedppl.local import nuts
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
 
@@ -149,7 +149,7 @@ def test_the_two_sides_of_a_bridge_agree_on_a_known_constant() -> None:
     nodes, draws = 3.0 * RNG.standard_t(5, size=512), RNG.normal(size=512)
     joined = np.concatenate([nodes, draws])
     log_t, marginal = stats.t(5, scale=3.0).logpdf(joined), stats.norm.logpdf(joined) + 3.0
-    weights = _regressed._log_weights(log_t, marginal, 512, 300.0, np.ones(1024, dtype=bool))
+    weights = nuts._log_weights(log_t, marginal, 512, 300.0, np.ones(1024, dtype=bool))
     assert logsumexp(weights + marginal) == pytest.approx(3.0, abs=0.2)
     by_mean = np.exp(logsumexp(weights + marginal, b=joined**2) - logsumexp(weights + marginal))
     assert by_mean == pytest.approx(1.0, abs=0.2)

@@ -12,7 +12,7 @@ import pytest
 import fedppl
 from fedppl import FederatedModel
 from fedppl.formulas.agreement import Told, tell
-from fedppl.formulas.strange import strange, strange_arrays, strange_levels
+from fedppl.formulas.far import strange, strange_arrays, strange_levels
 from tests.support import problems
 
 Draw = Callable[[np.random.Generator, int], Any]

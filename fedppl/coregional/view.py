@@ -18,9 +18,9 @@ from fedppl.coregional.roles import LogScale, Roles, roles
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model import same as _same
+from fedppl.model.arrays import new_inputs
 from fedppl.model.client import ClientModel
 from fedppl.model.graph_key import graph_key
-from fedppl.model.inputs import new_inputs
 from fedppl.model.numba_mode import inlined, mode, without_notices
 from fedppl.model.pack import unpacked_function
 from fedppl.numerics.prior import gaussian_prior

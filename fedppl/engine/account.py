@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import audit
 from fedppl.engine.guard import Guard, Ledger, Run
 from fedppl.engine.policy import Policy
 from fedppl.storage import ledger as _ledger
+from fedppl.storage.codec import plain
 from fedppl.types import DataError
 
 logger = logging.getLogger(__name__)
+
 
 # Lines of what is refused or costs nothing, after which only each that doubles their number is written: a server may
 # ask without end.
@@ -102,3 +109,99 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
         _ledger.write(ledgers, everything)
 
     return Guard(rules, nullcontext, read, write)
+
+
+# By how many rows a client's data differ from what it was asked about before, told by keyed digests of their cells ----
+
+# Two answers about data that differ by one row, at the same point, differ by what that row contributes.
+
+Cells = NDArray[np.uint64]
+Version = Mapping[str, Cells]
+"""Digests of a column's cells, in the order of rows; of arrays with more axes, of what belongs to a row."""
+
+_LABEL = b"fedppl: cells of data"
+_DIGEST = 8  # bytes
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def version_of(columns: Mapping[str, Any], key: bytes) -> dict[str, Cells]:
+    """Digests of all cells. Without the key nobody can compare one with a value that is guessed."""
+    own = hmac.digest(key, _LABEL, "sha256")
+    found = {}
+    for name in sorted(columns):
+        array = plain(np.atleast_1d(np.asarray(columns[name])))
+        rows = array.reshape(len(array), -1)
+        # Texts whatever the longest of them is; numbers by their bytes.
+        text = array.dtype.kind in "OUS"
+        raw = [repr(row.tolist()).encode(errors="surrogatepass") if text else row.tobytes() for row in rows]
+        digests = {cell: hashlib.blake2b(cell, digest_size=_DIGEST, key=own).digest() for cell in set(raw)}
+        found[name] = np.frombuffer(b"".join(digests[cell] for cell in raw), dtype="<u8")
+    return found
+
+
+def changed_rows(before: Version, now: Version, fewest: float) -> int:
+    """By how many rows two versions differ, where that is some and fewer than `fewest`; else 0.
+
+    Rows that were edited count once. Columns that only one version has say nothing. Where all cells of a column change
+    with each row, as where a site standardises it by its own mean, rows as a whole are all others, and columns one by
+    one still are not: those with a value of their own in most rows, and those that values were added to alone, or
+    taken from alone.
+
+    Examples
+    --------
+    >>> rows = {"age": np.arange(40.0)}
+    >>> now = version_of({"age": np.append(rows["age"], 71.0)}, b"key")
+    >>> changed_rows(version_of(rows, b"key"), now, 10), changed_rows(version_of(rows, b"key"), now, 1)
+    (1, 0)
+    """
+    names = [name for name in now if name in before]
+    tables: dict[tuple[int, int], list[str]] = {}
+    for name in names:
+        tables.setdefault((len(now[name]), len(before[name])), []).append(name)
+    counts = []
+    for sizes, together in sorted(tables.items(), reverse=True):
+        rows = (_rows([version[name] for name in together]) for version in (before, now))
+        if (apart := max(_apart(*rows))) == 0:
+            continue
+        counts = [apart]
+        for name in together:
+            added, removed = _apart(before[name], now[name])
+            # Of few values two cohorts of one size have similar counts by chance, but seldom each as many or more.
+            grown = sizes[0] != sizes[1] and min(added, removed) == 0
+            distinct = min(len(np.unique(one)) / max(len(one), 1) for one in (before[name], now[name]))
+            if grown or distinct > 0.5:
+                counts.append(max(added, removed))
+        break  # of the longest table that changed: shorter ones are of groups, or computed from rows
+    return min((count for count in counts if 0 < count < fewest), default=0)
+
+
+def refuse_version(earlier: Sequence[Version], now: Version, fewest: float) -> str | None:
+    """The rule that data break which differ by few rows from any that were answered about, or None."""
+    for number, before in enumerate(earlier, start=1):
+        if count := changed_rows(before, now, fewest):
+            return (
+                f"changed_rows: {count} since version {number} of {len(earlier)} that was answered about, at least "
+                f"{fewest:g} wanted, or none; wait for more, or give the site those data again"
+            )
+    return None
+
+
+def is_known(earlier: Sequence[Version], now: Version) -> bool:
+    """Whether a version has all columns as they are now."""
+    return any(all(name in one and np.array_equal(one[name], cells) for name, cells in now.items()) for one in earlier)
+
+
+def _rows(cells: Sequence[Cells]) -> Cells:
+    """One number a row; cells are random already, so that it is enough to keep their order apart."""
+    total = np.zeros(len(cells[0]), dtype=np.uint64)
+    for one in cells:
+        total = (total ^ (total >> np.uint64(29))) * _STEP + one
+    return total
+
+
+def _apart(before: Cells, now: Cells) -> tuple[int, int]:
+    """How many rows were added, and how many removed."""
+    _, places = np.unique(np.concatenate([before, now]), return_inverse=True)
+    size = int(places.max(initial=-1)) + 1
+    difference = np.bincount(places[len(before) :], minlength=size) - np.bincount(places[: len(before)], minlength=size)
+    return int(difference[difference > 0].sum()), int(-difference[difference < 0].sum())

@@ -19,7 +19,7 @@ from fedppl.engine import policy
 from fedppl.engine.few_rows import refuse_model, refuse_points
 from fedppl.engine.policy import Holdings, Policy, Release
 from fedppl.model.interpreted import PYTHON_MODE
-from fedppl.storage import digest as _digest
+from fedppl.storage import codec as _digest
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)

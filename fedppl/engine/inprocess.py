@@ -29,12 +29,11 @@ from fedppl.contracts import (
     Summed,
     unheard,
 )
-from fedppl.engine.answer import answer, checked, level_of, message_of
-from fedppl.engine.exchange import take_sum
+from fedppl.engine.answer import answer, checked, level_of, message_of, take_sum
 from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.client import reader_of
-from fedppl.model.quiet import set_back, settings
+from fedppl.model.interpreted import set_back, settings
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.numerics.streams import stream
 from fedppl.settings import shown, whole

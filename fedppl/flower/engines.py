@@ -24,10 +24,9 @@ from fedppl.formulas.formula import is_formula
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
 from fedppl.run import loop
-from fedppl.run.choice import Options
 from fedppl.run.one_round import Round
 from fedppl.run.participation import Participation
-from fedppl.run.start import require_callback, require_declared, require_settings, seed_of
+from fedppl.run.start import Options, require_callback, require_declared, require_settings, seed_of
 from fedppl.settings import one_of, positive, shown, takes, whole
 from fedppl.types import DeclarationError
 

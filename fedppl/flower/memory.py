@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fedppl.contracts import AnyAlgorithm
-from fedppl.engine import versions
+from fedppl.engine import account
 from fedppl.engine.policy import Policy
 from fedppl.model.client import ClientModel
-from fedppl.storage import checkpoint, digest
-from fedppl.storage import key as _key
+from fedppl.storage import checkpoint, codec
+from fedppl.storage import signed as _key
 from fedppl.storage.signed import pack, unpack
 from fedppl.types import DeclarationError, LocalFailure, Message
 
@@ -70,11 +70,11 @@ def same_data(memory: Memory, client: ClientModel, run: str) -> Seal:
     """Refuse data that are not those of the run's first request."""
     name = f"{run}-{client.client_id}.data"
     sealed = memory.recall(name)
-    if sealed is not None and not digest.matches(sealed, client.arrays):
+    if sealed is not None and not codec.matches(sealed, client.arrays):
         raise LocalFailure(
             "its data are not those that it had when this run began; begin a new run, or give the site those data"
         )
-    return Seal(name, digest.seal(client.arrays) if sealed is None else sealed, sealed is None)
+    return Seal(name, codec.seal(client.arrays) if sealed is None else sealed, sealed is None)
 
 
 def keep_seal(memory: Memory, seal: Seal) -> None:
@@ -102,12 +102,12 @@ def data_version(memory: Memory, own: str, columns: Mapping[str, Any], rules: Po
     name = f"{own or 'site'}.versions"
     raw = memory.recall(name)
     earlier = [] if raw is None else list(unpack(raw, repr(name), name))
-    if any(digest.matches(one["seal"], columns) for one in earlier):
+    if any(codec.matches(one["seal"], columns) for one in earlier):
         return Versions(name, earlier, {}, None)
-    cells = versions.version_of(columns, _key.of_owner(make=True))
+    cells = account.version_of(columns, _key.of_owner(make=True))
     before = [one["cells"] for one in earlier]
-    refused = versions.refuse_version(before, cells, rules.changed_rows)
-    return Versions(name, earlier, {"seal": digest.seal(columns), "cells": cells}, refused)
+    refused = account.refuse_version(before, cells, rules.changed_rows)
+    return Versions(name, earlier, {"seal": codec.seal(columns), "cells": cells}, refused)
 
 
 def keep_version(memory: Memory, found: Versions | None) -> None:

@@ -23,9 +23,8 @@ from fedppl.contracts import AnyAlgorithm, Failure, LogEvidence, Request
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.data import frames
 from fedppl.engine import account as _account
-from fedppl.engine.agreements import admit_declaration, refuse_rows
 from fedppl.engine.answer import answer, require_fit, say_unused
-from fedppl.engine.conclusions import concluded, let_out, tells
+from fedppl.engine.conclusions import admit_declaration, concluded, let_out, refuse_rows, tells
 from fedppl.engine.guard import REFUSED, Guard, admit_algorithm, digest, refuse_data, replayed
 from fedppl.engine.policy import NO_RULES, Policy
 from fedppl.flower import site_agreement as _agreements
@@ -45,14 +44,13 @@ from fedppl.flower.memory import (
     same_data,
 )
 from fedppl.model.client import ClientModel
-from fedppl.model.code_key import code_key
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.graph_key import code_key
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
-from fedppl.results.at_client import client_posterior
+from fedppl.results.at_client import SUMS, client_posterior, implausible, require_rows, rows_of, sums_of
 from fedppl.results.groups import more
-from fedppl.results.rows import SUMS, implausible, require_rows, rows_of, sums_of
-from fedppl.run.conflict import FEWEST, knows_cavities, tested
+from fedppl.run.withdrawal import FEWEST, knows_cavities, tested
 from fedppl.storage import checkpoint
 from fedppl.storage.signed import pack
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Message

@@ -13,7 +13,7 @@ import numpy as np
 from fedppl.contracts import AnyAlgorithm
 from fedppl.data import frames
 from fedppl.engine import policy
-from fedppl.engine.agreements import admit_agreement, admit_telling, let_tell, note, refuse_agreement
+from fedppl.engine.conclusions import admit_agreement, admit_telling, let_tell, note, refuse_agreement
 from fedppl.engine.guard import REFUSED, Guard
 from fedppl.flower.agreed import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.flower.decode import Malformed, whole

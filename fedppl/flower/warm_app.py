@@ -22,8 +22,8 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
 from fedppl.flower import channel, worker_folder
-from fedppl.flower.identity import identity
-from fedppl.flower.records import AGREE, ASK, HELLO, read_message, register, to_content
+from fedppl.flower.channel import identity
+from fedppl.flower.decode import AGREE, ASK, HELLO, read_message, register, to_content
 from fedppl.settings import shown
 from fedppl.storage import codec
 from fedppl.types import DeclarationError

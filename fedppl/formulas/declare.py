@@ -20,9 +20,9 @@ from fedppl.formulas import design as designs
 from fedppl.formulas.agreement import Agreement, as_texts, require_present
 from fedppl.formulas.averages import by_row, rows_of
 from fedppl.formulas.design import Design
+from fedppl.formulas.families import new_rows, outcome, weights
 from fedppl.formulas.family import Family, Scales, declare
 from fedppl.formulas.far import SUSPECT, far_from_zero
-from fedppl.formulas.outcomes import new_rows, outcome, weights
 from fedppl.formulas.predictor import Spec, effect_labels, has_intercept, tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Group, Terms, variable

@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedppl.data import frames, grouped
+from fedppl.data import frames, tables
 from fedppl.data import missing as gaps
-from fedppl.data.grouped import Table
+from fedppl.data.tables import Table
 from fedppl.formulas import checks, families
 from fedppl.formulas.agreement import Agreement, Told, rare, tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.exchange import asked, check_rows, sized, together
+from fedppl.formulas.exchange import KINDS, EstimateOf, as_rows, asked, check_rows, kind_of, sized, together
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.family import Family
-from fedppl.formulas.far import SAID
+from fedppl.formulas.far import SAID, strange, strange_levels, strange_sizes
 from fedppl.formulas.predictor import spreads, tag
 from fedppl.formulas.priors import Prior
-from fedppl.formulas.strange import strange, strange_levels, strange_sizes
-from fedppl.formulas.summaries import KINDS, EstimateOf, as_rows, kind_of
 from fedppl.formulas.terms import Terms, parse, variable
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.summaries import Estimate
@@ -302,7 +300,7 @@ def one_table(
     checks.tables(built, data, by)
     model = with_order(model, data)
     built = _formula(model)
-    table = grouped.of_frame(data, by, built.columns, missing, grouped.FEWEST, texts=True)
+    table = tables.of_frame(data, by, built.columns, missing, tables.FEWEST, texts=True)
     if table is None:
         return None
     try:
@@ -321,7 +319,7 @@ def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[
         if built.family.name == "ordinal" and response not in built.levels:
             return None  # its order is looked for client by client
         what = asked(built)
-        parts = table.each() if len(table.client_ids) < grouped.MANY else {_ALL_ROWS: table.columns}
+        parts = table.each() if len(table.client_ids) < tables.MANY else {_ALL_ROWS: table.columns}
         told = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
         model = of_told(model, told, "error").model
         built = _formula(model)

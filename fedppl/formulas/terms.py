@@ -12,7 +12,7 @@ from formulaic import Formula
 from formulaic.parser import DefaultFormulaParser
 
 from fedppl.formulas import expressions
-from fedppl.formulas.tokens import Effects, Token, cut, quoted, unquoted
+from fedppl.formulas.expressions import Effects, Token, cut, quoted, unquoted
 from fedppl.types import DeclarationError
 
 _COLUMN = r"(?:[^\W\d]\w*|`[^`]+`)"

@@ -19,7 +19,7 @@ from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _gaussian_rest, _marginal
 from fedppl.local._other_modes import require_one_mode
 from fedppl.local._two_rules import by_two_rules
-from fedppl.numerics import pareto, student
+from fedppl.numerics import importance, region
 from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
 from fedppl.numerics.integral import Rule, beyond_trapezoids, missed_by_trapezoids
 from fedppl.numerics.pairs import site_batch
@@ -52,7 +52,7 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
         logs = site_batch(client.kernel, x, client.packed) - log_mixture(found, z)
         if not np.any(np.isfinite(logs)):
             break
-        logs, _ = pareto.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
+        logs, _ = importance.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
         weights = normalise(logs)
         moments = weighted_moments(z, weights)
         kept = min(1.0, effective_size(weights) / (10.0 * d))  # few points do not tell a covariance
@@ -143,14 +143,14 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
         told = np.isfinite(values)
         if not np.any(told):
             break
-        rest = np.log(np.clip(1.0 - shares, 1e-8, 1.0)) - np.log1p(-1.0 / student.SCRAMBLES)  # without each scramble
-        bias = -(student.SCRAMBLES - 1.0) * rest.mean(axis=1)
-        half = shares[:, : student.SCRAMBLES // 2].sum(axis=1)
+        rest = np.log(np.clip(1.0 - shares, 1e-8, 1.0)) - np.log1p(-1.0 / region.SCRAMBLES)  # without each scramble
+        bias = -(region.SCRAMBLES - 1.0) * rest.mean(axis=1)
+        half = shares[:, : region.SCRAMBLES // 2].sum(axis=1)
         with np.errstate(divide="ignore"):
             apart = np.clip(np.log(half) - np.log1p(-half), -20.0, 20.0)
         values = values + bias
         errors = 0.5 * (_varying(apart, told) + _varying(bias, told))
-        spread = np.sqrt(student.SCRAMBLES) * np.std(shares[told], axis=1, ddof=1)  # of the mean of all scrambles
+        spread = np.sqrt(region.SCRAMBLES) * np.std(shares[told], axis=1, ddof=1)  # of the mean of all scrambles
         constant = Constant(0.5 * float(np.median(bias[told])), float(np.median(spread)))
         if before is not None:
             moved = _varying(values - before, told & np.isfinite(before))

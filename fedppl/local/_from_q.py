@@ -21,11 +21,11 @@ from fedppl.numerics.importance import (
     enough_points,
     has_enough_points,
     normalise,
+    pareto_k,
     skewness,
     stream_of,
     whitened_points,
 )
-from fedppl.numerics.pareto import pareto_k
 from fedppl.types import Array, LocalFailure
 
 # Where a quadratic leaves more than this of the log weights unexplained, four times as many points are used.

@@ -8,6 +8,8 @@ leave the others Gaussian, at a draw by quadrature.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from scipy.special import softmax
 
@@ -16,9 +18,8 @@ from fedppl.local import _gaussian_rest, _marginal
 from fedppl.local._conditional import _centered, _gaps, _inverses, _Quadrature, about_modes
 from fedppl.local._factor import is_separable
 from fedppl.local._gaussian_rest import Places
-from fedppl.numerics import student
+from fedppl.numerics import region
 from fedppl.numerics.distribution import draw_by_slopes, draw_by_values
-from fedppl.numerics.hamiltonian import trajectories
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.pairs import site_outputs
 from fedppl.types import Array, Rng
@@ -104,7 +105,7 @@ def _candidates(rng: Rng, count: int, d: int, *, normal: bool) -> Array:
     z = rng.normal(size=(_CANDIDATES, count, d))
     if not normal:
         reach = z[1::2]
-        reach *= np.sqrt(student.DEGREES / rng.chisquare(student.DEGREES, size=(*reach.shape[:2], 1)))
+        reach *= np.sqrt(region.DEGREES / rng.chisquare(region.DEGREES, size=(*reach.shape[:2], 1)))
     return z
 
 
@@ -130,7 +131,7 @@ def _log_candidates(z: Array) -> tuple[Array, Array]:
     """Log densities (C, N) of candidates z (C, N, d): by Laplace's approximation, and by half of either, times two."""
     white = z.reshape(-1, z.shape[2])
     log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * white.shape[1] * np.log(2 * np.pi)
-    log_mixture = np.logaddexp(log_normal, student.log_density(white, np.eye(white.shape[1])))
+    log_mixture = np.logaddexp(log_normal, region.log_density(white, np.eye(white.shape[1])))
     return log_normal.reshape(z.shape[:2]), np.asarray(log_mixture).reshape(z.shape[:2])
 
 
@@ -236,3 +237,34 @@ def _draw_rest(client: ClientView, x: Array, places: Places, widths: Array, rng:
     sds = np.sqrt(np.maximum(values, 0.0))  # rounding may leave one that is no variance
     x[np.ix_(good, places)] += np.einsum("nij,nj->ni", vectors, sds * rng.normal(size=sds.shape))
     return good
+
+
+# Hamiltonian trajectories of many points at once, each of a density of its own that is near a standard normal ---------
+
+_TRAJECTORIES, _STEPS = 8, 15  # long ones: in a funnel short ones go up and down by chance alone
+_SHORTEST, _LONGEST = 0.2, 0.6  # steps in one dimension: a whole turn on average
+
+
+def trajectories(density: Callable[[Array], tuple[Array, Array]], z: Array, rng: Rng) -> Array:
+    """Move points z (N, d) so that each is of its density; `density` gives log densities (N,) and slopes (N, d).
+
+    Steps of random length fit places that are narrower than the middle. A point without a density is not gone to.
+    """
+    d = z.shape[1]
+    value, slope = density(z)
+    for _ in range(_TRAJECTORIES):
+        step = rng.uniform(_SHORTEST, _LONGEST, size=(len(z), 1)) / d**0.25
+        momentum = rng.normal(size=z.shape)
+        there, there_value, there_slope, speed = z, value, slope, momentum
+        with np.errstate(all="ignore"):  # what has no density is refused below
+            for _ in range(_STEPS):
+                speed = speed + 0.5 * step * there_slope
+                there = there + step * speed
+                there_value, there_slope = density(there)
+                speed = speed + 0.5 * step * there_slope
+            gained = there_value - value + 0.5 * np.sum(momentum**2 - speed**2, axis=1)
+            is_there = np.isfinite(gained) & np.all(np.isfinite(there_slope), axis=1)
+            is_there &= np.log(rng.uniform(size=len(z))) < gained
+        value = np.where(is_there, there_value, value)
+        z, slope = (np.where(is_there[:, None], *both) for both in ((there, z), (there_slope, slope)))
+    return z

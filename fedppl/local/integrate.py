@@ -22,7 +22,7 @@ from scipy.special import logsumexp
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _factor, _gaussian_rest, _marginal
-from fedppl.local._no_mode import no_mode
+from fedppl.local._marginal import no_mode
 from fedppl.local._other_modes import several_modes
 from fedppl.local._two_rules import by_two_rules
 from fedppl.numerics import pairs

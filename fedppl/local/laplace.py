@@ -7,7 +7,7 @@ import numpy as np
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
 from fedppl.local import _factor
 from fedppl.local._given import draw_given
-from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, require_smooth, start
+from fedppl.local.target import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, require_smooth, start
 from fedppl.types import Array, LocalFailure, Rng
 
 

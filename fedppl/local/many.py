@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.contracts import ClientView
-from fedppl.data.grouped import MANY
+from fedppl.data.tables import MANY
 from fedppl.local import _gaussian_rest
 from fedppl.local._conditional import about_modes, at_nodes
 from fedppl.local.integrate import in_parts

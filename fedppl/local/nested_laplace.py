@@ -14,24 +14,24 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
 from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _marginal
 from fedppl.local._given import draw_given
-from fedppl.local._no_mode import no_mode
+from fedppl.local._marginal import no_mode
 from fedppl.local.nuts import NUTS
-from fedppl.local.tilted import moments_of, require_smooth
-from fedppl.numerics import student
+from fedppl.local.target import moments_of, require_smooth
+from fedppl.numerics import region
 from fedppl.numerics.importance import (
     WeightedMoments,
     effective_size,
     fresh_points,
     normalise,
+    pareto_k,
     resample,
     skewness,
     stream_of,
     weighted_moments,
 )
 from fedppl.numerics.pairs import site_batch
-from fedppl.numerics.pareto import pareto_k
-from fedppl.numerics.student import DEGREES, SCRAMBLES, standard_points
-from fedppl.results.fallbacks import STANDARDISED
+from fedppl.numerics.region import DEGREES, SCRAMBLES, standard_points
+from fedppl.results.records import STANDARDISED
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure, Rng
 
@@ -317,7 +317,7 @@ def _weighted(
         return None
     t = standard_points(m, count, stream)
     points = mean + t @ root.T
-    log_proposal = student.log_density(t, root)
+    log_proposal = region.log_density(t, root)
     log_weights = log_density(points) - log_proposal
     if not np.any(np.isfinite(log_weights)):
         return None

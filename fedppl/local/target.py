@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Target
+from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import pareto
+from fedppl.numerics import importance
 from fedppl.numerics.importance import effective_size, normalise, resample
-from fedppl.types import Layout, Message, Rng
+from fedppl.numerics.kernels import NO_DATA
+from fedppl.numerics.pairs import difference_hessian
+from fedppl.settings import not_called, shown
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng
 
 _FEWEST = 100  # effective points
 
@@ -61,7 +67,7 @@ def draw_target(
     if float(message["joins"]):  # its data are in no weight yet
         found = local.factor(client, points, center, 0.0)
         log_weights = np.where(np.isfinite(found.values), np.log(weights) + found.values, -np.inf)
-        told = {"pareto_k": pareto.pareto_k(log_weights)}
+        told = {"pareto_k": importance.pareto_k(log_weights)}
         weights = normalise(log_weights) if np.any(np.isfinite(log_weights)) else np.zeros(0)
         if not len(weights) or effective_size(weights) < _FEWEST:  # the points do not reach where its data are
             from_q = local.draw(target, draws, chains, rng)
@@ -70,3 +76,99 @@ def draw_target(
     theta = local.draw_given(client, phi, center, rng)
     told |= {"ess": effective_size(weights), "unique": float(len(np.unique(phi, axis=0)))}
     return Draws(phi.reshape(chains, draws, -1), theta.reshape(chains, draws, -1), told)
+
+
+# The tilted distribution over (φ, θ) as one log density with gradient, for the ways that work on it directly ----------
+
+
+def require_smooth(client: ClientView, why: str) -> None:
+    """Raise DeclarationError where the log density has a kink, which `why` says what it does to."""
+    if client.kink:
+        raise DeclarationError(
+            f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it "
+            f"{why}. Use EP(local=fedppl.NUTS()) for this model."
+        )
+
+
+def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
+    """log [p(y, θ | φ) q_{-k}(φ) (p / N_0)(φ)^share] and its gradient, as a function of x = (φ, θ)."""
+    client, prior = target.client, target.client.prior
+    kernel, data = client.kernel, client.packed
+    m = client.shared_size
+    linear, precision = target.cavity
+    share = 0.0 if prior.is_gaussian else float(target.prior_share)
+    prior_kernel = None
+    if share:
+        assert prior.kernel is not None  # of every prior that is not Gaussian
+        prior_kernel = prior.kernel()
+        linear, precision = linear - share * prior.gaussian.linear, precision - share * prior.gaussian.precision
+
+    def value_and_gradient(x: Array) -> tuple[float, Array]:
+        with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
+            output = kernel(np.ascontiguousarray(x), *data)
+            phi = x[:m]
+            pull = precision @ phi
+            output[0] += phi @ (linear - 0.5 * pull)
+            output[1 : 1 + m] += linear - pull
+            if prior_kernel is not None:
+                output[: 1 + m] += share * prior_kernel(np.ascontiguousarray(phi), *NO_DATA)
+        return float(output[0]), output[1:]
+
+    return value_and_gradient
+
+
+def start(target: Target) -> Array:
+    """Starting point (m + d_k,): the mean of the global q, and θ where its declaration starts it."""
+    return np.concatenate([np.linalg.solve(target.global_.precision, target.global_.linear), target.client.initial])
+
+
+def negative_hessian(target: Target, x: Array, scale: Array) -> Array:
+    """A = −∂² log tilted / ∂x² at x = (φ, θ), by differences of the gradient over lengths in proportion to scale."""
+    client, m = target.client, target.client.shared_size
+    A: Array = -difference_hessian(client.kernel, x, scale, client.packed)
+    A[:m, :m] += target.cavity.precision
+    if target.prior_share and not client.prior.is_gaussian:
+        A[:m, :m] -= target.prior_share * client.prior.log_ratio_hessian(x[:m])
+    return A
+
+
+def moments_of(mean: Array, covariance: Array, skewness: Array, diagnostics: Mapping[str, float]) -> Moments:
+    """Moments whose precision is the inverse of the covariance."""
+    precision = np.linalg.inv(covariance)
+    return Moments(mean, (covariance + covariance.T) / 2, (precision + precision.T) / 2, skewness, diagnostics)
+
+
+def gaussian_moments(x: Array, A: Array, m: int, diagnostics: Mapping[str, float]) -> Moments:
+    """Moments of the first m coordinates of N(x, A⁻¹)."""
+    covariance = np.asarray(np.linalg.inv(A), dtype=np.float64)
+    return moments_of(x[:m], covariance[:m, :m], np.zeros(m), diagnostics)
+
+
+def gaussian_draws(
+    x: Array, A: Array, m: int, draws: int, chains: int, rng: Rng, diagnostics: Mapping[str, float]
+) -> Draws:
+    """Draws of N(x, A⁻¹), split into φ and θ."""
+    z = rng.normal(size=(chains, draws, len(x)))
+    sample = x + z @ np.linalg.inv(np.linalg.cholesky(A))
+    return Draws(sample[..., :m], sample[..., m:], {"ess": float(chains * draws), **diagnostics})
+
+
+# The rule of the keyword `local`: an algorithm's local inference ------------------------------------------------------
+
+_INFERENCES = ("NestedLaplace", "NUTS", "ADVI", "MeanField", "Laplace", "GradientSteps")
+
+
+def local_inference(name: str, value: Any, default: LocalInference) -> LocalInference:
+    """A local inference that is built; None is the default."""
+    if value is None:
+        return default
+    if isinstance(value, LocalInference):
+        return value
+    spelt = str(value).replace("_", "").replace(" ", "").casefold() if isinstance(value, str) else ""
+    meant = next((known for known in _INFERENCES if known.casefold() == spelt), None)
+    if meant is not None:
+        raise DeclarationError(f"{name}={value!r} is text; pass fedppl.{meant}(), with brackets and its settings.")
+    raise DeclarationError(
+        f"{name}={shown(value)} is no local inference"
+        + (not_called(value) or "; pass one that is built, such as fedppl.NestedLaplace() or fedppl.NUTS().")
+    )

@@ -22,7 +22,7 @@ from fedppl.model import same as _same
 from fedppl.model._declared import Declared, lengths_of, opened, parts_of, shapes, template_of
 from fedppl.model._public import altered, attempt
 from fedppl.model._template import Template, kernel_of
-from fedppl.model.arrays import fits_integers
+from fedppl.model.arrays import fits_integers, require_not_negative
 from fedppl.model.client import EACH, ClientModel, is_written, unconstrained
 from fedppl.model.enrolment import (
     containers,
@@ -34,7 +34,6 @@ from fedppl.model.enrolment import (
     require_same_variables,
 )
 from fedppl.model.fingerprint import fingerprint, probes
-from fedppl.model.indices import require_not_negative
 from fedppl.model.pack import pack
 from fedppl.numerics.kernels import NO_DATA
 from fedppl.numerics.pairs import site_outputs

@@ -12,8 +12,8 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 
+from fedppl.model import arrays as _indices
 from fedppl.model import graph as _graph
-from fedppl.model import indices as _indices
 from fedppl.model import interpreted
 from fedppl.model import same as _same
 from fedppl.model._public import Public

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.tensor.shape import Shape_i
 
-from fedppl.data.grouped import Table
+from fedppl.data.tables import Table
 from fedppl.model import graph as _graph
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel

@@ -29,8 +29,8 @@ from pytensor.tensor.random.type import RandomType
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.nn.calls import one_call
 from fedppl.nn.devices import host, tensor
+from fedppl.nn.functional import one_call
 from fedppl.types import Array, DataError, LocalFailure
 
 _BENT = 1e-8  # share of the largest eigenvalue below 0 that is rounding

@@ -23,10 +23,9 @@ from pytensor.tensor.subtensor import Subtensor
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.calls import kind_of, network_nodes, one_call
 from fedppl.nn.declared import Declared, Drawn, Read, drawn
 from fedppl.nn.devices import host, placed, tensor
-from fedppl.nn.functional import parameter_slices
+from fedppl.nn.functional import kind_of, network_nodes, one_call, parameter_slices
 from fedppl.nn.likelihood import Categorical, Likelihood, Normal
 from fedppl.nn.op import called
 from fedppl.types import DeclarationError, Variable

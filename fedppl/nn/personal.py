@@ -8,9 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fedppl.nn._slopes import along, chunks, evaluate
 from fedppl.nn.devices import generator_of, host, taken
 from fedppl.nn.functional import Places, call, gradients, parts_of, state_of
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
+from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import (
     RISE,
     Leaves,
@@ -375,4 +377,27 @@ def train_below(
 
     if not after <= before + RISE and not expected(found) <= expected(flat) + RISE:
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
+    return found
+
+
+# The density of rows that a client held out, by draws of its linearised network ---------------------------------------
+
+#     log p(y | f_s),   f_s(x) = f(x; ŵ) + J_S(x) (w_S − ŵ_S),   w_S ~ q
+
+
+def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.Generator) -> Array:
+    """Log density of all rows, which were held out, at each of so many draws of the outputs, (count,).
+
+    Draws are from the subnetwork's posterior q by other rows, and are the same for all rows.
+    """
+    deviations, found = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
+    at, y, first = evaluate(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0
+    for part in chunks(unit, q.weights, q.places, torch.float64, X=unit.X):
+        wide = (part.slope if part.rest is None else part.rest).shape[:2]
+        rows = slice(first, first + wide[0])
+        first += wide[0]
+        middle = unit.tensor(at[rows].reshape(wide), torch.float64)
+        move = along(part, len(q.places))
+        for draw in range(count):
+            found[draw] += unit.likelihood.log_density(middle + move(deviations[draw]), y[rows])
     return found

@@ -13,7 +13,7 @@ from scipy.special import log_softmax, ndtr, softmax
 from scipy.stats import norm
 
 from fedppl.contracts import Point
-from fedppl.contracts.entries import CI_PROB
+from fedppl.contracts.update import CI_PROB
 from fedppl.model.client import ClientModel
 from fedppl.nn.declared import Declared
 from fedppl.nn.likelihood import Normal
@@ -23,7 +23,7 @@ from fedppl.nn.view import NetworkResult, Own, network_of
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.fit import Fit
-from fedppl.results.predict import new_inputs
+from fedppl.results.predicting import new_inputs
 from fedppl.settings import between, one_of, some_of, whole
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 

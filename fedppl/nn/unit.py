@@ -14,11 +14,10 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.model.inputs import new_inputs
-from fedppl.nn.calls import kind_of
+from fedppl.model.arrays import new_inputs
 from fedppl.nn.declared import Declared, columns
 from fedppl.nn.devices import host, placed, tensor
-from fedppl.nn.functional import Places, call, own_copy, parameter_slices, parts_of, state_of
+from fedppl.nn.functional import Places, call, kind_of, own_copy, parameter_slices, parts_of, state_of
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.outcome import CONTRACT
 from fedppl.types import Array, DataError, DeclarationError, Variable

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.numerics import student
+from fedppl.numerics import region
 from fedppl.numerics.importance import WeightedMoments, weighted_moments
 from fedppl.types import Array
 
@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
 
 def propose(mean: Array, covariance: Array, count: int) -> Proposal:
     """The t with these moments."""
-    scale = (student.DEGREES - 2.0) / student.DEGREES
+    scale = (region.DEGREES - 2.0) / region.DEGREES
     return Proposal(mean, np.asarray(np.linalg.cholesky(covariance * scale), dtype=np.float64), count)
 
 
@@ -100,7 +100,7 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
     reached = np.searchsorted(np.cumsum(shares[nearest]), [0.5 * shares.sum(), 0.9 * shares.sum()])
     middle, far = away[nearest][reached]
     degrees = _OF_POWERS if far > _POWER * middle else _OF_OTHERS
-    scale = float(middle) / student.middle(degrees)
+    scale = float(middle) / region.middle(degrees)
     m = len(covariance)
     start, along, bend, root = points[0].copy(), np.zeros(m), np.zeros(m), np.zeros((m, m))
     start[i], along[i] = weights @ points[:, i], sign * scale
@@ -114,7 +114,7 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
     root[:, 0] = along
     if others:
         spread = (left * shares[:, None]).T @ left + _FEW * covariance[np.ix_(others, others)]
-        root[others, 1:] = np.linalg.cholesky(spread * (student.DEGREES - 2.0) / student.DEGREES)
+        root[others, 1:] = np.linalg.cholesky(spread * (region.DEGREES - 2.0) / region.DEGREES)
     return Proposal(start, root, count, bend, degrees)
 
 
@@ -146,8 +146,8 @@ def points_of(proposal: Proposal, stream: int) -> Array:
     """Points of a proposal, scramble after scramble, (scrambles x count, m)."""
     mean, root, count, bend, degrees = proposal
     if not len(bend):
-        return np.asarray(mean + student.standard_points(len(mean), count, stream) @ root.T)
-    z = student.points_along(len(mean), count, stream, degrees)
+        return np.asarray(mean + region.standard_points(len(mean), count, stream) @ root.T)
+    z = region.points_along(len(mean), count, stream, degrees)
     return np.asarray(mean + z @ root.T + np.log1p(z[:, :1]) * bend)
 
 
@@ -158,9 +158,9 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     for mean, root, count, bend, degrees in proposals:
         if len(bend):
             straight = points - np.log1p(_distance(points, mean, root))[:, None] * bend
-            log_density = student.log_density_along(whitened(straight, mean, root), root, degrees)
+            log_density = region.log_density_along(whitened(straight, mean, root), root, degrees)
         else:
-            log_density = student.log_density(whitened(points, mean, root), root)
+            log_density = region.log_density(whitened(points, mean, root), root)
         logs.append(log_density + np.log(count / total))
     return np.asarray(np.logaddexp.reduce(logs, axis=0))
 
@@ -173,7 +173,7 @@ def _distance(points: Array, mean: Array, root: Array) -> Array:
 
 def scrambles(proposals: tuple[Proposal, ...]) -> NDArray[np.intp]:
     """Which of the independent scrambles each of the proposals' points is of, (S,)."""
-    return np.concatenate([np.repeat(np.arange(student.SCRAMBLES), one.per_scramble) for one in proposals])
+    return np.concatenate([np.repeat(np.arange(region.SCRAMBLES), one.per_scramble) for one in proposals])
 
 
 def whitened(points: Array, mean: Array, root: Array) -> Array:

@@ -10,10 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr
+from scipy import stats
+from scipy.special import gammaln, ndtr, ndtri
+from scipy.stats import qmc
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
+from fedppl.numerics.importance import kept
 from fedppl.types import Array
 
 _STEP = np.sqrt(2.0)
@@ -79,3 +82,62 @@ def _effect(mass: Array, away: Array, power: Array | float) -> Array:
 def _edges(prior: Gaussian, radius: float) -> tuple[Array, Array]:
     center, sd = gaussian.mean(prior), gaussian.standard_deviations(prior)
     return np.asarray(center - radius * sd), np.asarray(center + radius * sd)
+
+
+# The multivariate t: quasi-random points of independent scrambles, and its density. Its tails reach beyond q's --------
+
+DEGREES = 5.0
+SCRAMBLES = 8  # independent ones, whose estimates' spread is the error
+
+
+@kept(most_bytes=2**27)
+def standard_points(size: int, count: int, stream: int) -> Array:
+    """Points of a standard multivariate t, `count` of each scramble one after the other, (scrambles x count, size)."""
+    parts = []
+    for uniform in _uniform(size, count, stream):
+        chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
+        parts.append(ndtri(uniform[:, 1:]) * np.sqrt(DEGREES / chi2)[:, None])
+    return np.concatenate(parts)
+
+
+@kept(most_bytes=2**27)
+def points_along(size: int, count: int, stream: int, degrees: float) -> Array:
+    """Points whose first coordinate is the absolute value of a t with few degrees; the others are a multivariate t."""
+    parts = []
+    for uniform in _uniform(size, count, stream):
+        chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
+        others = ndtri(uniform[:, 2:]) * np.sqrt(DEGREES / chi2)[:, None]
+        parts.append(np.column_stack([stats.t.isf(0.5 * uniform[:, 1], degrees), others]))
+    return np.concatenate(parts)
+
+
+def _uniform(size: int, count: int, stream: int) -> list[Array]:
+    """Sobol points of each scramble, (count, size + 1)."""
+    found = []
+    for scramble in range(SCRAMBLES):
+        sequence = qmc.Sobol(size + 1, seed=np.random.default_rng((stream, scramble)))
+        uniform = sequence.random_base2(int(np.ceil(np.log2(count))))[:count]  # balanced where count is a power of 2
+        found.append(np.clip(uniform, 1e-12, 1 - 1e-12))
+    return found
+
+
+def log_density(white: Array, root: Array) -> Array:
+    """Log density of mean + root t at points whose t is `white`, (S, m): (S,)."""
+    return np.asarray(_log_standard(white, DEGREES) - np.linalg.slogdet(root)[1])
+
+
+def middle(degrees: float) -> float:
+    """What half of the absolute value of a t lies within."""
+    return float(stats.t.ppf(0.75, degrees))
+
+
+def log_density_along(white: Array, root: Array, degrees: float) -> Array:
+    """Log density of mean + root z where z is as `points_along` are, at points whose z is `white`: (S,)."""
+    parts = np.log(2.0) + _log_standard(white[:, :1], degrees) + _log_standard(white[:, 1:], DEGREES)
+    return np.asarray(np.where(white[:, 0] >= 0, parts - np.linalg.slogdet(root)[1], -np.inf))
+
+
+def _log_standard(white: Array, degrees: float) -> Array:
+    m = white.shape[1]
+    constant = gammaln((degrees + m) / 2) - gammaln(degrees / 2) - 0.5 * m * np.log(degrees * np.pi)
+    return np.asarray(constant - 0.5 * (degrees + m) * np.log1p(np.sum(white**2, axis=1) / degrees))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import pareto, student
+from fedppl.numerics import importance, region
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import Proposal, log_mixture, scrambles, whitened
 from fedppl.types import Array
@@ -78,9 +78,9 @@ def weigh(
     """
     if not np.any(np.isfinite(raw)):
         return None
-    log_weights, shape = pareto.smoothed(raw)
+    log_weights, shape = importance.smoothed(raw)
     unsmoothed = normalise(raw) - normalise(of_q)
-    of_q, _ = pareto.smoothed(of_q)  # as the others are, so that they are equal where the posterior is q
+    of_q, _ = importance.smoothed(of_q)  # as the others are, so that they are equal where the posterior is q
     weights, control = normalise(log_weights), normalise(of_q)
     center, root = gaussian.affine(q)
     white = whitened(points, center, root)
@@ -108,7 +108,7 @@ def weigh(
 
 def is_trusted(found: Reweighted) -> bool:
     """Whether weights, means and sds are near enough to those of the posterior."""
-    by_weights = found.pareto_k <= pareto.limit(found.told) and found.second_k <= MOST_SECOND_K
+    by_weights = found.pareto_k <= importance.limit(found.told) and found.second_k <= MOST_SECOND_K
     return bool(by_weights and found.error <= MOST_ERROR and found.ess >= FEWEST)
 
 
@@ -128,7 +128,7 @@ def second_k(added: Array, points: Array, weights: Array) -> float:
         shares = np.abs(added) * one**2
         sorted_ = shares[np.argsort(one, kind="stable")]
         if max(sorted_[:outermost].sum(), sorted_[-outermost:].sum()) > _OUTERMOST * (weights @ one**2):
-            found = max(found, pareto.pareto_k(np.log(np.maximum(shares, 1e-300))))
+            found = max(found, importance.pareto_k(np.log(np.maximum(shares, 1e-300))))
     return float(found)
 
 
@@ -149,14 +149,14 @@ def _by_scramble(functions: Array, log_weights: Array, of_q: Array, where: NDArr
     By leaving out one scramble at a time: points within one are no independent sample.
     """
     shifts, ratios = [], []
-    for scramble in range(student.SCRAMBLES):
+    for scramble in range(region.SCRAMBLES):
         kept = where != scramble
         weights, control = log_weights[kept], of_q[kept]
         if not np.any(np.isfinite(weights)) or not np.any(np.isfinite(control)):
             return np.full(functions.shape[1], np.inf), np.inf
         shifts.append((normalise(weights) - normalise(control)) @ functions[kept])
         ratios.append(_log_sum(weights) - _log_sum(control))
-    factor = np.sqrt(student.SCRAMBLES - 1.0)
+    factor = np.sqrt(region.SCRAMBLES - 1.0)
     return factor * np.std(shifts, axis=0), float(factor * np.std(ratios))
 
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.numerics.importance import WeightedMoments, normalise, weighted_moments
-from fedppl.numerics.pareto import pareto_k
+from fedppl.numerics.importance import WeightedMoments, normalise, pareto_k, weighted_moments
 from fedppl.types import Array
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
 
-from fedppl.numerics import pareto, student
+from fedppl.numerics import importance, region
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose
 from fedppl.types import Array
@@ -109,14 +109,14 @@ def mixture(
 def candidates(of: tuple[Proposal, ...], folded: Places, stream: int) -> Candidates:
     """Points of a mixture, those of all parts in turn, scramble after scramble."""
     parts = [
-        points_of(one, _PARTS * stream + number).reshape(student.SCRAMBLES, -1, len(one.mean))
+        points_of(one, _PARTS * stream + number).reshape(region.SCRAMBLES, -1, len(one.mean))
         for number, one in enumerate(of)
     ]
     u = np.concatenate(parts, axis=1)
     count = u.shape[1]
     u = u[:, np.random.default_rng(0).permutation(count)].reshape(-1, u.shape[2])
     u[:, folded] = np.abs(u[:, folded])
-    return Candidates(u, log_candidates(of, u, folded), np.repeat(np.arange(student.SCRAMBLES), count))
+    return Candidates(u, log_candidates(of, u, folded), np.repeat(np.arange(region.SCRAMBLES), count))
 
 
 def log_candidates(of: tuple[Proposal, ...], u: Array, folded: Places) -> Array:
@@ -157,7 +157,7 @@ def _base(z: Array, *, is_drawn_in: bool) -> Array:
     """Beside which a spline has little to tell: a normal, or a t."""
     squared: Array = np.sum(z**2, axis=1)
     if is_drawn_in:
-        return np.asarray(-0.5 * (student.DEGREES + z.shape[1]) * np.log1p(squared / student.DEGREES))
+        return np.asarray(-0.5 * (region.DEGREES + z.shape[1]) * np.log1p(squared / region.DEGREES))
     return -0.5 * squared
 
 
@@ -222,7 +222,7 @@ def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) 
     """Candidates of a mixture, weighted by the surrogate."""
     at = candidates(by, folded, stream)
     logs = log_surrogate(of, at.u)
-    log_weights, _ = pareto.smoothed(logs - at.log_density)
+    log_weights, _ = importance.smoothed(logs - at.log_density)
     weights = normalise(log_weights)
     moments = weighted_moments(at.u, weights)
     log_integral = float(np.logaddexp.reduce(log_weights) - np.log(len(log_weights)))

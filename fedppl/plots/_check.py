@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
-from fedppl.contracts.entries import CI_PROB, interval
-from fedppl.plots import _axes
+from fedppl import metrics
+from fedppl.contracts.update import CI_PROB, interval
+from fedppl.plots import _fit
 from fedppl.plots._fit import Fitted, require_fit
-from fedppl.settings import between, chosen
+from fedppl.settings import between, chosen, shown
 from fedppl.types import Array, DeclarationError
 
 _LEVELS = 12  # distinct whole numbers, up to which each has a bar
@@ -99,13 +101,13 @@ def check(
         seen, what = {name: _times(fit, name, times, settings) for name in names}, survival
     else:
         what, seen = _outcomes(fit, names, settings)
-    axes = _axes.panels(ax, 1, 2, (8.5, max(3.0, _axes.height(len(names)))), figsize)
+    axes = _fit.panels(ax, 1, 2, (8.5, max(3.0, _fit.height(len(names)))), figsize)
     if survival:
         _curves(axes[0], seen, times, ci_prob, what)
     else:
         _distribution(axes[0], fit, seen, ci_prob, what)
     _by_client(axes[1], fit, seen, times, ci_prob, f"{'P(no event) of' if survival else 'mean of'} {what}")
-    _axes.legend_of_all(axes, ax)
+    _fit.legend_of_all(axes, ax)
     return np.array(axes, dtype=object)
 
 
@@ -161,20 +163,20 @@ def _distribution(axes: Any, fit: Fitted, seen: dict[str, Seen], ci_prob: float,
     if len(levels) <= _LEVELS and np.all(levels == np.floor(levels)):
         drawn = np.stack([np.mean(replicates == level, axis=1) for level in levels], axis=1)
         share = [float(np.mean(values == level)) for level in levels]
-        axes.bar(levels, share, width=0.7, color=_axes.GREY, alpha=0.5, label="observed")
+        axes.bar(levels, share, width=0.7, color=_fit.GREY, alpha=0.5, label="observed")
         low, high = np.quantile(drawn, interval(ci_prob), axis=0)
         axes.vlines(levels, low, high, color="C0", lw=2)
         axes.plot(levels, drawn.mean(axis=0), "o", color="C0", mec="white", label=_of(ci_prob))
         named = getattr(fit.declaration.builder, "outcome_levels", {}).get(what)
-        axes.set_xticks(levels, [_axes.short(named[int(k)]) for k in levels] if named else [f"{k:g}" for k in levels])
-        axes.set(xlabel=_axes.short(what), ylabel="share of rows", ylim=(0, None))
+        axes.set_xticks(levels, [_fit.short(named[int(k)]) for k in levels] if named else [f"{k:g}" for k in levels])
+        axes.set(xlabel=_fit.short(what), ylabel="share of rows", ylim=(0, None))
         return
     x = np.quantile(np.concatenate([values, replicates.ravel()]), np.linspace(0.001, 0.999, _GRID))
     below = np.stack([np.searchsorted(np.sort(one), x, side="right") / len(one) for one in replicates])
     _band(axes, x, below, ci_prob)
     up_to = np.arange(1, len(values) + 1) / len(values)
     axes.step(np.sort(values), up_to, where="post", color="black", lw=1, label="observed")
-    axes.set(xlabel=_axes.short(what), ylabel="share of rows up to here", xlim=(x[0], x[-1]))
+    axes.set(xlabel=_fit.short(what), ylabel="share of rows up to here", xlim=(x[0], x[-1]))
 
 
 def _curves(axes: Any, seen: dict[str, Seen], times: Array, ci_prob: float, what: str) -> None:
@@ -182,7 +184,7 @@ def _curves(axes: Any, seen: dict[str, Seen], times: Array, ci_prob: float, what
     _band(axes, times, np.concatenate([one.replicates for one in seen.values()], axis=1).mean(axis=1), ci_prob)
     fine = np.linspace(0, times[-1], 10 * _TIMES)
     axes.step(fine, kaplan_meier(values, event, fine), where="post", color="black", lw=1, label="Kaplan-Meier")
-    axes.set(xlabel=_axes.short(what), ylabel="P(no event)", ylim=(0, 1), xlim=(0, times[-1]))
+    axes.set(xlabel=_fit.short(what), ylabel="P(no event)", ylim=(0, 1), xlim=(0, times[-1]))
 
 
 def _band(axes: Any, x: Array, drawn: Array, ci_prob: float) -> None:
@@ -201,10 +203,131 @@ def _by_client(axes: Any, fit: Fitted, seen: dict[str, Seen], times: Array, ci_p
         axes.plot(drawn.mean(), place, "o", color="C0", mec="white", ms=5)
         found = one.values.mean() if one.event is None else kaplan_meier(one.values, one.event, times[[middle]])[0]
         axes.plot(found, place, "x", color="black", ms=5)
-    _axes.client_lines(axes, [_axes.short(f"{name} ({fit.clients[name].brought})") for name in seen])
-    axes.set_xlabel(_axes.short(label, 48) + (f" at {times[middle]:.3g}" if len(times) else ""))
-    _axes.few_ticks(axes)
+    _fit.client_lines(axes, [_fit.short(f"{name} ({fit.clients[name].brought})") for name in seen])
+    axes.set_xlabel(_fit.short(label, 48) + (f" at {times[middle]:.3g}" if len(times) else ""))
+    _fit.few_ticks(axes)
 
 
 def _of(ci_prob: float) -> str:
     return f"predicted, {100 * ci_prob:.3g} %"
+
+
+# Whether the transforms of simulation-based calibration are uniform ---------------------------------------------------
+
+
+def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+    r"""Draw the distribution function of the transforms less the uniform one, with its simultaneous 95 % band.
+
+    .. math:: D_i(x) = \frac{1}{T} \sum_{t=1}^{T} [u_{ti} \le x] - x
+
+    with the transforms u of row i in T data sets; the band is the 95 % quantile of ``max |D_i|``.
+
+    Parameters
+    ----------
+    found
+        What `fedppl.calibrate` returned. Of more than ten rows only those that leave the band are named.
+    ax, figsize
+        Matplotlib axes; by default those of a new figure, of so many inches.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    DeclarationError
+        For what is no such result, or axes that are none.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl, xarray
+    >>> u = (np.arange(40)[:, None] + 0.5) / 40  # in place of fedppl.calibrate(...)
+    >>> found = xarray.Dataset({"pit": (("data_set", "rows"), u)}, {"rows": ["mu"]})
+    >>> axes = fedppl.plots.calibration(found)
+    >>> [text.get_text() for text in axes.get_legend().get_texts()]
+    ['mu', '95 % band']
+
+    Notes
+    -----
+    *When this fails.* The band is for one row: of twenty rows one leaves it by chance, and ``p_adjusted`` of
+    `fedppl.calibrate` counts them all. Few data sets have a wide band, which hides faults. Data sets without a
+    posterior are left out. The band is that of the row with the fewest data sets.
+    """
+    if "pit" not in getattr(found, "data_vars", ()):
+        raise DeclarationError(f"found={shown(found)} is not what fedppl.calibrate returned.")
+    axes = _fit.panels(ax, 1, 1, (6.4, 4.8), figsize)[0]
+    told = {
+        str(label): np.sort(found["pit"].sel(rows=label).dropna("data_set").values) for label in found["rows"].values
+    }
+    half = stats.kstwo.ppf(0.95, max(min(map(len, told.values()), default=1), 1))
+    few = len(told) <= _fit.LEGEND
+    outside = [label for label, u in told.items() if len(u) and stats.kstest(u, "uniform").statistic > half]
+    named = list(told) if few else outside[: _fit.LEGEND]
+    for label, u in told.items():
+        style = {"label": _fit.short(label, 40)} if label in named else {"color": _fit.GREY, "lw": 0.6}
+        axes.step(u, np.arange(1, len(u) + 1) / len(u) - u, where="post", **style)
+    axes.axhspan(-half, half, color="C0", alpha=0.2, lw=0, label="95 % band")
+    if not few:
+        axes.plot([], [], color=_fit.GREY, lw=0.6, label=f"{len(told) - len(named)} {'others' if named else 'rows'}")
+    axes.set(xlabel="probability integral transform", ylabel="distribution function less the uniform", xlim=(0, 1))
+    _fit.legend(axes, 3)
+    return axes
+
+
+# The reliability diagram of `fedppl.metrics`, as the other pictures are called ----------------------------------------
+
+
+def reliability(
+    probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = None, figsize: tuple[float, float] | None = None
+) -> Any:
+    r"""Draw how often predictions were right against how sure they were, and how sure they were.
+
+    The bins, and the expected calibration error in the title, are those of `fedppl.metrics`:
+
+    .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{n}\, |\mathrm{accuracy}_b - \mathrm{confidence}_b|
+
+    Parameters
+    ----------
+    probabilities
+        Class probabilities, (n, C), rows adding up to 1; or the probability of the second of two classes, (n,).
+    outcomes
+        Classes 0 to C - 1, (n,).
+    bins
+        Number of bins.
+    ax, figsize
+        Two matplotlib axes; by default those of a new figure, of so many inches.
+
+    Returns
+    -------
+    numpy.ndarray of matplotlib.axes.Axes
+
+    Raises
+    ------
+    DataError
+        For probabilities that are none, labels that are no classes, or no rows; for `bins` below 1 or not whole.
+    DeclarationError
+        For axes that are not two.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl
+    >>> axes = fedppl.plots.reliability([0.1, 0.2, 0.7, 0.6], [0, 1, 1, 1], bins=5)
+    >>> axes[0].get_title()
+    'ECE 0.250'
+
+    Notes
+    -----
+    *When this fails.* Confidence is the probability of the class that was predicted: with two classes nothing is below
+    0.5, and rows predicted as one class and as the other are in the same bins. A model that is too sure of one and not
+    sure enough of the other can look right. Bars of few rows are mostly noise.
+    """
+    probability = np.asarray(probabilities, dtype=float)
+    if probability.ndim == 1:
+        probability = np.column_stack([1.0 - probability, probability])
+    outcomes = np.asarray(outcomes)
+    outcomes = outcomes.astype(int) if outcomes.dtype == bool else outcomes
+    metrics.reliability(probability, outcomes, bins=bins)  # what cannot be drawn is refused before there is a figure
+    axes = _fit.panels(ax, 2, 1, (4.0, 6.0), figsize, sharex=True)
+    return np.array(metrics.plot_reliability(probability, outcomes, bins=bins, axes=axes), dtype=object)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.plots import _axes
+from fedppl.plots import _fit
 from fedppl.settings import shown
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -66,7 +66,7 @@ def curves(
     mean = np.asarray(predicted["mean"].values, dtype=float)
     if x.shape != mean.shape:
         raise DataError(f"inputs have {len(x)} rows, the prediction {len(mean)}; pass the inputs it was made for.")
-    axes = _axes.panels(ax, 1, 1, (6.0, 3.6), figsize)[0]
+    axes = _fit.panels(ax, 1, 1, (6.0, 3.6), figsize)[0]
     order = np.argsort(x, kind="stable")
     low, high = (np.asarray(predicted[end].values, dtype=float)[order] for end in ("ci_low", "ci_high"))
     share = predicted.attrs.get("ci_prob")
@@ -79,8 +79,8 @@ def curves(
         if at.shape != y.shape:
             raise DataError(f"observed= has {len(at)} inputs and {len(y)} outputs; give one of each a row.")
         axes.plot(at, y, ".", color="black", ms=4, label="observed")
-    axes.set(xlabel=label, ylabel=_axes.short(f"output of {predicted.attrs.get('client', 'the unit')}", 44))
-    _axes.legend(axes, 3)
+    axes.set(xlabel=label, ylabel=_fit.short(f"output of {predicted.attrs.get('client', 'the unit')}", 44))
+    _fit.legend(axes, 3)
     return axes
 
 
@@ -97,4 +97,4 @@ def line(inputs: Any) -> tuple[Array, str]:
         x = x[:, 0]
     if x.ndim != 1:
         raise DataError(f"inputs have shape {x.shape}; a curve is drawn over one dimension, (n,).")
-    return x, _axes.short(label, 40)
+    return x, _fit.short(label, 40)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl.contracts.entries import CI_PROB, entries_of, interval
-from fedppl.plots import _axes
+from fedppl.contracts.update import CI_PROB, entries_of, interval
+from fedppl.plots import _fit
 from fedppl.plots._fit import Entry, Fitted, at_hand, draws_of, entries, require_fit, shared_draws
 from fedppl.settings import between, chosen, flag, shown
 from fedppl.types import Array, DeclarationError
@@ -140,24 +140,24 @@ def forest(
         population = {entry.name: entry.name for entry in wanted}
     levels = _levels(fit, wanted, population, how)
     numbers = (len(wanted) == 1 and ax is None) if numbers is None else flag("numbers", numbers)
-    tall, rows = _axes.height(len(names)), -(-len(wanted) // 4)
+    tall, rows = _fit.height(len(names)), -(-len(wanted) // 4)
     columns = -(-len(wanted) // rows)
     size = (2.2 + (4.6 if numbers else 2.8) * columns, min(tall * rows, 60.0))
-    axes = _axes.panels(ax, rows, columns, size, figsize, count=len(wanted), sharey="row")
-    labels = [_axes.short(f"{k} ({fit.clients[k].brought})" if k in fit.clients else k) for k in names]
+    axes = _fit.panels(ax, rows, columns, size, figsize, count=len(wanted), sharey="row")
+    labels = [_fit.short(f"{k} ({fit.clients[k].brought})" if k in fit.clients else k) for k in names]
     for number, (one, entry) in enumerate(zip(axes, wanted, strict=True)):
         mine = [lines[name][number] for name in names]
         _level(one, levels[number], mine, first=number == 0)
         _draw(one, mine, "C0", f"posterior, {100 * ci_prob:.3g} % and half" if number == 0 else None)
         if others:
             _apart(one, [others[name][number] for name in names], mine, first=number == 0)
-        _axes.client_lines(one, labels, labelled=number % columns == 0 or ax is not None)
+        _fit.client_lines(one, labels, labelled=number % columns == 0 or ax is not None)
         if numbers:
             _numbers(one, mine)
         what = f"{formula.effect(entry.name, exponentiate=exponentiate)}, " if formula else "exp of " * exponentiate
-        one.set_xlabel(_axes.short(what + entry.label, 48))
+        one.set_xlabel(_fit.short(what + entry.label, 48))
         _ticks(one, [*mine, *(others[name][number] for name in others)], how)
-    _axes.legend_of_all(axes, ax)
+    _fit.legend_of_all(axes, ax)
     return np.array(axes, dtype=object)
 
 
@@ -286,10 +286,10 @@ def _of(fit: Fitted, entry: Entry, value: Any, how: How) -> tuple[str, Line]:
 def _level(axes: Any, level: tuple[str, Line] | None, mine: Sequence[Line], *, first: bool) -> None:
     if level is None:
         label = "mean of the clients' means" if first else None
-        axes.axvline(float(np.mean([line.mean for line in mine])), color=_axes.GREY, linestyle="--", lw=1, label=label)
+        axes.axvline(float(np.mean([line.mean for line in mine])), color=_fit.GREY, linestyle="--", lw=1, label=label)
         return
     name, line = level
-    axes.axvline(line.mean, color="black", lw=1, label=_axes.short(f"population, {name}", 40) if first else None)
+    axes.axvline(line.mean, color="black", lw=1, label=_fit.short(f"population, {name}", 40) if first else None)
     if line.outer[0] < line.outer[1]:
         axes.axvspan(*line.outer, color="black", alpha=0.1, lw=0)
 
@@ -321,13 +321,13 @@ def _numbers(axes: Any, lines: Sequence[Line]) -> None:
 
 def _ticks(axes: Any, lines: Sequence[Line], how: How) -> None:
     if not how.exponentiate:
-        _axes.few_ticks(axes)
+        _fit.few_ticks(axes)
         return
     low, high = min(line.outer[0] for line in lines), max(line.outer[1] for line in lines)
     axes.set(xscale="log", xlim=(low * (low / high) ** 0.05, high * (high / low) ** 0.05))
     if low < 1.0 < high:
-        axes.axvline(1.0, color=_axes.GREY, linestyle=":", lw=1)  # a ratio of no effect
-    _axes.log_ticks(axes, low, high)
+        axes.axvline(1.0, color=_fit.GREY, linestyle=":", lw=1)  # a ratio of no effect
+    _fit.log_ticks(axes, low, high)
 
 
 def _posterior(fit: Fitted, name: str, settings: Mapping[str, Any], how: How) -> Any:

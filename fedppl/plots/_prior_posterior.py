@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.contracts.entries import entries_of, shown_by_default
+from fedppl.contracts.update import entries_of, shown_by_default
 from fedppl.numerics.streams import stream
-from fedppl.plots import _axes
+from fedppl.plots import _fit
 from fedppl.plots._fit import Fitted, draws_of, entries, require_fit, shared_draws
 from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError
@@ -88,20 +88,20 @@ def prior_posterior(
     kinds = {name: _UNKNOWN for name in after} | {one.name: one.transform for one in fit.layout.variables}
     columns = min(len(wanted), 3)
     rows = -(-len(wanted) // columns)
-    axes = _axes.panels(ax, rows, columns, (3.3 * columns, 2.4 * rows + 0.5), figsize, count=len(wanted))
+    axes = _fit.panels(ax, rows, columns, (3.3 * columns, 2.4 * rows + 0.5), figsize, count=len(wanted))
     for number, (panel, entry) in enumerate(zip(axes, wanted, strict=True)):
         old, new = before[entry.name].reshape(len(before[entry.name]), -1)[:, entry.flat], draws_of(after, entry)
         kind = kinds[entry.name]
         low, high = _bounds(kind, np.concatenate([old, new]))
         x = np.linspace(*_window(old, new, low, high), _GRID + 1)[1:]  # without the bound
         before_at, y = (density(draws, x, low, high, positive=kind in _POSITIVE) for draws in (old, new))
-        panel.plot(x, before_at, color=_axes.GREY, ls="--", label="prior" if not number else None)
+        panel.plot(x, before_at, color=_fit.GREY, ls="--", label="prior" if not number else None)
         panel.plot(x, y, color="C0", label="posterior" if not number else None)
         panel.fill_between(x, 0, y, color="C0", alpha=0.15, lw=0)
-        panel.set(xlabel=_axes.short(entry.label, 36), ylim=(0, None), yticks=[])
+        panel.set(xlabel=_fit.short(entry.label, 36), ylim=(0, None), yticks=[])
         panel.set_ylabel("density" if number % columns == 0 else "")
-        _axes.few_ticks(panel)
-    _axes.legend_of_all(axes, ax)
+        _fit.few_ticks(panel)
+    _fit.legend_of_all(axes, ax)
     return np.array(axes, dtype=object)
 
 

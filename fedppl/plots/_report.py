@@ -16,16 +16,14 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import Posterior
-from fedppl.contracts.entries import CI_PROB
 from fedppl.contracts.html import escaped, number, table
-from fedppl.plots import _axes
-from fedppl.plots._device_graph import device_graph
+from fedppl.contracts.update import CI_PROB
+from fedppl.plots import _fit
 from fedppl.plots._fit import Fitted, at_hand, require_fit
 from fedppl.plots._forest import forest
-from fedppl.plots._influence import influence
+from fedppl.plots._influence import device_graph, influence
 from fedppl.plots._prior_posterior import prior_posterior
-from fedppl.plots._quality import counts, quality, reported, spans
-from fedppl.plots._rounds import changed, rounds
+from fedppl.plots._rounds import changed, counts, quality, reported, rounds, spans
 from fedppl.settings import shown
 from fedppl.types import DataError, DeclarationError, NotConvergedError
 
@@ -276,7 +274,7 @@ def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> It
 def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bool = False) -> str:
     """A picture, or why there is none."""
     try:
-        with _axes.apart():
+        with _fit.apart():
             axes = draw()
     except (DeclarationError, DataError, NotConvergedError) as error:
         if required:

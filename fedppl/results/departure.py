@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedppl.results.fallbacks import Infos
+from fedppl.results.records import Infos
 from fedppl.types import Status
 
 _MENTIONED = 0.05

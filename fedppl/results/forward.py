@@ -16,7 +16,7 @@ from pytensor.tensor.shape import Shape, Shape_i
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.model.quiet import quiet
+from fedppl.model.interpreted import quiet
 from fedppl.results import idata
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import Posterior
-from fedppl.contracts.entries import CI_PROB, entries_of, interval, labels_of, shown_by_default
+from fedppl.contracts.update import CI_PROB, entries_of, interval, labels_of, shown_by_default
 from fedppl.results.arrival import require_arrived
 from fedppl.settings import between, shown
 from fedppl.types import DataError, DeclarationError

@@ -11,8 +11,8 @@ from scipy.stats import qmc
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import standard_normal
+from fedppl.numerics.region import SCRAMBLES
 from fedppl.numerics.reweighting import Reweighted
-from fedppl.numerics.student import SCRAMBLES
 from fedppl.types import Array
 
 _POINTS = 512  # of q, of each scramble

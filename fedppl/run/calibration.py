@@ -15,15 +15,14 @@ from scipy import stats
 from fedppl import gaussian, plots
 from fedppl.contracts import AnyAlgorithm, EngineFactory, Posterior, coordinate_names
 from fedppl.model.declaration import FederatedModel
-from fedppl.model.quiet import at_level
+from fedppl.model.interpreted import at_level
 from fedppl.results import idata
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.results.groups import outcomes, truths
-from fedppl.run.choice import Options
 from fedppl.run.loop import fit
 from fedppl.run.progress import Progress
-from fedppl.run.start import require_declared, seed_of
+from fedppl.run.start import Options, require_declared, seed_of
 from fedppl.settings import shown, takes, whole
 from fedppl.types import Array, ConvergenceWarning, DataError, DeclarationError
 

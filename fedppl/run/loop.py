@@ -22,15 +22,14 @@ from fedppl.local import integrate
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import samples
 from fedppl.numerics import mirrors
-from fedppl.results import departure, fallbacks
+from fedppl.results import departure, records
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.results.records import Record, ever_used
 from fedppl.run._prior_check import posterior_of_all, prior_conflict
-from fedppl.run.choice import Choice, Options
 from fedppl.run.one_round import Round, one_round, without_numbers
 from fedppl.run.progress import Progress
-from fedppl.run.start import Clients, Run, require_callback, save
+from fedppl.run.start import Choice, Clients, Options, Run, require_callback, save
 from fedppl.run.start import start as begin
 from fedppl.settings import some_of
 from fedppl.types import Array, ConvergenceWarning, DeclarationError, Status
@@ -218,14 +217,14 @@ def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
         filter(
             None,
             (
-                fallbacks.sentence(infos, len(run.clients)),
-                fallbacks.earlier((r.infos for r in run.records if not r.closing), sum(r.seconds for r in run.records)),
+                records.sentence(infos, len(run.clients)),
+                records.earlier((r.infos for r in run.records if not r.closing), sum(r.seconds for r in run.records)),
             ),
         )
     )
     if status is Status.CONVERGED:
         another, (short, unknown) = _mirror_image(run), _too_short(run)
-        told = (another, short, message, prior_conflict(run), fallbacks.unchecked(infos), fallen)
+        told = (another, short, message, prior_conflict(run), records.unchecked(infos), fallen)
         return Status.STALLED if another or unknown else status, "; ".join(filter(None, told))
     silent = set(run.clients) - ever_used(run.records, run.clients)
     if len(silent) == len(run.clients):

@@ -28,9 +28,9 @@ from fedppl.contracts import (
     html,
     sum_replies,
 )
-from fedppl.engine.exchange import n_bytes, take, take_sum
+from fedppl.engine.answer import n_bytes, take, take_sum
 from fedppl.numerics.streams import stream
-from fedppl.results import fallbacks
+from fedppl.results import records
 from fedppl.results.records import Record
 from fedppl.run import progress
 from fedppl.run.participation import all_clients
@@ -197,7 +197,7 @@ def one_round(run: Run) -> Round:
     came = _exchanged(run, number, requests, shapes)
     seconds = time.perf_counter() - started
     _log(number, came.failures, run.said)
-    fallbacks.log(number, came.infos, fallbacks.fallen(run.infos))
+    records.log(number, came.infos, records.fallen(run.infos))
     with _named(run, "update_server"):
         returned = run.algorithm.update_server(run.state, came.received)
     require_report(run.algorithm.name, returned)

@@ -19,6 +19,7 @@ from fedppl.contracts import (
     AnyAlgorithm,
     Disclosure,
     Engine,
+    EngineFactory,
     LocalInference,
     Needs,
     Point,
@@ -28,25 +29,25 @@ from fedppl.contracts import (
     Result,
     Sampler,
 )
-from fedppl.data.grouped import Table
+from fedppl.data.tables import Table
 from fedppl.engine.answer import require_fit, say_unused
-from fedppl.engine.inprocess import InProcess
+from fedppl.engine.inprocess import InProcess, Threads
 from fedppl.local.integrate import cores
 from fedppl.local.many import moments, nodes_for, without_density
+from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import ClientsOf, samples, stacked, why_not
-from fedppl.model.summary import tells_summary
+from fedppl.model.summaries import tells_summary
 from fedppl.numerics.streams import stream
-from fedppl.results import fallbacks
+from fedppl.results import records
 from fedppl.results.fit import Fit
 from fedppl.results.records import COLUMNS, Record
-from fedppl.run.choice import Choice, Options, decided
 from fedppl.run.participation import Participation, as_participation
 from fedppl.run.progress import Progress
 from fedppl.settings import not_called, shown, takes
 from fedppl.storage import checkpoint as checkpoints
-from fedppl.storage import digest as _digest
+from fedppl.storage import codec as _digest
 from fedppl.storage.signed import pack
 from fedppl.types import Array, DataError, DeclarationError, Layout, Message, Status
 
@@ -329,7 +330,7 @@ def add(run: Run, done: Record) -> None:
     """Add a round; what the next one asks of all before it is kept up to date, not looked up."""
     run.records.append(done)
     run.counted += not done.preliminary
-    run.infos = fallbacks.added(run.infos, done.infos, closing=done.closing)
+    run.infos = records.added(run.infos, done.infos, closing=done.closing)
 
 
 def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
@@ -424,7 +425,7 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
     known = {client_id: part for client_id, part in _parts(run.models).items() if client_id in sealed}
     others = [k for k, part in known.items() if not _digest.matches(sealed[k][: _digest.LENGTH], part.arrays)]
     if others:
-        whose = "some clients" if others == [""] else f"clients {fallbacks.listed(map(repr, others))}"
+        whose = "some clients" if others == [""] else f"clients {records.listed(map(repr, others))}"
         whose = f"client {others[0]!r}" if len(others) == 1 and others[0] else whose
         raise DataError(
             f"the data of {whose} are not "
@@ -485,3 +486,76 @@ def enrolled(model: FederatedModel, table: Table, rng: np.random.Generator) -> M
 
 def _data(table: Table, places: NDArray[np.int64]) -> dict[str, dict[str, Array]]:
     return {table.client_ids[k]: table.rows(int(k)) for k in places}
+
+
+# Which algorithm a fit has that names none: the call and the declaration decide, once, before the first round ---------
+
+MOST_SHARED = 20  # coordinates: of more, few points of a proposal have all the weight
+
+
+class Options(NamedTuple):
+    """Settings of a run, as `fedppl.fit` has them."""
+
+    rounds: int | None = 20
+    engine: EngineFactory | None = None
+    participation: Participation | int | float | None = None
+    reporting: Participation | int | float | None = None
+    checkpoint: str | Path | None = None
+    deadline: float | None = None
+    random_seed: int | np.random.Generator | None = None
+    start: Fit | None = None
+
+
+class Choice(NamedTuple):
+    """Two algorithms of which clients' models decide, unless the call has said already why not the first."""
+
+    first: AnyAlgorithm
+    other: AnyAlgorithm
+    why_not: str
+
+
+def by_call(first: AnyAlgorithm, other: AnyAlgorithm, data: Any, options: Options) -> Choice:
+    """What is known before clients are: `first` needs all of them, here, and nothing that single replies tell."""
+    given = [name for name in ("participation", "reporting", "deadline") if getattr(options, name) is not None]
+    reason, begin = "", options.start
+    if data is None or not is_here(options.engine):
+        reason = "clients are not in this process, or have a policy"
+    elif given:
+        reason = f"with {' and '.join(f'{name}=' for name in given)} not all clients may answer in a round"
+    elif begin is not None and not (isinstance(begin, Fit) and begin.algorithm.name == first.name):
+        reason = "start= is not a fit by it"
+    return Choice(first, other, reason)
+
+
+def is_here(engine: Any) -> bool:
+    """Whether clients are in this process, with nothing to refuse."""
+    return engine is None or (isinstance(engine, Threads) and engine.policy is None)
+
+
+def lies_side_by_side(algorithm: Any, engine: Any) -> bool:
+    """Whether an algorithm can lay clients side by side where they are."""
+    batch = getattr(algorithm, "batch", None)
+    return is_here(engine) and batch is not None and batch.stacks is not None
+
+
+def decided(choice: Choice, models: Mapping[str, ClientModel]) -> AnyAlgorithm:
+    """The algorithm, with the reason in the log."""
+    reason = choice.why_not or _why_not(choice.first, models)
+    if reason:
+        logger.info("the fit is by %s, not by %s: %s", choice.other.name, choice.first.name, reason)
+        return choice.other
+    logger.info("the fit is by %s: few coordinates are shared, and densities are smooth", choice.first.name)
+    return choice.first
+
+
+def _why_not(algorithm: AnyAlgorithm, models: Mapping[str, ClientModel]) -> str:
+    local = NestedLaplace()
+    for client in samples(models):
+        if client.layout.size > MOST_SHARED:
+            return f"{client.layout.size} coordinates are shared, and it is for {MOST_SHARED} at most"
+        try:
+            require_fit(algorithm, client)
+            local.check(client)
+        except DeclarationError as error:
+            return str(error)
+    return ""

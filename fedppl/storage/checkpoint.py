@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from fedppl.storage import codec as _codec
-from fedppl.storage import key as _key
+from fedppl.storage import signed as _key
 from fedppl.storage.signed import FORMAT, MOST, decoded, pack, verified
 from fedppl.types import DeclarationError
 

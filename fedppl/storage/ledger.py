@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedppl.storage import checkpoint
-from fedppl.storage import key as _key
+from fedppl.storage import signed as _key
 from fedppl.types import DataError
 
 _LABEL = b"fedppl ledger 1\n"

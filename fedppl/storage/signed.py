@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hmac
 import io
+import os
 import re
+import secrets
+import stat
 import struct
+from pathlib import Path
 from typing import IO, Any
 
 from fedppl.storage import codec as _codec
-from fedppl.storage import key as _key
 from fedppl.types import DeclarationError
 
 FORMAT = 10
@@ -31,7 +34,7 @@ def pack(content: Any, about: str = "") -> bytes:
     about
         Name that it is kept as: nothing else is read from it.
     """
-    key, body = _key.of_owner(make=True), _codec.encode(content)
+    key, body = of_owner(make=True), _codec.encode(content)
     if len(body) > MOST:
         raise DeclarationError(f"the state takes {len(body):.3g} bytes, more than the {MOST} that a file may have.")
     whose = _whose(key)
@@ -62,11 +65,11 @@ def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
         raise damaged
     if length > MOST:
         raise DeclarationError(f"{name} has {size} bytes, more than the {MOST} that are read; delete it.")
-    key = _key.of_owner(make=False)
+    key = of_owner(make=False)
     if whose != _whose(key):
         raise DeclarationError(
-            f"{name} was signed with another key than that in {str(_key.path())!r}, or is damaged; put the key that it "
-            f"was written with there, name it by {_key.VARIABLE}, or delete the file to start again."
+            f"{name} was signed with another key than that in {str(path())!r}, or is damaged; put the key that it "
+            f"was written with there, name it by {VARIABLE}, or delete the file to start again."
         )
     body = file.read(length)
     if not hmac.compare_digest(signature, _signature(key, about, whose, body)):
@@ -95,3 +98,91 @@ def _signature(key: bytes, about: str, whose: bytes, body: bytes) -> bytes:
     mac = hmac.new(key, _MAGIC + whose + _LENGTH.pack(len(name)) + name + _LENGTH.pack(len(body)), "sha256")
     mac.update(body)
     return mac.digest()
+
+
+# The owner's key, which signs what is kept in files: 32 random bytes in a file that nobody else may read --------------
+
+VARIABLE = "FEDPPL_KEY_FILE"
+_KEY_LENGTH, _LONGEST = 32, 4096  # bytes
+
+
+def path() -> Path:
+    """Where the key is: as the environment says, else in the user's configuration folder."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    folder = os.environ.get("APPDATA" if os.name == "nt" else "XDG_CONFIG_HOME", "")
+    if not os.path.isabs(folder):
+        try:
+            folder = str(Path.home() / ".config")
+        except RuntimeError as error:
+            raise DeclarationError(
+                f"there is no home folder to keep a key in; set {VARIABLE} to the path of a key file."
+            ) from error
+    return Path(folder) / "fedppl" / "key"
+
+
+def of_owner(*, make: bool) -> bytes:
+    """Return the key; where there is none, make it or refuse.
+
+    Raises `DeclarationError` if there is none and none is to be made, or it can be read by others, is no file or
+    too short.
+    """
+    where = path()
+    shown = f"key file {str(where)!r}"
+    try:
+        if make and not os.path.lexists(where):
+            _make(where)
+        return _read(where, shown)
+    except FileNotFoundError as error:
+        why = "its folder does not exist; create it" if make else "it does not exist"
+        raise DeclarationError(
+            f"{shown}: {why}, or set {VARIABLE} to the key file that earlier files were written with."
+        ) from error
+    except (OSError, ValueError) as error:  # a null character in a path is a ValueError
+        if isinstance(error, DeclarationError):
+            raise
+        why = getattr(error, "strerror", None) or str(error)
+        raise DeclarationError(f"{shown} cannot be used: {why}; set {VARIABLE} to a path that can be.") from error
+
+
+def _read(where: Path, shown: str) -> bytes:
+    # A pipe would wait for a writer.
+    descriptor = os.open(where, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DeclarationError(f"{shown} is no plain file; set {VARIABLE} to the path of one.")
+        if os.name == "posix":
+            if found.st_mode & 0o077:
+                raise DeclarationError(
+                    f"{shown} is open to others (mode {stat.S_IMODE(found.st_mode):o}): whoever knows the key can make "
+                    f"files that are believed. If nobody has read it, chmod 600; else delete it and what it signed."
+                )
+            if found.st_uid not in (os.geteuid(), 0):
+                raise DeclarationError(f"{shown} belongs to another user; set {VARIABLE} to a key file of your own.")
+        key = file.read(_LONGEST + 1)
+    if not _KEY_LENGTH <= len(key) <= _LONGEST:
+        raise DeclarationError(
+            f"{shown} has {'more than ' if len(key) > _LONGEST else ''}{min(len(key), _LONGEST)} bytes; a key has "
+            f"{_KEY_LENGTH} random ones. Restore it, or delete it and a new one is made."
+        )
+    return key
+
+
+def _make(where: Path) -> None:
+    """Write a key beside its place and link it there: others see a whole key or none, and the first one stays."""
+    if not os.environ.get(VARIABLE):
+        where.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = where.with_name(f"{where.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_LENGTH))
+            file.flush()
+            os.fsync(descriptor)
+        try:
+            os.link(beside, where)
+        except FileExistsError:
+            pass  # another process was first, and its key is as good
+    finally:
+        beside.unlink()

@@ -26,7 +26,7 @@ from fedppl.algorithms.ep.private import Mechanism
 from fedppl.gaussian import Gaussian
 from fedppl.results.records import Record
 from fedppl.storage import checkpoint
-from fedppl.storage import key as _key
+from fedppl.storage import signed as _key
 from fedppl.storage import signed as _signed
 from fedppl.types import Layout, Status
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from scipy.stats import multivariate_normal
 
 from fedppl import gaussian as ga
+from fedppl.algorithms.one_shot.consensus import precision_from_draws
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.scatter import precision_from_draws
 from tests.support.matrices import matrix, spd
 
 Array = NDArray[np.float64]

@@ -18,13 +18,13 @@ from fedppl.numerics.importance import (
     has_enough_points,
     kept,
     normalise,
+    pareto_k,
     resample,
     skewness,
     stream_of,
     weighted_moments,
     whitened_points,
 )
-from fedppl.numerics.pareto import pareto_k
 from fedppl.types import Array
 
 # --- points ---------------------------------------------------------------------------------------------------------

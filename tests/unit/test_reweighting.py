@@ -10,7 +10,7 @@ from scipy import stats
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import pareto, student
+from fedppl.numerics import importance, region
 from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, log_mixture, points_of, propose, with_tails
 from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted, reweigh
 from fedppl.types import Array
@@ -157,7 +157,7 @@ def test_independent_heavy_tails_have_points_along_each_axis(degrees: float) -> 
             assert found is not None
             if len(points) >= 15 * 1024:
                 break
-            count = len(points) // student.SCRAMBLES + 128
+            count = len(points) // region.SCRAMBLES + 128
             outer = beyond(found.points, found.weights, count // 2)
             inner = count - sum(one.per_scramble for one in outer)
             proposals = (*proposals, propose(found.mean, found.covariance, inner), *outer)
@@ -181,7 +181,7 @@ def test_points_along_an_axis_are_of_their_density() -> None:
     assert_allclose(weights @ points, gaussian.mean(normal), atol=0.01)
     away = (points_of(one, 3)[:, 1] + 2.0) / 2.0
     assert np.all(away > 0)
-    assert np.mean(away < student.middle(1.5)) == pytest.approx(0.5, abs=0.002)
+    assert np.mean(away < region.middle(1.5)) == pytest.approx(0.5, abs=0.002)
     assert np.mean(away > 10.0) == pytest.approx(2 * stats.t.sf(10, 1.5), abs=2e-4)
 
 
@@ -212,7 +212,7 @@ def test_the_mixture_is_that_of_its_parts_by_their_numbers_of_points() -> None:
     a, b = proposal(8), propose(np.zeros(2), np.eye(2), 24)
 
     def density(one: Proposal, x: Array) -> Array:
-        return np.asarray(stats.multivariate_t(one.mean, one.root @ one.root.T, df=student.DEGREES).pdf(x))
+        return np.asarray(stats.multivariate_t(one.mean, one.root @ one.root.T, df=region.DEGREES).pdf(x))
 
     points = points_of(a, 3)
     expected = 0.25 * density(a, points) + 0.75 * density(b, points)
@@ -224,7 +224,7 @@ def test_smoothed_weights_are_those_of_arviz(shape: float) -> None:
     if not hasattr(az, "psislw"):
         pytest.skip("ArviZ 1.x has it elsewhere")
     log_weights = np.log(stats.genpareto(shape).rvs(2000, random_state=np.random.default_rng(3)))
-    ours, k = pareto.smoothed(log_weights)
+    ours, k = importance.smoothed(log_weights)
     theirs, their_k = az.psislw(log_weights.copy())
     # a tail of 134 weights and not of 135: the shape moves by a tenth of its own sd, (1 + k) / √134
     assert k == pytest.approx(float(their_k), abs=0.1 * (1 + k) / np.sqrt(134))
@@ -232,6 +232,6 @@ def test_smoothed_weights_are_those_of_arviz(shape: float) -> None:
 
 
 def test_constant_weights_need_no_smoothing() -> None:
-    ours, k = pareto.smoothed(np.zeros(100))
+    ours, k = importance.smoothed(np.zeros(100))
     assert k == -np.inf
     assert_array_equal(ours, 0.0)

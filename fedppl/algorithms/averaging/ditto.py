@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.algorithms.averaging import fedavg
-from fedppl.algorithms.averaging.point import (
+from fedppl.algorithms.averaging.server import (
     client_loss,
     draw_point,
     fitting_own,
@@ -18,7 +18,7 @@ from fedppl.algorithms.averaging.point import (
     weights_rule,
 )
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Needs, Result
-from fedppl.local.descent import Descent, check_batches, checked, descend
+from fedppl.local.gradient_steps import Descent, check_batches, checked, descend
 from fedppl.numerics.pairs import inner_mode_at
 from fedppl.settings import between, described, positive, whole
 from fedppl.types import Array, DeclarationError, LocalFailure, Message, Rng

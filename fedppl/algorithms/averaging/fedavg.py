@@ -9,20 +9,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.point import (
+from fedppl.algorithms.averaging.server import (
     KeptLocal,
     LocalClientState,
+    average,
     client_loss,
     draw_point,
     fitting_local,
     kept_local,
+    negative,
+    not_counted,
+    relative_change,
     tolerance_rule,
     weight_of,
+    weighted,
     weights_rule,
 )
-from fedppl.algorithms.averaging.server import average, negative, not_counted, relative_change, weighted
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
-from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
+from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message, Rng, Status

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from fedppl.algorithms.averaging import fedavg
-from fedppl.algorithms.averaging.point import (
+from fedppl.algorithms.averaging.server import (
     KeptLocal,
     LocalClientState,
     client_loss,
@@ -16,7 +16,7 @@ from fedppl.algorithms.averaging.point import (
     weights_rule,
 )
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Needs, Result
-from fedppl.local.descent import Descent, check_batches, checked
+from fedppl.local.gradient_steps import Descent, check_batches, checked
 from fedppl.settings import between, described
 from fedppl.types import DeclarationError, Message, Rng
 

@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging.fedavg import draw, reject
-from fedppl.algorithms.averaging.point import (
+from fedppl.algorithms.averaging.server import (
     KeptLocal,
     LocalClientState,
     client_loss,
     kept_local,
+    relative_change,
     tolerance_rule,
     weight_of,
     weights_rule,
 )
-from fedppl.algorithms.averaging.server import relative_change
 from fedppl.contracts import Asked, ClientUpdate, ClientView, Received, Report
-from fedppl.local.descent import Descent, check_batches, checked, descend
+from fedppl.local.gradient_steps import Descent, check_batches, checked, descend
 from fedppl.settings import described, positive
 from fedppl.types import Array, Layout, Message, Rng, Status
 

@@ -9,10 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.point import client_loss, draw_point, fitting_own, tolerance_rule
-from fedppl.algorithms.averaging.server import negative, relative_change
+from fedppl.algorithms.averaging.server import (
+    client_loss,
+    draw_point,
+    fitting_own,
+    negative,
+    relative_change,
+    tolerance_rule,
+)
 from fedppl.contracts import Asked, ClientUpdate, ClientView, Draws, Received, Report
-from fedppl.local.descent import Descent, check_batches, checked, descend
+from fedppl.local.gradient_steps import Descent, check_batches, checked, descend
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message, Rng, Status
 

@@ -16,7 +16,7 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
 from fedppl.contracts import ClientUpdate, ClientView, Constant, LocalInference
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import pareto, region, student
+from fedppl.numerics import importance, region
 from fedppl.numerics.proposals import Proposal, points_of, with_tails
 from fedppl.numerics.reweighting import Reweighted, apart, reweigh
 from fedppl.types import Array, Message
@@ -58,7 +58,7 @@ class Correcting(NamedTuple):
 def start(sites: Sites, skewed: Array, points: int, radius: float, stream: int, *, keep: bool) -> Correcting:
     """The first exchange, around q and along its skewness; `keep` single answers however many they are."""
     covariance = gaussian.covariance(sites.q) * _WIDER**2
-    proposals = with_tails(gaussian.mean(sites.q), covariance, points // student.SCRAMBLES, skewed)
+    proposals = with_tails(gaussian.mean(sites.q), covariance, points // region.SCRAMBLES, skewed)
     count = len(sites.where)
     kept = count if keep or count * points * _IN_ALL <= _KEPT else 0
     begun = blank(count, len(covariance), kept)._replace(radius=radius)
@@ -140,11 +140,11 @@ def weighed(state: Correcting, q: Gaussian, residual: Array) -> Reweighted | Non
     found = reweigh(q, state.proposals, state.points, residual)
     if found is None or state.exchanges == 1:
         return found
-    count = student.SCRAMBLES * sum(proposal.per_scramble for proposal in latest(state))
+    count = region.SCRAMBLES * sum(proposal.per_scramble for proposal in latest(state))
     last = reweigh(q, latest(state), state.points[-count:], residual[-count:])
     if last is None:
         return None
-    differ = (last.log_ratio - found.log_ratio) * (0.5 if last.pareto_k <= pareto.limit(last.told) else 1.0)
+    differ = (last.log_ratio - found.log_ratio) * (0.5 if last.pareto_k <= importance.limit(last.told) else 1.0)
     return found._replace(
         log_ratio=last.log_ratio,
         log_ratio_error=float(np.hypot(last.log_ratio_error, differ)),
@@ -154,7 +154,7 @@ def weighed(state: Correcting, q: Gaussian, residual: Array) -> Reweighted | Non
 
 def asked_at(state: Correcting) -> NDArray[np.intp]:
     """Which points of all are those of this exchange that are asked for."""
-    count = student.SCRAMBLES * sum(proposal.per_scramble for proposal in latest(state))
+    count = region.SCRAMBLES * sum(proposal.per_scramble for proposal in latest(state))
     first = len(state.points) - count
     return np.asarray(first + np.flatnonzero(state.within[first:]))
 

@@ -25,9 +25,9 @@ from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import ClientView, LogEvidence
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.numerics import pareto, region
+from fedppl.numerics import importance, region
 from fedppl.numerics.importance import STREAMS, normalise, standard_normal, stream_of
-from fedppl.numerics.student import SCRAMBLES
+from fedppl.numerics.region import SCRAMBLES
 from fedppl.types import Array, DeclarationError, LocalFailure, NotConvergedError
 
 _POINTS = 256  # of a scramble of q, for each client
@@ -142,8 +142,8 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
         raise NotConvergedError(f"client {client.client_id!r} has no EP evidence: {error}") from error
     ratio: Array = factor.values - gaussian.log_kernel(site, points)
     lost = float(np.mean(~np.isfinite(ratio)))
-    k = pareto.pareto_k(ratio) if lost <= _LOST else np.inf
-    if not k <= pareto.limit(len(ratio)):
+    k = importance.pareto_k(ratio) if lost <= _LOST else np.inf
+    if not k <= importance.limit(len(ratio)):
         why = f"Pareto k {k:.2f}" if lost <= _LOST else f"{lost:.0%} of the points of q are without a value"
         raise NotConvergedError(
             f"client {client.client_id!r} is too far from its Gaussian site for EP's own evidence ({why}); use "

@@ -12,7 +12,7 @@ from fedppl.algorithms.ep._correction import Correcting, exchange, latest, reach
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.why import uncertain
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import pareto, region
+from fedppl.numerics import importance, region
 from fedppl.numerics.importance import skewness
 from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, with_tails
 from fedppl.numerics.region import Beyond
@@ -270,7 +270,7 @@ def _beyond_q(found: Reweighted, sites: Sites, grown: float, remedy: str) -> str
     shift = (found.mean - gaussian.mean(sites.q)) / sd
     wider = np.sqrt(np.diag(found.covariance)) / sd
     worst = int(np.argmax(np.maximum(np.abs(shift), np.abs(np.log(wider)))))
-    name, most_k = as_declared(sites.labels[worst]), pareto.limit(found.told)
+    name, most_k = as_declared(sites.labels[worst]), importance.limit(found.told)
     short = [
         f"few points decide alone (Pareto k {found.pareto_k:.2f}, at most {most_k:.2f})"
         if not found.pareto_k <= most_k

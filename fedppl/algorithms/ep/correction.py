@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedppl import settings
-from fedppl.numerics.student import SCRAMBLES
+from fedppl.numerics.region import SCRAMBLES
 from fedppl.types import DeclarationError
 
 _MOST, _MOST_EXCHANGES = 2**20, 8

@@ -34,9 +34,8 @@ from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.size import say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.contracts.algorithm import WithoutClient
-from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
+from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
 from fedppl.numerics import region
 from fedppl.numerics.proposals import has_heavy_tails
 from fedppl.numerics.reweighting import Reweighted

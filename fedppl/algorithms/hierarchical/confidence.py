@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.point import tolerance_rule
-from fedppl.algorithms.averaging.server import reject_weight, weighted
+from fedppl.algorithms.averaging.server import reject_weight, tolerance_rule, weighted
 from fedppl.algorithms.one_shot.separate import near_posterior
 from fedppl.algorithms.size import say_if_large
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
-from fedppl.local.chosen import local_inference
-from fedppl.local.target import at_points
+from fedppl.local.target import at_points, local_inference
 from fedppl.settings import between, described, flag, positive, shown
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 

@@ -16,9 +16,8 @@ from fedppl import contracts, gaussian, settings
 from fedppl.algorithms.hierarchical.hm1_gradient import Frame, frame_of, mode_given, reported, row_of
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
-from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import at_target, draw_target, pack_target
+from fedppl.local.target import at_target, draw_target, local_inference, pack_target
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 

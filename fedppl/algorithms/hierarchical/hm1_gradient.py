@@ -13,11 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.point import KeptLocal, LocalClientState, draw_point, fitting_local, kept_local
-from fedppl.algorithms.averaging.server import not_positive
+from fedppl.algorithms.averaging.server import (
+    KeptLocal,
+    LocalClientState,
+    draw_point,
+    fitting_local,
+    kept_local,
+    not_positive,
+)
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Expansion, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
-from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
+from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
 from fedppl.numerics.pairs import difference_hessian, inner_mode_at
 from fedppl.settings import between, described, one_of, positive

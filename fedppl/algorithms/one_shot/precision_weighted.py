@@ -14,9 +14,8 @@ from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.one_shot.separate import alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
-from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import at_target, draw_target, unpack_target
+from fedppl.local.target import at_target, draw_target, local_inference, unpack_target
 from fedppl.types import Layout, Message, Rng, Status
 
 

@@ -15,9 +15,8 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Received, Report, Target
 from fedppl.gaussian import Gaussian
-from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
+from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
 from fedppl.types import Layout, LocalFailure, Message, Rng, Status
 
 _NEWTON_STEPS = 50

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.numerics import student
+from fedppl.numerics import region
 from fedppl.numerics.importance import normalise, weighted_moments
 from fedppl.numerics.surrogate import Drawn
 from fedppl.types import Array
@@ -99,7 +99,7 @@ def chance_of_draws(of: Drawn) -> float:
     """Standard error of moments of a surrogate by its draws."""
     unit = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
     whole = moments_of(of.u, of.weights, unit)
-    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(student.SCRAMBLES)]
+    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(region.SCRAMBLES)]
     return jackknife([sizes(moments_of(of.u, weights / weights.sum(), unit), whole) for weights in kept])
 
 

@@ -32,7 +32,7 @@ from fedppl.local import integrate
 from fedppl.local.integrate import Stacked, Values
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
-from fedppl.numerics import student
+from fedppl.numerics import region
 from fedppl.numerics.importance import STREAMS, effective_size, normalise, quadratic_terms, skewness, whitened_points
 from fedppl.numerics.proposals import has_heavy_tails, whitened
 from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
@@ -574,10 +574,10 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
 def _spread(logs: tuple[Array, Array, Array, Array], scramble: NDArray[np.intp]) -> float:
     """Standard error of the log of the first two sums' ratio over that of the last two, by leaving scrambles out."""
     found = []
-    for left_out in range(student.SCRAMBLES):
+    for left_out in range(region.SCRAMBLES):
         above, beside, below, control = (np.logaddexp.reduce(one[scramble != left_out]) for one in logs)
         found.append(above - beside - (below - control))
-    return float(np.sqrt(student.SCRAMBLES - 1.0) * np.std(found))
+    return float(np.sqrt(region.SCRAMBLES - 1.0) * np.std(found))
 
 
 def _log(weights: Array) -> Array:

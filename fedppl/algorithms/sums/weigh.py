@@ -32,7 +32,7 @@ from fedppl.algorithms.sums.stages import (
     widens,
 )
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import pareto, student, surrogate
+from fedppl.numerics import importance, region, surrogate
 from fedppl.numerics.importance import (
     effective_size,
     normalise,
@@ -153,7 +153,7 @@ def begin(
     """The pilot about a Gaussian; of `many` clients what Laplace leaves out is asked for at few points."""
     m = len(q.linear)
     # a quadratic in all coordinates has to be told by it
-    count = -(-max(count, (m + 1) * (m + 2)) // student.SCRAMBLES)
+    count = -(-max(count, (m + 1) * (m + 2)) // region.SCRAMBLES)
     nothing, folded = np.zeros((0, m)), np.zeros(0, dtype=np.intp)
     return Weighing(
         q=q,
@@ -347,13 +347,13 @@ def _as_normal(state: Weighing) -> Weighing | None:
     # The value at q's mean fixes what its kernel leaves.
     constant = float(np.median(state.values[known] - gaussian.log_kernel(q, state.points[known])))
     mean, colour = gaussian.affine(q)
-    points = mean + standard_normal(m, _NORMALS, 0, student.SCRAMBLES) @ colour.T
+    points = mean + standard_normal(m, _NORMALS, 0, region.SCRAMBLES) @ colour.T
     equal = np.full(len(points), 1.0 / len(points))
     found = Reweighted(
         points=points,
         weights=equal,
         of_q=equal,
-        scramble=np.repeat(np.arange(student.SCRAMBLES), _NORMALS),
+        scramble=np.repeat(np.arange(region.SCRAMBLES), _NORMALS),
         mean=gaussian.mean(q),
         covariance=gaussian.covariance(q),
         log_ratio=constant,
@@ -373,7 +373,7 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     logs = np.where(np.isfinite(values), values, -np.inf) - state.batch.log_density
     if not np.any(np.isfinite(logs)):
         return state, gaussian.mean(state.q), gaussian.covariance(state.q)
-    weights = normalise(pareto.smoothed(logs)[0])
+    weights = normalise(importance.smoothed(logs)[0])
     folded = state.folded
     if not state.pilots:
         folded = _scales(state, points, weights)
@@ -444,7 +444,7 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
     """Another pilot about what is known."""
     if state.pilots >= _PILOTS:
         return Judged(state, True, said.nowhere())
-    per_scramble = max(2, count // student.SCRAMBLES)
+    per_scramble = max(2, count // region.SCRAMBLES)
     batch = _of_candidates(mean, covariance, state.folded, per_scramble, stream + _APART + state.pilots)
     return Judged(state._replace(batch=batch, drawn=None, stage=0, pilots=state.pilots + 1), False, "")
 
@@ -452,9 +452,9 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
 def _chosen(of: Drawn, folded: Places, count: int) -> Batch:
     """Points of the surrogate, by systematic resampling in each scramble, and candidates as they come."""
     chosen, times = [], []
-    each = max(4, count // student.SCRAMBLES)
-    own = max(1, min(int(_DEFENCE * each), len(of.u) // student.SCRAMBLES))
-    for scramble in range(student.SCRAMBLES):
+    each = max(4, count // region.SCRAMBLES)
+    own = max(1, min(int(_DEFENCE * each), len(of.u) // region.SCRAMBLES))
+    for scramble in range(region.SCRAMBLES):
         places = np.flatnonzero(of.scramble == scramble)
         shares = np.cumsum(of.weights[places])
         drawn = np.searchsorted(shares / shares[-1], (np.arange(each - own) + 0.5) / (each - own))
@@ -512,7 +512,7 @@ def _weighed(state: Weighing) -> _Weighed:
     is_drawn = batch.times > 0
     raw = np.where(is_drawn, raw, -np.inf)
     log_times = np.log(np.where(is_drawn, batch.times, 1.0))
-    logs, shape = pareto.smoothed(raw)
+    logs, shape = importance.smoothed(raw)
     if state.many and _residual(values - batch.log_surrogate, normalise(raw + log_times)) <= _CLOSE:
         logs, shape = raw, -np.inf
     logs = np.where(is_drawn, logs + log_times, -np.inf)
@@ -541,7 +541,7 @@ def _estimate(state: Weighing, now: _Weighed) -> Estimate:
         before = moments_of(shown.u, drawn / drawn.sum(), state.unit)
         return before + moments_of(state.batch.u, own / own.sum() - control / control.sum(), state.unit)
 
-    without = [by(shown.scramble != one, state.batch.scramble != one) for one in range(student.SCRAMBLES)]
+    without = [by(shown.scramble != one, state.batch.scramble != one) for one in range(region.SCRAMBLES)]
     whole = by(np.ones(len(shown.weights), dtype=bool), np.ones(len(now.weights), dtype=bool))
     return Estimate(whole, np.stack(without), now.effective * float(state.batch.times.sum()))
 
@@ -581,7 +581,7 @@ def _judged(
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
     is_even = now.effective > _EVEN
     tail = second_k(now.weights, state.batch.u, now.weights)
-    sure = is_even or (now.pareto_k <= pareto.limit(len(now.weights)) and tail <= MOST_SECOND_K)
+    sure = is_even or (now.pareto_k <= importance.limit(len(now.weights)) and tail <= MOST_SECOND_K)
     trusted = sure and max(error, grown) <= MOST_ERROR and now.effective >= _LEAST
     noise, moved = float(np.sqrt(now.weights @ squares)), _moved(state, now, signed, squares)
     # More points at which it is known tell better what Laplace's approximation leaves out at the others.
@@ -642,10 +642,10 @@ def _reweighted(state: Weighing, shown: Drawn, now: _Weighed, error: float, tail
 def _chance_of_integral(state: Weighing, now: _Weighed) -> float:
     """Standard error of the log of the integral, by leaving out one scramble at a time."""
     ratios = []
-    for one in range(student.SCRAMBLES):
+    for one in range(region.SCRAMBLES):
         kept = state.batch.scramble != one
         ratios.append(np.logaddexp.reduce(now.logs[kept]) - np.log(state.batch.times[kept].sum()))
-    return float(np.sqrt(student.SCRAMBLES - 1.0) * np.std(ratios))
+    return float(np.sqrt(region.SCRAMBLES - 1.0) * np.std(ratios))
 
 
 def _moved(state: Weighing, now: _Weighed, signed: Array, squares: Array) -> float:
@@ -682,8 +682,8 @@ def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, 
     apart = np.abs(shown.mean - state.shown.mean) / sd
     name = as_declared(state.labels[int(np.argmax(apart))])
     short = [
-        f"few points decide alone (Pareto k {now.pareto_k:.2f}, at most {pareto.limit(len(now.weights)):.2f})"
-        if not now.pareto_k <= pareto.limit(len(now.weights))
+        f"few points decide alone (Pareto k {now.pareto_k:.2f}, at most {importance.limit(len(now.weights)):.2f})"
+        if not now.pareto_k <= importance.limit(len(now.weights))
         else "",
         f"tails are not reached (Pareto k {found.second_k:.2f}, at most {MOST_SECOND_K:g})"
         if not found.second_k <= MOST_SECOND_K

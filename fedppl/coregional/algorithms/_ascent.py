@@ -17,10 +17,10 @@ from fedppl.coregional.algorithms._common import (
     batch,
     batch_size_rule,
     first_answer,
+    info,
     initial_kernel_rule,
     median_kernel,
 )
-from fedppl.coregional.algorithms._ending import info
 from fedppl.coregional.bound import Curves, Design, Globals, UnitClientState, curves, gradient
 from fedppl.coregional.roles import LogScale, Roles
 from fedppl.coregional.unit import Own, scaled

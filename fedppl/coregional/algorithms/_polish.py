@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.coregional.adam import flatten, unflatten
-from fedppl.coregional.algorithms._ending import Left, Trail, gained_of_late, left_after, longer, no_trail
+from fedppl.coregional.algorithms._common import Left, Trail, gained_of_late, left_after, longer, no_trail
 from fedppl.coregional.bound import Globals
 from fedppl.coregional.roles import Roles
 from fedppl.types import Array

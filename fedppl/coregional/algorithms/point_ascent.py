@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-from fedppl.contracts import Algorithm
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl import gaussian
+from fedppl.contracts import Algorithm, Needs, Received, Replies, Report, sum_replies
 from fedppl.coregional import server
 from fedppl.coregional.algorithms import _ascent, _common
-from fedppl.coregional.algorithms._ascent import Settings
-from fedppl.coregional.algorithms._rounds import AscentState, ascent
+from fedppl.coregional.algorithms._ascent import Answer, Settings
+from fedppl.coregional.algorithms._common import (
+    Trail,
+    info,
+    left_after,
+    log_prior,
+    longer,
+    nearly_still,
+    no_trail,
+    report,
+)
+from fedppl.coregional.algorithms._polish import Rest, Round, at_rest, polished
 from fedppl.coregional.bound import Globals, UnitClientState
-from fedppl.coregional.roles import Roles
-from fedppl.coregional.unit import POINT, POSTERIOR
-from fedppl.types import Array
+from fedppl.coregional.result import draw
+from fedppl.coregional.roles import Roles, roles
+from fedppl.coregional.unit import POINT, POSTERIOR, Own, statistics
+from fedppl.settings import described
+from fedppl.types import Array, Layout, Message
 
 
 def PointAscent(
@@ -167,3 +185,226 @@ def Ascent(
     """
     settings = _ascent.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
     return ascent("curves.Ascent", settings, POSTERIOR, server.maximise, _common.NEEDS)
+
+
+# Rounds of the coordinate ascents that send all products of their latent functions: state, sums, the server's part ----
+
+_SHORTER, _SHORTEST_STEP = 0.7, 0.01
+
+
+class AscentState(NamedTuple):
+    """What the next round needs."""
+
+    roles: Roles
+    shared: Globals
+    totals: Mapping[str, Array]  # sums of the units' statistics; empty before the first
+    where: Mapping[str, int]  # client id to its row
+    has_replied: NDArray[np.bool_]  # (K,) whether a unit ever sent statistics
+    collecting: bool  # whether sums are still of the random coefficients that units start from
+    number: int  # rounds with replies
+    age: int  # of those, rounds since there are curves
+    stochastic: int  # of those, rounds whose sums are noisy: some units, or mini-batches
+    adam: Array  # (2, p) running first and second moment of the kernels' gradient
+    pace: float  # of the kernels' steps: shorter after every round that lowered the bound
+    bound: float
+    trail: Trail
+    rest: Rest | None  # once the bound and the kernels are nearly at rest
+
+
+# Selection, inducing variables, sizes and σ_w at their best, from the sums; `select`: whether γ moves.
+Maximise = Callable[..., tuple[Mapping[str, Array], Globals]]
+
+
+def ascent(
+    name: str, settings: Settings, own: Own, maximise: Maximise, needs: Needs
+) -> Algorithm[AscentState, UnitClientState]:
+    """An algorithm from what units do with their own parameters and what the server does with what is shared."""
+    return Algorithm[AscentState, UnitClientState](
+        name=name,
+        settings=described(settings),
+        init=functools.partial(_init, settings=settings),
+        broadcast=functools.partial(_broadcast, settings=settings),
+        update_client=functools.partial(
+            _ascent.update_client, batch_size=settings.batch_size, own=own, tell=_statistics
+        ),
+        update_server=functools.partial(_update_server, settings=settings, maximise=maximise),
+        replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
+        result=_common.read(
+            lambda state: state.roles,
+            lambda state: state.shared,
+            _joint,
+            lambda state: (state.where, state.has_replied),
+            draw,
+            tests_convergence=True,
+            point=own is POINT,
+        ),
+        needs=needs,
+    )
+
+
+def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings) -> AscentState:
+    """Start from the prior, with every latent function in use."""
+    role = roles(layout)
+    return AscentState(
+        roles=role,
+        shared=_ascent.prior_globals(role),
+        totals={},
+        where={client_id: k for k, client_id in enumerate(clients)},
+        has_replied=np.zeros(len(clients), dtype=bool),
+        collecting=True,
+        number=0 if settings.initial_kernel == "median" else 1,
+        age=0,
+        stochastic=0,
+        adam=np.zeros((2, len(role.kernel))),
+        pace=1.0,
+        bound=np.nan,
+        trail=no_trail(len(role.kernel)),
+        rest=None,
+    )
+
+
+def _broadcast(state: AscentState, client_id: str, *, settings: Settings) -> Message:
+    """The shared parameters, or others that are tried."""
+    stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
+    return _ascent.sent(_sent(state), stage, _ascent.noisy_rate(state.stochastic, settings))
+
+
+def _sent(state: AscentState) -> Globals:
+    """Shared parameters that units answer to: what was reached, or what is tried."""
+    return state.shared if state.rest is None or state.rest.trial is None else state.rest.trial
+
+
+def _statistics(answer: Answer, message: Message) -> dict[str, Array]:
+    """The statistics that remain when a unit has maximised over its own parameters."""
+    reply = statistics(answer.design, answer.state, answer.noise)
+    return {**reply, "precision": gaussian.pack_triangle(reply["precision"])}
+
+
+def _update_server(
+    state: AscentState, received: Received, *, settings: Settings, maximise: Maximise
+) -> tuple[AscentState, Report]:
+    """Add up what came, and maximise over what is shared."""
+    if not received.clients:
+        return state, Report(info(state.bound, state.shared, np.nan))
+    first, state = state.number == 0, state._replace(number=state.number + 1)
+    if first:
+        shared, said = _ascent.kernel_start(state.shared, received, state.bound)
+        return state._replace(shared=shared), said
+    if state.collecting:
+        return _collect(state, received, settings, maximise)
+    has_replied, share, noisy, rate = _ascent.share_of(
+        received, state.where, state.has_replied, state.stochastic, settings
+    )
+    sums = _unpacked(received.sums())
+    slope = sums.pop("kernel_gradient") / share
+    totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
+    state = state._replace(has_replied=has_replied, stochastic=state.stochastic + noisy)
+    return _raise_bound(state, totals, slope, settings, maximise, noisy=noisy)
+
+
+def _unpacked(sums: Message) -> dict[str, Array]:
+    return {**sums, "precision": gaussian.unpack_triangle(sums["precision"])}
+
+
+def _collect(
+    state: AscentState, received: Received, settings: Settings, maximise: Maximise
+) -> tuple[AscentState, Report]:
+    """Add up random starts, one of each unit, until all are in or the warm-up is over.
+
+    From the start of one unit alone all latent functions would take the shape of one curve.
+    """
+    new = {name: reply for name, reply in received.each.items() if not state.has_replied[state.where[name]]}
+    has_replied = state.has_replied.copy()
+    has_replied[[state.where[name] for name in new]] = True
+    totals = dict(state.totals)
+    if new:
+        sums = _unpacked(sum_replies(new))
+        totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
+    done = bool(np.all(has_replied)) or state.number - 1 > settings.warmup
+    state = state._replace(has_replied=has_replied, totals=totals, collecting=not done)
+    if not done:
+        message = "not all units have replied yet; raise rounds="
+        return state, Report(info(state.bound, state.shared, np.nan), message=message)
+    slope = totals.pop("kernel_gradient")
+    return _raise_bound(state, totals, slope, settings, maximise, noisy=True)
+
+
+def _raise_bound(
+    state: AscentState,
+    totals: Mapping[str, Array],
+    slope: Array,
+    settings: Settings,
+    maximise: Maximise,
+    *,
+    noisy: bool,
+) -> tuple[AscentState, Report]:
+    """Maximise over what is shared, and take a step of the kernels."""
+    role, before, age, at = state.roles, state.bound, state.age + 1, _sent(state)
+    if noisy and state.rest is not None:  # too little is known of the gains for the end's steps
+        trying, left = state.rest.trial is not None, state.rest.left
+        state = state._replace(rest=None, trail=no_trail(len(role.kernel)))
+        if trying:
+            return state._replace(age=age), report(state.bound, state.shared, 0.0, left, arrived=False, noisy=True)
+    begun = age > settings.warmup
+    best, shared = maximise(totals, at, role, sweeps=settings.sweeps, select=begun)
+    bound = server.bound(best, shared, role.log_odds if begun else np.full(role.latents, np.inf))
+    bound += role.slab_prior.log_density(shared.log_slab_sd)
+    value = bound + log_prior(role, at.kernel)
+    if state.rest is not None:
+        slope = slope - role.kernel_precision @ (at.kernel - role.kernel_mean)
+        came, fixed = Round(at, shared, value, slope), settings.kernel_rate == 0
+        rest, kept = polished(state.rest, role, came, settings.tolerance, fixed=fixed)
+        change = 0.0
+        if kept is not None:
+            change = float(np.max(np.abs(kept.kernel - state.shared.kernel), initial=0.0))
+            state = state._replace(shared=kept, totals=best, bound=bound)
+        state = state._replace(age=age, rest=rest)
+        return state, report(state.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
+    # Steps of one length go back and forth across the maximum for ever. Noise, and the selection's start, lower it too.
+    fell = bound < before - 1e-9 * (1.0 + abs(bound))
+    lowered = fell and age > settings.warmup + 1 and not state.stochastic
+    pace = max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST_STEP)
+    rate, number = settings.kernel_rate * pace, max(state.number - 1, 1)
+    kernel, adam, change = _ascent.kernel_step(role, shared.kernel, state.adam, slope, rate, number)
+    shared = shared._replace(kernel=kernel)
+    trail = longer(state.trail, value, kernel, noisy=noisy)
+    turned = float(np.max(np.abs(shared.inclusion - at.inclusion), initial=0.0))
+    calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and nearly_still(trail)
+    state = state._replace(shared=shared, totals=best, age=age, adam=adam, pace=pace, bound=bound, trail=trail)
+    state = state._replace(rest=at_rest(shared) if calm else None)
+    return state, report(bound, shared, change, left_after(trail), arrived=False, noisy=noisy)
+
+
+def _shapes(state: AscentState) -> Mapping[str, tuple[int, ...]]:
+    latents, points = state.roles.latents, state.roles.points
+    if state.number == 0:
+        return _common.first_shapes(state.roles)
+    size = latents * points
+    return {
+        "precision": (size * (size + 1) // 2,),
+        "linear": (latents, points),
+        **dict.fromkeys(("penalty", "second", "log_variance"), (latents,)),
+        **dict.fromkeys(("constant", "units"), ()),
+        "kernel_gradient": state.roles.kernel.shape,
+    }
+
+
+def _reject(state: AscentState, reply: Message) -> str | None:
+    """Sums of squares and counts are never negative, nor is a sum of squared designs."""
+    reason = _common.reject_negative(reply, *(("penalty", "second", "units") if state.number else ("rows",)))
+    if reason or state.number == 0:
+        return reason
+    precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
+    level = 1e-9 * (1.0 + float(np.max(np.abs(np.diag(precision)))))
+    try:
+        np.linalg.cholesky(precision + level * np.eye(len(precision)))
+    except np.linalg.LinAlgError:
+        return "'precision' is not positive semi-definite, which no data give"
+    return None
+
+
+def _joint(state: AscentState) -> Array:
+    """Covariance of v over all latent functions."""
+    if not state.totals:
+        return np.eye(state.roles.latents * state.roles.points)
+    return server.joint_covariance(state.totals, state.shared.inclusion)

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.random import Generator
 
-from fedppl.algorithms.averaging.point import KeptLocal, fitting_local
+from fedppl.algorithms.averaging.server import KeptLocal, fitting_local
 from fedppl.contracts import ClientView, Details, Draws, Point, Result
 from fedppl.contracts.algorithm import HeldOutFn
 from fedppl.nn.algorithms._common import Tuning
-from fedppl.nn.held_out import log_densities
-from fedppl.nn.personal import further_gain
+from fedppl.nn.personal import further_gain, log_densities
 from fedppl.nn.subnet import inferred
 from fedppl.nn.train import Training, train
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of

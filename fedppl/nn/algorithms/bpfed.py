@@ -11,8 +11,7 @@ from numpy.random import Generator
 
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms import pfedbayes
-from fedppl.nn.algorithms._common import check_network, needs
-from fedppl.nn.algorithms._server import AT_MEAN
+from fedppl.nn.algorithms._common import AT_MEAN, check_network, needs
 from fedppl.nn.algorithms.pfedbayes import Normal, PosteriorState, Settings, own_normal, reply_of
 from fedppl.nn.personal import bayes_steps
 from fedppl.nn.view import Own, network_of

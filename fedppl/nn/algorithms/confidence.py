@@ -13,9 +13,19 @@ from fedppl import gaussian
 from fedppl.algorithms.averaging.server import not_counted
 from fedppl.algorithms.hierarchical.confidence import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Needs, Part, Point, Received, Replies, Report
-from fedppl.nn.algorithms._common import check_all_shared, names_in, needs, training_rule
+from fedppl.nn.algorithms._common import (
+    AT_MEAN,
+    OverRounds,
+    broadcast,
+    check_all_shared,
+    moved,
+    names_in,
+    needs,
+    run_away,
+    training_rule,
+    with_round,
+)
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import AT_MEAN, OverRounds, broadcast, moved, run_away, with_round
 from fedppl.nn.batch import Stack, groups, stacked
 from fedppl.nn.batch_heads import features_together, head_posteriors, train_below_together
 from fedppl.nn.batch_train import Flags

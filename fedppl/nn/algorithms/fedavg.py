@@ -10,20 +10,24 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.point import LocalClientState, kept_local, weight_of, weights_rule
-from fedppl.algorithms.averaging.server import average, weighted
+from fedppl.algorithms.averaging.server import LocalClientState, average, kept_local, weight_of, weighted, weights_rule
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms._common import (
+    AT_MEAN,
+    NetworkInfo,
+    OverRounds,
     Tuning,
     check_network,
     check_unknowns,
     names_in,
     needs,
+    reject_weighted,
+    reported,
     training_rule,
     tuning_rule,
+    with_round,
 )
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
-from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, OverRounds, reject_weighted, reported, with_round
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
 from fedppl.nn.functional import Places

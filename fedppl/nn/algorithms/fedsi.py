@@ -26,16 +26,18 @@ from fedppl.contracts import (
     always,
 )
 from fedppl.nn.algorithms._common import (
+    AT_MEAN,
     Tuning,
     check_network,
     check_unknowns,
+    moved,
     needs,
+    run_away,
     training_rule,
     tuning_rule,
     unused_priors,
 )
 from fedppl.nn.algorithms._personalise import held_out_linearised, network_result, tuned, tuning_message
-from fedppl.nn.algorithms._server import AT_MEAN, moved, run_away
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
 from fedppl.nn.subnet import marginals

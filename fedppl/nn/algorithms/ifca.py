@@ -9,13 +9,11 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.point import weight_of, weights_rule
-from fedppl.algorithms.averaging.server import not_counted
+from fedppl.algorithms.averaging.server import not_counted, weight_of, weights_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Disclosure, Received, Replies, Report
 from fedppl.local.target import at_points
-from fedppl.nn.algorithms._common import training_rule, whole_network
+from fedppl.nn.algorithms._common import moved, run_away, training_rule, whole_network
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import moved, run_away
 from fedppl.nn.open_rows import open_rows
 from fedppl.nn.personal import loss_at
 from fedppl.nn.train import Training, train

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.point import weight_of, weights_rule
-from fedppl.algorithms.averaging.server import not_counted
+from fedppl.algorithms.averaging.server import not_counted, weight_of, weights_rule
 from fedppl.contracts import (
     Algorithm,
     ClientUpdate,
@@ -24,9 +23,8 @@ from fedppl.contracts import (
     Result,
     always,
 )
-from fedppl.nn.algorithms._common import training_rule, whole_network
+from fedppl.nn.algorithms._common import AT_MEAN, NetworkInfo, moved, run_away, training_rule, whole_network
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, moved, run_away
 from fedppl.nn.personal import bayes_steps
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import GROWTH, Training

@@ -7,12 +7,20 @@ from typing import NamedTuple
 
 from numpy.random import Generator
 
-from fedppl.algorithms.averaging.point import weight_of, weights_rule
-from fedppl.algorithms.averaging.server import weighted
+from fedppl.algorithms.averaging.server import weight_of, weighted, weights_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
-from fedppl.nn.algorithms._common import training_rule, whole_network
+from fedppl.nn.algorithms._common import (
+    AT_MEAN,
+    ESTIMATE,
+    REPLIES,
+    NetworkState,
+    broadcast,
+    init,
+    training_rule,
+    update_server,
+    whole_network,
+)
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import AT_MEAN, ESTIMATE, REPLIES, NetworkState, broadcast, init, update_server
 from fedppl.nn.personal import moreau_steps
 from fedppl.nn.train import Training
 from fedppl.nn.view import Own, network_of
