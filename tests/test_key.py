@@ -123,7 +123,7 @@ def test_many_that_are_first_have_one_key(key_file: Path) -> None:
 
 
 def test_processes_that_are_first_have_one_key(key_file: Path) -> None:
-    command = [sys.executable, "-c", "from fedppl.storage import key as _key; print(_key.of_owner(make=True).hex())"]
+    command = [sys.executable, "-c", "from fedppl.storage import signed; print(signed.of_owner(make=True).hex())"]
     here = Path(__file__).parents[1]
     started = [subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert {process.communicate()[0].strip() for process in started} == {key_file.read_bytes().hex()}

@@ -43,12 +43,6 @@ def ADVI(*, points: int = 256, max_iterations: int = 2000) -> LocalInference:
         In `Fit.client`, where the fit does not converge, or the tilted density does not fall off around it. In a round
         of a fit such a client is left out, and its reason is in the log.
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.ADVI().name
-    'ADVI'
-
     Notes
     -----
     *When this fails.* A Gaussian cannot follow a funnel; diagnostic `pareto_k` of the fit against the target
@@ -82,12 +76,6 @@ def MeanField(*, points: int = 64, max_iterations: int = 2000) -> LocalInference
     LocalFailure
         In `Fit.client`, where the fit does not converge, or the tilted density does not fall off around it. In a round
         of a fit such a client is left out, and its reason is in the log.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.MeanField().name
-    'mean field'
 
     Notes
     -----

@@ -45,12 +45,6 @@ def GradientSteps(*, steps: int = 100, learning_rate: float = 1e-3) -> LocalInfe
     DeclarationError
         For steps or a learning rate that are not positive.
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.GradientSteps(steps=10).name
-    'gradient steps'
-
     Notes
     -----
     *When this fails.* η above 2 / λ_max of the curvature diverges, and the client says so; a small one has not

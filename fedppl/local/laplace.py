@@ -25,12 +25,6 @@ def Laplace() -> LocalInference:
     DeclarationError
         In a fit, if the log density has a kink.
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.Laplace().name
-    'Laplace'
-
     Notes
     -----
     *When this fails.* The joint mode of a scale parameter and the effects it scales is not the mode of its

@@ -79,12 +79,6 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     DeclarationError
         In a fit, if the log density has a kink, as a Laplace (lasso) prior has.
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.NestedLaplace(points=512).name
-    'nested Laplace'
-
     Notes
     -----
     *When this fails.* With many local coordinates, few observations for each and a skewed likelihood, importance

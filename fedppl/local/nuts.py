@@ -81,12 +81,6 @@ def NUTS(
     DeclarationError
         For an unknown sampler, or nutpie asked for and not installed.
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.NUTS(draws=500, tune=500).name
-    'NUTS'
-
     Notes
     -----
     *When this fails.* A reply carries Monte Carlo error of about 1 / sqrt(ESS) posterior sd, and errors of K

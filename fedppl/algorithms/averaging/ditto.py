@@ -80,19 +80,6 @@ def Ditto(
     Algorithm
         Its fit has a point estimate (``fit.estimate``) and no posterior.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range.
-    DataError
-        In a fit, before the first round, if the rows cannot be taken in batches.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.Ditto(learning_rate=0.1, lam=0.5).name
-    'Ditto'
-
     Notes
     -----
     A client that has no v_k, in its first round or because it lost it, starts from φ and reports ``blank``. A new

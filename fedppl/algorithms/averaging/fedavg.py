@@ -85,19 +85,6 @@ def FedAvg(
     Algorithm
         Its fit has a point estimate (``fit.estimate``) and no posterior.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range.
-    DataError
-        In a fit, before the first round, if the rows cannot be taken in batches.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.FedAvg(learning_rate=0.1).name
-    'FedAvg'
-
     Notes
     -----
     *When this fails.* With T > 1 and clients that differ, the fixed point is not the posterior's mode: clients drift

@@ -52,19 +52,6 @@ def FedProx(
     Algorithm
         Its fit has a point estimate (``fit.estimate``) and no posterior.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range.
-    DataError
-        In a fit, before the first round, if the rows cannot be taken in batches.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.FedProx(learning_rate=0.1, mu=0.01).name
-    'FedProx'
-
     Notes
     -----
     *When this fails.* μ makes the clients' drift smaller, not zero: with T > 1 and clients that differ, the fixed point

@@ -89,19 +89,6 @@ def SCAFFOLD(
     Algorithm
         Its fit has a point estimate (``fit.estimate``) and no posterior.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range.
-    DataError
-        In a fit, before the first round, if the rows cannot be taken in batches.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.SCAFFOLD(learning_rate=0.1).name
-    'SCAFFOLD'
-
     Notes
     -----
     *When this fails.* Few clients a round make c stale: lower `server_rate` or `learning_rate` if φ oscillates. With

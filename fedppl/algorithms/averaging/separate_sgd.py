@@ -74,19 +74,6 @@ def SeparateSGD(
     Algorithm
         Its fit has neither a shared posterior nor an estimate, only clients' points.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range.
-    DataError
-        In a fit, before the first round, if the rows cannot be taken in batches.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.SeparateSGD(learning_rate=0.1).name
-    'SeparateSGD'
-
     Notes
     -----
     A client that has no v_k, in its first round or because it lost it, starts anew and reports ``blank``. A new client

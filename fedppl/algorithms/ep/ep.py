@@ -125,12 +125,6 @@ def EP(
     DeclarationError
         For settings out of range or a partition that is none.
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.EP(tolerance=0.02).name
-    'EP'
-
     Notes
     -----
     *When this fails.* The Gaussian family cannot follow a skewed posterior. The skewness that the clients' factors

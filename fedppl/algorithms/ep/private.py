@@ -81,17 +81,6 @@ def PrivateEP(
     -------
     Algorithm
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.PrivateEP(clip=0.1, noise_multiplier=20.0, releases=10).name
-    'PrivateEP'
-
     Notes
     -----
     The guarantee is local and for everything that one client holds: whatever a server asks in a run, and even if it

@@ -95,12 +95,6 @@ def HM1(
     DeclarationError
         In a fit, if the prior of the shared variables is not Gaussian, or `local` offers no expansions.
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.HM1(structure=fedppl.covariance.low_rank(2)).settings["structure"]
-    'low rank(rank=2)'
-
     Notes
     -----
     The server's part costs of the order of (K d)³ operations, or K d³ + (q d)³ where Ω has q factors.

@@ -97,12 +97,6 @@ def HM1Gradient(
     DeclarationError
         For settings out of range; in a fit, if the prior of the shared variables is not N(μ₀, s² I).
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.HM1Gradient(learning_rate=0.01).name
-    'HM1 by gradient steps'
-
     Notes
     -----
     *When this fails.* Often, with ``prior_step="explicit"``. One shrinkage step stands against T data steps and σ² is

@@ -88,12 +88,6 @@ def ConsensusMonteCarlo(
     DeclarationError
         If `draws` are too few, or, in a fit, where `local` is wrong for the declared model.
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.ConsensusMonteCarlo(draws=500).name
-    'ConsensusMonteCarlo'
-
     Notes
     -----
     A client counts once and sends the same draws again when it is asked again. While clients are missing, ``posterior``

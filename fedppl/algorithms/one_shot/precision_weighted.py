@@ -52,17 +52,6 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
     -------
     Algorithm
 
-    Raises
-    ------
-    DeclarationError
-        In a fit, where `local` is wrong for the declared model.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.PrecisionWeighted().name
-    'PrecisionWeighted'
-
     Notes
     -----
     The server keeps what each client said, so that a client can be told everything but its own part (its cavity) when

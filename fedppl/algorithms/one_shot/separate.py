@@ -55,17 +55,6 @@ def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[Sepa
     Algorithm
         Its fit has neither a shared posterior nor an estimate, only clients' posteriors.
 
-    Raises
-    ------
-    DeclarationError
-        In a fit, where `local` is wrong for the declared model.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.Separate().name
-    'Separate'
-
     Notes
     -----
     *When this fails.* Clients with few rows learn nothing from the others, and the prior decides. It is what pooling

@@ -56,17 +56,6 @@ def Averaging(
     -------
     Algorithm
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and before any round for a model that is no linear model of coregionalisation.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.curves.Averaging(steps=5).name
-    'curves.Averaging'
-
     Notes
     -----
     *When this fails.* An average of parameters is no step uphill: units that see different rows pull apart what they

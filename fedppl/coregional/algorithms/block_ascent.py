@@ -73,17 +73,6 @@ def BlockAscent(
     -------
     Algorithm
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and before any round for a model that is no linear model of coregionalisation.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.curves.BlockAscent().name
-    'curves.BlockAscent'
-
     Notes
     -----
     *When this fails.* As `Ascent`. The server does not learn the covariance of v across latent functions, so that

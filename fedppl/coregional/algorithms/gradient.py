@@ -64,17 +64,6 @@ def Gradient(
     -------
     Algorithm
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and before any round for a model that is no linear model of coregionalisation.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.curves.Gradient().name
-    'curves.Gradient'
-
     Notes
     -----
     *When this fails.* It needs a thousand rounds or more, and finds worse maxima than `Ascent`.

@@ -72,12 +72,6 @@ def PointAscent(
         For settings out of range, and before any round for a model that is no linear model of coregionalisation, or
         one with a selection: share no ``included`` and declare ``inclusion=None``.
 
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.curves.PointAscent().name
-    'curves.PointAscent'
-
     Notes
     -----
     *When this fails.* Where a unit has few rows, or a gap, its coefficients are not known, and intervals that take them
@@ -155,17 +149,6 @@ def Ascent(
     -------
     Algorithm
         Its fit has draws of v, the indicators and the estimates; see `fedppl.curves` for predictions in closed form.
-
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and before any round for a model that is no linear model of coregionalisation.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> fedppl.curves.Ascent(warmup=5).settings["warmup"]
-    '5'
 
     Notes
     -----

@@ -56,17 +56,6 @@ def BPFed(
     Algorithm
         Its fit has a point estimate, the shared means; `fedppl.nn.predict` gives predictions by q_k.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range.
-
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.BPFed().name
-    'nn.BPFed'
-
     Notes
     -----
     *When this fails.* A posterior that becomes the prior of the same rows counts them again in every round: sds fall

@@ -137,12 +137,6 @@ def Confidence(
         For settings out of range, and before any round where the head is not the last linear layer or some of the
         weights are not shared.
 
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.Confidence(head=("2.weight", "2.bias")).name
-    'nn.Confidence'
-
     Notes
     -----
     Adam, its rate, `spread` and a head that starts at 0 (``torch.nn.init.zeros_``) are this package's choice, and not

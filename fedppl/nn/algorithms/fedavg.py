@@ -117,17 +117,6 @@ def FedAvg(
     Algorithm
         Its fit has a point estimate. `fedppl.nn.predict` gives a client's predictions.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and before any round for a model that is no network's.
-
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.FedAvg(phases=(("shared", 10),), tune="local").name
-    'nn.FedAvg'
-
     Notes
     -----
     *When this fails.* There is no rule for convergence: a fit runs for as many rounds as it is given and says

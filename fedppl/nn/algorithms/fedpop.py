@@ -94,12 +94,6 @@ def FedPop(
         For settings out of range, and before any round where the head is not the last linear layer or some of the
         weights are not shared.
 
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.FedPop(head=("2.weight", "2.bias")).name
-    'nn.FedPop'
-
     Notes
     -----
     *When this fails.* Steps are not corrected for their length: a `head_rate` beyond n s² gives draws of the

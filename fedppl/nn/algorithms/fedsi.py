@@ -140,17 +140,6 @@ def FedSI(
         prior, α where no client's subnetwork held a weight, and ``stochastic``, which says where one did.
         `fedppl.nn.predict` gives a client's predictions.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and before any round for a model that is no network's.
-
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.FedSI(ratio=0.07).name
-    'nn.FedSI'
-
     Notes
     -----
     *When this fails.* Predictions are too certain: a client's rows are counted once a round, in the average that is the

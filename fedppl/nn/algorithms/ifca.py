@@ -67,17 +67,6 @@ def IFCA(
     Algorithm
         Its fit has no single point: `fedppl.nn.predict` picks a client's network by its rows.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and where some weights are not shared.
-
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.IFCA(clusters=3).name
-    'nn.IFCA'
-
     Notes
     -----
     Networks travel down all together, C times the bytes of averaging; one comes back.

@@ -59,17 +59,6 @@ def PerFedAvg(
     Algorithm
         Its fit has a point estimate, where clients start from; `fedppl.nn.predict` takes their steps.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and where some weights are not shared.
-
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.PerFedAvg().name
-    'nn.PerFedAvg'
-
     Notes
     -----
     Five gradients a step: dearer than averaging by that much. With ``inner_rate`` near 0 it is federated averaging by

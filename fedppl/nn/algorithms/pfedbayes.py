@@ -75,17 +75,6 @@ def PFedBayes(
     Algorithm
         Its fit has a point estimate, the means of p; `fedppl.nn.predict` gives predictions by q_k.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and where some weights are not shared.
-
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.PFedBayes().name
-    'nn.PFedBayes'
-
     Notes
     -----
     *When this fails.* A `spread` much above what the weights themselves are drowns the network in noise, and nothing

@@ -75,17 +75,6 @@ def PFedMe(
     Algorithm
         Its fit has a point estimate, φ; `fedppl.nn.predict` gives predictions by θ_k.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and where some weights are not shared.
-
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.PFedMe().name
-    'nn.PFedMe'
-
     Notes
     -----
     φ is replaced by the average (β = 1). A client that has no θ_k, or a new one, finds it from φ. With λ → ∞ θ_k is w_k

@@ -52,17 +52,6 @@ def SCAFFOLD(
     Algorithm
         Its fit has a point estimate.
 
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and where some weights are not shared.
-
-    Examples
-    --------
-    >>> from fedppl import nn
-    >>> nn.SCAFFOLD().name
-    'nn.SCAFFOLD'
-
     Notes
     -----
     The server holds a vector of all weights for each client. `fedppl.SCAFFOLD` is the same for any declared model. c is
