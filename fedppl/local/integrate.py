@@ -45,7 +45,7 @@ _FINER = {1: 31, 2: 15, 3: 11}  # nodes that these are held against
 _OFF = 0.2  # log units, standard error of what a rule leaves of the sum: nearly all of it is a constant
 
 _ROUGH = {1: 9, 2: 5, 3: 3}  # nodes of each coordinate of a cheap rule, by the number of coordinates
-_ALONG = 5  # nodes of an axis, beyond
+_ALONG = 7  # nodes of an axis, beyond; an odd number, so that one is the center
 
 LeftOutFn = Callable[[ClientView, Array, Array, Laplace], Factor]
 
@@ -321,8 +321,11 @@ def _roughly_left_out(of: Densities, places: Places, points: Array, about: Lapla
             if d in _ROUGH:
                 found[some] = logsumexp(terms, axis=1) - at.values
             else:
-                lines = (terms - at.values[:, None]).reshape(len(terms), d, _ALONG)
-                found[some] = logsumexp(lines, axis=2).sum(axis=1)
+                # Of a mode that is foretold Laplace's value is not the density there, and d lines add up what it is off.
+                lines, middle = terms.reshape(len(terms), d, _ALONG), _ALONG // 2
+                center = lines[:, 0, middle] - rule.log_weights[middle]
+                along = logsumexp(lines - center[:, None, None], axis=2).sum(axis=1)
+                found[some] = center + along - at.values
     return np.where(np.isfinite(found), found, 0.0).reshape(len(places), len(points))
 
 
