@@ -3,9 +3,10 @@ r"""log f_k at points as well as it can be had, with errors: θ integrated, not 
 .. math:: \log f_k(\varphi) = \log \int p(y_k, \theta \mid \varphi)\, d\theta
 
 Where coordinates of θ are independent given φ, each by a quadrature of its own. Else by a grid about the mode of θ for
-up to three coordinates, which reaches far out where tails are heavy; beyond, importance sampling from multivariate t's
-there. The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which moves no moment, but
-the evidence; what of it is not constant shows in two halves of the nodes, and in what the jackknife adds.
+up to three coordinates, which reaches far out where tails are heavy; beyond, sparse grids, or importance sampling from
+multivariate t's there. The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which
+moves no moment, but the evidence; what of it is not constant shows in two halves of the nodes, and in what the
+jackknife adds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
-from fedppl.local import _conditional, _gaussian_rest, _marginal
+from fedppl.local import _conditional, _gaussian_rest, _marginal, _sparse
 from fedppl.local._other_modes import require_one_mode
 from fedppl.local._two_rules import by_two_rules
 from fedppl.numerics import importance, region
@@ -31,6 +32,8 @@ _SHAPING, _FITS = 64, 3  # points of a scramble that tell where θ lies at the c
 _APART = 2**16  # between the streams of parts of a mixture
 _NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
 _AGREE = 0.003  # sd over points of the errors, in log units, with which more nodes are not needed
+_HELD_AGAINST = 4  # points at which sparse grids are held against sampled nodes
+_ALIKE = 0.02  # log units, the most that they may differ by alike at all points
 _SOME = (128, 512)  # points at which θ is integrated first, and where they do not foretell the others
 
 
@@ -123,8 +126,29 @@ def integrated(client: ClientView, points: Array, center: Array) -> tuple[Array,
     if which is None and client.local_size <= _conditional.MOST:
         which = np.arange(client.local_size)
     if which is None:
-        return _sampled(client, points, center)
+        return _by_sparse_grids(client, points, center) or _sampled(client, points, center)
     return with_alike(*_conditional.integrated(client, points, center, which))
+
+
+def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant] | None:
+    """By sparse grids, which see no tails: held against sampled nodes, which do, at some points."""
+    if not _sparse.FEWEST <= client.local_size <= _sparse.MOST:
+        return None
+    found = _sparse.by_two_levels(client, points, center, _AGREE)
+    if found is None:
+        return None
+    values, errors = found
+    some = np.unique(np.linspace(0, len(points) - 1, _HELD_AGAINST).astype(int))
+    sampled, unsure, constant = _sampled(client, points[some], center)
+    apart = sampled - values[some]
+    told = np.isfinite(apart)
+    if np.sum(told) < np.sum(np.isfinite(sampled)) or not np.any(told):
+        return None
+    alike = float(np.median(apart[told]))
+    varies = 1.48 * float(np.median(np.abs(apart[told] - alike)))
+    if varies > _AGREE + float(np.median(np.abs(unsure[told]))) or abs(alike) > _ALIKE:
+        return None
+    return values, errors, Constant(alike, constant.by_chance)
 
 
 def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:

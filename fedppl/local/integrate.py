@@ -21,12 +21,12 @@ from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
-from fedppl.local import _factor, _gaussian_rest, _marginal
+from fedppl.local import _factor, _gaussian_rest, _marginal, _sparse
 from fedppl.local._marginal import no_mode
 from fedppl.local._other_modes import several_modes
 from fedppl.local._two_rules import by_two_rules
 from fedppl.numerics import pairs
-from fedppl.numerics.integral import Rule, beyond_trapezoids, by_grid, missed_by_trapezoids
+from fedppl.numerics.integral import Rule, beyond_trapezoids, by_grid, by_sparse_grid, missed_by_trapezoids
 from fedppl.numerics.pairs import Densities, Laplace, Origins, Places
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array
@@ -45,6 +45,7 @@ _FINER = {1: 31, 2: 15, 3: 11}  # nodes that these are held against
 _OFF = 0.2  # log units, standard error of what a rule leaves of the sum: nearly all of it is a constant
 
 _ROUGH = {1: 9, 2: 5, 3: 3}  # nodes of each coordinate of a cheap rule, by the number of coordinates
+_ROUGH_LEVEL = 3  # of a sparse grid, of more that depend on each other
 _ALONG = 7  # nodes of an axis, beyond; an odd number, so that one is the center
 
 LeftOutFn = Callable[[ClientView, Array, Array, Laplace], Factor]
@@ -279,7 +280,7 @@ def _part(
     left_out, errors = np.zeros((2, len(rows), len(known)))
     constants: list[Constant] = []
     if roughly:
-        rough = _roughly_left_out(stack.of, places[rows], points, about)
+        rough = _roughly_left_out(stack, places[rows], points, about)
         values, left_out = values + rough, -rough[:, known]
         some = (np.arange(len(rows))[:, None] * len(points) + known).reshape(-1)
         about = Laplace(*(part[some] for part in about))
@@ -302,16 +303,19 @@ def _part(
     return _Part(sums, left_out)
 
 
-def _roughly_left_out(of: Densities, places: Places, points: Array, about: Laplace) -> Array:
+def _roughly_left_out(stack: Stacked, places: Places, points: Array, about: Laplace) -> Array:
     """Of clients in these places (C,) at points (S, m), about their modes there, client by client: (C, S).
 
-    By a grid of few nodes; of more coordinates than three by one line along each axis, as if they were independent.
-    0 where that has no value.
+    By a grid of few nodes, a sparse one of more coordinates than three; by one line along each axis where these are
+    independent or too many. 0 where that has no value.
     """
-    d = about.theta.shape[1]
-    rule = by_grid(d, _ROUGH[d]) if d in _ROUGH else _lines(d)
+    of, d = stack.of, about.theta.shape[1]
     phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
     found = np.zeros(len(phi))
+    if _sparse.FEWEST <= d <= _sparse.MOST and not (len(places) and _is_separable(stack, places)):
+        found = _sparse.summed(of, about, phi, who, by_sparse_grid(d, _ROUGH_LEVEL)) - about.values
+        return np.where(np.isfinite(found), found, 0.0).reshape(len(places), len(points))
+    rule = by_grid(d, _ROUGH[d]) if d in _ROUGH else _lines(d)
     chunk = max(1, _NUMBERS // (len(rule.nodes) * (d + points.shape[1])))
     for first in range(0, len(phi), chunk):
         some = slice(first, first + chunk)
@@ -321,12 +325,16 @@ def _roughly_left_out(of: Densities, places: Places, points: Array, about: Lapla
             if d in _ROUGH:
                 found[some] = logsumexp(terms, axis=1) - at.values
             else:
-                # Of a mode that is foretold Laplace's value is not the density there, and d lines add up what it is off.
+                # Laplace's value of a mode that is foretold is not the density there: d lines add up what it is off by.
                 lines, middle = terms.reshape(len(terms), d, _ALONG), _ALONG // 2
                 center = lines[:, 0, middle] - rule.log_weights[middle]
                 along = logsumexp(lines - center[:, None, None], axis=2).sum(axis=1)
                 found[some] = center + along - at.values
     return np.where(np.isfinite(found), found, 0.0).reshape(len(places), len(points))
+
+
+def _is_separable(stack: Stacked, places: Places) -> bool:
+    return bool(stack.client(int(places[0])).view(_factor.is_separable))
 
 
 def _lines(d: int) -> Rule:
