@@ -13,7 +13,7 @@ from scipy.special import expit, logit
 
 import fedppl
 from fedppl import Prior
-from fedppl.run._prior_check import contradicted
+from fedppl.run.loop import contradicted
 
 _RNG = np.random.default_rng(12)
 _N = 90

@@ -13,7 +13,7 @@ from scipy.special import logsumexp
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, NotConvergedError, gaussian
-from fedppl.algorithms.ep import _evidence
+from fedppl.algorithms.ep import ep
 from fedppl.contracts.client import Factor
 from fedppl.numerics.pairs import site_batch
 from fedppl.testing import normal_means
@@ -90,7 +90,7 @@ def test_its_error_is_that_of_its_points() -> None:
 
 def test_what_is_not_known_of_log_densities_is_in_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fit(*normal_means(4))
-    exact, factor = found.log_evidence, _evidence._FACTOR
+    exact, factor = found.log_evidence, ep._FACTOR
     assert factor is not None
 
     def uncertain(by: float) -> Any:
@@ -100,9 +100,9 @@ def test_what_is_not_known_of_log_densities_is_in_its_error(monkeypatch: pytest.
 
         return factored
 
-    monkeypatch.setattr(_evidence, "_FACTOR", uncertain(0.1))
+    monkeypatch.setattr(ep, "_FACTOR", uncertain(0.1))
     assert dataclasses.replace(found).log_evidence.error == pytest.approx(np.hypot(exact.error, 0.2), rel=1e-3)
-    monkeypatch.setattr(_evidence, "_FACTOR", uncertain(0.2))
+    monkeypatch.setattr(ep, "_FACTOR", uncertain(0.2))
     with pytest.raises(NotConvergedError, match=r"uncertain by 0\.4 in sum"):
         _ = dataclasses.replace(found).log_evidence
 

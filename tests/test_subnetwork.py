@@ -217,9 +217,9 @@ def test_a_learning_rate_that_diverges_skips_the_client_and_says_so() -> None:
 def test_too_many_draws_of_a_large_network_are_refused_before_they_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fedppl.nn.algorithms import _personalise
+    from fedppl.nn.algorithms import _common
 
-    monkeypatch.setattr(_personalise, "_MOST", 1000)
+    monkeypatch.setattr(_common, "_MOST", 1000)
     with pytest.raises(fedppl.DeclarationError, match="4000 draws of 31 weights are 0.0 GB. Pass draws="):
         common().client("device 0")
 

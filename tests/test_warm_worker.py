@@ -25,7 +25,7 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("flwr")
 
 import fedppl
-from fedppl.flower import channel, warm_app, worker, worker_folder
+from fedppl.flower import channel, warm_app, worker
 from fedppl.flower.channel import changed, identity
 from fedppl.flower.decode import HELLO, from_content
 from fedppl.flower.worker import digest, settled
@@ -81,7 +81,7 @@ class Place:
         site = self.root / folder
         site.mkdir(exist_ok=True)
         told = {"app": app, "folder": str(site), "idle": idle, "path": sys.path, "identity": IDENTITY}
-        descriptor = worker_folder.opened(site)
+        descriptor = channel.opened(site)
         connection = warm_app._started(descriptor, site, told)
         os.close(descriptor)
         return connection, channel.peer(connection), site
@@ -144,19 +144,19 @@ def test_replies_are_those_of_the_old_path(place: Place) -> None:
 def test_a_wrong_key_and_garbage_are_refused_and_the_worker_lives(place: Place) -> None:
     connection, pid, site = place.started()
     connection.close()
-    folder = worker_folder.opened(site)
+    folder = channel.opened(site)
     for garbage in (b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n" * 20, b""):
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(worker_folder.address(folder, site))
+            stranger.connect(channel.address(folder, site))
             stranger.sendall(garbage)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(10)
-        stranger.connect(worker_folder.address(folder, site))
+        stranger.connect(channel.address(folder, site))
         with pytest.raises(channel.Refused, match="does not know the key"):
             channel.prove(stranger, bytes(32), first=True, limit=10)
     with socket.socket(socket.AF_UNIX) as stranger:  # one that does not look at the worker's proof
         stranger.settimeout(10)
-        stranger.connect(worker_folder.address(folder, site))
+        stranger.connect(channel.address(folder, site))
         stranger.sendall(bytes(32))
         stranger.recv(64, socket.MSG_WAITALL)
         stranger.sendall(bytes(32))
@@ -207,11 +207,11 @@ def test_a_folder_that_is_open_to_others_or_a_link_is_refused(tmp_path: Path) ->
     (tmp_path / "worker").mkdir()
     (tmp_path / "worker").chmod(0o755)
     with pytest.raises(OSError, match="open to others"):
-        worker_folder.opened(tmp_path)
+        channel.opened(tmp_path)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "worker").symlink_to(tmp_path / "worker")
     with pytest.raises(OSError):
-        worker_folder.opened(tmp_path / "site")
+        channel.opened(tmp_path / "site")
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: P
     request = {"identity": IDENTITY, "config": config, "kind": HELLO, "arrays": {}, "texts": {}}
     channel.send(connection, codec.encode(request))
     connection.close()  # while the worker imports
-    folder = worker_folder.opened(site)
+    folder = channel.opened(site)
     second = warm_app.connect(folder, site)
     os.close(folder)
     assert second is not None
@@ -316,8 +316,8 @@ def test_a_worker_that_ends_sends_all_answers_first(tmp_path: Path, monkeypatch:
     here, there = socket.socketpair()
     answer = bytes(2**24)  # more than a socket holds
     monkeypatch.setattr(worker, "_do", lambda *arguments: (answer, False))
-    monkeypatch.setattr(worker_folder, "is_there", lambda *arguments: True)
-    monkeypatch.setattr(worker_folder, "remove", lambda *arguments: None)
+    monkeypatch.setattr(channel, "is_there", lambda *arguments: True)
+    monkeypatch.setattr(channel, "remove", lambda *arguments: None)
     desk = worker._Desk(queue.Queue(), [])
     free = threading.BoundedSemaphore(1)
     free.acquire()
@@ -468,7 +468,7 @@ def _hello(place: Place, app: Any, config: dict[str, Any]) -> Iterator[Any]:
 
 
 def _listener(site: Path) -> int:
-    folder = worker_folder.opened(site)
+    folder = channel.opened(site)
     connection = warm_app.connect(folder, site)
     os.close(folder)
     if connection is None:

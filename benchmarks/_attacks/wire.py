@@ -116,6 +116,7 @@ def _reader() -> Any:
 def _bare(kind: str, case: Any) -> str | None:
     """The decoding alone."""
     from fedppl.flower import decode as _decode
+    from fedppl.flower import hello as _hello
     from fedppl.flower import wire as _wire
     from fedppl.run.one_round import why_not
     from tests.support import malformed
@@ -123,7 +124,7 @@ def _bare(kind: str, case: Any) -> str | None:
     try:
         texts = _decode.texts(case.texts)
         if kind == "introduction":
-            _wire.unpack_hello(_decode.arrays(case.arrays), texts)
+            _hello.unpack_hello(_decode.arrays(case.arrays), texts)
             return None
         shapes = {} if "failure" in texts else malformed.SHAPES
         reply = _wire.unpack_reply(_decode.arrays(case.arrays, shapes), texts)

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import cloudpickle
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory
+from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Failure, Heard, Reply, Request, unheard
 from fedppl.engine.answer import require_fit
+from fedppl.engine.inprocess import ModelsHere
 from fedppl.flower.agreed import pack_agreement
 from fedppl.flower.agreeing import agree
 from fedppl.flower.grid import GridEngine, GridSettings
 from fedppl.flower.roll import Own, expected_clients
-from fedppl.flower.simulation import start
 from fedppl.flower.site_agreement import waits
 from fedppl.formulas.exchange import example
 from fedppl.formulas.formula import is_formula
-from fedppl.model.declaration import FederatedModel
+from fedppl.model.declaration import FederatedModel, declaration_of
 from fedppl.results.fit import Fit
 from fedppl.run import loop
 from fedppl.run.one_round import Round
@@ -266,3 +280,202 @@ def simulation(*, workers: int | None = None, deadline: float = 600.0, start_tim
         return start(algorithm, models, count, deadline, start_timeout)
 
     return factory
+
+
+# Flower's simulation runtime as an engine of this process: a SuperLink of our own, and a relay to its server app ------
+
+# Flower offers no supported call that starts a simulation and hands back its grid, so the run is started by Flower's
+# command line, and its server app (`_virtual`) does nothing but pass requests on.
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's workers step back behind everything else on a machine by default: on a busy one clients never answer.
+    "RAY_worker_niceness": "0",
+}
+_LOG = "superlink.log"
+_PYPROJECT = """\
+[project]
+name = "fedppl-simulation"
+version = "0.1.0"
+description = "Passes requests of fedppl on to virtual clients"
+license = "Apache-2.0"
+
+[tool.flwr.app]
+publisher = "fedppl"
+
+[tool.flwr.app.components]
+serverapp = "fedppl.flower.virtual:server_app"
+clientapp = "fedppl.flower.virtual:client_app"
+
+[tool.flwr.app.config]
+"""
+
+
+class SimulationEngine(ModelsHere):
+    """Clients' models here, for reading results; their computations in Flower's workers."""
+
+    def __init__(self, models: Mapping[str, Any], deadline: float, relay: Connection, log: Path) -> None:
+        self._models = dict(models)
+        self._deadline = deadline
+        self._relay = relay
+        self._log = log
+
+    def exchange(
+        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
+    ) -> dict[str, Reply | Failure]:
+        """Pass the requests to the server app of the simulation and wait for what it brings back."""
+        try:
+            self._relay.send((dict(requests), deadline or self._deadline))
+            while isinstance(answers := self._relay.recv(), str):
+                heard(answers)  # the id of a client that has answered
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"Flower's simulation has ended. {_tail(self._log)}") from error
+        found: dict[str, Reply | Failure] = answers
+        return found
+
+    def personal(self) -> Mapping[str, Any]:
+        """Return nothing: what clients keep stays where they are."""
+        return {}
+
+    def restore(self, personal: Mapping[str, Any]) -> None:
+        """Do nothing: clients have what they kept."""
+
+    def close(self) -> None:
+        """End the simulation and everything that was started for it."""
+        self.stop()
+
+    stop: Callable[[], Any]
+
+
+def start(
+    algorithm: AnyAlgorithm, models: Mapping[str, Any], workers: int, deadline: float, timeout: float
+) -> SimulationEngine:
+    """Start a SuperLink and a run of the relay app, and connect to it."""
+    folder = Path(tempfile.mkdtemp(prefix="fedppl-simulation-"))
+    processes: list[subprocess.Popen[bytes]] = []
+    connections: list[Connection] = []
+    try:
+        relay = _launch(folder, algorithm, models, workers, timeout, processes, connections)
+    except BaseException:
+        _stop(processes, connections, folder)
+        raise
+    engine = SimulationEngine(models, deadline, relay, folder / _LOG)
+    # Also where nobody closes the engine: a script that breaks off its rounds, or the end of the interpreter.
+    engine.stop = weakref.finalize(engine, _stop, processes, connections, folder)
+    return engine
+
+
+def _launch(
+    folder: Path,
+    algorithm: AnyAlgorithm,
+    models: Mapping[str, Any],
+    workers: int,
+    timeout: float,
+    processes: list[subprocess.Popen[bytes]],
+    connections: list[Connection],
+) -> Connection:
+    end = time.monotonic() + timeout
+    declaration = declaration_of(models)
+    data = {client_id: dict(model.arrays) for client_id, model in models.items()}
+    (folder / "payload").write_bytes(cloudpickle.dumps((declaration, algorithm, data)))
+    key = secrets.token_bytes(32)
+    listener = Listener(("127.0.0.1", 0), authkey=key)
+    address = f"{listener.address[0]}:{listener.address[1]}"
+    (folder / "relay").write_bytes(address.encode() + b"\n" + key)
+    port = _free_port()
+    app, home = folder / "app", folder / "home"
+    app.mkdir()
+    home.mkdir()
+    (app / "pyproject.toml").write_text(_PYPROJECT)
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "own"\n\n[superlink.own]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    environment = {
+        **os.environ,
+        **_SETTINGS,
+        "FLWR_HOME": str(home),
+        "FEDPPL_SIMULATION": str(folder),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
+    }
+    log = folder / _LOG
+    superlink = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as file:
+        processes.append(
+            subprocess.Popen(
+                [*superlink, "--disable-runtime-dependency-installation"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
+    (folder / "superlink.pid").write_text(str(processes[0].pid))
+    while not _listens(port):
+        if processes[0].poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"Flower's SuperLink did not start within {timeout:g} s: {_tail(log)}")
+        time.sleep(0.1)
+    federation = f"num-supernodes={len(models)} client-resources-num-cpus=1 init-args-num-cpus={workers}"
+    told = subprocess.run(
+        ["flwr", "run", str(app), "own", "--federation-config", federation],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if told.returncode != 0:
+        raise RuntimeError(f"Flower refused the simulation: {(told.stdout + told.stderr)[-1000:]}")
+    accepted: list[Connection] = []
+    waiter = Thread(target=lambda: accepted.append(listener.accept()), daemon=True)
+    waiter.start()
+    while not accepted:
+        if processes[0].poll() is not None or time.monotonic() > end:
+            raise RuntimeError(
+                f"Flower's simulation did not begin within {timeout:g} s; raise start_timeout=. {_tail(log)}"
+            )
+        waiter.join(0.1)
+    connections.append(accepted[0])
+    listener.close()
+    return accepted[0]
+
+
+def _stop(processes: list[subprocess.Popen[bytes]], connections: list[Connection], folder: Path) -> None:
+    """Let the server app return, then end the SuperLink and whatever is left of its processes."""
+    for connection in connections:
+        try:
+            connection.send(None)
+            connection.poll(20.0)  # it breaks when the simulation and its workers have ended
+        except (EOFError, OSError):
+            pass  # it has ended already
+        connection.close()
+    for process in processes:
+        for sign, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+            try:
+                os.killpg(process.pid, sign)
+                process.wait(seconds)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:] if log.exists() else "no log"

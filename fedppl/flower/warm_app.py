@@ -21,7 +21,7 @@ from flwr.app import Context
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
-from fedppl.flower import channel, worker_folder
+from fedppl.flower import channel
 from fedppl.flower.channel import identity
 from fedppl.flower.decode import AGREE, ASK, HELLO, read_message, register, to_content
 from fedppl.settings import shown
@@ -128,7 +128,7 @@ def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: di
     request = {"identity": told["identity"], "config": config, "kind": kind, "arrays": dict(arrays), "texts": texts}
     raw = codec.encode(request)
     end = time.monotonic() + max(float(message.metadata.ttl), _SILENCE)
-    opened = worker_folder.opened(site)
+    opened = channel.opened(site)
     try:
         for _ in range(3):
             connection = connect(opened, site)
@@ -159,8 +159,8 @@ def connect(folder: int, site: Path) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_SILENCE)
     try:
-        key = worker_folder.read_key(folder)
-        connection.connect(worker_folder.address(folder, site))
+        key = channel.read_key(folder)
+        connection.connect(channel.address(folder, site))
         try:
             channel.prove(connection, key, first=True, limit=_SILENCE)
         except TimeoutError:
@@ -177,11 +177,11 @@ def connect(folder: int, site: Path) -> socket.socket | None:
 
 def _started(folder: int, site: Path, told: Mapping[str, Any]) -> socket.socket:
     """Start a worker, unless another app was first, and connect to it."""
-    with FileLock(site / "worker" / worker_folder.LOCK, timeout=2 * _STARTING):
+    with FileLock(site / "worker" / channel.LOCK, timeout=2 * _STARTING):
         if (connection := connect(folder, site)) is not None:
             return connection
         _workers[:] = [one for one in _workers if one.poll() is None]
-        log = worker_folder.open_log(folder)
+        log = channel.open_log(folder)
         try:
             return _listening(folder, site, told, log)
         finally:

@@ -29,7 +29,7 @@ import xarray as xr
 from numpy.lib.npyio import NpzFile
 
 from fedppl.data import columns, frames
-from fedppl.flower import channel, worker_folder
+from fedppl.flower import channel
 from fedppl.flower.channel import changed
 from fedppl.settings import shown
 from fedppl.storage import codec
@@ -85,15 +85,15 @@ def main(told: Mapping[str, Any]) -> None:
     Standard output and error are the open log.
     """
     site = Path(told["folder"])
-    folder = worker_folder.opened(site)
-    key = worker_folder.make_key(folder)
+    folder = channel.opened(site)
+    key = channel.make_key(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.unlink(worker_folder.SOCKET, dir_fd=folder)
+        os.unlink(channel.SOCKET, dir_fd=folder)
     except FileNotFoundError:
         pass
     before = os.umask(0o177)
-    listener.bind(worker_folder.address(folder, site))
+    listener.bind(channel.address(folder, site))
     os.umask(before)
     listener.listen(_CONNECTIONS)
     desk = _Desk(queue.Queue(), [])
@@ -144,7 +144,7 @@ def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, desk: _
     app = _loaded_app(told, site)
     taken: list[_Job] = []
     last = time.monotonic()
-    while worker_folder.is_there(folder, site, key) and time.monotonic() - last < told["idle"]:
+    while channel.is_there(folder, site, key) and time.monotonic() - last < told["idle"]:
         try:
             job = desk.jobs.get(timeout=_TICK)
         except queue.Empty:
@@ -236,8 +236,8 @@ def _given_up(kind: str) -> bytes:
 
 def _leave(site: Path, folder: int, key: bytes) -> None:
     """Take key and socket away, unless they are another worker's by now."""
-    if worker_folder.is_there(folder, site, key):
-        worker_folder.remove(folder)
+    if channel.is_there(folder, site, key):
+        channel.remove(folder)
 
 
 def _loaded(here: Any, config: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], Any], str]:

@@ -13,9 +13,9 @@ from fedppl.contracts import Posterior
 from fedppl.contracts.update import CI_PROB, interval
 from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.declare import Formula
-from fedppl.results.arrival import require_arrived
 from fedppl.results.at_client import has_rows, require_rows
 from fedppl.results.fit import Fit
+from fedppl.results.records import require_arrived
 from fedppl.settings import between, chosen, shown
 from fedppl.types import Array, DeclarationError
 

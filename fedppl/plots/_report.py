@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import Posterior
-from fedppl.contracts.html import escaped, number, table
+from fedppl.contracts.client import escaped, number, table
 from fedppl.contracts.update import CI_PROB
 from fedppl.plots import _fit
 from fedppl.plots._fit import Fitted, at_hand, require_fit

@@ -16,7 +16,7 @@ import xarray as xr
 
 from fedppl import gaussian
 from fedppl.contracts import LogEvidence, Point, Posterior
-from fedppl.contracts.html import escaped, number, table
+from fedppl.contracts.client import escaped, number, table
 from fedppl.contracts.update import CI_PROB
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel, dims_and_coords
@@ -25,7 +25,7 @@ from fedppl.numerics.importance import resample, skewness
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
 from fedppl.results import groups, predicting, saved, summary
-from fedppl.results.arrival import Ended, require_arrived, unarrived
+from fedppl.results.records import Ended, require_arrived, unarrived
 from fedppl.results.shared import at_mean, at_point, estimates, shared_posterior
 from fedppl.settings import chosen as among
 from fedppl.settings import some_of

@@ -22,8 +22,8 @@ from fedppl.model.interpreted import quiet
 from fedppl.model.summaries import tells_grid
 from fedppl.numerics.reweighting import is_trusted
 from fedppl.results import idata
-from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.forward import draw_outcomes
+from fedppl.results.records import Ended, require_arrived
 from fedppl.settings import chosen, shown
 from fedppl.types import Array, DeclarationError
 

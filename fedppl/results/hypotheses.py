@@ -11,7 +11,7 @@ import xarray as xr
 
 from fedppl.contracts import Posterior
 from fedppl.contracts.update import CI_PROB, entries_of, interval, labels_of, shown_by_default
-from fedppl.results.arrival import require_arrived
+from fedppl.results.records import require_arrived
 from fedppl.settings import between, shown
 from fedppl.types import DataError, DeclarationError
 

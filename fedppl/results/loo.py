@@ -16,10 +16,9 @@ from fedppl.contracts import LogEvidence, Point, sum_replies
 from fedppl.model.client import ClientModel
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.results import idata
-from fedppl.results.arrival import require_arrived
 from fedppl.results.at_client import SUMS, Rows, has_rows, observed_values, rows_of, sums_of
 from fedppl.results.fit import Fit
-from fedppl.results.records import listed
+from fedppl.results.records import listed, require_arrived
 from fedppl.settings import shown, whole
 from fedppl.types import Array, DataError, DeclarationError, NotConvergedError
 

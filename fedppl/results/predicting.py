@@ -21,10 +21,10 @@ from fedppl.model.enrolment import held_exactly, mismatch
 from fedppl.model.interpreted import quiet
 from fedppl.model.stack import samples
 from fedppl.results import idata
-from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior, has_rows, inputs
 from fedppl.results.forward import containers_of_rows, draw_outcomes, drawn_anew, reads
 from fedppl.results.groups import required
+from fedppl.results.records import Ended, require_arrived
 from fedppl.results.shared import declared, of_formula, require_mean
 from fedppl.settings import some_of, text, whole
 from fedppl.types import Array, DataError, DeclarationError

@@ -21,9 +21,8 @@ from fedppl.gaussian import Gaussian
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
-from fedppl.results.arrival import Ended, unarrived
 from fedppl.results.measure import measure
-from fedppl.results.records import Record, rounds_dataset
+from fedppl.results.records import Ended, Record, rounds_dataset, unarrived
 from fedppl.results.shared import corrected
 from fedppl.settings import one_line, shown
 from fedppl.storage import codec

@@ -19,10 +19,9 @@ from fedppl.numerics.importance import resample
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
-from fedppl.results.arrival import Ended, unarrived
 from fedppl.results.measure import Estimates, measure
 from fedppl.results.measure import estimates as from_measure
-from fedppl.results.records import rounds_dataset
+from fedppl.results.records import Ended, rounds_dataset, unarrived
 from fedppl.settings import one_of, shown
 from fedppl.types import Array, DeclarationError, Status
 

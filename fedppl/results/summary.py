@@ -11,10 +11,9 @@ import xarray as xr
 
 from fedppl.contracts import Point
 from fedppl.contracts.update import entries_of, interval, labels_of, shown_by_default
-from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
 from fedppl.results.measure import Estimates
-from fedppl.results.records import added, fallen
+from fedppl.results.records import Ended, added, fallen, require_arrived
 from fedppl.results.shared import estimated
 from fedppl.settings import between, whole
 from fedppl.types import Array, DeclarationError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedppl.contracts.html import table as html_table
+from fedppl.contracts.client import table as html_table
 from fedppl.contracts.update import CI_PROB, labels_of, variable_of
 from fedppl.results.shared import estimates
 from fedppl.settings import flag, whole

@@ -25,9 +25,9 @@ from fedppl.contracts import (
     Request,
     Requests,
     Summed,
-    html,
     sum_replies,
 )
+from fedppl.contracts.client import facts, number
 from fedppl.engine.answer import n_bytes, take, take_sum
 from fedppl.numerics.streams import stream
 from fedppl.results import records
@@ -60,8 +60,8 @@ class Round(NamedTuple):
     def _repr_html_(self) -> str:
         """Its diagnostics as a table, for notebooks."""
         said = {"status": self.status.value, "message": self.message, "replies": self._replies()}
-        numbers = {k: v if isinstance(v, str) else html.number(v) for k, v in self.record.info.items()}
-        return html.facts(f"Round {self.number}", {k: v for k, v in {**said, **numbers}.items() if v not in ("", "–")})
+        numbers = {k: v if isinstance(v, str) else number(v) for k, v in self.record.info.items()}
+        return facts(f"Round {self.number}", {k: v for k, v in {**said, **numbers}.items() if v not in ("", "–")})
 
     def _replies(self) -> str:
         return f"{self.record.used} of {self.record.n_asked - len(self.record.silent)} replies"

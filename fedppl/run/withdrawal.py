@@ -20,9 +20,9 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.model.summaries import tells_grid
 from fedppl.numerics.streams import stream
 from fedppl.results import departure, idata
-from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
 from fedppl.results.groups import NO_DRAWS, is_exact, outcomes
+from fedppl.results.records import require_arrived
 from fedppl.run.loop import fit as fit_clients
 from fedppl.run.start import Options
 from fedppl.settings import chosen, flag, shown, whole

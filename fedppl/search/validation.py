@@ -14,9 +14,9 @@ from fedppl.model.arrays import as_arrays
 from fedppl.model.client import ClientModel
 from fedppl.model.pack import pack
 from fedppl.numerics.streams import stream
-from fedppl.results.arrival import require_arrived
 from fedppl.results.at_client import require_rows
 from fedppl.results.fit import Fit
+from fedppl.results.records import require_arrived
 from fedppl.run.start import seed_of
 from fedppl.settings import between, shown, some_of, takes, whole
 from fedppl.types import DataError, DeclarationError, Message

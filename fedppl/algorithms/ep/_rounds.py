@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian, structure
-from fedppl.algorithms.ep import _correction, _judged, _trust, _verdict
+from fedppl.algorithms.ep import _correction, _trust, _verdict, why
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import starts as _starts
 from fedppl.algorithms.ep import warm_start as _warm_start
@@ -159,7 +159,7 @@ def correcting_round(
     """Clients' log factors taken in; converged once the reweighted points are to be trusted."""
     after = _correction.take(before, state.sites, replies)
     remedy = f"fedppl.EP(correction=fedppl.Correction(points={4 * correction.points}))"
-    judged = _judged.judge(after, state.sites, correction.exchanges, state.stream, trust, remedy)
+    judged = why.judge(after, state.sites, correction.exchanges, state.stream, trust, remedy)
     found = judged.state.found
     info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
     if found is not None:

@@ -21,11 +21,11 @@ from fedppl.nn.algorithms._common import (
     moved,
     names_in,
     needs,
+    network_result,
     run_away,
     training_rule,
     with_round,
 )
-from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.batch import Stack, groups, stacked
 from fedppl.nn.batch_heads import features_together, head_posteriors, train_below_together
 from fedppl.nn.batch_train import Flags

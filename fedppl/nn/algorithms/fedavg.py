@@ -21,13 +21,15 @@ from fedppl.nn.algorithms._common import (
     check_unknowns,
     names_in,
     needs,
+    network_result,
     reject_weighted,
     reported,
     training_rule,
+    tuned,
+    tuning_message,
     tuning_rule,
     with_round,
 )
-from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
 from fedppl.nn.functional import Places

@@ -13,8 +13,15 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report, always
-from fedppl.nn.algorithms._common import AT_MEAN, NetworkInfo, broadcast, reported, run_away, training_rule
-from fedppl.nn.algorithms._personalise import network_result
+from fedppl.nn.algorithms._common import (
+    AT_MEAN,
+    NetworkInfo,
+    broadcast,
+    network_result,
+    reported,
+    run_away,
+    training_rule,
+)
 from fedppl.nn.algorithms.confidence import head_in, head_rule, here, joined, last_layer, parted
 from fedppl.nn.devices import generator_of, host, taken
 from fedppl.nn.functional import Places, gradients

@@ -30,14 +30,17 @@ from fedppl.nn.algorithms._common import (
     Tuning,
     check_network,
     check_unknowns,
+    held_out_linearised,
     moved,
     needs,
+    network_result,
     run_away,
     training_rule,
+    tuned,
+    tuning_message,
     tuning_rule,
     unused_priors,
 )
-from fedppl.nn.algorithms._personalise import held_out_linearised, network_result, tuned, tuning_message
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
 from fedppl.nn.subnet import marginals

@@ -12,8 +12,7 @@ from fedppl import gaussian
 from fedppl.algorithms.averaging.server import not_counted, weight_of, weights_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Disclosure, Received, Replies, Report
 from fedppl.local.target import at_points
-from fedppl.nn.algorithms._common import moved, run_away, training_rule, whole_network
-from fedppl.nn.algorithms._personalise import network_result
+from fedppl.nn.algorithms._common import moved, network_result, run_away, training_rule, whole_network
 from fedppl.nn.open_rows import open_rows
 from fedppl.nn.personal import loss_at
 from fedppl.nn.train import Training, train

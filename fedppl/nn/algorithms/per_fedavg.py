@@ -15,12 +15,14 @@ from fedppl.nn.algorithms._common import (
     NetworkState,
     broadcast,
     init,
+    network_result,
     training_rule,
+    tuned,
+    tuning_message,
     tuning_rule,
     update_server,
     whole_network,
 )
-from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
 from fedppl.nn.personal import meta_steps
 from fedppl.nn.train import Training
 from fedppl.nn.view import network_of

@@ -23,8 +23,15 @@ from fedppl.contracts import (
     Result,
     always,
 )
-from fedppl.nn.algorithms._common import AT_MEAN, NetworkInfo, moved, run_away, training_rule, whole_network
-from fedppl.nn.algorithms._personalise import network_result
+from fedppl.nn.algorithms._common import (
+    AT_MEAN,
+    NetworkInfo,
+    moved,
+    network_result,
+    run_away,
+    training_rule,
+    whole_network,
+)
 from fedppl.nn.personal import bayes_steps
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import GROWTH, Training

@@ -16,11 +16,11 @@ from fedppl.nn.algorithms._common import (
     NetworkState,
     broadcast,
     init,
+    network_result,
     training_rule,
     update_server,
     whole_network,
 )
-from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.personal import moreau_steps
 from fedppl.nn.train import Training
 from fedppl.nn.view import Own, network_of

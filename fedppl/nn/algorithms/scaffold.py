@@ -13,8 +13,17 @@ from fedppl import gaussian
 from fedppl.algorithms.averaging.scaffold import Controls, correction, ends_of, entered, no_controls
 from fedppl.algorithms.averaging.server import not_counted, weight_of, weights_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
-from fedppl.nn.algorithms._common import NetworkInfo, reported, run_away, training_rule, tuning_rule, whole_network
-from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
+from fedppl.nn.algorithms._common import (
+    NetworkInfo,
+    network_result,
+    reported,
+    run_away,
+    training_rule,
+    tuned,
+    tuning_message,
+    tuning_rule,
+    whole_network,
+)
 from fedppl.nn.train import Training, train
 from fedppl.nn.view import network_of
 from fedppl.settings import described
