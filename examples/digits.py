@@ -152,7 +152,7 @@ def draw(pairs: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
 
     canvas, axes = plt.subplots(2, len(pairs), figsize=(4 * len(pairs), 6), sharex=True, layout="constrained")
     for column, (name, pair) in zip(axes.T, pairs.items(), strict=True):
-        metrics.plot_reliability(*pair, axes=column)
+        fedppl.plots.reliability(*pair, ax=column)
         column[0].set_title(f"{name}: {column[0].get_title()}", fontsize=9)
     canvas.savefig(path, dpi=150)
     print(f"wrote {path}")

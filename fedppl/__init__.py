@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fedppl.results.hypotheses import contrast, hypotheses
     from fedppl.results.loo import Loo, compare, loo, loo_compare
     from fedppl.results.table import Table, table
-    from fedppl.run.calibration import calibrate, plot_calibration
+    from fedppl.run.calibration import calibrate
     from fedppl.run.one_round import Round
     from fedppl.run.participation import all_clients, bernoulli, fixed_size
     from fedppl.run.withdrawal import Withdrawal, conflict, without
@@ -112,7 +112,6 @@ __all__ = [
     "load",
     "marginal_effects",
     "metrics",
-    "plot_calibration",
     "plots",
     "policy",
     "privacy",
@@ -178,7 +177,7 @@ _NAMES = {
         "results.hypotheses": "contrast hypotheses",
         "results.loo": "Loo compare loo loo_compare",
         "results.table": "Table table",
-        "run.calibration": "calibrate plot_calibration",
+        "run.calibration": "calibrate",
         "run.one_round": "Round",
         "run.participation": "all_clients bernoulli fixed_size",
         "run.withdrawal": "Withdrawal conflict without",

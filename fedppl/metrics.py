@@ -295,62 +295,6 @@ def auroc(positive: Array, negative: Array) -> float:
     return float((ranks.sum() - len(positive) * (len(positive) + 1) / 2) / (len(positive) * len(negative)))
 
 
-def plot_reliability(probability: Array, label: Array, *, bins: int = 15, axes: Any = None) -> Any:
-    """Draw the reliability diagram and, below it, the confidence histogram; needs matplotlib.
-
-    Parameters
-    ----------
-    probability, label, bins
-        As in `reliability`.
-    axes
-        Two matplotlib axes; by default those of a new figure.
-
-    Returns
-    -------
-    Sequence of matplotlib.axes.Axes
-        The two axes.
-
-    Raises
-    ------
-    DataError
-        As in `reliability`.
-    ModuleNotFoundError
-        If `axes` are to be made and matplotlib is not installed.
-
-    Examples
-    --------
-    >>> import matplotlib; matplotlib.use("Agg")
-    >>> probability = [[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]]
-    >>> axes = plot_reliability(probability, [0, 1, 1, 1], bins=5)
-    >>> axes[0].get_title()
-    'ECE 0.250'
-
-    Notes
-    -----
-    *When this fails.* An empty bin is drawn as a bar of height 0, like one of which no row was right: only the latter
-    has a dot. A bar of few rows is mostly noise; the histogram below shows how many there are.
-    """
-    found = reliability(probability, label, bins=bins)
-    if axes is None:
-        import matplotlib.pyplot as plt
-
-        _, axes = plt.subplots(2, 1, figsize=(4, 6), sharex=True, layout="constrained")
-    middle, width = (found.edges[1:] + found.edges[:-1]) / 2, 1.0 / bins
-    axes[0].bar(middle, np.nan_to_num(found.accuracy), width=width, edgecolor="white", label="accuracy")
-    axes[0].plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1)
-    axes[0].plot(found.confidence, found.accuracy, ".", color="black", clip_on=False)
-    ece = expected_calibration_error(probability, label, bins=bins)
-    axes[0].set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), title=f"ECE {ece:.3f}")
-    axes[1].bar(middle, found.rows / found.rows.sum(), width=width, edgecolor="white")
-    axes[1].axvline(accuracy(probability, label), color="C1", label="accuracy")
-    axes[1].axvline(
-        float(np.asarray(probability).max(axis=1).mean()), color="black", linestyle="--", label="mean confidence"
-    )
-    axes[1].set(xlabel="confidence", ylabel="share of rows")
-    axes[1].legend(frameon=False, fontsize=8)
-    return axes
-
-
 def _array(probability: Any) -> Array:
     """An array of numbers; a data set of several is none."""
     if isinstance(probability, Mapping):

@@ -48,7 +48,7 @@ def test_schools_with_a_correction(caplog: pytest.LogCaptureFixture) -> None:
     assert list(found["rows"].values) == ["mu", "tau_log__"]
     assert float(found["p_adjusted"].min()) > 0.01
     axes = pytest.importorskip("matplotlib.pyplot").subplots()[1]
-    assert fedppl.plot_calibration(found, axes=axes) is axes
+    assert fedppl.plots.calibration(found, ax=axes) is axes
     assert len(axes.lines) == 2
 
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_simulated_or_read_is_refused() -> None:
         with pytest.raises((DeclarationError, fedppl.DataError), match=said):
             fedppl.calibrate(model, clients, GAUSSIAN, data_sets=2, simulate=wrong)
     with pytest.raises(DeclarationError, match="is not what fedppl.calibrate returned"):
-        fedppl.plot_calibration(3)  # type: ignore[arg-type]
+        fedppl.plots.calibration(3)
     with pytest.raises(DeclarationError, match="cannot be drawn from"):
         fedppl.calibrate(FederatedModel(flat, ["mu"]), clients, GAUSSIAN, data_sets=2)
     for settings in ({"data_sets": 1}, {"simulate": 3}, {"simulate": lambda data: data}, {"random_seed": -1}):

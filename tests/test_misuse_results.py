@@ -152,7 +152,7 @@ ROWS: dict[str, Mistake] = {
     "calibration of a point": row(
         lambda: fedppl.calibrate(MODEL, CLIENTS, fedppl.FedAvg(learning_rate=0.1)), "FedAvg", "fedppl.EP()"
     ),
-    "a fit for a calibration": row(of_fit(fedppl.plot_calibration), "fedppl.calibrate"),
+    "a fit for a calibration": row(of_fit(fedppl.plots.calibration), "fedppl.calibrate"),
     # --- searches
     "a frame to divide": row(lambda: fedppl.holdout(FRAME, 0.2, random_seed=1), "DataFrame", 'groupby("site")'),
     "all rows held out": row(lambda: fedppl.holdout(CLIENTS, 1, random_seed=1), "fraction=1", "between 0 and 1"),

@@ -403,7 +403,7 @@ def test_calibration_is_drawn_with_names() -> None:
     )
     axes = plots.calibration(found)
     assert [line.get_label() for line in axes.lines] == ["a", "b"]
-    assert fedppl.plot_calibration(found, axes=axes) is axes
+    assert plots.calibration(found, ax=axes) is axes
     pit = np.tile(np.linspace(0.01, 0.99, 50)[:, None], 12)
     pit[:, 3] /= 2  # leaves the band: of many it alone has a name
     rows = xr.Dataset({"pit": (("data_set", "rows"), pit)}, coords={"rows": [f"mu[{k}]" for k in range(12)]})

@@ -321,13 +321,25 @@ def reliability(
     -----
     *When this fails.* Confidence is the probability of the class that was predicted: with two classes nothing is below
     0.5, and rows predicted as one class and as the other are in the same bins. A model that is too sure of one and not
-    sure enough of the other can look right. Bars of few rows are mostly noise.
+    sure enough of the other can look right. Bars of few rows are mostly noise. An empty bin has no bar, like one of
+    which no row was right: only the latter has a dot.
     """
     probability = np.asarray(probabilities, dtype=float)
     if probability.ndim == 1:
         probability = np.column_stack([1.0 - probability, probability])
     outcomes = np.asarray(outcomes)
     outcomes = outcomes.astype(int) if outcomes.dtype == bool else outcomes
-    metrics.reliability(probability, outcomes, bins=bins)  # what cannot be drawn is refused before there is a figure
-    axes = _fit.panels(ax, 2, 1, (4.0, 6.0), figsize, sharex=True)
-    return np.array(metrics.plot_reliability(probability, outcomes, bins=bins, axes=axes), dtype=object)
+    found = metrics.reliability(probability, outcomes, bins=bins)
+    upper, lower = axes = _fit.panels(ax, 2, 1, (4.0, 6.0), figsize, sharex=True)
+    middle, width = (found.edges[1:] + found.edges[:-1]) / 2, 1.0 / bins
+    upper.bar(middle, np.nan_to_num(found.accuracy), width=width, edgecolor="white", label="accuracy")
+    upper.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1)
+    upper.plot(found.confidence, found.accuracy, ".", color="black", clip_on=False)
+    ece = metrics.expected_calibration_error(probability, outcomes, bins=bins)
+    upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), title=f"ECE {ece:.3f}")
+    lower.bar(middle, found.rows / found.rows.sum(), width=width, edgecolor="white")
+    lower.axvline(metrics.accuracy(probability, outcomes), color="C1", label="accuracy")
+    lower.axvline(float(probability.max(axis=1).mean()), color="black", linestyle="--", label="mean confidence")
+    lower.set(xlabel="confidence", ylabel="share of rows")
+    lower.legend(frameon=False, fontsize=8)
+    return np.array(axes, dtype=object)

@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 from scipy import stats
 
-from fedppl import gaussian, plots
+from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, EngineFactory, Posterior, coordinate_names
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.interpreted import at_level
@@ -149,43 +149,6 @@ def calibrate(
     dims |= {"p_value": ("rows",), "p_adjusted": ("rows",)}
     coords = {"data_set": np.arange(data_sets), "rows": np.array(coordinate_names(first.layout, first.reader()))}
     return idata.dataset(values, dims, coords, {"algorithm": repr(algorithm), "space": "unconstrained"})
-
-
-def plot_calibration(found: xr.Dataset, *, axes: Any = None) -> Any:
-    """`fedppl.plots.calibration`: the transforms' distribution function less the uniform one, with its 95 % band.
-
-    Parameters
-    ----------
-    found
-        What `calibrate` returned.
-    axes
-        Matplotlib axes; by default new ones.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-
-    Raises
-    ------
-    DeclarationError
-        For what is no such result, and for `axes` that are none of matplotlib's.
-    ImportError
-        Where matplotlib is not installed.
-
-    Examples
-    --------
-    >>> import fedppl, numpy as np, xarray as xr
-    >>> found = xr.Dataset({"pit": (("data_set", "rows"), np.linspace(0.1, 0.9, 9)[:, None])}, {"rows": ["mu"]})
-    >>> fedppl.plot_calibration(found).get_xlabel()
-    'probability integral transform'
-
-    Notes
-    -----
-    *When this fails.* The band is of one coordinate: of many some leave it by chance, and ``found["p_adjusted"]`` takes
-    their number into account. With few data sets the band is wide, and a posterior that is quite wrong stays within.
-    Data sets without a posterior are left out; where these are many, the rest may not stand for all.
-    """
-    return plots.calibration(found, ax=axes)
 
 
 def _simulated(

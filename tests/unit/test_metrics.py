@@ -100,15 +100,6 @@ def test_bins_and_scores_out_of_range_are_refused() -> None:
             metrics.entropy(wrong)
 
 
-def test_the_diagram_has_a_bar_for_every_bin() -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    upper, lower = metrics.plot_reliability(PROBABILITY, LABEL, bins=10)
-    assert len(upper.patches) == len(lower.patches) == 10
-    assert upper.get_title() == "ECE 0.300"
-    matplotlib.pyplot.close("all")
-
-
 def test_scores_of_two_columns_are_no_scores() -> None:
     with pytest.raises(DataError, match=r"shapes \(4, 2\) and \(3,\); pass one column"):
         metrics.auroc(np.ones((4, 2)), np.ones(3))
