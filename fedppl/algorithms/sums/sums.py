@@ -22,8 +22,9 @@ from fedppl.algorithms.ep.why import hardly_a_prior
 from fedppl.algorithms.size import say_if_large
 from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
+from fedppl.algorithms.sums.phases import Known, Rule, Weighed, Weighing
 from fedppl.algorithms.sums.search import Search
-from fedppl.algorithms.sums.weigh import NOISE, Answer, Known, Weighing
+from fedppl.algorithms.sums.weigh import NOISE, Answer
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
 from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.contracts.client import FactorFn
@@ -54,7 +55,7 @@ class SumsState(NamedTuple):
     clients: tuple[str, ...]
     prior_share: float  # of each client, of a prior that is not Gaussian
     prior: Gaussian
-    phase: Search | Weighing
+    phase: Search | Weighing | Weighed
     void: int  # rounds in a row in which a client was missing
     stream: int  # of points
     looked: bool  # whether other modes of clients' own variables were looked for
@@ -171,9 +172,9 @@ def _at_sites(state: SumsState, *, by_number: bool) -> SumsState:
 def _resume(first: SumsState, last: SumsState) -> SumsState:
     """Begin the search where another fit had its posterior."""
     assert isinstance(first.phase, Search)
-    if isinstance(last.phase, Search) or not gaussian.is_proper(last.phase.q):
+    if isinstance(last.phase, Search) or not gaussian.is_proper(last.phase.about.q):
         return first
-    return first._replace(phase=_search.begin_at(first.phase, gaussian.mean(last.phase.q)))
+    return first._replace(phase=_search.begin_at(first.phase, gaussian.mean(last.phase.about.q)))
 
 
 # Messages and replies ------------------------------------------------------------------------------------------------
@@ -186,7 +187,9 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
         points, known = _search.points(phase), _search.known(phase).astype(float)
         center, some, roughly = phase.newton.point, phase.some, False
     else:
-        points, center, some, roughly = phase.batch.phi, gaussian.mean(phase.q), 1.0, phase.roughly
+        assert isinstance(phase, Weighing)
+        points, center, some = phase.batch.phi, gaussian.mean(phase.about.q), 1.0
+        roughly = phase.rule == Rule.ROUGHLY
         known = _weigh.places_known(phase).astype(float)
     look = isinstance(phase, Weighing) and not state.looked
     return {
@@ -258,6 +261,7 @@ def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
     if isinstance(phase, Search):
         points, known = (len(_search.points(phase)),), (len(_search.known(phase)),)
     else:
+        assert isinstance(phase, Weighing)
         points = (len(phase.batch.phi),)
         known = (len(_weigh.places_known(phase)),)
     of_known = dict.fromkeys(("left_out", "left_out_lost", "errors", "squares"), known)
@@ -305,6 +309,7 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         whole = values.copy()
         whole[known] += left_out
         return _searched(state, phase, scale * whole, points, pilot, stencil)
+    assert isinstance(phase, Weighing)
     return _weighed(state, phase, sums, points)
 
 
@@ -313,10 +318,10 @@ def _of_sums(sums: Message, name: str) -> Array:
     return np.where(np.asarray(sums[f"{name}_lost"]) > 0.5, np.nan, sums[name])
 
 
-def _info(phase: Search | Weighing) -> SumsInfo:
+def _info(phase: Search | Weighing | Weighed) -> SumsInfo:
     if isinstance(phase, Search):
         return SumsInfo("search", phase.newton.objective, 0, np.nan, np.nan, np.nan)
-    found, count = phase.found, len(phase.points)
+    found, count = phase.found if isinstance(phase, Weighed) else None, len(phase.told.points)
     known = (np.nan, np.nan, np.nan) if found is None else (found.ess, found.pareto_k, found.error)
     return SumsInfo("weighing", np.nan, count, *known)
 
@@ -364,14 +369,14 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
         varies = f"integrals over clients' own variables vary: {more}"
         return state._replace(phase=again), Report(_info(again), message=varies)
     few = _points_of(count, points)
-    each = max(64, few // 4) if phase.everywhere else few
+    each = max(64, few // 4) if phase.rule == Rule.EVERYWHERE else few
     remedy = f"fedppl.Sums(points={4 * points})"
     judged = _weigh.next_stage(*taken, each, state.stream, remedy)
-    after, info = state._replace(phase=judged.state), _info(judged.state)
-    if not judged.done:
+    after, info = state._replace(phase=judged.phase), _info(judged.phase)
+    if isinstance(judged.phase, Weighing):
         return after, Report(info, message=f"the weights are not trusted yet: {more}")
-    if not judged.state.trusted:
-        cause = hardly_a_prior(state.prior, phase.labels)
+    if not judged.phase.trusted:
+        cause = hardly_a_prior(state.prior, phase.about.labels)
         return after, Report(info, Status.STALLED, "; ".join(filter(None, (judged.message, cause))))
     return after, Report(info, Status.CONVERGED, "", mild=True)
 
@@ -381,36 +386,34 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
 
 def _q(state: SumsState) -> Gaussian:
     phase = state.phase
-    return phase.sites.q if isinstance(phase, Search) else phase.q
+    return phase.sites.q if isinstance(phase, Search) else phase.about.q
 
 
 def _corrected(state: SumsState) -> Reweighted | None:
     """The weighted points, where they are to be trusted and say more than q does."""
     phase = state.phase
-    if isinstance(phase, Search) or not phase.trusted or phase.is_normal:
-        return None
-    return phase.found
+    return phase.found if isinstance(phase, Weighed) and phase.trusted and not phase.is_normal else None
 
 
 def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidence:
     phase = state.phase
-    if isinstance(phase, Search) or phase.found is None or not phase.trusted:
+    if not isinstance(phase, Weighed) or phase.found is None or not phase.trusted:
         raise NotConvergedError("the posterior is not to be trusted, so that there is no evidence: see fit.message.")
-    if not phase.is_proper:
+    if not phase.told.is_proper:
         raise DeclarationError(
             "a prior has no normalising constant that is known, so that there is no evidence: a pm.Potential, pm.Flat "
             "or pm.HalfFlat, pm.CAR or pm.ICAR, a pm.CustomDist with logp=, or a transform that cuts off a part of a "
             "density. Declare priors that integrate to one."
         )
-    off = float(np.hypot(*phase.constants))
+    off = float(np.hypot(*phase.told.constants))
     if off > NOISE:
         raise NotConvergedError(
             f"what tails of clients' own variables leave out of the log evidence may be {off:.2g}, though it moves no "
             "moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
         )
     # Of a prior that is not Gaussian the clients' shares make up, its constant included.
-    of_prior = 0.0 if state.prior_share else gaussian.log_integral(phase.prior)
-    value = gaussian.log_integral(phase.q) - of_prior + phase.found.log_ratio
+    of_prior = 0.0 if state.prior_share else gaussian.log_integral(phase.about.prior)
+    value = gaussian.log_integral(phase.about.q) - of_prior + phase.found.log_ratio
     return LogEvidence(value, float(np.hypot(phase.log_integral_error, off)), "sums")
 
 
@@ -418,7 +421,7 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     """By values of all clients at points of the posterior, where these are not too many; else by its Gaussian."""
     phase, q = state.phase, _q(state)
     assert _LOCAL.factor is not None
-    if isinstance(phase, Search) or not phase.trusted or not set(state.clients) <= set(clients):
+    if not isinstance(phase, Weighed) or not phase.trusted or not set(state.clients) <= set(clients):
         return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, _LOCAL.factor)
     if phase.is_normal:
         assert phase.found is not None
@@ -429,14 +432,16 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     factors = {
         name: _LOCAL.factor(clients[name], points, gaussian.mean(q), state.prior_share) for name in state.clients
     }
-    total = np.sum([factor.values for factor in factors.values()], axis=0) + gaussian.log_kernel(phase.prior, points)
+    total = np.sum([factor.values for factor in factors.values()], axis=0) + gaussian.log_kernel(
+        phase.about.prior, points
+    )
     found = weigh_points(q, points, scramble, total, log_proposal)
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
 
     def known(client: ClientView, at: Array, center: Array, share: float) -> Factor:
         return factors[client.client_id]._replace(values=factors[client.client_id].values - ratio)
 
-    return without(Of(q, found, points, as_folded(points, phase.folded)), client_ids, clients, known)
+    return without(Of(q, found, points, as_folded(points, phase.shape.folded)), client_ids, clients, known)
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:
@@ -460,7 +465,7 @@ def _of_gaussian(q: Gaussian) -> Array:
 
 def _details(state: SumsState) -> contracts.Details:
     phase = state.phase
-    if isinstance(phase, Search) or phase.found is None:
+    if not isinstance(phase, Weighed) or phase.found is None:
         return {}
     found = phase.found
     known: dict[str, tuple[tuple[str, ...], Array]] = {"skewness": (("rows",), skewness(found.points, found.weights))}

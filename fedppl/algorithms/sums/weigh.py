@@ -19,6 +19,22 @@ from scipy.spatial import cKDTree
 from fedppl import gaussian
 from fedppl.algorithms.ep.why import uncertain
 from fedppl.algorithms.sums import said
+from fedppl.algorithms.sums.phases import (
+    FEW,
+    MANY,
+    MOST_SHOWN,
+    About,
+    Batch,
+    Care,
+    Known,
+    Rule,
+    Sampled,
+    Shape,
+    Told,
+    Weighed,
+    Weighing,
+    care_of,
+)
 from fedppl.algorithms.sums.stages import (
     BY_CHANCE,
     Estimate,
@@ -47,17 +63,9 @@ from fedppl.numerics.smooth import smooth_over
 from fedppl.numerics.surrogate import Drawn, Places
 from fedppl.types import Array, as_declared
 
-_KNOWN, _KNOWN_A_COORDINATE = 64, 6  # points of an exchange at which what Laplace leaves out is asked for
-_FEW_KNOWN = 2  # for each coordinate and three more, where clients are many
-_LATER = 3  # times as few from the second stage on
-_FAR = 20.0  # log units below the highest value, and one for each coordinate, from where a posterior has nothing
-_FORETOLD = 0.02  # log units, median error with which it is foretold from these at all others
-_ROUGHLY = 0.2  # the same in a pilot of many clients, whose points are wide apart next to the posterior
 _DEFENCE = 0.25  # of a stage's points, which are the candidates' own
 _FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
-_DRAWN, _SHOWN, _MOST_SHOWN = 512, 1024, 8192  # candidates of a scramble: to choose from, and to stand for all
-_PROBES = 32  # draws of a surrogate, with most of its second moments, at which it is looked at
-_FEW_PROBES = 8  # the same of many clients
+_DRAWN = 512  # candidates of a scramble to choose from
 _BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
 _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _LOG = "log__"
@@ -65,9 +73,6 @@ _ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no fur
 _MOST_OFF = 6.0  # standard errors by which draws of a surrogate may be off to be put right, and not to be redone
 _EFFECTIVE, _LEAST = 0.3, 0.1  # of a stage's points, the least with which none is; and with which any are trusted
 _EVEN = 0.95  # effective part of points whose weights have no tail to speak of
-# Residual, log units, of a surrogate of many clients that is as good as the posterior: weights have no tail, and to
-# smooth it would add more to moments than it takes.
-_CLOSE = 0.1
 _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd, log units, of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
@@ -78,61 +83,10 @@ _NORMALS = 512  # draws of a scramble of a posterior that is normal
 _NORMAL = 1e-6  # log units, to which a quadratic tells all values where the posterior is normal
 
 
-class Known(NamedTuple):
-    """What Laplace's approximations of all clients leave out, at the points where it was asked for."""
-
-    points: Array  # (T, m)
-    left_out: Array  # (T,) log units; NaN where a client has no value
-    errors: Array  # (T,) Σ_k errors, with their signs
-    squares: Array  # (T,) Σ_k squared errors
-
-
-class Batch(NamedTuple):
-    """Points that are asked for."""
-
-    phi: Array  # (S, m)
-    u: Array  # (S, m) in the coordinates of the surrogate
-    log_density: Array  # (S,) of the candidates
-    log_surrogate: Array  # (S,) not normalised; NaN in the pilot
-    times: Array  # (S,) how often each was drawn; 0 of those that have no weight
-    scramble: NDArray[np.intp]
-
-
-class Weighing(NamedTuple):
-    """Log densities at points about the mode."""
-
-    q: Gaussian
-    prior: Gaussian  # the Gaussian that stands for the prior at the server
-    labels: tuple[str, ...]
-    folded: Places  # coordinates that are taken as scales
-    outer: tuple[Proposal, ...]  # in the tails, where they are heavy
-    points: Array  # (N, m) answered so far
-    laplace: Array  # (N,) log of the posterior's kernel by Laplace's approximations; NaN where a client has no value
-    values: Array  # (N,) the same with what these leave out
-    known: Known
-    batch: Batch
-    drawn: Drawn | None  # what the batch was chosen from
-    shown: Drawn | None  # the same surrogate by more candidates, always of one stream
-    unit: Unit  # of moments
-    estimates: tuple[Estimate, ...]  # of the stages so far
-    stage: int  # 0 is the pilot
-    pilots: int  # how many more there were
-    many: bool  # whether clients are so many that little foretells their sum
-    roughly: bool  # whether a cheap rule for θ is at every point beside Laplace's approximation
-    everywhere: bool  # whether θ is integrated at every point, since fewer do not foretell the others
-    constants: Array  # (2,)
-    is_proper: bool
-    found: Reweighted | None
-    is_normal: bool  # q is the posterior
-    trusted: bool
-    log_integral_error: float
-
-
 class Judged(NamedTuple):
     """What a stage came to."""
 
-    state: Weighing
-    done: bool
+    phase: Weighing | Weighed
     message: str
 
 
@@ -155,32 +109,16 @@ def begin(
     # a quadratic in all coordinates has to be told by it
     count = -(-max(count, (m + 1) * (m + 2)) // region.SCRAMBLES)
     nothing, folded = np.zeros((0, m)), np.zeros(0, dtype=np.intp)
+    mean, covariance = gaussian.mean(q), gaussian.covariance(q)
     return Weighing(
-        q=q,
-        prior=prior,
-        labels=labels,
-        folded=folded,
-        outer=(),
-        points=nothing,
-        laplace=np.zeros(0),
-        values=np.zeros(0),
-        known=Known(nothing, *np.zeros((3, 0))),
-        batch=_of_candidates(gaussian.mean(q), gaussian.covariance(q), folded, count, stream, 0.125 if many else 0.5),
-        drawn=None,
-        shown=None,
-        unit=Unit(gaussian.mean(q), gaussian.standard_deviations(q)),
-        estimates=(),
+        About(q, prior, labels, many),
+        Told(nothing, np.zeros(0), np.zeros(0), Known(nothing, *np.zeros((3, 0))), np.zeros(2), True),
+        Shape(folded, (), Unit(mean, gaussian.standard_deviations(q)), ()),
+        _of_candidates(mean, covariance, folded, count, stream, (MANY if many else FEW).wide),
+        sampled=None,
         stage=0,
         pilots=0,
-        many=many,
-        roughly=False,
-        everywhere=False,
-        constants=np.zeros(2),
-        is_proper=True,
-        found=None,
-        is_normal=False,
-        trusted=False,
-        log_integral_error=np.inf,
+        rule=Rule.AT_FEW,
     )
 
 
@@ -194,16 +132,17 @@ def _of_candidates(
 
 def with_known(state: Weighing, known: Known, laplace: Array) -> Weighing:
     """The same with Laplace's values (T,) of the sum of log f_k, and what these leave out, at points of the search."""
-    values = laplace + gaussian.log_kernel(state.prior, known.points)
-    return state._replace(points=known.points, laplace=values, values=values + known.left_out, known=known)
+    values = laplace + gaussian.log_kernel(state.about.prior, known.points)
+    told = state.told._replace(points=known.points, laplace=values, values=values + known.left_out, known=known)
+    return state._replace(told=told)
 
 
 def places_known(state: Weighing) -> NDArray[np.intp]:
     """Points of the batch at which what Laplace leaves out is asked for, some of each scramble."""
     count, size = state.batch.phi.shape
-    some = _FEW_KNOWN * (size + 3) if state.many else max(_KNOWN, _KNOWN_A_COORDINATE * (size + 2))
-    some = some // ((2 if state.stage else 1) if state.many else 1 if state.stage < 2 else _LATER)
-    return np.unique(np.linspace(0, count - 1, count if state.everywhere else min(some, count)).astype(np.intp))
+    care, everywhere = care_of(state), state.rule == Rule.EVERYWHERE
+    some = max(care.known, care.known_each * (size + 3)) // (1 if state.stage < care.later[0] else care.later[1])
+    return np.unique(np.linspace(0, count - 1, count if everywhere else min(some, count)).astype(np.intp))
 
 
 def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] | None:
@@ -213,45 +152,39 @@ def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] |
     """
     at = state.batch.phi
     now = Known(at[places_known(state)], answer.left_out, answer.errors, answer.squares)
-    known = Known(*(np.concatenate(pair) for pair in zip(state.known, now, strict=True)))
-    points = np.concatenate([state.points, at])
-    laplace = np.concatenate([state.laplace, answer.values + gaussian.log_kernel(state.prior, at)])
+    known = Known(*(np.concatenate(pair) for pair in zip(state.told.known, now, strict=True)))
+    points = np.concatenate([state.told.points, at])
+    laplace = np.concatenate([state.told.laplace, answer.values + gaussian.log_kernel(state.about.prior, at)])
     left_out, signed, squares = np.zeros((3, len(points)))
-    if state.everywhere:
+    if state.rule == Rule.EVERYWHERE:
         left_out, signed, squares = known.left_out, known.errors, known.squares
     elif np.any(known.left_out) or np.any(known.squares):
-        is_rough = state.many and not state.stage
-        foretold = _foretold(points, laplace, known, many=state.many, enough=_ROUGHLY if is_rough else _FORETOLD)
+        care = care_of(state)
+        foretold = _foretold(points, laplace, known, care, care.foretold if state.stage else care.rough)
         if foretold is None:
             return None
         left_out, signed, squares = foretold
-    after = state._replace(
-        points=points,
-        laplace=laplace,
-        values=laplace + left_out,
-        known=known,
-        constants=np.maximum(state.constants, answer.constants),
-        is_proper=state.is_proper and answer.is_proper,
-    )
+    constants = np.maximum(state.told.constants, answer.constants)
+    is_proper = state.told.is_proper and answer.is_proper
+    after = state._replace(told=Told(points, laplace, laplace + left_out, known, constants, is_proper))
     return after, np.nan_to_num(signed[-len(at) :]), np.nan_to_num(squares[-len(at) :])
 
 
 def _foretold(
-    points: Array, laplace: Array, known: Known, *, many: bool, enough: float
+    points: Array, laplace: Array, known: Known, care: Care, enough: float
 ) -> tuple[Array, Array, Array] | None:
     """What Laplace leaves out at points (N, m), with signed errors and squares; None where it is not smooth.
 
-    Of all points so far, by all at which it is known: those far out, where the posterior has nothing, may be wild. Not
-    so of many clients, whose points lie close together; and what it leaves out moves their posterior by many sds.
+    Of all points so far, by all at which it is known: those far out, where the posterior has nothing, may be wild.
     """
     nearest = cKDTree(known.points).query(points)[1]
     there = laplace[cKDTree(points).query(known.points)[1]]
     highest = np.nanmax(there) if np.any(np.isfinite(there)) else 0.0
-    least = -np.inf if many else highest - _FAR - points.shape[1]
+    least = highest - care.within - points.shape[1]
     matters = np.flatnonzero(there > least)
     joined = np.concatenate([known.points[matters], points])
     few = np.arange(len(matters))
-    smooth = smooth_over(joined, few, known.left_out[matters], known.errors[matters], enough, close=many)
+    smooth = smooth_over(joined, few, known.left_out[matters], known.errors[matters], enough, close=care.close > 0)
     if smooth is None:
         return None
     more, errors, missed = (one[len(matters) :] for one in smooth)
@@ -265,41 +198,39 @@ def with_more_integrated(state: Weighing) -> Weighing:
 
     What a cheap rule leaves out is smaller by far than what Laplace's approximation does, and foretold from few points.
     """
-    nothing = np.zeros((0, len(state.labels)))
-    anew = state._replace(
-        points=nothing, laplace=np.zeros(0), values=np.zeros(0), known=Known(nothing, *np.zeros((3, 0)))
-    )
-    if not state.roughly:
-        return anew._replace(roughly=True)
-    few, b = slice(None, None, 4), state.batch
+    nothing = np.zeros((0, len(state.about.labels)))
+    told = Told(nothing, np.zeros(0), np.zeros(0), Known(nothing, *np.zeros((3, 0))), *state.told[-2:])
+    if state.rule == Rule.AT_FEW:
+        return state._replace(told=told, rule=Rule.ROUGHLY)
+    b, few = state.batch, slice(None, None, 4)
     fewer = Batch(b.phi[few], b.u[few], b.log_density[few], b.log_surrogate[few], b.times[few], b.scramble[few])
-    return anew._replace(batch=fewer, roughly=False, everywhere=True)
+    return state._replace(told=told, batch=fewer, rule=Rule.EVERYWHERE)
 
 
 def next_stage(state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str) -> Judged:
     """The next stage, or the end, once a batch was taken in."""
-    if not np.any(np.isfinite(state.values)):
-        return Judged(state, True, said.nowhere())
+    if not np.any(np.isfinite(state.told.values)):
+        return _nowhere(state)
     normal = _as_normal(state)
     if normal is not None:
-        return Judged(normal, True, "")
+        return Judged(normal, "")
     if state.stage == 0:
         state, mean, covariance = _after_pilot(state)
     else:
-        assert state.drawn is not None
-        mean, covariance = state.drawn.mean, state.drawn.covariance
+        assert state.sampled is not None
+        mean, covariance = state.sampled.drawn.mean, state.sampled.drawn.covariance
     through = _through(state, mean, covariance)
     if through is None:  # a wider t, about what is known
         return _again(state, mean, covariance, count, stream)
-    mean, covariance = surrogate.moments_of(through, mean, covariance, state.folded, stream)
+    mean, covariance = surrogate.moments_of(through, mean, covariance, state.shape.folded, stream)
     shown = _shown(state, through, mean, covariance, stream)
     if effective_size(shown.weights) < _FEWEST * len(mean):
         return _again(state, mean, covariance, count, stream)
     if state.stage:
         judged = _judged(state, through, shown, signed, squares, stream, remedy)
-        if judged.done:
+        if isinstance(judged.phase, Weighed):
             return judged
-        state = judged.state
+        state = judged.phase
     again = _folded_anew(state, shown, stream)
     if again is not None:
         state, through, shown = again
@@ -307,31 +238,35 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     outer = beyond(shown.u, shown.weights, _DRAWN)
     # Others than those that stand for all: from stage to stage these are nearly the same.
     by = surrogate.mixture(mean, covariance, _DRAWN, 0.25, outer)
-    found = surrogate.drawn(through, by, state.folded, stream + 1 + state.stage)
-    drawn = _chosen(found, state.folded, count * (1 if state.stage < 2 else 2 ** (state.stage - 1)))
-    probes = _probes(shown, state.folded, _FEW_PROBES if state.many else _PROBES)
+    found = surrogate.drawn(through, by, state.shape.folded, stream + 1 + state.stage)
+    drawn = _chosen(found, state.shape.folded, count * (1 if state.stage < 2 else 2 ** (state.stage - 1)))
+    probes = _probes(shown, state.shape.folded, care_of(state).probes)
     batch = Batch(*(np.concatenate(pair) for pair in zip(drawn, probes, strict=True)))
-    after = state._replace(batch=batch, drawn=found, shown=shown, stage=state.stage + 1, outer=outer)
-    return Judged(after, False, "")
+    shape = state.shape._replace(outer=outer)
+    return Judged(state._replace(shape=shape, batch=batch, sampled=Sampled(found, shown), stage=state.stage + 1), "")
+
+
+def _nowhere(state: Weighing) -> Judged:
+    return Judged(Weighed(*state[:3], None, is_normal=False, trusted=False, log_integral_error=np.inf), said.nowhere())
 
 
 def _of_batch(state: Weighing) -> Array:
     """Log density, in the coordinates of the surrogate, of the batch that was taken in last."""
     count = len(state.batch.phi)
-    return np.asarray(state.values[-count:] + surrogate.log_slope(state.batch.phi, state.folded))
+    return np.asarray(state.told.values[-count:] + surrogate.log_slope(state.batch.phi, state.shape.folded))
 
 
-def _as_normal(state: Weighing) -> Weighing | None:
-    """The state with q as the posterior, where a quadratic tells all values."""
-    known = np.isfinite(state.values)
-    center, root = gaussian.affine(state.q)
-    z = np.asarray(np.linalg.solve(root, (state.points[known] - center).T).T, dtype=float)
+def _as_normal(state: Weighing) -> Weighed | None:
+    """A normal posterior, where a quadratic tells all values."""
+    known = np.isfinite(state.told.values)
+    center, root = gaussian.affine(state.about.q)
+    z = np.asarray(np.linalg.solve(root, (state.told.points[known] - center).T).T, dtype=float)
     terms = quadratic_terms(z)
     if len(terms) < 2 * terms.shape[1]:
         return None
     scale = 1.0 / (1.0 + np.sum(z**2, axis=1))  # far points have large values, and large rounding
-    coefficients = np.linalg.lstsq(terms * scale[:, None], state.values[known] * scale, rcond=None)[0]
-    left = (terms @ coefficients - state.values[known]) * scale
+    coefficients = np.linalg.lstsq(terms * scale[:, None], state.told.values[known] * scale, rcond=None)[0]
+    left = (terms @ coefficients - state.told.values[known]) * scale
     if not np.max(np.abs(left)) <= _NORMAL:
         return None
     m = len(center)
@@ -345,7 +280,7 @@ def _as_normal(state: Weighing) -> Weighing | None:
     whole = inverse.T @ precision @ inverse
     q = Gaussian(inverse.T @ coefficients[1 : 1 + m] + whole @ center, (whole + whole.T) / 2)
     # The value at q's mean fixes what its kernel leaves.
-    constant = float(np.median(state.values[known] - gaussian.log_kernel(q, state.points[known])))
+    constant = float(np.median(state.told.values[known] - gaussian.log_kernel(q, state.told.points[known])))
     mean, colour = gaussian.affine(q)
     points = mean + standard_normal(m, _NORMALS, 0, region.SCRAMBLES) @ colour.T
     equal = np.full(len(points), 1.0 / len(points))
@@ -364,7 +299,8 @@ def _as_normal(state: Weighing) -> Weighing | None:
         second_k=-np.inf,
         told=len(points),
     )
-    return state._replace(q=q, found=found, is_normal=True, trusted=True, log_integral_error=found.log_ratio_error)
+    about, error = state.about._replace(q=q), found.log_ratio_error
+    return Weighed(about, state.told, state.shape, found, is_normal=True, trusted=True, log_integral_error=error)
 
 
 def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
@@ -372,9 +308,9 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     points, values = state.batch.phi, _of_batch(state)
     logs = np.where(np.isfinite(values), values, -np.inf) - state.batch.log_density
     if not np.any(np.isfinite(logs)):
-        return state, gaussian.mean(state.q), gaussian.covariance(state.q)
+        return state, gaussian.mean(state.about.q), gaussian.covariance(state.about.q)
     weights = normalise(importance.smoothed(logs)[0])
-    folded = state.folded
+    folded = state.shape.folded
     if not state.pilots:
         folded = _scales(state, points, weights)
     u = surrogate.as_folded(points, folded)
@@ -382,21 +318,25 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     kept = min(1.0, effective_size(weights) / (_FEWEST * len(moments.mean)))  # few points do not tell a covariance
     covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / surrogate.WIDER
     unit = Unit(moments.mean, np.sqrt(np.diag(covariance)))
-    return state._replace(folded=folded, unit=unit, estimates=()), moments.mean, covariance
+    return _with_shape(state, folded, unit, state.shape.outer), moments.mean, covariance
+
+
+def _with_shape(state: Weighing, folded: Places, unit: Unit, outer: tuple[Proposal, ...]) -> Weighing:
+    """Of moments so far the units may be others."""
+    return state._replace(shape=Shape(folded, outer, unit, ()))
 
 
 def _shown(state: Weighing, through: surrogate.Surrogate, mean: Array, covariance: Array, stream: int) -> Drawn:
     """A surrogate by as many candidates as tell its moments: what they leave is of an estimate too."""
 
     def by(count: int) -> Drawn:
-        mixture = surrogate.mixture(mean, covariance, count, 0.125, state.outer)
-        return surrogate.drawn(through, mixture, state.folded, stream)
+        mixture = surrogate.mixture(mean, covariance, count, 0.125, state.shape.outer)
+        return surrogate.drawn(through, mixture, state.shape.folded, stream)
 
-    if state.many:  # next to their values draws cost nothing
-        return by(_MOST_SHOWN)
-    found = by(_SHOWN)
-    off = 0.0 if state.stage < _LATE else chance_of_draws(found)
-    return found if off <= _BY_DRAWS else by(min(_MOST_SHOWN, int(_SHOWN * (off / _BY_DRAWS) ** 2)))
+    count = care_of(state).shown
+    found = by(count)
+    off = 0.0 if state.stage < _LATE or count == MOST_SHOWN else chance_of_draws(found)
+    return found if off <= _BY_DRAWS else by(min(MOST_SHOWN, int(count * (off / _BY_DRAWS) ** 2)))
 
 
 def _scales(state: Weighing, points: Array, weights: Array) -> Places:
@@ -405,24 +345,24 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     Not a precision that others spread without bound at 0 of: there a density of it is smooth, and theirs is not.
     """
     skewed = skewness(points, weights)
-    others = [i for i, label in enumerate(state.labels) if _LOG in label and i not in state.folded]
+    others = [i for i, label in enumerate(state.about.labels) if _LOG in label and i not in state.shape.folded]
     more = [i for i in others if skewed[i] < _SKEWED and not widens(points, weights, i)]
-    most = surrogate.MOST_FOLDED - len(state.folded)
-    return np.sort(np.array([*state.folded, *sorted(more, key=lambda i: skewed[i])[:most]], dtype=np.intp))
+    most = surrogate.MOST_FOLDED - len(state.shape.folded)
+    return np.sort(np.array([*state.shape.folded, *sorted(more, key=lambda i: skewed[i])[:most]], dtype=np.intp))
 
 
 def _folded_anew(state: Weighing, shown: Drawn, stream: int) -> tuple[Weighing, surrogate.Surrogate, Drawn] | None:
     """The same values where more scales are coordinates themselves; None where there are none that should be.
 
-    A pilot's weights may not show a tail that a surrogate has. Of moments so far the units are not those.
+    A pilot's weights may not show a tail that a surrogate has.
     """
-    phi = surrogate.unfolded(shown.u, state.folded)
+    phi = surrogate.unfolded(shown.u, state.shape.folded)
     folded = _scales(state, phi, shown.weights)
-    if len(folded) == len(state.folded):
+    if len(folded) == len(state.shape.folded):
         return None
     moments = weighted_moments(surrogate.as_folded(phi, folded), shown.weights)
     unit = Unit(moments.mean, np.sqrt(np.diag(moments.covariance)))
-    after = state._replace(folded=folded, unit=unit, estimates=(), outer=())
+    after = _with_shape(state, folded, unit, ())
     through = _through(after, moments.mean, moments.covariance)
     if through is None:
         return None
@@ -433,20 +373,20 @@ def _folded_anew(state: Weighing, shown: Drawn, stream: int) -> tuple[Weighing, 
 
 def _through(state: Weighing, mean: Array, covariance: Array) -> surrogate.Surrogate | None:
     """A surrogate through all values so far."""
-    known = np.isfinite(state.values)
-    points = state.points[known]
-    values = state.values[known] + surrogate.log_slope(points, state.folded)
-    u = surrogate.as_folded(points, state.folded)
-    return surrogate.fitted(u, values, mean, covariance, heavy=bool(state.outer))
+    known = np.isfinite(state.told.values)
+    points = state.told.points[known]
+    values = state.told.values[known] + surrogate.log_slope(points, state.shape.folded)
+    u = surrogate.as_folded(points, state.shape.folded)
+    return surrogate.fitted(u, values, mean, covariance, heavy=bool(state.shape.outer))
 
 
 def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> Judged:
     """Another pilot about what is known."""
     if state.pilots >= _PILOTS:
-        return Judged(state, True, said.nowhere())
+        return _nowhere(state)
     per_scramble = max(2, count // region.SCRAMBLES)
-    batch = _of_candidates(mean, covariance, state.folded, per_scramble, stream + _APART + state.pilots)
-    return Judged(state._replace(batch=batch, drawn=None, stage=0, pilots=state.pilots + 1), False, "")
+    batch = _of_candidates(mean, covariance, state.shape.folded, per_scramble, stream + _APART + state.pilots)
+    return Judged(state._replace(batch=batch, sampled=None, stage=0, pilots=state.pilots + 1), "")
 
 
 def _chosen(of: Drawn, folded: Places, count: int) -> Batch:
@@ -503,17 +443,18 @@ class _Weighed(NamedTuple):
 
 def _weighed(state: Weighing) -> _Weighed:
     """The batch as the posterior."""
-    assert state.drawn is not None
+    assert state.sampled is not None
     batch, values = state.batch, _of_batch(state)
     mixture = np.logaddexp(
-        np.log(1.0 - _DEFENCE) + batch.log_surrogate - state.drawn.log_integral, np.log(_DEFENCE) + batch.log_density
+        np.log(1.0 - _DEFENCE) + batch.log_surrogate - state.sampled.drawn.log_integral,
+        np.log(_DEFENCE) + batch.log_density,
     )
     raw = np.where(np.isfinite(values), values - mixture, -np.inf)
     is_drawn = batch.times > 0
     raw = np.where(is_drawn, raw, -np.inf)
     log_times = np.log(np.where(is_drawn, batch.times, 1.0))
     logs, shape = importance.smoothed(raw)
-    if state.many and _residual(values - batch.log_surrogate, normalise(raw + log_times)) <= _CLOSE:
+    if _residual(values - batch.log_surrogate, normalise(raw + log_times)) <= care_of(state).close:
         logs, shape = raw, -np.inf
     logs = np.where(is_drawn, logs + log_times, -np.inf)
     weights = normalise(logs)
@@ -532,14 +473,14 @@ def _residual(apart: Array, weights: Array) -> float:
 
 def _estimate(state: Weighing, now: _Weighed) -> Estimate:
     """Moments by the last surrogate and what weights add to them; scrambles of either are left out together."""
-    shown = state.shown
-    assert shown is not None
+    assert state.sampled is not None
+    shown = state.sampled.shown
 
     def by(of_draws: NDArray[np.bool_], of_batch: NDArray[np.bool_]) -> Array:
         drawn = np.where(of_draws, shown.weights, 0.0)
         own, control = (np.where(of_batch, one, 0.0) for one in (now.weights, now.control))
-        before = moments_of(shown.u, drawn / drawn.sum(), state.unit)
-        return before + moments_of(state.batch.u, own / own.sum() - control / control.sum(), state.unit)
+        before = moments_of(shown.u, drawn / drawn.sum(), state.shape.unit)
+        return before + moments_of(state.batch.u, own / own.sum() - control / control.sum(), state.shape.unit)
 
     without = [by(shown.scramble != one, state.batch.scramble != one) for one in range(region.SCRAMBLES)]
     whole = by(np.ones(len(shown.weights), dtype=bool), np.ones(len(now.weights), dtype=bool))
@@ -548,13 +489,13 @@ def _estimate(state: Weighing, now: _Weighed) -> Estimate:
 
 def _grown(state: Weighing, shown: Drawn, last: Estimate) -> float:
     """By how much a log sd grew since the stage before: of tails that points reach farther into each time."""
-    assert state.shown is not None
+    assert state.sampled is not None
     before = [
-        moments_of(state.shown.u, state.shown.weights, state.unit),
-        *(one.moments for one in state.estimates[-2:-1]),
+        moments_of(state.sampled.shown.u, state.sampled.shown.weights, state.shape.unit),
+        *(one.moments for one in state.shape.estimates[-2:-1]),
     ]
-    now = moments_of(shown.u, shown.weights, state.unit), last.moments
-    m = len(state.unit.center)
+    now = moments_of(shown.u, shown.weights, state.shape.unit), last.moments
+    m = len(state.shape.unit.center)
     return float(max(np.max(np.abs(sizes(one, other)[m:])) for one in now for other in before))
 
 
@@ -562,16 +503,17 @@ def _judged(
     state: Weighing, through: surrogate.Surrogate, shown: Drawn, signed: Array, squares: Array, stream: int, remedy: str
 ) -> Judged:
     """Hold a surrogate through all values against what the last one and its weights say."""
-    assert state.drawn is not None and state.shown is not None
+    assert state.sampled is not None
     now = _weighed(state)
-    state = state._replace(estimates=(*state.estimates, _estimate(state, now)))
+    shape = state.shape._replace(estimates=(*state.shape.estimates, _estimate(state, now)))
+    state = state._replace(shape=shape)
     heavy = has_heavy_tails(shown.u, shown.weights)
-    last, of_all = state.estimates[-1], pooled(state.estimates)
+    last, of_all = state.shape.estimates[-1], pooled(state.shape.estimates)
     # Of a heavy tail every stage sees more. The sum of many clients has no tails that a last stage may have missed, and
     # the first surrogates of it may be off by so much that their estimates add nothing.
-    estimate = last if heavy or (state.many and chance_of(last) < chance_of(of_all)) else of_all
+    estimate = last if heavy or (state.about.many and chance_of(last) < chance_of(of_all)) else of_all
     grown = _grown(state, shown, estimate) if heavy else 0.0
-    ours = moments_of(shown.u, shown.weights, state.unit)
+    ours = moments_of(shown.u, shown.weights, state.shape.unit)
     chance = chance_of(estimate)
     differ = float(np.max(np.abs(sizes(estimate.moments, ours))))
     by_draws = chance_of_draws(shown)
@@ -591,36 +533,36 @@ def _judged(
         and is_told
         and max(error, grown) <= _ENOUGH
         and now.effective >= _EFFECTIVE
-        and not (heavy and not state.outer)
+        and not (heavy and not state.shape.outer)
     )
     if not enough and state.stage < _STAGES:
-        return Judged(state, False, "")
+        return Judged(state, "")
     if trusted and by_draws > _BY_DRAWS:
-        by = surrogate.mixture(shown.mean, shown.covariance, _MOST_SHOWN, 0.125, state.outer)
-        shown = surrogate.drawn(through, by, state.folded, stream)
+        by = surrogate.mixture(shown.mean, shown.covariance, MOST_SHOWN, 0.125, state.shape.outer)
+        shown = surrogate.drawn(through, by, state.shape.folded, stream)
         by_draws = chance_of_draws(shown)
     if trusted and is_off:
-        tilt = tilted(shown, estimate.moments, state.unit)
+        tilt = tilted(shown, estimate.moments, state.shape.unit)
         shown, error = (shown, differ) if tilt is None else (tilt, error)
     trusted = trusted and max(error, by_draws) <= MOST_ERROR
     found = _reweighted(state, shown, now, max(error, by_draws), tail)
     q = gaussian.from_moments(found.mean, found.covariance)
-    after = state._replace(q=q, found=found, log_integral_error=found.log_ratio_error)
     problems = [
         "" if trusted else _not_known(state, shown, now, found, grown, remedy),
         said.unreached(lost, _LOST) if lost > _LOST else "",
         "" if is_told else uncertain(noise, moved, said.BY_NUTS),
     ]
     message = "; ".join(filter(None, problems))
-    return Judged(after._replace(trusted=not message), True, message)
+    about, error = state.about._replace(q=q), found.log_ratio_error
+    return Judged(Weighed(about, state.told, shape, found, False, not message, error), message)
 
 
 def _reweighted(state: Weighing, shown: Drawn, now: _Weighed, error: float, tail: float) -> Reweighted:
     """The surrogate's draws as the posterior, with the Gaussian of its moments beside them."""
-    phi = surrogate.unfolded(shown.u, state.folded)
+    phi = surrogate.unfolded(shown.u, state.shape.folded)
     moments = weighted_moments(phi, shown.weights)
     q = gaussian.from_moments(moments.mean, moments.covariance)
-    of_q = gaussian.log_density(q, phi) + surrogate.log_slope(phi, state.folded) - shown.log_proposal
+    of_q = gaussian.log_density(q, phi) + surrogate.log_slope(phi, state.shape.folded) - shown.log_proposal
     return Reweighted(
         points=phi,
         weights=shown.weights,
@@ -664,23 +606,23 @@ def _moved(state: Weighing, now: _Weighed, signed: Array, squares: Array) -> flo
     return float(max(np.max(np.abs(alike)), np.max(by_chance)))
 
 
-def spread(state: Weighing, per_scramble: int) -> tuple[Array, NDArray[np.intp], Array]:
+def spread(state: Weighed, per_scramble: int) -> tuple[Array, NDArray[np.intp], Array]:
     """Candidates about the posterior, as they come: φ (S, m), scrambles, and log densities in φ."""
     assert state.found is not None
-    u = surrogate.as_folded(state.found.points, state.folded)
+    u = surrogate.as_folded(state.found.points, state.shape.folded)
     moments = weighted_moments(u, state.found.weights)
-    by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, 0.5, state.outer)
-    at = surrogate.candidates(by, state.folded, 0)
-    phi = surrogate.unfolded(at.u, state.folded)
-    return phi, at.scramble, np.asarray(at.log_density - surrogate.log_slope(phi, state.folded))
+    by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, 0.5, state.shape.outer)
+    at = surrogate.candidates(by, state.shape.folded, 0)
+    phi = surrogate.unfolded(at.u, state.shape.folded)
+    return phi, at.scramble, np.asarray(at.log_density - surrogate.log_slope(phi, state.shape.folded))
 
 
 def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, grown: float, remedy: str) -> str:
     """What is not to be trusted, and of which coordinate above all."""
-    assert state.shown is not None
+    assert state.sampled is not None
     sd = np.sqrt(np.diag(shown.covariance))
-    apart = np.abs(shown.mean - state.shown.mean) / sd
-    name = as_declared(state.labels[int(np.argmax(apart))])
+    apart = np.abs(shown.mean - state.sampled.shown.mean) / sd
+    name = as_declared(state.about.labels[int(np.argmax(apart))])
     short = [
         f"few points decide alone (Pareto k {now.pareto_k:.2f}, at most {importance.limit(len(now.weights)):.2f})"
         if not now.pareto_k <= importance.limit(len(now.weights))
@@ -694,6 +636,6 @@ def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, 
     ]
     return (
         f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} on a scale where "
-        f"it is closer to normal, or give it a prior that says more. Of {len(state.points)} points: "
+        f"it is closer to normal, or give it a prior that says more. Of {len(state.told.points)} points: "
         + ", ".join(filter(None, short))
     )
