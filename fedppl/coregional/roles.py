@@ -10,6 +10,7 @@ from fedppl.types import Array, DeclarationError, Layout
 
 # Precision of the log of a scale that no data would move by more than some 1e-3 of itself.
 _HELD = 1e6
+NOT_OF_KERNELS = ("v", "slab_sd", "included")
 
 
 class LogScale(NamedTuple):
@@ -79,8 +80,9 @@ def roles(layout: Layout) -> Roles:
         )
     taken = np.zeros(layout.size, dtype=bool)
     is_binary = np.zeros(layout.size, dtype=bool)
-    for name in ("v", "slab_sd", *(("included",) if included is not None else ())):
-        taken[places[name]] = True
+    for name in NOT_OF_KERNELS:
+        if name in places:
+            taken[places[name]] = True
     kernel = np.flatnonzero(~taken)
     log_odds = np.full(v.shape[0], np.inf)
     if included is not None:

@@ -14,7 +14,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
 from fedppl.coregional.bound import Design, density
-from fedppl.coregional.roles import LogScale, Roles, roles
+from fedppl.coregional.roles import NOT_OF_KERNELS, LogScale, Roles, roles
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model import same as _same
@@ -68,7 +68,7 @@ class CoregionalUnit:
         """Projection (L, b, Q), conditional variance (L, b) and responses (b,) of all rows, or of some."""
         response = self.response if rows is None else self.response[rows]
         scale = len(self.response) / max(len(response), 1)
-        projection, conditional = self._functions["forward"](self._phi(kernel), *self._inputs(rows))
+        projection, conditional = self._functions["forward"](kernel, *self._inputs(rows))
         return Design(projection, conditional, response, scale)
 
     def at(self, kernel: Array, inputs: Mapping[str, Any]) -> Design:
@@ -77,21 +77,14 @@ class CoregionalUnit:
         wanted = {name: self._functions["dtypes"][name] for name in names if name != observed}
         values = new_inputs(inputs, wanted, self._client.arrays, unread=(observed,))
         values[observed] = np.zeros(len(values[next(iter(wanted))]))
-        projection, conditional = self._functions["forward"](self._phi(kernel), *(values[name] for name in names))
+        projection, conditional = self._functions["forward"](kernel, *(values[name] for name in names))
         return Design(projection, conditional, values[observed], 1.0)
 
     def kernel_gradient(self, kernel: Array, projection: Array, conditional: Array, rows: Any = None) -> Array:
         """Pull gradients with respect to the design's two arrays back to the kernel's parameters, (p,)."""
-        phi = self._phi(kernel)
         # Copies in one memory layout: for another one the function would be compiled again.
         cotangents = np.array(projection, order="C"), np.array(conditional, order="C")
-        pulled = self._functions["backward"](phi, *cotangents, *self._inputs(rows))
-        return np.asarray(np.asarray(pulled)[self.roles.kernel])
-
-    def _phi(self, kernel: Array) -> Array:
-        phi = np.zeros(self._client.shared_size)
-        phi[self.roles.kernel] = kernel
-        return phi
+        return np.asarray(self._functions["backward"](kernel, *cotangents, *self._inputs(rows)))
 
     def _inputs(self, rows: Any) -> tuple[Any, ...]:
         held = self._client.inputs[: len(self._functions["names"])]
@@ -135,11 +128,20 @@ def _compile(client: ClientModel) -> dict[str, Any]:
 def _design_functions(
     parts: _graph.Parts, variables: tuple[Variable, ...]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The design and the way back through it, as functions of φ and the data; a builder made anew finds them again."""
+    """The design and the way back through it, as functions of the kernels' parameters and the data.
+
+    A builder made anew finds them again, and so does one with the same kernels and another selection.
+    """
     model = parts.model
-    x = pt.vector("phi")
+    x = pt.vector("kernel")
     replace, inputs = _graph._inputs_for(parts)
-    values, _, _ = _graph.flat_values(parts._replace(local=()), x, variables, ())
+    places = [i for i, variable in enumerate(variables) if variable.name not in NOT_OF_KERNELS]
+    of_kernels = parts._replace(shared=tuple(parts.shared[i] for i in places), local=())
+    values, _, _ = _graph.flat_values(of_kernels, x, [variables[i] for i in places], ())
+    for variable, rv in zip(variables, parts.shared, strict=True):
+        if variable.name in NOT_OF_KERNELS:  # a design that reads one has another density than is declared
+            value = model.rvs_to_values[rv]
+            values[value] = pt.zeros(variable.shape, dtype=value.type.dtype)
     outputs = model.replace_rvs_by_values([model[name] for name in _PARTS])
     projection, conditional = clone_replace(outputs, {**replace, **values})
     for (known_x, known_inputs, known), functions in _compiled:
