@@ -182,7 +182,7 @@ def test_every_way_is_in_the_table() -> None:
     assert exported == {way.local.name for way in WAYS.values()}
 
 
-@pytest.mark.parametrize("name", ["noise", "schools"])
+@pytest.mark.parametrize("name", ["schools", pytest.param("noise", marks=pytest.mark.slow)])
 def test_the_hessian_by_differences_is_the_symbolic_one(name: str) -> None:
     """PyTensor's own second derivatives of the same log density, interpreted; differences are right to 1e-6."""
     model, clients = problems.ALL[name]()

@@ -321,7 +321,7 @@ def test_nutpie_is_the_default_where_it_is_installed_and_refused_where_not(monke
 @pytest.mark.parametrize("build", [fedppl.NestedLaplace, fedppl.Laplace])
 def test_kinks_are_refused_with_the_remedy(build: Callable[[], LocalInference]) -> None:
     model, clients = problems.lasso()
-    client = next(iter(model.enrol(clients).values()))
+    client = next(iter(model.enrol(clients, kernel=False).values()))
     with pytest.raises(DeclarationError, match=r"an absolute value.*NUTS\(\)"):
         build().check(client)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -64,6 +65,17 @@ class Tampering(InProcessEngine):
         return {client_id: reply for client_id, reply in changed.items() if reply is not None}
 
 
+@functools.cache
+def plain() -> fedppl.Fit:
+    return fit(problems.noise(), fedppl.EP())
+
+
+@functools.cache
+def uncorrected() -> fedppl.Fit:
+    """To a tolerance to compare with."""
+    return fit(problems.noise(), fedppl.EP(correction=None, tolerance=1e-3))
+
+
 # --- equal seeds, equal numbers -------------------------------------------------------------------------------
 
 
@@ -103,8 +115,7 @@ def test_a_clients_stream_depends_on_its_id_and_round_not_on_who_else_is_asked()
 
 def test_the_order_of_clients_does_not_matter() -> None:
     model, clients = problems.noise()
-    backwards = dict(reversed(clients.items()))
-    first, second = (fit((model, data), fedppl.EP()) for data in (clients, backwards))
+    first, second = plain(), fit((model, dict(reversed(clients.items()))), fedppl.EP())
     assert_allclose(first.posterior.linear, second.posterior.linear, rtol=1e-8, atol=1e-7)
     assert_allclose(first.posterior.precision, second.posterior.precision, rtol=1e-8, atol=1e-7)
 
@@ -121,7 +132,7 @@ def test_a_generator_is_a_seed_too() -> None:
 
 @pytest.mark.parametrize("participation", [3, 0.5])
 def test_partial_participation_converges_to_the_same_posterior(participation: Any) -> None:
-    full = fit(problems.noise(), fedppl.EP(correction=None, tolerance=1e-3))
+    full = uncorrected()
     part = fit(problems.noise(), fedppl.EP(correction=None, tolerance=1e-3), participation=participation, rounds=80)
     assert full.status is part.status is Status.CONVERGED
     sd = gaussian.standard_deviations(full.posterior)
@@ -347,7 +358,7 @@ def test_bytes_are_the_sizes_of_the_arrays() -> None:
 
 def test_rounds_yields_what_fit_records() -> None:
     model, clients = problems.noise()
-    result = fit((model, clients), fedppl.EP())
+    result = plain()
     steps = list(fedppl.rounds(model, clients, fedppl.EP(), random_seed=1))
     assert [step.number for step in steps] == [record.number for record in result.records]
     assert steps[-1].status is result.status is Status.CONVERGED

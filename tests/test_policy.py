@@ -29,6 +29,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.storage import checkpoint, ledger
 from fedppl.types import LocalFailure
 from tests.support import problems
+from tests.support.markers import slow_but
 
 OPEN = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
 
@@ -411,7 +412,7 @@ HONEST = {
 
 
 @pytest.mark.filterwarnings("ignore:.*:fedppl.ConvergenceWarning")
-@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("name", slow_but(HONEST, "noise", "schools", "two clients"))
 def test_honest_runs_meet_no_limit_on_where_they_ask(name: str) -> None:
     model, clients = HONEST[name]()
     free = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)

@@ -463,14 +463,26 @@ def test_a_log_density_steers_nothing() -> None:
     assert np.inf not in [step.info.change_mean for step in plain]
 
 
-@pytest.mark.parametrize("name", ["2.9 sds a round", "far and sure", "unsure", "Hessian + 1e6", "gradient + 1e6"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["2.9 sds a round", "far and sure", "unsure", "Hessian + 1e6", "gradient + 1e6"],
+        "2.9 sds a round",
+        "Hessian + 1e6",
+    ),
+)
 def test_one_of_twenty_that_lies_is_held_back_and_named_alone(name: str) -> None:
     found = attacks.attack(problems.regression(20), attacks.ATTACKS[name], 30)
     assert found.met and found.off <= attacks.TRUST * 1.1, found
     assert not found.honest_named
 
 
-@pytest.mark.parametrize("name", ["precision x 100 a round, .5 sds", "precision x 30 a round, 1 sd", "wild"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["precision x 100 a round, .5 sds", "precision x 30 a round, 1 sd", "wild"], "precision x 100 a round, .5 sds"
+    ),
+)
 def test_a_precision_that_grows_hides_no_pull_and_puts_no_blame_on_others(name: str) -> None:
     found = attacks.attack(problems.regression(20), attacks.ATTACKS[name], 30)
     assert found.met and found.off <= attacks.TRUST * 1.1, found
