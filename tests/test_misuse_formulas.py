@@ -190,6 +190,7 @@ ROWS: dict[str, Mistake] = {
     # --- agree
     "no grouping column": row(lambda: fedppl.agree(fedppl.formula("y ~ x"), FRAME), "by="),
     "columns for clients": row(of("y ~ x", data={"x": [1.0, 2.0], "y": [1.0, 2.0]}), "['x', 'y']", "by="),
+    "no clients": row(of("y ~ x", data={}), "an empty dict", "id"),
     "a list of frames": row(of("y ~ x", data=[FRAME]), "list", "by="),
     "a number and its text": row(of("y ~ x", data={1: FRAME[:8], "1": FRAME[8:]}), "[1, '1']", "rename"),
     "columns of two lengths": row(

@@ -268,7 +268,8 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
     else:
         complete = gaps.complete(split, built.columns, missing, texts=True)
     if not isinstance(complete, Mapping) or not complete:
-        raise DataError(f"data are {type(data).__name__}; pass a data frame with by=, or a mapping from id to rows.")
+        given_as = f"an empty {type(data).__name__}" if isinstance(data, Mapping) else type(data).__name__
+        raise DataError(f"data are {given_as}; pass a data frame with by=, or a mapping from client id to rows.")
     return complete
 
 
