@@ -40,8 +40,8 @@ _ASKED_AT = (0.5, -1.0, 3.0, -10.0)  # sds from a mode, at which it is looked at
 _EQUAL, _ROUNDING = 1e-6, 1e-10  # of what a Gaussian changes by, and of the density, by which others may differ
 _EACH = 512  # clients from which rules are chosen by a sample
 _SAMPLE = 128  # of these
-_NODES = {1: (5, 7, 9, 15), 2: (5, 9), 3: (5, 7)}  # of each coordinate where clients are many, by their number
-_FINER = {1: 31, 2: 15, 3: 11}  # nodes that these are held against
+_NODES = {1: (5, 7, 9, 15, 31), 2: (5, 9), 3: (5, 7)}  # of each coordinate where clients are many, by their number
+_FINER = {1: 63, 2: 15, 3: 11}  # nodes that these are held against
 _OFF = 0.2  # log units, standard error of what a rule leaves of the sum: nearly all of it is a constant
 
 _ROUGH = {1: 9, 2: 5, 3: 3}  # nodes of each coordinate of a cheap rule, by the number of coordinates
