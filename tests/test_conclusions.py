@@ -25,9 +25,10 @@ from fedppl.engine import account as _account
 from fedppl.engine.conclusions import let_out, tells
 from fedppl.engine.guard import Ledger, Run, in_memory
 from fedppl.flower import node as _node
-from fedppl.flower.decode import CONCLUDE, Malformed
+from fedppl.flower.decode import Malformed
 from fedppl.flower.memory import file_memory
 from fedppl.flower.node import read_told
+from fedppl.flower.records import CONCLUDE
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
 from fedppl.testing import normal_means

@@ -22,7 +22,7 @@ from fedppl import DeclarationError, FederatedModel, gaussian
 from fedppl.contracts import Failure, Reply
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower import roll
-from fedppl.flower.decode import ASK, CONCLUDE, CONSTRAIN, HELLO
+from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, HELLO
 from fedppl.run.one_round import MOST_INFOS, why_not
 from fedppl.testing import normal_means
 from fedppl.types import Status

@@ -27,7 +27,7 @@ pytest.importorskip("flwr")
 import fedppl
 from fedppl.flower import channel, warm_app, worker
 from fedppl.flower.channel import changed, identity
-from fedppl.flower.decode import HELLO, from_content
+from fedppl.flower.records import HELLO, from_content
 from fedppl.flower.worker import digest, settled
 from fedppl.storage import codec
 from fedppl.testing import normal_means

@@ -138,7 +138,7 @@ def _through_flower() -> Any:
     """The same on the fake grid: the run goes on beside an honest site, whatever the other sends."""
     from fedppl import DeclarationError
     from fedppl.contracts import Reply
-    from fedppl.flower.decode import HELLO
+    from fedppl.flower.records import HELLO
     from fedppl.run.one_round import why_not
     from tests.support import malformed
     from tests.support.fake_grid import FakeGrid
@@ -181,7 +181,7 @@ def _prior(count: int) -> dict[str, Any]:
     import fedppl
     from fedppl import gaussian
     from fedppl.engine.policy import NO_RULES
-    from fedppl.flower.decode import HELLO
+    from fedppl.flower.records import HELLO
     from fedppl.testing import normal_means
     from tests.support import malformed
     from tests.support.fake_grid import FakeGrid, node

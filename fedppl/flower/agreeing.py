@@ -10,7 +10,8 @@ from importlib.metadata import version
 from flwr.serverapp import Grid
 
 from fedppl.flower.agreed import unpack_told
-from fedppl.flower.decode import AGREE, Malformed, brief, reading, texts_of
+from fedppl.flower.decode import Malformed, brief, reading
+from fedppl.flower.records import AGREE, texts_of
 from fedppl.flower.roll import Letter, Post, content_of, expected_clients, identity, trouble
 from fedppl.flower.site_agreement import named, waits
 from fedppl.formulas.agreement import Told

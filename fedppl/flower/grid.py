@@ -17,8 +17,9 @@ from flwr.serverapp import Grid
 from fedppl.contracts import AnyAlgorithm, Failure, Heard, Reply, Request, SharedReader, unheard
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import ASK, CONCLUDE, CONSTRAIN, Malformed, from_content, reading, require, texts_of
+from fedppl.flower.decode import Malformed, reading, require
 from fedppl.flower.node import MOST_BYTES, read_told
+from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
 from fedppl.flower.roll import Letter, Own, Post, Roll, content_of, trouble
 from fedppl.run.one_round import MOST_INFOS
 from fedppl.settings import one_line

@@ -20,8 +20,9 @@ from fedppl.contracts import AnyAlgorithm, SharedReader
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import hello as _hello
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import HELLO, Malformed, from_content, name, reading, require, texts_of, to_content
+from fedppl.flower.decode import Malformed, name, reading, require
 from fedppl.flower.decode import text as one_text
+from fedppl.flower.records import HELLO, from_content, texts_of, to_content
 from fedppl.settings import one_line, shown, whole
 from fedppl.types import DeclarationError, Layout
 

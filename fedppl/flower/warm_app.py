@@ -23,7 +23,7 @@ from flwr.clientapp import ClientApp
 
 from fedppl.flower import channel
 from fedppl.flower.channel import identity
-from fedppl.flower.decode import AGREE, ASK, HELLO, read_message, register, to_content
+from fedppl.flower.records import AGREE, ASK, HELLO, read_message, register, to_content
 from fedppl.settings import shown
 from fedppl.storage import codec
 from fedppl.types import DeclarationError

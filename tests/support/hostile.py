@@ -9,8 +9,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 
 import fedppl
-from fedppl.flower.decode import HELLO
 from fedppl.flower.grid import GridEngine, GridSettings, Own
+from fedppl.flower.records import HELLO
 from tests.support import malformed
 from tests.support.fake_grid import FakeGrid, Node, node
 

@@ -187,10 +187,9 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
         points, known = _search.points(phase), _search.known(phase).astype(float)
         center, some, roughly = phase.newton.point, phase.some, False
     else:
-        assert isinstance(phase, Weighing)
-        points, center, some = phase.batch.phi, gaussian.mean(phase.about.q), 1.0
-        roughly = phase.rule == Rule.ROUGHLY
-        known = _weigh.places_known(phase).astype(float)
+        points, known = _points(phase)
+        center, some = gaussian.mean(phase.about.q), 1.0
+        roughly = isinstance(phase, Weighing) and phase.rule == Rule.ROUGHLY
     look = isinstance(phase, Weighing) and not state.looked
     return {
         "points": points,
@@ -201,6 +200,13 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
         "look": np.array(float(look)),
         "roughly": np.array(float(roughly)),
     }
+
+
+def _points(phase: Weighing | Weighed) -> tuple[Array, Array]:
+    """Points of a batch, and places of the known ones; none once the posterior is weighed."""
+    if isinstance(phase, Weighed):
+        return np.zeros((0, len(phase.about.labels))), np.zeros(0)
+    return phase.batch.phi, _weigh.places_known(phase).astype(float)
 
 
 def _asks(layout: Layout, message: Message) -> Asked:
@@ -215,7 +221,7 @@ def _update_client(client: ClientView, personal: None, message: Message, rng: Rn
     for reason in found.failures.values():
         raise LocalFailure(reason)
     lost = np.asarray(found.total["values_lost"])
-    return ClientUpdate(None, found.total, {"values_lost": float(np.mean(lost > 0))})
+    return ClientUpdate(None, found.total, {"values_lost": float(np.mean(lost > 0)) if len(lost) else 0.0})
 
 
 def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | None = None) -> Summed:
@@ -261,9 +267,7 @@ def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
     if isinstance(phase, Search):
         points, known = (len(_search.points(phase)),), (len(_search.known(phase)),)
     else:
-        assert isinstance(phase, Weighing)
-        points = (len(phase.batch.phi),)
-        known = (len(_weigh.places_known(phase)),)
+        points, known = ((len(one),) for one in _points(phase))
     of_known = dict.fromkeys(("left_out", "left_out_lost", "errors", "squares"), known)
     return {"values": points, "values_lost": points, **of_known, "constants": (2,), "improper": (), "answered": ()}
 
@@ -309,7 +313,8 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         whole = values.copy()
         whole[known] += left_out
         return _searched(state, phase, scale * whole, points, pilot, stencil)
-    assert isinstance(phase, Weighing)
+    if isinstance(phase, Weighed):  # nothing was asked for
+        return state, Report(_info(phase), Status.CONVERGED if phase.trusted else Status.STALLED)
     return _weighed(state, phase, sums, points)
 
 
