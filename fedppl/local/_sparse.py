@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.spatial import cKDTree
 
 from fedppl.contracts import ClientView
 from fedppl.local import _marginal
@@ -44,16 +45,11 @@ def by_two_levels(client: ClientView, points: Array, center: Array, enough: floa
         varying = np.where(told, apart - np.median(apart[told]), 0.0)
         if 1.48 * np.median(np.abs(varying[told])) < enough:
             values = summed(of, about, points, who, by_sparse_grid(d, level))
-            return values, np.where(np.isfinite(values), varying[_nearest(points, some)], 0.0)
+            scale = np.maximum(np.std(points, axis=0), 1e-300)
+            nearest = cKDTree(points[some] / scale).query(points / scale)[1]
+            return values, np.where(np.isfinite(values), varying[nearest], 0.0)
         low = high
     return None
-
-
-def _nearest(points: Array, some: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Which of some of the points, by their places in these, is nearest to each."""
-    scale = np.maximum(np.std(points, axis=0), 1e-300)
-    white = points / scale
-    return np.asarray(np.argmin(np.sum((white[:, None] - white[some]) ** 2, axis=2), axis=1))
 
 
 def summed(of: Densities, about: Laplace, phi: Array, who: NDArray[np.int64], rule: Signed) -> Array:

@@ -199,7 +199,8 @@ def with_more_integrated(state: Weighing) -> Weighing:
     What a cheap rule leaves out is smaller by far than what Laplace's approximation does, and foretold from few points.
     """
     nothing = np.zeros((0, len(state.about.labels)))
-    told = Told(nothing, np.zeros(0), np.zeros(0), Known(nothing, *np.zeros((3, 0))), *state.told[-2:])
+    known = Known(nothing, *np.zeros((3, 0)))
+    told = state.told._replace(points=nothing, laplace=np.zeros(0), values=np.zeros(0), known=known)
     if state.rule == Rule.AT_FEW:
         return state._replace(told=told, rule=Rule.ROUGHLY)
     b, few = state.batch, slice(None, None, 4)
@@ -247,7 +248,9 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
 
 
 def _nowhere(state: Weighing) -> Judged:
-    return Judged(Weighed(*state[:3], None, is_normal=False, trusted=False, log_integral_error=np.inf), said.nowhere())
+    about, told, shape = state.about, state.told, state.shape
+    none = Weighed(about, told, shape, None, is_normal=False, trusted=False, log_integral_error=np.inf)
+    return Judged(none, said.nowhere())
 
 
 def _of_batch(state: Weighing) -> Array:
