@@ -22,7 +22,7 @@ PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
 NEEDS = {"laplace": "torch"}
 
 
-SLOW = {"datashield"}  # 70 CPU seconds; .ci/run has it all the same
+SLOW = {"datashield", "meta_analysis", "pymc"}  # more than eight CPU seconds
 WITH_CODE = [
     pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW), id=f"from_{page.stem}")
     for page in PAGES

@@ -63,7 +63,7 @@ def assert_near(q: gaussian.Gaussian, fit: fedppl.Fit) -> None:
 # --- one at a time --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", slow_but(Rates._fields, "late", "altered", "wiped"))
+@pytest.mark.parametrize("fault", slow_but(Rates._fields, "late", "altered"))
 def test_one_fault_alone_is_recorded_and_does_no_harm(fault: str, calm: fedppl.Fit) -> None:
     model, clients = small()
     engine = Faulty(Rates(**{fault: 0.3}), seed=8)
@@ -143,9 +143,10 @@ def check_soak(problem: Any, rounds: int) -> None:
     assert found.counts["wiped"] > 0.2 * rounds_of_20 and found.counts["stale"] > 0.1 * rounds_of_20
 
 
-def test_a_soak() -> None:
+@pytest.mark.parametrize("problem", [problems.regression, pytest.param(problems.noise, marks=pytest.mark.slow)])
+def test_a_soak(problem: Callable[..., Any]) -> None:
     """As benchmarks/fault_soak.py has it for a thousand rounds of twenty clients, on a part of that."""
-    check_soak(problems.noise(8), 60)
+    check_soak(problem(8), 60)
 
 
 @pytest.mark.slow

@@ -74,6 +74,9 @@ def test_an_estimate_joins_rows_in_a_fit_and_takes_no_part_in_the_agreement() ->
     with pytest.raises(fedppl.DeclarationError, match="told.*summary of its rows"):
         fedppl.marginal_effects(fit, "arm", clients=["told"])
     assert "site_effects" in fit.new_client(Estimate("arm", 0.1, 0.1), draws=20)["posterior"]
+    pytest.importorskip("matplotlib").use("Agg")  # and in pictures a summary is not said to be a row
+    names = [text.get_text() for text in fedppl.plots.forest(fit, draws=20)[0].get_yticklabels()]
+    assert names == ["s0 (20)", "told (summary)", "s1 (26)"]
 
 
 def test_a_table_is_as_good_as_its_rows() -> None:

@@ -130,6 +130,17 @@ def test_what_a_fit_offers_is_there(fit: fedppl.Fit, frame: pd.DataFrame, tmp_pa
     assert_array_equal(*(one.client(2, draws=50)["posterior"]["a"] for one in (fit, again)))
 
 
+def test_a_page_of_many_clients_has_their_number(
+    fit: fedppl.Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its pictures, of which that of clients' influence takes longest."""
+    monkeypatch.setattr("fedppl.plots._report._pictures", lambda *given: [])
+    fit.report(tmp_path / "report.html")
+    assert f"{COUNT} clients" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert set(np.unique(fit.idata["rounds"]["outcome"].isel(round=-1))) == {"used"}
+
+
+@pytest.mark.slow
 def test_pages_and_comparisons_of_many_clients(fit: fedppl.Fit, frame: pd.DataFrame, tmp_path: Any) -> None:
     fit.report(tmp_path / "report.html")
     assert f"{COUNT} clients" in (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -340,6 +351,7 @@ def noises(X: Any, y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_moments_of_clients_are_those_of_their_own_posterior() -> None:
     """Skewed log sds of few rows, against quadrature given what is shared, whose posterior is narrow."""
     rng = np.random.default_rng(6)

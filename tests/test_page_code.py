@@ -19,6 +19,7 @@ import fedppl
 from fedppl.models import hm1
 from tests.support import page as pages
 from tests.support import problems
+from tests.support.markers import slow_but
 
 ROOT = pages.ROOT
 DOCS = ROOT / "docs"
@@ -134,6 +135,8 @@ PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "summaries": dict,
     "trial_protocol": of_a_trial,
 }
+# Pages whose code takes more than eight CPU seconds, most of them to compile.
+SLOW = {"curves", "formulas", "models", "networks", "plots", "summaries", "trial_protocol"}
 # Pages that tests of their own run, block by block or whole. Folders stand for all pages in them.
 ELSEWHERE = {
     "README.md": "test_formulas.py::test_the_readme_s_code_runs_as_pasted",
@@ -164,7 +167,7 @@ def has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", slow_but(PAGES, *(PAGES.keys() - SLOW)))
 @problems.few_rounds
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

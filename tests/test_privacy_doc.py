@@ -143,6 +143,7 @@ def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
     assert set(rounds["released"].values) == {f"site ({3 + p})"}
 
 
+@pytest.mark.slow
 @problems.few_rounds
 def test_the_code_on_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

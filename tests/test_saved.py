@@ -352,6 +352,7 @@ def test_another_order_of_levels_is_another_declaration(tmp_path: Path) -> None:
         fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ arm", levels={"arm": ["v", "u"]}), how)
 
 
+@pytest.mark.slow
 @problems.of_q
 def test_an_ordinal_outcome_in_another_order_is_another_declaration(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)

@@ -253,11 +253,3 @@ def test_a_check_of_times_is_against_kaplan_meier() -> None:
     (mean,) = [line for line in curve.lines if line.get_label().startswith("predicted")]
     assert np.max(np.abs(np.interp(at, mean.get_xdata(), mean.get_ydata(), left=1.0) - y)[at < 6]) < 0.1
     assert lines.get_xlabel().startswith("P(no event) of time at")
-
-
-def test_a_client_with_a_summary_is_not_said_to_have_a_row() -> None:
-    model = fedppl.formula("died ~ arm + (1 | site)", family="bernoulli")
-    data: Any = {"s1": FRAME[FRAME["site"] == "s1"], "told": fedppl.summaries.Estimate("arm", 0.3, 0.04)}
-    fit = fedppl.fit(model, data, fedppl.EP(), **QUIET)
-    names = [text.get_text() for text in fedppl.plots.forest(fit, draws=20)[0].get_yticklabels()]
-    assert names == ["s1 (22)", "told (summary)"]
