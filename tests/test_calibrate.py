@@ -20,11 +20,11 @@ CORRECTED, GAUSSIAN = fedppl.EP(), fedppl.EP(correction=None)
 
 
 def test_a_gaussian_model_is_calibrated() -> None:
-    """Its posterior is exact: 40 transforms are uniform, whatever else is wrong would be in the simulation."""
-    found = fedppl.calibrate(*normal_means(3), GAUSSIAN, data_sets=40, random_seed=1)
+    """Its posterior is exact: 20 transforms are uniform, whatever else is wrong would be in the simulation."""
+    found = fedppl.calibrate(*normal_means(3), GAUSSIAN, data_sets=20, random_seed=1)
     assert set(found["status"].values) == {"converged"}
     assert float(found["p_adjusted"].min()) > 0.01
-    assert found["pit"].shape == (40, 1)
+    assert found["pit"].shape == (20, 1)
     again = fedppl.calibrate(*normal_means(3), GAUSSIAN, data_sets=5, random_seed=1)
     assert_array_equal(again["pit"], found["pit"][:5])
 
@@ -36,7 +36,7 @@ def test_a_posterior_of_another_model_is_not() -> None:
         return {"y": shared["mu"] + rng.normal(0, 10, size=len(data["y"]))}
 
     model, clients = normal_means(3)
-    found = fedppl.calibrate(model, clients, GAUSSIAN, data_sets=60, simulate=noisy, progressbar=False, random_seed=1)
+    found = fedppl.calibrate(model, clients, GAUSSIAN, data_sets=25, simulate=noisy, progressbar=False, random_seed=1)
     assert float(found["p_value"].max()) < 1e-3
 
 

@@ -16,6 +16,7 @@ import fedppl
 from fedppl import Prior
 from fedppl.local import integrate
 from fedppl.run.loop import Likelihood, contradicted
+from tests.support.markers import slow_but
 
 _RNG = np.random.default_rng(12)
 _N = 90
@@ -102,7 +103,7 @@ def said_of(clients: Mapping[str, Any], truth: list[float]) -> str:
     return contradicted(one.prior, likelihood, one.layout.labels, np.array(truth))
 
 
-@pytest.mark.parametrize("family", _PRECISE)
+@pytest.mark.parametrize("family", slow_but(_PRECISE, "gamma", "weibull"))
 def test_no_data_contradict_what_was_chosen_for_them(family: str) -> None:
     """By the test of a fit, near the posterior mean."""
     response, draw, truth = _PRECISE[family]

@@ -92,6 +92,7 @@ def test_an_app_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert (Path(config["folder"]) / f"{name}.nc").exists()
 
 
+@pytest.mark.slow
 def test_an_app_of_a_formula(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     places = {name: place(tmp_path, name) for name in ("north", "south", "west")}

@@ -84,7 +84,7 @@ def test_one_client_without_any_spread_is_named() -> None:
 
 
 @problems.of_q
-@pytest.mark.parametrize("builder", [with_noise, with_local_noise])
+@pytest.mark.parametrize("builder", [with_noise, pytest.param(with_local_noise, marks=pytest.mark.slow)])
 def test_a_prior_that_keeps_the_scale_from_zero_helps(builder: Any) -> None:
     shared = ["mu", "sigma"] if builder is with_noise else ["mu", "tau"]
     fit = fitted(

@@ -33,17 +33,13 @@ def intercepts(y: Any) -> pm.Model:
     return model
 
 
-def several(y: Any, size: int) -> pm.Model:
-    """Binary rows in `size` columns, each with an intercept of its own."""
+def several(y: Any) -> pm.Model:
+    """Binary rows in columns, each with an intercept of its own: one kernel whatever their number."""
     with pm.Model() as model:
         y = pm.Data("y", y)
         mu, tau = pm.Normal("mu", 0, 2), pm.HalfNormal("tau", 2)
-        pm.Bernoulli("obs", logit_p=pm.Normal("theta", mu, tau, shape=size), observed=y)
+        pm.Bernoulli("obs", logit_p=pm.Normal("theta", mu, tau, shape=y.shape[1]), observed=y)
     return model
-
-
-def of_size(size: int) -> Any:
-    return lambda y: several(y, size)
 
 
 def exact(phi: Array, successes: int, rows: int) -> Array:
@@ -80,7 +76,7 @@ def test_nine_nodes_leave_little_of_laplaces_error(successes: int) -> None:
 )
 def test_independent_coordinates_leave_the_sum_of_what_each_leaves(size: int, noise: float) -> None:
     y = np.random.default_rng(1).integers(0, 2, (3, size))
-    one, all_ = FederatedModel(intercepts, ["mu", "tau"]), FederatedModel(of_size(size), ["mu", "tau"])
+    one, all_ = FederatedModel(intercepts, ["mu", "tau"]), FederatedModel(several, ["mu", "tau"])
     clients = one.enrol({str(i): {"y": y[:, i]} for i in range(size)})
     phi = around([0.3, 0.2], 0.2)
     together, *parts = (
@@ -177,12 +173,12 @@ def test_a_fit_says_whose_integrals_are_not_known() -> None:
     """Thirty local coordinates of two equal binary rows each: importance weights have nothing left."""
     rng = np.random.default_rng(3)
     clients = {str(k): {"y": np.repeat(rng.integers(0, 2, (1, 30)), 2, axis=0)} for k in range(3)}
-    model = FederatedModel(of_size(30), ["mu", "tau"])
+    model = FederatedModel(several, ["mu", "tau"])
     fit = fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=0)
     assert {info["inner_trust"] < 1.0 for info in fit.records[-1].infos.values()} == {True}
     assert "local=fedppl.NUTS()" in fit.message
     fewer = {name: {"y": data["y"][:, :10]} for name, data in clients.items()}
-    fit = fedppl.fit(FederatedModel(of_size(10), ["mu", "tau"]), fewer, fedppl.EP(), progressbar=False, random_seed=0)
+    fit = fedppl.fit(FederatedModel(several, ["mu", "tau"]), fewer, fedppl.EP(), progressbar=False, random_seed=0)
     assert fit.status.ok and fit.message == ""  # independent given what is shared, so that each is integrated alone
 
 
@@ -221,7 +217,7 @@ def test_small_errors_of_many_clients_do_not_add_up(seed: int) -> None:
 @pytest.mark.parametrize("size", [1, 4])
 def test_independent_coordinates_are_integrated_alone_and_exactly(size: int) -> None:
     """Two binary rows of each local coordinate, near and far, against quadrature."""
-    client = FederatedModel(of_size(size), ["mu", "tau"]).enrol({"a": {"y": np.tile([[0], [1]], (1, size))}})["a"]
+    client = FederatedModel(several, ["mu", "tau"]).enrol({"a": {"y": np.tile([[0], [1]], (1, size))}})["a"]
     points = np.array([[0.0, 0.0], [1.0, -2.0], [-2.0, 1.5], [0.5, 2.5]])
     found = fedppl.NestedLaplace().factor
     assert found is not None
@@ -250,7 +246,7 @@ def of_one(builder: Any, y: Any) -> Any:
 def test_coordinates_that_depend_on_each_other_are_not_separable() -> None:
     """By the likelihood alone; and where they do not, they are."""
     assert not of_one(coupled(0.01), np.array([0, 1, 1])).view(is_separable)
-    assert of_one(of_size(3), np.tile([[0], [1]], (1, 3))).view(is_separable)
+    assert of_one(several, np.tile([[0], [1]], (1, 3))).view(is_separable)
 
 
 @pytest.mark.parametrize("count", [100, 300, 3000])

@@ -513,6 +513,7 @@ def test_missing_rows_are_refused_or_dropped(frame: pd.DataFrame, caplog: pytest
     assert f"at client '{gone.loc[first[0], 'ward']}'" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_formula_is_read_from_one_table() -> None:
     rng = np.random.default_rng(2)
     site = np.repeat(np.arange(60), 6)
@@ -584,6 +585,7 @@ def of_two_kinds(y: Any, yes: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_clients_of_a_rare_kind_are_integrated_as_they_need(rng: np.random.Generator) -> None:
     """Laplace's approximation is exact at 57 clients, and moves the cut by .2 sd at the others."""
     odd, clients = (3, 40, 57), {}

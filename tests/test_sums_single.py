@@ -18,6 +18,7 @@ from fedppl import DeclarationError, plots
 from fedppl.contracts import LocalInference
 from fedppl.testing import normal_means
 from tests.support import problems
+from tests.support.markers import slow_but
 from tests.test_sums import WARDS, hospitals, sums
 
 fit = functools.partial(fedppl.fit, progressbar=False, random_seed=1)
@@ -49,6 +50,7 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
     "a prior that is not Gaussian": problems.schools,
     "two local variables": two_variables,
 }
+QUICK = ("three random intercepts", "a prior that is not Gaussian")
 
 
 @functools.cache
@@ -71,7 +73,7 @@ def test_of_normal_means_it_is_the_closed_form() -> None:
         assert float(one["log_predictive"]) == pytest.approx(predictive, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", slow_but(PROBLEMS, *QUICK, "counts"))
 def test_it_is_what_ep_says(name: str) -> None:
     theirs, ours = fitted(name, fedppl.EP).influence(), fitted(name).influence()
     both = (theirs["exact"] & ours["exact"]).values
@@ -85,7 +87,7 @@ def test_it_is_what_ep_says(name: str) -> None:
     assert np.all(np.abs(theirs["log_predictive"] - ours["log_predictive"])[both] < 3 * error[both] + 1e-3)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", slow_but(PROBLEMS, *QUICK))
 def test_it_is_a_fit_without_the_client(name: str) -> None:
     model, clients = PROBLEMS[name]()
     found, left_out = fitted(name), list(clients)[0]
@@ -100,7 +102,7 @@ def test_it_is_a_fit_without_the_client(name: str) -> None:
     assert abs(float(one["log_predictive"]) - predictive) < 3 * error + 0.003
 
 
-@pytest.mark.parametrize("name", ["counts", "three random intercepts"])
+@pytest.mark.parametrize("name", slow_but(["counts", "three random intercepts"], "three random intercepts"))
 def test_p_values_of_conflict_are_those_of_ep(name: str) -> None:
     theirs, ours = fedppl.conflict(fitted(name, fedppl.EP)), fedppl.conflict(fitted(name))
     assert bool(ours["exact"].all())

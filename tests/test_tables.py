@@ -98,6 +98,7 @@ def test_a_forest_of_totals_has_each_hospitals_own_ratio_with_its_number(fit: An
         fedppl.plots.forest(fedppl.fit(*normal_means(), **QUIET), total=True)
 
 
+@pytest.mark.slow
 def test_alone_hospitals_are_compared_by_totals(fit: Any) -> None:
     """A hospital's level alone is that of its own rows, whatever its fit calls intercept and what effect."""
     frame = trial()
