@@ -25,6 +25,7 @@ from fedppl.contracts import Request
 from fedppl.engine.few_rows import by_column, concentration, refuse_model
 from fedppl.engine.guard import admit, in_memory
 from fedppl.model.row_scores import row_scores, rows_apart, slopes
+from tests.support.markers import slow_but
 
 RNG = np.random.default_rng(2)
 LOOSE = Policy(rows=0, parameters_per_row=math.inf, events=0)
@@ -164,7 +165,7 @@ READ_OF_ALL = {
 }
 
 
-@pytest.mark.parametrize("read", READ_OF_ALL)
+@pytest.mark.parametrize("read", slow_but(READ_OF_ALL, "a place", "a mean"))
 def test_what_all_rows_read_of_a_few_is_refused_and_a_mean_is_not(read: str) -> None:
     of_all, rule = READ_OF_ALL[read]
 
@@ -223,7 +224,7 @@ def test_a_median_of_a_column_is_one_row() -> None:
     assert rule_of(build, {"x": x, "y": y}) == "few_rows"
 
 
-@pytest.mark.parametrize("how", patients.CONSTANTS)
+@pytest.mark.parametrize("how", slow_but(patients.CONSTANTS, "mixed", "another_product", "in_order"))
 def test_what_a_builder_makes_constants_of_is_looked_at_as_what_it_holds_as_data(how: str) -> None:
     x, y, rows = patients.site(0)
     data = {"x": x[:, 1], "y": y, "marked": marks(rows[0], len(y))}

@@ -14,6 +14,7 @@ from fedppl import gaussian
 from fedppl.model import client, interpreted
 from fedppl.model.graph import Parts
 from tests.support import problems
+from tests.support.markers import slow_but
 
 _COUNT = 2000
 
@@ -61,7 +62,7 @@ def _built(declare):
     return tuple(model.free_RVs), values
 
 
-@pytest.mark.parametrize("declare", [_plain, _one_on_the_other, _of_many_parts])
+@pytest.mark.parametrize("declare", slow_but([_plain, _one_on_the_other, _of_many_parts], _plain, _one_on_the_other))
 def test_draws_at_once_are_spread_as_those_one_by_one(declare):
     rvs, values = _built(declare)
     at_once = client._at_once(values, rvs, _COUNT, 1)

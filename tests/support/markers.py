@@ -101,7 +101,12 @@ def _read(path: Path) -> _Read:
 
 @functools.cache
 def _of_results(path: Path) -> frozenset[str]:
-    """Tests of a file that touch a result, by themselves or by helpers and fixtures of the file."""
+    """Tests of a file that touch a result, by themselves or by helpers and fixtures of the file.
+
+    None of curves, whose functions take a minute to compile: their tables are xarray's as others are.
+    """
+    if any(part in path.name for part in TOGETHER):
+        return frozenset()
     read = _read(path)
     found: set[str] = set()
     more = {name for name, words in read.words.items() if words & (RESULTS | read.from_there)}
