@@ -22,6 +22,7 @@ from fedppl.model.numba_mode import mode, without_notices
 from fedppl.numerics.pairs import site_outputs
 from fedppl.results import idata
 from tests.support import problems
+from tests.support.markers import slow_but
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -97,7 +98,10 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize("names", [SOME, pytest.param(list(GRAPHS), marks=pytest.mark.slow)], ids=["some", "all"])
+HALVES = [list(GRAPHS)[:15], list(GRAPHS)[15:]]
+
+
+@pytest.mark.parametrize("names", slow_but([SOME, *HALVES], SOME), ids=["some", "first half", "second half"])
 def test_what_is_taken_by_indexing_is_what_it_was(names: list[str]) -> None:
     values = [GRAPHS[name]() for name in names]
     slopes = pt.grad(sum((value**2).sum() for value in values), list(VALUES), disconnected_inputs="ignore")
