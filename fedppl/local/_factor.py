@@ -20,10 +20,10 @@ from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _gaussian_rest, _marginal, _sparse
 from fedppl.local._other_modes import require_one_mode
 from fedppl.local._two_rules import by_two_rules
-from fedppl.numerics import importance, region
+from fedppl.numerics import importance, pairs, region
 from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
 from fedppl.numerics.integral import Rule, beyond_trapezoids, missed_by_trapezoids
-from fedppl.numerics.pairs import site_batch
+from fedppl.numerics.pairs import Laplace, Places, site_batch
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.numerics.smooth import smooth_over
 from fedppl.types import Array, LocalFailure
@@ -88,49 +88,44 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
         return Factor(np.zeros(0), np.zeros(0))
     if client.local_size:
         require_one_mode(client, points, center)
-    found, _, _ = _marginal.modes(client, points, center)
-    values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
-    constant = Constant()
-    is_gaussian = not client.local_size or client.view(_gaussian_rest.is_exact)
-    if not is_gaussian and client.view(is_separable):
-        values, errors, constant = with_alike(*one_by_one(client, points, center))
-    elif not is_gaussian:
-        values, errors, constant = _corrected(client, points, center, values)
-    if prior_share:
-        values = values + prior_share * client.prior.log_ratio(points)
-    return Factor(values, errors, constant)
+    about = _marginal.near(client, points, center)
+    found = Factor(about.values, np.zeros(len(points)))
+    if client.local_size and not client.view(_gaussian_rest.is_exact):
+        found = (integrated if is_separable(client) else _corrected)(client, points, center, about)
+    return found._replace(values=found.values + prior_share * client.prior.log_ratio(points)) if prior_share else found
 
 
-def with_alike(values: Array, errors: Array) -> tuple[Array, Array, Constant]:
+def _with_alike(values: Array, errors: Array) -> Factor:
     """Values and errors of a quadrature, and what these have in common, which other clients' have too."""
     told = np.isfinite(values)
-    return values, errors, Constant(float(np.median(errors[told])) if np.any(told) else 0.0)
+    return Factor(values, errors, Constant(float(np.median(errors[told])) if np.any(told) else 0.0))
 
 
-def _corrected(client: ClientView, points: Array, center: Array, laplace: Array) -> tuple[Array, Array, Constant]:
+def _corrected(client: ClientView, points: Array, center: Array, about: Laplace) -> Factor:
     """log f_k from a spline of what Laplace's leaves out, known at as few points as foretell the others, or at all."""
     known = np.unique(np.linspace(0, len(points) - 1, _SOME[1]).astype(int))
     for some in (known[:: _SOME[1] // _SOME[0]], known):
-        better, differ, constant = integrated(client, points[some], center)
-        smooth = smooth_over(points, some, better - laplace[some], differ)
+        at = Laplace(*(part[some] for part in about))
+        better = integrated(client, points[some], center, at)
+        smooth = smooth_over(points, some, better.values - at.values, better.errors)
         if smooth is not None:
-            return laplace + smooth[0], smooth[1] + smooth[2], constant
-    return integrated(client, points, center)
+            return Factor(about.values + smooth[0], smooth[1] + smooth[2], better.constant)
+    return integrated(client, points, center, about)
 
 
-def integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:
-    """log f_k by quadratures over one or few coordinates, or sampled nodes; its errors, and their constant."""
-    if client.view(is_separable):
-        return with_alike(*one_by_one(client, points, center))
+def integrated(client: ClientView, points: Array, center: Array, about: Laplace) -> Factor:
+    """log f_k by lines, by quadratures over few coordinates, or sampled nodes; of what is about modes by a center's."""
+    if is_separable(client):
+        return _with_alike(*_one_by_one(client, points, about))
     which = client.view(_gaussian_rest.find)
     if which is None and client.local_size <= _conditional.MOST:
         which = np.arange(client.local_size)
     if which is None:
         return _by_sparse_grids(client, points, center) or _sampled(client, points, center)
-    return with_alike(*_conditional.integrated(client, points, center, which))
+    return _with_alike(*_conditional.integrated(client, points, center, which))
 
 
-def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant] | None:
+def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> Factor | None:
     """By sparse grids, which see no tails: held against sampled nodes, which do, at some points."""
     if not _sparse.FEWEST <= client.local_size <= _sparse.MOST:
         return None
@@ -148,10 +143,10 @@ def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> tuple[
     varies = 1.48 * float(np.median(np.abs(apart[told] - alike)))
     if varies > _AGREE + float(np.median(np.abs(unsure[told]))) or abs(alike) > _ALIKE:
         return None
-    return values, errors, Constant(alike, constant.by_chance)
+    return Factor(values, errors, Constant(alike, constant.by_chance))
 
 
-def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:
+def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
     """By importance sampling; as many nodes as it takes to know how log f_k varies.
 
     The logarithm of a mean is too low on average, and alike at all clients: by the jackknife over scrambles it is right
@@ -182,7 +177,7 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
             if 1.48 * max(float(np.median(np.abs(one[told]))) for one in (errors, moved)) < _AGREE:
                 break
         before = values
-    return values, errors, constant
+    return Factor(values, errors, constant)
 
 
 def _varying(values: Array, told: NDArray[np.bool_]) -> Array:
@@ -194,13 +189,17 @@ def _varying(values: Array, told: NDArray[np.bool_]) -> Array:
 
 # f_k(φ) = p(y_k, θ* | φ) Π_i ∫ p(y_k, θ*_-i, θ_i | φ) / p(y_k, θ* | φ) dθ_i
 
-_AT_ONCE = 2**22  # numbers in the points that are held at a time
 _DIAGONAL = 1e-5  # of a curvature that differences tell, before the density itself is looked at
 _EQUAL = 1e-8
 
 
 def is_separable(client: ClientView) -> bool:
-    """Whether coordinates of θ are independent given φ and the data: of the density alone, near and far."""
+    """Whether coordinates of θ are independent given φ and the data."""
+    return client.local_size == 1 or client.view(_is_product)
+
+
+def _is_product(client: ClientView) -> bool:
+    """By the density alone, near and far."""
     prior = client.prior.gaussian
     points = gaussian.mean(prior) + np.array([[-1.0], [0.3], [1.0]]) * gaussian.standard_deviations(prior)
     try:
@@ -225,39 +224,26 @@ def is_separable(client: ClientView) -> bool:
     return True
 
 
-def one_by_one(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
+def _one_by_one(client: ClientView, points: Array, about: Laplace) -> tuple[Array, Array]:
     """log f_k at points (S, m), NaN where there is no mode, and what is not known of it."""
-    return by_two_rules(lambda some, rule: _by_rule(client, some, center, rule), points)
+    of, d = client.view(_marginal.densities), client.local_size
+    about = about._replace(root=about.root * np.eye(d))
 
+    def compute(some: Places, rule: Rule) -> tuple[Array, Array]:
+        def summed(terms: Array) -> Array:
+            lines, less = pairs.log_lines(terms, d)
+            lines = lines.reshape(len(terms) * d, -1)
+            whole = logsumexp(lines, axis=1)
+            shares = lines - whole[:, None]
+            outside, unknown = beyond_trapezoids(shares)
+            each = np.stack([whole + np.log1p(outside), missed_by_trapezoids(shares, rule) + unknown], axis=1)
+            return np.asarray(each.reshape(-1, d, 2).sum(axis=1) - less[:, None] * np.array([1.0, 0.0]))
 
-def _by_rule(client: ClientView, points: Array, center: Array, rule: Rule) -> tuple[Array, Array]:
-    nodes = rule.nodes[:, 0]
-    log_weights = rule.log_weights + 0.5 * nodes**2 + 0.5 * np.log(2.0 * np.pi)  # of the integral itself
-    d, count = client.local_size, len(nodes)
-    values, errors = np.full(len(points), np.nan), np.zeros(len(points))
-    chunk = max(1, _AT_ONCE // (d * count * (d + points.shape[1])))
-    for first in range(0, len(points), chunk):
-        some = points[first : first + chunk]
-        found, modes, factors = _marginal.modes(client, some, center)
-        scales = np.diagonal(factors, axis1=1, axis2=2)  # (S, d)
-        told = np.isfinite(found) & np.all(scales > 0, axis=1)
-        some, modes, scales = some[told], modes[told], scales[told]
-        steps = np.zeros((len(some), d, count, d))
-        for j in range(d):
-            steps[:, j, :, j] = nodes / scales[:, j, None]
-        phi = np.broadcast_to(some[:, None, None], (len(some), d, count, some.shape[1]))
-        theta = (modes[:, None, None] + steps).reshape(-1, d)
-        at_mode = _densities(client, some, modes)
-        logs = _densities(client, phi.reshape(-1, some.shape[1]), theta).reshape(len(some), d, count)
-        terms = logs - at_mode[:, None, None] + log_weights
-        whole = logsumexp(terms, axis=2)
-        at = first + np.flatnonzero(told)
-        shares = (terms - whole[:, :, None]).reshape(-1, count)
-        outside, unknown = beyond_trapezoids(shares)
-        whole = whole + np.log1p(outside).reshape(len(some), d)
-        values[at] = at_mode + np.sum(whole - np.log(scales), axis=1)
-        errors[at] = (missed_by_trapezoids(shares, rule) + unknown).reshape(len(some), d).sum(axis=1)
-    return values, errors
+        at, who = Laplace(*(part[some] for part in about)), np.zeros(len(some), dtype=np.int64)
+        found = pairs.by_nodes(of, at, points[some], who, pairs.along_axes(rule, d), summed)
+        return np.where(np.isfinite(found[:, 0]), found[:, 0], np.nan), np.nan_to_num(found[:, 1])
+
+    return by_two_rules(compute, np.arange(len(points), dtype=np.int64))
 
 
 def _densities(client: ClientView, phi: Array, theta: Array) -> Array:

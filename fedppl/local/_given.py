@@ -58,7 +58,7 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
         theta = modes + np.linalg.solve(upper[None], z[..., None])[..., 0]
         values, (log_normal, log_mixture) = _outputs(client, phi, theta)[0], _log_candidates(z)
         is_near = is_near or (time == 0 and _differs_by(values, log_normal, log_mixture) <= _DIFFERS)
-        if not is_near and client.view(is_separable):
+        if not is_near and is_separable(client):
             return _one_by_one(client, phi, modes, np.diagonal(factors, axis1=1, axis2=2), rng)
         log_weights = values - (log_normal if is_near else log_mixture)
         if is_near and time == 0:

@@ -123,22 +123,20 @@ class Integrals(NamedTuple):
 
 def integrals(client: ClientView, points: Array, center: Array, rule: Rule) -> Integrals:
     """log f_k by a rule, at points (S, m), by way of the mode at a center (m,)."""
-    about, of = near(client, points, center), client.view(densities)
+    about = near(client, points, center)
     of_group = (rule.group[:, None] == np.arange(int(rule.group.max()) + 1)).astype(float)
-    values, relative = np.full(len(points), np.nan), np.zeros(len(points))
-    shares = np.zeros((len(points), of_group.shape[1]))
-    known = np.flatnonzero(np.isfinite(about.values))
-    chunk = max(1, _NUMBERS // (len(rule.nodes) * (points.shape[1] + client.local_size)))
-    for some in (known[first : first + chunk] for first in range(0, len(known), chunk)):
-        at = Laplace(*(part[some] for part in about))
-        terms = pairs.node_terms(of, at, points[some], np.zeros(len(some), dtype=np.int64), rule)
-        with np.errstate(invalid="ignore"):
-            total = logsumexp(terms, axis=1)
-            parts = np.exp(terms - total[:, None])
-        told = np.isfinite(total)
-        values[some[told]], shares[some[told]] = total[told], parts[told] @ of_group
-        relative[some[told]] = 1.0 / np.sum(parts[told] ** 2, axis=1) / len(rule.nodes)
-    return Integrals(values, about.values, relative, shares)
+
+    def shared(terms: Array) -> Array:
+        total = logsumexp(terms, axis=1, keepdims=True)
+        parts = np.exp(terms - total)
+        effective = 1.0 / np.sum(parts**2, axis=1, keepdims=True)
+        return np.concatenate([total, effective / len(rule.nodes), parts @ of_group], axis=1)
+
+    who = np.zeros(len(points), dtype=np.int64)
+    found = pairs.by_nodes(client.view(densities), about, points, who, rule, shared)
+    told = np.isfinite(found[:, :1])
+    values, relative, shares = np.where(told, found[:, 0:1], np.nan), found[:, 1], found[:, 2:]
+    return Integrals(values[:, 0], about.values, np.where(told[:, 0], relative, 0.0), np.where(told, shares, 0.0))
 
 
 def difference(client: ClientView, points: Array, center: Array) -> tuple[Array, float] | None:

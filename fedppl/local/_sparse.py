@@ -22,7 +22,6 @@ from fedppl.types import Array
 FEWEST, MOST = 4, 8  # coordinates
 _LEVELS = (4, 5)  # that are taken, each held against the next
 _LOOKED_AT = 16  # points at which both are computed
-_NUMBERS = 2**22  # in the points that are held at a time
 
 
 def by_two_levels(client: ClientView, points: Array, center: Array, enough: float) -> tuple[Array, Array] | None:
@@ -54,13 +53,10 @@ def by_two_levels(client: ClientView, points: Array, center: Array, enough: floa
 
 def summed(of: Densities, about: Laplace, phi: Array, who: NDArray[np.int64], rule: Signed) -> Array:
     """Logarithms of integrals, pair by pair (N,), by a rule some of whose weights are negative; NaN of none above 0."""
-    found = np.full(len(phi), np.nan)
-    known = np.flatnonzero(np.isfinite(about.values))
-    chunk = max(1, _NUMBERS // (len(rule.weights) * (phi.shape[1] + about.theta.shape[1])))
-    for some in (known[first : first + chunk] for first in range(0, len(known), chunk)):
-        at = Laplace(*(part[some] for part in about))
-        terms = pairs.node_terms(of, at, phi[some], who[some], rule.nodes)
+
+    def total(terms: Array) -> Array:
         highest = np.max(terms, axis=1, keepdims=True)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found[some] = highest[:, 0] + np.log(np.exp(terms - highest) @ rule.weights)
+        return np.asarray(highest + np.log(np.exp(terms - highest) @ rule.weights[:, None]))
+
+    found = pairs.by_nodes(of, about, phi, who, rule.nodes, total)[:, 0]
     return np.where(np.isfinite(found), found, np.nan)

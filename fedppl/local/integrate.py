@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fedppl import gaussian
-from fedppl.contracts import ClientView, Constant, Factor
-from fedppl.local import _factor, _gaussian_rest, _marginal, _sparse
+from fedppl.contracts import ClientView, Constant
+from fedppl.local import _factor, _gaussian_rest, _sparse
 from fedppl.local._marginal import no_mode
 from fedppl.local._other_modes import several_modes
-from fedppl.local._two_rules import by_two_rules
 from fedppl.numerics import pairs
-from fedppl.numerics.integral import Rule, beyond_trapezoids, by_grid, by_sparse_grid, missed_by_trapezoids
+from fedppl.numerics.integral import Rule, by_grid, by_sparse_grid
 from fedppl.numerics.pairs import Densities, Laplace, Origins, Places
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array
@@ -48,8 +47,6 @@ _ROUGH = {1: 9, 2: 5, 3: 3}  # nodes of each coordinate of a cheap rule, by the 
 _ROUGH_LEVEL = 3  # of a sparse grid, of more that depend on each other
 _ALONG = 7  # nodes of an axis, beyond; an odd number, so that one is the center
 
-LeftOutFn = Callable[[ClientView, Array, Array, Laplace], Factor]
-
 
 class Stacked(NamedTuple):
     """Clients of one compiled density and as many local coordinates, side by side."""
@@ -59,7 +56,7 @@ class Stacked(NamedTuple):
     ids: Sequence[str]
     client: Callable[[int], ClientView]  # the client in a place as others know it
     prior: SharedPrior
-    left_out: LeftOutFn | None  # the best rule that clients have; None where Laplace's approximation is exact
+    exact: bool  # whether Laplace's approximation leaves nothing out
 
     def __len__(self) -> int:
         """Return the number of clients."""
@@ -126,8 +123,7 @@ def _stacked(
     places = np.unique(np.linspace(0, len(initial) - 1, min(_LOOKED_AT, len(initial))).astype(int))
     d = initial.shape[1]
     exact = not d or (bool(np.all(gaussians)) and all(client(int(k)).view(_gaussian_rest.is_exact) for k in places))
-    rule = None if exact else _on_a_line if d == 1 else _by_quadrature
-    return Stacked(of, starts, ids, client, like.prior, rule)
+    return Stacked(of, starts, ids, client, like.prior, exact)
 
 
 def _looks_gaussian(of: Densities, found: pairs.Modes, phi: Array, who: Places) -> NDArray[np.bool_]:
@@ -159,44 +155,6 @@ def slopes(stacks: Sequence[Stacked], point: Array) -> tuple[Array, Array]:
         own = pairs.expansions(stack.of, point, stack.starts, np.arange(len(stack), dtype=np.int64), wanted)
         gradient, hessian = gradient + own.gradients.sum(axis=0), hessian + own.hessians.sum(axis=0)
     return gradient, hessian
-
-
-# What Laplace's approximation leaves out, at one client ---------------------------------------------------------------
-
-
-def _on_a_line(client: ClientView, points: Array, center: Array, laplace: Laplace) -> Factor:
-    """By trapezoids over the one local coordinate."""
-    of, who = client.view(_marginal.densities), np.zeros(len(points), dtype=np.int64)
-    known = np.flatnonzero(np.isfinite(laplace.values))
-    about = Laplace(*(part[known] for part in laplace))
-
-    def compute(some: Places, rule: Rule) -> tuple[Array, Array]:
-        at = Laplace(*(part[some] for part in about))
-        terms = pairs.node_terms(of, at, points[known[some]], who[: len(some)], rule)
-        return _by_trapezoids(terms, rule)
-
-    values, errors = np.full(len(points), np.nan), np.zeros(len(points))
-    values[known], errors[known] = by_two_rules(compute, np.arange(len(known), dtype=np.int64))
-    return _less(Factor(*_factor.with_alike(values, errors)), laplace)
-
-
-def _by_trapezoids(terms: Array, rule: Rule) -> tuple[Array, Array]:
-    """Logarithms of integrals of terms (N, L), and what is not known of them."""
-    with np.errstate(invalid="ignore"):
-        whole = logsumexp(terms, axis=1)
-        shares = terms - whole[:, None]
-    outside, unknown = beyond_trapezoids(shares)
-    values = whole + np.log1p(outside)
-    return np.where(np.isfinite(values), values, np.nan), missed_by_trapezoids(shares, rule) + unknown
-
-
-def _by_quadrature(client: ClientView, points: Array, center: Array, laplace: Laplace) -> Factor:
-    """By the rule that fits: lines, a grid, one of few coordinates that leave the others Gaussian, or sampled nodes."""
-    return _less(Factor(*_factor.integrated(client, points, center)), laplace)
-
-
-def _less(found: Factor, laplace: Laplace) -> Factor:
-    return found._replace(values=found.values - laplace.values)
 
 
 # Sums over a stack ----------------------------------------------------------------------------------------------------
@@ -233,7 +191,7 @@ def summed(
     rest = np.setdiff1d(places, careful)
     if not len(rest) or found.failures:  # a sum without one of them is of no use
         return found
-    if not len(known) or stack.left_out is None:
+    if not len(known) or stack.exact:
         return _added([found, *(one.values for one in over(rest, _nothing))], points, known)
     cheap = _cheaper(stack, points[known], center, careful, len(rest))
     found = _added([found, *(one.values for one in over(rest, cheap.way))], points, known)
@@ -270,12 +228,12 @@ def _part(
     usable = at.modes.arrived if stack.starts.shape[1] else np.ones(len(places), dtype=bool)
     failures = {str(stack.ids[k]): no_mode(stack.client(int(k)), center) for k in places[~usable]}
     rows = np.flatnonzero(usable)
-    if look and stack.left_out is not None and len(rows):
+    if look and not stack.exact and len(rows):
         clients = [stack.client(int(k)) for k in places[rows]]
         several = several_modes(stack.of, places[rows], clients, stack.starts[places[rows]], points, center)
         failures |= several
         rows = np.array([row for row in rows if str(stack.ids[places[row]]) not in several], dtype=np.int64)
-    roughly = roughly and stack.left_out is not None
+    roughly = roughly and not stack.exact
     values, about = _laplace_at(stack, at, rows, places, points, np.arange(len(points)) if roughly else known)
     left_out, errors = np.zeros((2, len(rows), len(known)))
     constants: list[Constant] = []
@@ -284,7 +242,7 @@ def _part(
         values, left_out = values + rough, -rough[:, known]
         some = (np.arange(len(rows))[:, None] * len(points) + known).reshape(-1)
         about = Laplace(*(part[some] for part in about))
-    if len(known) and stack.left_out is not None:
+    if len(known) and not stack.exact:
         more, errors, constants = way(stack, places[rows], points[known], center, about)
         left_out = left_out + more
     told, also = np.isfinite(values), np.isfinite(left_out)
@@ -311,37 +269,28 @@ def _roughly_left_out(stack: Stacked, places: Places, points: Array, about: Lapl
     """
     of, d = stack.of, about.theta.shape[1]
     phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
-    found = np.zeros(len(phi))
     if _sparse.FEWEST <= d <= _sparse.MOST and not (len(places) and _is_separable(stack, places)):
-        found = _sparse.summed(of, about, phi, who, by_sparse_grid(d, _ROUGH_LEVEL)) - about.values
-        return np.where(np.isfinite(found), found, 0.0).reshape(len(places), len(points))
-    rule = by_grid(d, _ROUGH[d]) if d in _ROUGH else _lines(d)
-    chunk = max(1, _NUMBERS // (len(rule.nodes) * (d + points.shape[1])))
-    for first in range(0, len(phi), chunk):
-        some = slice(first, first + chunk)
-        at = Laplace(*(part[some] for part in about))
-        terms = pairs.node_terms(of, at, phi[some], who[some], rule)
-        with np.errstate(invalid="ignore"):
-            if d in _ROUGH:
-                found[some] = logsumexp(terms, axis=1) - at.values
-            else:
-                # Laplace's value of a mode that is foretold is not the density there: d lines add up what it is off by.
-                lines, middle = terms.reshape(len(terms), d, _ALONG), _ALONG // 2
-                center = lines[:, 0, middle] - rule.log_weights[middle]
-                along = logsumexp(lines - center[:, None, None], axis=2).sum(axis=1)
-                found[some] = center + along - at.values
-    return np.where(np.isfinite(found), found, 0.0).reshape(len(places), len(points))
+        found = _sparse.summed(of, about, phi, who, by_sparse_grid(d, _ROUGH_LEVEL))
+    elif d in _ROUGH:
+        found = _integrals(of, about, phi, who, by_grid(d, _ROUGH[d]))
+    else:
+
+        def total(terms: Array) -> Array:
+            lines, less = pairs.log_lines(terms, d)
+            return np.asarray(logsumexp(lines, axis=2).sum(axis=1) - less)[:, None]
+
+        found = pairs.by_nodes(of, about, phi, who, pairs.along_axes(by_grid(1, _ALONG), d), total)[:, 0]
+    left = found - about.values
+    return np.where(np.isfinite(left), left, 0.0).reshape(len(places), len(points))
+
+
+def _integrals(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rule) -> Array:
+    """Logarithms of integrals by a rule, pair by pair, (N,)."""
+    return pairs.by_nodes(of, about, phi, who, rule, lambda terms: logsumexp(terms, axis=1, keepdims=True))[:, 0]
 
 
 def _is_separable(stack: Stacked, places: Places) -> bool:
-    return bool(stack.client(int(places[0])).view(_factor.is_separable))
-
-
-def _lines(d: int) -> Rule:
-    """Nodes along each axis in turn, which is alone in having a weight."""
-    one = by_grid(1, _ALONG)
-    nodes = np.concatenate([one.nodes * axis for axis in np.eye(d)])
-    return Rule(nodes, np.tile(one.log_weights, d), np.zeros(len(nodes)))
+    return _factor.is_separable(stack.client(int(places[0])))
 
 
 def _laplace_at(
@@ -376,11 +325,10 @@ def _careful(
     """By the best rule that each client has."""
     count = len(points)
     values, errors, constants = np.zeros((len(places), count)), np.zeros((len(places), count)), []
-    assert stack.left_out is not None
     for row, k in enumerate(places):
         own = Laplace(*(part[row * count : (row + 1) * count] for part in about))
-        found = stack.left_out(stack.client(int(k)), points, center, own)
-        values[row], errors[row] = found.values, found.errors
+        found = _factor.integrated(stack.client(int(k)), points, center, own)
+        values[row], errors[row] = found.values - own.values, found.errors
         constants.append(found.constant)
     return values, errors, constants
 
@@ -398,9 +346,7 @@ def _by_rule(
     """By one rule for all."""
     shape = len(places), len(points)
     phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
-    terms = pairs.node_terms(stack.of, about, phi, who, rule)
-    with np.errstate(invalid="ignore"):
-        found = logsumexp(terms, axis=1) - about.values
+    found = _integrals(stack.of, about, phi, who, rule) - about.values
     return found.reshape(shape), np.zeros(shape), []
 
 
@@ -442,12 +388,9 @@ def _chosen_rule(stack: Stacked, center: Array, places: Places, count: int) -> R
     phi = np.broadcast_to(center, (len(places), len(center)))
     about = pairs.laplace(stack.of, at, rows, places, phi)
 
-    def integrals(nodes: int) -> Array:
-        return np.asarray(logsumexp(pairs.node_terms(stack.of, about, phi, places, by_grid(d, nodes)), axis=1))
-
-    fine = integrals(_FINER[d])
+    fine = _integrals(stack.of, about, phi, places, by_grid(d, _FINER[d]))
     for nodes in _NODES[d]:
-        apart = integrals(nodes) - fine
+        apart = _integrals(stack.of, about, phi, places, by_grid(d, nodes)) - fine
         if count * np.nanstd(apart) <= _OFF * np.sqrt(len(places)):
             break
     return by_grid(d, nodes)

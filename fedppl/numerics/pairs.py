@@ -9,6 +9,7 @@ client and a million are the same lines, and nothing is compiled but the loop ov
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ _NEAR = 1e-2  # Newton decrement up to which a second-order correction takes the
 _NEAR_STEPS = 3
 _THIRD = 1e-2  # sds, over which curvatures are differenced
 _SHIFT, _MOST_SHIFT = 1e-3, 1e26  # of a curvature that is not positive, in its own units
+_NUMBERS = 2**22  # in points at nodes that are held at a time
 
 # Reals and integers of all clients, where arrays of each lie in its own, and where its own begin.
 PACKS = types.Tuple((VECTOR, INTEGERS, types.int64[:, ::1], types.int64[:, ::1]))
@@ -491,9 +493,45 @@ def difference_hessian(kernel: Any, x: Array, scale: Array, packed: Any) -> Arra
 def node_terms(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rule) -> Array:
     """Logarithms of what nodes z of a rule add to the integral over θ = mode + L⁻ᵀ z, pair by pair, (N, L)."""
     (count, d), nodes = about.theta.shape, len(rule.nodes)
-    steps = np.broadcast_to(rule.nodes, (count, nodes, d)).reshape(-1, d)
-    theta = np.repeat(about.theta, nodes, axis=0) + solve_upper(np.repeat(about.root, nodes, axis=0), steps)
+    theta = np.repeat(about.theta, nodes, axis=0)
+    if d:
+        unit = np.broadcast_to(np.eye(d), (count, d, d))
+        axes = np.stack([solve_upper(about.root, unit[:, i]) for i in range(d)], axis=1)  # rows are L⁻ᵀ e
+        theta += (rule.nodes @ axes).reshape(-1, d)
     value = outputs(of, np.repeat(phi, nodes, axis=0), theta, np.repeat(who, nodes))[:, 0].reshape(count, nodes)
     constant = 0.5 * d * np.log(2.0 * np.pi) - 0.5 * log_determinant(about.root)
     terms = value + (0.5 * np.sum(rule.nodes**2, axis=1) + rule.log_weights) + constant[:, None]
     return np.where(terms < np.inf, terms, -np.inf)  # NaN: no density there
+
+
+def by_nodes(
+    of: Densities, about: Laplace, phi: Array, who: Places, rule: Rule, reduce: Callable[[Array], Array]
+) -> Array:
+    """What `reduce` makes of these terms (n, L), entries (n, C), of so many pairs as are held at once: (N, C).
+
+    NaN where there is no mode.
+    """
+    known, parts = np.flatnonzero(np.isfinite(about.values)), []
+    chunk = max(1, _NUMBERS // (len(rule.nodes) * (phi.shape[1] + about.theta.shape[1])))
+    for first in range(0, max(len(known), 1), chunk):
+        some = known[first : first + chunk]
+        terms = node_terms(of, Laplace(*(part[some] for part in about)), phi[some], who[some], rule)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            parts.append(reduce(terms))
+    found = np.full((len(phi), parts[0].shape[1]), np.nan)
+    found[known] = np.concatenate(parts)
+    return found
+
+
+def along_axes(rule: Rule, d: int) -> Rule:
+    """A rule for one coordinate along each of d axes in turn, after one node at the mode, which is without a weight."""
+    nodes = np.concatenate([np.zeros((1, d)), *(rule.nodes * axis for axis in np.eye(d))])
+    return Rule(nodes, np.concatenate([[0.0], np.tile(rule.log_weights, d)]), np.zeros(len(nodes)))
+
+
+def log_lines(terms: Array, d: int) -> tuple[Array, Array]:
+    """What nodes along each axis add, (n, d, L), and what to take from the sum of d such integrals' logarithms, (n,).
+
+    The density at the mode is in each: f = p* Π_i (f_i / p*). Laplace's value of a mode that is foretold is not it.
+    """
+    return terms[:, 1:].reshape(len(terms), d, -1), (d - 1.0) * terms[:, 0]
