@@ -21,7 +21,7 @@ from fedppl.local._marginal import LeftOut
 from fedppl.local._two_rules import Pair, by_pairs, by_two_rules
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import has_enough_points, stream_of
-from fedppl.numerics.integral import Rule, beyond_grid, beyond_trapezoids, by_far_grid, by_grid, missed_by_trapezoids
+from fedppl.numerics.integral import Rule, by_far_grid, by_grid, log_integrals
 from fedppl.numerics.pairs import Densities
 from fedppl.types import Array
 
@@ -79,15 +79,8 @@ def _by_rule(
         about = about_modes(some[told], modes[told], factors[told], which, rest)
         if along_axes:
             about = about._replace(spread=np.sqrt(np.sum(about.spread**2, axis=2))[:, :, None] * np.eye(q))
-        if far:
-            terms = _terms(client, about, which, rest, rule)
-        else:
-            terms = _centered(client, about, which, rest, rule)
-        total = logsumexp(terms, axis=1)
-        known = np.isfinite(total)
-        outside, missed = (_beyond if q == 1 else _beyond_grid)(terms[known] - total[known, None], rule)
-        values[first + told[known]] = total[known] + np.log1p(outside)
-        errors[first + told[known]] = missed
+        terms = (_terms if far else _centered)(client, about, which, rest, rule)
+        values[first + told], errors[first + told] = log_integrals(terms, rule)
     return values, errors
 
 
@@ -142,17 +135,6 @@ def _drawn_in(shares: Array, nodes: Array, gaps: Array) -> Array:
         width = _IN * np.maximum(0.5 * (high - low), gaps[:, place])
         held[:, :, place] = np.clip(column, (middle - width)[:, None], (middle + width)[:, None])
     return held
-
-
-def _beyond(terms: Array, rule: Rule) -> tuple[Array, Array]:
-    """What is outside of the nodes, in shares of the integral, and what is not known of its logarithm."""
-    outside, unknown = beyond_trapezoids(terms)
-    return outside, unknown + missed_by_trapezoids(terms, rule)
-
-
-def _beyond_grid(terms: Array, rule: Rule) -> tuple[Array, Array]:
-    groups = range(int(rule.group.max()) + 1)
-    return beyond_grid(np.stack([np.exp(terms[:, rule.group == one]).sum(axis=1) for one in groups], axis=1))
 
 
 class Given(NamedTuple):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
@@ -22,7 +21,7 @@ from fedppl.local._other_modes import require_one_mode
 from fedppl.local._two_rules import by_two_rules
 from fedppl.numerics import importance, pairs, region
 from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
-from fedppl.numerics.integral import Rule, beyond_trapezoids, missed_by_trapezoids
+from fedppl.numerics.integral import Rule, log_integrals
 from fedppl.numerics.pairs import Laplace, Places, site_batch
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.numerics.smooth import smooth_over
@@ -217,7 +216,9 @@ def _is_product(client: ClientView) -> bool:
         moved = z / scale
         alone = (moved[:, :, None] * np.eye(d)).reshape(-1, d)  # one coordinate moved at a time
         theta = mode + np.concatenate([np.zeros((1, d)), moved, alone])
-        logs = _densities(client, np.broadcast_to(point, (len(theta), len(point))), theta)
+        x = np.concatenate([np.broadcast_to(point, (len(theta), len(point))), theta], axis=1)
+        logs = site_batch(client.kernel, x, client.packed)
+        logs = np.where(logs < np.inf, logs, -np.inf)
         together, each = logs[1 : 1 + len(z)] - logs[0], (logs[1 + len(z) :] - logs[0]).reshape(len(z), d).sum(axis=1)
         if not np.allclose(together, each, rtol=_EQUAL, atol=_EQUAL * max(1.0, float(np.abs(logs[0])))):
             return False
@@ -232,21 +233,11 @@ def _one_by_one(client: ClientView, points: Array, about: Laplace) -> tuple[Arra
     def compute(some: Places, rule: Rule) -> tuple[Array, Array]:
         def summed(terms: Array) -> Array:
             lines, less = pairs.log_lines(terms, d)
-            lines = lines.reshape(len(terms) * d, -1)
-            whole = logsumexp(lines, axis=1)
-            shares = lines - whole[:, None]
-            outside, unknown = beyond_trapezoids(shares)
-            each = np.stack([whole + np.log1p(outside), missed_by_trapezoids(shares, rule) + unknown], axis=1)
+            each = np.stack(log_integrals(lines.reshape(len(terms) * d, -1), rule), axis=1)
             return np.asarray(each.reshape(-1, d, 2).sum(axis=1) - less[:, None] * np.array([1.0, 0.0]))
 
         at, who = Laplace(*(part[some] for part in about)), np.zeros(len(some), dtype=np.int64)
         found = pairs.by_nodes(of, at, points[some], who, pairs.along_axes(rule, d), summed)
-        return np.where(np.isfinite(found[:, 0]), found[:, 0], np.nan), np.nan_to_num(found[:, 1])
+        return found[:, 0], np.nan_to_num(found[:, 1])
 
     return by_two_rules(compute, np.arange(len(points), dtype=np.int64))
-
-
-def _densities(client: ClientView, phi: Array, theta: Array) -> Array:
-    """log p(y, θ | φ) at rows of both; −inf where it is not a number."""
-    logs = site_batch(client.kernel, np.concatenate([phi, theta], axis=1), client.packed)
-    return np.where(logs < np.inf, logs, -np.inf)

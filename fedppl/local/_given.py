@@ -16,10 +16,10 @@ from scipy.special import softmax
 
 from fedppl.contracts import ClientView
 from fedppl.local import _gaussian_rest, _marginal
-from fedppl.local._conditional import _centered, _gaps, _inverses, _Quadrature, about_modes
+from fedppl.local._conditional import _centered, _gaps, _Quadrature, about_modes, at_nodes
 from fedppl.local._factor import is_separable
 from fedppl.local._gaussian_rest import Places
-from fedppl.numerics import region
+from fedppl.numerics import pairs, region
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.pairs import site_outputs
 from fedppl.types import Array, Rng
@@ -142,7 +142,6 @@ def _log_candidates(z: Array) -> tuple[Array, Array]:
 # through its nodes, and of two spread out between them, from where trajectories move on.
 
 _FUNNEL_NODES = 11  # of each coordinate where there are two
-_NEWTON = 2  # steps: of what is Gaussian one would do, but for rounding
 _FAR = (4, 6)  # arsinh of sds: 27, and where something is left out there 202
 _OUTSIDE = np.log(1e-5)  # of the density at its largest, at the outermost nodes
 
@@ -154,7 +153,7 @@ def drawn(
 
     c by its density, the others given c: exact where c is one coordinate, and else where trajectories may begin.
     """
-    (m, d), theta = (phi.shape[1], modes.shape[1]), np.zeros((len(where), modes.shape[1]))
+    d, theta = modes.shape[1], np.zeros((len(where), modes.shape[1]))
     rest, is_one = np.setdiff1d(np.arange(d), which), len(which) == 1
     about = about_modes(phi, modes, factors, which, rest)
     about, terms, rule = _spread_out(client, about, which, rest) if is_one else _by_grid(client, about, which, rest)
@@ -169,17 +168,15 @@ def drawn(
         z = np.sinh(u)[:, None]
     else:
         z = _between_nodes(terms[of], rule, rng)
-    x = np.concatenate([phi[of], about.modes[of]], axis=1)
-    step = about.shift[of] + np.einsum("npq,nq->np", about.spread[of], z)
-    x[:, m + which] += step
-    good: Places = np.arange(len(x))
-    if len(rest):
-        of_rest = about.curvature[:, rest[:, None], rest]
-        follow = np.linalg.solve(of_rest, about.curvature[:, rest[:, None], which])
-        x[:, m + rest] -= np.einsum("nrq,nq->nr", follow[of], step)
-        widths = 1.0 / np.sqrt(np.diagonal(of_rest, axis1=1, axis2=2))
-        good = _draw_rest(client, x, m + rest, widths[of], rng)
-    theta[found[good]] = x[good, m:]
+    at = _Quadrature(*(part[of] for part in about))
+    at = at._replace(shift=at.shift + np.einsum("npq,nq->np", at.spread, z))
+    middle = Rule(np.zeros((1, len(which))), np.zeros(1), np.zeros(1))  # one node, at what was drawn
+    given = at_nodes(client.view(_marginal.densities), np.zeros(len(of), dtype=np.int64), at, which, rest, middle)
+    root, proper = pairs.cholesky(given.precision[:, 0])
+    good = np.flatnonzero(np.isfinite(given.terms[:, 0]) & proper)
+    theta[found[good]] = given.theta[good, 0]
+    away = pairs.solve_upper(root[good], rng.normal(size=(len(good), len(rest))))
+    theta[np.ix_(found[good], rest)] += away
     return theta, found[good]
 
 
@@ -218,25 +215,6 @@ def _between_nodes(terms: Array, rule: Rule, rng: Rng) -> Array:
     added = softmax(rule.log_weights) @ gaps**2 / 12.0
     jitter = gaps[chosen] * rng.uniform(-0.5, 0.5, size=(len(terms), gaps.shape[1]))
     return np.asarray(np.sqrt(1.0 - added) * rule.nodes[chosen] + jitter)
-
-
-def _draw_rest(client: ClientView, x: Array, places: Places, widths: Array, rng: Rng) -> Places:
-    """Draw the Gaussian coordinates of x (N, m + d), which is changed, and tell the rows where that was possible."""
-    around = np.repeat(x[:, None], 1 + len(places), axis=1)
-    around[:, np.arange(1, 1 + len(places)), places] += widths  # slopes are linear in these: any step is exact
-    slopes = site_outputs(client.kernel, around.reshape(-1, x.shape[1]), client.packed)[:, 1 + places]
-    slopes = slopes.reshape(len(x), 1 + len(places), len(places))
-    curved = -(slopes[:, 1:] - slopes[:, :1]) / widths[:, :, None]
-    inverse, log_determinant = _inverses(0.5 * (curved + np.swapaxes(curved, 1, 2)))
-    slope = slopes[:, 0]
-    for _ in range(_NEWTON):
-        x[:, places] += np.einsum("nij,nj->ni", inverse, np.nan_to_num(slope))
-        slope = site_outputs(client.kernel, x, client.packed)[:, 1 + places]
-    good = np.flatnonzero(np.isfinite(log_determinant) & np.isfinite(slope).all(axis=1))
-    values, vectors = np.linalg.eigh(inverse[good])
-    sds = np.sqrt(np.maximum(values, 0.0))  # rounding may leave one that is no variance
-    x[np.ix_(good, places)] += np.einsum("nij,nj->ni", vectors, sds * rng.normal(size=sds.shape))
-    return good
 
 
 # Hamiltonian trajectories of many points at once, each of a density of its own that is near a standard normal ---------

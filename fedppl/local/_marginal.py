@@ -11,7 +11,7 @@ from scipy.special import logsumexp
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Expansion
 from fedppl.numerics import pairs
-from fedppl.numerics.importance import stream_of, whitened_points
+from fedppl.numerics.importance import quadratic_terms, stream_of, whitened_points
 from fedppl.numerics.integral import SIZES, Rule, by_grid, by_points
 from fedppl.numerics.pairs import Densities, Laplace, inner_mode_at, site_batch
 from fedppl.types import Array, LocalFailure
@@ -211,10 +211,8 @@ def left_out(
         z = whitened_points(m, (m + 1) * (m + 2), stream)
         again = difference(mean + z @ root.T)
         if again is not None:
-            rows, columns = np.triu_indices(m)
-            design = np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
-            coefficients = np.linalg.lstsq(design, again[0], rcond=None)[0]
-            linear, curved[rows, columns] = coefficients[1 : 1 + m], coefficients[1 + m :]
+            coefficients = np.linalg.lstsq(quadratic_terms(z), again[0], rcond=None)[0]
+            linear, curved[np.triu_indices(m)] = coefficients[1 : 1 + m], coefficients[1 + m :]
             trust = min(trust, again[1])
     inverse = np.linalg.inv(root)
 

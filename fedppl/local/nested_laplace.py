@@ -17,7 +17,7 @@ from fedppl.local._given import draw_given
 from fedppl.local._marginal import no_mode
 from fedppl.local.nuts import NUTS
 from fedppl.local.target import moments_of, require_smooth
-from fedppl.numerics import region
+from fedppl.numerics import pairs
 from fedppl.numerics.importance import (
     WeightedMoments,
     effective_size,
@@ -30,7 +30,8 @@ from fedppl.numerics.importance import (
     weighted_moments,
 )
 from fedppl.numerics.pairs import site_batch
-from fedppl.numerics.region import DEGREES, SCRAMBLES, standard_points
+from fedppl.numerics.proposals import log_mixture, points_of, propose
+from fedppl.numerics.region import SCRAMBLES
 from fedppl.results.records import STANDARDISED
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure, Rng
@@ -241,15 +242,13 @@ def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, r
     chunk = max(1, _AT_ONCE // max(1, d * d))
     kept: list[tuple[Array, Array, Array]] = []
     for first in range(0, len(phi), chunk):
-        some = phi[first : first + chunk]
-        _, modes, factors = _marginal.modes(client, some, center)
-        found = np.array([np.all(np.diag(f) > 0) for f in factors]) if d else np.ones(len(some), dtype=bool)
-        some, modes, factors = some[found], modes[found], factors[found]
-        noise = rng.normal(size=(len(some), d))
-        theta = modes + np.linalg.solve(np.swapaxes(factors, 1, 2), noise[..., None])[..., 0] if d else modes
-        log_proposal = -0.5 * np.sum(noise**2, axis=1) + np.sum(np.log(np.einsum("sii->si", factors)), axis=1)
+        about = _marginal.near(client, phi[first : first + chunk], center)
+        told = np.flatnonzero(np.isfinite(about.values))
+        some, root, noise = phi[first + told], about.root[told], rng.normal(size=(len(told), d))
+        theta = about.theta[told] + pairs.solve_upper(root, noise)
+        log_proposal = -0.5 * np.sum(noise**2, axis=1) + 0.5 * pairs.log_determinant(root)
         values = site_batch(client.kernel, np.concatenate([some, theta], axis=1), client.packed)
-        kept.append((some, theta, values - log_proposal + outside[first : first + chunk][found]))
+        kept.append((some, theta, values - log_proposal + outside[first + told]))
     if not any(len(some) for some, _, _ in kept):
         raise LocalFailure(no_mode(client, center))
     joined, theta, log_weights = (np.concatenate(parts) for parts in zip(*kept, strict=True))
@@ -306,12 +305,11 @@ def _weighted(
 ) -> StudentSample | None:
     m = len(mean)
     try:
-        root = np.asarray(np.linalg.cholesky(covariance * (DEGREES - 2.0) / DEGREES), dtype=np.float64)
+        student_t = propose(mean, covariance, count)
     except np.linalg.LinAlgError:
         return None
-    t = standard_points(m, count, stream)
-    points = mean + t @ root.T
-    log_proposal = region.log_density(t, root)
+    points = points_of(student_t, stream)
+    log_proposal = log_mixture((student_t,), points)
     log_weights = log_density(points) - log_proposal
     if not np.any(np.isfinite(log_weights)):
         return None

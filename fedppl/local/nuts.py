@@ -20,7 +20,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local import _from_q
 from fedppl.local.target import log_tilted, start
 from fedppl.numerics import importance, region
-from fedppl.numerics.importance import effective_size, normalise, stream_of
+from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, stream_of
 from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose
 from fedppl.numerics.smooth import smooth_over
@@ -345,8 +345,7 @@ def _at(client: ClientView, pool: _Pool, points: Array) -> tuple[Array, Array]:
 def _quadratic(points: Array, some: Array, values: Array) -> Array | None:
     """The quadratic that is nearest to values at some of the points, at all of them; None where there are few."""
     z = (points - np.median(points, axis=0)) / np.maximum(np.std(points, axis=0), 1e-300)
-    rows, columns = np.triu_indices(points.shape[1])
-    design = np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
+    design = quadratic_terms(z)
     told = np.isfinite(values)
     if np.sum(told) < 4 * design.shape[1]:
         return None

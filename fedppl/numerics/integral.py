@@ -14,6 +14,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import logsumexp
 
 from fedppl.numerics.importance import whitened_points
 from fedppl.types import Array
@@ -125,19 +126,29 @@ def beyond(outermost: Array, next_to_it: Array) -> tuple[Array, Array]:
     return np.asarray(found.sum(axis=1)), np.asarray(unknown.sum(axis=1))
 
 
-def beyond_grid(shares: Array) -> tuple[Array, Array]:
-    """The same for a grid, by shares of its groups (S, G); of one without sides its rim is what is not known."""
-    if shares.shape[1] == 2:
-        return np.zeros(len(shares)), shares[:, 1]
-    return beyond(shares[:, 1::2], shares[:, 2::2])
+def log_integrals(terms: Array, rule: Rule) -> tuple[Array, Array]:
+    """Logarithms of integrals (S,), NaN where there is none, and what is not known of them; 0 there.
+
+    Of logarithms of what nodes add, (S, L): of trapezoids along one coordinate, or of a grid, what lies beyond is added
+    by its sides; of a grid without sides its rim is what is not known.
+    """
+    with np.errstate(invalid="ignore"):
+        total = logsumexp(terms, axis=1)
+        shares = terms - total[:, None]
+        if rule.nodes.shape[1] == 1:
+            outside, unknown = beyond(np.exp(shares[:, [0, -1]]), np.exp(shares[:, [1, -2]]))
+            unknown = unknown + _missed_by_trapezoids(shares, rule)
+        else:
+            groups = range(int(rule.group.max()) + 1)
+            each = np.stack([np.exp(shares[:, rule.group == one]).sum(axis=1) for one in groups], axis=1)
+            has_sides = each.shape[1] > 2
+            outside, unknown = beyond(each[:, 1::2], each[:, 2::2]) if has_sides else (np.zeros(len(each)), each[:, 1])
+        values = total + np.log1p(outside)
+    told = np.isfinite(values)
+    return np.where(told, values, np.nan), np.where(told, unknown, 0.0)
 
 
-def beyond_trapezoids(terms: Array) -> tuple[Array, Array]:
-    """The same for one coordinate, by logarithms of what each node is of the integral, (S, L)."""
-    return beyond(np.exp(terms[:, [0, -1]]), np.exp(terms[:, [1, -2]]))
-
-
-def missed_by_trapezoids(terms: Array, rule: Rule) -> Array:
+def _missed_by_trapezoids(terms: Array, rule: Rule) -> Array:
     """What is not known of the logarithm of an integral (S,), of logarithms of what each node is of it, (S, L).
 
     By the rule of every second node. About one peak that is where nodes are dense, the whole rule is wrong by the
