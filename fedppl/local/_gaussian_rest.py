@@ -125,9 +125,7 @@ def _is_gaussian(client: ClientView, probes: _Probes, which: Places) -> bool:
     curved = -(slopes[:, :, 1 : 1 + r] - slopes[:, :, :1])
     told = np.einsum("fnr,pfr->pfn", z, slopes[:, :, 0]) - 0.5 * np.einsum("fnr,pfrs,fns->pfn", z, curved, z)
     differ = logs[..., 1 + r :] - logs[..., :1]
-    # Many rows have a large density, whose rounding may hide nothing behind it.
-    allowed = _EQUAL + _ROUNDING * np.abs(logs[..., :1]) + _EQUAL * np.abs(differ)
-    return bool(np.all(np.isfinite(differ)) and np.all(np.abs(told - differ) <= allowed))
+    return _agree(told, differ, logs[..., :1])
 
 
 def _is_along(client: ClientView, probes: _Probes, which: Places) -> bool:
@@ -143,5 +141,10 @@ def _is_along(client: ClientView, probes: _Probes, which: Places) -> bool:
     slopes = found[np.arange(len(rest))[:, None], np.arange(2), 1 + m + rest[:, None]] * sd[0, rest, None]  # (r, 2)
     told = slopes[:, :1] * steps + 0.5 * (slopes[:, 1:] - slopes[:, :1]) * steps**2
     differ = logs - logs[:, :1]
-    allowed = _EQUAL + _ROUNDING * np.abs(logs[:, :1]) + _EQUAL * np.abs(differ)
+    return _agree(told, differ, logs[:, :1])
+
+
+def _agree(told: Array, differ: Array, logs: Array) -> bool:
+    """Whether differences of the density are as told; many rows have a large one, whose rounding hides nothing."""
+    allowed = _EQUAL + _ROUNDING * np.abs(logs) + _EQUAL * np.abs(differ)
     return bool(np.all(np.isfinite(differ)) and np.all(np.abs(told - differ) <= allowed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +13,8 @@ from fedppl.contracts import ClientView, Expansion
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import quadratic_terms, stream_of, whitened_points
 from fedppl.numerics.integral import SIZES, Rule, by_grid, by_points
-from fedppl.numerics.pairs import Densities, Laplace, inner_mode_at, site_batch
+from fedppl.numerics.pairs import Densities, Laplace, Origins, inner_mode_at, site_batch
 from fedppl.types import Array, LocalFailure
-
-_AT_ONCE, _NUMBERS = 2**15, 2**22  # points that are computed at once, and numbers in their matrices
 
 
 def densities(client: ClientView) -> Densities:
@@ -39,21 +37,17 @@ def near(client: ClientView, points: Array, center: Array) -> Laplace:
 
     Raises `LocalFailure` where there is no mode at the center.
     """
-    found = [about for _, about, _ in _in_parts(client, points, center)]
-    return Laplace(*(np.concatenate(part) for part in zip(*found, strict=True)))
+    origin, one = _origin(client, center), np.zeros(1, dtype=np.int64)
+    points = np.ascontiguousarray(points)
+    return pairs.laplace_at(client.view(densities), origin, one, one, points, np.arange(len(points)))[1]
 
 
-def _in_parts(client: ClientView, points: Array, center: Array) -> Iterator[tuple[Array, Laplace, Array]]:
-    """So many points as may be held at once, Laplace's approximation there, and sds of θ at the center's mode."""
-    of, d = client.view(densities), client.local_size
-    at = pairs.origins(of, center, client.view(start)[None], np.zeros(1, dtype=np.int64))
-    if d and not at.modes.arrived[0]:
+def _origin(client: ClientView, center: Array) -> Origins:
+    one = np.zeros(1, dtype=np.int64)
+    at = pairs.origins(client.view(densities), center, client.view(start)[None], one)
+    if client.local_size and not at.modes.arrived[0]:
         raise LocalFailure(no_mode(client, center))
-    chunk = max(1, min(_AT_ONCE, _NUMBERS // max(1, d * d + points.shape[1])))
-    for first in range(0, max(len(points), 1), chunk):
-        some = np.ascontiguousarray(points[first : first + chunk])
-        row = np.zeros(len(some), dtype=np.int64)
-        yield some, pairs.laplace(of, at, row, row, some), at.modes.scale[row]
+    return at
 
 
 def prior_sds(client: ClientView, most: float) -> Array:
@@ -85,12 +79,13 @@ def log_factor(client: ClientView, points: Array, prior_share: float) -> Array:
 
 def gradients(client: ClientView, points: Array, center: Array, prior_share: float) -> tuple[Array, Array]:
     """log f_k (and its share of a non-Gaussian prior) and its gradients at points (S, m), (S,) and (S, m)."""
-    of = client.view(densities)
-    parts = [
-        (about.values, pairs.gradients(of, some, about.theta, np.zeros(len(some), dtype=np.int64), scale))
-        for some, about, scale in _in_parts(client, points, center)
-    ]
-    found, slopes = (np.concatenate(part) for part in zip(*parts, strict=True))
+    of, origin = client.view(densities), _origin(client, center)
+    found, slopes = np.zeros(len(points)), np.zeros_like(points)
+    each = pairs.at_once(client.local_size, client.shared_size)
+    for some in (slice(first, first + each) for first in range(0, len(points), each)):
+        at, who = points[some], np.zeros(len(points[some]), dtype=np.int64)
+        about = pairs.laplace(of, origin, who, who, at)
+        found[some], slopes[some] = about.values, pairs.gradients(of, at, about.theta, who, origin.modes.scale[who])
     found = np.where(np.isfinite(found), found, -np.inf)
     if prior_share:
         found = found + prior_share * client.prior.log_ratio(points)

@@ -26,14 +26,12 @@ from fedppl.local._marginal import no_mode
 from fedppl.local._other_modes import several_modes
 from fedppl.numerics import pairs
 from fedppl.numerics.integral import Rule, by_grid, by_sparse_grid
-from fedppl.numerics.pairs import Densities, Laplace, Origins, Places
+from fedppl.numerics.pairs import Densities, Laplace, Places
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array
 
 T = TypeVar("T")
 
-_PAIRS = 2**15  # numbers of pairs that are computed at once
-_NUMBERS = 2**22  # numbers in their matrices
 _LOOKED_AT = 8  # clients of a stack by which it is known what θ is like, wherever φ is
 _ASKED_AT = (0.5, -1.0, 3.0, -10.0)  # sds from a mode, at which it is looked at whether θ is Gaussian there
 _EQUAL, _ROUNDING = 1e-6, 1e-10  # of what a Gaussian changes by, and of the density, by which others may differ
@@ -234,7 +232,8 @@ def _part(
         failures |= several
         rows = np.array([row for row in rows if str(stack.ids[places[row]]) not in several], dtype=np.int64)
     roughly = roughly and not stack.exact
-    values, about = _laplace_at(stack, at, rows, places, points, np.arange(len(points)) if roughly else known)
+    wanted = np.arange(len(points)) if roughly else known
+    values, about = pairs.laplace_at(stack.of, at, rows, places[rows], points, wanted)
     left_out, errors = np.zeros((2, len(rows), len(known)))
     constants: list[Constant] = []
     if roughly:
@@ -291,32 +290,6 @@ def _integrals(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rul
 
 def _is_separable(stack: Stacked, places: Places) -> bool:
     return _factor.is_separable(stack.client(int(places[0])))
-
-
-def _laplace_at(
-    stack: Stacked, at: Origins, rows: Places, places: Places, points: Array, known: Places
-) -> tuple[Array, Laplace]:
-    """Laplace's log f_k of clients (C,) at points (S, m), (C, S); all of it at the known points, client by client."""
-    count, d = len(points), stack.starts.shape[1]
-    values = np.full((len(rows), count), np.nan)
-    shape = (len(rows), len(known))
-    theta, root = np.full((*shape, d), np.nan), np.full((*shape, d, d), np.nan)
-    chunk = max(1, min(_PAIRS, _NUMBERS // max(1, d * d + points.shape[1])) // max(1, len(rows)))
-    where = np.full(count, -1)
-    where[known] = np.arange(len(known))
-    for first in range(0, count if len(rows) else 0, chunk):
-        some = points[first : first + chunk]
-        row = np.repeat(rows, len(some))
-        found = pairs.laplace(stack.of, at, row, places[row], np.tile(some, (len(rows), 1)))
-        values[:, first : first + chunk] = found.values.reshape(len(rows), len(some))
-        here = np.flatnonzero(where[first : first + chunk] >= 0)
-        if len(here):
-            to = where[first + here]
-            theta[:, to] = found.theta.reshape(len(rows), len(some), d)[:, here]
-            root[:, to] = found.root.reshape(len(rows), len(some), d, d)[:, here]
-    size = len(rows) * len(known)
-    flat = values[:, known].reshape(size), theta.reshape(size, d), root.reshape(size, d, d)
-    return values, Laplace(*flat)
 
 
 def _careful(
@@ -438,8 +411,7 @@ def _added(parts: Sequence[Values], points: Array, known: Places) -> Values:
 
 def _parts_of(d: int, m: int, points: int) -> int:
     """Clients of a part: whoever computes it, sums are over the same ones in the same order."""
-    pairs_at_once = max(1, min(_PAIRS, _NUMBERS // max(1, d * d + m)))
-    return max(1, min(1024, pairs_at_once // max(1, points)))
+    return max(1, min(1024, pairs.at_once(d, m) // max(1, points)))
 
 
 def in_parts(compute: Callable[[Any], T], count: int, size: int, workers: int) -> list[T]:

@@ -82,11 +82,17 @@ def fresh_points(size: int, points: int, stream: int) -> Array:
 whitened_points = kept(most_bytes=2**28)(fresh_points)
 
 
+def uniform(size: int, count: int, stream: int, scrambles: int) -> Array:
+    """Sobol points, `count` of each independent scramble one after the other: (scrambles x count, size)."""
+    sequences = [qmc.Sobol(size, seed=np.random.default_rng((stream, j))) for j in range(scrambles)]
+    # balanced where their number is a power of 2
+    found = [one.random_base2(int(np.ceil(np.log2(count))))[:count] for one in sequences]
+    return np.asarray(np.clip(np.concatenate(found), 1e-12, 1 - 1e-12))
+
+
 def standard_normal(size: int, count: int, stream: int, scrambles: int) -> Array:
     """Scrambled Sobol normals, `count` of each independent scramble one after the other: (scrambles x count, size)."""
-    sequences = [qmc.Sobol(size, seed=np.random.default_rng((stream, j))) for j in range(scrambles)]
-    uniform = [one.random_base2(int(np.ceil(np.log2(count))))[:count] for one in sequences]
-    return np.asarray(ndtri(np.clip(np.concatenate(uniform), 1e-12, 1 - 1e-12)))
+    return np.asarray(ndtri(uniform(size, count, stream, scrambles)))
 
 
 def normalise(log_weights: Array) -> Array:

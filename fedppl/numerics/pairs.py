@@ -33,7 +33,7 @@ _NEAR = 1e-2  # Newton decrement up to which a second-order correction takes the
 _NEAR_STEPS = 3
 _THIRD = 1e-2  # sds, over which curvatures are differenced
 _SHIFT, _MOST_SHIFT = 1e-3, 1e26  # of a curvature that is not positive, in its own units
-_NUMBERS = 2**22  # in points at nodes that are held at a time
+_PAIRS, _NUMBERS = 2**15, 2**22  # that are computed at once; numbers in their matrices, and in points at nodes
 
 # Reals and integers of all clients, where arrays of each lie in its own, and where its own begin.
 PACKS = types.Tuple((VECTOR, INTEGERS, types.int64[:, ::1], types.int64[:, ::1]))
@@ -437,6 +437,34 @@ def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) ->
         found = modes(of, phi[far], at.modes.theta[row[far]], who[far], 1e-9, _LIMIT_NEAR)
         values[far], theta[far], root[far] = of_modes(found), found.theta, found.root
     return Laplace(np.where(np.isfinite(values), values, np.nan), theta, root)
+
+
+def at_once(d: int, m: int) -> int:
+    """Pairs whose matrices are held at a time."""
+    return max(1, min(_PAIRS, _NUMBERS // max(1, d * d + m)))
+
+
+def laplace_at(
+    of: Densities, at: Origins, rows: Places, who: Places, points: Array, known: Places
+) -> tuple[Array, Laplace]:
+    """Laplace's log f_k of clients (C,) at points (S, m), (C, S); all of it at the known points, client by client."""
+    (count, m), d = points.shape, at.modes.theta.shape[1]
+    values, shape = np.full((len(rows), count), np.nan), (len(rows), len(known))
+    theta, root = np.full((*shape, d), np.nan), np.full((*shape, d, d), np.nan)
+    chunk = max(1, at_once(d, m) // max(1, len(rows)))
+    where = np.full(count, -1)
+    where[known] = np.arange(len(known))
+    for first in range(0, count if len(rows) else 0, chunk):
+        some = points[first : first + chunk]
+        each = len(some)
+        found = laplace(of, at, np.repeat(rows, each), np.repeat(who, each), np.tile(some, (len(rows), 1)))
+        values[:, first : first + chunk] = found.values.reshape(len(rows), each)
+        here = np.flatnonzero(where[first : first + chunk] >= 0)
+        to = where[first + here]
+        theta[:, to] = found.theta.reshape(len(rows), each, d)[:, here]
+        root[:, to] = found.root.reshape(len(rows), each, d, d)[:, here]
+    size = len(rows) * len(known)
+    return values, Laplace(values[:, known].reshape(size), theta.reshape(size, d), root.reshape(size, d, d))
 
 
 def gradients(of: Densities, phi: Array, theta: Array, who: Places, scale: Array) -> Array:

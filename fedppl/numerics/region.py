@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 from scipy.special import gammaln, ndtr, ndtri
-from scipy.stats import qmc
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.importance import kept
+from fedppl.numerics.importance import kept, uniform
 from fedppl.types import Array
 
 _STEP = np.sqrt(2.0)
@@ -93,32 +92,16 @@ SCRAMBLES = 8  # independent ones, whose estimates' spread is the error
 @kept(most_bytes=2**27)
 def standard_points(size: int, count: int, stream: int) -> Array:
     """Points of a standard multivariate t, `count` of each scramble one after the other, (scrambles x count, size)."""
-    parts = []
-    for uniform in _uniform(size, count, stream):
-        chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
-        parts.append(ndtri(uniform[:, 1:]) * np.sqrt(DEGREES / chi2)[:, None])
-    return np.concatenate(parts)
+    each = uniform(size + 1, count, stream, SCRAMBLES)
+    return np.asarray(ndtri(each[:, 1:]) * np.sqrt(DEGREES / stats.chi2.ppf(each[:, :1], DEGREES)))
 
 
 @kept(most_bytes=2**27)
 def points_along(size: int, count: int, stream: int, degrees: float) -> Array:
     """Points whose first coordinate is the absolute value of a t with few degrees; the others are a multivariate t."""
-    parts = []
-    for uniform in _uniform(size, count, stream):
-        chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
-        others = ndtri(uniform[:, 2:]) * np.sqrt(DEGREES / chi2)[:, None]
-        parts.append(np.column_stack([stats.t.isf(0.5 * uniform[:, 1], degrees), others]))
-    return np.concatenate(parts)
-
-
-def _uniform(size: int, count: int, stream: int) -> list[Array]:
-    """Sobol points of each scramble, (count, size + 1)."""
-    found = []
-    for scramble in range(SCRAMBLES):
-        sequence = qmc.Sobol(size + 1, seed=np.random.default_rng((stream, scramble)))
-        uniform = sequence.random_base2(int(np.ceil(np.log2(count))))[:count]  # balanced where count is a power of 2
-        found.append(np.clip(uniform, 1e-12, 1 - 1e-12))
-    return found
+    each = uniform(size + 1, count, stream, SCRAMBLES)
+    others = ndtri(each[:, 2:]) * np.sqrt(DEGREES / stats.chi2.ppf(each[:, :1], DEGREES))
+    return np.column_stack([stats.t.isf(0.5 * each[:, 1], degrees), others])
 
 
 def log_density(white: Array, root: Array) -> Array:

@@ -52,20 +52,16 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
 
     NaN says that there is no value; such points are left out. None where none is left.
     """
-    found = np.isfinite(residual) | (residual == -np.inf)
-    log_proposal = log_mixture(proposals, points)
-    of_q = np.where(found, gaussian.log_density(q, points) - log_proposal, -np.inf)
-    raw = np.where(found, of_q + np.nan_to_num(residual, nan=-np.inf, neginf=-np.inf), -np.inf)
-    return weigh(q, points, scrambles(proposals), raw, of_q, int(found.sum()))
+    return weigh_points(q, points, scrambles(proposals), residual, log_mixture(proposals, points))
 
 
 def weigh_points(
-    q: Gaussian, points: Array, scramble: NDArray[np.intp], log_density: Array, log_proposal: Array
+    q: Gaussian, points: Array, scramble: NDArray[np.intp], residual: Array, log_proposal: Array
 ) -> Reweighted | None:
-    """Weigh points (S, m) of a proposal by a posterior's log density, NaN where there is none."""
-    found = np.isfinite(log_density)
+    """The same at points of any proposal with this log density, (S,)."""
+    found = np.isfinite(residual) | (residual == -np.inf)
     of_q = np.where(found, gaussian.log_density(q, points) - log_proposal, -np.inf)
-    raw = np.where(found, log_density - gaussian.log_integral(q) - log_proposal, -np.inf)
+    raw = np.where(found, of_q + np.nan_to_num(residual, nan=-np.inf, neginf=-np.inf), -np.inf)
     return weigh(q, points, scramble, raw, of_q, int(found.sum()))
 
 

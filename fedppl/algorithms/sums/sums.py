@@ -440,7 +440,7 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     total = np.sum([factor.values for factor in factors.values()], axis=0) + gaussian.log_kernel(
         phase.about.prior, points
     )
-    found = weigh_points(q, points, scramble, total, log_proposal)
+    found = weigh_points(q, points, scramble, total - gaussian.log_kernel(q, points), log_proposal)
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
 
     def known(client: ClientView, at: Array, center: Array, share: float) -> Factor:
