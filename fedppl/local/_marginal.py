@@ -206,7 +206,7 @@ def left_out(
         z = whitened_points(m, (m + 1) * (m + 2), stream)
         again = difference(mean + z @ root.T)
         if again is not None:
-            coefficients = np.linalg.lstsq(quadratic_terms(z), again[0], rcond=None)[0]
+            coefficients = np.asarray(np.linalg.lstsq(quadratic_terms(z), again[0], rcond=None)[0], dtype=float)
             linear, curved[np.triu_indices(m)] = coefficients[1 : 1 + m], coefficients[1 + m :]
             trust = min(trust, again[1])
     inverse = np.linalg.inv(root)
