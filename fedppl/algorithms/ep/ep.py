@@ -533,17 +533,11 @@ def of_correction(state: Correcting | None, sites: Sites, prior_share: float) ->
         raise NotConvergedError(
             "the correction of q is not to be trusted, so that there is no evidence: see fit.message."
         )
-    require_proper(state.is_proper)
+    squares = squares_of_constants(state, ~state.distrusted)
+    require_known(state.is_proper, float(np.sqrt(squares)))
     # Of what lies beyond the radius, the posterior is taken to have the share that q has.
     found = state.found
     cut = region.beyond(sites.prior, reached(state), sites.q, found.points, found.weights)
-    squares = squares_of_constants(state, ~state.distrusted)
-    if squares > NOISE**2:
-        raise NotConvergedError(
-            f"what tails of clients' own variables leave out of the log evidence may be {np.sqrt(squares):.2g}, though "
-            "it moves no moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with "
-            "nu=4 or more)."
-        )
     squares += squares_of_errors(found.weights, state.alike, state.noise)
     error = float(np.sqrt(found.log_ratio_error**2 + cut.mass.sum() ** 2 + squares))
     return LogEvidence(log_of_gaussians(sites, prior_share) + found.log_ratio, error)
@@ -561,13 +555,18 @@ def squares_of_constants(state: Correcting, of: NDArray[np.bool_]) -> float:
     return float(np.abs(alike).sum() ** 2 + same * np.sum(by_chance**2))
 
 
-def require_proper(is_proper: bool) -> None:
-    """Refuse priors without a normalising constant."""
+def require_known(is_proper: bool, off: float = 0.0) -> None:
+    """Refuse priors without a normalising constant, and constants that may be off by too much."""
     if not is_proper:
         raise DeclarationError(
             "a prior has no normalising constant that is known, so that there is no evidence: a pm.Potential, pm.Flat "
             "or pm.HalfFlat, pm.CAR or pm.ICAR, a pm.CustomDist with logp=, or a transform that cuts off a part of a "
             "density. Declare priors that integrate to one."
+        )
+    if off > NOISE:
+        raise NotConvergedError(
+            f"what tails of clients' own variables leave out of the log evidence may be {off:.2g}, though it moves no "
+            "moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
         )
 
 
@@ -579,7 +578,7 @@ def log_of_gaussians(sites: Sites, prior_share: float) -> float:
 
 def _own(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     sites = state.sites
-    require_proper(all(client.has_proper_prior for client in clients.values()))
+    require_known(all(client.has_proper_prior for client in clients.values()))
     found = []
     for client_id in sorted(clients):
         site = _sites.site(sites, sites.where[client_id])

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian, settings
+from fedppl.algorithms.ep.ep import require_known
 from fedppl.algorithms.ep.sites import implausible_values
 from fedppl.algorithms.ep.why import hardly_a_prior
 from fedppl.algorithms.size import say_if_large
@@ -24,7 +25,7 @@ from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
 from fedppl.algorithms.sums.phases import Known, Rule, Weighed, Weighing
 from fedppl.algorithms.sums.search import Search
-from fedppl.algorithms.sums.weigh import NOISE, Answer
+from fedppl.algorithms.sums.weigh import Answer
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
 from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.contracts.client import FactorFn
@@ -404,18 +405,8 @@ def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidenc
     phase = state.phase
     if not isinstance(phase, Weighed) or phase.found is None or not phase.trusted:
         raise NotConvergedError("the posterior is not to be trusted, so that there is no evidence: see fit.message.")
-    if not phase.told.is_proper:
-        raise DeclarationError(
-            "a prior has no normalising constant that is known, so that there is no evidence: a pm.Potential, pm.Flat "
-            "or pm.HalfFlat, pm.CAR or pm.ICAR, a pm.CustomDist with logp=, or a transform that cuts off a part of a "
-            "density. Declare priors that integrate to one."
-        )
     off = float(np.hypot(*phase.told.constants))
-    if off > NOISE:
-        raise NotConvergedError(
-            f"what tails of clients' own variables leave out of the log evidence may be {off:.2g}, though it moves no "
-            "moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
-        )
+    require_known(phase.told.is_proper, off)
     # Of a prior that is not Gaussian the clients' shares make up, its constant included.
     of_prior = 0.0 if state.prior_share else gaussian.log_integral(phase.about.prior)
     value = gaussian.log_integral(phase.about.q) - of_prior + phase.found.log_ratio
