@@ -225,7 +225,6 @@ def test_variable_selection_finds_the_predictors() -> None:
     assert last["I"]["a_rmse_noise_free"] < 0.03
 
 
-@pytest.mark.slow
 def test_the_flower_apps_local_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -351,7 +351,6 @@ def noises(X: Any, y: Any) -> pm.Model:
     return model
 
 
-@pytest.mark.slow
 def test_moments_of_clients_are_those_of_their_own_posterior() -> None:
     """Skewed log sds of few rows, against quadrature given what is shared, whose posterior is narrow."""
     rng = np.random.default_rng(6)
@@ -585,7 +584,6 @@ def of_two_kinds(y: Any, yes: Any) -> pm.Model:
     return model
 
 
-@pytest.mark.slow
 def test_clients_of_a_rare_kind_are_integrated_as_they_need(rng: np.random.Generator) -> None:
     """Laplace's approximation is exact at 57 clients, and moves the cut by .2 sd at the others."""
     odd, clients = (3, 40, 57), {}

@@ -4,12 +4,14 @@ r"""A log density that is known at some points, as a proposal: a smooth function
 
 Clients' values are dear, and their sum is smooth: of the surrogate thousands of draws cost nothing, and a few values at
 some of them say what it leaves. A scale whose logarithm has a long left tail is taken itself, folded at 0, where the
-density is smooth and ends.
+density is smooth and ends. Of many coordinates values lie far apart, and what bends between them a spline does not
+tell: there a polynomial of the fourth degree comes first, once there are values enough, and the spline adds the rest.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
 
 from fedppl.numerics import importance, region
-from fedppl.numerics.importance import effective_size, normalise, weighted_moments
+from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, weighted_moments
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose
 from fedppl.types import Array
 
@@ -33,6 +35,14 @@ _MOST = 2000  # values that a surrogate goes through
 _PER_TERM = 1.3  # values for each coefficient of a quadratic, the least
 _MOST_MISSED = 3.0  # log units
 _COMPARED = 512  # values by which two kinds of splines are compared: more take as long as the splines themselves
+MANY = 8  # coordinates from which a polynomial may tell more than a spline, and few candidates may have all weight
+_HIGH = 25.0  # log units below the largest value, and one for each coordinate, down to which it is fitted
+_WALKERS = 512  # of a scramble
+_STEP = 2.38  # times a difference of two walkers, by the root of twice the number of coordinates
+_RIDGE = 0.01  # of its terms beyond a quadratic, each of unit size
+_REACH = 4.0  # squared distance from the mean, for each coordinate, as far as which its terms beyond a quadratic grow
+_ABOVE = 2.0  # log units that a polynomial may lie above a spline alone
+_FAR_OUT = 1.5  # squared distance from the mean, for each coordinate, from where its values count less
 _SMOOTHING = 1e-3  # of the cubic kernel's own units: values are known to some thousandths of a log unit
 _AT_ONCE = 2**22  # distances that are held at a time
 _EDGE = 0.9  # of the farthest value's distance, from where on a slope is taken for extrapolation
@@ -50,13 +60,20 @@ class Candidates(NamedTuple):
     scramble: NDArray[np.intp]  # (N,)
 
 
+class Base(NamedTuple):
+    """What a spline adds to: a normal; for heavy tails a t, beside a spline in arsinh z; or a polynomial."""
+
+    is_drawn_in: bool
+    coefficients: Array | None  # of the polynomial's terms
+
+
 class Surrogate(NamedTuple):
     """A cubic radial spline with a quadratic, in coordinates in which the posterior has mean 0 and covariance I."""
 
     mean: Array  # (m,)
     root: Array  # (m, m)
+    base: Base
     spline: RBFInterpolator
-    is_drawn_in: bool  # whether it is in arsinh z, beside a t in place of a normal: for heavy tails
     distance: Array  # (S,) of the values from the mean, ascending
     highest: Array  # (S,) value of those that are as far out, or farther
 
@@ -132,58 +149,117 @@ def log_candidates(of: tuple[Proposal, ...], u: Array, folded: Places) -> Array:
 def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bool = False) -> Surrogate | None:
     """A surrogate through values (S,) at points (S, m) of a posterior with about these moments; None of too few.
 
-    Where tails are heavy, far points are drawn in if a quarter of the values is told better so by the others.
+    Of what a spline may add to, what tells a quarter of the values best by the others is taken: a normal, where tails
+    are heavy a t, of many coordinates a polynomial.
     """
     m = len(mean)
     high = np.flatnonzero(values > np.max(values, initial=-np.inf) - _DEEP - _DEEPER * m)
-    if len(high) > _MOST:
-        high = _thinned(u[high], mean, covariance, high)
     if len(high) < _PER_TERM * (m + 1) * (m + 2) / 2:
         return None
     root = np.asarray(np.linalg.cholesky(covariance))
-    z = np.asarray(np.linalg.solve(root, (u[high] - mean).T).T, dtype=float)
-    distance = np.sum(z**2, axis=1)
+    z, values = np.asarray(np.linalg.solve(root, (u[high] - mean).T).T, dtype=float), values[high]
+    bases = [_normal, *([_t] if heavy else []), *([_bent] if m >= MANY and len(z) >= _bent_terms(m) else [])]
     try:
-        is_drawn_in = heavy and _missed(z, values[high], is_drawn_in=True) < _missed(z, values[high], is_drawn_in=False)
-        spline = _spline(z, values[high], is_drawn_in=is_drawn_in)
+        base = bases[0]
+        if len(bases) > 1:
+            base = min(bases, key=lambda one: _missed(z, values, one, _MOST if _bent in bases else _COMPARED))
+        own = base(z, values)
+        some = _thinned(z) if len(z) > _MOST else np.arange(len(z))
+        spline = _spline(z[some], values[some], own)
     except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
         return None
+    distance = np.sum(z[some] ** 2, axis=1)
     order = np.argsort(distance, kind="stable")
-    highest = np.maximum.accumulate(values[high][order][::-1])[::-1]
-    return Surrogate(mean, root, spline, is_drawn_in, np.sqrt(distance[order]), highest)
+    highest = np.maximum.accumulate(values[some][order][::-1])[::-1]
+    return Surrogate(mean, root, own, spline, np.sqrt(distance[order]), highest)
 
 
-def _base(z: Array, *, is_drawn_in: bool) -> Array:
-    """Beside which a spline has little to tell: a normal, or a t."""
+def _normal(z: Array, values: Array) -> Base:
+    return Base(False, None)
+
+
+def _t(z: Array, values: Array) -> Base:
+    return Base(True, None)
+
+
+def _bent(z: Array, values: Array) -> Base:
+    """A polynomial by least squares through high values, where points far out count less."""
+    high = values > values.max() - _HIGH - z.shape[1]
+    z, values = z[high], values[high]
+    far = np.sum(z**2, axis=1) / z.shape[1] - _FAR_OUT
+    weights = 1.0 / (1.0 + np.maximum(far, 0.0))
+    terms = _polynomial_terms(z) * weights[:, None]
+    size = np.sqrt(np.mean(terms**2, axis=0))
+    terms /= size
+    few = (z.shape[1] + 1) * (z.shape[1] + 2) // 2  # terms of a quadratic
+    ridge = np.where(np.arange(len(size)) < few, 1e-8, _RIDGE) * len(z)
+    rest = (values + 0.5 * np.sum(z**2, axis=1)) * weights
+    return Base(False, np.linalg.solve(terms.T @ terms + np.diag(ridge), terms.T @ rest) / size)
+
+
+def _bent_terms(m: int) -> int:
+    return (m + 1) * (m + 2) * (m + 3) // 6 + m * (m + 1) // 2
+
+
+def _polynomial_terms(z: Array) -> Array:
+    """Terms of a quadratic, then of the third degree and products of two squares, at points (S, m).
+
+    Beyond most of the posterior's mass the latter stay as they are on the way there: they would make up peaks.
+    """
+    reach = np.sqrt(_REACH * z.shape[1])
+    near = z * np.minimum(1.0, reach / np.maximum(np.linalg.norm(z, axis=1), 1e-12))[:, None]
+    rows, columns = np.triu_indices(z.shape[1])
+    products = near[:, rows] * near[:, columns]
+    cubes = [products[:, rows >= i] * near[:, i : i + 1] for i in range(z.shape[1])]
+    return np.concatenate([quadratic_terms(z), *cubes, products**2], axis=1)
+
+
+def _value(base: Base, z: Array) -> Array:
+    """Beside which a spline has little to tell."""
     squared: Array = np.sum(z**2, axis=1)
-    if is_drawn_in:
+    if base.is_drawn_in:
         return np.asarray(-0.5 * (region.DEGREES + z.shape[1]) * np.log1p(squared / region.DEGREES))
-    return -0.5 * squared
+    if base.coefficients is None:
+        return -0.5 * squared
+    return np.asarray(_polynomial_terms(z) @ base.coefficients - 0.5 * squared)
 
 
-def _spline(z: Array, values: Array, *, is_drawn_in: bool) -> RBFInterpolator:
-    rest = values - _base(z, is_drawn_in=is_drawn_in)
-    return RBFInterpolator(np.arcsinh(z) if is_drawn_in else z, rest, kernel="cubic", degree=2, smoothing=_SMOOTHING)
+def _spline(z: Array, values: Array, base: Base) -> RBFInterpolator:
+    """Of what a base leaves of the values, and beside a polynomial of what a normal leaves."""
+    at = np.arcsinh(z) if base.is_drawn_in else z
+    bases = [base] if base.coefficients is None else [base, _normal(z, values)]
+    rest = np.stack([values - _value(one, z) for one in bases], axis=1)
+    return RBFInterpolator(at, rest, kernel="cubic", degree=2, smoothing=_SMOOTHING)
 
 
-def _missed(z: Array, values: Array, *, is_drawn_in: bool) -> float:
-    """Mean error at a quarter of some of the values, by the others; of none more than some log units."""
-    some = np.unique(np.linspace(0, len(z) - 1, min(len(z), _COMPARED)).astype(np.intp))
-    z, values = z[some], values[some]
+def _told(base: Base, spline: RBFInterpolator, z: Array) -> Array:
+    """Values at points (S, m). A polynomial that is far above a spline alone makes up a peak."""
+    rest = spline(np.arcsinh(z) if base.is_drawn_in else z)
+    own = np.asarray(rest[:, 0] + _value(base, z))
+    if base.coefficients is None:
+        return own
+    return np.asarray(np.minimum(own, rest[:, 1] - 0.5 * np.sum(z**2, axis=1) + _ABOVE))
+
+
+def _missed(z: Array, values: Array, base: Callable[[Array, Array], Base], most: int) -> float:
+    """Mean error at a quarter of the values, by the others; of none more than some log units."""
     held_out = np.arange(len(z)) % 4 == 3
-    told = _spline(z[~held_out], values[~held_out], is_drawn_in=is_drawn_in)
-    at = np.arcsinh(z[held_out]) if is_drawn_in else z[held_out]
-    missed = np.abs(told(at) + _base(z[held_out], is_drawn_in=is_drawn_in) - values[held_out])
+    own = base(z[~held_out], values[~held_out])
+    some, few = (
+        at[np.unique(np.linspace(0, len(at) - 1, min(len(at), count)).astype(np.intp))]
+        for at, count in ((np.flatnonzero(~held_out), most * 3 // 4), (np.flatnonzero(held_out), _COMPARED))
+    )
+    spline = _spline(z[some], values[some], own)
+    missed = np.abs(_told(own, spline, z[few]) - values[few])
     return float(np.mean(np.minimum(missed, _MOST_MISSED)))
 
 
-def _thinned(u: Array, mean: Array, covariance: Array, places: Places) -> Places:
+def _thinned(z: Array) -> Places:
     """As many as a surrogate goes through: those far out, where few are, and some of the others."""
-    away = np.sum((u - mean) * np.linalg.solve(covariance, (u - mean).T).T, axis=1)
-    order = np.argsort(-away, kind="stable")
+    order = np.argsort(-np.sum(z**2, axis=1), kind="stable")
     far, near = order[: _MOST // 2], np.sort(order[_MOST // 2 :])
     kept = near[np.unique(np.linspace(0, len(near) - 1, _MOST - _MOST // 2).astype(int))]
-    return np.sort(places[np.concatenate([far, kept])])
+    return np.sort(np.concatenate([far, kept]))
 
 
 def log_surrogate(of: Surrogate, u: Array) -> Array:
@@ -213,9 +289,11 @@ def _no_higher(of: Surrogate, z: Array) -> Array:
 
 def _inside(of: Surrogate, z: Array) -> Array:
     chunk = max(1, _AT_ONCE // _MOST)
-    at = np.arcsinh(z) if of.is_drawn_in else z
-    parts = [of.spline(at[first : first + chunk]) for first in range(0, len(z), chunk)]
-    return np.asarray(np.concatenate([np.zeros(0), *parts]) + _base(z, is_drawn_in=of.is_drawn_in))
+    parts = [np.zeros(0)]
+    for first in range(0, len(z), chunk):
+        some = z[first : first + chunk]
+        parts.append(_told(of.base, of.spline, some))
+    return np.concatenate(parts)
 
 
 def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) -> Drawn:
@@ -227,6 +305,44 @@ def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) 
     moments = weighted_moments(at.u, weights)
     log_integral = float(np.logaddexp.reduce(log_weights) - np.log(len(log_weights)))
     return Drawn(at.u, at.log_density, logs, weights, at.scramble, log_integral, moments.mean, moments.covariance)
+
+
+def walked(of: Surrogate, drawn: Drawn, folded: Places, steps: int, stream: int) -> Drawn:
+    """Draws of a surrogate moved on by differential evolution, the halves of each scramble in turn, by the other half.
+
+    Of many coordinates few candidates of a mixture have all of the weight, and what is drawn from them are copies.
+    """
+    m, rng = len(of.mean), np.random.default_rng(stream)
+    x = np.stack([rng.permutation(drawn.u[one]) for one in resampled(drawn, _WALKERS)])
+    logs = log_surrogate(of, x.reshape(-1, m)).reshape(x.shape[:2])
+    halves = slice(None, _WALKERS // 2), slice(_WALKERS // 2, None)
+    for _ in range(steps):
+        for own, other in (halves, halves[::-1]):
+            first, shift = rng.integers(1, _WALKERS // 2, (2, *logs[:, own].shape))
+            second = (first + shift) % (_WALKERS // 2)
+            apart = np.subtract(*(np.take_along_axis(x[:, other], one[..., None], 1) for one in (first, second)))
+            length = _STEP / np.sqrt(2.0 * m) * (1.0 + 0.1 * rng.standard_normal(first.shape))
+            there = x[:, own] + length[..., None] * apart
+            there[..., folded] = np.abs(there[..., folded])
+            new = log_surrogate(of, there.reshape(-1, m)).reshape(first.shape)
+            moves = np.log(rng.random(first.shape)) < new - logs[:, own]
+            x[:, own], logs[:, own] = np.where(moves[..., None], there, x[:, own]), np.where(moves, new, logs[:, own])
+    u, densities = x.reshape(-1, m), logs.reshape(-1)
+    weights = np.full(len(u), 1.0 / len(u))
+    moments = weighted_moments(u, weights)
+    scramble, whole = np.repeat(np.arange(region.SCRAMBLES), _WALKERS), drawn.log_integral
+    return Drawn(u, densities - whole, densities, weights, scramble, whole, moments.mean, moments.covariance)
+
+
+def resampled(of: Drawn, each: int) -> list[Places]:
+    """Places of so many draws of each scramble, by systematic resampling."""
+    found = []
+    for scramble in range(region.SCRAMBLES):
+        places = np.flatnonzero(of.scramble == scramble)
+        shares = np.cumsum(of.weights[places])
+        at = np.searchsorted(shares / shares[-1], (np.arange(each) + 0.5) / each)
+        found.append(places[np.minimum(at, len(places) - 1)])
+    return found
 
 
 def moments_of(of: Surrogate, mean: Array, covariance: Array, folded: Places, stream: int) -> tuple[Array, Array]:

@@ -40,7 +40,10 @@ def with_message(reply: Reply, **arrays: Any) -> Reply:
 
 
 def phase_of(request: Request) -> str:
-    return "warm start" if "point" in request.message else "EP"
+    """Of the warm start, of EP itself, whose messages have q, or of the correction, whose messages have points."""
+    if "point" in request.message:
+        return "warm start"
+    return "EP" if "global_linear" in request.message else "correction"
 
 
 def kind_of(request: Request) -> str:

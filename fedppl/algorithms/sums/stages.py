@@ -12,7 +12,7 @@ from fedppl.numerics.surrogate import Drawn
 from fedppl.types import Array
 
 BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
-_TILTS = 6  # Newton steps
+_TILTS = 10  # Newton steps
 _WIDENS = 1.5  # times the sd of another coordinate where a scale is high, with which it is no coordinate itself
 
 

@@ -78,6 +78,8 @@ NOISE = 0.3  # sd, log units, of what is not known of the sum of log f_k over th
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
 _STAGES, _PILOTS = 6, 2
 _LATE = 3  # stage from which an error is not of few points above all
+_COPIES = 0.2  # effective part of candidates below which draws are moved on
+_STEPS = 24  # that they are moved by
 _APART = 1000  # between the streams of pilots and stages
 _NORMALS = 512  # draws of a scramble of a posterior that is normal
 _NORMAL = 1e-6  # log units, to which a quadratic tells all values where the posterior is normal
@@ -240,7 +242,11 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     # Others than those that stand for all: from stage to stage these are nearly the same.
     by = surrogate.mixture(mean, covariance, _DRAWN, 0.25, outer)
     found = surrogate.drawn(through, by, state.shape.folded, stream + 1 + state.stage)
-    drawn = _chosen(found, state.shape.folded, count * (1 if state.stage < 2 else 2 ** (state.stage - 1)))
+    walkers = found
+    if _are_copies(found):
+        walkers = surrogate.walked(through, shown, state.shape.folded, _STEPS // 4, stream + 1 + state.stage)
+    count *= 1 if state.stage < 2 else 2 ** (state.stage - 1)
+    drawn = _chosen(found, walkers, by, state.shape.folded, count)
     probes = _probes(shown, state.shape.folded, care_of(state).probes)
     batch = Batch(*(np.concatenate(pair) for pair in zip(drawn, probes, strict=True)))
     shape = state.shape._replace(outer=outer)
@@ -338,8 +344,16 @@ def _shown(state: Weighing, through: surrogate.Surrogate, mean: Array, covarianc
 
     count = care_of(state).shown
     found = by(count)
+    is_short = state.stage >= _LATE or effective_size(found.weights) < _FEWEST * len(mean)
+    if is_short and _are_copies(found):
+        return surrogate.walked(through, by(MOST_SHOWN), state.shape.folded, _STEPS, stream)
     off = 0.0 if state.stage < _LATE or count == MOST_SHOWN else chance_of_draws(found)
     return found if off <= _BY_DRAWS else by(min(MOST_SHOWN, int(count * (off / _BY_DRAWS) ** 2)))
+
+
+def _are_copies(of: Drawn) -> bool:
+    """Whether draws are made anew by moving them, since few candidates have all of the weight."""
+    return len(of.mean) >= surrogate.MANY and effective_size(of.weights) < _COPIES * len(of.weights)
 
 
 def _scales(state: Weighing, points: Array, weights: Array) -> Places:
@@ -392,29 +406,22 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
     return Judged(state._replace(batch=batch, sampled=None, stage=0, pilots=state.pilots + 1), "")
 
 
-def _chosen(of: Drawn, folded: Places, count: int) -> Batch:
+def _chosen(candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], folded: Places, count: int) -> Batch:
     """Points of the surrogate, by systematic resampling in each scramble, and candidates as they come."""
-    chosen, times = [], []
     each = max(4, count // region.SCRAMBLES)
-    own = max(1, min(int(_DEFENCE * each), len(of.u) // region.SCRAMBLES))
-    for scramble in range(region.SCRAMBLES):
-        places = np.flatnonzero(of.scramble == scramble)
-        shares = np.cumsum(of.weights[places])
-        drawn = np.searchsorted(shares / shares[-1], (np.arange(each - own) + 0.5) / (each - own))
-        where, number = np.unique(
-            np.concatenate([np.arange(own), np.minimum(drawn, len(places) - 1)]), return_counts=True
-        )
-        chosen.append(places[where])
-        times.append(number)
-    at = np.concatenate(chosen)
-    return Batch(
-        surrogate.unfolded(of.u[at], folded),
-        of.u[at],
-        of.log_proposal[at],
-        of.log_density[at],
-        np.concatenate(times).astype(float),
-        of.scramble[at],
-    )
+    own = max(1, min(int(_DEFENCE * each), len(candidates.u) // region.SCRAMBLES))
+    parts = []
+    for scramble, places in enumerate(surrogate.resampled(of, each - own)):
+        as_they_come = np.flatnonzero(candidates.scramble == scramble)[:own]
+        u = np.concatenate([candidates.u[as_they_come], of.u[places]])
+        logs = np.concatenate([candidates.log_density[as_they_come], of.log_density[places]])
+        _, first, number = np.unique(u, axis=0, return_index=True, return_counts=True)
+        order = np.argsort(first)
+        at = first[order]
+        parts.append((u[at], logs[at], number[order].astype(float), np.full(len(at), scramble)))
+    u, logs, times, scrambles = (np.concatenate(part) for part in zip(*parts, strict=True))
+    phi, log_density = surrogate.unfolded(u, folded), surrogate.log_candidates(by, u, folded)
+    return Batch(phi, u, log_density, logs, times, scrambles.astype(np.intp))
 
 
 def _probes(of: Drawn, folded: Places, count: int) -> Batch:
@@ -542,8 +549,8 @@ def _judged(
         return Judged(state, "")
     if trusted and by_draws > _BY_DRAWS:
         by = surrogate.mixture(shown.mean, shown.covariance, MOST_SHOWN, 0.125, state.shape.outer)
-        shown = surrogate.drawn(through, by, state.shape.folded, stream)
-        by_draws = chance_of_draws(shown)
+        more = surrogate.drawn(through, by, state.shape.folded, stream)
+        shown, by_draws = min((shown, by_draws), (more, chance_of_draws(more)), key=lambda one: one[1])
     if trusted and is_off:
         tilt = tilted(shown, estimate.moments, state.shape.unit)
         shown, error = (shown, differ) if tilt is None else (tilt, error)
