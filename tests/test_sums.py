@@ -60,6 +60,26 @@ def by_quadrature(clients: dict[str, dict[str, Array]]) -> tuple[Array, Array, f
     return mean, np.sqrt(w @ (at - mean) ** 2), float(evidence)
 
 
+def rates(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        rate = pm.Gamma("rate", 2.0, 1.0, shape=10)
+        pm.Poisson("obs", rate, observed=pm.Data("y", y))
+    return model
+
+
+def test_ten_skewed_coordinates_have_their_closed_form(rng: np.random.Generator) -> None:
+    """Gamma posteriors of few counts: beyond eight coordinates the surrogate has a polynomial of the fourth degree."""
+    clients = {f"site {k}": {"y": rng.poisson(np.linspace(0.3, 3.0, 10), (2 + k, 10))} for k in range(3)}
+    found = fit(fedppl.FederatedModel(rates, ["rate"]), clients)
+    # Of surrogates that are off draws are put right: else EP would go on.
+    assert found.status.value == "converged" and found.algorithm.name == "Sums"
+    shape, rate = 2.0 + sum(data["y"].sum(axis=0) for data in clients.values()), 1.0 + 2 + 3 + 4
+    table = found.summary("rate")
+    sd = np.sqrt(shape) / rate
+    assert_allclose(table["mean"], shape / rate, atol=0.05 * sd.min())
+    assert_allclose(table["sd"] / sd, 1.0, atol=0.03)
+
+
 @pytest.mark.parametrize("problem", [normal_means, problems.regression])
 def test_a_gaussian_posterior_is_exact(problem: Any) -> None:
     model, clients = problem()

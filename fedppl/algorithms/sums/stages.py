@@ -13,6 +13,7 @@ from fedppl.types import Array
 
 BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
 _TILTS = 10  # Newton steps
+_FAR_OUT = 5.0  # sds
 _WIDENS = 1.5  # times the sd of another coordinate where a scale is high, with which it is no coordinate itself
 
 
@@ -75,20 +76,22 @@ def jackknife(without: list[Array]) -> float:
 
 
 def tilted(of: Drawn, target: Array, unit: Unit) -> Drawn | None:
-    """Draws whose weights are changed as little as gives them these moments, by exp(λ z + κ z²); None where none do."""
+    """Draws whose weights are changed as little as gives them these moments, by exp(λ z + κ z²); None where none do.
+
+    Far out z stays as it is on the way there: a candidate without weight would get all of it.
+    """
     own = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
     mean, second = np.split(target, 2)
     shift, ratio = (unit.center + unit.length * mean - own.center) / own.length, unit.length / own.length
     wanted = np.concatenate([shift, ratio**2 * (second - mean**2) + shift**2])
     z = (of.u - own.center) / own.length
-    features = np.concatenate([z, z**2], axis=1)
+    features, near = (np.concatenate([one, one**2], axis=1) for one in (z, np.clip(z, -_FAR_OUT, _FAR_OUT)))
     tilt, weights = np.zeros(features.shape[1]), of.weights
     for _ in range(_TILTS):
         there = weights @ features
-        apart = features - there
-        curved = (apart * weights[:, None]).T @ apart
+        curved = ((features - there) * weights[:, None]).T @ near
         tilt = tilt + np.linalg.lstsq(curved, wanted - there, rcond=1e-8)[0]
-        weights = normalise(np.log(np.maximum(of.weights, 1e-300)) + features @ tilt)
+        weights = normalise(np.log(np.maximum(of.weights, 1e-300)) + near @ tilt)
     if not np.allclose(weights @ features, wanted, atol=1e-4):
         return None
     moments = weighted_moments(of.u, weights)

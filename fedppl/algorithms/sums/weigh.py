@@ -71,6 +71,7 @@ _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is
 _LOG = "log__"
 _ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
 _MOST_OFF = 6.0  # standard errors by which draws of a surrogate may be off to be put right, and not to be redone
+_PUT_RIGHT = 0.1  # posterior sds that they may be off by at least, where so many points are effective as to tell it
 _EFFECTIVE, _LEAST = 0.3, 0.1  # of a stage's points, the least with which none is; and with which any are trusted
 _EVEN = 0.95  # effective part of points whose weights have no tail to speak of
 _LOST = 0.01  # share of the points that may be without a value
@@ -529,7 +530,8 @@ def _judged(
     by_draws = chance_of_draws(shown)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
     is_off = differ > max(min(BY_CHANCE * chance, MOST_ERROR), _ENOUGH)
-    error = differ if differ > _MOST_OFF * max(chance, 0.2 * _ENOUGH) else chance
+    most = max(_MOST_OFF * max(chance, 0.2 * _ENOUGH), _PUT_RIGHT if now.effective >= _EFFECTIVE else 0.0)
+    error = differ if differ > most else chance
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
     is_even = now.effective > _EVEN
     tail = second_k(now.weights, state.batch.u, now.weights)
