@@ -58,7 +58,7 @@ def test_a_polynomial_tells_what_bends_between_values(bent: Surrogate) -> None:
     residual = surrogate.log_surrogate(bent, z) - log_density(z)
     quadratic = surrogate.fitted(*values_at(300), *moments())  # fewer values than a polynomial has terms
     assert quadratic is not None and quadratic.base.coefficients is None and bent.base.coefficients is not None
-    assert np.std(residual) < 0.1 * np.std(surrogate.log_surrogate(quadratic, z) - log_density(z))
+    assert np.std(residual) < 0.25 * np.std(surrogate.log_surrogate(quadratic, z) - log_density(z))
 
 
 def test_a_polynomial_makes_up_no_peak_far_out(bent: Surrogate) -> None:
