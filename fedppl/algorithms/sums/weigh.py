@@ -41,6 +41,7 @@ from fedppl.algorithms.sums.stages import (
     Unit,
     chance_of,
     chance_of_draws,
+    declared,
     moments_of,
     pooled,
     sizes,
@@ -72,6 +73,7 @@ _LOG = "log__"
 _ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
 _MOST_OFF = 6.0  # standard errors by which draws of a surrogate may be off to be put right, and not to be redone
 _PUT_RIGHT = 0.1  # posterior sds that they may be off by at least, where so many points are effective as to tell it
+_MOST_OF_MANY = 0.03  # standard error of many moments, of which the largest error is some times that
 _EFFECTIVE, _LEAST = 0.3, 0.1  # of a stage's points, the least with which none is; and with which any are trusted
 _EVEN = 0.95  # effective part of points whose weights have no tail to speak of
 _LOST = 0.01  # share of the points that may be without a value
@@ -347,7 +349,9 @@ def _shown(state: Weighing, through: surrogate.Surrogate, mean: Array, covarianc
     found = by(count)
     is_short = state.stage >= _LATE or effective_size(found.weights) < _FEWEST * len(mean)
     if is_short and _are_copies(found):
-        return surrogate.walked(through, by(MOST_SHOWN), state.shape.folded, _STEPS, stream)
+        many = by(MOST_SHOWN)
+        if effective_size(many.weights) >= 2.0 * len(mean):  # of fewer, draws lie in a plane, and stay there
+            return surrogate.walked(through, many, state.shape.folded, _STEPS, stream)
     off = 0.0 if state.stage < _LATE or count == MOST_SHOWN else chance_of_draws(found)
     return found if off <= _BY_DRAWS else by(min(MOST_SHOWN, int(count * (off / _BY_DRAWS) ** 2)))
 
@@ -482,20 +486,43 @@ def _residual(apart: Array, weights: Array) -> float:
     return float(np.sqrt(weights @ (apart - weights @ apart) ** 2))
 
 
-def _estimate(state: Weighing, now: _Weighed) -> Estimate:
-    """Moments by the last surrogate and what weights add to them; scrambles of either are left out together."""
+def _estimate(state: Weighing, now: _Weighed, draws: Array, batch: Array, unit: Unit) -> Estimate:
+    """Moments by the last surrogate and what weights add to them; scrambles of either are left out together.
+
+    Of coordinates of the surrogate's draws, and the same ones of the batch.
+    """
     assert state.sampled is not None
     shown = state.sampled.shown
 
     def by(of_draws: NDArray[np.bool_], of_batch: NDArray[np.bool_]) -> Array:
         drawn = np.where(of_draws, shown.weights, 0.0)
         own, control = (np.where(of_batch, one, 0.0) for one in (now.weights, now.control))
-        before = moments_of(shown.u, drawn / drawn.sum(), state.shape.unit)
-        return before + moments_of(state.batch.u, own / own.sum() - control / control.sum(), state.shape.unit)
+        before = moments_of(draws, drawn / drawn.sum(), unit)
+        return before + moments_of(batch, own / own.sum() - control / control.sum(), unit)
 
     without = [by(shown.scramble != one, state.batch.scramble != one) for one in range(region.SCRAMBLES)]
     whole = by(np.ones(len(shown.weights), dtype=bool), np.ones(len(now.weights), dtype=bool))
     return Estimate(whole, np.stack(without), now.effective * float(state.batch.times.sum()))
+
+
+class _Declared(NamedTuple):
+    """Moments on the scales that variables are declared on, by a stage."""
+
+    chance: float  # largest standard error of a mean, in sds, or of a log sd
+    differ: float  # by which draws differ from it at most
+
+
+def _on_declared_scales(state: Weighing, shown: Drawn, now: _Weighed) -> _Declared:
+    assert state.sampled is not None
+    labels, folded = state.about.labels, state.shape.folded
+    at, draws, batch = (declared(labels, folded, one) for one in (shown.u, state.sampled.shown.u, state.batch.u))
+    if not at.shape[1]:
+        return _Declared(0.0, 0.0)
+    center = shown.weights @ at
+    unit = Unit(center, np.maximum(np.sqrt(shown.weights @ (at - center) ** 2), 1e-300))
+    estimate = _estimate(state, now, draws, batch, unit)
+    apart = sizes(estimate.moments, moments_of(at, shown.weights, unit))
+    return _Declared(chance_of(estimate), float(np.max(np.abs(apart))))
 
 
 def _grown(state: Weighing, shown: Drawn, last: Estimate) -> float:
@@ -516,7 +543,8 @@ def _judged(
     """Hold a surrogate through all values against what the last one and its weights say."""
     assert state.sampled is not None
     now = _weighed(state)
-    shape = state.shape._replace(estimates=(*state.shape.estimates, _estimate(state, now)))
+    of_stage = _estimate(state, now, state.sampled.shown.u, state.batch.u, state.shape.unit)
+    shape = state.shape._replace(estimates=(*state.shape.estimates, of_stage))
     state = state._replace(shape=shape)
     heavy = has_heavy_tails(shown.u, shown.weights)
     last, of_all = state.shape.estimates[-1], pooled(state.shape.estimates)
@@ -529,14 +557,17 @@ def _judged(
     differ = float(np.max(np.abs(sizes(estimate.moments, ours))))
     by_draws = chance_of_draws(shown)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
+    other = _on_declared_scales(state, shown, now)
     is_off = differ > max(min(BY_CHANCE * chance, MOST_ERROR), _ENOUGH)
-    most = max(_MOST_OFF * max(chance, 0.2 * _ENOUGH), _PUT_RIGHT if now.effective >= _EFFECTIVE else 0.0)
-    error = differ if differ > most else chance
+    is_off = is_off or other.differ > max(min(BY_CHANCE * other.chance, MOST_ERROR), _MOST_OF_MANY)
+    may_be_off = max(_MOST_OFF * max(chance, 0.2 * _ENOUGH), _PUT_RIGHT if now.effective >= _EFFECTIVE else 0.0)
+    error = differ if differ > may_be_off else chance
     lost = float(np.mean(~np.isfinite(_of_batch(state))))
     is_even = now.effective > _EVEN
     tail = second_k(now.weights, state.batch.u, now.weights)
     sure = is_even or (now.pareto_k <= importance.limit(len(now.weights)) and tail <= MOST_SECOND_K)
-    trusted = sure and max(error, grown) <= MOST_ERROR and now.effective >= _LEAST
+    most = MOST_ERROR if len(ours) < 2 * surrogate.MANY else _MOST_OF_MANY
+    trusted = sure and max(error, grown) <= most and other.chance <= MOST_ERROR and now.effective >= _LEAST
     noise, moved = float(np.sqrt(now.weights @ squares)), _moved(state, now, signed, squares)
     # More points at which it is known tell better what Laplace's approximation leaves out at the others.
     is_told = noise <= NOISE and moved <= _MOVED
@@ -544,6 +575,7 @@ def _judged(
         trusted
         and is_told
         and max(error, grown) <= _ENOUGH
+        and other.chance <= _MOST_OF_MANY
         and now.effective >= _EFFECTIVE
         and not (heavy and not state.shape.outer)
     )
@@ -555,7 +587,9 @@ def _judged(
         shown, by_draws = min((shown, by_draws), (more, chance_of_draws(more)), key=lambda one: one[1])
     if trusted and is_off:
         tilt = tilted(shown, estimate.moments, state.shape.unit)
-        shown, error = (shown, differ) if tilt is None else (tilt, error)
+        shown, error = (shown, max(differ, other.differ)) if tilt is None else (tilt, error)
+        other = _on_declared_scales(state, shown, now)
+    error = max(error, other.chance, other.differ if other.differ > BY_CHANCE * other.chance else 0.0)
     trusted = trusted and max(error, by_draws) <= MOST_ERROR
     found = _reweighted(state, shown, now, max(error, by_draws), tail)
     q = gaussian.from_moments(found.mean, found.covariance)
@@ -574,6 +608,10 @@ def _reweighted(state: Weighing, shown: Drawn, now: _Weighed, error: float, tail
     phi = surrogate.unfolded(shown.u, state.shape.folded)
     moments = weighted_moments(phi, shown.weights)
     q = gaussian.from_moments(moments.mean, moments.covariance)
+    # A surrogate has more where it is made up: what weights say of the integral has chance alone.
+    chance = _chance_of_integral(state, now)
+    log_integral = now.log_integral if abs(now.log_integral - shown.log_integral) > chance else shown.log_integral
+    apart = abs(now.log_integral - log_integral)
     of_q = gaussian.log_density(q, phi) + surrogate.log_slope(phi, state.shape.folded) - shown.log_proposal
     return Reweighted(
         points=phi,
@@ -582,10 +620,10 @@ def _reweighted(state: Weighing, shown: Drawn, now: _Weighed, error: float, tail
         scramble=shown.scramble,
         mean=moments.mean,
         covariance=moments.covariance,
-        log_ratio=shown.log_integral - gaussian.log_integral(q),
+        log_ratio=log_integral - gaussian.log_integral(q),
         error=error,
         beside=error,
-        log_ratio_error=max(abs(now.log_integral - shown.log_integral), _chance_of_integral(state, now)),
+        log_ratio_error=max(apart, chance),
         ess=effective_size(shown.weights),
         pareto_k=now.pareto_k if now.effective <= _EVEN else -np.inf,
         second_k=tail if now.effective <= _EVEN else -np.inf,
