@@ -566,7 +566,7 @@ def _judged(
     is_even = now.effective > _EVEN
     tail = second_k(now.weights, state.batch.u, now.weights)
     sure = is_even or (now.pareto_k <= importance.limit(len(now.weights)) and tail <= MOST_SECOND_K)
-    most = MOST_ERROR if len(ours) < 2 * surrogate.MANY else _MOST_OF_MANY
+    most = _most_error(state)
     trusted = sure and max(error, grown) <= most and other.chance <= MOST_ERROR and now.effective >= _LEAST
     noise, moved = float(np.sqrt(now.weights @ squares)), _moved(state, now, signed, squares)
     # More points at which it is known tell better what Laplace's approximation leaves out at the others.
@@ -667,12 +667,17 @@ def spread(state: Weighed, per_scramble: int) -> tuple[Array, NDArray[np.intp], 
     return phi, at.scramble, np.asarray(at.log_density - surrogate.log_slope(phi, state.shape.folded))
 
 
+def _most_error(state: Weighing) -> float:
+    """Standard error with which moments are trusted; of many coordinates the largest of all errors counts."""
+    return MOST_ERROR if len(state.about.labels) < surrogate.MANY else _MOST_OF_MANY
+
+
 def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, grown: float, remedy: str) -> str:
     """What is not to be trusted, and of which coordinate above all."""
     assert state.sampled is not None
     sd = np.sqrt(np.diag(shown.covariance))
     apart = np.abs(shown.mean - state.sampled.shown.mean) / sd
-    name = as_declared(state.about.labels[int(np.argmax(apart))])
+    name, most = as_declared(state.about.labels[int(np.argmax(apart))]), _most_error(state)
     short = [
         f"few points decide alone (Pareto k {now.pareto_k:.2f}, at most {importance.limit(len(now.weights)):.2f})"
         if not now.pareto_k <= importance.limit(len(now.weights))
@@ -680,9 +685,9 @@ def _not_known(state: Weighing, shown: Drawn, now: _Weighed, found: Reweighted, 
         f"tails are not reached (Pareto k {found.second_k:.2f}, at most {MOST_SECOND_K:g})"
         if not found.second_k <= MOST_SECOND_K
         else "",
-        f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
+        f"an error of {found.error:.2g} sds (at most {most:g})" if not found.error <= most else "",
         f"{now.effective:.0%} of the points are effective (at least {_LEAST:.0%})" if now.effective < _LEAST else "",
-        f"an sd that last changed by {np.expm1(grown):.0%}, along a heavy tail" if grown > MOST_ERROR else "",
+        f"an sd that last changed by {np.expm1(grown):.0%}, along a heavy tail" if grown > most else "",
     ]
     return (
         f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} on a scale where "
