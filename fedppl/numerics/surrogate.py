@@ -20,7 +20,7 @@ from scipy.interpolate import RBFInterpolator
 
 from fedppl.numerics import importance, region
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, weighted_moments
-from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose
+from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, whitened
 from fedppl.types import Array
 
 Places = NDArray[np.intp]
@@ -137,13 +137,36 @@ def candidates(of: tuple[Proposal, ...], folded: Places, stream: int) -> Candida
 
 
 def log_candidates(of: tuple[Proposal, ...], u: Array, folded: Places) -> Array:
-    """Log density of a mixture, folded, at points (S, m)."""
+    """Log density of a mixture, folded, at points (S, m): the sum over mirror images."""
+    signs = np.array(list(itertools.product((0.0, 1.0), repeat=len(folded))))
+    total, logs = sum(one.per_scramble for one in of), []
+    for one in of:
+        of_images = _log_along(one, u, folded, signs) if len(one.bend) else _log_t(one, u, folded, signs)
+        logs.append(of_images + np.log(one.per_scramble / total))
+    return np.asarray(np.logaddexp.reduce(logs, axis=0))
+
+
+def _log_along(one: Proposal, u: Array, folded: Places, signs: Array) -> Array:
+    """Of points along a side, image by image."""
     logs = np.full(len(u), -np.inf)
-    for signs in itertools.product((1.0, -1.0), repeat=len(folded)):
+    for sign in signs:
         image = u.copy()
-        image[:, folded] *= np.array(signs)
-        logs = np.logaddexp(logs, log_mixture(of, image))
+        image[:, folded] *= 1.0 - 2.0 * sign
+        logs = np.logaddexp(logs, log_mixture((one,), image))
     return logs
+
+
+def _log_t(one: Proposal, u: Array, folded: Places, signs: Array) -> Array:
+    """Of a t, whose images have squared distances that are a quadratic in the signs."""
+    z, turn = whitened(u, one.mean, one.root), -2.0 * np.linalg.inv(one.root)[:, folded]
+    rows, columns = np.triu_indices(len(folded), 1)
+    first = (2.0 * z @ turn + u[:, folded] * np.sum(turn**2, axis=0)) * u[:, folded]
+    both = 2.0 * (turn.T @ turn)[rows, columns] * u[:, folded[rows]] * u[:, folded[columns]]
+    apart = first @ signs.T + both @ (signs[:, rows] * signs[:, columns]).T  # (S, images)
+    squared = np.maximum(np.sum(z**2, axis=1)[:, None] + apart, 0.0)
+    power = -0.5 * (region.DEGREES + u.shape[1])
+    beside = np.sum(((region.DEGREES + squared) / (region.DEGREES + squared[:, :1])) ** power, axis=1)
+    return np.asarray(region.log_density(z, one.root) + np.log(beside))
 
 
 def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bool = False) -> Surrogate | None:
