@@ -5,18 +5,55 @@ pandas, polars, pyarrow and whatever else narwhals reads, and xarray's Datasets.
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import difflib
+import functools
+import numbers
 import os
+import unicodedata
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from fedppl.data import columns as columns_
-from fedppl.data.columns import Categories, eager, narwhals, read
-from fedppl.data.ids import id_of, is_missing, keys_of, require_ids
+from fedppl.settings import shown
 from fedppl.types import Array, DataError
+
+if TYPE_CHECKING:
+    import narwhals.stable.v2 as nw
+
+_EPOCH = np.datetime64("1970-01-01", "us")
+_EXACT = 2**53  # from where on a real is no longer every whole number
+_DAY = np.timedelta64(1, "D")
+
+Categories = Mapping[str, tuple[Any, ...]]
+
+
+@functools.cache
+def narwhals() -> Any:
+    """Loaded when the first table comes: it takes a tenth of what importing all of fedppl does."""
+    import narwhals.stable.v2 as nw
+
+    return nw
+
+
+def read(data: Any) -> Any:
+    """A frame as narwhals has it, what is none as it is; names that stand twice are refused."""
+    from narwhals.exceptions import DuplicateError
+
+    try:
+        return narwhals().from_native(data, pass_through=True)
+    except DuplicateError as error:
+        raise DataError(f"two columns of the table have one name; rename or drop one. {error}") from error
+
+
+def eager(data: Any) -> Any:
+    """A frame as narwhals has it, collected where it is a lazy one."""
+    found = read(data)
+    return found.collect() if isinstance(found, narwhals().LazyFrame) else found
 
 
 def is_frame(data: Any) -> bool:
@@ -41,7 +78,7 @@ def categories(data: Any, names: Sequence[str] | None) -> Categories:
     if not is_frame(data) or isinstance(data, xr.Dataset):
         return {}
     table = eager(data)
-    found = {name: columns_.categories(table[name]) for name in table.columns if names is None or name in names}
+    found = {name: _categories_of(table[name]) for name in table.columns if names is None or name in names}
     return {name: order for name, order in found.items() if order is not None}
 
 
@@ -69,7 +106,7 @@ def order(data: Any, name: str) -> tuple[str, ...] | None:
     for client_id, one in tables.items():
         if not is_frame(one) or isinstance(one, xr.Dataset) or name not in names_of(one):
             continue
-        own = columns_.order(eager(one)[name])
+        own = _order_of(eager(one)[name])
         if own is None:
             return None
         found[str(client_id)] = own
@@ -92,7 +129,7 @@ def orders(data: Any, names: Sequence[str]) -> dict[str, tuple[str, ...] | None]
         table = None if not is_frame(one) or isinstance(one, xr.Dataset) else eager(one)
         for name in names:
             if table is not None and name in table.columns:
-                found[name].add(columns_.order(table[name], chosen=False))
+                found[name].add(_order_of(table[name], chosen=False))
     return {name: next(iter(own)) if len(own) == 1 else None for name, own in found.items() if own - {None}}
 
 
@@ -144,11 +181,11 @@ def columns(
     wanted = found if names is None else [name for name in names if name in found]
     if names is not None and not wanted:
         raise DataError(f"{whose}: the frame has the columns {found[:20]}, and {list(names)} are wanted; rename them.")
-    text = {name for name in wanted if texts and columns_.is_text(table[name])}
+    text = {name for name in wanted if texts and is_text(table[name])}
     return {
-        name: columns_.texts(table[name])
+        name: as_texts(table[name])
         if name in text
-        else columns_.numeric(table[name], f"{whose}: column {name!r}", (orders or {}).get(name))
+        else numeric(table[name], f"{whose}: column {name!r}", (orders or {}).get(name))
         for name in wanted
     }
 
@@ -222,7 +259,7 @@ def _rows_first(data: xr.Dataset, keys: Sequence[Any], names: Sequence[str]) -> 
     return data.transpose(one[0], ...)
 
 
-def require_clients(clients: Mapping[Any, Any], names: Sequence[str] | None) -> None:
+def require_by_client(clients: Mapping[Any, Any], names: Sequence[str] | None) -> None:
     """Refuse one client's arrays where clients by id are wanted."""
     plain = not any(isinstance(value, Mapping) or is_frame(value) for value in clients.values())
     if names and clients and plain and set(clients) <= set(names):
@@ -263,3 +300,251 @@ def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:
     numbers: dict[Any, int] = {}
     ids = np.array([numbers.setdefault(row, len(numbers)) for row in rows])
     return ids, [id_of(row, keys) for row in numbers]
+
+
+# Columns as arrays of numbers, or what is wrong with them -------------------------------------------------------------
+
+
+def is_text(column: Any) -> bool:
+    """Whether a column holds texts, categories among them."""
+    nw = narwhals()
+    if not isinstance(column, nw.Series):
+        return np.asarray(column).dtype.kind in "OUS"
+    if isinstance(column.dtype, nw.Categorical | nw.Enum | nw.String):
+        return True
+    return column.dtype == nw.Object and any(isinstance(value, str) for value in column.to_list())
+
+
+def as_texts(column: Any) -> Array:
+    """Texts, None where one is missing."""
+    nw = narwhals()
+    values = column.to_list() if isinstance(column, nw.Series) else np.asarray(column).tolist()
+    found = np.empty(len(values), dtype=object)
+    found[:] = [None if is_missing(value) else as_level(value) for value in values]
+    return found
+
+
+def as_level(value: Any) -> str:
+    """A level as a text: whole numbers and truths as whole numbers, as those of columns of numbers are."""
+    number = float(value) if isinstance(value, numbers.Real | np.bool_) else np.nan
+    return str(int(number)) if number.is_integer() and abs(number) < _EXACT else str(value)
+
+
+def _categories_of(column: Any) -> tuple[Any, ...] | None:
+    """The categories of a column in their order; None where it has none."""
+    nw = narwhals()
+    if isinstance(column, nw.Series) and isinstance(column.dtype, nw.Categorical | nw.Enum):
+        return tuple(column.cat.get_categories().to_list())
+    return None
+
+
+def _order_of(column: Any, *, chosen: bool = True) -> tuple[str, ...] | None:
+    """The categories of a column in their order, such as pandas' ordered ones; None where nobody chose it.
+
+    Where it need not be `chosen`, pandas' categories without an order have one too: that in which they are listed.
+    """
+    nw = narwhals()
+    if not isinstance(column, nw.Series):
+        return None
+    listed = not chosen and isinstance(column.dtype, nw.Categorical) and column.implementation.is_pandas_like()
+    ordered = isinstance(column.dtype, nw.Enum) or listed
+    return tuple(map(as_level, _categories_of(column) or ())) if ordered else None
+
+
+def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array:
+    """Numbers of a column; `known` are categories in the order that all clients have."""
+    nw = narwhals()
+    if not isinstance(column, nw.Series):
+        return _of_numpy(np.asarray(column), what)
+    kind = column.dtype
+    if isinstance(kind, nw.Categorical | nw.Enum) or (known is not None and kind == nw.String):
+        return _codes(column, known or _categories_of(column) or (), what)
+    if kind == nw.Decimal:
+        return _of_numpy(column.cast(nw.Float64).to_numpy(), what)
+    if kind.is_numeric() or kind == nw.Boolean:
+        if not column.null_count():
+            return _of_numpy(column.to_numpy(), what)
+        return _of_numpy(column.cast(nw.Float64).to_numpy(), what)
+    if kind.is_temporal() and kind != nw.Time:
+        return _of_numpy(column.to_numpy(), what)
+    values = column.to_list()
+    if all(map(is_missing, values)):
+        return np.full(len(values), np.nan)
+    if kind == nw.Unknown and (found := np.asarray(column.to_native())).dtype.kind in "biufc":  # sparse, complex
+        return found
+    plain = [np.nan if is_missing(value) else value for value in values]
+    if kind == nw.Object and all(isinstance(value, numbers.Real | decimal.Decimal | np.generic) for value in plain):
+        return _of_numpy(np.array(plain, dtype=float), what)
+    raise _not_numeric(what, str(kind), values)
+
+
+def _of_numpy(values: Array, what: str) -> Array:
+    if values.dtype.kind in "biufc":
+        return values
+    if values.dtype.kind == "M":
+        return np.asarray(_days(values.astype("datetime64[us]") - _EPOCH))
+    if values.dtype.kind == "m":
+        return np.asarray(_days(values))
+    raise _not_numeric(what, str(values.dtype), values.ravel()[:20].tolist())
+
+
+def _days(spans: Any) -> Array:
+    days: Array = spans / _DAY
+    return np.where(np.isnat(spans), np.nan, days)
+
+
+def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
+    """Places among the categories, in their order."""
+    places = {value: float(place) for place, value in enumerate(order)}
+    values = column.to_list()
+    unknown = sorted({repr(v) for v in values if v is not None and v == v and v not in places})
+    if unknown:
+        raise DataError(
+            f"{what} has the categories {', '.join(unknown[:4])}, and clients were given with {list(order)[:10]}; give "
+            "it those, or fit again with all of them."
+        )
+    codes = np.array([places.get(value, np.nan) for value in values])  # what is missing is no category
+    return codes if np.any(np.isnan(codes)) else codes.astype(np.int64)
+
+
+def _not_numeric(what: str, kind: str, values: Sequence[Any]) -> DataError:
+    present = [value for value in values if not is_missing(value)]
+    shown = sorted({repr(value) for value in present})[:4]
+    return DataError(
+        f"{what} has the type {kind} ({', '.join(shown)}), and a model computes with numbers: {_remedy(present)}."
+    )
+
+
+def _remedy(values: Sequence[Any]) -> str:
+    odd = [value for value in values if not is_number(value)]
+    if values and not odd:
+        return "its texts are numbers; convert the column, .astype(float) in pandas"
+    if len(odd) < len(values) and all(isinstance(value, str) for value in odd):
+        return (
+            f"{sorted(set(odd))[:4]} are none; correct them, or have pandas.to_numeric(column, errors='coerce') take "
+            "them for missing"
+        )
+    if any(isinstance(value, datetime.date) for value in values):
+        return "make times of one zone of it, pandas.to_datetime(column, utc=True)"
+    if any(isinstance(value, list | tuple | np.ndarray | dict) or hasattr(value, "to_list") for value in values):
+        return "give one number a row, in as many columns as there are numbers, or an array of them by name"
+    if any(hasattr(value, "to_timestamp") for value in values):
+        return "make times of its periods, column.dt.to_timestamp()"
+    return "declare the model by fedppl.formula, which agrees on levels, or number its values alike at all clients"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value, or what a text says, is a number."""
+    try:
+        float(value if not isinstance(value, bytes) else "")
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+# Clients' ids: what may be one, which columns of a table have them, and what rows they belong to ----------------------
+
+
+def require_clients(clients: Any, of_a_table: str) -> None:
+    """Refuse what is no mapping from ids to data, or has none; `of_a_table` says what to do with a data frame."""
+    if not isinstance(clients, Mapping):
+        raise DataError(
+            f"clients are {type(clients).__name__}; pass a mapping from client id to its data, {of_a_table}."
+        )
+    if not clients:
+        raise DataError("no clients: pass a mapping from client id to that client's data.")
+    require_ids(clients)
+
+
+def require_ids(clients: Mapping[Any, Any]) -> None:
+    """Refuse ids that are none, and those that are told apart by nothing that their texts have.
+
+    >>> require_ids({"a": {}, 1: {}})
+    """
+    for client_id in clients:
+        _require_id(client_id)
+    texts = [str(client_id) for client_id in clients]
+    if len(set(texts)) < len(texts):
+        raise DataError(f"client ids {list(clients)[:20]} are not distinct as strings; rename them.")
+    stripped: dict[str, str] = {}
+    for text in texts:
+        other = stripped.setdefault(text.strip(), text)
+        if other != text:
+            raise DataError(
+                f"client ids {other!r} and {text!r} differ by blanks alone; strip them, such as "
+                "frame[column].str.strip(), or rename one."
+            )
+
+
+def _require_id(client_id: Any) -> None:
+    parts = client_id if isinstance(client_id, tuple) else (client_id,)
+    for part in parts:
+        if is_missing(part):
+            raise DataError(f"a client's id is {client_id!r}; name the client, or drop its rows.")
+        if isinstance(part, bytes):
+            raise DataError(f"client id {client_id!r} is of bytes, and ids are texts; decode them: {part!r}.decode().")
+        if isinstance(part, frozenset):
+            raise DataError(f"client id {client_id!r} is a set, which has no order; pass a text or a tuple.")
+    if odd := [sign for sign in str(client_id) if unicodedata.category(sign) in ("Cc", "Cs")]:
+        raise DataError(f"client id {client_id!r} has {odd[0]!r}, which is no letter or sign; leave it out.")
+    if not str(client_id).strip():
+        raise DataError(f"a client's id is {client_id!r}, an empty text; name the client, or drop its rows.")
+
+
+def is_missing(value: Any) -> bool:
+    """None, NaN, NaT and NA: the last has no truth."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    try:
+        return bool(value != value)
+    except (TypeError, ValueError):  # as of an array, which is no single value
+        return False
+
+
+def keys_of(by: Any, found: Sequence[Any], index: Iterable[Any] = ()) -> list[Any]:
+    """The columns that by= names, out of those that were found."""
+    if isinstance(by, tuple) and by in found:  # of a pandas table with several levels of names
+        return [by]
+    keys = [by] if isinstance(by, str) or not isinstance(by, Sequence) else list(by)
+    if not keys:
+        raise DataError("by=[] names no column; name the column, or columns, that tell clients apart.")
+    for key in keys:
+        if not _is_name(key):
+            raise DataError(
+                f"by= is of type {type(key).__name__}, which is no name of a column; put the values into a column of "
+                "the table, and pass its name."
+            )
+    absent = [key for key in keys if key not in found]
+    if absent:
+        levels = [name for name in absent if name in list(index)]
+        close = difflib.get_close_matches(str(absent[0]).casefold(), [str(name).casefold() for name in found], n=1)
+        meant = [name for name in found if close and str(name).casefold() == close[0]]
+        remedy = f"name one of them{f', such as {meant[0]!r}' if meant else ''}"
+        if levels:
+            remedy = f"{levels} is in its index: pass frame.reset_index()"
+        raise DataError(f"by={shown(absent)} is no column of the table; its columns are {list(found)[:20]}; {remedy}.")
+    if len(set(keys)) < len(keys):
+        raise DataError(f"by={keys} names a column twice; name each once.")
+    return keys
+
+
+def _is_name(key: Any) -> bool:
+    """What can be looked up: no array or Series, which have a hash of no use or none."""
+    if getattr(key, "ndim", 0) != 0:
+        return False
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
+
+
+def id_of(key: tuple[Any, ...], by: Sequence[Any]) -> Any:
+    """A group's values as a client's id: whole numbers without a fraction, one value alone without its tuple."""
+    plain = tuple(int(one) if isinstance(one, float) and one == int(one) else one for one in key)
+    if any(isinstance(one, float) for one in plain):
+        raise DataError(
+            f"by={list(by)} holds the number {next(one for one in plain if isinstance(one, float))!r}, and clients are "
+            "told apart by texts, whole numbers or dates; name a column of these."
+        )
+    return plain[0] if len(plain) == 1 else plain

@@ -122,7 +122,7 @@ class Kept(NamedTuple):
 
 def read(clients: Mapping[Any, Any], names: Sequence[str] | None, *, texts: bool = False) -> dict[Any, Any]:
     """Clients' data by name, whatever is missing in them."""
-    frames.require_clients(clients, names)
+    frames.require_by_client(clients, names)
     by_name = frames.raw if texts else frames.named
     found = {k: by_name(data, names, f"client {str(k)!r}") for k, data in clients.items()}
     for k, data in found.items():

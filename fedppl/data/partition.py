@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 
-from fedppl.data.tables import Partition, generator, kinds_of, names_of, require_column, require_whole, sliced
+from fedppl.settings import one_of, shown, whole
 from fedppl.types import DataError, DeclarationError
 
 
@@ -55,14 +58,14 @@ def label_skew(
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, appendix A.
     """
-    y, rng = require_column("labels", labels), generator(random_seed)
+    y, rng = _require_column("labels", labels), _generator(random_seed)
     known = np.unique(y)
-    require_whole(clients=clients, each=each)
+    _require_whole(clients=clients, each=each)
     if each > len(known):
         raise DeclarationError(f"each={each} labels a client, and there are {len(known)}.")
     if clients * each < len(known):
         raise DeclarationError(f"{clients} clients of {each} labels cannot hold all {len(known)}; raise one of them.")
-    return sliced([kinds_of(known.tolist(), clients, each, rng)], [y], cuts, rng)
+    return _sliced([_kinds_of(known.tolist(), clients, each, rng)], [y], cuts, rng)
 
 
 def concept_drift(
@@ -109,9 +112,9 @@ def concept_drift(
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, section 5.1 and appendix A.
     """
-    upper, lower = require_column("classes", classes), require_column("subclasses", subclasses)
-    rng = generator(random_seed)
-    require_whole(clients=clients)
+    upper, lower = _require_column("classes", classes), _require_column("subclasses", subclasses)
+    rng = _generator(random_seed)
+    _require_whole(clients=clients)
     if len(upper) != len(lower):
         raise DataError(f"{len(upper)} classes and {len(lower)} subclasses; pass one of each for every row.")
     under = {kind: np.unique(lower[upper == kind]).tolist() for kind in np.unique(upper).tolist()}
@@ -120,7 +123,7 @@ def concept_drift(
     most = max(map(len, under.values()))
     if clients < most:
         raise DeclarationError(f"{clients} clients cannot hold a class with {most} subclasses; raise clients=.")
-    return sliced([kinds_of(below, clients, 1, rng) for below in under.values()], [lower] * len(under), cuts, rng)
+    return _sliced([_kinds_of(below, clients, 1, rng) for below in under.values()], [lower] * len(under), cuts, rng)
 
 
 def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator | None = None) -> Partition:
@@ -158,9 +161,9 @@ def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator 
     *When this fails.* Labels are not looked at: a client with few rows lacks some of them by chance. Cuts are uniform,
     so that some client may have a single row, which a model with several parameters for each client cannot use.
     """
-    require_whole(rows=rows, clients=clients)
+    _require_whole(rows=rows, clients=clients)
     everyone = [("all",)] * clients
-    return sliced([everyone], [np.full(rows, "all")], "same", generator(random_seed))
+    return _sliced([everyone], [np.full(rows, "all")], "same", _generator(random_seed))
 
 
 def dirichlet(
@@ -208,8 +211,8 @@ def dirichlet(
     or a large `least`, those that are kept are more equal than the Dirichlet distribution, or there are none. Shares
     are rounded to rows, and of a label with fewer rows than clients some clients have none whatever `alpha` is.
     """
-    y, rng = require_column("labels", labels), generator(random_seed)
-    require_whole(clients=clients, least=least)
+    y, rng = _require_column("labels", labels), _generator(random_seed)
+    _require_whole(clients=clients, least=least)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
         raise DeclarationError(f"alpha={alpha!r} must be positive and finite.")
     for _ in range(1000):
@@ -219,7 +222,7 @@ def dirichlet(
             ends = np.round(np.cumsum(rng.dirichlet(np.full(clients, float(alpha)))) * len(places)).astype(np.int64)
             owner[places] = np.searchsorted(ends, np.arange(len(places)), side="right").clip(max=clients - 1)
         if np.bincount(owner, minlength=clients).min() >= least:
-            held = {name: np.flatnonzero(owner == k) for k, name in enumerate(names_of(clients))}
+            held = {name: np.flatnonzero(owner == k) for k, name in enumerate(_names_of(clients))}
             return Partition(held, {name: tuple(np.unique(y[at]).tolist()) for name, at in held.items()})
     raise DeclarationError(
         f"1,000 draws left a client with fewer than least={least} rows; raise alpha={alpha} or lower clients={clients}."
@@ -280,19 +283,19 @@ def feature_skew(
     *When this fails.* Sources often differ in the shares of their labels too; `table` shows it. Then clients differ in
     more than their inputs, and what is due to which is not told apart.
     """
-    where, rng = require_column("sources", sources), generator(random_seed)
+    where, rng = _require_column("sources", sources), _generator(random_seed)
     known = np.unique(where).tolist()
-    require_whole(clients=clients)
+    _require_whole(clients=clients)
     if clients < len(known):
         raise DeclarationError(f"{clients} clients cannot hold {len(known)} sources; raise clients=.")
     if (labels is None) != (each is None):
         raise DeclarationError(f"each={each!r} and labels= go together; pass both or none.")
     if labels is None or each is None:
-        return sliced([[(known[k % len(known)],) for k in range(clients)]], [where], "independent", rng)
-    y = require_column("labels", labels)
+        return _sliced([[(known[k % len(known)],) for k in range(clients)]], [where], "independent", rng)
+    y = _require_column("labels", labels)
     if len(y) != len(where):
         raise DataError(f"{len(y)} labels for {len(where)} sources; pass one of each for every row.")
-    require_whole(each=each)
+    _require_whole(each=each)
     drawn: list[tuple[int, ...]] = [()] * clients  # numbers of pairs
     pairs: list[tuple[Any, Any]] = []
     numbers = np.empty(len(y), dtype=np.int64)
@@ -305,10 +308,229 @@ def feature_skew(
             )
         for number, label in enumerate(own, len(pairs)):
             numbers[(where == source) & (y == label)] = number
-        held = kinds_of(range(len(pairs), len(pairs) + len(own)), len(members), each, rng)
+        held = _kinds_of(range(len(pairs), len(pairs) + len(own)), len(members), each, rng)
         drawn = [held[k // len(known)] if k in members else kinds for k, kinds in enumerate(drawn)]
         pairs += [(source, label) for label in own]
-    parts = sliced([drawn], [numbers], "independent", rng)
+    parts = _sliced([drawn], [numbers], "independent", rng)
     return Partition(
         parts.rows, {name: tuple(pairs[number] for number in kinds) for name, kinds in parts.kinds.items()}
     )
+
+
+# What a partition looks like: rows of every label at every client, as a table and as stacked bars ---------------------
+
+
+def table(partition: Partition, labels: Any) -> pd.DataFrame:
+    """Rows of every label at every client, and their total: a row for each client.
+
+    Parameters
+    ----------
+    partition
+        What `label_skew` and its like returned.
+    labels
+        Label of every row that was divided, (n,), in the same order.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each client; a column "rows", then one for each label in rising order.
+
+    Raises
+    ------
+    DataError
+        If there are not as many labels as rows, or they are none: not one for every row, of several types, or numbers
+        that are missing or infinite.
+    DeclarationError
+        If `partition` is none.
+
+    Examples
+    --------
+    >>> from fedppl.data import label_skew
+    >>> labels = np.repeat([0, 1], 30)
+    >>> int(table(label_skew(labels, 4, 1, random_seed=0), labels)["rows"].sum())
+    60
+
+    Notes
+    -----
+    *When this fails.* Only the number of labels is checked: those of other rows, or in another order, are counted all
+    the same. Outcomes that are no classes have a column for every value: bin them first.
+    """
+    if not isinstance(partition, Partition):
+        raise DeclarationError(
+            f"partition is {type(partition).__name__}; pass what label_skew and its like return, then the labels."
+        )
+    y = _require_column("labels", labels)
+    held = sum(len(at) for at in partition.rows.values())
+    if len(y) != held:
+        raise DataError(f"{len(y)} labels for a partition of {held} rows; pass those of the rows that were divided.")
+    known = np.unique(y)
+    counts = {name: [int(np.sum(y[at] == label)) for label in known] for name, at in partition.rows.items()}
+    found = pd.DataFrame.from_dict(counts, orient="index", columns=known.tolist())
+    if "rows" in found:
+        raise DataError("a label is called 'rows', as the column of counts is; call it something else.")
+    found.insert(0, "rows", [len(at) for at in partition.rows.values()])
+    return found.rename_axis(index="client", columns="label")
+
+
+def plot(partition: Partition, labels: Any, ax: Any = None) -> Any:
+    """Draw rows of every label at every client as stacked bars; the axes are returned.
+
+    Parameters
+    ----------
+    partition, labels
+        As in `table`.
+    ax
+        Matplotlib axes; by default those of a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    DataError, DeclarationError
+        As in `table`.
+    ModuleNotFoundError
+        If matplotlib is not installed.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> from fedppl.data import label_skew
+    >>> labels = np.repeat([0, 1, 2], 40)
+    >>> axes = plot(label_skew(labels, 6, 2, random_seed=1), labels)
+    >>> len(axes.patches)  # a bar for each of 3 labels at each of 6 clients
+    18
+
+    Notes
+    -----
+    *When this fails.* There are 20 colours: with more labels they repeat, and there is no legend. Bars stand in the
+    order of the clients and have no names; `table` has the ids and the numbers.
+    """
+    import matplotlib.pyplot as plt
+
+    counts = table(partition, labels).drop(columns="rows")
+    axes = plt.subplots(figsize=(max(6.0, 0.18 * len(counts)), 3.5), layout="constrained")[1] if ax is None else ax
+    bottom, colours = np.zeros(len(counts)), plt.get_cmap("tab20")
+    for k, label in enumerate(counts.columns):
+        axes.bar(
+            np.arange(len(counts)), counts[label], bottom=bottom, width=0.9, color=colours(k % 20), label=str(label)
+        )
+        bottom += counts[label].to_numpy()
+    axes.set(xlabel="client", ylabel="rows", xlim=(-0.6, len(counts) - 0.4))
+    axes.set_xticks([])
+    if len(counts.columns) <= 20:
+        axes.legend(title="label", fontsize="small", ncols=2)
+    return axes
+
+
+# What partitions have in common: labels drawn from a pile, and rows cut into slices -----------------------------------
+
+Rows = NDArray[np.int64]
+
+
+class Partition(NamedTuple):
+    """Who holds which rows, and what kinds of rows a client was meant to hold."""
+
+    rows: Mapping[str, Rows]  # client id to positions, in rising order
+    kinds: Mapping[str, tuple[Any, ...]]  # labels, subclasses or sources of each client
+
+
+def _generator(random_seed: Any) -> np.random.Generator:
+    """A generator, or an error that names the seed."""
+    try:
+        return np.random.default_rng(random_seed)
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(
+            f"random_seed={shown(random_seed)} must be a non-negative int, a Generator or None."
+        ) from error
+
+
+def _require_column(name: str, values: Any) -> NDArray[Any]:
+    """One value for every row, numbers or strings, all of one type, and none of them missing."""
+    if np.ma.is_masked(values):
+        raise DataError(f"{name} hold masked values; drop these rows.")
+    try:
+        found = np.asarray(values)
+    except ValueError as error:  # rows of several lengths
+        raise DataError(f"{name} are no column; pass one value for every row.") from error
+    if found.ndim != 1 or not len(found):
+        raise DataError(f"{name} have shape {found.shape}; pass one for every row.")
+    # NumPy makes strings of all values of a list that has one, of NaN too.
+    given = list(values) if found.dtype.kind in "US" and isinstance(values, list | tuple) else found.tolist()
+    if found.dtype.kind in "OUS" and len({_kind(value) for value in given}) > 1:
+        raise DataError(f"{name} are of several types, {shown(given[:3])} ...; pass numbers, or strings.")
+    if found.dtype.kind not in "OUSbiuf" or not isinstance(given[0], str | bytes | int | float):
+        raise DataError(f"{name} are of type {type(found[0]).__name__}; pass numbers, or strings.")
+    numbers = found.astype(float) if found.dtype.kind == "O" and isinstance(given[0], float) else found
+    if numbers.dtype.kind == "f" and not np.all(np.isfinite(numbers)):
+        raise DataError(f"{name} hold missing or infinite values; drop these rows.")
+    return found
+
+
+def _kind(value: Any) -> type:
+    """The type of a value; strings of NumPy are strings."""
+    return next((kind for kind in (str, bytes) if isinstance(value, kind)), type(value))
+
+
+def _require_whole(**numbers: Any) -> None:
+    """Whole numbers, each by its name."""
+    for name, value in numbers.items():
+        whole(name, value)
+
+
+def _names_of(clients: int) -> list[str]:
+    """Ids of so many clients."""
+    return [f"client {k}" for k in range(clients)]
+
+
+def _kinds_of(known: Sequence[Any], clients: int, each: int, rng: np.random.Generator) -> list[tuple[Any, ...]]:
+    """Draw kinds for every client from a pile that is refilled, none twice."""
+    pile: list[Any] = []
+    found = []
+    for _ in range(clients):
+        own: list[Any] = []
+        while len(own) < each:
+            if not any(kind not in own for kind in pile):
+                pile = pile + [known[i] for i in rng.permutation(len(known))]
+            own.append(pile.pop(next(i for i, kind in enumerate(pile) if kind not in own)))
+        found.append(tuple(own))
+    return found
+
+
+def _sliced(
+    drawn: Sequence[Sequence[tuple[Any, ...]]], columns: Sequence[NDArray[Any]], cuts: str, rng: np.random.Generator
+) -> Partition:
+    """Slice the rows of every kind among the clients that drew it."""
+    one_of("cuts", cuts, ("same", "independent", "equal"))
+    names = _names_of(len(drawn[0]))
+    held: dict[str, list[Rows]] = {name: [] for name in names}
+    known_cuts: dict[int, NDArray[np.float64]] = {}
+    for kinds, column in zip(drawn, columns, strict=True):
+        for kind in dict.fromkeys(kind for own in kinds for kind in own):
+            owners = [name for name, own in zip(names, kinds, strict=True) if kind in own]
+            places = rng.permutation(np.flatnonzero(column == kind))
+            if len(places) < len(owners):
+                raise DataError(f"{len(places)} rows of {kind!r} for {len(owners)} clients; lower clients=.")
+            parts = len(owners)
+            if cuts == "equal":
+                known_cuts[parts] = np.arange(1, parts) / parts
+            elif cuts == "independent" or parts not in known_cuts:
+                # M − 1 of N − 1 places, without replacement, as fractions of N.
+                chosen = np.sort(rng.choice(len(places) - 1, parts - 1, replace=False)) + 1
+                known_cuts[parts] = chosen / len(places)
+            ends = _places_of(known_cuts[parts], len(places))
+            for owner, part in zip(owners, np.split(places, ends), strict=True):
+                held[owner].append(part)
+    rows = {name: np.sort(np.concatenate(parts)).astype(np.int64) for name, parts in held.items()}
+    return Partition(rows, {name: tuple(kind for own in drawn for kind in own[k]) for k, name in enumerate(names)})
+
+
+def _places_of(fractions: NDArray[np.float64], rows: int) -> Rows:
+    """Cut points of N rows at these fractions, none of them equal, so that no slice is empty."""
+    ends = np.round(fractions * rows).astype(np.int64)
+    for k in range(len(ends)):  # push up what collides, then down what ran over
+        ends[k] = max(ends[k], 1 if k == 0 else ends[k - 1] + 1)
+    for k in reversed(range(len(ends))):
+        ends[k] = min(ends[k], rows - (len(ends) - k))
+    return ends

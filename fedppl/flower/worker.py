@@ -28,7 +28,7 @@ import pandas as pd
 import xarray as xr
 from numpy.lib.npyio import NpzFile
 
-from fedppl.data import columns, frames
+from fedppl.data import frames
 from fedppl.flower import channel
 from fedppl.flower.channel import changed
 from fedppl.settings import shown
@@ -298,7 +298,7 @@ def _add(state: Any, value: Any, where: str) -> None:
         for i, one in enumerate(value):
             _add(state, one, f"{where}[{i}]")
     elif isinstance(value, pd.Series | pd.Index) or frames.is_frame(value):
-        if isinstance(columns.read(value), columns.narwhals().LazyFrame):
+        if isinstance(frames.read(value), frames.narwhals().LazyFrame):
             raise TypeError(f"{where} are a lazy frame, and a worker has to see values; collect it in load_data")
         pickle.Pickler(_Writer(state), protocol=5).dump(value)
     elif isinstance(value, np.ma.MaskedArray):

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.data import frames, missing
-from fedppl.data.columns import is_number
-from fedppl.data.columns import level as as_level
+from fedppl.data.frames import as_level, is_number
 from fedppl.formulas import expressions, predictor
 from fedppl.formulas.agreement import Agreement, is_text
 from fedppl.formulas.priors import Prior

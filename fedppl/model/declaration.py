@@ -17,7 +17,7 @@ from pytensor.graph.traversal import ancestors
 from fedppl import gaussian
 from fedppl.contracts.client import facts
 from fedppl.data import frames
-from fedppl.data.ids import require_clients
+from fedppl.data.frames import require_clients
 from fedppl.model._declared import Declared, parts_of
 from fedppl.model._group import client_of, enrol_group, of_another_type, require_same_layout
 from fedppl.model._template import Template

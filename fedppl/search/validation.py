@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl.contracts import sum_replies
-from fedppl.data.ids import require_clients
+from fedppl.data.frames import require_clients
 from fedppl.model.arrays import as_arrays
 from fedppl.model.client import ClientModel
 from fedppl.model.pack import pack
