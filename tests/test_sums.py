@@ -120,13 +120,14 @@ def test_clients_own_variables_are_those_of_another_algorithm() -> None:
 
 
 def test_integrals_at_every_point_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where few points do not foretell what Laplace leaves out at the others."""
+    """Where few points do not predict the residuals of Laplace's approximation at the others."""
     clients = hospitals(12)
     few = fit(WARDS, clients, fedppl.Sums(starts=1))
-    monkeypatch.setattr(phases, "FEW", phases.FEW._replace(rough=0.0, foretold=0.0))
+    monkeypatch.setattr(phases, "FEW", phases.FEW._replace(rough=0.0, predicted=0.0))
     every = fit(WARDS, clients, fedppl.Sums(starts=1))
-    told, foretold = every.state.phase.told, few.state.phase.told
-    assert len(told.points) == len(told.known.points) and len(foretold.points) > len(foretold.known.points)
+    exact, predicted = every.state.phase.evaluated, few.state.phase.evaluated
+    assert len(exact.points) == len(exact.integrated.points)
+    assert len(predicted.points) > len(predicted.integrated.points)
     one, two = few.summary(), every.summary()
     error = np.hypot(one["mcse_mean"], two["mcse_mean"])
     assert np.all(np.abs(one["mean"] - two["mean"]) < 4 * error + 0.01 * one["sd"])

@@ -48,7 +48,7 @@ class Search(NamedTuple):
 
 
 class Searched(NamedTuple):
-    """What an exchange of a search came to."""
+    """The outcome of an exchange of a search."""
 
     search: Search
     arrived: bool
@@ -92,7 +92,7 @@ def steps(search: Search) -> Array:
 
 
 def stencil(size: int) -> Array:
-    """Points, in steps, from which a quadratic is told: (1 + 2 m + m (m − 1) / 2, m)."""
+    """Points, in steps, that determine a quadratic: (1 + 2 m + m (m − 1) / 2, m)."""
     unit = np.eye(size)
     both = [unit[i] + unit[j] for i, j in itertools.combinations(range(size), 2)]
     return np.concatenate([np.zeros((1, size)), unit, -unit, np.reshape(both, (-1, size))])
@@ -107,8 +107,8 @@ def points(search: Search) -> Array:
     return np.concatenate([about, _warm_start.along(at, move)[_looked_at(search)]]) if np.any(move) else about
 
 
-def known(search: Search) -> NDArray[np.intp]:
-    """Places of points at which θ is integrated: of many clients what Laplace leaves out moves the mode by many sds."""
+def integrated(search: Search) -> NDArray[np.intp]:
+    """Places of points at which θ is integrated: of many clients residuals of Laplace's approximation move the mode."""
     is_scan = len(search.heights) < len(search.scanned)
     return np.arange(0 if is_scan or not search.exact else len(points(search)))
 
@@ -149,9 +149,9 @@ def step(search: Search, values: Array, clients: float) -> Searched:
 def _ended(search: Search) -> Searched:
     """The next search, or the same with more clients, or the best mode of all."""
     sites, newton, starts = search.sites, search.newton, search.starts
-    known = _is_known(search)
+    is_known = _is_known(search)
     if starts is not None and (newton.arrived or starts.modes):
-        mode = _starts.arrived_at(sites, newton) if newton.arrived and not known else None
+        mode = _starts.arrived_at(sites, newton) if newton.arrived and not is_known else None
         if mode is not None and not starts.modes:
             starts = starts._replace(left=_highest(search, mode, len(starts.left)))
         starts, sites, following = _starts.next_search(starts, sites, mode)

@@ -23,7 +23,7 @@ from fedppl.algorithms.ep.why import hardly_a_prior
 from fedppl.algorithms.size import say_if_large
 from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
-from fedppl.algorithms.sums.phases import Known, Rule, Weighed, Weighing
+from fedppl.algorithms.sums.phases import Integrated, Rule, Weighed, Weighing
 from fedppl.algorithms.sums.search import Search
 from fedppl.algorithms.sums.weigh import Answer
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
@@ -182,19 +182,19 @@ def _resume(first: SumsState, last: SumsState) -> SumsState:
 
 
 def _broadcast(state: SumsState, client_id: str) -> Message:
-    """Points, the same to all; and which of them what Laplace's approximation leaves out is asked for at."""
+    """Points, the same to all clients, and the places of those at which θ is integrated."""
     phase, share = state.phase, np.array(state.prior_share)
     if isinstance(phase, Search):
-        points, known = _search.points(phase), _search.known(phase).astype(float)
+        points, places = _search.points(phase), _search.integrated(phase).astype(float)
         center, some, roughly = phase.newton.point, phase.some, False
     else:
-        points, known = _points(phase)
+        points, places = _points(phase)
         center, some = gaussian.mean(phase.about.q), 1.0
         roughly = isinstance(phase, Weighing) and phase.rule == Rule.ROUGHLY
     look = isinstance(phase, Weighing) and not state.looked
     return {
         "points": points,
-        "known": known,
+        "known": places,
         "center": center,
         "prior_share": share,
         "some": np.array(some),
@@ -204,10 +204,10 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
 
 
 def _points(phase: Weighing | Weighed) -> tuple[Array, Array]:
-    """Points of a batch, and places of the known ones; none once the posterior is weighed."""
+    """Points of a batch, and places of those at which θ is integrated; none once the posterior is weighed."""
     if isinstance(phase, Weighed):
         return np.zeros((0, len(phase.about.labels))), np.zeros(0)
-    return phase.batch.phi, _weigh.places_known(phase).astype(float)
+    return phase.batch.phi, _weigh.places_integrated(phase).astype(float)
 
 
 def _asks(layout: Layout, message: Message) -> Asked:
@@ -216,61 +216,59 @@ def _asks(layout: Layout, message: Message) -> Asked:
 
 
 def _update_client(client: ClientView, personal: None, message: Message, rng: Rng) -> ClientUpdate[None]:
-    """What is added to the sums. Where there is no value there is 0, and a count of one that is lost."""
-    stack = client.view(integrate.alone)
-    found = _of_stack(stack, message, 1, message.get("inside"))
-    for reason in found.failures.values():
+    """What this client adds to the sums: 0 where it has no value, and a count of 1 that is lost."""
+    summed = _of_stack(client.view(integrate.alone), message, 1, message.get("inside"))
+    for reason in summed.failures.values():
         raise LocalFailure(reason)
-    lost = np.asarray(found.total["values_lost"])
-    return ClientUpdate(None, found.total, {"values_lost": float(np.mean(lost > 0)) if len(lost) else 0.0})
+    lost = np.asarray(summed.total["values_lost"])
+    return ClientUpdate(None, summed.total, {"values_lost": float(np.mean(lost > 0)) if len(lost) else 0.0})
 
 
 def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | None = None) -> Summed:
     """The sum of what the clients of a stack answer."""
     points, center = (np.asarray(message[name], dtype=float) for name in ("points", "center"))
-    known, some = np.asarray(message["known"], dtype=np.int64), float(message["some"])
+    places, some = np.asarray(message["known"], dtype=np.int64), float(message["some"])
     kept = np.ones(len(points), dtype=bool) if inside is None else np.asarray(inside, dtype=bool)
-    asked = known[kept[known]]
-    at = np.cumsum(kept)[asked] - 1  # places of the known ones among those that are kept
+    at = np.cumsum(kept)[places[kept[places]]] - 1  # among the points that are kept
     look, roughly = (float(message[name]) > 0 for name in ("look", "roughly"))
-    own = integrate.summed(stack, points[kept], at, center, workers, some=some, look=look, roughly=roughly)
-    answered = float(len(stack) if some >= 1.0 else integrate.number_asked(stack, some)) - len(own.failures)
+    sums = integrate.summed(stack, points[kept], at, center, workers, some=some, look=look, roughly=roughly)
+    answered = float(len(stack) if some >= 1.0 else integrate.number_asked(stack, some)) - len(sums.failures)
     values, lost = np.zeros(len(points)), np.full(len(points), answered)
-    values[kept], lost[kept] = own.values, own.lost
+    values[kept], lost[kept] = sums.values, sums.lost
     share = float(message["prior_share"])
     if share and not stack.prior.is_gaussian:
         ratio = stack.prior.log_ratio(points)
-        known_too = np.isfinite(ratio)
-        values, lost = values + np.where(known_too, share * answered * ratio, 0.0), np.where(known_too, lost, answered)
+        has_prior = np.isfinite(ratio)
+        values, lost = values + np.where(has_prior, share * answered * ratio, 0.0), np.where(has_prior, lost, answered)
     total = {
         "values": values,
         "values_lost": lost,
-        **_at_known(own, kept[known], answered),
-        "constants": own.constants,
+        **_where_integrated(sums, kept[places], answered),
+        "constants": sums.constants,
         "improper": np.array(answered if not stack.client(0).has_proper_prior else 0.0),
         "answered": np.array(answered),
     }
-    return Summed(total, len(stack) - len(own.failures), own.failures)
+    return Summed(total, len(stack) - len(sums.failures), sums.failures)
 
 
-def _at_known(own: Values, kept: Array, answered: float) -> dict[str, Array]:
-    """What is known at some points, of which a site's policy may keep some back."""
-    names = {"left_out": own.left_out, "left_out_lost": own.left_out_lost, "errors": own.errors, "squares": own.squares}
-    found = {}
-    for name, values in names.items():
-        found[name] = np.full(len(kept), answered if name == "left_out_lost" else 0.0)
-        found[name][kept] = values
-    return found
+def _where_integrated(sums: Values, kept: Array, answered: float) -> dict[str, Array]:
+    """Sums at the points at which θ is integrated, of which a site's policy may keep some back."""
+    total = {name: np.zeros(len(kept)) for name in ("left_out", "errors", "squares")}
+    total["left_out_lost"] = np.full(len(kept), answered)
+    for name, values in total.items():
+        values[kept] = getattr(sums, name)
+    return total
 
 
 def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
     phase = state.phase
     if isinstance(phase, Search):
-        points, known = (len(_search.points(phase)),), (len(_search.known(phase)),)
+        count, integrated = len(_search.points(phase)), len(_search.integrated(phase))
     else:
-        points, known = ((len(one),) for one in _points(phase))
-    of_known = dict.fromkeys(("left_out", "left_out_lost", "errors", "squares"), known)
-    return {"values": points, "values_lost": points, **of_known, "constants": (2,), "improper": (), "answered": ()}
+        count, integrated = (len(values) for values in _points(phase))
+    at_few = dict.fromkeys(("left_out", "left_out_lost", "errors", "squares"), (integrated,))
+    at_all = {"values": (count,), "values_lost": (count,)}
+    return {**at_all, **at_few, "constants": (2,), "improper": (), "answered": ()}
 
 
 def _implausible(state: SumsState, reply: Message) -> str | None:
@@ -307,13 +305,14 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
     state = state._replace(void=0)
     if isinstance(phase, Search):
         scale = count / max(float(sums["answered"]), 1.0) if phase.some < 1.0 else 1.0
-        left_out, known = _of_sums(sums, "left_out"), _search.known(phase)
-        values = _of_sums(sums, "values")
-        at = Known(_search.points(phase)[known], left_out, np.asarray(sums["errors"]), np.asarray(sums["squares"]))
-        stencil = (at, values[known]) if phase.some == 1.0 else None
-        whole = values.copy()
-        whole[known] += left_out
-        return _searched(state, phase, scale * whole, points, pilot, stencil)
+        residuals, places = _of_sums(sums, "left_out"), _search.integrated(phase)
+        laplace = _of_sums(sums, "values")
+        errors, squares = np.asarray(sums["errors"]), np.asarray(sums["squares"])
+        integrated = Integrated(_search.points(phase)[places], residuals, errors, squares)
+        stencil = (integrated, laplace[places]) if phase.some == 1.0 else None
+        values = laplace.copy()
+        values[places] += residuals
+        return _searched(state, phase, scale * values, points, pilot, stencil)
     if isinstance(phase, Weighed):  # nothing was asked for
         return state, Report(_info(phase), Status.CONVERGED if phase.trusted else Status.STALLED)
     return _weighed(state, phase, sums, points)
@@ -327,26 +326,27 @@ def _of_sums(sums: Message, name: str) -> Array:
 def _info(phase: Search | Weighing | Weighed) -> SumsInfo:
     if isinstance(phase, Search):
         return SumsInfo("search", phase.newton.objective, 0, np.nan, np.nan, np.nan)
-    found, count = phase.found if isinstance(phase, Weighed) else None, len(phase.told.points)
-    known = (np.nan, np.nan, np.nan) if found is None else (found.ess, found.pareto_k, found.error)
-    return SumsInfo("weighing", np.nan, count, *known)
+    posterior = phase.posterior if isinstance(phase, Weighed) else None
+    nothing = (np.nan, np.nan, np.nan)
+    diagnostics = nothing if posterior is None else (posterior.ess, posterior.pareto_k, posterior.error)
+    return SumsInfo("weighing", np.nan, len(phase.evaluated.points), *diagnostics)
 
 
 def _searched(
-    state: SumsState, phase: Search, values: Array, points: int, pilot: int, stencil: tuple[Known, Array] | None
+    state: SumsState, phase: Search, values: Array, points: int, pilot: int, stencil: tuple[Integrated, Array] | None
 ) -> tuple[SumsState, Report]:
-    """One step of a search; once it is over the next one, or the pilot, with what is known at the stencil."""
-    found = _search.step(phase, values, len(state.clients))
-    after, info = state._replace(phase=found.search), _info(found.search)
-    if found.stuck:
-        return after, Report(info, Status.STALLED, found.stuck)
-    if not found.arrived:
-        return after, Report(info, message=found.message)
-    few, sites = _points_of(len(state.clients), pilot), found.search.sites
+    """One step of a search; once it is over the next search, or the pilot, which begins with the stencil's values."""
+    searched = _search.step(phase, values, len(state.clients))
+    after, info = state._replace(phase=searched.search), _info(searched.search)
+    if searched.stuck:
+        return after, Report(info, Status.STALLED, searched.stuck)
+    if not searched.arrived:
+        return after, Report(info, message=searched.message)
+    few, sites = _points_of(len(state.clients), pilot), searched.search.sites
     many = len(state.clients) > _MANY
     weighing = _weigh.begin(sites.q, sites.prior, sites.labels, few, state.stream, many=many)
     if stencil is not None:
-        weighing = _weigh.with_known(weighing, *stencil)
+        weighing = _weigh.with_integrated(weighing, *stencil)
     return after._replace(phase=weighing), Report(info, message="nothing is weighed yet: raise rounds=")
 
 
@@ -398,18 +398,18 @@ def _q(state: SumsState) -> Gaussian:
 def _corrected(state: SumsState) -> Reweighted | None:
     """The weighted points, where they are to be trusted and say more than q does."""
     phase = state.phase
-    return phase.found if isinstance(phase, Weighed) and phase.trusted and not phase.is_normal else None
+    return phase.posterior if isinstance(phase, Weighed) and phase.trusted and not phase.is_normal else None
 
 
 def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidence:
     phase = state.phase
-    if not isinstance(phase, Weighed) or phase.found is None or not phase.trusted:
+    if not isinstance(phase, Weighed) or phase.posterior is None or not phase.trusted:
         raise NotConvergedError("the posterior is not to be trusted, so that there is no evidence: see fit.message.")
-    off = float(np.hypot(*phase.told.constants))
-    require_known(phase.told.is_proper, off)
+    off = float(np.hypot(*phase.evaluated.constants))
+    require_known(phase.evaluated.is_proper, off)
     # Of a prior that is not Gaussian the clients' shares make up, its constant included.
     of_prior = 0.0 if state.prior_share else gaussian.log_integral(phase.about.prior)
-    value = gaussian.log_integral(phase.about.q) - of_prior + phase.found.log_ratio
+    value = gaussian.log_integral(phase.about.q) - of_prior + phase.posterior.log_ratio
     return LogEvidence(value, float(np.hypot(phase.log_integral_error, off)), "sums")
 
 
@@ -420,32 +420,33 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     if not isinstance(phase, Weighed) or not phase.trusted or not set(state.clients) <= set(clients):
         return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, _LOCAL.factor)
     if phase.is_normal:
-        assert phase.found is not None
-        return without(Of(q, phase.found, *2 * (phase.found.points,)), client_ids, clients, _LOCAL.factor)
+        assert phase.posterior is not None
+        return without(Of(q, phase.posterior, *2 * (phase.posterior.points,)), client_ids, clients, _LOCAL.factor)
     if len(state.clients) > _MOST_SINGLE:
         return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, _LOCAL.factor)
-    points, scramble, log_proposal = _weigh.spread(phase, _SINGLE)
+    points, scramble, log_proposal = _weigh.candidates_about(phase, _SINGLE)
     factors = {
         name: _LOCAL.factor(clients[name], points, gaussian.mean(q), state.prior_share) for name in state.clients
     }
     total = np.sum([factor.values for factor in factors.values()], axis=0) + gaussian.log_kernel(
         phase.about.prior, points
     )
-    found = weigh_points(q, points, scramble, total - gaussian.log_kernel(q, points), log_proposal)
+    posterior = weigh_points(q, points, scramble, total - gaussian.log_kernel(q, points), log_proposal)
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
 
-    def known(client: ClientView, at: Array, center: Array, share: float) -> Factor:
+    def factor_of(client: ClientView, at: Array, center: Array, share: float) -> Factor:
         return factors[client.client_id]._replace(values=factors[client.client_id].values - ratio)
 
-    return without(Of(q, found, points, as_folded(points, phase.shape.folded)), client_ids, clients, known)
+    scaled = as_folded(points, phase.shape.folded)
+    return without(Of(q, posterior, points, scaled), client_ids, clients, factor_of)
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:
     """q, and points of the posterior, from which a client draws its own."""
-    q, found = _q(state), _corrected(state)
-    if found is not None:
-        is_some = found.weights > 0
-        points, weights = found.points[is_some], found.weights[is_some]
+    q, posterior = _q(state), _corrected(state)
+    if posterior is not None:
+        is_some = posterior.weights > 0
+        points, weights = posterior.points[is_some], posterior.weights[is_some]
     else:
         points, weights = _of_gaussian(q), np.full(_DRAWN, 1.0 / _DRAWN)
     joins = np.array(float(client_id not in state.clients))
@@ -461,19 +462,19 @@ def _of_gaussian(q: Gaussian) -> Array:
 
 def _details(state: SumsState) -> contracts.Details:
     phase = state.phase
-    if not isinstance(phase, Weighed) or phase.found is None:
+    if not isinstance(phase, Weighed) or phase.posterior is None:
         return {}
-    found = phase.found
-    known: dict[str, tuple[tuple[str, ...], Array]] = {"skewness": (("rows",), skewness(found.points, found.weights))}
+    skewed = skewness(phase.posterior.points, phase.posterior.weights)
+    details: dict[str, tuple[tuple[str, ...], Array]] = {"skewness": (("rows",), skewed)}
     if phase.trusted:
-        known |= {
-            "corrected_mean": (("rows",), found.mean),
-            "corrected_covariance": (("rows", "columns"), found.covariance),
+        details |= {
+            "corrected_mean": (("rows",), phase.posterior.mean),
+            "corrected_covariance": (("rows", "columns"), phase.posterior.covariance),
         }
-    return known
+    return details
 
 
-# The posterior without one client, from weighted points of that of all and the client's own log f_k there -------------
+# The posterior without one client, from weighted points of the whole posterior and the client's log f_k there ---
 
 # p(φ | y_-k) ∝ p(φ | y) / f_k(φ), and p(y_k | y_-k) = 1 / E[1 / f_k(φ) | y].
 # f_k is without a share of the prior, whatever the prior is: that belongs to the posterior of the others, all of it.
@@ -486,12 +487,12 @@ _UNKNOWN = LogEvidence(np.nan, np.nan)
 
 
 class Of(NamedTuple):
-    """What is known of a posterior of all: weighted points where there are any, and its Gaussian."""
+    """The posterior of all clients: weighted points where there are any, and its Gaussian."""
 
     q: Gaussian
-    found: Reweighted | None
+    weighted: Reweighted | None
     points: Array  # (S, m) at which clients are asked
-    scaled: Array  # (S, m) the same, where a logarithm has a long left tail in what it is the logarithm of
+    scaled: Array  # (S, m) the same, with scales in place of their logarithms where these have long left tails
 
 
 def without(
@@ -512,26 +513,26 @@ def without(
 
 
 def _without_one(of: Of, client: ClientView, values: Factor) -> WithoutClient:
-    q, found, points, scaled = of
+    q, posterior, points, scaled = of
     nothing = WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
     if not gaussian.is_proper(q):
         return nothing
-    weights = np.full(len(points), 1.0 / len(points)) if found is None else found.weights
-    told = np.isfinite(values.values)
-    if weights @ told < 1.0 - _LOST:
+    weights = np.full(len(points), 1.0 / len(points)) if posterior is None else posterior.weights
+    has_value = np.isfinite(values.values)
+    if weights @ has_value < 1.0 - _LOST:
         return nothing
-    cavity = gaussian.quotient(q, _site(q, points[told], weights[told], values.values[told]))
-    if found is None:
+    cavity = gaussian.quotient(q, _site(q, points[has_value], weights[has_value], values.values[has_value]))
+    if posterior is None:
         return WithoutClient(cavity, None, _UNKNOWN)
     base = cavity if gaussian.is_proper(cavity) else q
-    log_weights = _log(weights) - np.where(told, values.values, np.inf)  # no weight where there is no value
-    of_base = _log(found.of_q) + gaussian.log_density(base, points) - gaussian.log_density(q, points)
-    of_base = np.where(told, of_base, -np.inf)
-    left = weigh(base, points, found.scramble, log_weights, of_base, int(told.sum()))
+    log_weights = _log(weights) - np.where(has_value, values.values, np.inf)  # no weight where there is no value
+    of_base = _log(posterior.of_q) + gaussian.log_density(base, points) - gaussian.log_density(q, points)
+    of_base = np.where(has_value, of_base, -np.inf)
+    left = weigh(base, points, posterior.scramble, log_weights, of_base, int(has_value.sum()))
     if left is not None and left.second_k > -np.inf:
-        # moments have to be known of scales that are shown, not of tails of their logarithms
+        # moments are reported of scales, not of tails of their logarithms
         left = left._replace(second_k=second_k(left.weights, scaled, left.weights))
-    # Where that of all has no heavy tail, no points were asked for in one.
+    # Where the posterior of all clients has no heavy tail, no point lies in one.
     if left is None or (has_heavy_tails(points, left.weights) and not has_heavy_tails(points, weights)):
         return WithoutClient(cavity, None, _UNKNOWN)
     if not gaussian.is_proper(cavity) and is_trusted(left):
@@ -539,9 +540,9 @@ def _without_one(of: Of, client: ClientView, values: Factor) -> WithoutClient:
     if not client.has_proper_prior:
         return WithoutClient(cavity, left, _UNKNOWN)
     # Densities integrate to one, and so do the weights of q and of its quotient, but for an error of the same points.
-    ratios = (log_weights, of_base, _log(weights), _log(found.of_q))
-    by_chance = _spread(ratios, found.scramble)
-    errors = np.where(told, values.errors, 0.0)
+    ratios = (log_weights, of_base, _log(weights), _log(posterior.of_q))
+    by_chance = _spread(ratios, posterior.scramble)
+    errors = np.where(has_value, values.errors, 0.0)
     unknown = (left.weights @ errors) ** 2 + left.weights @ errors**2
     unknown += values.constant.alike**2 + values.constant.by_chance**2
     return WithoutClient(cavity, left, LogEvidence(-left.log_ratio, float(np.sqrt(by_chance**2 + unknown))))
@@ -562,7 +563,7 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
     z = whitened(points, center, root)
     design = quadratic_terms(z)
     flat = (normalise(power * _log(weights)) for power in _FLATTENED)
-    counted = next((one for one in flat if effective_size(one) >= 2 * design.shape[1]), weights)
+    counted = next((power for power in flat if effective_size(power) >= 2 * design.shape[1]), weights)
     scale = np.sqrt(counted)
     terms = np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0]
     curved = np.zeros((m, m))
@@ -574,11 +575,11 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
 
 def _spread(logs: tuple[Array, Array, Array, Array], scramble: NDArray[np.intp]) -> float:
     """Standard error of the log of the first two sums' ratio over that of the last two, by leaving scrambles out."""
-    found = []
+    ratios = []
     for left_out in range(region.SCRAMBLES):
-        above, beside, below, control = (np.logaddexp.reduce(one[scramble != left_out]) for one in logs)
-        found.append(above - beside - (below - control))
-    return float(np.sqrt(region.SCRAMBLES - 1.0) * np.std(found))
+        above, beside, below, control = (np.logaddexp.reduce(part[scramble != left_out]) for part in logs)
+        ratios.append(above - beside - (below - control))
+    return float(np.sqrt(region.SCRAMBLES - 1.0) * np.std(ratios))
 
 
 def _log(weights: Array) -> Array:

@@ -1,0 +1,324 @@
+r"""Whether a stage is to be trusted: the surrogate through all values, held against the weights of the last batch.
+
+.. math:: E[h] \approx E_{\hat s}[h] + \sum_i (w_i - c_i)\, h(\varphi_i), \qquad
+          w_i \propto \frac{p(\varphi_i \mid y)}{g(\varphi_i)}, \quad c_i \propto \frac{\hat s(\varphi_i)}{g(\varphi_i)}
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl import gaussian
+from fedppl.algorithms.ep.why import uncertain
+from fedppl.algorithms.sums.estimates import (
+    BY_CHANCE,
+    Estimate,
+    Unit,
+    chance_of,
+    chance_of_draws,
+    declared,
+    moments_of,
+    pooled,
+    sizes,
+    tilted,
+)
+from fedppl.algorithms.sums.phases import MOST_DRAWS, Judged, Weighed, Weighing, effort_of, values_of_batch
+from fedppl.numerics import importance, region, surrogate
+from fedppl.numerics.importance import effective_size, normalise, weighted_moments
+from fedppl.numerics.proposals import has_heavy_tails
+from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, second_k
+from fedppl.numerics.surrogate import Drawn, Surrogate
+from fedppl.types import Array, as_declared
+
+DEFENCE = 0.25  # share of a stage's points that are candidates as they come, whatever the surrogate
+BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
+_STAGES = 6
+_ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
+_MOST_OFF = 6.0  # standard errors by which moments of draws may be off to be put right by weights
+_PUT_RIGHT = 0.1  # posterior sds that they may be off by at least, where enough points are effective to tell
+_MOST_OF_MANY = 0.03  # standard error of many moments, of which the largest error is some times that
+_EFFECTIVE, _LEAST = 0.3, 0.1  # share of a stage's points: without another stage, and to be trusted at all
+_EVEN = 0.95  # effective share of points whose weights have no tail to speak of
+_LOST = 0.01  # share of the points that may be without a value
+_NOISE = 0.3  # sd, log units, of the error of Σ log f_k over the points
+_MOVED = 0.05  # posterior sds by which that error may move a mean or a log sd
+_BY_NUTS = "fedppl.EP(local=fedppl.NUTS(draws=4000))"
+
+
+class _Weights(NamedTuple):
+    """The batch as the posterior."""
+
+    posterior: Array  # (S,) they sum to 1
+    control: Array  # (S,) of the surrogate
+    log_integral: float
+    effective: float  # share of the points
+    pareto_k: float
+    logs: Array  # (S,) of the posterior, not normalised
+
+
+class _Declared(NamedTuple):
+    """Moments on the scales that variables are declared on."""
+
+    chance: float  # largest standard error of a mean, in sds, or of a log sd
+    differ: float  # largest difference of the draws' moments from the stage's estimate
+
+
+def judged(
+    state: Weighing, through: Surrogate, posterior: Drawn, signed: Array, squares: Array, stream: int, remedy: str
+) -> Judged:
+    """Compare draws of a surrogate through all values with what the last surrogate and its weights say.
+
+    Another stage where the errors are not small enough yet; else the end, with a message that says what is not known.
+    """
+    assert state.draws is not None
+    weights = _weights(state)
+    of_stage = _estimate(state, weights, state.draws.posterior.u, state.batch.u, state.shape.unit)
+    shape = state.shape._replace(estimates=(*state.shape.estimates, of_stage))
+    state = state._replace(shape=shape)
+    heavy = has_heavy_tails(posterior.u, posterior.weights)
+    last, together = state.shape.estimates[-1], pooled(state.shape.estimates)
+    # Each stage reaches farther into a heavy tail. The sum of many clients has no tails that the last stage may have
+    # missed, and its first surrogates may be so rough that their estimates add nothing.
+    estimate = last if heavy or (state.about.many and chance_of(last) < chance_of(together)) else together
+    grown = _grown(state, posterior, estimate) if heavy else 0.0
+    chance = chance_of(estimate)
+    of_draws = moments_of(posterior.u, posterior.weights, state.shape.unit)
+    differ = float(np.max(np.abs(sizes(estimate.moments, of_draws))))
+    by_draws = chance_of_draws(posterior)
+    # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
+    on_declared = _on_declared_scales(state, posterior, weights)
+    is_off = differ > max(min(BY_CHANCE * chance, MOST_ERROR), _ENOUGH)
+    is_off = is_off or on_declared.differ > max(min(BY_CHANCE * on_declared.chance, MOST_ERROR), _MOST_OF_MANY)
+    may_be_off = max(_MOST_OFF * max(chance, 0.2 * _ENOUGH), _PUT_RIGHT if weights.effective >= _EFFECTIVE else 0.0)
+    error = differ if differ > may_be_off else chance
+    lost = float(np.mean(~np.isfinite(values_of_batch(state))))
+    tail = second_k(weights.posterior, state.batch.u, weights.posterior)
+    sure = weights.effective > _EVEN or (
+        weights.pareto_k <= importance.limit(len(weights.posterior)) and tail <= MOST_SECOND_K
+    )
+    most = _most_error(state)
+    trusted = sure and max(error, grown) <= most and on_declared.chance <= MOST_ERROR and weights.effective >= _LEAST
+    noise, moved = float(np.sqrt(weights.posterior @ squares)), _moved(state, weights, signed, squares)
+    # With more points at which θ is integrated, the residuals at the others are predicted better.
+    is_told = noise <= _NOISE and moved <= _MOVED
+    enough = (
+        trusted
+        and is_told
+        and max(error, grown) <= _ENOUGH
+        and on_declared.chance <= _MOST_OF_MANY
+        and weights.effective >= _EFFECTIVE
+        and not (heavy and not state.shape.outer)
+    )
+    if not enough and state.stage < _STAGES:
+        return Judged(state, "")
+    if trusted and by_draws > BY_DRAWS:
+        by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, state.shape.outer)
+        more = surrogate.drawn(through, by, state.shape.folded, stream)
+        pairs = (posterior, by_draws), (more, chance_of_draws(more))
+        posterior, by_draws = min(pairs, key=lambda pair: pair[1])
+    if trusted and is_off:
+        tilt = tilted(posterior, estimate.moments, state.shape.unit)
+        if tilt is None:
+            error = max(differ, on_declared.differ)
+        else:
+            posterior = tilt
+        on_declared = _on_declared_scales(state, posterior, weights)
+    off = on_declared.differ if on_declared.differ > BY_CHANCE * on_declared.chance else 0.0
+    error = max(error, on_declared.chance, off)
+    trusted = trusted and max(error, by_draws) <= MOST_ERROR
+    weighted = _reweighted(state, posterior, weights, max(error, by_draws), tail)
+    problems = [
+        "" if trusted else _not_known(state, posterior, weights, weighted, grown, remedy),
+        _unreached(lost) if lost > _LOST else "",
+        "" if is_told else uncertain(noise, moved, _BY_NUTS),
+    ]
+    message = "; ".join(filter(None, problems))
+    about = state.about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
+    end = Weighed(about, state.evaluated, shape, weighted, False, not message, weighted.log_ratio_error)
+    return Judged(end, message)
+
+
+def nowhere(state: Weighing) -> Judged:
+    """The end of a fit whose posterior was not found about the mode."""
+    none = Weighed(state.about, state.evaluated, state.shape, None, False, False, np.inf)
+    return Judged(
+        none,
+        "about the mode too few points count to tell means and sds: tails are heavy, or few points have a log density "
+        "at all clients. Declare the model so that it has a smooth density everywhere and priors with lighter tails, "
+        f"use fedppl.EP(), or {_BY_NUTS}",
+    )
+
+
+def _weights(state: Weighing) -> _Weights:
+    """Weights of the batch, against the mixture of surrogate and candidates that its points come from."""
+    assert state.draws is not None
+    batch, values = state.batch, values_of_batch(state)
+    mixture = np.logaddexp(
+        np.log(1.0 - DEFENCE) + batch.log_surrogate - state.draws.candidates.log_integral,
+        np.log(DEFENCE) + batch.log_density,
+    )
+    raw = np.where(np.isfinite(values), values - mixture, -np.inf)
+    is_drawn = batch.times > 0
+    raw = np.where(is_drawn, raw, -np.inf)
+    log_times = np.log(np.where(is_drawn, batch.times, 1.0))
+    logs, shape = importance.smoothed(raw)
+    if _spread(values - batch.log_surrogate, normalise(raw + log_times)) <= effort_of(state).close:
+        logs, shape = raw, -np.inf
+    logs = np.where(is_drawn, logs + log_times, -np.inf)
+    posterior = normalise(logs)
+    effective = 1.0 / float(np.sum(posterior[is_drawn] ** 2 / batch.times[is_drawn])) / float(batch.times.sum())
+    control = normalise(np.where(is_drawn, batch.log_surrogate - mixture + log_times, -np.inf))
+    log_integral = float(np.logaddexp.reduce(logs) - np.log(batch.times.sum()))
+    return _Weights(posterior, control, log_integral, effective, shape, logs)
+
+
+def _spread(residuals: Array, weights: Array) -> float:
+    """Standard deviation of a surrogate's residuals (S,) over the posterior."""
+    is_some = weights > 0
+    residuals, weights = residuals[is_some], weights[is_some]
+    return float(np.sqrt(weights @ (residuals - weights @ residuals) ** 2))
+
+
+def _estimate(state: Weighing, weights: _Weights, draws: Array, batch: Array, unit: Unit) -> Estimate:
+    """Moments of the last surrogate and what the weights add to them; scrambles of both are left out together.
+
+    `draws` and `batch` are coordinates, on any scale, of the surrogate's draws and of the batch.
+    """
+    assert state.draws is not None
+    posterior = state.draws.posterior
+
+    def by(of_draws: NDArray[np.bool_], of_batch: NDArray[np.bool_]) -> Array:
+        drawn = np.where(of_draws, posterior.weights, 0.0)
+        added, control = (np.where(of_batch, part, 0.0) for part in (weights.posterior, weights.control))
+        before = moments_of(draws, drawn / drawn.sum(), unit)
+        return before + moments_of(batch, added / added.sum() - control / control.sum(), unit)
+
+    without = [
+        by(posterior.scramble != scramble, state.batch.scramble != scramble) for scramble in range(region.SCRAMBLES)
+    ]
+    whole = by(np.ones(len(posterior.weights), dtype=bool), np.ones(len(weights.posterior), dtype=bool))
+    return Estimate(whole, np.stack(without), weights.effective * float(state.batch.times.sum()))
+
+
+def _on_declared_scales(state: Weighing, posterior: Drawn, weights: _Weights) -> _Declared:
+    assert state.draws is not None
+    labels, folded = state.about.labels, state.shape.folded
+    at, draws, batch = (declared(labels, folded, u) for u in (posterior.u, state.draws.posterior.u, state.batch.u))
+    if not at.shape[1]:
+        return _Declared(0.0, 0.0)
+    center = posterior.weights @ at
+    unit = Unit(center, np.maximum(np.sqrt(posterior.weights @ (at - center) ** 2), 1e-300))
+    estimate = _estimate(state, weights, draws, batch, unit)
+    differ = sizes(estimate.moments, moments_of(at, posterior.weights, unit))
+    return _Declared(chance_of(estimate), float(np.max(np.abs(differ))))
+
+
+def _grown(state: Weighing, posterior: Drawn, last: Estimate) -> float:
+    """Growth of a log sd since the stage before, where points reach farther into a tail each time."""
+    assert state.draws is not None
+    before = [
+        moments_of(state.draws.posterior.u, state.draws.posterior.weights, state.shape.unit),
+        *(estimate.moments for estimate in state.shape.estimates[-2:-1]),
+    ]
+    after = moments_of(posterior.u, posterior.weights, state.shape.unit), last.moments
+    m = len(state.shape.unit.center)
+    return float(max(np.max(np.abs(sizes(new, old)[m:])) for new in after for old in before))
+
+
+def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: float, tail: float) -> Reweighted:
+    """The surrogate's draws as the posterior, beside the Gaussian of their moments."""
+    phi = surrogate.unfolded(posterior.u, state.shape.folded)
+    moments = weighted_moments(phi, posterior.weights)
+    q = gaussian.from_moments(moments.mean, moments.covariance)
+    # A surrogate has mass where it is made up; the weights' integral has an error by chance alone.
+    chance = _chance_of_integral(state, weights)
+    is_off = abs(weights.log_integral - posterior.log_integral) > chance
+    log_integral = weights.log_integral if is_off else posterior.log_integral
+    of_q = gaussian.log_density(q, phi) + surrogate.log_slope(phi, state.shape.folded) - posterior.log_proposal
+    has_tail = weights.effective <= _EVEN
+    return Reweighted(
+        points=phi,
+        weights=posterior.weights,
+        of_q=normalise(of_q),
+        scramble=posterior.scramble,
+        mean=moments.mean,
+        covariance=moments.covariance,
+        log_ratio=log_integral - gaussian.log_integral(q),
+        error=error,
+        beside=error,
+        log_ratio_error=max(abs(weights.log_integral - log_integral), chance),
+        ess=effective_size(posterior.weights),
+        pareto_k=weights.pareto_k if has_tail else -np.inf,
+        second_k=tail if has_tail else -np.inf,
+        told=len(weights.posterior),
+    )
+
+
+def _chance_of_integral(state: Weighing, weights: _Weights) -> float:
+    """Standard error of the log of the integral, by leaving out one scramble at a time."""
+    ratios = []
+    for scramble in range(region.SCRAMBLES):
+        kept = state.batch.scramble != scramble
+        ratios.append(np.logaddexp.reduce(weights.logs[kept]) - np.log(state.batch.times[kept].sum()))
+    return float(np.sqrt(region.SCRAMBLES - 1.0) * np.std(ratios))
+
+
+def _moved(state: Weighing, weights: _Weights, signed: Array, squares: Array) -> float:
+    """Largest shift of a mean or a log sd, in posterior sds, that errors of log f_k may cause.
+
+    Errors that clients have alike add up as they are; errors of any sign add up as squares, by the inequality of Cauchy
+    and Schwarz.
+    """
+    u = state.batch.u
+    moments = weighted_moments(u, weights.posterior)
+    z = (u - moments.mean) / np.sqrt(np.diag(moments.covariance))
+    parts = np.concatenate([z, 0.5 * (z**2 - 1.0)], axis=1)
+    apart = parts - weights.posterior @ parts
+    alike = signed @ (weights.posterior[:, None] * apart)
+    by_chance = np.sqrt((weights.posterior @ squares) * (weights.posterior @ apart**2))
+    return float(max(np.max(np.abs(alike)), np.max(by_chance)))
+
+
+def _most_error(state: Weighing) -> float:
+    """Standard error with which moments are trusted; of many coordinates the largest of all errors counts."""
+    return MOST_ERROR if len(state.about.labels) < surrogate.MANY else _MOST_OF_MANY
+
+
+def _not_known(
+    state: Weighing, posterior: Drawn, weights: _Weights, weighted: Reweighted, grown: float, remedy: str
+) -> str:
+    """Which diagnostics are out of bounds, and of which coordinate above all."""
+    assert state.draws is not None
+    moved = np.abs(posterior.mean - state.draws.posterior.mean) / np.sqrt(np.diag(posterior.covariance))
+    name, most = as_declared(state.about.labels[int(np.argmax(moved))]), _most_error(state)
+    most_k = importance.limit(len(weights.posterior))
+    reasons = [
+        f"few points decide alone (Pareto k {weights.pareto_k:.2f}, at most {most_k:.2f})"
+        if not weights.pareto_k <= most_k
+        else "",
+        f"tails are not reached (Pareto k {weighted.second_k:.2f}, at most {MOST_SECOND_K:g})"
+        if not weighted.second_k <= MOST_SECOND_K
+        else "",
+        f"an error of {weighted.error:.2g} sds (at most {most:g})" if not weighted.error <= most else "",
+        f"{weights.effective:.0%} of the points are effective (at least {_LEAST:.0%})"
+        if weights.effective < _LEAST
+        else "",
+        f"an sd that last changed by {np.expm1(grown):.0%}, along a heavy tail" if grown > most else "",
+    ]
+    return (
+        f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} on a scale where "
+        f"it is closer to normal, or give it a prior that says more. Of {len(state.evaluated.points)} points: "
+        + ", ".join(filter(None, reasons))
+    )
+
+
+def _unreached(share: float) -> str:
+    """A client has no value at a share of the points."""
+    return (
+        f"means and sds may be wrong: at {share:.1%} of the points (at most {_LOST:.0%}) a client has no log density, "
+        "or its integral over the client's own variables was not found. Declare the model so that it has a smooth "
+        f"density everywhere, with no bound of an outcome's support among the shared variables; or use {_BY_NUTS}"
+    )
