@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedppl.storage import ledger as _ledger
+from fedppl.storage.signed import read_account, write_account
 from fedppl.types import DataError, DeclarationError
 
 _START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
@@ -121,14 +121,14 @@ def _begin_anew(path: Path) -> int:
     account = _account_of(path)
     if not account.is_file():
         raise DataError(f"{str(path)!r} has no {account.name} beside it, which would go on: put it back.")
-    content = _ledger.read(account)
+    content = read_account(account)
     last = head(path)
     if content["lines"] > last.length:
         raise DataError(f"{str(path)!r} lacks line {content['lines']}, which was written.")
     aside = path.with_name(f"{path.stem}-{last.digest[:12]}{path.suffix}")
     os.rename(path, aside)
     path.touch(mode=0o600)
-    _ledger.write(account, {**content, "lines": 0, "head": Head().digest})
+    write_account(account, {**content, "lines": 0, "head": Head().digest})
     print(f"{last.length} lines are in {str(aside)!r}; last digest: {last.digest}")
     return 0
 
@@ -149,7 +149,7 @@ def _account(path: Path) -> _Account | None:
     account = _account_of(path)
     if not account.is_file():
         return None
-    content = _ledger.read(account)
+    content = read_account(account)
     try:
         requests = sum(int(one["requests"]) for one in content["clients"].values())
         return _Account(Head(int(content["lines"]), str(content["head"])), requests)

@@ -26,11 +26,11 @@ from fedppl.engine.conclusions import let_out, tells
 from fedppl.engine.guard import Ledger, Run, in_memory
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Malformed
-from fedppl.flower.memory import file_memory
 from fedppl.flower.node import read_told
 from fedppl.flower.records import CONCLUDE
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
+from fedppl.storage.signed import file_memory
 from fedppl.testing import normal_means
 from tests.support import malformed
 from tests.support.fake_grid import FakeGrid, Node, node

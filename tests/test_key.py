@@ -26,11 +26,11 @@ def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @posix
 def test_the_first_use_makes_a_key_for_the_owner_alone(key_file: Path) -> None:
-    key = _key.of_owner(make=True)
+    key = _key.owner_key(make=True)
     assert len(key) == 32 and len(set(key)) > 10
     assert key_file.read_bytes() == key
     assert key_file.stat().st_mode & 0o777 == 0o600
-    assert _key.of_owner(make=True) == _key.of_owner(make=False) == key
+    assert _key.owner_key(make=True) == _key.owner_key(make=False) == key
     assert list(key_file.parent.iterdir()) == [key_file]
 
 
@@ -43,14 +43,14 @@ def test_without_a_variable_it_is_in_the_users_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", named or str(tmp_path / "configuration"))
     folder = tmp_path / (".config" if named else "configuration") / "fedppl"
-    assert _key.path() == folder / "key"
-    key = _key.of_owner(make=True)
+    assert _key.key_path() == folder / "key"
+    key = _key.owner_key(make=True)
     assert (folder / "key").read_bytes() == key and folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_reading_makes_no_key(key_file: Path) -> None:
     with pytest.raises(DeclarationError, match="does not exist.*FEDPPL_KEY_FILE") as caught:
-        _key.of_owner(make=False)
+        _key.owner_key(make=False)
     assert repr(str(key_file)) in str(caught.value) and not key_file.exists()
 
 
@@ -89,7 +89,7 @@ def test_a_key_that_is_none_is_refused_before_the_run(name: str, key_file: Path,
 @pytest.mark.parametrize("path", ["/no/such/folder/key", "a\0b", "k" * 300])
 def test_a_path_that_can_hold_none_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the environment cannot hold a null character
-    monkeypatch.setattr(_key, "path", lambda: Path(path))
+    monkeypatch.setattr(_key, "key_path", lambda: Path(path))
     with pytest.raises(DeclarationError, match="FEDPPL_KEY_FILE"):
         checkpoint.require_writable(tmp_path / "run.ckpt")
 
@@ -103,7 +103,7 @@ def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(DeclarationError, match="no home folder.*set FEDPPL_KEY_FILE"):
-        _key.path()
+        _key.key_path()
 
 
 def test_many_that_are_first_have_one_key(key_file: Path) -> None:
@@ -111,7 +111,7 @@ def test_many_that_are_first_have_one_key(key_file: Path) -> None:
 
     def first() -> None:
         start.wait()
-        keys.append(_key.of_owner(make=True))
+        keys.append(_key.owner_key(make=True))
 
     threads = [threading.Thread(target=first) for _ in range(16)]
     for thread in threads:
@@ -123,7 +123,7 @@ def test_many_that_are_first_have_one_key(key_file: Path) -> None:
 
 
 def test_processes_that_are_first_have_one_key(key_file: Path) -> None:
-    command = [sys.executable, "-c", "from fedppl.storage import signed; print(signed.of_owner(make=True).hex())"]
+    command = [sys.executable, "-c", "from fedppl.storage import signed; print(signed.owner_key(make=True).hex())"]
     here = Path(__file__).parents[1]
     started = [subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert {process.communicate()[0].strip() for process in started} == {key_file.read_bytes().hex()}

@@ -23,10 +23,10 @@ from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, rele
 from fedppl.engine.policy import NO_RULES, Holdings
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
-from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.node import Node
 from fedppl.gaussian import Gaussian
-from fedppl.storage import checkpoint, ledger
+from fedppl.storage import signed
+from fedppl.storage.signed import Memory, file_memory
 from fedppl.types import LocalFailure
 from tests.support import problems
 from tests.support.markers import slow_but
@@ -567,14 +567,14 @@ def test_an_account_is_counted_again_from_its_log(tmp_path: Path, capsys: pytest
         assert not refused(sent(site, ask(number)))
     log, account = tmp_path / "audit.jsonl", tmp_path / "ledger.json"
     assert audit.main([str(log)]) == 0 and "requests answered of clinic 3: 3" in capsys.readouterr().out
-    whole = ledger.read(account)
+    whole = signed.read_account(account)
     fewer = {**whole["clients"]["clinic 3"], "requests": 0}
-    ledger.write(account, {**whole, "clients": {"clinic 3": fewer}})  # by who has the key
+    signed.write_account(account, {**whole, "clients": {"clinic 3": fewer}})  # by who has the key
     assert audit.main([str(log)]) == 1 and "counts 0 requests, the log 3" in capsys.readouterr().err
-    ledger.write(account, whole)
+    signed.write_account(account, whole)
     account.write_text(account.read_text().replace('"requests": 3', '"requests": 0'))
     assert audit.main([str(log)]) == 1 and "not signed" in capsys.readouterr().err
-    ledger.write(account, whole)
+    signed.write_account(account, whole)
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:-1]))  # the chain holds, and only the account knows of the line
     assert audit.main([str(log)]) == 1 and f"lacks line {len(lines)}, which was written" in capsys.readouterr().err
@@ -587,9 +587,9 @@ def test_an_account_is_counted_again_from_its_log(tmp_path: Path, capsys: pytest
     assert audit.main([str(log), "--begin-anew"]) == 1 and "put it back" in capsys.readouterr().err
     (tmp_path / "away").rename(account)
     first = {**whole, "lines": 1, "head": log_of(tmp_path)[0]["digest"]}
-    ledger.write(account, first)  # by who has the key, or an earlier one
+    signed.write_account(account, first)  # by who has the key, or an earlier one
     assert audit.main([str(log)]) == 1 and "it is an earlier one" in capsys.readouterr().err
-    ledger.write(account, whole)
+    signed.write_account(account, whole)
     assert audit.main([str(log), "--begin-anew"]) == 0
     assert not refused(sent(site, ask(4))) and [line["line"] for line in log_of(tmp_path)] == [1, 2]
     assert _account.in_folder(OPEN, tmp_path, "clinic 3").read().requests == 4
@@ -630,7 +630,7 @@ def test_a_site_that_dies_while_it_keeps_an_answer_releases_it_once(
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2)
     site = site_of(tmp_path, algorithm=algorithm)
     state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
-    message, replace, found = algorithm.broadcast(state, "clinic 3"), checkpoint.replace, set()
+    message, replace, found = algorithm.broadcast(state, "clinic 3"), signed.replace, set()
 
     def torn(path: Path, raw: bytes) -> None:
         if path.name.endswith("lasting"):
@@ -642,7 +642,7 @@ def test_a_site_that_dies_while_it_keeps_an_answer_releases_it_once(
     for number in range(1, 6):
         request = ask(number)._replace(message=message, seed=(number, 1, 1))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(checkpoint, "replace", torn)
+            patch.setattr(signed, "replace", torn)
             reply = sent(site, request)
             if isinstance(reply, Failure):
                 dies()

@@ -24,13 +24,13 @@ from fedppl.engine.policy import NO_RULES
 from fedppl.flower import agreed as wire
 from fedppl.flower.client_app import _context_memory as in_node
 from fedppl.flower.decode import Malformed
-from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.records import AGREE
 from fedppl.flower.site_agreement import accept, declared, named, without_rare
 from fedppl.formulas.agreement import Agreement, Column, Told, raised, tell
 from fedppl.formulas.exchange import asked, contradiction, example
 from fedppl.formulas.formula import of_told
 from fedppl.results import departure
+from fedppl.storage.signed import Memory, file_memory
 from tests.support import problems
 from tests.support.fake_grid import FakeGrid, Node, node
 

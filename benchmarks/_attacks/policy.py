@@ -25,11 +25,11 @@ from fedppl import privacy
 from fedppl.algorithms.ep.warm_start import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.engine.policy import Policy, refuse_release
-from fedppl.flower import memory as _memory
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian, unpack_triangle
 from fedppl.local.target import pack_target
+from fedppl.storage import signed as _memory
 
 _PRIOR_SD = 2.5
 _FOUND = 1e-3  # of a row's norm

@@ -23,8 +23,8 @@ from fedppl import audit
 from fedppl.contracts import Failure, Request
 from fedppl.flower import node as _node
 from fedppl.flower import wire
-from fedppl.flower.memory import file_memory
 from fedppl.formulas.agreement import tell
+from fedppl.storage.signed import file_memory
 from fedppl.types import Array
 
 ROWS = 400

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from fedppl import audit
 from fedppl.engine.guard import Guard, Ledger, Run
 from fedppl.engine.policy import Policy
-from fedppl.storage import ledger as _ledger
 from fedppl.storage.codec import plain
+from fedppl.storage.signed import read_account, write_account
 from fedppl.types import DataError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
                     "move the log away, which grants every limit anew."
                 )
             return {"clients": {}, "lines": 0, "head": audit.Head().digest, "idle": 0}
-        return _ledger.read(ledgers)
+        return read_account(ledgers)
 
     def check(everything: Mapping[str, Any]) -> None:
         count, digest, last = everything["lines"], everything["head"], audit.Head()
@@ -85,7 +85,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
         if not known:
             check(everything)
         if not ledgers.exists():  # before there is a log, which without it would have been cut off from its account
-            _ledger.write(ledgers, everything)
+            write_account(ledgers, everything)
         costs = not entry or entry["event"] in ("request", "reply", "conclusion") and not entry.get("repeated")
         before = everything.get("idle", 0)
         idle = before + (not costs or bool(entry.get("refused")))
@@ -106,7 +106,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
             "head": known[-1].digest,
             "idle": idle,
         }
-        _ledger.write(ledgers, everything)
+        write_account(ledgers, everything)
 
     return Guard(rules, nullcontext, read, write)
 

@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 from flwr.clientapp import ClientApp
 
 from fedppl.flower import node as _node
-from fedppl.flower.memory import Memory
 from fedppl.flower.node import Node
 from fedppl.flower.records import AGREE, ASK, CONCLUDE, CONSTRAIN, HELLO
 from fedppl.flower.wire import Parcel
+from fedppl.storage.signed import Memory
 
 
 class Site(NamedTuple):

@@ -14,11 +14,11 @@ from flwr.clientapp import ClientApp
 from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
 from fedppl.flower.answers import Site, answer, declared
-from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.node import Node
 from fedppl.flower.records import read_message, register, to_content
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
+from fedppl.storage.signed import Memory, file_memory
 from fedppl.types import DeclarationError
 
 

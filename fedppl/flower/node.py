@@ -31,18 +31,6 @@ from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, require
 from fedppl.flower.hello import pack_hello
-from fedppl.flower.memory import (
-    BLANK,
-    Kept,
-    Memory,
-    Versions,
-    data_version,
-    keep_seal,
-    keep_version,
-    name_of_kept,
-    recalled,
-    same_data,
-)
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.graph_key import code_key
@@ -51,8 +39,8 @@ from fedppl.results import idata
 from fedppl.results.at_client import SUMS, client_posterior, implausible, require_rows, rows_of, sums_of
 from fedppl.results.groups import more
 from fedppl.run.withdrawal import FEWEST, knows_cavities, tested
-from fedppl.storage import checkpoint
-from fedppl.storage.signed import pack
+from fedppl.storage import codec
+from fedppl.storage.signed import BLANK, Memory, owner_key, pack, replace, unpack
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
@@ -359,7 +347,7 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wi
     result = client_posterior(*drawing)
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
-    checkpoint.replace(partial, b"")  # with the mode of what holds rows, before there are any
+    replace(partial, b"")  # with the mode of what holds rows, before there are any
     idata.write(result, partial)
     partial.chmod(0o600)  # a library may make the file anew
     partial.replace(path)
@@ -371,6 +359,96 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wi
     declaration = _declarations[node.token, agreement]  # what was compiled is there
     told = tell(names, node.algorithm, declaration, client, parcel[0], result, seed)
     return let_out(guard, node.algorithm, client, request, told)
+
+
+# What rests at a node between two requests: personal state, the last answer, and digests of the data -----------------
+
+
+class Kept(NamedTuple):
+    """Personal state, and the answer that it comes from."""
+
+    personal: Any = None
+    digest: str = ""  # of the request
+    arrays: Message = {}
+    texts: dict[str, str] = {}
+
+
+def name_of_kept(algorithm: AnyAlgorithm, own_id: str, run: str, client_id: str) -> str:
+    """The server chooses the names of runs and clients: what must outlive a run is not kept under them."""
+    return f"{own_id}.lasting" if algorithm.persistent else f"{run}-{client_id}.personal"
+
+
+class Seal(NamedTuple):
+    """A digest of a client's data, and under which name it stays here."""
+
+    name: str
+    raw: bytes
+    is_new: bool
+
+
+def same_data(memory: Memory, client: ClientModel, run: str) -> Seal:
+    """Refuse data that are not those of the run's first request."""
+    name = f"{run}-{client.client_id}.data"
+    sealed = memory.recall(name)
+    if sealed is not None and not codec.matches(sealed, client.arrays):
+        raise LocalFailure(
+            "its data are not those that it had when this run began; begin a new run, or give the site those data"
+        )
+    return Seal(name, codec.seal(client.arrays) if sealed is None else sealed, sealed is None)
+
+
+def keep_seal(memory: Memory, seal: Seal) -> None:
+    """Keep the digest where there was none."""
+    if seal.is_new:
+        memory.keep(seal.name, seal.raw)
+
+
+class Versions(NamedTuple):
+    """Data that were answered about, those that are here, and what the policy says of the difference."""
+
+    name: str
+    earlier: list[dict[str, Any]]  # the seal of each, and digests of its cells
+    now: dict[str, Any]
+    refused: str | None
+
+
+def data_version(memory: Memory, own: str, columns: Mapping[str, Any], rules: Policy) -> Versions | None:
+    """Hold a client's data against all that were answered about; None where none are told apart.
+
+    Digests of cells are kept under the site's own name, not under one that the server chooses.
+    """
+    if rules.epsilon is not None or rules.changed_rows <= 1 or not columns:
+        return None
+    name = f"{own or 'site'}.versions"
+    raw = memory.recall(name)
+    earlier = [] if raw is None else list(unpack(raw, repr(name), name))
+    if any(codec.matches(one["seal"], columns) for one in earlier):
+        return Versions(name, earlier, {}, None)
+    cells = _account.version_of(columns, owner_key(make=True))
+    before = [one["cells"] for one in earlier]
+    refused = _account.refuse_version(before, cells, rules.changed_rows)
+    return Versions(name, earlier, {"seal": codec.seal(columns), "cells": cells}, refused)
+
+
+def keep_version(memory: Memory, found: Versions | None) -> None:
+    """Remember data that an answer is about, before it leaves."""
+    if found is not None and found.now:
+        memory.keep(found.name, pack([*found.earlier, found.now], found.name))
+
+
+def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str) -> Kept:
+    """Personal state and the last answer, blank where there are none yet or they cannot be read."""
+    raw = memory.recall(name)
+    if raw is None:
+        return Kept()
+    try:
+        return Kept(*unpack(raw, f"personal state of client {client_id!r}", name))
+    except DeclarationError as error:
+        if algorithm.persistent:
+            logger.error("client %s does not answer: %s", client_id, error)
+            raise LocalFailure("its lasting state cannot be read; see the site's log") from error
+        logger.warning("client %s starts with blank personal state: %s", client_id, error)
+        return Kept()
 
 
 # What a site lets out of its rows when a run is over: for `fedppl.loo` and `fedppl.conflict` --------------------------

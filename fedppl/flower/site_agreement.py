@@ -17,14 +17,13 @@ from fedppl.engine.conclusions import admit_agreement, admit_telling, let_tell, 
 from fedppl.engine.guard import REFUSED, Guard
 from fedppl.flower.agreed import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.flower.decode import Malformed, whole
-from fedppl.flower.memory import Memory
 from fedppl.formulas import exchange
 from fedppl.formulas.agreement import OTHER, Agreement, Told, raised
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import answered, asked, contradiction, rows_of
 from fedppl.formulas.formula import is_formula, remembering
 from fedppl.model.declaration import FederatedModel
-from fedppl.storage.signed import pack, unpack
+from fedppl.storage.signed import Memory, pack, unpack
 from fedppl.types import Array, DeclarationError
 
 logger = logging.getLogger(__name__)

@@ -194,8 +194,8 @@ def _do(job: _Job, app: _App) -> tuple[bytes, bool]:
         if app.site_app is None:  # the next message has another try: what was missing may be there by then
             return _packed(FAILED, log=app.trouble), False
         from fedppl.flower.answers import answer
-        from fedppl.flower.memory import file_memory
         from fedppl.flower.records import CONCLUDE
+        from fedppl.storage.signed import file_memory
 
         config, kind = asked["config"], asked["kind"]
         here = app.site_app.node(config)

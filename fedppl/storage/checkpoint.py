@@ -1,23 +1,20 @@
-"""Write and read a run's state: signed with the owner's key, replaced atomically, checked before it is believed.
+"""A run's checkpoint, signed with the owner's key.
 
-Two files: the state, which each round replaces, and beside it the records of all rounds, which only grow. The state
-says how many of the records' bytes belong to it, and their digest; bytes beyond them are of a crash and are cut off.
+It is two files: the state, which each round replaces, and the records of all rounds, which only grow. The state holds
+the length and digest of the records that belong to it. A crash may leave more records, which are cut off.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
-import stat
 import struct
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fedppl.storage import codec as _codec
-from fedppl.storage import signed as _key
-from fedppl.storage.signed import FORMAT, MOST, decoded, pack, verified
+from fedppl.storage.signed import FORMAT, MOST, decoded, open_to_write, owner_key, pack, partial_path, replace, verified
 from fedppl.types import DeclarationError
 
 _RECORDS = b"fedppl records %d\n" % FORMAT
@@ -39,18 +36,18 @@ CONTENT: dict[str, type] = {
 
 
 class Kept(NamedTuple):
-    """The part of a file of records that belongs to a state."""
+    """The part of the records file that belongs to a state."""
 
     rounds: int
     length: int  # of the file in bytes
-    digest: bytes  # of each record with the digest before it
+    digest: bytes  # a chain: of each record and the digest before it
 
 
 _NONE = Kept(0, 0, bytes(32))
 
 
 def require_writable(checkpoint: str | os.PathLike[str]) -> None:
-    """Refuse a path that cannot be written to, or signed for, before there is anything to write."""
+    """Raise DeclarationError before a run if its checkpoint could not be written or signed."""
     path, shown = Path(checkpoint), repr(os.fspath(checkpoint))
     try:
         if not path.parent.is_dir():
@@ -64,32 +61,28 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
             raise DeclarationError(
                 f"checkpoint={shown} keeps its records in {str(records)!r}, where something else is; choose another."
             )
-        for file in (_partial(path), records):
+        for file in (partial_path(path), records):
             before = file.exists()
-            _open(file, os.O_APPEND).close()
+            open_to_write(file, os.O_APPEND).close()
             if not before:
                 file.unlink()
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
         if isinstance(error, DeclarationError):
             raise
         why = getattr(error, "strerror", None) or str(error)
-        way = f"{str(_partial(path))!r} and {str(_records(path))!r}"
+        way = f"{str(partial_path(path))!r} and {str(_records(path))!r}"
         where = f", written by way of {way}," if os.path.lexists(path.parent) else ""
         raise DeclarationError(
             f"checkpoint={shown}{where} cannot be written: {why}; choose a path where files can be made."
         ) from error
-    _key.of_owner(make=True)
+    owner_key(make=True)
 
 
 def _is_ours(records: Path) -> bool:
-    """Whether a file of records may be written over: it is one, or a crash left it before it was one."""
+    """Whether a file is one of records, or the beginning of one that a crash left."""
     with records.open("rb") as file:
-        found = file.read(len(_RECORDS))
-    return re.match(rb"fedppl records \d+\n", found) is not None or (_RECORDS.startswith(found))
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
+        head = file.read(len(_RECORDS))
+    return re.match(rb"fedppl records \d+\n", head) is not None or _RECORDS.startswith(head)
 
 
 def _records(path: Path) -> Path:
@@ -97,10 +90,10 @@ def _records(path: Path) -> Path:
 
 
 def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resumed: bool = False) -> Kept:
-    """Append the records that are new, then put the state in the old one's place: a crash leaves one of the two whole.
+    """Append new records, then replace the state: a crash leaves the old state or the new one whole.
 
-    The content has all that `CONTENT` names. `kept` is the value of the last call, or of `load`, and None for a run
-    that begins. Where a run is `resumed`, records that a crash left beyond it are cut off. Else there can be none.
+    The content has all that `CONTENT` names. `kept` is the value of the last call, or of `load`; None for a run that
+    begins. If the run was `resumed`, records that a crash left beyond `kept` are cut off; otherwise they are an error.
     """
     before = kept or _NONE
     frames: list[bytes] = []
@@ -110,17 +103,17 @@ def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resu
         frames.append(_LENGTH.pack(len(body)) + body)
         digest = hashlib.sha256(digest + frames[-1]).digest()
     added = b"".join([b"" if before.length else _RECORDS, *frames])
-    now = Kept(before.rounds + len(frames), before.length + len(added), digest)
-    state = pack({**content, "records": tuple(now)}, _RUN)
+    after = Kept(before.rounds + len(frames), before.length + len(added), digest)
+    state = pack({**content, "records": tuple(after)}, _RUN)
     if added:
         _append(_records(path), added, before, resumed)
     replace(path, state)
-    return now
+    return after
 
 
 def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
     begins = before.length == 0
-    with _open(path, os.O_TRUNC if begins else 0) as file:
+    with open_to_write(path, os.O_TRUNC if begins else 0) as file:
         length = file.seek(0, os.SEEK_END)
         if length < before.length or (length > before.length and not resumed):
             raise DeclarationError(
@@ -132,7 +125,7 @@ def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
         file.write(added)
         file.flush()
         os.fsync(file.fileno())
-    if begins and os.name == "posix":  # the state must not be there after a power cut without its records
+    if begins and os.name == "posix":  # after a power cut the state must not be there without its records
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -141,15 +134,12 @@ def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint, or say why it cannot be used."""
+    """Read a checkpoint; DeclarationError if it cannot be used."""
     return load(path)[0]
 
 
 def load(path: Path) -> tuple[dict[str, Any], Kept]:
-    """Read a checkpoint, and what `write` needs to go on with it.
-
-    Raises `DeclarationError` if it cannot be used; the text names the file and the remedy.
-    """
+    """Read a checkpoint, and the `Kept` that `write` needs to go on with it; DeclarationError as in `read`."""
     shown = f"checkpoint {str(path)!r}"
     try:
         if path.exists() and not path.is_file():
@@ -171,7 +161,7 @@ def load(path: Path) -> tuple[dict[str, Any], Kept]:
 
 
 def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
-    """Read the records that belong to a state, none before all of them are seen to be what was written."""
+    """Check the digest of all records that belong to a state, then decode them."""
     remedy = f"restore both from one copy, or delete {shown} to start again."
     if kept.length == 0:
         return []
@@ -191,25 +181,3 @@ def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
     if raw[: len(_RECORDS)] != _RECORDS or (len(bodies), start, digest) != tuple(kept):
         raise DeclarationError(f"the records of {shown}, {str(path)!r}, are not those it was written with; {remedy}")
     return [decoded(body, f"a record of {shown}") for body in bodies]
-
-
-def _open(path: Path, how: int) -> IO[bytes]:
-    """Open a file of ours to write: its owner's alone, and no link or pipe that somebody put in its place."""
-    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how | safe, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no file", str(path))
-    if os.name == "posix":
-        os.fchmod(descriptor, 0o600)
-    return open(descriptor, "wb")
-
-
-def replace(path: Path, raw: bytes) -> None:
-    """Put the bytes at the path in one step; only its owner may read them."""
-    partial = _partial(path)
-    with _open(partial, os.O_TRUNC) as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

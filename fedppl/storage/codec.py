@@ -1,7 +1,7 @@
-"""States to bytes and back: what is read cannot run code, name a function or change a class.
+"""Encode states as bytes and decode them without running code.
 
-JSON says what there is; the arrays' bytes follow it. Named tuples and enumerations are written by module and name, and
-read only where that module is imported and holds such a class: nothing is imported, called or set.
+The bytes are JSON, then the arrays. Named tuples and enumerations are written by module and name. Decoding looks them
+up in modules that are already imported; it imports, calls and sets nothing.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _REMEDIES = (
 
 
 class Unreadable(ValueError):
-    """Bytes that `encode` did not write; the text names the rule."""
+    """Bytes that `encode` did not write; the text names the rule that they break."""
 
 
 class _Table(NamedTuple):
-    """Arrays in the order in which they were met, each once."""
+    """The arrays of a state, each once, in the order in which they were found."""
 
     arrays: list[NDArray[Any]]
     places: dict[int, int]  # by id
 
 
 class _Place(NamedTuple):
-    """Where an array's bytes are, and what they are."""
+    """Place, type and shape of an array's bytes."""
 
     start: int
     stop: int
@@ -66,10 +66,10 @@ class _Place(NamedTuple):
 
 
 def encode(content: Any, name: str = "state") -> bytes:
-    """Bytes of None, numbers, str, bytes, lists, tuples, dicts with str keys, named tuples, enumerations and arrays.
+    """Encode None, numbers, str, bytes, lists, tuples, dicts with str keys, named tuples, enumerations and arrays.
 
-    Raises `DeclarationError` if a value inside has another type; the text says where in `name`, and what to write
-    in its place.
+    Raises `DeclarationError` if a value inside has another type; the text says where in `name`, and what to use
+    instead.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def encode(content: Any, name: str = "state") -> bytes:
 
 
 def _node(value: Any, where: str, depth: int, table: _Table) -> Any:
-    """What stands for a value in JSON: itself, a list, or {kind: what it is made of}."""
+    """A value as JSON: itself, a list, or {kind: parts}."""
     if depth > _DEEPEST:
         raise DeclarationError(f"{where} is nested more than {_DEEPEST} deep; flatten it.")
     deeper = depth + 1
@@ -135,7 +135,7 @@ def _placed(array: NDArray[Any], table: _Table) -> int:
 
 
 def _order(array: NDArray[Any]) -> str:
-    """Memory order, which sums may depend on in the last bit."""
+    """Memory order; the last bit of a sum may depend on it."""
     return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
 
 
@@ -151,21 +151,20 @@ def _shown(value: Any) -> str:
 def _remedy(value: Any) -> str:
     if isinstance(value, np.ndarray | np.generic) and value.dtype.str not in _DTYPES:
         return "use numbers of at most 64 bits (128 for complex ones), or a tuple"
-    fitting = (told for kinds, told in _REMEDIES if isinstance(value, kinds))
-    return next(fitting, "write arrays, numbers, strings, tuples, dicts or a typing.NamedTuple of them")
+    remedies = (remedy for kinds, remedy in _REMEDIES if isinstance(value, kinds))
+    return next(remedies, "write arrays, numbers, strings, tuples, dicts or a typing.NamedTuple of them")
 
 
 def decode(raw: bytes) -> Any:
-    """Read what `encode` wrote.
+    """Decode what `encode` wrote, else raise `Unreadable`.
 
-    Raises `Unreadable` if it is something else. Lengths, dtypes and shapes are checked before an array is
-    allocated.
+    Lengths, dtypes and shapes are checked before an array is allocated.
     """
     _require(len(raw) >= _PREFIX.size, "it is too short")
-    length, of_arrays = _PREFIX.unpack_from(raw)
+    length, array_bytes = _PREFIX.unpack_from(raw)
     _require(length <= _MOST_JSON, f"it declares {length} bytes of JSON, more than {_MOST_JSON}")
     start = _PREFIX.size + length
-    _require(start + of_arrays == len(raw), f"it declares {start + of_arrays} bytes and has {len(raw)}")
+    _require(start + array_bytes == len(raw), f"it declares {start + array_bytes} bytes and has {len(raw)}")
     try:
         text = raw[_PREFIX.size : start].decode("ascii")
         tree = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
@@ -180,7 +179,7 @@ def decode(raw: bytes) -> Any:
 
 
 def _value(node: Any, depth: int, raw: bytes, places: list[_Place], made: dict[int, Any]) -> Any:
-    """What a node stands for."""
+    """The value of a JSON node."""
     _require(depth <= _DEEPEST, f"it is nested more than {_DEEPEST} deep")
 
     def within(one: Any) -> Any:
@@ -225,26 +224,26 @@ def _value(node: Any, depth: int, raw: bytes, places: list[_Place], made: dict[i
 
 
 def _places(kinds: Any, start: int) -> list[_Place]:
-    """Where each declared array lies; nothing is allocated."""
+    """Places of the declared arrays; nothing is allocated."""
     _require(type(kinds) is list, "its arrays are not declared")
     places: list[_Place] = []
-    for one in kinds:
-        _require(_are(one, str, str, list) and one[1] in ("C", "F"), "an array is declared wrongly")
-        shape = tuple(one[2])
+    for declared in kinds:
+        _require(_are(declared, str, str, list) and declared[1] in ("C", "F"), "an array is declared wrongly")
+        name, order, shape = declared[0], declared[1], tuple(declared[2])
         _require(len(shape) <= _MOST_AXES, f"an array has {len(shape)} axes, more than {_MOST_AXES}")
         right = all(type(n) is int and 0 <= n <= _LONGEST_AXIS for n in shape)
-        _require(right and math.prod(max(n, 1) for n in shape) <= _LONGEST_AXIS, f"an array has shape {one[2]!s:.60}")
-        dtype = _dtype(one[0])
+        _require(right and math.prod(max(n, 1) for n in shape) <= _LONGEST_AXIS, f"an array has shape {shape!s:.60}")
+        dtype = _dtype(name)
         stop = start + dtype.itemsize * math.prod(shape)
-        places.append(_Place(start, stop, dtype, one[1], shape))
+        places.append(_Place(start, stop, dtype, order, shape))
         start = stop
     return places
 
 
 def _array(raw: bytes, place: _Place) -> NDArray[Any]:
-    """An array of its own; its bytes are there, or this is not called."""
+    """Copy an array out of bytes that are known to be long enough."""
     flat = np.frombuffer(memoryview(raw)[place.start : place.stop], dtype=place.dtype).copy()
-    # Of a bool that is neither 0 nor 1, NumPy's functions make what they like.
+    # NumPy's functions are undefined for a bool that is neither 0 nor 1.
     _require(flat.dtype.kind != "b" or not np.any(flat.view(np.uint8) > 1), "a bool is neither 0 nor 1")
     return flat.reshape(place.shape, order="F" if place.order == "F" else "C")
 
@@ -255,23 +254,23 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _named_tuple(module: str, name: str) -> Any:
-    """A class made by NamedTuple of a module that is imported, else None."""
-    found = _found(module, name)
-    if type(found) is not type or found.__bases__ != (tuple,) or _name(found) != (module, name):
+    """A class made by NamedTuple in an imported module, else None."""
+    kind = _imported(module, name)
+    if type(kind) is not type or kind.__bases__ != (tuple,) or _name(kind) != (module, name):
         return None
-    fields = vars(found).get("_fields")
-    return found if type(fields) is tuple and all(type(field) is str for field in fields) else None
+    fields = vars(kind).get("_fields")
+    return kind if type(fields) is tuple and all(type(field) is str for field in fields) else None
 
 
 def _enumeration(module: str, name: str) -> Any:
-    found = _found(module, name)
-    return found if type(found) is EnumMeta and _name(found) == (module, name) else None
+    kind = _imported(module, name)
+    return kind if type(kind) is EnumMeta and _name(kind) == (module, name) else None
 
 
-def _found(module: str, name: str) -> Any:
-    """What an imported module holds under a name without dots, by its dictionary: a module may have a __getattr__."""
-    there = sys.modules.get(module)
-    return object.__getattribute__(there, "__dict__").get(name) if isinstance(there, ModuleType) else None
+def _imported(module: str, name: str) -> Any:
+    """Look a name up in the dictionary of an imported module, past any module `__getattr__`."""
+    imported = sys.modules.get(module)
+    return object.__getattribute__(imported, "__dict__").get(name) if isinstance(imported, ModuleType) else None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -302,14 +301,14 @@ def _require(holds: bool, rule: str) -> None:
         raise Unreadable(rule)
 
 
-# A salted digest of a client's data: enough to see that they have changed, and not to compare two runs' data ----------
+# A salted digest of a client's data: it shows that they have changed, but does not match between runs -----------------
 
 _SALT = 16
 LENGTH = _SALT + 32  # of a seal in bytes
 
 
 def seal(arrays: Mapping[str, Any], salt: bytes | None = None) -> bytes:
-    """Salt and keyed digest of named arrays: of names, shapes and values, whatever their order and width.
+    """Salt, and keyed digest of the names, shapes and values of arrays, in any order and number type.
 
     >>> matches(seal({"y": [1, 2], "x": [0.5]}), {"x": [0.5], "y": [1.0, 2.0]})
     True
@@ -332,7 +331,7 @@ def matches(sealed: bytes, arrays: Mapping[str, Any]) -> bool:
 
 
 def plain(array: NDArray[Any]) -> NDArray[Any]:
-    """Real numbers as float64 where those hold them: whether a column is of integers can depend on other clients."""
+    """Real numbers as float64 where it holds them: whether a column has integers can depend on other clients."""
     whole = array.dtype.kind in "iu"
     if whole and array.size and max(-int(array.min()), int(array.max())) > 2**53:
         return array.astype(array.dtype.newbyteorder("<"))

@@ -1,19 +1,23 @@
-"""Bytes of a state, signed with the owner's key: what others wrote is refused before it is looked into."""
+"""Files signed with the owner's key and replaced in one step. The signature is checked before the content is parsed."""
 
 from __future__ import annotations
 
+import errno
 import hmac
 import io
+import json
 import os
 import re
 import secrets
 import stat
 import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
+from urllib.parse import quote
 
 from fedppl.storage import codec as _codec
-from fedppl.types import DeclarationError
+from fedppl.types import DataError, DeclarationError
 
 FORMAT = 10
 MOST = 2**34  # bytes of a file
@@ -25,16 +29,16 @@ _START = len(_MAGIC) + _HEAD.size
 
 
 def pack(content: Any, about: str = "") -> bytes:
-    """Bytes of a state, signed with the owner's key, which is made where there is none.
+    """Encode a state and sign it with the owner's key, which is made where there is none.
 
     Parameters
     ----------
     content
         Value to keep; `codec.encode` says what it may hold.
     about
-        Name that it is kept as: nothing else is read from it.
+        Name that is signed with it: `unpack` must give the same.
     """
-    key, body = of_owner(make=True), _codec.encode(content)
+    key, body = owner_key(make=True), _codec.encode(content)
     if len(body) > MOST:
         raise DeclarationError(f"the state takes {len(body):.3g} bytes, more than the {MOST} that a file may have.")
     whose = _whose(key)
@@ -42,12 +46,12 @@ def pack(content: Any, about: str = "") -> bytes:
 
 
 def unpack(raw: bytes, name: str, about: str = "") -> Any:
-    """Read what `pack` wrote; `name` is what errors call it."""
+    """Read what `pack` wrote; errors call it `name`."""
     return verified(io.BytesIO(raw), len(raw), name, about)
 
 
 def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
-    """Look at the header and the size, then at the signature, and only then at what it holds."""
+    """Check the header, the size and the signature of a file, in this order, then decode it."""
     head = file.read(_START)
     version = re.match(_KIND + rb"(\d{1,9})\n", head)
     if version is None:
@@ -65,10 +69,10 @@ def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
         raise damaged
     if length > MOST:
         raise DeclarationError(f"{name} has {size} bytes, more than the {MOST} that are read; delete it.")
-    key = of_owner(make=False)
+    key = owner_key(make=False)
     if whose != _whose(key):
         raise DeclarationError(
-            f"{name} was signed with another key than that in {str(path())!r}, or is damaged; put the key that it "
+            f"{name} was signed with another key than that in {str(key_path())!r}, or is damaged; put the key that it "
             f"was written with there, name it by {VARIABLE}, or delete the file to start again."
         )
     body = file.read(length)
@@ -78,7 +82,7 @@ def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
 
 
 def decoded(body: bytes, name: str) -> Any:
-    """What the bytes of a file hold; errors name the file."""
+    """Decode the content of a file; errors name the file."""
     try:
         return _codec.decode(body)
     except _codec.Unreadable as error:
@@ -88,26 +92,26 @@ def decoded(body: bytes, name: str) -> Any:
 
 
 def _whose(key: bytes) -> bytes:
-    """What tells keys apart, and nothing else of them."""
+    """A digest that tells keys apart and reveals nothing else of them."""
     return hmac.digest(key, b"fedppl: which key", "sha256")[:8]
 
 
 def _signature(key: bytes, about: str, whose: bytes, body: bytes) -> bytes:
-    """HMAC of what something is and of what it holds; lengths keep the parts apart."""
+    """HMAC of a content's name and its bytes; their lengths keep the parts apart."""
     name = about.encode(errors="surrogatepass")
     mac = hmac.new(key, _MAGIC + whose + _LENGTH.pack(len(name)) + name + _LENGTH.pack(len(body)), "sha256")
     mac.update(body)
     return mac.digest()
 
 
-# The owner's key, which signs what is kept in files: 32 random bytes in a file that nobody else may read --------------
+# The owner's key: 32 random bytes in a file that nobody else may read -------------------------------------------------
 
 VARIABLE = "FEDPPL_KEY_FILE"
 _KEY_LENGTH, _LONGEST = 32, 4096  # bytes
 
 
-def path() -> Path:
-    """Where the key is: as the environment says, else in the user's configuration folder."""
+def key_path() -> Path:
+    """Path of the key: as the environment says, else in the user's configuration folder."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     folder = os.environ.get("APPDATA" if os.name == "nt" else "XDG_CONFIG_HOME", "")
@@ -121,13 +125,12 @@ def path() -> Path:
     return Path(folder) / "fedppl" / "key"
 
 
-def of_owner(*, make: bool) -> bytes:
-    """Return the key; where there is none, make it or refuse.
+def owner_key(*, make: bool) -> bytes:
+    """Read the key, or make one where there is none and `make` is true.
 
-    Raises `DeclarationError` if there is none and none is to be made, or it can be read by others, is no file or
-    too short.
+    Raises `DeclarationError` if the key is missing, too short, no file, or readable by others.
     """
-    where = path()
+    where = key_path()
     shown = f"key file {str(where)!r}"
     try:
         if make and not os.path.lexists(where):
@@ -170,7 +173,7 @@ def _read(where: Path, shown: str) -> bytes:
 
 
 def _make(where: Path) -> None:
-    """Write a key beside its place and link it there: others see a whole key or none, and the first one stays."""
+    """Write a key beside its place and link it there: other processes see a whole key or none, and the first stays."""
     if not os.environ.get(VARIABLE):
         where.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = where.with_name(f"{where.name}.{secrets.token_hex(8)}")
@@ -186,3 +189,98 @@ def _make(where: Path) -> None:
             pass  # another process was first, and its key is as good
     finally:
         beside.unlink()
+
+
+# Files of the owner's alone, replaced in one step ---------------------------------------------------------------------
+
+
+def open_to_write(path: Path, how: int) -> IO[bytes]:
+    """Open a file for writing that only its owner may read; links and pipes are refused."""
+    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how | safe, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    if os.name == "posix":
+        os.fchmod(descriptor, 0o600)
+    return open(descriptor, "wb")
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file is written before it takes its place."""
+    return path.with_name(path.name + ".partial")
+
+
+def replace(path: Path, raw: bytes) -> None:
+    """Replace a file in one step; only its owner may read it."""
+    partial = partial_path(path)
+    with open_to_write(partial, os.O_TRUNC) as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+class Memory(NamedTuple):
+    """Bytes under names that a client keeps between two requests."""
+
+    recall: Callable[[str], bytes | None]
+    keep: Callable[[str, bytes], None]
+
+
+BLANK = Memory(lambda name: None, lambda name, raw: None)
+"""The memory of a site that keeps nothing."""
+
+
+def file_memory(folder: Path) -> Memory:
+    """A memory of one file for each name, replaced in one step."""
+
+    def recall(name: str) -> bytes | None:
+        path = folder / quote(name, safe="")
+        return path.read_bytes() if path.exists() else None
+
+    def keep(name: str, raw: bytes) -> None:
+        replace(folder / quote(name, safe=""), raw)
+
+    return Memory(recall, keep)
+
+
+# A site's account: JSON that anybody may read, with a signature by the owner's key ------------------------------------
+
+_ACCOUNT = b"fedppl ledger 1\n"
+
+
+def read_account(path: Path) -> dict[str, Any]:
+    """Read what `write_account` wrote.
+
+    Raises
+    ------
+    DataError
+        If it is no account, or was changed since.
+    DeclarationError
+        If the key cannot be read.
+    """
+    shown = repr(str(path))
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        signature = bytes.fromhex(content.pop("signature", ""))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"{shown} is no account of a site ({type(error).__name__}). Put back what was there."
+        ) from error
+    if not hmac.compare_digest(signature, _account_signature(owner_key(make=False), content)):
+        raise DataError(
+            f"{shown} is not signed with the key in {str(key_path())!r}: somebody changed it, or put another key "
+            "there. Put back what was there; moving the whole folder away grants every limit anew."
+        )
+    return content
+
+
+def write_account(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace an account in one step, signed with the owner's key, which is made where there is none."""
+    signature = _account_signature(owner_key(make=True), content).hex()
+    replace(path, json.dumps({**content, "signature": signature}).encode())
+
+
+def _account_signature(key: bytes, content: Mapping[str, Any]) -> bytes:
+    return hmac.digest(key, _ACCOUNT + json.dumps(content, sort_keys=True).encode(), "sha256")

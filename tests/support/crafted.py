@@ -63,7 +63,7 @@ def classes() -> list[dict[str, Any]]:
 
 def signed(body: bytes, about: str = "run", key: bytes | None = None) -> bytes:
     """A file with a right header and signature."""
-    key = key or _key.of_owner(make=True)
+    key = key or _key.owner_key(make=True)
     whose = _signed._whose(key)
     return MAGIC + struct.pack("<8sQ32s", whose, len(body), _signed._signature(key, about, whose, body)) + body
 
@@ -184,7 +184,7 @@ def _altered(honest: Crafted) -> Iterator[Crafted]:
     yield Crafted("more at its end", honest.state + b"x")
     body = honest.state[start + 48 :]
     yield Crafted("another's key", signed(body, key=b"k" * 32))
-    whose, mine = _signed._whose(_key.of_owner(make=True)), signed(body, key=b"k" * 32)
+    whose, mine = _signed._whose(_key.owner_key(make=True)), signed(body, key=b"k" * 32)
     yield Crafted("another's key, said to be mine", mine[:start] + whose + mine[start + 8 :])
     yield Crafted("no signature", honest.state[: start + 16] + bytes(32) + body)
     yield Crafted("a plain digest", honest.state[: start + 16] + hashlib.sha256(body).digest() + body)
