@@ -19,8 +19,7 @@ from tests.support import c_sources  # noqa: E402  # it loads NumPy
 
 c_sources.read_once()
 
-# Loaded by Flower alone, in a process whose environment says what to do.
-collect_ignore = ["fedppl/flower/virtual.py", "tests/deployed"]
+collect_ignore = ["tests/deployed"]
 if importlib.util.find_spec("torch") is None:
     collect_ignore += ["fedppl/nn", "models/fedsi.py"]
 if importlib.util.find_spec("flwr") is None:

@@ -44,7 +44,7 @@ def _key_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites of a fake grid compute, and compile, while their replies are pulled."""
     if importlib.util.find_spec("flwr") and markers.brings(request.path, "flwr", "fedppl.flower", "benchmarks"):
-        monkeypatch.setattr("fedppl.flower.roll._PATIENCE", 120.0)
+        monkeypatch.setattr("fedppl.flower.messages._PATIENCE", 120.0)
 
 
 @pytest.fixture(autouse=True)

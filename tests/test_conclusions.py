@@ -26,8 +26,8 @@ from fedppl.engine.conclusions import let_out, tells
 from fedppl.engine.guard import Ledger, Run, in_memory
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Malformed
+from fedppl.flower.messages import CONCLUDE
 from fedppl.flower.node import read_told
-from fedppl.flower.records import CONCLUDE
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
 from fedppl.storage.signed import file_memory

@@ -9,16 +9,16 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl.flower import decode as _decode
-from fedppl.flower import hello as _hello
-from fedppl.flower.enrolment import agreed, difference, disagreement, reading, reference, why_no_draws
+from fedppl.flower import wire as _wire
+from fedppl.flower.enrolment import agreed, difference, disagreement, reference, told_coords, why_no_draws
 from tests.support import malformed
 
 
-def hello(client_id: str, labels: tuple[str, ...] = ("dose", "age"), **prior: Any) -> _hello.Hello:
+def hello(client_id: str, labels: tuple[str, ...] = ("dose", "age"), **prior: Any) -> _wire.Hello:
     arrays, texts = malformed.hello(
         client_id, layout=malformed.layout(**prior), reader=malformed.reader(labels), settings={"damping": "1.0"}
     )
-    return _hello.unpack_hello(_decode.arrays(arrays), texts)
+    return _wire.unpack_hello(_decode.arrays(arrays), texts)
 
 
 def test_a_reference_needs_more_than_half_of_the_clients_that_are_expected() -> None:
@@ -83,7 +83,7 @@ def test_dims_and_labels_are_read_as_most_clients_tell_them() -> None:
     hellos["c"] = hellos["c"]._replace(
         dims={"mu": None, "tau": ("chain",), "x": ("y",)}, coords={"predictor": ["a"], "y": [1]}
     )
-    dims, coords = reading(hellos)
+    dims, coords = told_coords(hellos)
     assert dims == {"mu": ("predictor",)} and coords == {"predictor": ["dose", "age"]}
 
 

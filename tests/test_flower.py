@@ -25,7 +25,7 @@ import fedppl
 from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower.grid import GridEngine
-from fedppl.flower.records import ASK, HELLO, from_content, to_content
+from fedppl.flower.messages import ASK, HELLO, from_content, to_content
 from fedppl.model._template import compilations
 from fedppl.models import fedlmc_ss
 from fedppl.testing import normal_means

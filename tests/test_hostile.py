@@ -21,8 +21,8 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian
 from fedppl.contracts import Failure, Reply
 from fedppl.engine.policy import NO_RULES
-from fedppl.flower import roll
-from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, HELLO
+from fedppl.flower import messages
+from fedppl.flower.messages import ASK, CONCLUDE, CONSTRAIN, HELLO
 from fedppl.run.one_round import MOST_INFOS, why_not
 from fedppl.testing import normal_means
 from fedppl.types import Status
@@ -171,7 +171,7 @@ def test_a_message_that_flower_cannot_unpack_costs_its_sender_alone(error: Excep
 
 
 def test_a_message_that_is_announced_and_never_sent_costs_its_sender_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll, "_PATIENCE", 0.1)
+    monkeypatch.setattr(messages, "_PATIENCE", 0.1)
     moving, grid = odd()
     requests = {name: malformed.request(name) for name in ("bad", "good", "third")}
     grid.waits_for, sent = {1}, threading.Event()

@@ -25,9 +25,9 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("flwr")
 
 import fedppl
-from fedppl.flower import channel, warm_app, worker
-from fedppl.flower.channel import changed, identity
-from fedppl.flower.records import HELLO, from_content
+from fedppl.flower import warm, worker
+from fedppl.flower.messages import HELLO, from_content
+from fedppl.flower.warm import changed, identity
 from fedppl.flower.worker import digest, settled
 from fedppl.storage import codec
 from fedppl.testing import normal_means
@@ -81,10 +81,10 @@ class Place:
         site = self.root / folder
         site.mkdir(exist_ok=True)
         told = {"app": app, "folder": str(site), "idle": idle, "path": sys.path, "identity": IDENTITY}
-        descriptor = channel.opened(site)
-        connection = warm_app._started(descriptor, site, told)
+        descriptor = warm.opened(site)
+        connection = warm._started(descriptor, site, told)
         os.close(descriptor)
-        return connection, channel.peer(connection), site
+        return connection, warm.peer(connection), site
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     yield Place(tmp_path)
     for key in tmp_path.rglob("worker/key"):
         key.unlink()  # ends what is left
-    for process in warm_app._workers:
+    for process in warm._workers:
         process.wait(30)
-    warm_app._workers.clear()
+    warm._workers.clear()
     sys.modules.pop("warm_site", None)
 
 
@@ -122,18 +122,18 @@ def test_the_apps_process_imports_nothing_heavy() -> None:
 
 @pytest.mark.slow
 def test_replies_are_those_of_the_old_path(place: Place) -> None:
-    warm, grid = place.fit("warm")
+    warmed, grid = place.fit("warm")
     cold, old = place.fit("cold", idle=0.0)
-    assert len(warm_app._workers) == 2 and not list((place.root / "cold").rglob("worker"))
+    assert len(warm._workers) == 2 and not list((place.root / "cold").rglob("worker"))
     assert len(grid.replies) == len(old.replies) > 4
-    assert_array_equal(warm.posterior.linear, cold.posterior.linear)
-    assert_array_equal(warm.posterior.precision, cold.posterior.precision)
+    assert_array_equal(warmed.posterior.linear, cold.posterior.linear)
+    assert_array_equal(warmed.posterior.precision, cold.posterior.precision)
     contents = [[from_content(each.content) for each in replies] for replies in (grid.replies, old.replies)]
     for mine, theirs in zip(*(sorted(one, key=lambda c: c[1]["client_id"]) for one in contents), strict=True):
         assert {**mine[1], "nonce": ""} == {**theirs[1], "nonce": ""}  # of the server, by chance
         for name, value in theirs[0].items():
             assert_array_equal(mine[0][name], value)
-    for process in warm_app._workers:
+    for process in warm._workers:
         process.wait(30)  # the run is concluded
     for name in place.data:
         lines = [len((place.root / f / name / "audit.jsonl").read_text().splitlines()) for f in ("warm", "cold")]
@@ -144,28 +144,28 @@ def test_replies_are_those_of_the_old_path(place: Place) -> None:
 def test_a_wrong_key_and_garbage_are_refused_and_the_worker_lives(place: Place) -> None:
     connection, pid, site = place.started()
     connection.close()
-    folder = channel.opened(site)
+    folder = warm.opened(site)
     for garbage in (b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n" * 20, b""):
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(channel.address(folder, site))
+            stranger.connect(warm.address(folder, site))
             stranger.sendall(garbage)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(10)
-        stranger.connect(channel.address(folder, site))
-        with pytest.raises(channel.Refused, match="does not know the key"):
-            channel.prove(stranger, bytes(32), first=True, limit=10)
+        stranger.connect(warm.address(folder, site))
+        with pytest.raises(warm.Refused, match="does not know the key"):
+            warm.prove(stranger, bytes(32), first=True, limit=10)
     with socket.socket(socket.AF_UNIX) as stranger:  # one that does not look at the worker's proof
         stranger.settimeout(10)
-        stranger.connect(channel.address(folder, site))
+        stranger.connect(warm.address(folder, site))
         stranger.sendall(bytes(32))
         stranger.recv(64, socket.MSG_WAITALL)
         stranger.sendall(bytes(32))
         assert stranger.recv(1) == b""
-    known = warm_app.connect(folder, site)
-    assert known is not None and channel.peer(known) == pid and _lives(pid)
-    channel.send(known, b"no state at all")
+    known = warm.connect(folder, site)
+    assert known is not None and warm.peer(known) == pid and _lives(pid)
+    warm.send(known, b"no state at all")
     with known, pytest.raises(ConnectionError):
-        channel.receive(known)
+        warm.receive(known)
     assert _lives(pid)
     assert [os.stat(site / "worker" / name).st_mode & 0o777 for name in ("", "key", "socket")] == [0o700, 0o600, 0o600]
     os.close(folder)
@@ -176,10 +176,10 @@ def test_it_ends_when_idle_and_when_its_key_is_gone(place: Place) -> None:
     connection.close()
     (site / "worker" / "key").unlink()
     assert _ends(pid)
-    warm_app._workers[0].wait(30)  # a process whose threads are still ending can be dead and not be told so
+    warm._workers[0].wait(30)  # a process whose threads are still ending can be dead and not be told so
     connection, pid, _ = place.started(idle=1.0)
     connection.close()
-    assert [process.pid for process in warm_app._workers] == [pid]  # those that have ended are forgotten
+    assert [process.pid for process in warm._workers] == [pid]  # those that have ended are forgotten
     assert _ends(pid)
 
 
@@ -207,11 +207,11 @@ def test_a_folder_that_is_open_to_others_or_a_link_is_refused(tmp_path: Path) ->
     (tmp_path / "worker").mkdir()
     (tmp_path / "worker").chmod(0o755)
     with pytest.raises(OSError, match="open to others"):
-        channel.opened(tmp_path)
+        warm.opened(tmp_path)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "worker").symlink_to(tmp_path / "worker")
     with pytest.raises(OSError):
-        channel.opened(tmp_path / "site")
+        warm.opened(tmp_path / "site")
 
 
 @pytest.mark.slow
@@ -296,16 +296,15 @@ def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: P
     config = place.config("client0", ".")
     connection, pid, site = place.started(folder=config["folder"])
     request = {"identity": IDENTITY, "config": config, "kind": HELLO, "arrays": {}, "texts": {}}
-    channel.send(connection, codec.encode(request))
+    warm.send(connection, codec.encode(request))
     connection.close()  # while the worker imports
-    folder = channel.opened(site)
-    second = warm_app.connect(folder, site)
+    folder = warm.opened(site)
+    second = warm.connect(folder, site)
     os.close(folder)
     assert second is not None
     with second:
         assert (
-            warm_app._heard(second, codec.encode({**request, "identity": {}}), time.monotonic() + 60)["status"]
-            == "stale"
+            warm._heard(second, codec.encode({**request, "identity": {}}), time.monotonic() + 60)["status"] == "stale"
         )
     assert _ends(pid) and not (site / "audit.jsonl").exists()
     assert "fedppl_hello has gone" in (site / "worker" / "log").read_text()
@@ -316,29 +315,29 @@ def test_a_worker_that_ends_sends_all_answers_first(tmp_path: Path, monkeypatch:
     here, there = socket.socketpair()
     answer = bytes(2**24)  # more than a socket holds
     monkeypatch.setattr(worker, "_do", lambda *arguments: (answer, False))
-    monkeypatch.setattr(channel, "is_there", lambda *arguments: True)
-    monkeypatch.setattr(channel, "remove", lambda *arguments: None)
+    monkeypatch.setattr(warm, "is_there", lambda *arguments: True)
+    monkeypatch.setattr(warm, "remove", lambda *arguments: None)
     desk = worker._Desk(queue.Queue(), [])
     free = threading.BoundedSemaphore(1)
     free.acquire()
     key = bytes(32)
     threading.Thread(target=worker._talk, args=(there, key, desk, free), daemon=True).start()
-    channel.prove(here, key, first=True, limit=10)
-    channel.send(here, codec.encode({}))
+    warm.prove(here, key, first=True, limit=10)
+    warm.send(here, codec.encode({}))
     told = {"app": "not_there:app", "idle": 60.0}
     serving = threading.Thread(target=worker._serve, args=(told, tmp_path, 0, key, desk), daemon=True)
     serving.start()
     serving.join(1.0)
     assert serving.is_alive()
     with here:
-        assert channel.receive(here) == answer
+        assert warm.receive(here) == answer
     serving.join(30.0)
     assert not serving.is_alive()
 
 
 def test_a_worker_that_does_not_start_says_why(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_app, "_CODE", "raise SystemExit('no such interpreter')")
-    with pytest.raises(warm_app._NoWorker, match=r"exit code 1 before it listened; its log, .*: no such interpreter"):
+    monkeypatch.setattr(warm, "_CODE", "raise SystemExit('no such interpreter')")
+    with pytest.raises(warm._NoWorker, match=r"exit code 1 before it listened; its log, .*: no such interpreter"):
         place.started()
 
 
@@ -350,7 +349,7 @@ def test_an_app_that_cannot_be_loaded_is_told(place: Place, code: str, why: str)
     connection, pid, _ = place.started(app="broken_site:app")
     request = {"identity": IDENTITY, "config": {}, "kind": HELLO, "arrays": {}, "texts": {}}
     with connection:
-        found = warm_app._heard(connection, codec.encode(request), time.monotonic() + 60)
+        found = warm._heard(connection, codec.encode(request), time.monotonic() + 60)
     assert found["status"] == "failed" and why in found["log"]
     assert _ends(pid)  # the next message has another try
 
@@ -374,8 +373,8 @@ def test_what_no_worker_answers_is_answered_in_flowers_process(
     (message,) = (m for m in _hello(place, fedppl.Flower.warm_app("plain_site:app", folder="-", idle=0.0), {}))
     if what == "failed":
         found = {"status": "failed", "log": "ValueError: of the worker"}
-        monkeypatch.setattr(warm_app, "_started", lambda *arguments: socket.socket())
-        monkeypatch.setattr(warm_app, "_heard", lambda *arguments: found)
+        monkeypatch.setattr(warm, "_started", lambda *arguments: socket.socket())
+        monkeypatch.setattr(warm, "_heard", lambda *arguments: found)
     reply = app(message, node(app, 1, odd=object() if what == "config" else 1).context)
     assert "plain" in reply.content
     assert ("of type builtins.object" if what == "config" else "what it logged stands above") in caplog.text
@@ -406,11 +405,11 @@ def test_the_identity_is_of_sources_and_not_of_what_the_site_writes(
 
 
 def test_only_what_was_killed_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "peer", lambda connection: 0)  # as on macOS
+    monkeypatch.setattr(warm, "peer", lambda connection: 0)  # as on macOS
     here, there = socket.socketpair()
     here.settimeout(0.1)
-    with here, there, pytest.raises(warm_app._NoWorker, match="no sign of life for 60 s$"):
-        warm_app._heard(here, b"", time.monotonic() + 60)
+    with here, there, pytest.raises(warm._NoWorker, match="no sign of life for 60 s$"):
+        warm._heard(here, b"", time.monotonic() + 60)
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -418,8 +417,8 @@ def test_a_message_that_waits_behind_one_whose_asker_has_gone_ends_the_worker(
     gone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(warm_app, "_kill", lambda connection: killed.append(connection) or True)
-    monkeypatch.setattr(warm_app, "_BEHIND", 0.2)
+    monkeypatch.setattr(warm, "_kill", lambda connection: killed.append(connection) or True)
+    monkeypatch.setattr(warm, "_BEHIND", 0.2)
     monkeypatch.setattr(worker, "_TICK", 0.05)
     first, asker = socket.socketpair()
     if gone:
@@ -430,9 +429,9 @@ def test_a_message_that_waits_behind_one_whose_asker_has_gone_ends_the_worker(
     free.acquire()
     talking = threading.Thread(target=worker._talk, args=(there, bytes(32), desk, free), daemon=True)
     talking.start()
-    channel.prove(here, bytes(32), first=True, limit=10)
+    warm.prove(here, bytes(32), first=True, limit=10)
     with here, pytest.raises(RuntimeError, match="earlier one.*was killed" if gone else "it goes on computing"):
-        warm_app._heard(here, codec.encode({}), time.monotonic() + 0.5)
+        warm._heard(here, codec.encode({}), time.monotonic() + 0.5)
     assert killed == [here] * gone
     talking.join(10.0)
     first.close()
@@ -453,7 +452,7 @@ def test_proofs_have_a_limit_in_all(tmp_path: Path) -> None:
     threading.Thread(target=trickle, daemon=True).start()
     start = time.monotonic()
     with here, pytest.raises(OSError):
-        channel.prove(here, bytes(32), first=False, limit=0.3)
+        warm.prove(here, bytes(32), first=False, limit=0.3)
     assert time.monotonic() - start < 1.5
     there.close()
 
@@ -468,10 +467,10 @@ def _hello(place: Place, app: Any, config: dict[str, Any]) -> Iterator[Any]:
 
 
 def _listener(site: Path) -> int:
-    folder = channel.opened(site)
-    connection = warm_app.connect(folder, site)
+    folder = warm.opened(site)
+    connection = warm.connect(folder, site)
     os.close(folder)
     if connection is None:
         return 0
     with connection:
-        return channel.peer(connection)
+        return warm.peer(connection)

@@ -21,8 +21,7 @@ from fedppl import FederatedModel
 from fedppl.contracts import Failure, Reply, Request
 from fedppl.flower import decode as _decode
 from fedppl.flower.decode import Malformed
-from fedppl.flower.hello import pack_hello, unpack_hello
-from fedppl.flower.wire import pack_reply, pack_request, unpack_reply, unpack_request
+from fedppl.flower.wire import pack_hello, pack_reply, pack_request, unpack_hello, unpack_reply, unpack_request
 from fedppl.gaussian import Gaussian
 from fedppl.model.fingerprint import fingerprint
 from fedppl.run.one_round import why_not

@@ -116,7 +116,6 @@ def _reader() -> Any:
 def _bare(kind: str, case: Any) -> str | None:
     """The decoding alone."""
     from fedppl.flower import decode as _decode
-    from fedppl.flower import hello as _hello
     from fedppl.flower import wire as _wire
     from fedppl.run.one_round import why_not
     from tests.support import malformed
@@ -124,7 +123,7 @@ def _bare(kind: str, case: Any) -> str | None:
     try:
         texts = _decode.texts(case.texts)
         if kind == "introduction":
-            _hello.unpack_hello(_decode.arrays(case.arrays), texts)
+            _wire.unpack_hello(_decode.arrays(case.arrays), texts)
             return None
         shapes = {} if "failure" in texts else malformed.SHAPES
         reply = _wire.unpack_reply(_decode.arrays(case.arrays, shapes), texts)
@@ -138,7 +137,7 @@ def _through_flower() -> Any:
     """The same on the fake grid: the run goes on beside an honest site, whatever the other sends."""
     from fedppl import DeclarationError
     from fedppl.contracts import Reply
-    from fedppl.flower.records import HELLO
+    from fedppl.flower.messages import HELLO
     from fedppl.run.one_round import why_not
     from tests.support import malformed
     from tests.support.fake_grid import FakeGrid
@@ -181,7 +180,7 @@ def _prior(count: int) -> dict[str, Any]:
     import fedppl
     from fedppl import gaussian
     from fedppl.engine.policy import NO_RULES
-    from fedppl.flower.records import HELLO
+    from fedppl.flower.messages import HELLO
     from fedppl.testing import normal_means
     from tests.support import malformed
     from tests.support.fake_grid import FakeGrid, node

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 import flwr  # noqa: F401  # what is missing is said where it is asked for
 
 if TYPE_CHECKING:
-    from fedppl.flower.agreeing import agree
     from fedppl.flower.client_app import client_app
-    from fedppl.flower.engines import grid, server_app, simulation
-    from fedppl.flower.warm_app import warm_app
+    from fedppl.flower.enrolment import agree
+    from fedppl.flower.grid import grid, server_app
+    from fedppl.flower.simulation import simulation
+    from fedppl.flower.warm import warm_app
 
 __all__ = ["agree", "client_app", "grid", "server_app", "simulation", "warm_app"]
 
 # Loaded when asked for: `warm_app` has no time for what the others stand on.
 _NAMES = {
-    "agree": "fedppl.flower.agreeing",
+    "agree": "fedppl.flower.enrolment",
     "client_app": "fedppl.flower.client_app",
-    "grid": "fedppl.flower.engines",
-    "server_app": "fedppl.flower.engines",
-    "simulation": "fedppl.flower.engines",
-    "warm_app": "fedppl.flower.warm_app",
+    "grid": "fedppl.flower.grid",
+    "server_app": "fedppl.flower.grid",
+    "simulation": "fedppl.flower.simulation",
+    "warm_app": "fedppl.flower.warm",
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from flwr.app import ConfigRecord, Context
 from flwr.app import Message as FlowerMessage
@@ -13,9 +14,10 @@ from flwr.clientapp import ClientApp
 
 from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
-from fedppl.flower.answers import Site, answer, declared
+from fedppl.flower import node as _node
+from fedppl.flower.decode import Parcel
+from fedppl.flower.messages import AGREE, ASK, CONCLUDE, CONSTRAIN, HELLO, read_message, register, to_content
 from fedppl.flower.node import Node
-from fedppl.flower.records import read_message, register, to_content
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
 from fedppl.storage.signed import Memory, file_memory
@@ -161,3 +163,32 @@ def _context_memory(context: Context) -> Memory:
         context.state["fedppl"] = ConfigRecord({**others, name: raw})
 
     return Memory(recall, keep)
+
+
+# What a site was declared by, and its answer to each type of message: for its app and for its warm worker -------------
+
+
+class Site(NamedTuple):
+    """What `client_app` was given."""
+
+    node: Callable[[Mapping[str, Any]], Node]  # of a node config; the policy is read anew by each call
+
+
+# Beside the apps and not in them: what Flower copies of an app is left as it is.
+declared: WeakKeyDictionary[ClientApp, Site] = WeakKeyDictionary()
+
+
+def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
+    """Answer a message of a type; parcels are arrays and texts."""
+    arrays, texts = parcel
+    if kind == HELLO:
+        return _node.introduce(here, config, memory, texts)
+    if kind == AGREE:
+        return _node.agree(here, config, memory, texts)
+    if kind == ASK:
+        return _node.answer_request(here, config, memory, parcel)
+    if kind == CONSTRAIN:
+        return _node.constrain(here, config, memory, arrays)
+    if kind == CONCLUDE:
+        return _node.conclude(here, config, memory, parcel)
+    raise ValueError(f"{kind!r} is no type of message; a site answers {HELLO}, {AGREE}, {ASK}, {CONSTRAIN}, {CONCLUDE}")

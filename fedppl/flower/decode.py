@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 
 from fedppl.settings import one_line
+from fedppl.types import Message
+
+Parcel = tuple[Message, dict[str, str]]  # arrays, and texts by name
 
 ARRAYS_BYTES = 2**30  # where nobody knows what to expect: two dense priors of the largest networks that were tried
 ARRAYS = 1_000  # shared variables and deterministics that a reader of draws may tell
@@ -70,7 +73,7 @@ def brief(told: object) -> str:
     return one_line(told, SHOWN)
 
 
-def name(told: Any, field: str, longest: int = NAME_LENGTH) -> str:
+def checked_name(told: Any, field: str, longest: int = NAME_LENGTH) -> str:
     """A name: a printable text that is not empty."""
     require(type(told) is str, f"{field} is of type {type(told).__name__}, expected a text")
     require(0 < len(told) <= longest, f"{field} has {len(told)} characters, expected 1 to {longest}")
@@ -84,14 +87,14 @@ def texts(record: Mapping[Any, Any]) -> dict[str, str]:
         require(len(record) <= TEXTS, f"{len(record)} texts, expected {TEXTS} at most")
         found = dict(record)
         for key, value in found.items():
-            name(key, "a text's name")
+            checked_name(key, "a text's name")
             require(type(value) is str, f"{key!r} is of type {type(value).__name__}, expected a text")
         total = sum(map(len, found.values()))
         require(total <= TEXTS_LENGTH, f"texts of {total} characters, expected {TEXTS_LENGTH} at most")
         return found
 
 
-def text(told: Mapping[str, str], field: str, longest: int = LINE_LENGTH, default: str | None = None) -> str:
+def one_text(told: Mapping[str, str], field: str, longest: int = LINE_LENGTH, default: str | None = None) -> str:
     """One of the texts."""
     value = told.get(field, default)
     if type(value) is not str:
@@ -100,16 +103,16 @@ def text(told: Mapping[str, str], field: str, longest: int = LINE_LENGTH, defaul
     return value
 
 
-def whole(told: Mapping[str, str], field: str) -> int:
+def whole_number(told: Mapping[str, str], field: str) -> int:
     """A whole number that is not negative, written in digits."""
-    value = text(told, field, INTEGER_DIGITS)
+    value = one_text(told, field, INTEGER_DIGITS)
     require(value.isascii() and value.isdigit(), f"{field!r} is {brief(value)!r}, expected a whole number in digits")
     return int(value)
 
 
 def parsed(told: Mapping[str, str], field: str, longest: int = JSON_LENGTH, *, finite: bool = True) -> Any:
     """What the JSON in one of the texts says."""
-    value = text(told, field, longest)
+    value = one_text(told, field, longest)
 
     def integer(digits: str) -> int:
         require(len(digits) <= INTEGER_DIGITS, f"{field!r} has a number of {len(digits)} digits")
@@ -158,7 +161,7 @@ def arrays(
             raise Malformed(f"{what} holds {_listed(raw)}, expected {_listed(shapes)}")
         require(len(raw) <= ARRAYS, f"{len(raw)} arrays, expected {ARRAYS} at most")
         for key, data in raw.items():
-            name(key, "an array's name")
+            checked_name(key, "an array's name")
             require(type(data) is bytes, f"{key!r} is of type {type(data).__name__}, expected bytes")
         total = sum(map(len, raw.values()))
         require(shapes is not None or total <= most, f"arrays of {total} bytes, expected {most} at most")

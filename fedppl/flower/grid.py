@@ -1,4 +1,4 @@
-"""Flower's side of the engine port: pushes requests to sites, polls for replies, knows which node is which client.
+"""Flower as the engine of a server: requests are pushed to sites, and replies are pulled.
 
 Whatever a site sends, it ends no run: what cannot be read is refused, and says whose it is and by which rule.
 """
@@ -8,22 +8,33 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.serverapp import Grid
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
 
-from fedppl.contracts import AnyAlgorithm, Failure, Heard, Reply, Request, SharedReader, unheard
+from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Failure, Heard, Reply, Request, SharedReader, unheard
+from fedppl.engine.answer import require_fit
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, reading, require
+from fedppl.flower.enrolment import Own, Roll, agree, expected_clients
+from fedppl.flower.messages import ASK, CONCLUDE, CONSTRAIN, Letter, Post, content_of, from_content, texts_of, trouble
 from fedppl.flower.node import MOST_BYTES, read_told
-from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
-from fedppl.flower.roll import Letter, Own, Post, Roll, content_of, trouble
-from fedppl.run.one_round import MOST_INFOS
-from fedppl.settings import one_line
-from fedppl.types import Layout, Message, Status
+from fedppl.flower.site_agreement import waits
+from fedppl.formulas.exchange import example
+from fedppl.formulas.formula import is_formula
+from fedppl.model.declaration import FederatedModel
+from fedppl.results.fit import Fit
+from fedppl.run import loop
+from fedppl.run.one_round import MOST_INFOS, Round
+from fedppl.run.participation import Participation
+from fedppl.run.start import Options, require_callback, require_declared, require_settings, seed_of
+from fedppl.settings import one_line, one_of, positive, shown, takes, whole
+from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +92,7 @@ class GridEngine:
         """Draws of φ are read by the server's own declaration, or as most of the sites read them."""
         if self._own:
             return self._own.reader
-        dims, coords = _enrolment.reading(self._roll.hellos)
+        dims, coords = _enrolment.told_coords(self._roll.hellos)
         return SharedReader(lambda phi: self._constrain(phi, dims, coords), dims, coords)
 
     def exchange(
@@ -255,3 +266,190 @@ def _refusal(message: Letter) -> str:
         return one_line(texts_of(content_of(message)).get("refused", ""))
     except Malformed as error:
         return f"its word on that cannot be read: {one_line(error)}"
+
+
+# What users call: the grid as an engine, and the server's app ---------------------------------------------------------
+
+
+def grid(
+    grid: Grid,
+    *,
+    clients: int | Sequence[str],
+    model: FederatedModel | None = None,
+    example_data: Mapping[str, Any] | None = None,
+    wait: float = 600.0,
+    deadline: float = 120.0,
+    poll: float = 0.25,
+    grace: float = 2.0,
+) -> EngineFactory:
+    """Run on the sites of a Flower grid, inside a ServerApp: ``fedppl.fit(model, None, ..., engine=...)``.
+
+    Parameters
+    ----------
+    grid
+        Flower's grid, as its server app gets it.
+    clients
+        Number of sites to wait for, or their ids. No other sites take part.
+    model, example_data
+        The declaration, and made-up data of the form that the clients' have, name to array. From them the server knows
+        itself what is shared, with which prior, and how draws of it are read, and refuses a site that says otherwise.
+        Without, it believes what more than half of the `clients` say alike, and a single client whatever it says.
+        A formula that clients agreed on (`agree`) needs no data beside it, and goes to the sites.
+    wait
+        Seconds to wait for them to enrol.
+    deadline
+        Seconds to wait for replies in a round where `fit` sets no deadline.
+    poll
+        Seconds between two looks.
+    grace
+        Seconds that a request outlives the deadline. A client that missed it is not asked again before that.
+
+    Returns
+    -------
+    EngineFactory
+
+    Raises
+    ------
+    DeclarationError
+        For settings out of range; at the start of a run, when sites are missing or do not agree.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> def main(grid, context):
+    ...     fit = fedppl.fit(model, None, fedppl.EP(), engine=fedppl.Flower.grid(grid, clients=3))
+
+    Notes
+    -----
+    *When this fails.* A site that is silent, late, down or restarted is skipped, and the round's record says so. Two
+    live sites with one id: the second is refused until the first has gone.
+    """
+    expected = expected_clients(clients)
+    for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
+        positive(name, value, "it is in seconds")
+    greeting: dict[str, str] = {}
+    if is_formula(model):
+        assert model is not None
+        if waits(model):
+            raise DeclarationError(
+                "model= is a formula that clients have not agreed on: pass the model of fedppl.Flower.agree(grid, ...)."
+            )
+        built: Any = model.builder
+        example_data = example(built) if example_data is None else example_data
+        greeting = {"agreement": _wire.pack_agreement(built.design.agreement)}
+    if (model is None) != (example_data is None):
+        raise DeclarationError("model= and example_data= belong together: pass both, or neither.")
+    if model is not None and not (isinstance(model, FederatedModel) and isinstance(example_data, Mapping)):
+        raise DeclarationError(
+            f"model is {type(model).__name__} and example_data is {type(example_data).__name__}; pass a FederatedModel "
+            "and a mapping from its builder's names to arrays."
+        )
+
+    def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
+        if models:
+            raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
+        own = None
+        if model is not None:
+            client = model.enrol({"example_data": example_data or {}}, kernel=algorithm.needs.kernel)["example_data"]
+            require_fit(algorithm, client)
+            own = Own(client.layout, client.reader())
+        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own, greeting)
+
+    return factory
+
+
+def server_app(
+    federated_model: FederatedModel,
+    algorithm: AnyAlgorithm,
+    *,
+    clients: int | Sequence[str],
+    example_data: Mapping[str, Any] | None = None,
+    min_count: int = 1,
+    withheld: str = "other",
+    rounds: int = 20,
+    participation: Participation | int | float | None = None,
+    checkpoint: str | Path | None = None,
+    deadline: float = 120.0,
+    wait: float = 600.0,
+    random_seed: int | None = None,
+    on_fit: Callable[[Fit, Context], None] | None = None,
+    callback: Callable[[Round], bool | None] | None = None,
+) -> ServerApp:
+    """Make the server's Flower app. It never sees data.
+
+    Parameters
+    ----------
+    federated_model, algorithm
+        As at the sites. Of what is no formula the server without `example_data` uses no more than the names that are
+        shared, and learns shapes and the prior from the sites.
+    clients, example_data, wait
+        As in `grid`.
+    min_count, withheld
+        As in `agree`, which is asked first where the declaration is a formula that clients have not agreed on.
+    rounds, participation, checkpoint, deadline, random_seed, callback
+        As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
+        set them; an empty checkpoint is none.
+    on_fit
+        Function of the Fit and Flower's context, called when the run is over.
+
+    Returns
+    -------
+    flwr.serverapp.ServerApp
+
+    Raises
+    ------
+    DeclarationError
+        For a setting out of range, where `on_fit` is no function of two arguments, and for a model or an algorithm that
+        is none.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> app = fedppl.Flower.server_app(normal_means()[0], fedppl.EP(), clients=3, random_seed=1)
+
+    Notes
+    -----
+    *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
+    all the same). A server that was killed goes on from `checkpoint` in a new run.
+    """
+    expected_clients(clients)
+    for name, value in {"wait": wait, "deadline": deadline}.items():
+        positive(name, value, "it is in seconds")
+    require_declared(federated_model, algorithm)
+    whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
+    require_settings(rounds, participation, None, checkpoint or None, deadline)
+    seed_of(random_seed)
+    require_callback(callback)
+    if on_fit is not None and not (callable(on_fit) and takes(on_fit, 2)):
+        raise DeclarationError(f"on_fit={shown(on_fit)} is not a function of the fit and Flower's context.")
+    app = ServerApp()
+
+    @app.main()
+    def main(flower_grid: Grid, context: Context) -> None:
+        chosen: dict[str, Any] = {
+            "rounds": rounds,
+            "participation": participation,
+            "checkpoint": checkpoint,
+            "deadline": deadline,
+            "random_seed": random_seed,
+        }
+        chosen |= {name: context.run_config[name] for name in chosen if name in context.run_config}
+        expected: Any = context.run_config.get("clients", clients)
+        patience, model = float(context.run_config.get("wait", wait)), federated_model
+        if waits(model):
+            found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)
+            expected, model = found.clients, found.model
+        engine = grid(
+            flower_grid,
+            clients=expected,
+            model=None if example_data is None and not is_formula(model) else model,
+            example_data=example_data,
+            wait=patience,
+        )
+        options = Options(engine=engine, **{**chosen, "checkpoint": chosen["checkpoint"] or None})
+        fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
+        if on_fit is not None:
+            on_fit(fit, context)
+
+    return app

@@ -29,8 +29,7 @@ from fedppl.engine.guard import REFUSED, Guard, admit_algorithm, digest, refuse_
 from fedppl.engine.policy import NO_RULES, Policy
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, require
-from fedppl.flower.hello import pack_hello
+from fedppl.flower.decode import Malformed, Parcel, require
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.graph_key import code_key
@@ -137,7 +136,7 @@ def _guard(node: Node, config: Mapping[str, Any]) -> Guard | None:
     return None if node.folder is None else _account.in_folder(node.policy, node.folder, node.client_id(config))
 
 
-def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> _wire.Parcel:
+def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
     """Tell what clients need to agree on a formula, as far as the policy lets it, or that nothing is told."""
     name = node.client_id(config)
     try:
@@ -152,7 +151,7 @@ def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[
 
 def introduce(
     node: Node, config: Mapping[str, Any], memory: Memory = BLANK, texts: Mapping[str, str] = MappingProxyType({})
-) -> _wire.Parcel:
+) -> Parcel:
     """Answer the server's first call: the layout, or why this site cannot take part.
 
     The policy's rules on data come first. What goes wrong where a declaration is built on rows may quote them, in its
@@ -175,7 +174,7 @@ def introduce(
                 admit_algorithm(guard, node.algorithm, client)
                 if refuse_data(guard, client, node.algorithm, functools.partial(_changed, node, config, memory)):
                     raise withheld
-        return pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())
+        return _wire.pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())
     except Exception as error:
         logger.exception("client %s cannot take part", name, extra={"client": name, "status": "refused"})
         told = str(error) if isinstance(error, DeclarationError) else "the reason is in the site's own log"
@@ -210,7 +209,7 @@ def _most_rows(loaded: Any) -> int | None:
     return sum({len(one) for one in map(np.asarray, arrays) if one.ndim}) or 1
 
 
-def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> _wire.Parcel:
+def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
     """Run the client's part of the algorithm. Personal state is kept as the very last thing.
 
     What cannot be read, and whatever goes wrong around the computation, is refused in one text.
@@ -231,7 +230,7 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel
         return refusal
 
 
-def _addressed(parcel: _wire.Parcel) -> tuple[str, int]:
+def _addressed(parcel: Parcel) -> tuple[str, int]:
     """Client and nonce of a request as far as they can be read."""
     texts = parcel[1]
     told = str(texts.get("nonce", ""))[:20]
@@ -245,9 +244,7 @@ def _note(guard: Guard | None, entry: Mapping[str, Any]) -> None:
         guard.write(guard.read(), entry)
 
 
-def _answered(
-    node: Node, config: Mapping[str, Any], memory: Memory, request: Request, guard: Guard | None
-) -> _wire.Parcel:
+def _answered(node: Node, config: Mapping[str, Any], memory: Memory, request: Request, guard: Guard | None) -> Parcel:
     name = name_of_kept(node.algorithm, node.client_id(config), request.run, request.client_id)
     about = {"event": "request", "run": request.run, "round": request.round, "client": request.client_id}
     try:
@@ -292,7 +289,7 @@ def _answered(
     return answered
 
 
-def constrain(node: Node, config: Mapping[str, Any], memory: Memory, arrays: Message) -> _wire.Parcel:
+def constrain(node: Node, config: Mapping[str, Any], memory: Memory, arrays: Message) -> Parcel:
     """Take draws of φ (S, m) back to the constrained space. No data are used for it."""
     name = node.client_id(config)
     try:
@@ -308,7 +305,7 @@ def constrain(node: Node, config: Mapping[str, Any], memory: Memory, arrays: Mes
         return {}, {"client_id": name, "refused": REFUSED}
 
 
-def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> _wire.Parcel:
+def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
     """Draw this client's own posterior and leave it in the site's folder, once a run. It does not travel.
 
     The server is told the same whatever happens: whether the data are those of the run, and whether drawing fails,
@@ -325,7 +322,7 @@ def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wir
     return told, {"client_id": name}
 
 
-def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> Message:
+def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Message:
     guard = _guard(node, config)
     if node.folder is None or guard is None:
         return {}

@@ -15,8 +15,8 @@ from fedppl.data import frames
 from fedppl.engine import policy
 from fedppl.engine.conclusions import admit_agreement, admit_telling, let_tell, note, refuse_agreement
 from fedppl.engine.guard import REFUSED, Guard
-from fedppl.flower.agreed import digest, pack_agreement, pack_told, unpack_agreement
-from fedppl.flower.decode import Malformed, whole
+from fedppl.flower.decode import Malformed, whole_number
+from fedppl.flower.wire import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.formulas import exchange
 from fedppl.formulas.agreement import OTHER, Agreement, Told, raised
 from fedppl.formulas.declare import Formula
@@ -96,7 +96,7 @@ def tell(
     try:
         if not waits(model):
             raise Malformed("this site declares no formula that clients have to agree on")
-        wanted = whole(texts, "min_count")
+        wanted = whole_number(texts, "min_count")
         if not 0 < wanted < _MOST:
             raise Malformed(f"'min_count' is {wanted}")
     except Malformed as error:

@@ -29,8 +29,7 @@ import xarray as xr
 from numpy.lib.npyio import NpzFile
 
 from fedppl.data import frames
-from fedppl.flower import channel
-from fedppl.flower.channel import changed
+from fedppl.flower import warm
 from fedppl.settings import shown
 from fedppl.storage import codec
 from fedppl.types import DeclarationError
@@ -85,15 +84,15 @@ def main(told: Mapping[str, Any]) -> None:
     Standard output and error are the open log.
     """
     site = Path(told["folder"])
-    folder = channel.opened(site)
-    key = channel.make_key(folder)
+    folder = warm.opened(site)
+    key = warm.make_key(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.unlink(channel.SOCKET, dir_fd=folder)
+        os.unlink(warm.SOCKET, dir_fd=folder)
     except FileNotFoundError:
         pass
     before = os.umask(0o177)
-    listener.bind(channel.address(folder, site))
+    listener.bind(warm.address(folder, site))
     os.umask(before)
     listener.listen(_CONNECTIONS)
     desk = _Desk(queue.Queue(), [])
@@ -121,16 +120,16 @@ def _talk(connection: socket.socket, key: bytes, desk: _Desk, free: threading.Bo
     try:
         with connection:
             connection.settimeout(_PROOFS)
-            channel.peer(connection)
-            channel.prove(connection, key, first=False, limit=_PROOFS)
+            warm.peer(connection)
+            warm.prove(connection, key, first=False, limit=_PROOFS)
             connection.settimeout(_PATIENCE)
-            job = _Job(codec.decode(channel.receive(connection)), connection)
+            job = _Job(codec.decode(warm.receive(connection)), connection)
             desk.jobs.put(job)
             while not job.done.wait(_TICK):
                 # What may have no end, and who waits for this one has to know.
-                behind = any(one is not job and channel.is_closed(one.connection) for one in tuple(desk.now))
-                channel.send(connection, _packed(ALIVE, behind=behind))
-            channel.send(connection, job.answer)
+                behind = any(one is not job and warm.is_closed(one.connection) for one in tuple(desk.now))
+                warm.send(connection, _packed(ALIVE, behind=behind))
+            warm.send(connection, job.answer)
     except Exception as error:  # whatever comes from elsewhere is no reason to end
         logger.warning("a connection to the warm worker is given up: %s: %s", type(error).__name__, error)
     finally:
@@ -144,7 +143,7 @@ def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, desk: _
     app = _loaded_app(told, site)
     taken: list[_Job] = []
     last = time.monotonic()
-    while channel.is_there(folder, site, key) and time.monotonic() - last < told["idle"]:
+    while warm.is_there(folder, site, key) and time.monotonic() - last < told["idle"]:
         try:
             job = desk.jobs.get(timeout=_TICK)
         except queue.Empty:
@@ -171,7 +170,7 @@ def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, desk: _
 def _loaded_app(told: Mapping[str, Any], site: Path) -> _App:
     try:
         module, _, name = told["app"].partition(":")
-        from fedppl.flower.answers import declared  # after the socket is there: it takes seconds
+        from fedppl.flower.client_app import declared  # after the socket is there: it takes seconds
 
         found = getattr(importlib.import_module(module), name)
         if found not in declared:
@@ -190,11 +189,11 @@ def _do(job: _Job, app: _App) -> tuple[bytes, bool]:
     try:
         asked = job.asked
         if asked["identity"] != app.told["identity"]:
-            return _packed(STALE, why=changed(app.told["identity"], asked["identity"])), False
+            return _packed(STALE, why=warm.changed(app.told["identity"], asked["identity"])), False
         if app.site_app is None:  # the next message has another try: what was missing may be there by then
             return _packed(FAILED, log=app.trouble), False
-        from fedppl.flower.answers import answer
-        from fedppl.flower.records import CONCLUDE
+        from fedppl.flower.client_app import answer
+        from fedppl.flower.messages import CONCLUDE
         from fedppl.storage.signed import file_memory
 
         config, kind = asked["config"], asked["kind"]
@@ -203,13 +202,13 @@ def _do(job: _Job, app: _App) -> tuple[bytes, bool]:
             raise ValueError(
                 f"client_app keeps its files in {here.folder}, warm_app in {app.folder}; name one folder in both"
             )
-        if channel.is_closed(job.connection):
+        if warm.is_closed(job.connection):
             return _given_up(kind), True
         load, mark = _loaded(here, config)
         if app.marks and mark != app.marks[0]:
             return _packed(STALE, why="the data that load_data returns changed"), False
         app.marks[:] = [mark]
-        if channel.is_closed(job.connection):  # loading may take long; the next thing is to admit it
+        if warm.is_closed(job.connection):  # loading may take long; the next thing is to admit it
             return _given_up(kind), True
         here = here._replace(load_data=load)  # what was looked at is what is used
         arrays, texts = answer(kind, here, config, file_memory(here.folder), (asked["arrays"], asked["texts"]))
@@ -236,8 +235,8 @@ def _given_up(kind: str) -> bytes:
 
 def _leave(site: Path, folder: int, key: bytes) -> None:
     """Take key and socket away, unless they are another worker's by now."""
-    if channel.is_there(folder, site, key):
-        channel.remove(folder)
+    if warm.is_there(folder, site, key):
+        warm.remove(folder)
 
 
 def _loaded(here: Any, config: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], Any], str]:

@@ -10,7 +10,7 @@ from flwr.app import Message as FlowerMessage
 
 import fedppl
 from fedppl.flower.grid import GridEngine, GridSettings, Own
-from fedppl.flower.records import HELLO
+from fedppl.flower.messages import HELLO
 from tests.support import malformed
 from tests.support.fake_grid import FakeGrid, Node, node
 

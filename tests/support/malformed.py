@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.contracts import Reply, Request, SharedReader
-from fedppl.flower import hello as _hello
 from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian
 from fedppl.model.fingerprint import PROBES, fingerprint, probes
@@ -61,7 +60,7 @@ def hello(client_id: str = "bad", settings: Mapping[str, str] | None = None, **c
     """An honest introduction."""
     import fedppl
 
-    parcel = _hello.pack_hello(
+    parcel = _wire.pack_hello(
         client_id, fedppl.__version__, settings or {}, changes.get("layout", layout()), changes.get("reader", reader())
     )
     return raw(parcel)

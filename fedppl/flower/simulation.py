@@ -1,9 +1,13 @@
-"""Engines by way of Flower, and the server's Flower app, which runs one."""
+"""Flower's simulation runtime as an engine of this process.
+
+Flower offers no supported call that starts a simulation and hands back its grid. So a SuperLink of our own is started,
+and a run by Flower's command line, whose server app (`server_app` here) does nothing but pass requests on.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import logging
 import os
 import secrets
 import shutil
@@ -15,218 +19,26 @@ import sysconfig
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Listener
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import cloudpickle
 from flwr.app import Context
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Failure, Heard, Reply, Request, unheard
-from fedppl.engine.answer import require_fit
 from fedppl.engine.inprocess import ModelsHere
-from fedppl.flower.agreed import pack_agreement
-from fedppl.flower.agreeing import agree
+from fedppl.engine.policy import NO_RULES
+from fedppl.flower import client_app as _site
 from fedppl.flower.grid import GridEngine, GridSettings
-from fedppl.flower.roll import Own, expected_clients
-from fedppl.flower.site_agreement import waits
-from fedppl.formulas.exchange import example
-from fedppl.formulas.formula import is_formula
+from fedppl.flower.messages import register
 from fedppl.model.declaration import FederatedModel, declaration_of
-from fedppl.results.fit import Fit
-from fedppl.run import loop
-from fedppl.run.one_round import Round
-from fedppl.run.participation import Participation
-from fedppl.run.start import Options, require_callback, require_declared, require_settings, seed_of
-from fedppl.settings import one_of, positive, shown, takes, whole
+from fedppl.settings import positive, whole
 from fedppl.types import DeclarationError
-
-
-def grid(
-    grid: Grid,
-    *,
-    clients: int | Sequence[str],
-    model: FederatedModel | None = None,
-    example_data: Mapping[str, Any] | None = None,
-    wait: float = 600.0,
-    deadline: float = 120.0,
-    poll: float = 0.25,
-    grace: float = 2.0,
-) -> EngineFactory:
-    """Run on the sites of a Flower grid, inside a ServerApp: ``fedppl.fit(model, None, ..., engine=...)``.
-
-    Parameters
-    ----------
-    grid
-        Flower's grid, as its server app gets it.
-    clients
-        Number of sites to wait for, or their ids. No other sites take part.
-    model, example_data
-        The declaration, and made-up data of the form that the clients' have, name to array. From them the server knows
-        itself what is shared, with which prior, and how draws of it are read, and refuses a site that says otherwise.
-        Without, it believes what more than half of the `clients` say alike, and a single client whatever it says.
-        A formula that clients agreed on (`agree`) needs no data beside it, and goes to the sites.
-    wait
-        Seconds to wait for them to enrol.
-    deadline
-        Seconds to wait for replies in a round where `fit` sets no deadline.
-    poll
-        Seconds between two looks.
-    grace
-        Seconds that a request outlives the deadline. A client that missed it is not asked again before that.
-
-    Returns
-    -------
-    EngineFactory
-
-    Raises
-    ------
-    DeclarationError
-        For settings out of range; at the start of a run, when sites are missing or do not agree.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> def main(grid, context):
-    ...     fit = fedppl.fit(model, None, fedppl.EP(), engine=fedppl.Flower.grid(grid, clients=3))
-
-    Notes
-    -----
-    *When this fails.* A site that is silent, late, down or restarted is skipped, and the round's record says so. Two
-    live sites with one id: the second is refused until the first has gone.
-    """
-    expected = expected_clients(clients)
-    for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
-        positive(name, value, "it is in seconds")
-    greeting: dict[str, str] = {}
-    if is_formula(model):
-        assert model is not None
-        if waits(model):
-            raise DeclarationError(
-                "model= is a formula that clients have not agreed on: pass the model of fedppl.Flower.agree(grid, ...)."
-            )
-        built: Any = model.builder
-        example_data = example(built) if example_data is None else example_data
-        greeting = {"agreement": pack_agreement(built.design.agreement)}
-    if (model is None) != (example_data is None):
-        raise DeclarationError("model= and example_data= belong together: pass both, or neither.")
-    if model is not None and not (isinstance(model, FederatedModel) and isinstance(example_data, Mapping)):
-        raise DeclarationError(
-            f"model is {type(model).__name__} and example_data is {type(example_data).__name__}; pass a FederatedModel "
-            "and a mapping from its builder's names to arrays."
-        )
-
-    def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
-        if models:
-            raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
-        own = None
-        if model is not None:
-            client = model.enrol({"example_data": example_data or {}}, kernel=algorithm.needs.kernel)["example_data"]
-            require_fit(algorithm, client)
-            own = Own(client.layout, client.reader())
-        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own, greeting)
-
-    return factory
-
-
-def server_app(
-    federated_model: FederatedModel,
-    algorithm: AnyAlgorithm,
-    *,
-    clients: int | Sequence[str],
-    example_data: Mapping[str, Any] | None = None,
-    min_count: int = 1,
-    withheld: str = "other",
-    rounds: int = 20,
-    participation: Participation | int | float | None = None,
-    checkpoint: str | Path | None = None,
-    deadline: float = 120.0,
-    wait: float = 600.0,
-    random_seed: int | None = None,
-    on_fit: Callable[[Fit, Context], None] | None = None,
-    callback: Callable[[Round], bool | None] | None = None,
-) -> ServerApp:
-    """Make the server's Flower app. It never sees data.
-
-    Parameters
-    ----------
-    federated_model, algorithm
-        As at the sites. Of what is no formula the server without `example_data` uses no more than the names that are
-        shared, and learns shapes and the prior from the sites.
-    clients, example_data, wait
-        As in `grid`.
-    min_count, withheld
-        As in `agree`, which is asked first where the declaration is a formula that clients have not agreed on.
-    rounds, participation, checkpoint, deadline, random_seed, callback
-        As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
-        set them; an empty checkpoint is none.
-    on_fit
-        Function of the Fit and Flower's context, called when the run is over.
-
-    Returns
-    -------
-    flwr.serverapp.ServerApp
-
-    Raises
-    ------
-    DeclarationError
-        For a setting out of range, where `on_fit` is no function of two arguments, and for a model or an algorithm that
-        is none.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> app = fedppl.Flower.server_app(normal_means()[0], fedppl.EP(), clients=3, random_seed=1)
-
-    Notes
-    -----
-    *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
-    all the same). A server that was killed goes on from `checkpoint` in a new run.
-    """
-    expected_clients(clients)
-    for name, value in {"wait": wait, "deadline": deadline}.items():
-        positive(name, value, "it is in seconds")
-    require_declared(federated_model, algorithm)
-    whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
-    require_settings(rounds, participation, None, checkpoint or None, deadline)
-    seed_of(random_seed)
-    require_callback(callback)
-    if on_fit is not None and not (callable(on_fit) and takes(on_fit, 2)):
-        raise DeclarationError(f"on_fit={shown(on_fit)} is not a function of the fit and Flower's context.")
-    app = ServerApp()
-
-    @app.main()
-    def main(flower_grid: Grid, context: Context) -> None:
-        chosen: dict[str, Any] = {
-            "rounds": rounds,
-            "participation": participation,
-            "checkpoint": checkpoint,
-            "deadline": deadline,
-            "random_seed": random_seed,
-        }
-        chosen |= {name: context.run_config[name] for name in chosen if name in context.run_config}
-        expected: Any = context.run_config.get("clients", clients)
-        patience, model = float(context.run_config.get("wait", wait)), federated_model
-        if waits(model):
-            found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)
-            expected, model = found.clients, found.model
-        engine = grid(
-            flower_grid,
-            clients=expected,
-            model=None if example_data is None and not is_formula(model) else model,
-            example_data=example_data,
-            wait=patience,
-        )
-        options = Options(engine=engine, **{**chosen, "checkpoint": chosen["checkpoint"] or None})
-        fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
-        if on_fit is not None:
-            on_fit(fit, context)
-
-    return app
 
 
 def simulation(*, workers: int | None = None, deadline: float = 600.0, start_timeout: float = 180.0) -> EngineFactory:
@@ -282,12 +94,7 @@ def simulation(*, workers: int | None = None, deadline: float = 600.0, start_tim
     return factory
 
 
-# Flower's simulation runtime as an engine of this process: a SuperLink of our own, and a relay to its server app ------
-
-# Flower offers no supported call that starts a simulation and hands back its grid, so the run is started by Flower's
-# command line, and its server app (`_virtual`) does nothing but pass requests on.
-
-logger = logging.getLogger(__name__)
+# A SuperLink of our own, and a relay to its server app ----------------------------------------------------------------
 
 _SETTINGS = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -309,8 +116,8 @@ license = "Apache-2.0"
 publisher = "fedppl"
 
 [tool.flwr.app.components]
-serverapp = "fedppl.flower.virtual:server_app"
-clientapp = "fedppl.flower.virtual:client_app"
+serverapp = "fedppl.flower.simulation:server_app"
+clientapp = "fedppl.flower.simulation:client_app"
 
 [tool.flwr.app.config]
 """
@@ -399,7 +206,7 @@ def _launch(
         **os.environ,
         **_SETTINGS,
         "FLWR_HOME": str(home),
-        "FEDPPL_SIMULATION": str(folder),
+        _VARIABLE: str(folder),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
     }
@@ -479,3 +286,71 @@ def _listens(port: int) -> bool:
 
 def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:] if log.exists() else "no log"
+
+
+# Virtual clients, and the server app that passes requests on. Flower loads both in processes of its own, in which the
+# environment names the folder with what to do.
+
+client_app = ClientApp()
+server_app = ServerApp()
+_VARIABLE = "FEDPPL_SIMULATION"
+# Never closed here: that it breaks tells the other end that this whole process has ended, its workers with it.
+_relays: list[Connection] = []
+
+
+@functools.cache
+def _payload(folder: str) -> tuple[FederatedModel, AnyAlgorithm, dict[str, Any]]:
+    """Declaration, algorithm and all clients' data; read once a process."""
+    declaration, algorithm, data = cloudpickle.loads(Path(folder, "payload").read_bytes())
+    return declaration, algorithm, data
+
+
+@functools.cache
+def _virtual_clients(folder: str) -> ClientApp:
+    declaration, algorithm, data = _payload(folder)
+
+    def client_id(config: Mapping[str, Any]) -> str:
+        return list(data)[int(config["partition-id"])]
+
+    return _site.client_app(
+        declaration,
+        algorithm,
+        lambda config: data[client_id(config)],
+        client_id=client_id,
+        folder=(lambda config: Path(folder, "sites", str(config["partition-id"]))) if algorithm.persistent else None,
+        policy=NO_RULES,  # they are the user's own data
+    )
+
+
+register(client_app, lambda message, context: _virtual_clients(os.environ[_VARIABLE])(message, context))
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Enrol the virtual clients, then exchange what the process that started the simulation asks for."""
+    folder = Path(os.environ[_VARIABLE])
+    _, algorithm, data = _payload(str(folder))
+    address, key = (folder / "relay").read_bytes().split(b"\n", 1)
+    host, port = address.decode().split(":")
+    connection = Client((host, int(port)), authkey=key)
+    _relays.append(connection)
+    engine: GridEngine | None = None
+    while (message := _next(connection, folder)) is not None:
+        requests, deadline = message
+        engine = engine or GridEngine(grid, algorithm, GridSettings(tuple(data), 600.0, deadline, 0.02))
+        connection.send(engine.exchange(requests, deadline, functools.partial(_heard, connection)))
+
+
+def _heard(connection: Connection, client_id: str, /, *, clients: int = 1) -> None:
+    """Tell who waits that a client has answered."""
+    connection.send(client_id)
+
+
+def _next(connection: Connection, folder: Path) -> Any:
+    """What is asked next. Where the process that asks has died, its SuperLink and its files go with it."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        os.kill(int((folder / "superlink.pid").read_text()), signal.SIGTERM)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
