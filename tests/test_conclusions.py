@@ -22,8 +22,7 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.contracts import Request
 from fedppl.engine import account as _account
-from fedppl.engine.conclusions import let_out, tells
-from fedppl.engine.guard import Ledger, Run, in_memory
+from fedppl.engine.guard import Ledger, Run, in_memory, let_out, tells
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Malformed
 from fedppl.flower.messages import CONCLUDE

@@ -24,8 +24,19 @@ from fedppl.contracts.algorithm import WithoutClient
 from fedppl.data import frames
 from fedppl.engine import account as _account
 from fedppl.engine.answer import answer, require_fit, say_unused
-from fedppl.engine.conclusions import admit_declaration, concluded, let_out, refuse_rows, tells
-from fedppl.engine.guard import REFUSED, Guard, admit_algorithm, digest, refuse_data, replayed
+from fedppl.engine.guard import (
+    REFUSED,
+    Guard,
+    admit_algorithm,
+    admit_declaration,
+    concluded,
+    digest,
+    let_out,
+    refuse_data,
+    refuse_rows,
+    replayed,
+    tells,
+)
 from fedppl.engine.policy import NO_RULES, Policy
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire

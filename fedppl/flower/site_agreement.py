@@ -13,8 +13,7 @@ import numpy as np
 from fedppl.contracts import AnyAlgorithm
 from fedppl.data import frames
 from fedppl.engine import policy
-from fedppl.engine.conclusions import admit_agreement, admit_telling, let_tell, note, refuse_agreement
-from fedppl.engine.guard import REFUSED, Guard
+from fedppl.engine.guard import REFUSED, Guard, admit_agreement, admit_telling, let_tell, note, refuse_agreement
 from fedppl.flower.decode import Malformed, whole_number
 from fedppl.flower.wire import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.formulas import exchange
