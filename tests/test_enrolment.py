@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl.flower import decode as _decode
 from fedppl.flower import wire as _wire
-from fedppl.flower.enrolment import agreed, difference, disagreement, reference, told_coords, why_no_draws
+from fedppl.flower.enrolment import agreed, difference, disagreement, majority_dims, reference, why_no_draws
 from tests.support import malformed
 
 
@@ -83,7 +83,7 @@ def test_dims_and_labels_are_read_as_most_clients_tell_them() -> None:
     hellos["c"] = hellos["c"]._replace(
         dims={"mu": None, "tau": ("chain",), "x": ("y",)}, coords={"predictor": ["a"], "y": [1]}
     )
-    dims, coords = told_coords(hellos)
+    dims, coords = majority_dims(hellos)
     assert dims == {"mu": ("predictor",)} and coords == {"predictor": ["dose", "age"]}
 
 

@@ -1,6 +1,6 @@
-"""Bytes and texts from elsewhere, read behind limits that are checked before anything is parsed or allocated.
+"""Parsing of arrays and texts from another machine. Limits are checked before anything is parsed or allocated.
 
-Whatever is wrong becomes `Malformed`, whose text names the field and the rule. NumPy only.
+What breaks a rule raises `Malformed`, whose text names the field and the rule. NumPy only.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from fedppl.types import Message
 
 Parcel = tuple[Message, dict[str, str]]  # arrays, and texts by name
 
-ARRAYS_BYTES = 2**30  # where nobody knows what to expect: two dense priors of the largest networks that were tried
-ARRAYS = 1_000  # shared variables and deterministics that a reader of draws may tell
+ARRAYS_BYTES = 2**30  # where the shapes are not known: two dense priors of the largest networks that were tried
+ARRAYS = 1_000  # shared variables and deterministics of a site that reads draws
 TEXTS = 32  # an introduction has eleven
 TEXTS_LENGTH = 2_500_000  # characters of all texts: labels of dims at their longest, and the rest
 LABELS_LENGTH = 1_000_000  # of JSON with labels: fifty thousand of twenty characters
 JSON_LENGTH = 250_000  # of other JSON: a thousand variables with their shapes and dims
 JSON_DEPTH = 4  # a list of variables that have a shape
-JSON_VALUES = 100_000  # numbers and labels: a list of small ones needs many times its text
+JSON_VALUES = 100_000  # numbers and labels: in memory a list of small ones takes many times its text
 JSON_BRACKETS = 20_000
 INTEGER_DIGITS = 80  # a seed may be a digest of 256 bits; no number of 80 digits overflows a float
 NUMBER_LENGTH = 400  # a float of 17 digits, or one written out
 NAME_LENGTH = 200  # PyMC's names with a model's prefix; a client's id
 LINE_LENGTH = 2_000  # a reason, a version, a setting of an algorithm: each is one line
-SHOWN = 60  # of a foreign text in an error of ours
+SHOWN = 60  # characters of a foreign text in an error message
 HEADER_LENGTH = 256  # NumPy pads an array's header to 118 bytes
 DIMENSIONS = 8  # PyMC's shapes have up to four, with draws before them
-# What algorithms and PyTensor's deterministics have, little-endian.
+# Types of algorithms' messages and of PyTensor's deterministics, little-endian.
 DTYPES = frozenset({"<f8", "<f4", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1"})
 
-# A header as NumPy writes it for arrays in C order; `ast`, which NumPy reads it with, fails deep within on others.
+# A header as NumPy writes it for arrays in C order. NumPy reads it by `ast`, which fails deep within on others.
 _HEADER = re.compile(
     rb"\{'descr': '([<|][fiub][1248])', 'fortran_order': False, "
     rb"'shape': \((|\d{1,12},|\d{1,12}(?:, \d{1,12})+)\), \} *\n"
@@ -48,18 +48,18 @@ _TOKENS = re.compile(r'[\[\]{}"\\]')
 
 
 class Malformed(ValueError):
-    """What came from elsewhere cannot be used; the text names the field and the rule."""
+    """A message from another machine breaks a rule; the text names the field and the rule."""
 
 
-def require(kept: bool, rule: str) -> None:
-    """Refuse by a rule that is not kept."""
-    if not kept:
+def require(holds: bool, rule: str) -> None:
+    """Raise `Malformed` if a rule does not hold."""
+    if not holds:
         raise Malformed(rule)
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Make whatever goes wrong in here `Malformed`: no exception of a parser passes, an exhausted stack neither."""
+    """Turn every exception inside into `Malformed`, a parser's exhausted stack included."""
     try:
         yield
     except Malformed:
@@ -68,51 +68,51 @@ def reading(what: str) -> Iterator[None]:
         raise Malformed(f"{what} cannot be read ({type(error).__name__})") from None
 
 
-def brief(told: object) -> str:
-    """A foreign text in one short line that is printable."""
-    return one_line(told, SHOWN)
+def brief(value: object) -> str:
+    """A foreign text in one short, printable line."""
+    return one_line(value, SHOWN)
 
 
-def checked_name(told: Any, field: str, longest: int = NAME_LENGTH) -> str:
-    """A name: a printable text that is not empty."""
-    require(type(told) is str, f"{field} is of type {type(told).__name__}, expected a text")
-    require(0 < len(told) <= longest, f"{field} has {len(told)} characters, expected 1 to {longest}")
-    require(told.isprintable(), f"{field} {brief(told)!r} has characters that cannot be printed")
-    return str(told)
+def checked_name(value: Any, field: str, longest: int = NAME_LENGTH) -> str:
+    """Return a name if it is a printable text, not empty and not too long."""
+    require(type(value) is str, f"{field} is of type {type(value).__name__}, expected a text")
+    require(0 < len(value) <= longest, f"{field} has {len(value)} characters, expected 1 to {longest}")
+    require(value.isprintable(), f"{field} {brief(value)!r} has characters that cannot be printed")
+    return str(value)
 
 
 def texts(record: Mapping[Any, Any]) -> dict[str, str]:
-    """Texts by name, none too many and all together not too long."""
+    """Return texts by name if they are few and short enough."""
     with reading("'texts'"):
         require(len(record) <= TEXTS, f"{len(record)} texts, expected {TEXTS} at most")
-        found = dict(record)
-        for key, value in found.items():
+        named = dict(record)
+        for key, value in named.items():
             checked_name(key, "a text's name")
             require(type(value) is str, f"{key!r} is of type {type(value).__name__}, expected a text")
-        total = sum(map(len, found.values()))
+        total = sum(map(len, named.values()))
         require(total <= TEXTS_LENGTH, f"texts of {total} characters, expected {TEXTS_LENGTH} at most")
-        return found
+        return named
 
 
-def one_text(told: Mapping[str, str], field: str, longest: int = LINE_LENGTH, default: str | None = None) -> str:
+def one_text(record: Mapping[str, str], field: str, longest: int = LINE_LENGTH, default: str | None = None) -> str:
     """One of the texts."""
-    value = told.get(field, default)
+    value = record.get(field, default)
     if type(value) is not str:
         raise Malformed(f"{field!r} is missing")
     require(len(value) <= longest, f"{field!r} has {len(value)} characters, expected {longest} at most")
     return value
 
 
-def whole_number(told: Mapping[str, str], field: str) -> int:
+def whole_number(record: Mapping[str, str], field: str) -> int:
     """A whole number that is not negative, written in digits."""
-    value = one_text(told, field, INTEGER_DIGITS)
+    value = one_text(record, field, INTEGER_DIGITS)
     require(value.isascii() and value.isdigit(), f"{field!r} is {brief(value)!r}, expected a whole number in digits")
     return int(value)
 
 
-def parsed(told: Mapping[str, str], field: str, longest: int = JSON_LENGTH, *, finite: bool = True) -> Any:
-    """What the JSON in one of the texts says."""
-    value = one_text(told, field, longest)
+def parsed(record: Mapping[str, str], field: str, longest: int = JSON_LENGTH, *, finite: bool = True) -> Any:
+    """Parse the JSON in one of the texts."""
+    value = one_text(record, field, longest)
 
     def integer(digits: str) -> int:
         require(len(digits) <= INTEGER_DIGITS, f"{field!r} has a number of {len(digits)} digits")
@@ -128,8 +128,8 @@ def parsed(told: Mapping[str, str], field: str, longest: int = JSON_LENGTH, *, f
 
     with reading(repr(field)):
         for marks, most in ((",", JSON_VALUES), ("[{", JSON_BRACKETS)):
-            found = sum(map(value.count, marks))
-            require(found <= most, f"{field!r} has {found} of {marks!r}, expected {most} at most")
+            count = sum(map(value.count, marks))
+            require(count <= most, f"{field!r} has {count} of {marks!r}, expected {most} at most")
         _require_shallow(value, field)
         return json.loads(value, parse_int=integer, parse_float=real, parse_constant=special)
 
@@ -155,7 +155,7 @@ def arrays(
     what: str = "reply",
     most: int = ARRAYS_BYTES,
 ) -> dict[str, Any]:
-    """Arrays from their bytes; where `shapes` are known, these and no others, else of `most` bytes in all."""
+    """Arrays from their bytes: exactly those of `shapes` where these are known, else `most` bytes in all."""
     with reading("'arrays'"):
         if shapes is not None and set(raw) != set(shapes):
             raise Malformed(f"{what} holds {_listed(raw)}, expected {_listed(shapes)}")
@@ -171,7 +171,7 @@ def arrays(
 
 
 def _declared(field: str, data: bytes, expected: tuple[int, ...] | None) -> tuple[str, tuple[int, ...], int]:
-    """Type, shape and place of the numbers of an array, as NumPy's format (1.0) declares them."""
+    """Type and shape of an array, and where its numbers begin, as NumPy's format (1.0) declares them."""
     require(data.startswith(_MAGIC) and len(data) > 10, f"{field!r} is no array in NumPy's format 1.0")
     start = 10 + int.from_bytes(data[8:10], "little")
     require(start <= HEADER_LENGTH, f"{field!r} has a header of {start} bytes, expected {HEADER_LENGTH} at most")
@@ -199,5 +199,5 @@ def _array(data: bytes, dtype: str, shape: tuple[int, ...], start: int) -> Any:
 
 
 def _listed(names: Any) -> str:
-    shown = sorted(one_line(one, 30) for one in list(names)[:12])
+    shown = sorted(one_line(name, 30) for name in list(names)[:12])
     return f"{shown}" + (f" and {len(names) - 12} others" if len(names) > 12 else "")

@@ -21,7 +21,7 @@ from fedppl.engine.answer import require_fit
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, reading, require
-from fedppl.flower.enrolment import Own, Roll, agree, expected_clients
+from fedppl.flower.enrolment import Roll, ServerModel, agree, expected_clients
 from fedppl.flower.messages import ASK, CONCLUDE, CONSTRAIN, Letter, Post, content_of, from_content, texts_of, trouble
 from fedppl.flower.node import MOST_BYTES, read_told
 from fedppl.flower.site_agreement import waits
@@ -69,7 +69,7 @@ class GridEngine:
         grid: Grid,
         algorithm: AnyAlgorithm,
         settings: GridSettings,
-        own: Own | None = None,
+        own: ServerModel | None = None,
         greeting: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
@@ -92,7 +92,7 @@ class GridEngine:
         """Draws of φ are read by the server's own declaration, or as most of the sites read them."""
         if self._own:
             return self._own.reader
-        dims, coords = _enrolment.told_coords(self._roll.hellos)
+        dims, coords = _enrolment.majority_dims(self._roll.hellos)
         return SharedReader(lambda phi: self._constrain(phi, dims, coords), dims, coords)
 
     def exchange(
@@ -352,7 +352,7 @@ def grid(
         if model is not None:
             client = model.enrol({"example_data": example_data or {}}, kernel=algorithm.needs.kernel)["example_data"]
             require_fit(algorithm, client)
-            own = Own(client.layout, client.reader())
+            own = ServerModel(client.layout, client.reader())
         return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own, greeting)
 
     return factory

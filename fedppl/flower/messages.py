@@ -1,4 +1,4 @@
-"""Flower's messages: arrays and texts as their records, and letters to and from the nodes of a grid."""
+"""Flower's messages: arrays and texts as records, and `Post`, which pushes and pulls them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ AGREE = "query.fedppl_agree"
 
 
 def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMessage]) -> None:
-    """Have a site's app answer all types of messages by one function."""
+    """Register one function for all types of messages."""
     for kind in (HELLO, ASK, CONSTRAIN, CONCLUDE, AGREE):
         category, action = kind.split(".")
         {"query": app.query, "train": app.train, "evaluate": app.evaluate}[category](action)(reply)
 
 
 def read_message(message: FlowerMessage) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """What came; nothing where it cannot be read, which the site refuses like anything else that is malformed."""
+    """Arrays and texts of a message; empty where it cannot be read, which the site then refuses as malformed."""
     try:
         return from_content(message.content)
     except Exception:
@@ -43,7 +43,7 @@ def read_message(message: FlowerMessage) -> tuple[Mapping[str, Any], dict[str, s
 
 
 def to_content(arrays: Message, texts: Mapping[str, str]) -> RecordDict:
-    """Content of a Flower message: one record of arrays and one of texts."""
+    """Content of a Flower message: a record of arrays and a record of texts."""
     record = ArrayRecord({name: Array(np.asarray(value, order="C")) for name, value in arrays.items()})
     return RecordDict({"arrays": record, "texts": ConfigRecord(dict(texts))})
 
@@ -59,10 +59,9 @@ def from_content(
     what: str = "message",
     most: int = _decode.ARRAYS_BYTES,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arrays and texts of a Flower message, or `Malformed`; with `shapes`, arrays of these names and shapes alone,
-    else of `most` bytes in all.
+    """Arrays and texts of a Flower message, or `Malformed`; `shapes` and `most` as in `decode.arrays`.
 
-    The bytes are read here and not by Flower, which believes what an array declares of itself.
+    Flower itself would believe the type and shape that an array declares.
     """
     texts = texts_of(content)
     with _decode.reading("'arrays'"):
@@ -72,7 +71,7 @@ def from_content(
 
 
 def _record(content: RecordDict, name: str, kind: type) -> Mapping[str, Any]:
-    """One of the two records that a message has."""
+    """One of the two records of a message."""
     with _decode.reading(f"the message's record {name!r}"):
         _decode.require(len(content) == 2, f"a message of {len(content)} records, expected 'arrays' and 'texts'")
         record = content.get(name)
@@ -80,9 +79,9 @@ def _record(content: RecordDict, name: str, kind: type) -> Mapping[str, Any]:
         return dict(record or {})
 
 
-# Letters to and from the nodes of a Flower grid: what is pushed and pulled, whatever comes back -----------------------
+# Messages to and from the nodes of a Flower grid ----------------------------------------------------------------------
 
-# What goes wrong in Flower where a message is not what it says; other errors are the connection's.
+# Errors in Flower where a message does not hold what it declares; other errors are the connection's.
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -98,18 +97,18 @@ _UNREADABLE = (
 
 _PATIENCE = 2.0  # seconds with a call for messages that does not return
 
-Letter = FlowerMessage | str  # or why it could not be unpacked
+Letter = FlowerMessage | str  # or the reason why it could not be unpacked
 
 
 class _Pulled(NamedTuple):
-    """Messages that were asked for in one call, and what it brought."""
+    """The ids that one call asked for, and its result."""
 
     asked: Sequence[str]
-    found: Sequence[FlowerMessage] | Exception
+    result: Sequence[FlowerMessage] | Exception
 
 
 class Post:
-    """A grid, and how often to look into it (seconds)."""
+    """Sends messages to a grid's nodes and polls for replies every `poll` seconds."""
 
     def __init__(self, grid: Grid, poll: float, grace: float) -> None:
         self._grid = grid
@@ -117,10 +116,10 @@ class Post:
         self.grace = grace
         self._singly = False  # whether messages are pulled one at a time
         self._pulls: dict[str, int | None] = {}  # messages in calls that have not returned; the node of a single one
-        self._came: queue.SimpleQueue[_Pulled] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[_Pulled] = queue.SimpleQueue()
 
     def nodes(self) -> dict[int, str]:
-        """Nodes that are connected, with their authenticated names."""
+        """Connected nodes, with their authenticated names."""
         return {int(node.node_id): str(node.name or "") for node in self._grid.get_nodes()}
 
     def push(self, node_id: int, kind: str, parcel: Parcel, deadline: float) -> str | None:
@@ -132,52 +131,52 @@ class Post:
         return next(iter(self._grid.push_messages([message])), None) or None
 
     def pull(self, asked: Mapping[str, int], *, singly: bool = False) -> list[tuple[str, Letter]]:
-        """Replies that are there, one at most to each of the messages (ids, with the nodes that were asked).
+        """Replies that have arrived to messages (ids, with the nodes that were asked), at most one to each.
 
-        Flower unpacks a message before it hands it over, and waits for one that was announced and never sent. Either
-        takes along what came with it: from then on messages are pulled one by one, so that nobody's reply is lost with
-        another's. No call is waited for longer than a moment; what it brings later is handed over later.
+        Flower fails as a whole if one of several messages cannot be unpacked, and waits for one that was announced and
+        never sent. Then messages are pulled one by one from then on, so that other nodes' replies are not lost. A call
+        is waited for `_PATIENCE` seconds; what it brings later is returned by a later `pull`.
         """
         free = [message_id for message_id in asked if message_id not in self._pulls]
-        for group in [[one] for one in free] if singly or self._singly else [free] if free else []:
+        for group in [[message_id] for message_id in free] if singly or self._singly else [free] if free else []:
             self._pulls |= dict.fromkeys(group, asked[group[0]] if len(group) == 1 else None)
             threading.Thread(target=self._fetch, args=(group,), daemon=True).start()
-        found: dict[str, Letter] = {}
+        letters: dict[str, Letter] = {}
         end = time.monotonic() + _PATIENCE
-        while any(message_id in self._pulls for message_id in free) or not self._came.empty():
+        while any(message_id in self._pulls for message_id in free) or not self._results.empty():
             try:
-                pulled = self._came.get(timeout=max(0.0, end - time.monotonic()))
+                pulled = self._results.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 self._singly = True
                 break
             for message_id in pulled.asked:
                 self._pulls.pop(message_id, None)
-            if isinstance(pulled.found, Exception):
-                if not isinstance(pulled.found, _UNREADABLE):
+            if isinstance(pulled.result, Exception):
+                if not isinstance(pulled.result, _UNREADABLE):
                     if set(pulled.asked) & set(free):
-                        raise pulled.found
-                    continue  # of a call that was given up: what it says of the connection is not of now
+                        raise pulled.result
+                    continue  # an earlier call, which was given up: the connection may have recovered
                 if len(pulled.asked) == 1:
-                    found[pulled.asked[0]] = f"its message cannot be read ({type(pulled.found).__name__})"
+                    letters[pulled.asked[0]] = f"its message cannot be read ({type(pulled.result).__name__})"
                     continue
                 self._singly = True
-                return [*found.items(), *self.pull({k: v for k, v in asked.items() if k not in found})]
-            for message in pulled.found:
+                return [*letters.items(), *self.pull({k: v for k, v in asked.items() if k not in letters})]
+            for message in pulled.result:
                 message_id, sender = message.metadata.reply_to_message_id, message.metadata.src_node_id
-                # What answers nothing that was asked, or another's question, or a second time, is no reply.
+                # Not a reply to what this node was asked, or a second one.
                 if message_id in asked and (message.has_error() or sender == asked[message_id]):
-                    found.setdefault(message_id, message)
-        return list(found.items())
+                    letters.setdefault(message_id, message)
+        return list(letters.items())
 
     def silent(self) -> set[int]:
-        """Nodes that have announced a message and not sent it yet."""
+        """Nodes that have announced a message but not sent it yet."""
         return {node_id for node_id in self._pulls.values() if node_id is not None}
 
     def _fetch(self, group: Sequence[str]) -> None:
         try:
-            self._came.put(_Pulled(group, list(self._grid.pull_messages(group))))
-        except Exception as error:  # the caller's, who knows what to do with it
-            self._came.put(_Pulled(group, error))
+            self._results.put(_Pulled(group, list(self._grid.pull_messages(group))))
+        except Exception as error:  # `pull` decides what it means
+            self._results.put(_Pulled(group, error))
 
     def replies(self, asked: Mapping[str, int], deadline: float) -> Iterable[tuple[str, Letter]]:
         """Yield replies as they come, until all are there or the deadline (seconds) has passed."""
@@ -189,21 +188,21 @@ class Post:
                 yield message_id, message
             if not waiting or time.monotonic() > end:
                 return
-            # A look that takes long (many messages) is not repeated at once: it holds up what it waits for.
+            # A slow pull (many messages) is not repeated at once: it would hold up the replies that it waits for.
             pause = max(self.poll, time.monotonic() - looked)
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
 
 
 def content_of(message: Letter) -> RecordDict:
-    """What a letter holds."""
+    """Content of a message that could be unpacked."""
     require(not isinstance(message, str), "no message")
     return message.content  # type: ignore[union-attr]
 
 
 def trouble(message: Letter) -> str | None:
-    """Why a letter holds no answer, in one line, or None.
+    """Why a message is no answer, in one line, or None.
 
-    Details of Flower's may quote the site's data and stay out of our results.
+    Flower's own details are left out, since they may quote the site's data.
     """
     if isinstance(message, str):
         return message

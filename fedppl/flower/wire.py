@@ -1,6 +1,6 @@
-"""What travels between a site and the server: named arrays, and a few texts. NumPy only.
+"""Messages between a site and the server, written as named arrays and texts, and read. NumPy only.
 
-What is read raises `Malformed` and nothing else, whatever was sent; its text names the field and the rule.
+Reading raises `Malformed` and nothing else; its text names the field and the rule.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fedppl.types import Layout, Message, Status, Variable
 
 
 def pack_request(request: Request) -> Parcel:
-    """Write a request; integers as text, for they may need more than 63 bits."""
+    """Write a request; integers are texts, since they may need more than 63 bits."""
     texts = {
         "client_id": request.client_id,
         "nonce": str(request.nonce),
@@ -54,8 +54,8 @@ def pack_request(request: Request) -> Parcel:
 def unpack_request(arrays: Message, texts: Mapping[str, str]) -> Request:
     """Read a request."""
     seed = parsed(texts, "seed")
-    whole = type(seed) is list and len(seed) <= 8 and all(type(number) is int and number >= 0 for number in seed)
-    require(whole, f"'seed' is {brief(seed)}, expected whole numbers")
+    valid = type(seed) is list and len(seed) <= 8 and all(type(number) is int and number >= 0 for number in seed)
+    require(valid, f"'seed' is {brief(seed)}, expected whole numbers")
     report = one_text(texts, "report", default="1")
     require(report in ("0", "1"), f"'report' is {brief(report)!r}, expected 0 or 1")
     return Request(
@@ -70,15 +70,15 @@ def unpack_request(arrays: Message, texts: Mapping[str, str]) -> Request:
 
 
 def unpack_conclusion(texts: Mapping[str, str]) -> tuple[str, str, int, Status]:
-    """Read which client is told that which run is over, the seed of its draws, and how the run ended."""
+    """Read the message that a run is over: client id, run, seed of the client's draws, and the run's status."""
     status = one_text(texts, "status", NAME_LENGTH)
-    require(status in {one.value for one in Status}, f"'status' is {brief(status)!r}, expected one of a run's")
+    require(status in set(Status), f"'status' is {brief(status)!r}, expected one of a run's")
     client_id, run = (checked_name(one_text(texts, field), f"{field!r}") for field in ("client_id", "run"))
     return client_id, run, whole_number(texts, "seed"), Status(status)
 
 
 def pack_reply(reply: Reply | Failure) -> Parcel:
-    """Write a reply; of a failure only what may travel."""
+    """Write a reply, or the part of a failure that may travel."""
     if isinstance(reply, Failure):
         reason = one_line(reply.reason, LINE_LENGTH)
         return {}, {"client_id": reply.client_id, "nonce": str(reply.nonce), "failure": reason}
@@ -97,27 +97,26 @@ def unpack_reply(arrays: Message, texts: Mapping[str, str]) -> Reply | Failure:
     client_id, nonce = one_text(texts, "client_id", NAME_LENGTH), whole_number(texts, "nonce")
     if "failure" in texts:
         return Failure(client_id, nonce, one_line(one_text(texts, "failure"), LINE_LENGTH))
-    told = parsed(texts, "info", finite=False)
-    require(type(told) is dict and len(told) <= MOST_INFOS, f"'info' is no mapping of {MOST_INFOS} names at most")
-    numbers = all(type(value) in (int, float) for value in told.values())
+    infos = parsed(texts, "info", finite=False)
+    require(type(infos) is dict and len(infos) <= MOST_INFOS, f"'info' is no mapping of {MOST_INFOS} names at most")
+    numbers = all(type(value) in (int, float) for value in infos.values())
     require(numbers, "'info' is not numbers by name")
-    info = {name: float(value) for name, value in told.items()}
+    info = {name: float(value) for name, value in infos.items()}
     if reason := why_no_info(info):
         raise Malformed(reason)
     reason = one_line(one_text(texts, "reason", default=""), LINE_LENGTH)
     return Reply(client_id, nonce, one_text(texts, "fingerprint", NAME_LENGTH), arrays, info, reason)
 
 
-# How a site introduces itself: what it runs and what is shared, never what it holds -----------------------------------
+# How a site introduces itself: its version, settings, shared variables and prior, but no data -------------------------
 
-# Of the shared prior's means and sds: nobody declares others, and their squares overflow.
-_IMPLAUSIBLE = 1e100
+_IMPLAUSIBLE = 1e100  # no honest mean, sd or sum is as large, and its square would overflow
 _VARIABLES = 1_000  # and as many deterministics, dims and settings
 _COORDINATES = 10**7  # of shared networks; 16 bytes each in an introduction
 
 
 class Terms(NamedTuple):
-    """What two sides have to run alike, before any array is looked at; no variables where nothing is known of them."""
+    """What two sides must have in common, checked before any array is read; `variables` is None where unknown."""
 
     client_id: str
     version: str
@@ -126,7 +125,7 @@ class Terms(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """How a site introduces itself: what it runs, never what it holds."""
+    """A site's introduction. It holds no data."""
 
     client_id: str
     version: str
@@ -137,14 +136,14 @@ class Hello(NamedTuple):
 
     @property
     def terms(self) -> Terms:
-        """What it runs."""
+        """The part that holds no arrays."""
         return Terms(self.client_id, self.version, self.settings, self.layout.variables)
 
 
 def pack_hello(
     client_id: str, version: str, settings: Mapping[str, str], layout: Layout, reader: SharedReader
 ) -> Parcel:
-    """Describe a site's shared parameters."""
+    """Write a site's introduction."""
     precision = layout.prior.precision
     arrays = {
         "prior_linear": layout.prior.linear,
@@ -165,21 +164,21 @@ def pack_hello(
 
 
 def labels(coords: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Coordinates' labels as JSON can hold them."""
+    """Labels of dims as JSON can hold them."""
     return {name: [_plain(value) for value in values] for name, values in coords.items()}
 
 
 def _plain(value: Any) -> Any:
-    own = value.item() if isinstance(value, np.generic) else value
-    return own if isinstance(own, str | int | float) else str(own)
+    scalar = value.item() if isinstance(value, np.generic) else value
+    return scalar if isinstance(scalar, str | int | float) else str(scalar)
 
 
 def unpack_terms(texts: Mapping[str, str]) -> Terms:
-    """Read what a site runs."""
+    """Read the part of an introduction that holds no arrays."""
     with reading("'variables'"):
-        told = parsed(texts, "variables")
-        require(type(told) is list and 0 < len(told) <= _VARIABLES, f"'variables' is no list of 1 to {_VARIABLES}")
-        variables = tuple(_variable(one) for one in told)
+        rows = parsed(texts, "variables")
+        require(type(rows) is list and 0 < len(rows) <= _VARIABLES, f"'variables' is no list of 1 to {_VARIABLES}")
+        variables = tuple(_variable(row) for row in rows)
         names = [variable.name for variable in variables]
         require(len({*names}) == len(names), "'variables' has one name twice")
         size = sum(variable.size for variable in variables)
@@ -192,16 +191,16 @@ def unpack_terms(texts: Mapping[str, str]) -> Terms:
 
 
 def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
-    """Read a site's introduction; its prior is one, and its fingerprint is that of what it says."""
-    client_id, version, settings, told = unpack_terms(texts)
-    variables = told or ()
+    """Read a site's introduction; its prior must be proper, and its fingerprint that of its variables and prior."""
+    client_id, version, settings, declared = unpack_terms(texts)
+    variables = declared or ()
     is_gaussian = parsed(texts, "prior_is_gaussian")
     require(type(is_gaussian) is bool, "'prior_is_gaussian' is neither true nor false")
     prior, density = _prior(arrays, sum(variable.size for variable in variables))
-    own = one_text(texts, "fingerprint", NAME_LENGTH)
+    digest = one_text(texts, "fingerprint", NAME_LENGTH)
     with reading("'fingerprint'"):
-        found = fingerprint(variables, prior, is_gaussian, density)
-    require(own == found, f"'fingerprint' is {brief(own)}, but what it says of its model has {found}")
+        expected = fingerprint(variables, prior, is_gaussian, density)
+    require(digest == expected, f"'fingerprint' is {brief(digest)}, but its variables and prior have {expected}")
     coords = _mapping(texts, "coords", LABELS_LENGTH)
     for name, values in coords.items():
         _require_labels(name, values)
@@ -211,34 +210,36 @@ def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
             fits = dim not in coords or len(coords[dim]) - length in (0, 1)
             require(fits, f"'coords' of {dim!r} do not have the length of {variable.name!r}, {length}")
     dims = {name: _dims(value, f"'dims' of {name!r}") for name, value in _mapping(texts, "dims").items()}
-    return Hello(client_id, version, settings, Layout(variables, prior, is_gaussian, found, density), dims, coords)
+    return Hello(client_id, version, settings, Layout(variables, prior, is_gaussian, expected, density), dims, coords)
 
 
 def _mapping(texts: Mapping[str, str], field: str, *longest: int) -> dict[str, Any]:
-    told = parsed(texts, field, *longest)
-    require(type(told) is dict and len(told) <= _VARIABLES, f"{field!r} is no mapping of {_VARIABLES} names at most")
-    return {checked_name(name, f"a name in {field!r}"): value for name, value in told.items()}
+    mapping = parsed(texts, field, *longest)
+    require(
+        type(mapping) is dict and len(mapping) <= _VARIABLES, f"{field!r} is no mapping of {_VARIABLES} names at most"
+    )
+    return {checked_name(name, f"a name in {field!r}"): value for name, value in mapping.items()}
 
 
-def _variable(told: Any) -> Variable:
-    require(type(told) is list and len(told) == len(Variable._fields), "'variables' holds no variable")
-    name, shape, transform, dims, binary = told
+def _variable(row: Any) -> Variable:
+    require(type(row) is list and len(row) == len(Variable._fields), "'variables' holds no variable")
+    name, shape, transform, dims, binary = row
     field = "a name in 'variables'"
     field = f"'variables' {checked_name(name, field)!r}"
     lengths = type(shape) is list and len(shape) <= 8 and all(type(n) is int and 0 <= n <= _COORDINATES for n in shape)
     require(lengths, f"{field} has shape {brief(shape)}, expected lengths")
     require(type(transform) is str and transform.isprintable(), f"{field} has no transform")
     require(len(transform) <= NAME_LENGTH and type(binary) is bool, f"{field} has no transform, or no kind")
-    along = _dims(dims, f"{field} in 'dims'")
-    require(along is None or len(along) == len(shape), f"{field} has dims {brief(dims)} and shape {brief(shape)}")
-    return Variable(name, tuple(shape), transform, along, binary)  # type: ignore[arg-type]
+    dims_of = _dims(dims, f"{field} in 'dims'")
+    require(dims_of is None or len(dims_of) == len(shape), f"{field} has dims {brief(dims)} and shape {brief(shape)}")
+    return Variable(name, tuple(shape), transform, dims_of, binary)  # type: ignore[arg-type]
 
 
-def _dims(told: Any, field: str) -> tuple[str | None, ...] | None:
-    if told is None:
+def _dims(names: Any, field: str) -> tuple[str | None, ...] | None:
+    if names is None:
         return None
-    require(type(told) is list and len(told) <= 8, f"{field} is {brief(told)}, expected names of dims")
-    return tuple(None if one is None else checked_name(one, field) for one in told)
+    require(type(names) is list and len(names) <= 8, f"{field} is {brief(names)}, expected names of dims")
+    return tuple(None if name is None else checked_name(name, field) for name in names)
 
 
 def _require_labels(dim: str, values: Any) -> None:
@@ -256,7 +257,7 @@ def _writable(value: str) -> bool:
 
 
 def _prior(arrays: Message, size: int) -> tuple[Gaussian, tuple[float, ...]]:
-    """The shared prior: symmetric, positive definite, and of numbers that can be computed with."""
+    """Read the shared prior and its probed densities; the precision must be positive definite."""
     names = ("prior_linear", "prior_precision", "prior_density")
     require(set(arrays) == {*names}, f"it holds {[brief(name) for name in sorted(arrays)[:8]]}, expected {list(names)}")
     for name in names:
@@ -273,31 +274,31 @@ def _prior(arrays: Message, size: int) -> tuple[Gaussian, tuple[float, ...]]:
         prior = Gaussian(linear, gaussian.unpack_triangle(precision) if size <= DENSE else precision)
         require(bool(gaussian.is_proper(prior)), "'prior_precision' is not positive definite")
         mean, sd = gaussian.mean(prior), gaussian.standard_deviations(prior)
-        sober = np.all(np.abs(mean) < _IMPLAUSIBLE) and np.all((sd > 1 / _IMPLAUSIBLE) & (sd < _IMPLAUSIBLE))
-        require(bool(sober), f"'prior_linear' and 'prior_precision' have means or sds beyond {_IMPLAUSIBLE:g}")
+        plausible = np.all(np.abs(mean) < _IMPLAUSIBLE) and np.all((sd > 1 / _IMPLAUSIBLE) & (sd < _IMPLAUSIBLE))
+        require(bool(plausible), f"'prior_linear' and 'prior_precision' have means or sds beyond {_IMPLAUSIBLE:g}")
     return prior, tuple(float(value) for value in density)
 
 
-# Before a run by a formula: what a site tells of its columns, and what all agreed on. As JSON -------------------------
+# Before a run by a formula: a site's summary of its columns, and the agreement of all. As JSON ------------------------
 
 _LEVELS = 1_000  # of one column
 _COLUMNS = 1_000
-_ROUNDING = 1e-9  # of sums, which are added in another order
+_ROUNDING = 1e-9  # relative, of sums that are added in another order
 _ROWS = 2**53
 
 
-def pack_told(told: Mapping[str, Told]) -> str:
-    """Write what a site tells."""
-    for name, one in told.items():
-        _require_levels(list(one.levels), f"column {name!r}")
-    return json.dumps({name: list(one) for name, one in told.items()})
+def pack_told(columns: Mapping[str, Told]) -> str:
+    """Write a site's summary of columns."""
+    for name, column in columns.items():
+        _require_levels(list(column.levels), f"column {name!r}")
+    return json.dumps({name: list(column) for name, column in columns.items()})
 
 
 def unpack_told(texts: Mapping[str, str], names: Sequence[str]) -> dict[str, Told]:
-    """Read what a site tells of these columns; what no rows could have is refused."""
-    found = parsed(texts, "told", LABELS_LENGTH)
-    _require_names(found, names, "told")
-    return {name: _told(found[name], f"column {name!r}") for name in names}
+    """Read a site's summary of these columns; numbers that no rows could have are refused."""
+    columns = parsed(texts, "told", LABELS_LENGTH)
+    _require_names(columns, names, "told")
+    return {name: _told(columns[name], f"column {name!r}") for name in names}
 
 
 def _told(given: Any, field: str) -> Told:
@@ -323,16 +324,19 @@ def _told(given: Any, field: str) -> Told:
 
 
 def pack_agreement(agreement: Agreement) -> str:
-    """Write what clients agreed on."""
-    columns = {name: [list(one.levels), list(one.shares), one.mean, one.sd] for name, one in agreement.columns.items()}
+    """Write an agreement."""
+    columns = {
+        name: [list(column.levels), list(column.shares), column.mean, column.sd]
+        for name, column in agreement.columns.items()
+    }
     return json.dumps({"columns": columns, "rows": agreement.rows, "others": agreement.others})
 
 
 def unpack_agreement(texts: Mapping[str, str], names: Sequence[str]) -> Agreement:
-    """Read what clients agreed on of these columns."""
-    found = parsed(texts, "agreement", LABELS_LENGTH)
-    _require_names(found, ("columns", "rows", "others"), "agreement")
-    rows, others, columns = found["rows"], found["others"], found["columns"]
+    """Read an agreement on these columns."""
+    parts = parsed(texts, "agreement", LABELS_LENGTH)
+    _require_names(parts, ("columns", "rows", "others"), "agreement")
+    rows, others, columns = parts["rows"], parts["others"], parts["columns"]
     require(type(rows) is int and 0 <= rows < _ROWS, f"'rows' is {brief(rows)}, no count")
     require(type(others) is bool, "'others' is neither true nor false")
     _require_names(columns, names, "columns")
@@ -354,14 +358,14 @@ def _column(given: Any, field: str) -> Column:
 
 
 def digest(agreement: Agreement) -> str:
-    """What tells one agreement from another."""
+    """A digest of an agreement."""
     return hashlib.sha256(pack_agreement(agreement).encode()).hexdigest()[:32]
 
 
-def _require_names(found: Any, names: Sequence[str], field: str) -> None:
-    require(type(found) is dict and len(found) <= _COLUMNS, f"{field!r} is no mapping of {_COLUMNS} names at most")
-    if set(found) != set(names):
-        shown = [brief(name) for name in sorted(found)[:8]]
+def _require_names(mapping: Any, names: Sequence[str], field: str) -> None:
+    require(type(mapping) is dict and len(mapping) <= _COLUMNS, f"{field!r} is no mapping of {_COLUMNS} names at most")
+    if set(mapping) != set(names):
+        shown = [brief(name) for name in sorted(mapping)[:8]]
         raise Malformed(f"{field!r} is of {shown}, expected {sorted(names)[:8]}")
 
 
@@ -373,5 +377,5 @@ def _require_levels(levels: Sequence[Any], field: str) -> None:
 
 
 def _require_number(number: Any, field: str) -> None:
-    sober = type(number) in (int, float) and abs(number) < _IMPLAUSIBLE
-    require(sober, f"{field} has {brief(number)}, expected a number below {_IMPLAUSIBLE:g}")
+    plausible = type(number) in (int, float) and abs(number) < _IMPLAUSIBLE
+    require(plausible, f"{field} has {brief(number)}, expected a number below {_IMPLAUSIBLE:g}")

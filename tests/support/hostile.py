@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 
 import fedppl
-from fedppl.flower.grid import GridEngine, GridSettings, Own
+from fedppl.flower.grid import GridEngine, GridSettings, ServerModel
 from fedppl.flower.messages import HELLO
 from tests.support import malformed
 from tests.support.fake_grid import FakeGrid, Node, node
@@ -55,5 +55,5 @@ def engine(
 ) -> GridEngine:
     """The engine alone; no model is compiled."""
     settings = GridSettings(clients, wait, 0.2, 0.001, 0.01)
-    declared = Own(malformed.layout(), malformed.reader()) if own else None
+    declared = ServerModel(malformed.layout(), malformed.reader()) if own else None
     return GridEngine(grid or FakeGrid(dict(nodes)), ALGORITHM, settings, declared)
