@@ -635,8 +635,8 @@ class _Asking:
 
     def _missing(self) -> str:
         refused = "".join(f"; {client_id!r}: {why}" for client_id, why in self._refused.items())
+        answered = ", ".join(map(repr, sorted(self._summaries))) or "none"
         return (
             f"only {len(self._summaries)} of {_count(self._expected)} sites told within {self._wait:g} s what clients "
-            f"have to agree on ({', '.join(map(repr, sorted(self._summaries))) or 'none'}){refused}. Start the missing sites "
-            "and look at their logs, or raise wait=."
+            f"have to agree on ({answered}){refused}. Start the missing sites and look at their logs, or raise wait=."
         )

@@ -1,6 +1,6 @@
-"""Flower as the engine of a server: requests are pushed to sites, and replies are pulled.
+"""The server's side: an engine that pushes requests to the sites of a Flower grid, and the server's app.
 
-Whatever a site sends, it ends no run: what cannot be read is refused, and says whose it is and by which rule.
+No message of a site ends a run: what cannot be read is refused, with the client and the rule.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,23 +38,21 @@ from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
 
-# Sites that read draws of φ for a server that cannot: so many that a minority of all sites is one of these too.
-_READERS = 9
+_READERS = 9  # sites that constrain draws of φ for a server that cannot: a minority of all is mostly one of these too
 
 
 class GridSettings(NamedTuple):
-    """How many sites to wait for, how long, and how often to look."""
+    """Sites to wait for, and limits in seconds."""
 
     clients: int | tuple[str, ...]
     wait: float
     deadline: float
     poll: float
-    # How far a message outlives the deadline, so that the reply of the last moment is not cut off on its way.
-    grace: float = 2.0
+    grace: float = 2.0  # for which a message outlives the deadline, so that a reply at the last moment arrives
 
 
 class _Busy(NamedTuple):
-    """A message that was not answered in time, its node, and when it expires."""
+    """A message that was not answered in time."""
 
     message_id: str
     node_id: int
@@ -69,15 +67,15 @@ class GridEngine:
         grid: Grid,
         algorithm: AnyAlgorithm,
         settings: GridSettings,
-        own: ServerModel | None = None,
+        server: ServerModel | None = None,
         greeting: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
-        self._own = own
+        self._server = server
         self._post = Post(grid, settings.poll, settings.grace)
-        self._roll = Roll(self._post, algorithm, settings.clients, settings.wait, own, greeting)
+        self._roll = Roll(self._post, algorithm, settings.clients, settings.wait, server, greeting)
         self._busy: dict[str, _Busy] = {}  # by client
-        self._diagnostics: dict[str, set[str]] = {}  # names that each client has told
+        self._diagnostics: dict[str, set[str]] = {}  # names of those that each client has sent
         self._roll.enrol()
 
     def clients(self) -> tuple[str, ...]:
@@ -85,13 +83,13 @@ class GridEngine:
         return tuple(sorted(self._roll.hellos))
 
     def layout(self) -> Layout:
-        """Return the server's own layout, or the one that a majority of the sites told."""
-        return self._own.layout if self._own else self._roll.hellos[min(self._roll.hellos)].layout
+        """Return the server's own layout, or that of a majority of the sites."""
+        return self._server.layout if self._server else self._roll.hellos[min(self._roll.hellos)].layout
 
     def reader(self) -> SharedReader:
-        """Draws of φ are read by the server's own declaration, or as most of the sites read them."""
-        if self._own:
-            return self._own.reader
+        """Return a reader of draws of φ: the server's own, or one that asks the sites and takes their majority."""
+        if self._server:
+            return self._server.reader
         dims, coords = _enrolment.majority_dims(self._roll.hellos)
         return SharedReader(lambda phi: self._constrain(phi, dims, coords), dims, coords)
 
@@ -129,19 +127,15 @@ class GridEngine:
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
     ) -> dict[str, Message]:
-        """Send every site q and its cavity, so that it can draw its own posterior; returns what they told."""
-        alive, sent, told = self._roll.welcome(), {}, {}
-        for client_id in self.clients():
-            if self._why_not_ask(client_id, alive):
-                continue
-            texts = {"client_id": client_id, "run": run, "seed": str(seed), "status": status.value}
-            parcel = (final_message(client_id), texts)
-            if message_id := self._post.push(self._roll.nodes[client_id], CONCLUDE, parcel, self._settings.deadline):
-                sent[message_id] = client_id
-        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
-        for message_id, reply in self._post.replies(nodes, self._settings.deadline):
-            client_id = sent.pop(message_id)
-            if why := trouble(reply):
+        """Send every site its final message, by which it draws its own posterior; return what policies let out."""
+        alive, told = self._roll.welcome(), {}
+        texts = {"run": run, "seed": str(seed), "status": status.value}
+        able = (client_id for client_id in self.clients() if not self._why_not_ask(client_id, alive))
+        parcels = ((client_id, (final_message(client_id), {"client_id": client_id, **texts})) for client_id in able)
+        for client_id, reply in self._answers(CONCLUDE, parcels):
+            if reply is None:
+                logger.warning("client %s did not say whether it drew its posterior", client_id)
+            elif why := trouble(reply):
                 logger.warning("client %s could not draw its posterior: %s", client_id, why)
             elif reason := _refusal(reply):
                 logger.warning("client %s does not draw its posterior: %s", client_id, reason)
@@ -151,20 +145,30 @@ class GridEngine:
                         told[client_id] = read_told(from_content(content_of(reply), most=MOST_BYTES)[0])
                 except Malformed as error:
                     logger.warning("client %s: what it told of its rows cannot be used: %s", client_id, one_line(error))
-        for client_id in sent.values():
-            logger.warning("client %s did not say whether it drew its posterior", client_id)
         return told
 
+    def _answers(self, kind: str, parcels: Iterable[tuple[str, _wire.Parcel]]) -> Iterator[tuple[str, Letter | None]]:
+        """Send clients a message each; yield replies as they come, then None for clients without one."""
+        sent: dict[str, str] = {}
+        for client_id, parcel in parcels:
+            if message_id := self._post.push(self._roll.nodes[client_id], kind, parcel, self._settings.deadline):
+                sent[message_id] = client_id
+        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
+        for message_id, reply in self._post.replies(nodes, self._settings.deadline):
+            yield sent.pop(message_id), reply
+        for client_id in sent.values():
+            yield client_id, None
+
     def has_sites(self) -> bool:
-        """Return that clients are sites of their own."""
+        """Return True: clients are sites of their own."""
         return True
 
     def personal(self) -> Mapping[str, Any]:
-        """Return nothing: what clients keep stays where they are."""
+        """Return nothing: clients' personal state stays at the sites."""
         return {}
 
     def restore(self, personal: Mapping[str, Any]) -> None:
-        """Do nothing: clients have what they kept."""
+        """Do nothing: the sites have their personal state."""
 
     def close(self) -> None:
         """Flower ends the run when the server app returns."""
@@ -177,16 +181,16 @@ class GridEngine:
         return None
 
     def _drop_late(self) -> None:
-        """Throw away replies to requests of earlier rounds, until those requests have expired.
+        """Wait until requests of earlier rounds are answered or have expired, and drop their replies.
 
-        Then no client has more than one request outstanding when it is asked again.
+        So no client ever has two outstanding requests.
         """
         while self._busy:
             now, nodes = time.monotonic(), self._roll.nodes
-            # What an earlier node of a client was asked for will not come.
-            self._busy = {k: one for k, one in self._busy.items() if one.expiry > now and nodes[k] == one.node_id}
-            late = {one.message_id: client_id for client_id, one in self._busy.items()}
-            for message_id, message in self._post.pull({one.message_id: one.node_id for one in self._busy.values()}):
+            # A client whose node has changed does not answer the request to the earlier one.
+            self._busy = {k: busy for k, busy in self._busy.items() if busy.expiry > now and nodes[k] == busy.node_id}
+            late = {busy.message_id: client_id for client_id, busy in self._busy.items()}
+            for message_id, message in self._post.pull({busy.message_id: busy.node_id for busy in self._busy.values()}):
                 client_id = late[message_id]
                 what = "its request has expired" if trouble(message) else "a late reply was dropped"
                 logger.info("client %s: %s", client_id, what, extra={"client": client_id, "status": "late"})
@@ -195,10 +199,10 @@ class GridEngine:
                 time.sleep(self._settings.poll)
 
     def _read(self, message: Letter, request: Request) -> Reply | Failure:
-        """A site's reply, or what went wrong with it."""
+        """Read a site's reply, or say what is wrong with it."""
         client_id = request.client_id
-        if told := trouble(message):
-            return Failure(client_id, request.nonce, told)
+        if why := trouble(message):
+            return Failure(client_id, request.nonce, why)
         try:
             with reading("it"):
                 content = content_of(message)
@@ -215,7 +219,7 @@ class GridEngine:
     def _constrain(
         self, phi: Any, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Ask sites to read the draws, chosen by chance, and take what a strict majority of them says."""
+        """Have random sites constrain draws of φ, and return the values on which a strict majority of them agrees."""
         alive, able = self._roll.welcome(), []
         reasons: list[str] = []
         for client_id in self.clients():
@@ -224,19 +228,13 @@ class GridEngine:
             else:
                 able.append(client_id)
         asked = secrets.SystemRandom().sample(able, min(_READERS, len(able)))
-        sent: dict[str, str] = {}
-        for client_id in asked:
-            parcel = ({"phi": np.asarray(phi)}, {"client_id": client_id})
-            if message_id := self._post.push(self._roll.nodes[client_id], CONSTRAIN, parcel, self._settings.deadline):
-                sent[message_id] = client_id
-        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
+        parcels = ((client_id, ({"phi": np.asarray(phi)}, {"client_id": client_id})) for client_id in asked)
         shared = [variable.name for variable in self.layout().variables]
         answers: dict[str, Message] = {}
-        for message_id, reply in self._post.replies(nodes, self._settings.deadline):
-            client_id = sent.pop(message_id)
-            why = trouble(reply)
+        for client_id, reply in self._answers(CONSTRAIN, parcels):
+            why = "no reply within the deadline" if reply is None else trouble(reply)
             try:
-                if not why:
+                if reply is not None and not why:
                     with reading("it"):
                         values = from_content(content_of(reply))[0]
                         why = _enrolment.why_no_draws(values, len(phi), shared, dims, coords)
@@ -246,29 +244,28 @@ class GridEngine:
                 reasons.append(f"{client_id}: {why}")
             else:
                 answers[client_id] = values
-        reasons += [f"{client_id}: no reply within the deadline" for client_id in sent.values()]
-        found, others = _enrolment.agreed(answers, len(asked))
+        draws, others = _enrolment.agreed(answers, len(asked))
         reasons += [f"{name} is read otherwise at {', '.join(who[:5])}" for name, who in others.items()]
         for reason in reasons:
             logger.warning("draws of the shared parameters: %s", reason, extra={"status": "refused"})
-        if missing := [name for name in shared if name not in found]:
+        if missing := [name for name in shared if name not in draws]:
             raise RuntimeError(
                 f"draws of the shared parameters cannot be read: more than half of the {len(asked)} sites asked have "
                 f"to agree on {missing}; {'; '.join(reasons) or 'none could be asked'}. fit.posterior stands; give "
                 "Flower.grid example_data=, and the server reads draws by itself."
             )
-        return found
+        return draws
 
 
 def _refusal(message: Letter) -> str:
-    """Why a site says that it does not draw its posterior, on one line; empty where it does not say so."""
+    """The reason that a site gives for not drawing its posterior, in one line; empty where it gives none."""
     try:
         return one_line(texts_of(content_of(message)).get("refused", ""))
     except Malformed as error:
-        return f"its word on that cannot be read: {one_line(error)}"
+        return f"its reply cannot be read: {one_line(error)}"
 
 
-# What users call: the grid as an engine, and the server's app ---------------------------------------------------------
+# The public functions -------------------------------------------------------------------------------------------------
 
 
 def grid(
@@ -291,16 +288,16 @@ def grid(
     clients
         Number of sites to wait for, or their ids. No other sites take part.
     model, example_data
-        The declaration, and made-up data of the form that the clients' have, name to array. From them the server knows
-        itself what is shared, with which prior, and how draws of it are read, and refuses a site that says otherwise.
-        Without, it believes what more than half of the `clients` say alike, and a single client whatever it says.
-        A formula that clients agreed on (`agree`) needs no data beside it, and goes to the sites.
+        The declaration, and made-up data with the names and shapes of clients' data. From them the server computes
+        layout, prior and reader of draws itself, and refuses a site that differs. Without them it takes those of more
+        than half of the `clients`, and of a single client whatever it sends. A formula that clients agreed on (`agree`)
+        needs no data; its agreement is sent to the sites.
     wait
         Seconds to wait for them to enrol.
     deadline
         Seconds to wait for replies in a round where `fit` sets no deadline.
     poll
-        Seconds between two looks.
+        Seconds between two polls.
     grace
         Seconds that a request outlives the deadline. A client that missed it is not asked again before that.
 
@@ -348,12 +345,12 @@ def grid(
     def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
         if models:
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
-        own = None
+        server = None
         if model is not None:
             client = model.enrol({"example_data": example_data or {}}, kernel=algorithm.needs.kernel)["example_data"]
             require_fit(algorithm, client)
-            own = ServerModel(client.layout, client.reader())
-        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own, greeting)
+            server = ServerModel(client.layout, client.reader())
+        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), server, greeting)
 
     return factory
 
@@ -380,8 +377,8 @@ def server_app(
     Parameters
     ----------
     federated_model, algorithm
-        As at the sites. Of what is no formula the server without `example_data` uses no more than the names that are
-        shared, and learns shapes and the prior from the sites.
+        As at the sites. Without `example_data` the server uses only the shared names of a declaration that is no
+        formula, and learns shapes and the prior from the sites.
     clients, example_data, wait
         As in `grid`.
     min_count, withheld
@@ -438,8 +435,10 @@ def server_app(
         expected: Any = context.run_config.get("clients", clients)
         patience, model = float(context.run_config.get("wait", wait)), federated_model
         if waits(model):
-            found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)
-            expected, model = found.clients, found.model
+            agreement = agree(
+                flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience
+            )
+            expected, model = agreement.clients, agreement.model
         engine = grid(
             flower_grid,
             clients=expected,
