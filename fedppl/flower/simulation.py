@@ -1,7 +1,7 @@
 """Flower's simulation runtime as an engine of this process.
 
-Flower offers no supported call that starts a simulation and hands back its grid. So a SuperLink of our own is started,
-and a run by Flower's command line, whose server app (`server_app` here) does nothing but pass requests on.
+Flower has no supported call that starts a simulation and returns its grid. So this module starts a SuperLink, submits a
+run by Flower's command line, and talks to the run's server app, `server_app` below, which passes requests on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedppl.types import DeclarationError
 def simulation(*, workers: int | None = None, deadline: float = 600.0, start_timeout: float = 180.0) -> EngineFactory:
     """Run virtual clients on Flower's simulation runtime, on this machine: ``fedppl.fit(..., engine=...)``.
 
-    A SuperLink of its own is started for the run, asked through Flower's command line, and stopped at the end.
+    It starts a SuperLink for the run, and stops it at the end.
 
     Parameters
     ----------
@@ -94,17 +94,18 @@ def simulation(*, workers: int | None = None, deadline: float = 600.0, start_tim
     return factory
 
 
-# A SuperLink of our own, and a relay to its server app ----------------------------------------------------------------
+# The engine: a SuperLink, and a connection to its server app ----------------------------------------------------------
 
 _SETTINGS = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray's workers step back behind everything else on a machine by default: on a busy one clients never answer.
+    # By default Ray's workers have the lowest priority: on a busy machine clients would never answer.
     "RAY_worker_niceness": "0",
 }
 _LOG = "superlink.log"
+_VARIABLE = "FEDPPL_SIMULATION"  # of the environment: names the folder
 _PYPROJECT = """\
 [project]
 name = "fedppl-simulation"
@@ -135,25 +136,25 @@ class SimulationEngine(ModelsHere):
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
     ) -> dict[str, Reply | Failure]:
-        """Pass the requests to the server app of the simulation and wait for what it brings back."""
+        """Pass the requests to the simulation's server app and wait for the replies."""
         try:
             self._relay.send((dict(requests), deadline or self._deadline))
             while isinstance(answers := self._relay.recv(), str):
                 heard(answers)  # the id of a client that has answered
         except (EOFError, OSError) as error:
             raise RuntimeError(f"Flower's simulation has ended. {_tail(self._log)}") from error
-        found: dict[str, Reply | Failure] = answers
-        return found
+        replies: dict[str, Reply | Failure] = answers
+        return replies
 
     def personal(self) -> Mapping[str, Any]:
-        """Return nothing: what clients keep stays where they are."""
+        """Return nothing: clients' personal state stays in the simulation."""
         return {}
 
     def restore(self, personal: Mapping[str, Any]) -> None:
-        """Do nothing: clients have what they kept."""
+        """Do nothing: clients have their personal state."""
 
     def close(self) -> None:
-        """End the simulation and everything that was started for it."""
+        """End the simulation and all processes that were started for it."""
         self.stop()
 
     stop: Callable[[], Any]
@@ -172,7 +173,7 @@ def start(
         _stop(processes, connections, folder)
         raise
     engine = SimulationEngine(models, deadline, relay, folder / _LOG)
-    # Also where nobody closes the engine: a script that breaks off its rounds, or the end of the interpreter.
+    # Also for an engine that nobody closes, as where a script breaks off or the interpreter ends.
     engine.stop = weakref.finalize(engine, _stop, processes, connections, folder)
     return engine
 
@@ -187,30 +188,13 @@ def _launch(
     connections: list[Connection],
 ) -> Connection:
     end = time.monotonic() + timeout
-    declaration = declaration_of(models)
     data = {client_id: dict(model.arrays) for client_id, model in models.items()}
-    (folder / "payload").write_bytes(cloudpickle.dumps((declaration, algorithm, data)))
+    (folder / "payload").write_bytes(cloudpickle.dumps((declaration_of(models), algorithm, data)))
     key = secrets.token_bytes(32)
     listener = Listener(("127.0.0.1", 0), authkey=key)
-    address = f"{listener.address[0]}:{listener.address[1]}"
-    (folder / "relay").write_bytes(address.encode() + b"\n" + key)
-    port = _free_port()
-    app, home = folder / "app", folder / "home"
-    app.mkdir()
-    home.mkdir()
-    (app / "pyproject.toml").write_text(_PYPROJECT)
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "own"\n\n[superlink.own]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-    )
-    environment = {
-        **os.environ,
-        **_SETTINGS,
-        "FLWR_HOME": str(home),
-        _VARIABLE: str(folder),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
-    }
-    log = folder / _LOG
+    (folder / "relay").write_bytes(f"{listener.address[0]}:{listener.address[1]}\n".encode() + key)
+    port, log = _free_port(), folder / _LOG
+    environment, app = _environment(folder, port)
     superlink = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as file:
         processes.append(
@@ -229,31 +213,49 @@ def _launch(
             raise RuntimeError(f"Flower's SuperLink did not start within {timeout:g} s: {_tail(log)}")
         time.sleep(0.1)
     federation = f"num-supernodes={len(models)} client-resources-num-cpus=1 init-args-num-cpus={workers}"
-    told = subprocess.run(
+    submitted = subprocess.run(
         ["flwr", "run", str(app), "own", "--federation-config", federation],
         env=environment,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
-    if told.returncode != 0:
-        raise RuntimeError(f"Flower refused the simulation: {(told.stdout + told.stderr)[-1000:]}")
-    accepted: list[Connection] = []
-    waiter = Thread(target=lambda: accepted.append(listener.accept()), daemon=True)
+    if submitted.returncode != 0:
+        raise RuntimeError(f"Flower refused the simulation: {(submitted.stdout + submitted.stderr)[-1000:]}")
+    waiter = Thread(target=lambda: connections.append(listener.accept()), daemon=True)
     waiter.start()
-    while not accepted:
+    while not connections:
         if processes[0].poll() is not None or time.monotonic() > end:
             raise RuntimeError(
                 f"Flower's simulation did not begin within {timeout:g} s; raise start_timeout=. {_tail(log)}"
             )
         waiter.join(0.1)
-    connections.append(accepted[0])
     listener.close()
-    return accepted[0]
+    return connections[0]
+
+
+def _environment(folder: Path, port: int) -> tuple[dict[str, str], Path]:
+    """Write Flower's configuration and the relay app; return the environment of Flower's processes and the app."""
+    app, home = folder / "app", folder / "home"
+    app.mkdir()
+    home.mkdir()
+    (app / "pyproject.toml").write_text(_PYPROJECT)
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "own"\n\n[superlink.own]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    environment = {
+        **os.environ,
+        **_SETTINGS,
+        "FLWR_HOME": str(home),
+        _VARIABLE: str(folder),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
+    }
+    return environment, app
 
 
 def _stop(processes: list[subprocess.Popen[bytes]], connections: list[Connection], folder: Path) -> None:
-    """Let the server app return, then end the SuperLink and whatever is left of its processes."""
+    """Let the server app return, then end the SuperLink and its processes."""
     for connection in connections:
         try:
             connection.send(None)
@@ -293,8 +295,7 @@ def _tail(log: Path) -> str:
 
 client_app = ClientApp()
 server_app = ServerApp()
-_VARIABLE = "FEDPPL_SIMULATION"
-# Never closed here: that it breaks tells the other end that this whole process has ended, its workers with it.
+# Never closed here: the other end takes a broken connection as the end of this process and of its workers.
 _relays: list[Connection] = []
 
 
@@ -342,12 +343,12 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _heard(connection: Connection, client_id: str, /, *, clients: int = 1) -> None:
-    """Tell who waits that a client has answered."""
+    """Report that a client has answered."""
     connection.send(client_id)
 
 
 def _next(connection: Connection, folder: Path) -> Any:
-    """What is asked next. Where the process that asks has died, its SuperLink and its files go with it."""
+    """The next requests and deadline. If their sender has died, end its SuperLink and delete its files."""
     try:
         return connection.recv()
     except (EOFError, OSError):
