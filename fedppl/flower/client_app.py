@@ -1,4 +1,4 @@
-"""A site's Flower app."""
+"""A site's Flower app, and its answer to each type of message."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def client_app(
     Parameters
     ----------
     federated_model
-        The declaration, the same at every site and at the server. One by a formula is completed by what clients agree
-        on (`fedppl.Flower.agree`). A site that gives a summary of its rows may declare another builder: what is shared
-        has to be the same, and is compared.
+        The declaration, the same at every site and at the server. A formula is completed by the clients' agreement
+        (`fedppl.Flower.agree`). A site that gives a summary of its rows may declare another builder, of the same shared
+        variables.
     algorithm
         The algorithm, with the same settings at every site and at the server.
     load_data
@@ -55,11 +55,11 @@ def client_app(
         The kind of this site where the declaration has several builders, or a function from the node config to it; by
         default as the declaration tells kinds.
     folder
-        Folder in which this site keeps its audit log and its account of all that it has released (``audit.jsonl``,
+        Folder of this site's files: its audit log and its account of all that it has released (``audit.jsonl``,
         ``ledger.json``), its personal state, a salted digest of its data (other data are refused in a run that has
-        begun), its last answer, and, when the run is over, its own posterior (a NetCDF file named after the client); a
+        begun), its last answer, and, when the run is over, its own posterior (a NetCDF file named after the client). A
         path, or a function from the node config to one. Limits count over all runs in it: deleting the files grants
-        them anew. None goes only with ``policy=fedppl.policy.NO_RULES``: nothing is logged or counted then.
+        them anew. None requires ``policy=fedppl.policy.NO_RULES``; then nothing is logged or counted.
     policy
         Policy of this site: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
         to either. By default ``fedppl.Policy()``.
@@ -119,20 +119,20 @@ def client_app(
             "folder=None: a policy counts requests over all runs and keeps an audit log; give client_app a folder= "
             "that lasts, or policy=fedppl.policy.NO_RULES where the data need no protection."
         )
-    named = client_id or (lambda config: str(config.get("client-id", "")))
+    id_of = client_id or (lambda config: str(config.get("client-id", "")))
     token = secrets.token_hex(8)
 
     def node(config: Mapping[str, Any]) -> Node:
-        where = folder(config) if callable(folder) else folder
-        path = None if where is None else Path(where)
+        given_folder = folder(config) if callable(folder) else folder
+        path = None if given_folder is None else Path(given_folder)
         if path is not None:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         chosen = policy(config) if callable(policy) else policy
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
-        of = kind(config) if callable(kind) else kind
-        return Node(token, federated_model, algorithm, load_data, named, path, draws, chains, rules, of)
+        kind_here = kind(config) if callable(kind) else kind
+        return Node(token, federated_model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here)
 
-    # Flower copies the app to its workers: nothing here may hold data, compiled models or locks.
+    # Flower copies the app to its workers: no closure here may hold data, compiled models or locks.
     app = ClientApp()
 
     def reply(message: FlowerMessage, context: Context) -> FlowerMessage:
@@ -151,7 +151,7 @@ def _memory(here: Node, context: Context) -> Memory:
 
 
 def _context_memory(context: Context) -> Memory:
-    """One personal state and one digest in the node's context: a cache, gone when the node restarts."""
+    """A memory in the node's context, of one state and one digest; it is a cache, lost when the node restarts."""
 
     def recall(name: str) -> bytes | None:
         record = context.state.config_records.get("fedppl")
@@ -165,21 +165,21 @@ def _context_memory(context: Context) -> Memory:
     return Memory(recall, keep)
 
 
-# What a site was declared by, and its answer to each type of message: for its app and for its warm worker -------------
+# For a site's app and for its warm worker -----------------------------------------------------------------------------
 
 
 class Site(NamedTuple):
-    """What `client_app` was given."""
+    """The arguments of `client_app`."""
 
     node: Callable[[Mapping[str, Any]], Node]  # of a node config; the policy is read anew by each call
 
 
-# Beside the apps and not in them: what Flower copies of an app is left as it is.
+# Kept beside the apps and not in them, since Flower copies apps.
 declared: WeakKeyDictionary[ClientApp, Site] = WeakKeyDictionary()
 
 
 def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
-    """Answer a message of a type; parcels are arrays and texts."""
+    """Answer a message of type `kind`."""
     arrays, texts = parcel
     if kind == HELLO:
         return _node.introduce(here, config, memory, texts)

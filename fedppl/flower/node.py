@@ -1,4 +1,4 @@
-"""A node: one client's data, its compiled model and its personal state, and what it answers. Knows no Flower."""
+"""A node: one client's data, compiled model and personal state, and its answers to the server. Knows no Flower."""
 
 from __future__ import annotations
 
@@ -55,14 +55,13 @@ from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Messa
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a request waits for the one before it.
-_PATIENCE = 600.0
-_KNOWN_ERRORS = ("builtins", "fedppl.types")  # whose names nobody makes up from data
+_PATIENCE = 600.0  # seconds that a request waits for the one before it
+_KNOWN_ERRORS = ("builtins", "fedppl.types")  # modules whose exceptions have names that do not depend on data
 _WITHHELD = "does not take part under the policy of its site; the reason is in the site's own log"
 
 
 class Node(NamedTuple):
-    """What a site's operator declared. It may be copied to other processes; compiled models stay in theirs."""
+    """The declaration of a site's operator. It may be copied to other processes, without compiled models."""
 
     token: str  # tells one site app from another in the same process
     model: FederatedModel
@@ -73,12 +72,12 @@ class Node(NamedTuple):
     draws: int
     chains: int
     policy: Policy
-    kind: str | None = None  # of client, where it is said
+    kind: str | None = None  # of client, where it is declared
 
 
 _models: dict[tuple[str, str, str], ClientModel] = {}  # of this process, by app, node config and agreement
 _declarations: dict[tuple[str, str], FederatedModel] = {}  # by app and agreement
-_columns: dict[tuple[str, str, str], Mapping[str, Any]] = {}  # of the rows as they were loaded, like _models
+_columns: dict[tuple[str, str, str], Mapping[str, Any]] = {}  # of the rows as they were loaded, by the same key
 _first: dict[Any, dict[str, Mapping[str, Any]]] = {}  # the first client with such columns, by app
 _UNNAMED = "not named yet"  # a site that the server will call by its authenticated name
 _lock = threading.Lock()
@@ -87,7 +86,7 @@ _lock = threading.Lock()
 def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, called: str | None = None) -> ClientModel:
     """Load the data and check them against the declaration, once a process.
 
-    A site that the server knows by its authenticated name is `called` by it: random streams depend on the id.
+    `called` is the client id in a request, by which a site without an id is named: random streams depend on it.
     """
     name = node.client_id(config)
     model, agreement = _agreements.declared(node.model, memory, name)
@@ -103,7 +102,7 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
             data = declaration.read(name, usable, kind)
             shapes = sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items())
             columns = (node.token, agreement, kind, *shapes)
-            # Where one process serves many (virtual) clients, the second shows that their models are the same.
+            # Where one process serves many (virtual) clients, the first is enrolled again beside each: are they alike?
             label = name or _UNNAMED
             pair = {**_first.setdefault(columns, {label: data}), label: data}
             kinds = dict.fromkeys(pair, kind)
@@ -113,10 +112,10 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
             if not any(token == node.token for token, *_ in _models):
                 say_unused(node.algorithm, client)
             _models[key], _columns[key] = client, _agreements.columns(declaration, loaded, data)
-        own = _models[key].client_id
-        if called is not None and called != own:
-            if own:
-                raise LocalFailure(f"a request for client {called!r} came to client {own!r}")
+        client_id = _models[key].client_id
+        if called is not None and called != client_id:
+            if client_id:
+                raise LocalFailure(f"a request for client {called!r} came to client {client_id!r}")
             _models[key] = dataclasses.replace(_models[key], client_id=called)
         return _models[key]
 
@@ -126,38 +125,38 @@ def _key(node: Node, config: Mapping[str, Any], agreement: str) -> tuple[str, st
 
 
 def _version(node: Node, config: Mapping[str, Any], memory: Memory) -> Versions | None:
-    """What the site's data, which are loaded, are beside those that it has answered about."""
-    own = node.client_id(config)
-    agreement = _agreements.declared(node.model, memory, own)[1]
-    return data_version(memory, own, _columns[_key(node, config, agreement)], node.policy)
+    """Compare the site's loaded data with those of its earlier answers."""
+    site_id = node.client_id(config)
+    agreement = _agreements.declared(node.model, memory, site_id)[1]
+    return data_version(memory, site_id, _columns[_key(node, config, agreement)], node.policy)
 
 
 def _changed(node: Node, config: Mapping[str, Any], memory: Memory) -> str | None:
-    found = _version(node, config, memory)
-    return None if found is None else found.refused
+    version = _version(node, config, memory)
+    return None if version is None else version.refused
 
 
-def _held(node: Node) -> AbstractContextManager[Any]:
-    """One request at a time, over all processes of the site: what it has answered is read, changed and written."""
+def _locked(node: Node) -> AbstractContextManager[Any]:
+    """The lock under which a request reads and writes the site's account, one at a time over all processes."""
     return nullcontext() if node.folder is None else FileLock(node.folder / "site.lock", timeout=_PATIENCE, mode=0o600)
 
 
 def _guard(node: Node, config: Mapping[str, Any]) -> Guard | None:
-    """The policy with its account in the site's folder; without a folder a site has no rules, see `client_app`."""
+    """The policy with its account in the site's folder; None without a folder, see `client_app`."""
     return None if node.folder is None else _account.in_folder(node.policy, node.folder, node.client_id(config))
 
 
 def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
-    """Tell what clients need to agree on a formula, as far as the policy lets it, or that nothing is told."""
+    """Answer with the summary of columns by which clients agree on a formula, as far as the policy allows it."""
     name = node.client_id(config)
     try:
-        with _held(node):
+        with _locked(node):
             load = functools.partial(node.load_data, config)
-            found = _agreements.tell(node.model, node.algorithm, load, name, texts, memory, _guard(node, config))
+            answer = _agreements.tell(node.model, node.algorithm, load, name, texts, memory, _guard(node, config))
     except Exception:
         logger.exception("client %s tells nothing", name, extra={"client": name, "status": "refused"})
-        found = {"refused": REFUSED}
-    return {}, {"client_id": name, "version": version("fedppl"), **found}
+        answer = {"refused": REFUSED}
+    return {}, {"client_id": name, "version": version("fedppl"), **answer}
 
 
 def introduce(
@@ -165,12 +164,12 @@ def introduce(
 ) -> Parcel:
     """Answer the server's first call: the layout, or why this site cannot take part.
 
-    The policy's rules on data come first. What goes wrong where a declaration is built on rows may quote them, in its
-    text and in whose words it is: of that only one text travels, but for data that need no protection.
+    The policy's rules on data come first. An error in building the declaration may quote rows, so that its text does
+    not travel unless the data need no protection.
     """
     name = node.client_id(config)
     try:
-        with _held(node):
+        with _locked(node):
             guard = _guard(node, config)
             loaded = node.load_data(config)
             node = node._replace(load_data=lambda config: loaded)
@@ -188,9 +187,9 @@ def introduce(
         return _wire.pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())
     except Exception as error:
         logger.exception("client %s cannot take part", name, extra={"client": name, "status": "refused"})
-        told = str(error) if isinstance(error, DeclarationError) else "the reason is in the site's own log"
+        reason = str(error) if isinstance(error, DeclarationError) else "the reason is in the site's own log"
         kind = type(error) if type(error).__module__ in _KNOWN_ERRORS else Exception
-        return {}, {"client_id": name, "error": f"{kind.__name__}: {told}"}
+        return {}, {"client_id": name, "error": f"{kind.__name__}: {reason}"}
 
 
 def _declaration_admitted(node: Node, guard: Guard | None) -> bool:
@@ -201,7 +200,7 @@ def _declaration_admitted(node: Node, guard: Guard | None) -> bool:
 
 
 def _enrolled_privately(node: Node, config: Mapping[str, Any], memory: Memory) -> ClientModel:
-    """Enrol; what speaks against it stays here, unless the data need no protection."""
+    """Enrol; the text of an error stays here, unless the data need no protection."""
     try:
         return enrolled(node, config, memory)
     except DeclarationError as error:
@@ -211,28 +210,28 @@ def _enrolled_privately(node: Node, config: Mapping[str, Any], memory: Memory) -
 
 
 def _most_rows(loaded: Any) -> int | None:
-    """At most so many rows can have been observed; None where that is not known before a model is built."""
+    """An upper bound of the number of rows; None where it is not known before the model is built."""
     if frames.is_frame(loaded):
         loaded = frames.raw(loaded, None, "the site")
     arrays = tuple(loaded.values()) if isinstance(loaded, Mapping) else loaded
     if not isinstance(arrays, tuple | list) or not arrays:
         return None
-    return sum({len(one) for one in map(np.asarray, arrays) if one.ndim}) or 1
+    return sum({len(array) for array in map(np.asarray, arrays) if array.ndim}) or 1
 
 
 def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
-    """Run the client's part of the algorithm. Personal state is kept as the very last thing.
+    """Run the client's part of the algorithm, then store personal state as the last step.
 
-    What cannot be read, and whatever goes wrong around the computation, is refused in one text.
+    A malformed request, and every error around the computation, is refused by the same text.
     """
     client_id, nonce = _addressed(parcel)
     refusal = _wire.pack_reply(Failure(client_id, nonce, REFUSED))
     try:
-        with _held(node):
+        with _locked(node):
             guard = _guard(node, config)
             try:
                 request = _wire.unpack_request(*parcel)
-            except Exception as error:  # whatever a server sends is no reason to fail
+            except Exception as error:  # no message of a server may end this process
                 _note(guard, {"event": "request", "refused": f"malformed: {type(error).__name__}: {error}"[:200]})
                 return refusal
             return _answered(node, config, memory, request, guard)
@@ -242,10 +241,10 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel
 
 
 def _addressed(parcel: Parcel) -> tuple[str, int]:
-    """Client and nonce of a request as far as they can be read."""
+    """Client id and nonce of a request, as far as they can be read."""
     texts = parcel[1]
-    told = str(texts.get("nonce", ""))[:20]
-    return str(texts.get("client_id", ""))[:200], int(told) if told.isdecimal() else 0
+    nonce = str(texts.get("nonce", ""))[:20]
+    return str(texts.get("client_id", ""))[:200], int(nonce) if nonce.isdecimal() else 0
 
 
 def _note(guard: Guard | None, entry: Mapping[str, Any]) -> None:
@@ -263,14 +262,14 @@ def _answered(node: Node, config: Mapping[str, Any], memory: Memory, request: Re
             return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
         client = enrolled(node, config, memory, request.client_id)
         seal = same_data(memory, client, request.run)
-        found = None if guard is None else _version(node, config, memory)
+        data = None if guard is None else _version(node, config, memory)
         kept = recalled(node.algorithm, memory, name, request.client_id)
-        # A site that died over a request has admitted it and not answered: what it keeps is of another.
+        # The digest differs where the site admitted this request and died before it answered.
         if guard is not None and replayed(guard, request) and kept.digest == digest(request):
             guard.write(guard.read(), {**about, "repeated": True, "refused": None})
             return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
-        if found is not None and found.refused and guard is not None:
-            guard.write(guard.read(), {**about, "refused": found.refused})
+        if data is not None and data.refused and guard is not None:
+            guard.write(guard.read(), {**about, "refused": data.refused})
             return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
     except Exception as error:
         why = str(error) if isinstance(error, LocalFailure) else type(error).__name__
@@ -289,10 +288,10 @@ def _answered(node: Node, config: Mapping[str, Any], memory: Memory, request: Re
         )
     answered = _wire.pack_reply(reply)
     if isinstance(reply, Failure) and reply.reason == REFUSED:
-        return answered  # and nothing is kept: a server makes up as many names as it likes
+        return answered  # nothing is stored: a server could make up any number of names
     keep_seal(memory, seal)
-    keep_version(memory, found)
-    # In one file, hence in one step: no answer leaves, or leaves again, that personal state does not know of.
+    keep_version(memory, data)
+    # State and answer are one file, replaced in one step: no answer leaves that the state does not know of.
     if guard is None and after is None:
         return answered
     done = Kept(after) if guard is None else Kept(after, digest(request), dict(answered[0]), dict(answered[1]))
@@ -304,7 +303,7 @@ def constrain(node: Node, config: Mapping[str, Any], memory: Memory, arrays: Mes
     """Take draws of φ (S, m) back to the constrained space. No data are used for it."""
     name = node.client_id(config)
     try:
-        with _held(node):
+        with _locked(node):
             if (guard := _guard(node, config)) is not None:
                 guard.write(guard.read(), {"event": "draws of q", "refused": None})
                 if not _declaration_admitted(node, guard):
@@ -317,20 +316,20 @@ def constrain(node: Node, config: Mapping[str, Any], memory: Memory, arrays: Mes
 
 
 def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
-    """Draw this client's own posterior and leave it in the site's folder, once a run. It does not travel.
+    """Draw this client's own posterior and write it to the site's folder, once a run. It does not travel.
 
-    The server is told the same whatever happens: whether the data are those of the run, and whether drawing fails,
-    depends on data, and nothing that it may ask without end may tell it. Only what the policy lets out by name, and
-    counts as a request, goes with it; that it is missing may tell that drawing failed.
+    The answer does not show whether the data are those of the run or whether drawing failed, since both depend on the
+    data and the server may ask any number of times. It holds only what the policy lets out by name, counted as a
+    request; where that is missing, drawing may have failed.
     """
     name = _addressed(parcel)[0]
-    told: Message = {}
+    summaries: Message = {}
     try:
-        with _held(node):
-            told = _conclude(node, config, memory, parcel)
+        with _locked(node):
+            summaries = _conclude(node, config, memory, parcel)
     except Exception:
         logger.exception("client %s drew no posterior", name, extra={"client": name, "status": "failed"})
-    return told, {"client_id": name}
+    return summaries, {"client_id": name}
 
 
 def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Message:
@@ -355,7 +354,7 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
     result = client_posterior(*drawing)
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
-    replace(partial, b"")  # with the mode of what holds rows, before there are any
+    replace(partial, b"")  # sets the file's mode before it holds rows
     idata.write(result, partial)
     partial.chmod(0o600)  # a library may make the file anew
     partial.replace(path)
@@ -364,16 +363,16 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
     if not names:
         return {}
     agreement = _agreements.declared(node.model, memory, node.client_id(config))[1]
-    declaration = _declarations[node.token, agreement]  # what was compiled is there
-    told = tell(names, node.algorithm, declaration, client, parcel[0], result, seed)
-    return let_out(guard, node.algorithm, client, request, told)
+    declaration = _declarations[node.token, agreement]  # with all that is compiled
+    summaries = tell(names, node.algorithm, declaration, client, parcel[0], result, seed)
+    return let_out(guard, node.algorithm, client, request, summaries)
 
 
-# What rests at a node between two requests: personal state, the last answer, and digests of the data -----------------
+# What a node stores between two requests: personal state, the last answer, and digests of the data --------------------
 
 
 class Kept(NamedTuple):
-    """Personal state, and the answer that it comes from."""
+    """Personal state, and the answer that was given with it."""
 
     personal: Any = None
     digest: str = ""  # of the request
@@ -382,12 +381,12 @@ class Kept(NamedTuple):
 
 
 def name_of_kept(algorithm: AnyAlgorithm, own_id: str, run: str, client_id: str) -> str:
-    """The server chooses the names of runs and clients: what must outlive a run is not kept under them."""
+    """Name of the stored state. State that outlives a run has the site's own name: the server chooses the others."""
     return f"{own_id}.lasting" if algorithm.persistent else f"{run}-{client_id}.personal"
 
 
 class Seal(NamedTuple):
-    """A digest of a client's data, and under which name it stays here."""
+    """A digest of a client's data, and the name that it is stored under."""
 
     name: str
     raw: bytes
@@ -395,7 +394,7 @@ class Seal(NamedTuple):
 
 
 def same_data(memory: Memory, client: ClientModel, run: str) -> Seal:
-    """Refuse data that are not those of the run's first request."""
+    """Raise LocalFailure if the data are not those of the run's first request."""
     name = f"{run}-{client.client_id}.data"
     sealed = memory.recall(name)
     if sealed is not None and not codec.matches(sealed, client.arrays):
@@ -406,46 +405,46 @@ def same_data(memory: Memory, client: ClientModel, run: str) -> Seal:
 
 
 def keep_seal(memory: Memory, seal: Seal) -> None:
-    """Keep the digest where there was none."""
+    """Store the digest if there was none."""
     if seal.is_new:
         memory.keep(seal.name, seal.raw)
 
 
 class Versions(NamedTuple):
-    """Data that were answered about, those that are here, and what the policy says of the difference."""
+    """The data of earlier answers, the present data, and the policy's objection to the difference."""
 
     name: str
     earlier: list[dict[str, Any]]  # the seal of each, and digests of its cells
-    now: dict[str, Any]
+    present: dict[str, Any]  # empty where they are among the earlier ones
     refused: str | None
 
 
-def data_version(memory: Memory, own: str, columns: Mapping[str, Any], rules: Policy) -> Versions | None:
-    """Hold a client's data against all that were answered about; None where none are told apart.
+def data_version(memory: Memory, site_id: str, columns: Mapping[str, Any], rules: Policy) -> Versions | None:
+    """Compare a client's data with those of all earlier answers; None where the policy does not ask for it.
 
-    Digests of cells are kept under the site's own name, not under one that the server chooses.
+    Digests of cells are stored under the site's own name, not under one that the server chooses.
     """
     if rules.epsilon is not None or rules.changed_rows <= 1 or not columns:
         return None
-    name = f"{own or 'site'}.versions"
+    name = f"{site_id or 'site'}.versions"
     raw = memory.recall(name)
     earlier = [] if raw is None else list(unpack(raw, repr(name), name))
-    if any(codec.matches(one["seal"], columns) for one in earlier):
+    if any(codec.matches(version["seal"], columns) for version in earlier):
         return Versions(name, earlier, {}, None)
     cells = _account.version_of(columns, owner_key(make=True))
-    before = [one["cells"] for one in earlier]
+    before = [version["cells"] for version in earlier]
     refused = _account.refuse_version(before, cells, rules.changed_rows)
     return Versions(name, earlier, {"seal": codec.seal(columns), "cells": cells}, refused)
 
 
-def keep_version(memory: Memory, found: Versions | None) -> None:
-    """Remember data that an answer is about, before it leaves."""
-    if found is not None and found.now:
-        memory.keep(found.name, pack([*found.earlier, found.now], found.name))
+def keep_version(memory: Memory, version: Versions | None) -> None:
+    """Store the digests of the data of an answer, before it leaves."""
+    if version is not None and version.present:
+        memory.keep(version.name, pack([*version.earlier, version.present], version.name))
 
 
 def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str) -> Kept:
-    """Personal state and the last answer, blank where there are none yet or they cannot be read."""
+    """Stored personal state and answer; blank where there are none, or they cannot be read and need not last."""
     raw = memory.recall(name)
     if raw is None:
         return Kept()
@@ -459,10 +458,10 @@ def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str)
         return Kept()
 
 
-# What a site lets out of its rows when a run is over: for `fedppl.loo` and `fedppl.conflict` --------------------------
+# Summaries of its rows that a site sends when a run is over, for `fedppl.loo` and `fedppl.conflict` -------------------
 
 _LENGTHS = {"loo": len(SUMS), "conflict": 2}
-MOST_BYTES = 4096  # of all that a site tells
+MOST_BYTES = 4096  # of all summaries of a site
 
 
 def tell(
@@ -474,8 +473,8 @@ def tell(
     drawn: Any,
     seed: int,
 ) -> Message:
-    """Compute what the policy names; what cannot be had is left out, and the site's log says why."""
-    found: dict[str, Array] = {}
+    """Compute the summaries that the policy names; one that fails is left out, and the site's log says why."""
+    results: dict[str, Array] = {}
     computed: dict[str, Callable[[], Array]] = {
         "loo": functools.partial(_loo, client, drawn),
         "conflict": functools.partial(_conflict, algorithm, declaration, client, message, seed),
@@ -485,15 +484,15 @@ def tell(
             value = computed[name]()
             if not np.all(np.isfinite(value)):
                 raise ValueError("it is not finite")
-        except Exception:  # of somebody's own model, in any of its parts: the others are told all the same
+        except Exception:  # any part of a user's model may fail; the other summaries are sent all the same
             logger.warning("client %s has no %r to tell", client.client_id, name, exc_info=True)
         else:
-            found[name] = value
-    return found
+            results[name] = value
+    return results
 
 
 def _loo(client: ClientModel, drawn: Any) -> Array:
-    """Sums over rows left out."""
+    """Sums of leave-one-out log densities over rows."""
     require_rows(client, "leaving rows out")
     if drawn["posterior"].attrs.get("fedppl_point_estimate") or client.pymc_model().potentials:
         raise ValueError("no rows are left out of point estimates or potentials")
@@ -504,7 +503,7 @@ def _loo(client: ClientModel, drawn: Any) -> Array:
 def _conflict(
     algorithm: AnyAlgorithm, declaration: FederatedModel, client: ClientModel, message: Message, seed: int
 ) -> Array:
-    """P-value and statistic, where the final message has q without the client."""
+    """P-value and statistic, of q without the client, which the final message must hold."""
     concludes = algorithm.disclosure.concludes
     if concludes is None or knows_cavities(algorithm) is None:
         raise ValueError(f"{algorithm.name} has no posterior of the shared variables without each client")
@@ -515,7 +514,7 @@ def _conflict(
 
 
 def read_told(arrays: Message) -> Message:
-    """What a site told, or `Malformed`."""
+    """Check the summaries of a site, or raise `Malformed`."""
     for name, value in arrays.items():
         require(name in _LENGTHS, f"{name!r}, expected one of {sorted(_LENGTHS)}")
         require(value.shape == (_LENGTHS[name],), f"{name!r} has shape {value.shape}, expected {(_LENGTHS[name],)}")

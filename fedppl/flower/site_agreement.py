@@ -1,4 +1,4 @@
-"""At a site: what it tells so that clients agree on a formula, and the agreement that it keeps. Knows no Flower."""
+"""A site's part in an agreement on a formula: its summary of columns, and the agreement it stores. Knows no Flower."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedppl.types import Array, DeclarationError
 
 logger = logging.getLogger(__name__)
 
-_MOST = 2**31  # rows that a server may want
+_MOST = 2**31  # rows, of a server's `min_count`
 
 
 def waits(model: FederatedModel) -> bool:
@@ -35,45 +35,42 @@ def waits(model: FederatedModel) -> bool:
     return is_formula(model) and _built(model).design is None
 
 
-def declared(model: FederatedModel, memory: Memory, own: str) -> tuple[FederatedModel, str]:
-    """The declaration with what the site keeps of an agreement, and the digest of that."""
+def declared(model: FederatedModel, memory: Memory, site_id: str) -> tuple[FederatedModel, str]:
+    """The declaration with the agreement that the site has stored, and the agreement's digest, "" without one."""
     if not waits(model):
         return model, ""
-    kept = _recalled(memory, _name(own, "agreement"))
+    kept = _recalled(memory, _name(site_id, "agreement"))
     if not kept:
         return model, ""
     try:
         agreement = unpack_agreement(kept, asked(_built(model)).names)
-    except Malformed:  # of another formula, of other columns
+    except Malformed:  # the agreement is on another formula
         return model, ""
     return remembering(model, agreement), digest(agreement)
 
 
-def columns(model: FederatedModel, loaded: Any, arrays: Any) -> Mapping[str, Any]:
-    """What of a client's data tells one row from another: a formula's columns as they are, else the builder's arrays.
-
-    Nothing of an estimate, which has no rows.
-    """
+def columns(model: FederatedModel, loaded: Any, data: Any) -> Mapping[str, Any]:
+    """The data that tell rows apart: a formula's columns as loaded, else the builder's arrays; empty for a summary."""
     if not is_formula(model):
-        return arrays if isinstance(arrays, Mapping) else {}
+        return data if isinstance(data, Mapping) else {}
     if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
         return {}
-    held = frames.raw(loaded, None, "this site")
-    found = {name: np.asarray(held[name]) for name in _built(model).columns if name in held}
-    return {name: one.astype(str) if one.dtype.hasobject else one for name, one in found.items()}
+    raw = frames.raw(loaded, None, "this site")
+    arrays = {name: np.asarray(raw[name]) for name in _built(model).columns if name in raw}
+    return {name: column.astype(str) if column.dtype.hasobject else column for name, column in arrays.items()}
 
 
-def without_rare(model: FederatedModel, loaded: Any, rules: policy.Policy, own: str) -> Any:
-    """A site's rows without those of levels that clients did not agree on, where they are too few to be told of."""
+def without_rare(model: FederatedModel, loaded: Any, rules: policy.Policy, site_id: str) -> Any:
+    """The rows, without those of levels outside the agreement where these are too few to be told of."""
     fewest = policy.fewest(rules, 1)
     if not is_formula(model) or model.agreement is None or fewest <= 1:
         return loaded
     if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
         return loaded
-    rows, gone = exchange.without_rare(model.agreement, frames.raw(loaded, None, "this site"), fewest)
-    if not gone:
+    rows, left_out = exchange.without_rare(model.agreement, frames.raw(loaded, None, "this site"), fewest)
+    if not left_out:
         return loaded
-    logger.warning("client %s leaves out %d rows of levels that clients did not agree on", own, gone)
+    logger.warning("client %s leaves out %d rows of levels that clients did not agree on", site_id, left_out)
     return rows
 
 
@@ -81,129 +78,133 @@ def tell(
     model: FederatedModel,
     algorithm: AnyAlgorithm,
     data: Any,
-    own: str,
+    site_id: str,
     texts: Mapping[str, str],
     memory: Memory,
     guard: Guard | None,
 ) -> dict[str, str]:
-    """Answer what the server asks so that clients agree; of a column once, and then the same again.
+    """Summarise the formula's columns for the server; each column once, and the same summary ever after.
 
-    `data` loads the rows; `own` is the site's id, which may be empty. What was told is kept in `memory`. Without a
-    `guard` there are no rules.
+    `data` loads the rows; `site_id` may be empty. Summaries are stored in `memory`. Without a `guard` there are no
+    rules.
     """
     run = named(model)
     try:
         if not waits(model):
             raise Malformed("this site declares no formula that clients have to agree on")
-        wanted = whole_number(texts, "min_count")
-        if not 0 < wanted < _MOST:
-            raise Malformed(f"'min_count' is {wanted}")
+        min_count = whole_number(texts, "min_count")
+        if not 0 < min_count < _MOST:
+            raise Malformed(f"'min_count' is {min_count}")
     except Malformed as error:
         if guard is not None:
-            note(guard, run, own, refused=f"malformed: {error}"[:200])
+            note(guard, run, site_id, refused=f"malformed: {error}"[:200])
         return {"refused": REFUSED}
-    fewest = float(wanted) if guard is None else policy.fewest(guard.policy, wanted)
+    fewest = float(min_count) if guard is None else policy.fewest(guard.policy, min_count)
     built = _built(model)
     try:
         rows = rows_of(built, data(), "this site")
-    except DeclarationError as error:  # names columns of the declaration, which the server has too
+    except DeclarationError as error:  # its text names columns of the declaration, which the server has too
         logger.error("%s", error)
         return {"refused": str(error)}
     if guard is not None and len(next(iter(rows.values()))) < guard.policy.rows:
-        fewest = np.inf  # it will take no part, which tells the same
-    found = _told(built, rows, algorithm, own, run, fewest, memory, guard)
-    return {"refused": REFUSED} if found is None else {"told": pack_told(found)}
+        fewest = np.inf  # it will take no part, and this tells no more than that
+    summary = _told(built, rows, algorithm, site_id, run, fewest, memory, guard)
+    return {"refused": REFUSED} if summary is None else {"told": pack_told(summary)}
 
 
 def _told(
     built: Formula,
     rows: Mapping[str, Array],
     algorithm: AnyAlgorithm,
-    own: str,
+    site_id: str,
     run: str,
     fewest: float,
     memory: Memory,
     guard: Guard | None,
 ) -> dict[str, Told] | None:
-    what, where = asked(built), _name(own, "told")
+    question, file = asked(built), _name(site_id, "told")
     if guard is None or fewest == np.inf:
         if guard is not None:
-            note(guard, run, own, told="nothing of the rows")
+            note(guard, run, site_id, told="nothing of the rows")
         return answered(built, rows, fewest)
-    kept = _recalled(memory, where)
-    own_fewest = policy.fewest(guard.policy, 1)  # whoever asks first decides nothing of what is kept
-    keys = {name: f"{name}, {_told_as(built, name)}" for name in what.names}
-    fresh = [name for name in what.names if keys[name] not in kept]
+    kept = _recalled(memory, file)
+    site_fewest = policy.fewest(guard.policy, 1)  # not the server's: who asks first must not decide what is stored
+    keys = {name: f"{name}, {_told_as(built, name)}" for name in question.names}
+    fresh = [name for name in question.names if keys[name] not in kept]
     if fresh:
-        new = {name: one for name, one in answered(built, rows, own_fewest).items() if name in fresh}
-        pack_told(new)  # levels that cannot be written cost nothing
-        numbers = {name: np.array([one.rows, one.total, one.squares, one.withheld]) for name, one in new.items()}
-        levels = {f"{name}[{level}]": np.array(n) for name, one in new.items() for level, n in one.levels.items()}
-        if not admit_telling(guard, run, own, {name: 4 + len(one.levels) for name, one in new.items()}):
+        new = {name: column for name, column in answered(built, rows, site_fewest).items() if name in fresh}
+        pack_told(new)  # levels that cannot be written are refused before they are counted
+        released: dict[str, Array] = {}
+        for name, column in new.items():
+            released[name] = np.array([column.rows, column.total, column.squares, column.withheld])
+            released |= {f"{name}[{level}]": np.array(count) for level, count in column.levels.items()}
+        if not admit_telling(guard, run, site_id, {name: 4 + len(column.levels) for name, column in new.items()}):
             return None
-        if not let_tell(guard, algorithm, run, own, {**numbers, **levels}):
+        if not let_tell(guard, algorithm, run, site_id, released):
             return None
-        texts = {keys[name]: json.dumps([own_fewest, *one], allow_nan=False) for name, one in new.items()}
+        texts = {keys[name]: json.dumps([site_fewest, *column], allow_nan=False) for name, column in new.items()}
         kept = {**kept, **texts}
-        memory.keep(where, pack(kept, where))
+        memory.keep(file, pack(kept, file))
     else:
-        note(guard, run, own, told="what was told before")
-    return {name: _again(json.loads(kept[keys[name]]), own_fewest, fewest) for name in what.names}
+        note(guard, run, site_id, told="what was told before")
+    return {name: _again(json.loads(kept[keys[name]]), site_fewest, fewest) for name in question.names}
 
 
 def _told_as(built: Formula, name: str) -> str:
-    """How a column is told: what was told of it in another way is another answer."""
-    what, response = asked(built), built.terms.response
-    if name in what.levels:
+    """How a column is summarised; a summary of another kind is another answer."""
+    question, response = asked(built), built.terms.response
+    if name in question.levels:
         return "levels"
-    if name in what.unscaled:
+    if name in question.unscaled:
         return "without sums"
     return "middle of intervals" if response.kind == "interval" and name == response.columns[0] else "as it is"
 
 
-def _again(kept: list[Any], own_fewest: float, fewest: float) -> Told:
-    """What was kept, as far as the policy lets it be told now: of a stricter one than then, no sums."""
-    then, told = kept[0], Told(*kept[1:])
-    if then < own_fewest and not told.text:
-        told = told._replace(total=0.0, squares=0.0, withheld=True)
-    return raised(told, fewest)
+def _again(kept: list[Any], site_fewest: float, fewest: float) -> Told:
+    """A stored summary, as far as the policy allows it now; no sums where it has become stricter."""
+    fewest_then, column = kept[0], Told(*kept[1:])
+    if fewest_then < site_fewest and not column.text:
+        column = column._replace(total=0.0, squares=0.0, withheld=True)
+    return raised(column, fewest)
 
 
 def accept(
-    model: FederatedModel, data: Any, own: str, texts: Mapping[str, str], memory: Memory, guard: Guard | None
+    model: FederatedModel, data: Any, site_id: str, texts: Mapping[str, str], memory: Memory, guard: Guard | None
 ) -> None:
-    """Keep what clients agreed on, as the server sent it; DeclarationError where this site has no part in it.
+    """Check and store the agreement that the server sent; DeclarationError where it contradicts this site's rows.
 
-    Parameters are those of `tell`. A site that asks for nothing is left alone, and one that has it already.
+    Parameters are those of `tell`. Nothing happens where no agreement is needed or the site has it already.
     """
     if not waits(model) or "agreement" not in texts:
         return
-    where, refused = (
-        _name(own, "agreement"),
-        DeclarationError("this site takes no part with what clients agreed on; the reason is in the site's own log"),
+    file = _name(site_id, "agreement")
+    refused = DeclarationError(
+        "this site takes no part with what clients agreed on; the reason is in the site's own log"
     )
     try:
         agreement = unpack_agreement(texts, asked(_built(model)).names)
     except Malformed as error:
         logger.error("what clients agreed on cannot be read: %s", error)
         raise refused from None
-    found = digest(agreement)
-    if declared(model, memory, own)[1] == found:
+    key = digest(agreement)
+    if declared(model, memory, site_id)[1] == key:
         return
-    if guard is not None and not admit_agreement(guard, found, own):
+    if guard is not None and not admit_agreement(guard, key, site_id):
         raise refused
-    looking = guard is None or guard.policy.epsilon is None
-    rules = None if guard is None else guard.policy
-    if why := _why_not(model, agreement, data, own, rules) if looking else _odd_levels(_built(model), agreement):
+    if guard is None or guard.policy.epsilon is None:
+        why = _why_not(model, agreement, data, site_id, None if guard is None else guard.policy)
+    else:
+        why = _odd_levels(_built(model), agreement)
+    if why:
         logger.error("what clients agreed on is not used: %s", why)
         if guard is not None:
-            refuse_agreement(guard, found, own, why)
+            refuse_agreement(guard, key, site_id, why)
         raise refused
-    memory.keep(where, pack({"agreement": pack_agreement(agreement)}, where))
+    memory.keep(file, pack({"agreement": pack_agreement(agreement)}, file))
 
 
 def _odd_levels(built: Formula, agreement: Agreement) -> str | None:
-    """Levels that a declaration did not name and that have no "other": under a total of epsilon no row may decide."""
+    """The rule that levels break which are neither declared nor closed by "other": under epsilon no row may decide."""
     for name, column in agreement.columns.items():
         closed = column.levels == tuple(built.levels.get(name, ())) or (agreement.others and OTHER in column.levels)
         if column.levels and not closed:
@@ -212,21 +213,21 @@ def _odd_levels(built: Formula, agreement: Agreement) -> str | None:
 
 
 def _why_not(
-    model: FederatedModel, agreement: Agreement, data: Any, own: str, rules: policy.Policy | None
+    model: FederatedModel, agreement: Agreement, data: Any, site_id: str, rules: policy.Policy | None
 ) -> str | None:
-    """What speaks against an agreement at this site, for its own log."""
+    """Why an agreement contradicts this site's rows, for its own log; or None."""
     try:
         ready = remembering(model, agreement)
-        loaded = data() if rules is None else without_rare(ready, data(), rules, own)
+        loaded = data() if rules is None else without_rare(ready, data(), rules, site_id)
         rows = rows_of(_built(model), loaded, "this site")
-        read = ready.read(own, rows)
-        return contradiction(_built(ready), rows, read)
-    except ValueError as error:  # of data that do not go with it, or a formula that cannot be evaluated with it
+        arrays = ready.read(site_id, rows)
+        return contradiction(_built(ready), rows, arrays)
+    except ValueError as error:  # the data or the formula cannot be used with it
         return str(error)
 
 
 def named(model: FederatedModel) -> str:
-    """How the log and an approval call what a site tells for its formula."""
+    """The name of a site's summary of its formula's columns in the log and in approvals."""
     text = model.builder.__name__ if is_formula(model) else ""
     return f"columns {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -236,11 +237,11 @@ def _built(model: FederatedModel) -> Formula:
     return built
 
 
-def _name(own: str, kind: str) -> str:
-    return f"{own or 'site'}.{kind}"
+def _name(site_id: str, kind: str) -> str:
+    return f"{site_id or 'site'}.{kind}"
 
 
 def _recalled(memory: Memory, name: str) -> dict[str, str]:
-    """What was kept under a name, empty where nothing was; DeclarationError where it cannot be read."""
+    """Stored texts by name, empty where there are none; DeclarationError where they cannot be read."""
     raw = memory.recall(name)
     return {} if raw is None else dict(unpack(raw, repr(name), name))
