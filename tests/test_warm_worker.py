@@ -307,7 +307,7 @@ def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: P
             warm._heard(second, codec.encode({**request, "identity": {}}), time.monotonic() + 60)["status"] == "stale"
         )
     assert _ends(pid) and not (site / "audit.jsonl").exists()
-    assert "fedppl_hello has gone" in (site / "worker" / "log").read_text()
+    assert "fedppl_hello) is closed" in (site / "worker" / "log").read_text()
 
 
 def test_a_worker_that_ends_sends_all_answers_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

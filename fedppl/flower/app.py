@@ -6,7 +6,7 @@ The algorithms, the loop and the random streams are those of the embedded engine
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import flwr  # noqa: F401  # what is missing is said where it is asked for
+import flwr  # noqa: F401  # so that `fedppl.Flower` itself raises where Flower is not installed
 
 if TYPE_CHECKING:
     from fedppl.flower.client_app import client_app
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["agree", "client_app", "grid", "server_app", "simulation", "warm_app"]
 
-# Loaded when asked for: `warm_app` has no time for what the others stand on.
+# Loaded on use: a process with `warm_app` has no time for what the others import.
 _NAMES = {
     "agree": "fedppl.flower.enrolment",
     "client_app": "fedppl.flower.client_app",

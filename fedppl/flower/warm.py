@@ -1,7 +1,7 @@
-"""A site's Flower app that imports nothing heavy, and has a warm worker of the site answer.
+"""A site's Flower app that imports nothing heavy: a warm worker of the site (`worker.py`) answers for it.
 
-The app and the worker (`worker.py`) talk by frames over a Unix socket, and prove to each other that they know a key. No
-pickles. Every wait has the socket's limit: what stands still, or says something else, is an `OSError`.
+The two exchange frames over a Unix socket, without pickles, and prove to each other that they know a key. Every wait
+has a time limit; a stalled connection or a malformed frame is an `OSError`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
 
-_SILENCE = 60.0  # seconds without a sign of life, after which a worker hangs
-_BEHIND = 30.0  # seconds behind a request that nobody waits for, after which it is taken to have no end
-_STARTING = 60.0  # seconds until it listens; it imports afterwards
-_STARTERS = (HELLO, AGREE, ASK)  # others end a run: nothing is started for them
-_LOG_BYTES = 20_000  # of a worker that could not be started, its last ones
+ALIVE, STALE, FAILED, DONE = "alive", "stale", "failed", "done"  # statuses of a worker's frames
+_SILENCE = 60.0  # seconds without a sign of life, after which a worker is taken to hang
+_BEHIND = 30.0  # seconds behind a request that nobody waits for, after which that one is taken to have no end
+_STARTING = 60.0  # seconds until a worker listens; it imports afterwards
+_STARTERS = (HELLO, AGREE, ASK)  # types of messages for which a worker is started; others end a run
+_LOG_BYTES = 20_000  # the last ones, of a worker that could not be started
 _CODE = (
-    "import sys, json; told = json.load(sys.stdin); sys.path[:] = told['path']; "
-    "from fedppl.flower.worker import main; main(told)"
+    "import sys, json; options = json.load(sys.stdin); sys.path[:] = options['path']; "
+    "from fedppl.flower.worker import main; main(options)"
 )
 
-_workers: list[subprocess.Popen[bytes]] = []  # that this process started: Python warns of those that are forgotten
+_workers: list[subprocess.Popen[bytes]] = []  # started by this process: Python warns of processes that are forgotten
 
 
 class _NoWorker(Exception):
@@ -63,7 +64,7 @@ def warm_app(
     folder: str | Path | Callable[[Mapping[str, Any]], str | Path],
     idle: float | Callable[[Mapping[str, Any]], float] = 600.0,
 ) -> ClientApp:
-    """Make a site's Flower app that has a warm worker answer: one process a site, in place of one for each message.
+    """Make a site's Flower app whose messages a warm worker answers: one process a site, not one for each message.
 
     Parameters
     ----------
@@ -93,13 +94,13 @@ def warm_app(
 
     Notes
     -----
-    Policy, account and audit log are those of `client_app`, looked at for each message, and so are the data: a worker
-    whose data, source files or node config are others is replaced, and the log says why.
+    Policy, account and audit log are those of `client_app`, read anew for each message, and so are the data. A worker
+    whose data, source files or node config have changed is replaced, and the log says why.
 
-    *When this fails.* Where no worker can be started, or one dies, hangs, or cannot see the values of the data (a lazy
-    frame), the message is answered in Flower's process, and the site's log says why. Needs Unix sockets; without, that
-    is always so. Source files are those of the package that `app` names first (``clinics``), or beside a module that is
-    in none: that other packages changed, a worker does not see, and it has to be ended by hand.
+    *When this fails.* If no worker can be started, or one dies, hangs, or cannot see the values of the data (a lazy
+    frame), Flower's process answers the message, and the site's log says why. Without Unix sockets that is always so.
+    Source files are those of the package that `app` names first (``clinics``), or those beside a module without a
+    package. Changes in other packages are not seen: end the worker by hand.
     """
     if not isinstance(app, str) or app.count(":") != 1 or not all(app.split(":")):
         raise DeclarationError(f"app={shown(app)} must be a module and a name in it, like 'clinics.site:app'.")
@@ -115,27 +116,27 @@ def warm_app(
             try:
                 site = Path(folder(config) if callable(folder) else folder)
                 return FlowerMessage(to_content(*_asked(app, site, seconds, message, config)), reply_to=message)
-            except (_NoWorker, OSError, codec.Unreadable, DeclarationError) as error:  # also: what it cannot be told
+            except (_NoWorker, OSError, codec.Unreadable, DeclarationError) as error:
                 logger.warning("no warm worker answers, so this process does: %s", error)
         module, _, name = app.partition(":")
-        found: ClientApp = getattr(importlib.import_module(module), name)
-        return found(message, context)
+        site_app: ClientApp = getattr(importlib.import_module(module), name)
+        return site_app(message, context)
 
-    made = ClientApp()
-    register(made, reply)
-    return made
+    app_made = ClientApp()
+    register(app_made, reply)
+    return app_made
 
 
 def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: dict[str, Any]) -> tuple[Any, Any]:
-    """What the worker answers; one that is stale or dies is replaced, twice at most."""
+    """The worker's answer; a worker that is stale or dies is replaced, twice at most."""
     if not hasattr(socket, "AF_UNIX"):
         raise _NoWorker("this system has no Unix sockets")
     site.mkdir(mode=0o700, parents=True, exist_ok=True)
     arrays, texts = read_message(message)
     kind = message.metadata.message_type
-    told = {"app": app, "folder": str(site.absolute()), "idle": idle, "path": sys.path}
-    told["identity"] = identity(told, config)
-    request = {"identity": told["identity"], "config": config, "kind": kind, "arrays": dict(arrays), "texts": texts}
+    options = {"app": app, "folder": str(site.absolute()), "idle": idle, "path": sys.path}
+    options["identity"] = identity(options, config)
+    request = {"identity": options["identity"], "config": config, "kind": kind, "arrays": dict(arrays), "texts": texts}
     raw = codec.encode(request)
     end = time.monotonic() + max(float(message.metadata.ttl), _SILENCE)
     folder = opened(site)
@@ -145,27 +146,29 @@ def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: di
             if connection is None:
                 if kind not in _STARTERS:
                     raise _NoWorker("none is running, and none is started to end a run")
-                connection = _started(folder, site, told)
+                connection = _started(folder, site, options)
             try:
                 with connection:
-                    found = _heard(connection, raw, end)
-            except ConnectionError as error:  # between two messages, or in one: what it had admitted stays admitted
-                found = {"status": "stale", "why": f"it has ended or died ({error})"}
-            if found["status"] == "stale":
-                logger.warning("the warm worker is replaced: %s", found["why"])
+                    answer = _heard(connection, raw, end)
+            except ConnectionError as error:  # a request that it had admitted stays admitted
+                answer = {"status": STALE, "why": f"it has ended or died ({error})"}
+            if answer["status"] == STALE:
+                logger.warning("the warm worker is replaced: %s", answer["why"])
                 time.sleep(0.05)
                 continue
-            sys.stderr.write(found["log"])
-            if found["status"] == "done":
-                return found["arrays"], found["texts"]
+            sys.stderr.write(answer["log"])
+            if answer["status"] == DONE:
+                return answer["arrays"], answer["texts"]
             raise _NoWorker("it failed; what it logged stands above")
-        raise _NoWorker(f"three in a row were to be replaced, the last since {found['why']}; {_log(site)} may say more")
+        raise _NoWorker(
+            f"three in a row were to be replaced, the last since {answer['why']}; {_log(site)} may say more"
+        )
     finally:
         os.close(folder)
 
 
 def connect(folder: int, site: Path) -> socket.socket | None:
-    """A connection to the worker that both ends have proved, or None where there is none; one that hangs is killed."""
+    """A connection to the worker after both proofs, or None where there is none; a worker that hangs is killed."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_SILENCE)
     try:
@@ -185,38 +188,38 @@ def connect(folder: int, site: Path) -> socket.socket | None:
     return connection
 
 
-def _started(folder: int, site: Path, told: Mapping[str, Any]) -> socket.socket:
-    """Start a worker, unless another app was first, and connect to it."""
+def _started(folder: int, site: Path, options: Mapping[str, Any]) -> socket.socket:
+    """Start a worker, unless another process was first, and connect to it."""
     with FileLock(site / "worker" / LOCK, timeout=2 * _STARTING):
         if (connection := connect(folder, site)) is not None:
             return connection
-        _workers[:] = [one for one in _workers if one.poll() is None]
+        _workers[:] = [process for process in _workers if process.poll() is None]
         log = open_log(folder)
         try:
-            return _listening(folder, site, told, log)
+            return _listening(folder, site, options, log)
         finally:
             os.close(log)
 
 
-def _listening(folder: int, site: Path, told: Mapping[str, Any], log: int) -> socket.socket:
-    """Start a worker that writes to an open log; what hinders it stands there from the beginning."""
+def _listening(folder: int, site: Path, options: Mapping[str, Any], log: int) -> socket.socket:
+    """Start a worker that writes to an open log, and connect to it when it listens."""
     command = [sys.executable, "-u", "-P", "-c", _CODE, "fedppl-worker"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
     _workers.append(process)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have ended already
-        pipe.write(json.dumps(told, default=str).encode())
+        pipe.write(json.dumps(options, default=str).encode())
     end = time.monotonic() + _STARTING
     while time.monotonic() < end and process.poll() is None:
         if (connection := connect(folder, site)) is not None:
             return connection
         time.sleep(0.02)
-    how = f"it ended with exit code {process.poll()} before it listened"
+    reason = f"it ended with exit code {process.poll()} before it listened"
     if process.poll() is None:
         process.kill()
-        how = f"it did not listen within {_STARTING:g} s, and was killed"
+        reason = f"it did not listen within {_STARTING:g} s, and was killed"
     last = os.pread(log, _LOG_BYTES, max(0, os.fstat(log).st_size - _LOG_BYTES)).decode(errors="replace")
-    raise _NoWorker(f"{how}; {_log(site)} says: {last.strip() or 'nothing'}")
+    raise _NoWorker(f"{reason}; {_log(site)} says: {last.strip() or 'nothing'}")
 
 
 def _log(site: Path) -> str:
@@ -224,30 +227,30 @@ def _log(site: Path) -> str:
 
 
 def _heard(connection: socket.socket, raw: bytes, end: float) -> dict[str, Any]:
-    """The worker's answer: as long as it gives signs of life, until the message's time is over.
+    """Wait for the worker's answer while it gives signs of life, until the message expires.
 
-    What takes longer than its message lives goes on, since it may be compiling, and the next message finds it done. One
-    that has waited long behind such a request, and in vain, ends the worker: there may be no end.
+    A computation that outlives its message goes on, since it may be compiling, and the next message finds it done. But
+    a message that expires after a long wait behind such a computation kills the worker: it may never end.
     """
-    since: float | None = None  # when it began to be behind one that nobody waits for
+    behind_since: float | None = None  # a request that nobody waits for
     try:
         send(connection, raw)
         while time.monotonic() < end:
-            found = codec.decode(receive(connection))
-            if found["status"] != "alive":
-                return dict(found)
-            since = (since or time.monotonic()) if found["behind"] else None
+            answer = codec.decode(receive(connection))
+            if answer["status"] != ALIVE:
+                return dict(answer)
+            behind_since = (behind_since or time.monotonic()) if answer["behind"] else None
     except TimeoutError:
         killed = ", and was killed" if _kill(connection) else ""
         raise _NoWorker(f"it gave no sign of life for {_SILENCE:g} s{killed}") from None
     what = "it goes on computing"
-    if since is not None and time.monotonic() - since > _BEHIND and _kill(connection):
+    if behind_since is not None and time.monotonic() - behind_since > _BEHIND and _kill(connection):
         what = "it was still at an earlier one, which nobody waits for, and was killed"
     raise RuntimeError(f"the message's time is over before the warm worker has answered; {what}")
 
 
 def _kill(connection: socket.socket) -> bool:
-    """End the process at the other end, which is the one that listens in our own folder, if the system tells which."""
+    """Kill the process at the other end, which listens in the site's own folder, if the system tells its id."""
     pid = peer(connection)
     if pid:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -273,7 +276,7 @@ def send(connection: socket.socket, raw: bytes) -> None:
 
 
 def receive(connection: socket.socket, most: int = MOST) -> bytes:
-    """Receive a frame; one that says that it is longer than `most` is refused before anything is allocated."""
+    """Receive a frame; one that declares more than `most` bytes is refused before anything is allocated."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if length > most:
         raise OSError(f"a frame of {length} bytes, expected {most} at most")
@@ -281,24 +284,24 @@ def receive(connection: socket.socket, most: int = MOST) -> bytes:
 
 
 def prove(connection: socket.socket, key: bytes, *, first: bool, limit: float) -> None:
-    """Prove that both ends know the key, within `limit` seconds in all; who connects is `first`, and proves last.
+    """Prove that both ends know the key, within `limit` seconds; the connecting end is `first`, and proves last.
 
-    Raises `Refused` if the other end does not know it.
+    Raises `Refused` if the other end does not know the key.
     """
-    own, end = secrets.token_bytes(_NONCE), time.monotonic() + limit
+    nonce, end = secrets.token_bytes(_NONCE), time.monotonic() + limit
     if first:
-        connection.sendall(own)
-        nonce, proof = _exactly(connection, _NONCE, end), _exactly(connection, _PROOF, end)
-        _require(proof, key, b"worker" + own + nonce)
-        connection.sendall(hmac.digest(key, b"app" + own + nonce, "sha256"))
+        connection.sendall(nonce)
+        theirs, proof = _exactly(connection, _NONCE, end), _exactly(connection, _PROOF, end)
+        _require(proof, key, b"worker" + nonce + theirs)
+        connection.sendall(hmac.digest(key, b"app" + nonce + theirs, "sha256"))
         return
-    nonce = _exactly(connection, _NONCE, end)
-    connection.sendall(own + hmac.digest(key, b"worker" + nonce + own, "sha256"))
-    _require(_exactly(connection, _PROOF, end), key, b"app" + nonce + own)
+    theirs = _exactly(connection, _NONCE, end)
+    connection.sendall(nonce + hmac.digest(key, b"worker" + theirs + nonce, "sha256"))
+    _require(_exactly(connection, _PROOF, end), key, b"app" + theirs + nonce)
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether one of the ends has closed the connection; it does not wait."""
+    """Whether either end has closed the connection; does not wait."""
     if connection.fileno() < 0:
         return True
     try:
@@ -310,7 +313,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def peer(connection: socket.socket) -> int:
-    """Process id of the other end, 0 where the system does not tell; that of another user is refused."""
+    """Process id of the other end, 0 where the system does not tell; raises `Refused` for another user's process."""
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return 0
@@ -320,54 +323,56 @@ def peer(connection: socket.socket) -> int:
     return int(pid)
 
 
-def _require(proof: bytes, key: bytes, told: bytes) -> None:
-    if not hmac.compare_digest(proof, hmac.digest(key, told, "sha256")):
+def _require(proof: bytes, key: bytes, message: bytes) -> None:
+    if not hmac.compare_digest(proof, hmac.digest(key, message, "sha256")):
         raise Refused("the other end does not know the key")
 
 
 def _exactly(connection: socket.socket, length: int, end: float | None = None) -> bytes:
-    """So many bytes, until a time of the clock; without one, a socket that says a byte now and then is waited for."""
-    found = bytearray()
-    while len(found) < length:
+    """Receive `length` bytes before the time `end`; without it only each piece has the socket's time limit."""
+    received = bytearray()
+    while len(received) < length:
         if end is not None:
             connection.settimeout(max(end - time.monotonic(), 1e-3))
-        piece = connection.recv(min(_PIECE, length - len(found)))
+        piece = connection.recv(min(_PIECE, length - len(received)))
         if not piece:
             raise ConnectionError("the other end has closed the connection")
-        found += piece
-    return bytes(found)
+        received += piece
+    return bytes(received)
 
 
-# What a warm worker was started with, part by part: a change is seen, and named in the log ----------------------------
+# What a worker depends on: a change of any part replaces it, and the log names the part -------------------------------
 
 _SOURCES = {".py", ".toml", ".json", ".yaml", ".md"}  # what Flower packs
 _NAMED = 3  # changes
 
 
-def identity(told: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of interpreter, version, what a worker is told, node config, and source files of the app's top package.
+def identity(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of interpreter, version, a worker's options, node config, and source files of the app's top package.
 
     Raises `DeclarationError` if the package is not found.
     """
     values = {
         "interpreter": sys.executable,
         "version of fedppl": version("fedppl"),
-        **{name: told[name] for name in ("app", "folder", "idle", "path")},
+        **{name: options[name] for name in ("app", "folder", "idle", "path")},
         "node config": dict(config),
     }
-    found = {name: _digest(json.dumps(each, sort_keys=True, default=str).encode()) for name, each in values.items()}
-    return found | {str(file): _digest(file.read_bytes()) for file in _sources(told["app"], Path(told["folder"]))}
+    digests = {name: _digest(json.dumps(value, sort_keys=True, default=str).encode()) for name, value in values.items()}
+    return digests | {
+        str(file): _digest(file.read_bytes()) for file in _sources(options["app"], Path(options["folder"]))
+    }
 
 
-def changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What is another, in words."""
-    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Which digests differ, in words."""
+    names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more} changed"
 
 
 def _sources(app: str, site: Path) -> Iterator[Path]:
-    """Files of the package, or beside the module, but for those that the site writes: its account, at each message."""
+    """Source files of the package, or beside the module, without those that the site itself writes."""
     top = app.partition(":")[0].partition(".")[0]
     try:
         spec = importlib.util.find_spec(top)
@@ -377,11 +382,11 @@ def _sources(app: str, site: Path) -> Iterator[Path]:
         raise DeclarationError(f"app={app!r}: no file or folder of {top!r} is found; name a module that is installed.")
     packages = spec.submodule_search_locations  # several where the parts of a package have no __init__.py
     for where in packages or [str(Path(str(spec.origin)).parent)]:
-        folder, own = Path(where), site.resolve()
-        if folder.resolve().is_relative_to(own):
-            own /= "ledger.json"
+        folder, site_folder = Path(where), site.resolve()
+        if folder.resolve().is_relative_to(site_folder):
+            site_folder /= "ledger.json"
         for file in sorted(folder.rglob("*") if packages else folder.glob("*")):
-            if file.suffix in _SOURCES and file.is_file() and not file.resolve().is_relative_to(own):
+            if file.suffix in _SOURCES and file.is_file() and not file.resolve().is_relative_to(site_folder):
                 yield file
 
 
@@ -389,7 +394,7 @@ def _digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-# The folder of a site's warm worker, `worker` in the site's folder: key, socket and log, its owner's alone ------------
+# The worker's folder, `worker` in the site's folder: key, socket and log, which only their owner may read -------------
 
 KEY, SOCKET, LOG, LOCK = "key", "socket", "log", "start.lock"
 _KEY_BYTES = 32
@@ -397,7 +402,7 @@ _LONGEST = 100  # bytes of a socket's path; systems allow 104 to 108
 
 
 def opened(site: Path) -> int:
-    """Make the folder where it is missing and open it; a link, or one that others may enter, is refused."""
+    """Open the folder, made if missing; a link, or a folder that others may enter, is refused."""
     path = site / "worker"
     try:
         path.mkdir(mode=0o700)
@@ -413,7 +418,7 @@ def opened(site: Path) -> int:
 
 
 def address(folder: int, site: Path) -> str:
-    """Path of the socket that is short enough: by the open folder where the system has such paths."""
+    """A path of the socket that is short enough: by the folder's descriptor where the system has such paths."""
     path = str((site / "worker" / SOCKET).absolute())
     by_folder = f"/proc/self/fd/{folder}"
     if os.path.isdir(by_folder):
@@ -424,7 +429,7 @@ def address(folder: int, site: Path) -> str:
 
 
 def make_key(folder: int) -> bytes:
-    """Write a new random key in place of the old one, which ends the worker that has the old one."""
+    """Replace the key by a new random one, which ends the worker of the old one."""
     key, beside = secrets.token_bytes(_KEY_BYTES), f"{KEY}.{secrets.token_hex(8)}"
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
     with open(descriptor, "wb") as file:
@@ -445,7 +450,7 @@ def read_key(folder: int) -> bytes:
 
 
 def open_log(folder: int) -> int:
-    """Open the worker's log anew, to write and to read."""
+    """Open the worker's log, emptied, for writing and reading."""
     how = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(LOG, how, 0o600, dir_fd=folder)
     _require_own(descriptor, LOG)
@@ -453,7 +458,7 @@ def open_log(folder: int) -> int:
 
 
 def remove(folder: int) -> None:
-    """Take key and socket away, so that nobody connects."""
+    """Delete key and socket, so that nobody connects."""
     for name in (KEY, SOCKET):
         try:
             os.unlink(name, dir_fd=folder)
@@ -462,7 +467,7 @@ def remove(folder: int) -> None:
 
 
 def is_there(folder: int, site: Path, key: bytes) -> bool:
-    """Whether folder and key are still those of this worker."""
+    """Whether the folder and its key are still this worker's."""
     try:
         named = os.stat(site / "worker", follow_symlinks=False)
         return os.path.samestat(named, os.fstat(folder)) and read_key(folder) == key
@@ -471,8 +476,8 @@ def is_there(folder: int, site: Path, key: bytes) -> bool:
 
 
 def _require_own(descriptor: int, name: str) -> None:
-    found = os.fstat(descriptor)
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+    status = os.fstat(descriptor)
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError(f"{name!r} is neither a file nor a folder; delete it")
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise OSError(f"{name!r} is of another user or open to others; delete it, and a new one is made")
