@@ -1,4 +1,4 @@
-"""What a client does with a request, wherever it runs. Every engine calls this; `batches` does for many at once."""
+"""A client's answer to a request, which every engine calls, and the sum of a round's replies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def require_fit(algorithm: AnyAlgorithm, client: ClientView) -> None:
 
 
 def say_unused(algorithm: AnyAlgorithm, client: ClientView) -> None:
-    """Log the names of variables whose declared prior sd changes nothing."""
+    """Log the names of variables whose declared prior sds the algorithm does not use."""
     names = algorithm.needs.unused_priors(client)
     if names:
         more = f" and {len(names) - 6} others" if len(names) > 6 else ""
@@ -63,10 +63,10 @@ def say_unused(algorithm: AnyAlgorithm, client: ClientView) -> None:
 def answer(
     algorithm: AnyAlgorithm, client: ClientView, personal: Any, request: Request, guard: Guard | None = None
 ) -> tuple[Any, Reply | Failure]:
-    """Run the client's part of the algorithm; what goes wrong becomes a Failure with its reason.
+    """Run the client's part of the algorithm; an error becomes a Failure with its reason.
 
-    Personal state is replaced only by a request that succeeded. With a guard nothing is computed that its policy
-    refuses, and nothing leaves that could not be written down.
+    Personal state is replaced only where the request succeeds. With a guard nothing is computed that its policy
+    refuses, and nothing leaves before it is logged.
     """
     if guard is None:
         return _answered(algorithm, client, personal, request)
@@ -86,7 +86,7 @@ def _answered(
 
 
 def message_of(request: Request) -> dict[str, Any]:
-    """A copy: in one process the arrays are the server's own, and what a client writes into them is not."""
+    """A copy of the message: in one process its arrays are the server's, and a client may write into them."""
     return {name: np.array(value) for name, value in request.message.items()}
 
 
@@ -96,8 +96,8 @@ def _alone(algorithm: AnyAlgorithm, client: ClientView, personal: Any, request: 
         return algorithm.update_client(client, personal, message, stream(request.seed))
     if algorithm.unreported is None:
         return ClientUpdate(personal, {})
-    after, told = algorithm.unreported(client, personal, message, stream(request.seed))
-    return ClientUpdate(after, {}, told)
+    after, info = algorithm.unreported(client, personal, message, stream(request.seed))
+    return ClientUpdate(after, {}, info)
 
 
 def checked(
@@ -107,7 +107,7 @@ def checked(
     request: Request,
     compute: Callable[[], ClientUpdate[Any]],
 ) -> tuple[Any, Reply | Failure]:
-    """What a client keeps and answers, from how its update is computed; what goes wrong there becomes a Failure."""
+    """Compute a client's update; return its personal state and reply, or a Failure if that goes wrong."""
     try:
         update = compute()
         if not isinstance(update, ClientUpdate) or not isinstance(update.info, Mapping):
@@ -116,7 +116,7 @@ def checked(
         reason = str(update.info.get("reason", ""))
     except LocalFailure as failure:
         return personal, Failure(request.client_id, request.nonce, str(failure))
-    except Exception as error:  # one client's trouble, whatever it is, must not end the others' run
+    except Exception as error:  # no error of one client may end the others' run
         extra = {"client": request.client_id}
         logger.log(level_of(error), "client %s failed", request.client_id, exc_info=True, extra=extra)
         return personal, Failure(request.client_id, request.nonce, type(error).__name__, private=str(error))
@@ -125,34 +125,34 @@ def checked(
 
 
 def level_of(error: Exception) -> int:
-    """How loudly a log tells of an error: what is not numerical is a mistake in somebody's code."""
+    """Level to log an error at: one that is not numerical is a mistake in a user's code."""
     numerical = isinstance(error, ArithmeticError | np.linalg.LinAlgError | ValueError | LocalFailure)
     return logging.DEBUG if numerical else logging.ERROR
 
 
 def _kind(update: Any) -> str:
-    """What came in the place of a ClientUpdate."""
+    """The kind of object that was returned in place of a ClientUpdate."""
     if isinstance(update, ClientUpdate):
         return f"a ClientUpdate whose info is of type {type(update.info).__name__}"
     return f"an object of type {type(update).__name__}"
 
 
-# What came of a round's requests: each client's reply, or where that is enough, their sum -----------------------------
+# The result of a round's requests: each client's reply, or their sum where that is enough -----------------------------
 
 
 class Taken(NamedTuple):
-    """Replies that count, by client, and why others do not."""
+    """Accepted replies by client, and the reasons against the others."""
 
-    messages: Mapping[str, Message]  # of those that were asked for a reply
-    infos: Mapping[str, Mapping[str, float]]  # diagnostics, also of those that sent nothing else
+    messages: Mapping[str, Message]  # of clients that were asked for a reply
+    infos: Mapping[str, Mapping[str, float]]  # diagnostics, also of clients that sent nothing else
     failures: Mapping[str, str]
-    reasons: Mapping[str, str]  # of what could not be computed, where the rest is of use all the same
+    reasons: Mapping[str, str]  # why a part of a reply could not be computed
 
 
 def take(
     exchange: Exchange, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
 ) -> Taken:
-    """Ask every client, and look at every reply."""
+    """Ask every client, and check every reply."""
     made = {client_id: requests.make(client_id) for client_id in requests.clients}
     answers = exchange(made, deadline, heard)
     messages: dict[str, Message] = {}
@@ -176,11 +176,11 @@ def take(
 def take_sum(
     exchange: Exchange, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
 ) -> Summed:
-    """The sum of replies that an engine brings one by one, for engines that have no sum of their own."""
-    found = take(exchange, requests, accept, deadline, heard)
-    sizes = {client_id: n_bytes(message) for client_id, message in found.messages.items()}
-    total = sum_replies(found.messages)
-    return Summed(total, len(sizes), found.failures, found.infos, found.reasons, sizes)
+    """The sum of replies, for engines that have no sum of their own."""
+    taken = take(exchange, requests, accept, deadline, heard)
+    sizes = {client_id: n_bytes(message) for client_id, message in taken.messages.items()}
+    total = sum_replies(taken.messages)
+    return Summed(total, len(sizes), taken.failures, taken.infos, taken.reasons, sizes)
 
 
 def n_bytes(message: Message) -> int:

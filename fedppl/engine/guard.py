@@ -1,4 +1,4 @@
-"""Holds a client's policy against every request, before anything is computed, and keeps account over all runs."""
+"""Checks every request against a client's policy, before anything is computed, and keeps an account over all runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from fedppl.types import DeclarationError, Message
 
 logger = logging.getLogger(__name__)
 
-# All that a server is told of a refusal, whatever the rule.
-REFUSED = "refused by its site; the reason is in the site's own log"
-_OWN = ("inside", "reach")
+REFUSED = "refused by its site; the reason is in the site's own log"  # all that a server learns, whatever the rule
+_OWN = ("inside", "reach")  # arrays that the guard adds to a request
 
 
 class Run(NamedTuple):
-    """What a client has answered in one run."""
+    """A client's answers in one run."""
 
     round: int = 0  # the last that was admitted
     digest: str = ""  # of that request
@@ -38,26 +37,26 @@ class Run(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """What a client has been asked and has released, over all runs."""
+    """A client's answered requests and releases, over all runs."""
 
     requests: int = 0  # admitted, whether or not a reply left
-    unknown: int = 0  # of these, those whose ε is not known
+    unknown: int = 0  # those of them whose ε is not known
     spent: float = 0.0  # Σ 1 / z² over the others
     points: int = 0  # at which log densities left for corrections
     runs: Mapping[str, Run] = MappingProxyType({})
 
 
 class Guard(NamedTuple):
-    """A policy, and where its account lies."""
+    """A policy and its account."""
 
     policy: Policy
-    held: Callable[[], AbstractContextManager[Any]]  # nobody else reads or writes meanwhile
+    lock: Callable[[], AbstractContextManager[Any]]  # under which nobody else reads or writes
     read: Callable[[], Ledger]
     write: Callable[[Ledger, Mapping[str, Any]], None]  # the ledger, and a line for the log, which comes first
 
 
 def in_memory(rules: Policy, client_id: str) -> Guard:
-    """A guard whose account ends with the process, for clients in it; refusals go to the log of Python."""
+    """A guard whose account ends with the process; refusals go to Python's log."""
     lock, ledger = threading.RLock(), [Ledger()]
 
     def write(after: Ledger, entry: Mapping[str, Any]) -> None:
@@ -69,7 +68,7 @@ def in_memory(rules: Policy, client_id: str) -> Guard:
 
 
 def digest(request: Request) -> str:
-    """What tells one request from another: all of it but the nonce."""
+    """A digest of all of a request but its nonce."""
     parts = {**request.message, "\0seed": np.array([str(part) for part in request.seed], dtype="S")}
     parts["\0report"] = np.array(request.report)
     return _digest.seal(parts, bytes(16))[16:].hex()
@@ -78,23 +77,23 @@ def digest(request: Request) -> str:
 def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> None:
     """Raise DeclarationError where a rule refuses the algorithm or the declaration; the text tells nothing of data."""
     rule = policy.refuse_declaration(guard.policy, lambda: client.declaration)
-    told = "declarations: the policy of this site does not list this declaration; its own log has the digest"
+    public = "declarations: the policy of this site does not list this declaration; its own log has the digest"
     if rule is None and (refused := policy.refuse_algorithm(guard.policy, algorithm)):
-        rule = told = refused
+        rule = public = refused
     if rule is not None:
-        with guard.held():
+        with guard.lock():
             guard.write(guard.read(), {**_introduction(client), "refused": rule})
-        raise DeclarationError(told)
+        raise DeclarationError(public)
 
 
 def refuse_data(
     guard: Guard, client: Any, algorithm: AnyAlgorithm, changed: Callable[[], str | None] = lambda: None
 ) -> str | None:
-    """The rule by which the client's data stay out, or None; for those who have the data, whom else it would tell.
+    """The rule that the client's data break, or None. Its text depends on the data and must not leave the site.
 
-    `changed` says it of what has changed since earlier answers.
+    `changed` gives the rule that changes of the data since earlier answers break.
     """
-    with guard.held():
+    with guard.lock():
         rule = _of_data(guard.policy, algorithm, client) or changed()
         guard.write(guard.read(), {**_introduction(client), "refused": rule})
         return rule
@@ -110,20 +109,20 @@ def _introduction(client: Any) -> dict[str, Any]:
 
 
 def replayed(guard: Guard, request: Request) -> bool:
-    """Whether this is the request that was answered last in its run, as where a server resumes from a checkpoint."""
+    """Whether this is the last request that was answered in its run, as where a server resumes from a checkpoint."""
     last = guard.read().runs.get(request.run)
     return last is not None and (last.round, last.digest) == (request.round, digest(request))
 
 
 def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) -> Request | None:
-    """Count the request and give it back as the client may answer it, or None where a rule refuses it.
+    """Count the request and return it as the client may answer it, or None where a rule refuses it.
 
-    What it costs is counted here, before anything is computed: a reply that is lost was a release.
+    Its cost is counted here, before anything is computed: a reply that gets lost was a release.
     """
-    with guard.held():
+    with guard.lock():
         ledger = guard.read()
         entry = {"event": "request", **_asked(request)}
-        # Words of the site's own, below: what a server sends under them counts for nothing.
+        # Names of arrays that `checked` adds: a server's own arrays under them are dropped.
         request = request._replace(message={k: v for k, v in request.message.items() if k not in _OWN})
         rule, request, points = checked(guard.policy, ledger, algorithm, client, request)
         if rule is not None:
@@ -149,23 +148,26 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
 
 
 def counted(ledger: Ledger, rule: str | None) -> Ledger:
-    """A refusal that depends on the rows tells a bit of them, and costs a request."""
+    """The ledger after a refusal: one by `few_rows` depends on the rows, so that it tells a bit and costs a request."""
     return ledger._replace(requests=ledger.requests + 1) if rule and rule.startswith("few_rows") else ledger
 
 
 def checked(
     rules: Policy, ledger: Ledger, algorithm: AnyAlgorithm, client: Any, request: Request
 ) -> tuple[str | None, Request, int]:
-    """The first rule that the request breaks, or None; the request with what the client may leave out; points.
+    """The first rule that the request breaks, or None; the request with the points it may answer; their number.
 
-    Points are those at which log densities leave for a correction.
+    Points are counted only where log densities at them leave for a correction.
     """
     last = ledger.runs.get(request.run, Run())
     if request.round <= last.round:
         return f"round: {request.round} comes after {last.round} of this run", request, 0
-    if ledger.requests >= rules.requests:
-        return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted", request, 0
-    rule = policy.refuse_algorithm(rules, algorithm) or policy.refuse_declaration(rules, lambda: client.declaration)
+    rule = _too_many(rules, ledger)
+    rule = (
+        rule
+        or policy.refuse_algorithm(rules, algorithm)
+        or policy.refuse_declaration(rules, lambda: client.declaration)
+    )
     rule = rule or _of_data(rules, algorithm, client)
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
     rule = rule or not_approved(rules, request)
@@ -181,18 +183,24 @@ def checked(
                 rule, allowed = refuse_points(rules, client, asked, allowed, algorithm.disclosure.by_row)
             points = int(np.sum(allowed)) if asked.correction else 0
             rule = rule or policy.refuse_correction(rules, ledger.points + points if points else 0)
-    except Exception as error:  # of a request that is not what the algorithm sends, or of somebody's own code
+    except Exception as error:  # the request is not one of the algorithm's, or a user's code fails
         return f"numbers: the request cannot be read ({type(error).__name__})", request, 0
     if rule is None and len(asked.spare):
-        own = {"inside": allowed}
+        additions = {"inside": allowed}
         if asked.correction:
-            own["reach"] = np.array(policy.reach(rules))
-        request = request._replace(message={**request.message, **own})
+            additions["reach"] = np.array(policy.reach(rules))
+        request = request._replace(message={**request.message, **additions})
     return rule, request, points
 
 
+def _too_many(rules: Policy, ledger: Ledger) -> str | None:
+    if ledger.requests < rules.requests:
+        return None
+    return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted"
+
+
 def _not_a_share(request: Request) -> str | None:
-    """Of a prior that is not Gaussian each client has a share; another factor would lead it to where it is told."""
+    """The rule that a client's share of a prior that is not Gaussian breaks: other factors would move its target."""
     share = request.message.get("prior_share", 0.0)
     if np.size(share) == 1 and np.issubdtype(np.asarray(share).dtype, np.number) and 0.0 <= np.max(share) <= 1.0:
         return None
@@ -200,7 +208,7 @@ def _not_a_share(request: Request) -> str | None:
 
 
 def not_approved(rules: Policy, request: Request) -> str | None:
-    """Whether the file of who approves runs does not name this one."""
+    """The rule that a run breaks which the approval file does not name, or None."""
     if rules.approval is None or callable(rules.approval):
         return None
     path = Path(rules.approval)
@@ -215,9 +223,9 @@ def not_approved(rules: Policy, request: Request) -> str | None:
 
 
 def released(guard: Guard, algorithm: AnyAlgorithm, request: Request, reply: Reply | Failure) -> bool:
-    """Note what leaves, before it does; False where it has to stay."""
+    """Log a reply before it leaves; False where it must not leave."""
     entry: dict[str, Any] = {"event": "reply", "run": request.run, "round": request.round, "client": request.client_id}
-    with guard.held():
+    with guard.lock():
         ledger = guard.read()
         if rule := _not_released(guard.policy, request, reply):
             guard.write(_given_back(ledger, algorithm), {**entry, "refused": rule})
@@ -234,7 +242,7 @@ def released(guard: Guard, algorithm: AnyAlgorithm, request: Request, reply: Rep
 
 
 def _given_back(ledger: Ledger, algorithm: AnyAlgorithm) -> Ledger:
-    """What `admit` counted for a reply that stays here."""
+    """The ledger without the counts of `admit` for a reply that does not leave."""
     noise = algorithm.disclosure.noise_multiplier
     return ledger._replace(
         requests=ledger.requests - 1,
@@ -244,20 +252,20 @@ def _given_back(ledger: Ledger, algorithm: AnyAlgorithm) -> Ledger:
 
 
 def _not_released(rules: Policy, request: Request, reply: Reply | Failure) -> str | None:
-    """Whether who approves replies, of a failure its reason, does not approve this one."""
+    """The rule that a reply, or a failure's reason, breaks without approval, or None."""
     if not callable(rules.approval):
         return None
     message, info = (reply.message, reply.info) if isinstance(reply, Reply) else ({}, {})
     try:
         given = rules.approval(Release(request.run, request.round, request.client_id, message, info, reply.reason))
-    except Exception as error:  # of somebody's own code: what it did not say is no approval
+    except Exception as error:  # a failing user function is no approval
         logger.exception("client %s: approval= failed", request.client_id)
         return f"approval: {type(error).__name__}"
     return None if given is True else "approval: not given"
 
 
 def _asked(request: Request) -> dict[str, Any]:
-    """What the log says of a request: never its numbers."""
+    """The log's entry on a request, without its numbers."""
     return {
         "run": request.run,
         "round": request.round,
@@ -269,20 +277,18 @@ def _asked(request: Request) -> dict[str, Any]:
     }
 
 
-# The end of a run at a client: its posterior is drawn once, and what the policy lets out of it is counted -------------
+# The end of a run: a client's posterior is drawn once, and the summaries of it that leave are counted -----------------
 
 _OF_POINTS = ("points", "weights", "joins")  # of a corrected posterior
 
 
 def concluded(guard: Guard, run: str) -> bool:
-    """Note that a run is over; False where that has been said before, or where the client has answered enough."""
+    """Log that a run is over; False where it was over already, or the client has answered enough."""
     entry = {"event": "conclusion", "run": run}
-    with guard.held():
+    with guard.lock():
         ledger = guard.read()
         last = ledger.runs.get(run)
-        rule = None
-        if last is None and ledger.requests >= guard.policy.requests:
-            rule = f"requests: {ledger.requests} answered, at most {guard.policy.requests:g} wanted"
+        rule = _too_many(guard.policy, ledger) if last is None else None
         if last is not None and last.concluded:
             rule = "conclusion: this run is over"
         if rule is None:
@@ -295,15 +301,15 @@ def concluded(guard: Guard, run: str) -> bool:
 
 
 def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Request) -> tuple[str, ...]:
-    """What of the end of a run may leave: what the policy names, counted as one more request, which it is.
+    """The summaries that may leave at the end of a run, by name; they count as one more request.
 
-    Whoever chooses q chooses where the rows are looked at. So the run has to be one that the client answered in, and q
-    and the cavity have to be where a request may ask, points of the posterior included.
+    The server chooses q, and so the points at which the rows are used. So the client must have answered in the run, and
+    q, the cavity and the posterior's points must be where a request may ask.
     """
     names = guard.policy.conclusions
     if not names:
         return ()
-    with guard.held():
+    with guard.lock():
         ledger = guard.read()
         last = ledger.runs.get(request.run, Run())
         concludes = algorithm.disclosure.concludes
@@ -325,8 +331,8 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
 def _elsewhere(guard: Guard, ledger: Ledger, client: ClientView, request: Request) -> str | None:
     """The rule that points of a corrected posterior break, or None.
 
-    Whether they are those that were answered is not known here: a server may put all weight on one of its own, which
-    tells what a narrow q there would.
+    They need not be points that were answered: a server may put all weight on one of its own, which tells as much as a
+    narrow q there.
     """
     points = np.asarray(request.message.get("points", np.zeros((0, client.layout.size))), dtype=float)
     if points.size and not ledger.points:
@@ -336,87 +342,87 @@ def _elsewhere(guard: Guard, ledger: Ledger, client: ClientView, request: Reques
     return "distance: of a point of the posterior"
 
 
-def let_out(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Request, told: Message) -> Message:
-    """What leaves in the end, noted before it does; nothing where nobody approves."""
-    reply = Reply(request.client_id, 0, client.layout.fingerprint, told, {})
-    counted = algorithm._replace(disclosure=algorithm.disclosure._replace(noise_multiplier=None))  # as `tells` did
-    return told if told and released(guard, counted, request, reply) else {}
+def let_out(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Request, arrays: Message) -> Message:
+    """Log the summaries before they leave, and return them; empty without approval."""
+    reply = Reply(request.client_id, 0, client.layout.fingerprint, arrays, {})
+    unaccounted = algorithm._replace(disclosure=algorithm.disclosure._replace(noise_multiplier=None))  # as `tells` did
+    return arrays if arrays and released(guard, unaccounted, request, reply) else {}
 
 
-# What a client tells before a run, and what it is told of that: counted and logged like requests ----------------------
+# Before a run: declarations, summaries of columns and agreements are counted and logged like requests -----------------
 
-_AGREEMENT = "agreement "  # begins the names of agreements in a ledger
-_DECLARATION = "declaration "  # begins those of declarations
-_NO_PART = "no part"  # in the place of the digest of one that did not go with the rows
+_AGREEMENT = "agreement "  # prefix of the names of agreements in a ledger
+_DECLARATION = "declaration "  # and of declarations
+_NO_PART = "no part"  # in place of the digest of an agreement that contradicted the rows
 _MOST_NO_PARTS = 2
 
 
 def admit_declaration(guard: Guard, key: str) -> bool:
-    """Count a declaration that is to be built on a client's rows, once each, all but the first; False after enough.
+    """Count a declaration that is to be built on a client's rows, once each; False where a rule refuses it.
 
-    Whether it can be built on them may tell a bit of a row. The policy's `requests` bound how often.
+    Whether it can be built may tell a bit of a row, so that each but the first counts as a request.
     """
     name = f"{_DECLARATION}{key}"
-    with guard.held():
+    with guard.lock():
         ledger = guard.read()
         if name in ledger.runs:
             return True
         runs = {**ledger.runs, name: Run(1, key, concluded=True)}
-        if not any(known.startswith(_DECLARATION) for known in ledger.runs):
+        if not any(known_name.startswith(_DECLARATION) for known_name in ledger.runs):
             guard.write(ledger._replace(runs=runs), {})  # costs nothing, and has no line
             return True
-        rule = _refused(guard, ledger.requests)
-        unknown = ledger.unknown + (guard.policy.epsilon is None)  # of what the server has no ε for anyway
+        rule = _too_many(guard.policy, ledger)
+        unknown = ledger.unknown + (guard.policy.epsilon is None)
         after = ledger if rule else ledger._replace(requests=ledger.requests + 1, unknown=unknown, runs=runs)
         guard.write(after, {"event": "request", "run": name, "asked": {}, "refused": rule})
         return rule is None
 
 
 def refuse_rows(guard: Guard, rows: int | None) -> bool:
-    """Whether fewer rows than the policy wants are there at most: then nothing is computed from them."""
+    """Whether there are certainly fewer rows than the policy wants, so that nothing may be computed from them."""
     if rows is None or rows >= guard.policy.rows:
         return False
-    with guard.held():
+    with guard.lock():
         rule = f"rows: {rows} at most, at least {guard.policy.rows} wanted"
         guard.write(guard.read(), {"event": "introduction", "refused": rule})
     return True
 
 
 def admit_telling(guard: Guard, name: str, client_id: str, columns: Mapping[str, int]) -> bool:
-    """Count that a client tells of columns (name to numbers) for the first time; False where a rule refuses it."""
+    """Count a client's first summary of columns (name to count of numbers); False where a rule refuses it."""
     entry = {"event": "request", "run": name, "client": client_id, "asked": dict(columns)}
-    with guard.held():
+    with guard.lock():
         ledger = guard.read()
-        rule = _refused(guard, ledger.requests) or not_approved(guard.policy, Request(client_id, 0, 1, (), {}, name))
+        rule = _too_many(guard.policy, ledger) or not_approved(guard.policy, Request(client_id, 0, 1, (), {}, name))
         counted = ledger._replace(requests=ledger.requests + 1, unknown=ledger.unknown + 1)
         guard.write(ledger if rule else counted, {**entry, "refused": rule})
         return rule is None
 
 
-def let_tell(guard: Guard, algorithm: AnyAlgorithm, name: str, client_id: str, told: Message) -> bool:
-    """Note what leaves for the first time, before it does; False where nobody approves."""
-    counted = algorithm._replace(disclosure=algorithm.disclosure._replace(noise_multiplier=None))  # as above
-    return released(guard, counted, Request(client_id, 0, 1, (), {}, name), Reply(client_id, 0, "", told, {}))
+def let_tell(guard: Guard, algorithm: AnyAlgorithm, name: str, client_id: str, arrays: Message) -> bool:
+    """Log a first summary of columns before it leaves; False without approval."""
+    unaccounted = algorithm._replace(disclosure=algorithm.disclosure._replace(noise_multiplier=None))  # as above
+    return released(guard, unaccounted, Request(client_id, 0, 1, (), {}, name), Reply(client_id, 0, "", arrays, {}))
 
 
 def note(guard: Guard, name: str, client_id: str, **more: Any) -> None:
-    """Note what tells nothing that was not told before, or is refused for what it is."""
-    with guard.held():
+    """Log a summary that tells nothing new, or one that is refused."""
+    with guard.lock():
         guard.write(guard.read(), {"event": "agreement", "run": name, "client": client_id, "refused": None, **more})
 
 
 def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
-    """Count an agreement that the client is sent, once each; False where it was sent enough.
+    """Count an agreement that the client is sent, once each; False where a rule refuses it.
 
-    Whether it takes part with one depends on its rows, so that each may tell one bit of them.
+    Whether the client takes part with it depends on its rows, so that each may tell one bit of them.
     """
     name = f"{_AGREEMENT}{digest}"
-    with guard.held():
+    with guard.lock():
         ledger = guard.read()
         if name in ledger.runs:
             return ledger.runs[name].digest != _NO_PART
-        rule = _refused(guard, ledger.requests)
-        earlier = [run for known, run in ledger.runs.items() if known.startswith(_AGREEMENT)]
+        rule = _too_many(guard.policy, ledger)
+        earlier = [run for key, run in ledger.runs.items() if key.startswith(_AGREEMENT)]
         if sum(run.digest == _NO_PART for run in earlier) >= _MOST_NO_PARTS:
             rule = f"agreements: {_MOST_NO_PARTS} did not go with the rows here, and each more could tell of one row"
         if guard.policy.epsilon is not None and earlier:
@@ -431,28 +437,22 @@ def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
 
 
 def refuse_agreement(guard: Guard, digest: str, client_id: str, why: str) -> None:
-    """Note that an agreement does not go with the client's rows, which tells of them: only few such are borne."""
+    """Log that an agreement contradicts the client's rows; this tells of them, so that `admit_agreement` bounds it."""
     name = f"{_AGREEMENT}{digest}"
-    with guard.held():
+    with guard.lock():
         ledger = guard.read()
         after = ledger._replace(runs={**ledger.runs, name: Run(1, _NO_PART, concluded=True)})
         guard.write(after, {"event": "agreement", "run": name, "client": client_id, "refused": f"agreement: {why}"})
 
 
-def _refused(guard: Guard, requests: int) -> str | None:
-    if requests < guard.policy.requests:
-        return None
-    return f"requests: {requests} answered, at most {guard.policy.requests:g} wanted"
-
-
-# What a client's observed variables hold: rows, and outcomes of each kind. A thin edge to PyMC ------------------------
+# The numbers of rows and events of a client's observed variables. A thin edge to PyMC ---------------------------------
 
 
 def holdings(client: Any) -> Holdings:
     """Count rows and events in the client's own model, once.
 
-    Every observed variable is read as the model has it, whatever it was computed from. A potential that reads data
-    counts as the shortest array that it reads: what of it is observed cannot be told.
+    Every observed variable is read from the model, whatever it was computed from. A potential that reads data counts as
+    the shortest array that it reads.
     """
     found: Holdings = client.view(_count)
     return found
@@ -464,9 +464,9 @@ def _count(client: Any) -> Holdings:
     for rv in model.observed_RVs:
         value = _value(model.rvs_to_values[rv])
         lengths.append(len(value) if value.ndim else 1)
-        found = _events(rv, value)
-        if found is not None:
-            events.append(found)
+        count = _events(rv, value)
+        if count is not None:
+            events.append(count)
     data = set(model.data_vars)
     for potential in model.potentials:
         read = [np.shape(variable.get_value()) for variable in ancestors([potential]) if variable in data]
@@ -474,7 +474,7 @@ def _count(client: Any) -> Holdings:
     return Holdings(min(lengths, default=0), min(events) if events else None)
 
 
-_EVER = 2.0**99  # times beyond are of what was never seen
+_EVER = 2.0**99  # later times stand for events that were never seen
 
 
 def _value(variable: Any) -> Any:
@@ -484,7 +484,7 @@ def _value(variable: Any) -> Any:
 
 
 def _events(rv: Any, value: Any) -> int | None:
-    """Outcomes of the rarer kind; None where outcomes are of no kinds."""
+    """Number of outcomes of the rarest kind; None where outcomes are not of kinds."""
     op = rv.owner.op
     name = str(getattr(op, "name", None) or getattr(op, "_print_name", ("",))[0])
     weighted, name = name.startswith("weighted_"), name.removeprefix("weighted_")

@@ -1,12 +1,11 @@
-"""The embedded engine: all clients in this process, a thread each where cores allow.
+"""The embedded engine: all clients in this process, in threads.
 
-Compiled log densities release Python's lock, so threads run in parallel without copying data or compiling twice.
+Compiled log densities release Python's lock, so that threads run in parallel without copies of data or of models.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +40,7 @@ from fedppl.types import DeclarationError, Layout, Message, Status
 
 
 class ModelsHere:
-    """What engines share that have all clients' models in this process, for reading results."""
+    """Methods of engines that have all clients' models in this process, for reading results."""
 
     _models: Mapping[str, Any]
 
@@ -54,23 +53,23 @@ class ModelsHere:
         return False
 
     def layout(self) -> Layout:
-        """Return the shared layout that enrolment found equal at all clients."""
+        """Return the shared layout, which enrolment has found equal at all clients."""
         layout: Layout = next(iter(samples(self._models))).layout
         return layout
 
     def reader(self) -> SharedReader:
-        """Return how draws of φ are read."""
+        """Return the reader of draws of φ."""
         return reader_of(samples(self._models))
 
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
     ) -> Mapping[str, Message]:
-        """Nothing to tell: `Fit.client` draws here when it is asked."""
+        """Return nothing: `Fit.client` draws in this process when it is called."""
         return {}
 
 
 class InProcessEngine(ModelsHere):
-    """Clients' models and personal states by id; see `InProcess`."""
+    """Clients' models and personal states; see `InProcess`."""
 
     def __init__(
         self, algorithm: AnyAlgorithm, models: Mapping[str, Any], workers: int, policy: Policy | None = None
@@ -84,10 +83,9 @@ class InProcessEngine(ModelsHere):
         self._models = models if isinstance(models, ClientsOf) else dict(models)
         self._workers = workers
         self._pool: ThreadPoolExecutor | None = None  # kept from round to round
-        # What clients still compute that missed a deadline.
-        self._late: dict[str, Future[dict[str, Reply | Failure]]] = {}
-        self._settings = settings()  # of PyTensor, when no thread was at work
-        self._stacks: Sequence[Any] | None = None  # clients side by side, once they were asked for a sum
+        self._late: dict[str, Future[dict[str, Reply | Failure]]] = {}  # clients past a deadline that still compute
+        self._settings = settings()  # of PyTensor, while no thread was at work
+        self._stacks: Sequence[Any] | None = None  # clients laid side by side, once a sum was asked for
         self._personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
@@ -100,7 +98,7 @@ class InProcessEngine(ModelsHere):
                 raise DeclarationError(f"client {client_id!r} does not take part: {rule}")
 
     def has_sites(self) -> bool:
-        """Return whether clients keep to a policy, as at sites of their own."""
+        """Return whether clients have a policy, as at sites of their own."""
         return bool(self._guards)
 
     def exchange(
@@ -108,9 +106,9 @@ class InProcessEngine(ModelsHere):
     ) -> dict[str, Reply | Failure]:
         """Answer every request; those not done at the deadline (seconds) are failures.
 
-        A client that is late is not asked again before it is done: no two threads work for one client, and no more
-        threads hang than clients do. Clients never work in the thread that called: there Ctrl-C ends the wait at once,
-        where samplers would keep it to themselves and send what they have so far.
+        A late client is not asked again before it is done, so that no two threads work for one client. Clients never
+        compute in the calling thread: there Ctrl-C ends the wait at once, while a sampler would catch it and return the
+        draws it has.
         """
         self._late = {client_id: future for client_id, future in self._late.items() if not future.done()}
         if not self._late:
@@ -124,7 +122,7 @@ class InProcessEngine(ModelsHere):
                 for request in names[done]:
                     heard(request.client_id)
         late = {client_id: future for client_id, future in futures.items() if not future.done() and not future.cancel()}
-        if late:  # their threads are lost to the others, who get a new pool
+        if late:  # their threads stay busy, so that the other clients get a new pool
             self._late |= late
             pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
@@ -146,18 +144,18 @@ class InProcessEngine(ModelsHere):
     def exchange_sum(
         self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
     ) -> Summed:
-        """The sum of replies: of clients that lie side by side computed as such, else of one reply after the other."""
+        """The sum of replies: computed at once where clients are laid side by side, else reply by reply."""
         is_all = not requests.silent and deadline is None and requests.clients == self.clients()
         if is_all and not self._guards and (stacks := self._side_by_side()):
             try:
                 return self._added(stacks, requests.make(requests.clients[0]), heard)
             except Exception as error:  # each client alone says what is wrong with it
-                told = "%s: the sum over clients side by side failed, and each is asked alone"
-                logger.log(level_of(error), told, self._algorithm.name, exc_info=True)
+                message = "%s: the sum over clients side by side failed, and each is asked alone"
+                logger.log(level_of(error), message, self._algorithm.name, exc_info=True)
         return take_sum(self.exchange, requests, accept, deadline, heard)
 
     def _side_by_side(self) -> Sequence[Any]:
-        """All clients, laid side by side once; none where the algorithm does not, or these cannot be."""
+        """All clients, laid side by side once; empty where the algorithm or the clients' models do not allow it."""
         batch = _usable(self._algorithm)
         if batch is None or batch.stacks is None or batch.summed is None:
             return ()
@@ -165,15 +163,15 @@ class InProcessEngine(ModelsHere):
             try:
                 self._stacks = batch.stacks(self._models)
             except Exception as error:  # each client alone says what is wrong with its model
-                told = "%s: clients cannot be laid side by side"
-                logger.log(level_of(error), told, self._algorithm.name, exc_info=True)
+                message = "%s: clients cannot be laid side by side"
+                logger.log(level_of(error), message, self._algorithm.name, exc_info=True)
                 self._stacks = ()
         return self._stacks
 
     def _added(self, stacks: Sequence[Any], request: Request, heard: Heard) -> Summed:
-        """The sum over stacks, in their order, of what all answer to one message.
+        """The sum over stacks, in their order, of all clients' replies to one message.
 
-        In a thread of its own, as in `exchange`: so Ctrl-C ends the wait at once.
+        It is computed in another thread, as in `exchange`, so that Ctrl-C ends the wait at once.
         """
         assert (batch := self._algorithm.batch) is not None and batch.summed is not None
         self._settings = settings()
@@ -182,34 +180,34 @@ class InProcessEngine(ModelsHere):
         clients, failures, infos, reasons = 0, dict[str, str](), dict[str, Mapping[str, float]](), dict[str, str]()
         for stack in stacks:
             try:
-                found = pool.submit(batch.summed, stack, message_of(request), self._workers).result()
+                stack_sum = pool.submit(batch.summed, stack, message_of(request), self._workers).result()
             finally:
                 set_back(self._settings)
-            if found.clients:
-                total = {name: total.get(name, 0.0) + value for name, value in found.total.items()}
-            clients += found.clients
-            failures |= found.failures
-            infos |= found.infos
-            reasons |= found.reasons
-            heard(request.client_id, clients=found.clients + len(found.failures))
+            if stack_sum.clients:
+                total = {name: total.get(name, 0.0) + value for name, value in stack_sum.total.items()}
+            clients += stack_sum.clients
+            failures |= stack_sum.failures
+            infos |= stack_sum.infos
+            reasons |= stack_sum.reasons
+            heard(request.client_id, clients=stack_sum.clients + len(stack_sum.failures))
         return Summed(total, clients, failures, infos, reasons)
 
     def personal(self) -> Mapping[str, Any]:
-        """Return what the clients keep to themselves."""
+        """Return the clients' personal states."""
         return dict(self._personal)
 
     def restore(self, personal: Mapping[str, Any]) -> None:
-        """Give the clients what they kept."""
+        """Set the clients' personal states."""
         self._personal.update(personal)
 
     def close(self) -> None:
-        """Let the threads go; one that hangs is left to itself."""
+        """Release the threads, without waiting for one that hangs."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
     def _groups(self, requests: Mapping[str, Request], deadline: float | None) -> list[tuple[Request, ...]]:
-        """Requests that are answered together. A policy speaks to one client, and so does who is late."""
+        """Requests that are answered together; each alone where there is a policy or a deadline."""
         if self._guards or deadline is not None:
             return [(request,) for request in requests.values()]
         return _grouped(self._algorithm, self._models, requests)
@@ -217,17 +215,17 @@ class InProcessEngine(ModelsHere):
     def _some(self, requests: tuple[Request, ...]) -> dict[str, Reply | Failure]:
         try:
             if len(requests) > 1:
-                found = _answers(self._algorithm, self._models, self._personal, requests)
+                answers = _answers(self._algorithm, self._models, self._personal, requests)
             else:
                 client_id = requests[0].client_id
                 before, guard = self._personal.get(client_id), self._guards.get(client_id)
-                found = {client_id: answer(self._algorithm, self._models[client_id], before, requests[0], guard)}
-        finally:  # also of who is late, or was left behind by an interrupt
+                answers = {client_id: answer(self._algorithm, self._models[client_id], before, requests[0], guard)}
+        finally:  # also in a thread that is late, or was left behind by an interrupt
             set_back(self._settings)
-        for client_id, (personal, _) in found.items():
+        for client_id, (personal, _) in answers.items():
             if personal is not None:
                 self._personal[client_id] = personal
-        return {client_id: reply for client_id, (_, reply) in found.items()}
+        return {client_id: reply for client_id, (_, reply) in answers.items()}
 
 
 def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> EngineFactory:
@@ -286,43 +284,39 @@ logger = logging.getLogger(__name__)
 def _grouped(
     algorithm: AnyAlgorithm, clients: Mapping[str, Any], requests: Mapping[str, Request]
 ) -> list[tuple[Request, ...]]:
-    """Requests that are answered together; most stand alone. No request is in two, and all are in one."""
-    batch, found = _usable(algorithm), []
+    """A partition of the requests into groups that are answered together; most have one request."""
+    batch, grouped = _usable(algorithm), []
     if batch is not None:
         for report in (True, False):
-            asked = [request for request in requests.values() if request.report == report]
-            if not asked or (not report and batch.unreported_together is None):
+            reported = [request for request in requests.values() if request.report == report]
+            if not reported or (not report and batch.unreported_together is None):
                 continue
             try:
-                groups = batch.groups([clients[request.client_id] for request in asked])
-                found += [tuple(asked[place] for place in group) for group in groups]
+                groups = batch.groups([clients[request.client_id] for request in reported])
+                grouped += [tuple(reported[place] for place in group) for group in groups]
             except Exception as error:  # each client alone says what is wrong with its model
                 logger.log(level_of(error), "%s: no batches in this round", algorithm.name, exc_info=True)
-    taken = {request.client_id for group in found for request in group}
-    return [*found, *((request,) for client_id, request in requests.items() if client_id not in taken)]
+    taken = {request.client_id for group in grouped for request in group}
+    return [*grouped, *((request,) for client_id, request in requests.items() if client_id not in taken)]
 
 
 def _answers(
     algorithm: AnyAlgorithm, clients: Mapping[str, Any], personal: Mapping[str, Any], requests: Sequence[Request]
 ) -> dict[str, tuple[Any, Reply | Failure]]:
-    """What each of a group keeps and answers, by id. A client that the batch leaves out is asked alone."""
+    """Personal state and reply of each client of a group. A client that the batch leaves out is asked alone."""
     updates = _updates(algorithm, clients, personal, requests)
-    found = {}
+    answers = {}
     for request, update in zip(requests, updates, strict=True):
         client, before = clients[request.client_id], personal.get(request.client_id)
         if update is None:
-            found[request.client_id] = answer(algorithm, client, before, request)
+            answers[request.client_id] = answer(algorithm, client, before, request)
         else:
-            found[request.client_id] = checked(algorithm, client, before, request, functools.partial(_given, update))
-    return found
-
-
-def _given(update: ClientUpdate[Any]) -> ClientUpdate[Any]:
-    return update
+            answers[request.client_id] = checked(algorithm, client, before, request, lambda update=update: update)
+    return answers
 
 
 def _usable(algorithm: AnyAlgorithm) -> Batch[Any] | None:
-    """The algorithm's batch, where it stands for the functions that the algorithm has."""
+    """The algorithm's batch, if it belongs to the algorithm's present functions."""
     batch = algorithm.batch
     if batch is None or batch.update_client is not algorithm.update_client:
         return None
@@ -345,8 +339,8 @@ def _updates(
         updates = compute(parts)
         if len(updates) != len(requests):
             raise ValueError(f"{len(updates)} updates for {len(requests)} clients")
-    except Exception as error:  # one client's trouble, or one of the batch: each alone says which
-        told = "%s: a batch of %d clients failed, and each is asked alone"
-        logger.log(level_of(error), told, algorithm.name, len(requests), exc_info=True)
+    except Exception as error:  # of one client, or of the batch: each client alone says which
+        text = "%s: a batch of %d clients failed, and each is asked alone"
+        logger.log(level_of(error), text, algorithm.name, len(requests), exc_info=True)
         return alone
     return updates
