@@ -1,7 +1,7 @@
-"""How few rows a number may depend on that leaves a client: a rule on what its rows say at the points asked for.
+"""The policy's rule `few_rows`: how few rows a number may depend on that leaves a client.
 
-A reply is made of rows' slopes. Where a direction of the shared coordinates has all of its slopes from a few rows, what
-leaves says what these rows are, however the direction is disguised: a span has no columns.
+A reply is computed from the slopes (gradients) of single rows. If a direction of the shared coordinates has almost all
+of its slopes from a few rows, the reply reveals these rows. The rule looks at all directions of the span of the slopes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fedppl.model.row_scores import by_length, row_scores, rows_apart, slopes
 from fedppl.numerics import pairs
 from fedppl.types import Array
 
-_FARTHER = 100.0  # times what a point is moved aside for slopes, so 1e-4 prior sds
-_KEPT = 128  # shares of a client, at as many points or half of them: more than a round asks at
-_EQUAL = 1e-2  # relative, of curvatures by differences
-_JUMP = 1e-4  # relative change of slopes over 1e-6 prior sds; more than smooth terms of columns within 100 have
+_FARTHER = 100.0  # times the distance of probes, so 1e-4 prior sds
+_KEPT = 128  # cached shares of a client: one or two for each point of a round
+_EQUAL = 1e-2  # relative tolerance of curvatures by differences
+_JUMP = 1e-4  # relative change of slopes over 1e-6 prior sds; smooth terms of columns within 100 change less
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
 
 class Ruling(NamedTuple):
-    """What the rule says of a request."""
+    """The rule that a request breaks, or None."""
 
     rule: str | None
-    spare: Array  # which of the points that can be left out may be answered, (T,) bool
+    spare: Array  # which of the spare points may be answered, (T,) bool
 
 
 def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str | None:
-    """The rule that a declaration with its data breaks wherever it is asked; None where it keeps all."""
+    """The rule that a declaration with its data breaks at the prior's mean, or None."""
     if rules.epsilon is not None:
         return None
     if not rules.joint and by_row is None and (names := row_scores(client).joint):
@@ -50,9 +50,9 @@ def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str
 
 
 def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
-    """The same of terms that read rows of others, and of curvatures that only few rows have.
+    """The rule by curvatures, and by terms that read several rows.
 
-    Not where points can be left out, at which neither slopes nor curvatures leave.
+    It is not applied to spare points: neither slopes nor curvatures at them leave.
     """
     if not rules.few_rows or by_row is not None:
         return None
@@ -72,7 +72,7 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
 
 
 def _once(look: Callable[..., float], rules: Policy, client: Any, point: Array, *more: Any) -> float:
-    """A share at a point, which several requests may ask for."""
+    """A share at a point, cached for requests at the same point."""
     known: dict[Any, float] = client.view(_shares)
     key = (look, rules.few_rows, rules.few_rows_share, *more, point.tobytes())
     if key not in known:
@@ -91,19 +91,19 @@ def _share_beside(rules: Policy, client: Any, point: Array) -> float:
     try:
         share = 0.0
         if not client.view(_rows_apart):
-            # Differences lose digits: farther from where slopes may vanish than where slopes themselves are looked at.
+            # Differences lose digits, so that this point is farther from where slopes may vanish.
             phi = np.ascontiguousarray(point + _FARTHER * client.view(probes_of).aside)
             share = share_in_others(client, *_at_modes(client, phi), few, enough)
         if share < enough:
             bends = share_in_bends(reading(client).client, *_along_modes(client, point), few, enough)
             share = float(np.maximum(share, bends))  # NaN too
         return share
-    except Exception:  # which tells of rows too, and is counted as what the rule refuses
+    except Exception:  # it depends on rows too, and counts as a refusal by this rule
         return np.nan
 
 
 def _rows_apart(client: Any) -> bool:
-    """Whether nothing can be in others by the graph alone, wherever it is asked; no builder computed of rows before."""
+    """Whether, by the graph alone, no term reads several rows, and the builder computed nothing from rows."""
     read = reading(client)
     if read.inputs is None or read.client is not client:
         return False
@@ -113,7 +113,7 @@ def _rows_apart(client: Any) -> bool:
 
 
 def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Ruling:
-    """The rule that a request breaks where it asks, and which spare points may be answered of those `allowed`."""
+    """The rule that a request breaks at its points, and the spare points that may be answered of those `allowed`."""
     if rules.epsilon is not None or not rules.few_rows:
         return Ruling(None, allowed)
     ends = [place for q, cavity in asked.targets for place in (gaussian.mean(q), reached(client.layout, cavity))]
@@ -127,11 +127,11 @@ def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_r
 
 
 def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: ByRow | None) -> Ruling:
-    """Points as far from the first as the rule is kept, looked at by bisection."""
+    """The spare points up to the distance from the first at which the rule breaks, found by bisection."""
     sd = gaussian.standard_deviations(client.layout.prior)
     away = np.max(np.abs(points - points[0]) / sd, axis=1, initial=0.0)
     order = np.flatnonzero(allowed)[np.argsort(away[allowed], kind="stable")]
-    first = points[order[0]]  # at which more than a value may leave
+    first = points[order[0]]  # here more than values may leave
     if rule := _refuse(rules, client, first, by_row) or _refuse_others(rules, client, first, by_row):
         return Ruling(rule, allowed)
     good, bad = 0, len(order)
@@ -162,14 +162,14 @@ def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> s
 
 
 def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> float:
-    """The largest share that so few rows have of a direction at a point; NaN where it cannot be told."""
+    """The largest share of a direction that `few_rows` rows have at a point; NaN where it cannot be computed."""
     few, enough = rules.few_rows, rules.few_rows_share
     try:
         if by_row is not None:
             vectors = by_row(client, point)
             return by_column(vectors, few) if np.all(np.isfinite(vectors)) else np.nan
         sets = _vectors(reading(client).client, point)
-    except Exception:  # of a model that has no such slopes, or no density at the point
+    except Exception:  # the model has no such slopes, or no density at the point
         return np.nan
     share = 0.0
     for vectors in sets:
@@ -180,10 +180,10 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
 
 
 def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
-    """Vectors of rows (n, m) whose squares are what a row has in curvatures, and in these and slopes together.
+    """Vectors of rows (n, m) whose squares are a row's part of curvatures, and of curvatures and squared slopes.
 
-    A row's direction is that of its slopes, which are exact; its length is theirs where outcomes are known, and the
-    root of its curvature where they are not: of a rare outcome slopes alone are nearly all of the few that have it.
+    A row's vector has the direction of its slopes, which are exact. Its length includes the root of its curvature:
+    by slopes alone the rows with a rare outcome would dominate.
     """
     x, paths = _along_modes(client, point)
     vectors = slopes(client, x, paths)
@@ -193,16 +193,16 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
 
 
 def _right_there(client: Any, point: Array, beside: Array) -> tuple[Array, ...]:
-    """Slopes at the very point, where they are others than beside it: of terms that are there at this point alone."""
+    """Slopes at the very point, if they differ from those beside it, as where a term exists at this point alone."""
     here = slopes(client, *_at_modes(client, np.ascontiguousarray(point)))
     same = np.all(np.abs(here - beside) <= _JUMP * np.max(np.abs(beside), axis=0, initial=0.0))
     return () if same else (here,)
 
 
 def _curvatures(client: Any, x: Array, paths: Array, vectors: Array) -> Array:
-    """Of each row (n,) how large its curvature is in squares of its slopes, along some directions together.
+    """Ratio (n,) of each row's curvature to its squared slope, summed over some directions.
 
-    Where two directions say the same of all rows, as where each has one linear predictor, so do the others.
+    If two directions give the same ratios, as where each row has one linear predictor, the others are left out.
     """
     squares, bends = np.zeros((2, ALONG, len(vectors)))
     for number, step in enumerate(client.view(probes_of).steps):
@@ -210,8 +210,8 @@ def _curvatures(client: Any, x: Array, paths: Array, vectors: Array) -> Array:
         squares[number] = np.square(here)
         bends[number] = np.abs(slopes(client, x + way, way[None])[:, 0] - here)
         if number == 1:
-            one, other = bends[0] * squares[1], bends[1] * squares[0]
-            if np.all(np.abs(one - other) <= _EQUAL * np.maximum(one, other)):
+            first, second = bends[0] * squares[1], bends[1] * squares[0]
+            if np.all(np.abs(first - second) <= _EQUAL * np.maximum(first, second)):
                 break
     total, bent = np.sum(squares, axis=0), np.sum(bends, axis=0)
     with np.errstate(all="ignore"):
@@ -219,17 +219,17 @@ def _curvatures(client: Any, x: Array, paths: Array, vectors: Array) -> Array:
 
 
 def _along_modes(client: Any, point: Array) -> tuple[Array, Array]:
-    """x = (φ, θ) beside a point, and directions (m, m + d) of x in which one coordinate of φ moves, and θ at its mode.
+    """x = (φ, θ) beside a point, and directions (m, m + d) of x along which φ moves and θ stays at its mode.
 
-    What leaves is of the density without θ: a local effect that explains a column takes it out of what is shared.
+    Replies are of the density with θ integrated out: a local effect may explain a column, which then has no slope.
     """
     known: dict[bytes, tuple[Array, Array]] = client.view(_last_modes)
     key = point.tobytes()
-    found = known.get(key)
-    if found is None:
+    modes = known.get(key)
+    if modes is None:
         known.clear()
-        found = known[key] = _at_modes(client, np.ascontiguousarray(point + client.view(probes_of).aside))
-    return found
+        modes = known[key] = _at_modes(client, np.ascontiguousarray(point + client.view(probes_of).aside))
+    return modes
 
 
 def _last_modes(_: Any) -> dict[bytes, tuple[Array, Array]]:
@@ -248,22 +248,22 @@ def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     return np.concatenate([phi, theta]), np.concatenate([np.eye(m), path.T], axis=1)
 
 
-# On how few rows' outcomes curvatures depend beyond what linear predictors have: a rule beside that on slopes ---------
+# Curvatures by outcomes: the rule on entries of the Hessian that depend on few rows' outcomes -------------------------
 
-# A term like `b[0] * b[1]` in the mean of one row alone has a slope among those of all rows, and an entry of the
+# A term like `b[0] * b[1]` in the mean of a single row hides among the slopes of all rows, but has an entry of the
 # Hessian to itself, which is that row's outcome.
 
-_ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
-ALONG = 6  # directions: slopes of a row cancel along few of them
-_SHORT = 1e-4  # prior sds, for curvatures along these
-_STEP = 1e-3  # prior sds
+_ASIDE = 1e-6  # prior sds, from a point: where a coordinate is 0 slopes may vanish and hide a term of few rows
+ALONG = 6  # directions: a row's slopes cancel along few of them
+_SHORT = 1e-4  # prior sds, length of the steps along them
+_STEP = 1e-3  # prior sds, of differences
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
-_NO_BEND = 1e-8  # the same along one direction, of which a larger entry may have little
+_NO_BEND = 1e-8  # the same along one direction, to which a large entry may contribute little
 _MOST_DIRECTIONS = 30
 
 
 class Probes(NamedTuple):
-    """Where a client probes slopes, from a point that it is asked at."""
+    """Where slopes are probed, relative to a point of a request."""
 
     sd: Array  # of the prior, (m,)
     aside: Array  # from the point, (m,)
@@ -273,9 +273,9 @@ class Probes(NamedTuple):
 
 
 def probes_of(client: Any) -> Probes:
-    """Random directions that are the same at each point, and that nobody knows who has not the client's data.
+    """Random directions, the same at each point, by a seed from the client's data.
 
-    Who knew along which directions a rule looks could declare terms that do not bend along these.
+    The server cannot know them, or it could declare terms without curvature along them.
     """
     raw = b"".join(np.asarray(value).tobytes() for value in client.inputs)
     seed = int.from_bytes(hashlib.sha256(raw).digest(), "big")
@@ -286,10 +286,10 @@ def probes_of(client: Any) -> Probes:
 
 
 def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
-    """The largest share that so few rows have of what outcomes change in curvatures, at x and along paths (m, m + d).
+    """The largest share that `few` rows have of the outcomes' effect on curvatures, at x and along paths (m, m + d).
 
-    What all outcomes at their largest change against all at their smallest. A linear predictor's curvature is a
-    multiple of the square of its slopes, and is set apart; of that its size alone is looked at.
+    The effect is the difference between all outcomes at their largest and all at their smallest. The curvature of a
+    linear predictor is a multiple of its squared slopes; this part is split off, and only its size is used.
     """
     ends = _ends(client)
     if ends is None:
@@ -300,54 +300,54 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     def change(at: Array, along: Array) -> dict[int, Array]:
         low, high = (by_length(row_scores(client).along, at, along, inputs) for inputs in ends)
         changes = {length: high[length] - low[length] for length in low}
-        # An outcome that another row cannot have, as more successes than trials, says nothing there.
-        return {length: np.where(np.isfinite(found), found, 0.0) for length, found in changes.items()}
+        # A row cannot have every outcome, as more successes than trials; then it has no difference.
+        return {length: np.where(np.isfinite(difference), difference, 0.0) for length, difference in changes.items()}
 
     def bend(slopes: dict[int, Array], along: Array, direction: Array) -> dict[int, Array]:
-        # Of a linear predictor a difference to one side alone is a multiple of the slopes too.
+        # For a linear predictor a one-sided difference is a multiple of the slopes, too.
         beside = change(x + (_STEP * direction * sd) @ paths, along)
-        return {length: (beside[length] - found) / _STEP for length, found in slopes.items()}
+        return {length: (beside[length] - difference) / _STEP for length, difference in slopes.items()}
 
     scaled = paths * sd[:, None]
     along = probes.pair[:1] @ scaled
     slopes = change(x, along)
     first = bend(slopes, along, probes.pair[1])
     if all(np.max(np.abs(first[n]), initial=0.0) <= _NO_BEND * np.max(np.abs(slopes[n]), initial=0.0) for n in slopes):
-        return 0.0  # as where outcomes enter by products with linear predictors alone
+        return 0.0  # outcomes enter only by products with linear predictors
     slopes = change(x, scaled)
     directions = np.eye(m)
     if m > _MOST_DIRECTIONS:
         directions = np.random.default_rng(probes.seed).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
     by_direction = [bend(slopes, scaled, direction) for direction in directions]
     share = 0.0
-    for length, own in slopes.items():
-        size = _NOTHING * np.max(np.abs(own), initial=0.0)
+    for length, row_slopes in slopes.items():
+        size = _NOTHING * np.max(np.abs(row_slopes), initial=0.0)
         bends = np.stack([changes[length].T for changes in by_direction])  # (directions, m, n)
-        for columns, by_size in _columns(client, own.T, bends):
+        for columns, by_size in _columns(client, row_slopes.T, bends):
             columns *= np.abs(columns) > size
             share = max(share, by_column(columns, few) if by_size else largest_share(columns, few, enough))
     return share
 
 
 def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, bool]]:
-    """For each shared variable (n, columns) of what is left, and sizes of what is set apart."""
+    """For each shared variable the remaining curvatures (n, columns), and the sizes of the parts split off."""
     place = 0
     for variable in client.layout.variables:
         here = slice(place, place + int(np.prod(variable.shape, dtype=int)))
         place = here.stop
-        own, found = slopes[here], bends[:, here]
-        if len(own) == 1:
-            yield found[:, 0].T.copy(), False
+        row_slopes, changes = slopes[here], bends[:, here]
+        if len(row_slopes) == 1:
+            yield changes[:, 0].T.copy(), False
             continue
-        squares = np.maximum(np.sum(np.square(own), axis=0), 1e-300)
-        times = np.einsum("kan,an->kn", found, own) / squares
-        rest = found - times[:, None] * own
+        squares = np.maximum(np.sum(np.square(row_slopes), axis=0), 1e-300)
+        times = np.einsum("kan,an->kn", changes, row_slopes) / squares
+        rest = changes - times[:, None] * row_slopes
         yield rest.reshape(-1, rest.shape[-1]).T, False
         yield np.sqrt(np.abs(times) * np.sqrt(squares)).T, True
 
 
 def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
-    """A client's inputs with all outcomes at their smallest, and at their largest; None where none has a container."""
+    """A client's inputs with all outcomes at their smallest and at their largest; None if no outcome is in pm.Data."""
     template, values = client.template, client.template.parts.model.rvs_to_values
     rvs = template.parts.model.observed_RVs
     read = template.once("outcomes", lambda: values_read(values[rv] for rv in rvs))
@@ -359,26 +359,26 @@ def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
     return (low, high) if outcomes else None
 
 
-# On how few rows terms depend that are not their own: a rule beside that on slopes, where a graph mixes rows ----------
+# Terms that read several rows: the rule where a graph, or its builder, mixes rows -------------------------------------
 
-_ROUNDING = 1e-12  # of the sum of sizes: below it a change is none
-_BLOCKS, _BLOCKS_A_COLUMN = 48, 6  # of rows changed together: .95 of a direction no three of these have by chance
+_ROUNDING = 1e-12  # of the sum of sizes: a smaller change is rounding
+_BLOCKS, _BLOCKS_A_COLUMN = 48, 6  # of rows changed together: by chance no three of them have .95 of a direction
 
 
 class _Slopes(NamedTuple):
-    """Slopes along the shared coordinates: of rows by their number, and of all that is not of single rows."""
+    """Slopes along the shared coordinates: of single rows, by the number of rows, and the sum of all other terms."""
 
     rows: dict[int, Array]
     rest: Array
 
 
 def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
-    """The largest share that so few rows have in terms which are not their own, at x and along paths (m, m + d).
+    """The largest share that `few` rows have in terms that are not only theirs, at x and along paths (m, m + d).
 
-    Zero where all terms are of single rows; NaN where it cannot be told. Entries of rows are changed, in containers and
-    through the builder: what changes in terms of others is looked at where there are such, and the whole change too,
-    since terms may cancel but for a few rows. Rows are changed by blocks: what so few rows make up so few blocks do,
-    and what all rows do, as a mean of theirs, all blocks do.
+    Zero if all terms are of single rows; NaN where it cannot be computed. Entries of rows are altered, in pm.Data and
+    through the builder, and the changes of other rows' terms are measured, and the whole changes, since terms may
+    cancel but for a few rows. Rows are altered by blocks: an effect of few rows shows in as few blocks, an effect of
+    all rows, such as a mean, in all blocks.
     """
     read = reading(client)
     if read.inputs is None:
@@ -409,14 +409,16 @@ def _slopes_at(read: Reading, client: Any, x: Array, paths: Array) -> Callable[[
         rows = by_length(row_scores(read.client).elsewhere, x, paths, inputs)
         rest = np.zeros(len(paths))
         if client.local_size:
-            rest = paths @ read.client.kernel(x, *pack(inputs))[1:] - sum(np.sum(one, axis=0) for one in rows.values())
+            rest = paths @ read.client.kernel(x, *pack(inputs))[1:] - sum(
+                np.sum(part, axis=0) for part in rows.values()
+            )
         return _Slopes(rows, rest)
 
     return at
 
 
 def _blocks(length: int, count: int) -> Iterator[Any]:
-    """Rows of each block, (length,) bool: no two beside each other but by chance."""
+    """Rows of each block, (length,) bool, in random order."""
     order = np.random.default_rng(length).permutation(length)
     for place in range(count):
         rows = np.zeros(length, dtype=bool)
@@ -425,7 +427,7 @@ def _blocks(length: int, count: int) -> Iterator[Any]:
 
 
 def _of_themselves(at: Any, before: _Slopes, arrays: Any, changed: Sequence[Alteration], length: int) -> bool:
-    """Whether terms of rows stay as they are where others change: those of each half where the other half does."""
+    """Whether rows' terms do not change with other rows: those of each half, when the other half is altered."""
     for half in _blocks(length, 2):
         after = at({**arrays, **{alteration.name: altered_at(alteration, half) for alteration in changed}})
         if after is None:
@@ -437,17 +439,17 @@ def _of_themselves(at: Any, before: _Slopes, arrays: Any, changed: Sequence[Alte
 
 
 def _beside(before: _Slopes, after: _Slopes, length: int, changed: Any) -> tuple[Array, Array]:
-    """What changes in terms that are not of the rows changed, (rows and one more, m), and below what it is rounding."""
+    """Changes of terms of rows that were not altered, (rows + 1, m), and the size below which a change is rounding."""
     terms = [
         (after.rows[n] - rows)[~changed] if n == length else after.rows[n] - rows for n, rows in before.rows.items()
     ]
-    size = sum(np.sum(np.abs(one), axis=0) for slopes in (before, after) for one in slopes.rows.values())
+    size = sum(np.sum(np.abs(part), axis=0) for slopes in (before, after) for part in slopes.rows.values())
     size = np.nan_to_num(size + np.abs(before.rest) + np.abs(after.rest), posinf=0.0, neginf=0.0)
     return np.concatenate([*terms, (after.rest - before.rest)[None]]), _ROUNDING * size
 
 
 def _share_of(at: Any, arrays: Mapping[str, Any], alteration: Alteration, few: int, enough: float) -> float:
-    """The largest share that so few blocks have in what changes beside their own terms, and in all that changes."""
+    """The largest share that `few` blocks have in the changes of other rows' terms, and in the whole changes."""
     length = len(alteration.before)
     before = at({**arrays, alteration.name: alteration.before})
     if before is None:
@@ -455,19 +457,19 @@ def _share_of(at: Any, arrays: Mapping[str, Any], alteration: Alteration, few: i
     if _of_themselves(at, before, arrays, [alteration], length):
         return 0.0
     m = len(before.rest)
-    terms, whole, sizes = [], [], np.zeros(m)
+    terms, total, sizes = [], [], np.zeros(m)
     for rows in _blocks(length, min(length, max(_BLOCKS, _BLOCKS_A_COLUMN * m))):
         after = at({**arrays, alteration.name: altered_at(alteration, rows)})
         if after is None:
             return np.nan
         beside, size = _beside(before, after, length, rows)
         terms.append(np.sum(beside, axis=0))
-        own = (after.rows[length] - before.rows[length])[rows] if length in before.rows else np.zeros((0, m))
-        whole.append(terms[-1] + np.sum(own, axis=0))
+        own_terms = (after.rows[length] - before.rows[length])[rows] if length in before.rows else np.zeros((0, m))
+        total.append(terms[-1] + np.sum(own_terms, axis=0))
         sizes = np.maximum(sizes, size)
     share = 0.0
-    # Of terms of its own a row says most by what is far from others, and no less where it goes a step.
-    for changes in (np.stack(terms),) if alteration.far else (np.stack(terms), np.stack(whole)):
+    # A far alteration is dominated by a row's own terms, so that only small ones are used whole.
+    for changes in (np.stack(terms),) if alteration.far else (np.stack(terms), np.stack(total)):
         if not np.all(np.isfinite(changes)):
             return np.nan
         changes[:, np.max(np.abs(changes), axis=0) <= sizes] = 0.0
@@ -476,9 +478,9 @@ def _share_of(at: Any, arrays: Mapping[str, Any], alteration: Alteration, few: i
 
 
 def lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) -> list[int]:
-    """Lengths of arrays whose entries are rows: as many as an outcome has, or no fewer than the longest outcome has.
+    """Lengths of arrays whose entries are rows: those of outcomes, and lengths no less than the longest outcome's.
 
-    Those of groups are shorter.
+    Arrays by group are shorter.
     """
     lengths = {name: len(value) for name, value in client.arrays.items() if np.ndim(value)}
     observed = {variable.name for variable in observed_through(read.client.template.parts)}
@@ -487,30 +489,29 @@ def lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) ->
     return sorted(wanted | {length for length in lengths.values() if length >= max(wanted, default=longest)})
 
 
-# How few rows a direction of their span may depend on: the largest share of its square that so few rows have ----------
+# The largest share of the square of a direction in the span of vectors that few rows have -----------------------------
 
-_ROUNDED = 1e-13  # of the largest singular value of columns of length one: below it there is no direction
-_CLEAR = 1e-6  # of the largest eigenvalue of X'X: a basis by what is above it is orthonormal to ten digits
-_TINY = 1e-200  # a square, beside which those of columns' smaller entries are numbers
-_COLUMNS_A_ROW = 0.5  # beyond which each row has a direction of its own
-_STARTS, _STEPS = 24, 12  # rows of largest leverage, and steps from each at most
-_MORE = 1e-9  # of a square: a share that has grown by less has grown by rounding
+_ROUNDED = 1e-13  # of the largest singular value of columns of length one: a smaller one is rounding
+_CLEAR = 1e-6  # of the largest eigenvalue of X'X: a basis of larger ones is orthonormal to ten digits
+_TINY = 1e-200  # a square: columns with smaller ones are scaled in two steps
+_COLUMNS_A_ROW = 0.5  # with more columns each row has a direction of its own
+_STARTS, _STEPS = 24, 12  # rows of largest leverage to start from, and most steps from each
+_MORE = 1e-9  # a smaller increase of a share is rounding
 
 
 def largest_share(vectors: Array, few: int, enough: float, faint: float = _ROUNDED) -> float:
-    """The same by directions where rows are more than columns tell apart, else by columns."""
+    """The largest share by all directions (`concentration`) if there are many rows to a column, else `by_column`."""
     if vectors.shape[1] > _COLUMNS_A_ROW * len(vectors):
         return by_column(vectors, few)
     return concentration(vectors, few, enough, faint)
 
 
 def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = _ROUNDED) -> float:
-    """Largest share |(X u)_S|² / |X u|² over directions u of the span of X (n, p) and over sets S of so few rows.
+    """Largest share |(X u)_S|² / |X u|² over directions u of the span of X (n, p) and over sets S of `few` rows.
 
-    One, where something in the span is an indicator of so few rows, whatever it is hidden in: a span has no columns.
-    Found by truncated power steps, as in sparse principal components, from the rows of largest leverage; no less than
-    the share of the row of largest leverage, and not always the largest there is. The search ends at `enough`, and no
-    direction counts that is fainter than that share of the largest.
+    It is one if the span has an indicator of so few rows. It is found by truncated power steps, as in sparse principal
+    components, from the rows of largest leverage. So it is a lower bound of the maximum, and at least the largest
+    leverage. The search ends at `enough`. Directions below `faint` of the largest singular value are left out.
 
     >>> X = np.ones((300, 2))
     >>> X[:, 1] += np.arange(300) == 7
@@ -522,7 +523,7 @@ def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = 
     if not basis.shape[1]:
         return 0.0
     few = min(few, len(basis))
-    # No direction has more of so few rows than the sum of their leverages.
+    # The share of some rows is at most the sum of their leverages.
     if enough < 1.0 and np.sum(np.partition(leverage, len(leverage) - few)[-few:]) < enough:
         return float(np.max(leverage))
     best = 0.0
@@ -534,7 +535,7 @@ def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = 
 
 
 def by_column(vectors: Array, few: int) -> float:
-    """The largest such share of a column of X (n, p) as it is: where there are more columns than rows tell apart."""
+    """The largest such share over the columns of X (n, p) alone."""
     squares = np.square(vectors)
     total = np.sum(squares, axis=0)
     squares = squares[:, total > 0.0]
@@ -548,13 +549,13 @@ def by_column(vectors: Array, few: int) -> float:
 def _orthonormal(vectors: Array, faint: float) -> Array:
     """An orthonormal basis of the span, (n, r).
 
-    By X'X where that finds all that is there, which takes a tenth of the time. It has half of the digits: where more is
-    left of a column than rounding, by singular values of X.
+    It is computed from X'X, in a tenth of the time of a singular value decomposition but with half of the digits. If
+    that leaves more of a column than rounding, it is computed from the singular vectors of X.
     """
     squares = np.einsum("ij,ij->j", vectors, vectors)
     if np.all((squares > _TINY) & (squares < 1.0 / _TINY)):
         columns = vectors / np.sqrt(squares)
-    else:  # in two steps: squares of small numbers vanish
+    else:  # in two steps, since squares of small numbers underflow
         size = np.max(np.abs(vectors), axis=0, initial=0.0)
         columns = vectors[:, size > 0.0] / size[size > 0.0]
         columns /= np.sqrt(np.einsum("ij,ij->j", columns, columns))
@@ -573,12 +574,12 @@ def _orthonormal(vectors: Array, faint: float) -> Array:
 
 
 def _climb(basis: Array, direction: Array, few: int) -> float:
-    """From one direction to one that so few rows have more of, until they have no more."""
+    """The share of `few` rows after power steps from a direction, until it no longer grows."""
     share = 0.0
     for _ in range(_STEPS):
         squares = np.square(basis @ direction)
         rows = np.argpartition(-squares, few - 1)[:few]
-        inner = basis[rows] @ basis[rows].T  # few by few, and its largest eigenvalue is the largest share of these rows
+        inner = basis[rows] @ basis[rows].T  # its largest eigenvalue is the largest share of these rows
         values, axes = np.linalg.eigh(inner)
         if values[-1] <= share + _MORE:
             break

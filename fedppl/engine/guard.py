@@ -162,12 +162,8 @@ def checked(
     last = ledger.runs.get(request.run, Run())
     if request.round <= last.round:
         return f"round: {request.round} comes after {last.round} of this run", request, 0
-    rule = _too_many(rules, ledger)
-    rule = (
-        rule
-        or policy.refuse_algorithm(rules, algorithm)
-        or policy.refuse_declaration(rules, lambda: client.declaration)
-    )
+    rule = _too_many(rules, ledger) or policy.refuse_algorithm(rules, algorithm)
+    rule = rule or policy.refuse_declaration(rules, lambda: client.declaration)
     rule = rule or _of_data(rules, algorithm, client)
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
     rule = rule or not_approved(rules, request)

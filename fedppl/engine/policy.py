@@ -1,4 +1,4 @@
-"""What the owner of a client's data allows: `Policy`, its file, and its rules, pure functions of what is asked."""
+"""The policy of a data owner: `Policy`, its file, and its rules as pure functions of a request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fedppl.types import Array, DeclarationError, Layout, Message
 
 __all__ = ["Policy", "read"]  # of a namespace that users have
 
-# Directions in which a cavity says less than the prior are taken to say as much: with two clients, one of which bends
-# outwards, honest cavities say nothing in a direction. A slope of log f of `distance` per prior sd holds them.
+# Least precision of a cavity in a direction, in units of the prior's. An honest cavity may have none, as with two
+# clients of which one is not log-concave. A slope of log f of `distance` per prior sd holds such cavities inside.
 _VAGUEST = 1.0
 _LOWER = "; a policy with another limit allows it, see docs/privacy.md"
 _AS_TOML = "; TOML has true, false and inf, texts in quotes and lists in brackets"
@@ -28,7 +28,7 @@ CONCLUSIONS = ("loo", "conflict")
 
 
 class Release(NamedTuple):
-    """What is about to leave a site, for `Policy.approval` to look at."""
+    """A reply that is about to leave a site, for `Policy.approval` to decide on."""
 
     run: str
     round: int
@@ -39,20 +39,20 @@ class Release(NamedTuple):
 
 
 class Holdings(NamedTuple):
-    """What the rules on data need to know of them."""
+    """The counts that the rules on data use."""
 
     rows: int  # of the observed variable that has the fewest
-    events: int | None  # of the rarer outcome, over binary outcomes; None where there is none
+    events: int | None  # outcomes of the rarest kind; None where outcomes are not of kinds
 
 
 @dataclass(frozen=True)
 class Policy:
     r"""What a site allows, whoever runs the server.
 
-    A rule on data is decided when the site introduces itself, and the server learns one bit: whether the site takes
-    part. All others but `few_rows` and a function for `approval` depend on the request and on what was asked before,
-    not on data, and all are refused in one fixed text. What `few_rows` refuses counts as a request, since it tells a
-    bit. Limits count over all runs.
+    Rules on data are decided when the site introduces itself, and the server learns one bit: whether the site takes
+    part. All other rules but `few_rows` and a function for `approval` depend on this request and earlier ones, not on
+    data. Every refusal has the same text. A refusal by `few_rows` tells a bit, and counts as a request. Limits count
+    over all runs.
 
     Parameters
     ----------
@@ -65,49 +65,49 @@ class Policy:
         of each category that occurs; events of a formula's ``Surv(time, event)``. Outcomes that enter by
         ``pm.Potential`` are data like others, and not counted.
     declarations
-        Digests of declarations that are allowed, as `ClientModel.declaration` and the site's log have them; None allows
-        the one that the site's app declares. A digest is of all that the densities compute, constants included; of a
-        formula it is of what was written.
+        Digests of allowed declarations, as `ClientModel.declaration` and the site's log have them; None allows the one
+        that the site's app declares. A digest covers all that the densities compute, constants included; of a formula
+        its text.
     requests
         Most requests that are answered, over all runs.
     distance
-        Largest distance of a point from the prior's mean, per coordinate, in prior sds. Points that an algorithm can
-        leave out are left out; other requests are refused.
+        Largest distance of a point from the prior's mean, per coordinate, in prior sds. Points beyond it are left out
+        where the algorithm allows that; other requests with such points are refused.
     cavity
         Largest generalised eigenvalue of the precisions of a cavity and of q.
     correction
         Most points, over all runs, at which log densities leave for the correction of `fedppl.EP`: from many of them,
         values far from q can be solved for rows (``docs/privacy.md``). 0 allows none. Points beyond `distance` are left
-        out and not counted; the server is told `distance`, and asks for none beyond it from then on.
+        out and not counted; the server learns `distance`, and asks for none beyond it from then on.
     conclusions
-        What leaves when a run is over that the site answered in, of "loo", sums of the rows' leave-one-out log
-        densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. It counts as
-        one more request, and q has to lie where one may ask. Not together with `epsilon`.
+        Summaries that leave when a run is over that the site answered in: "loo", sums of the rows' leave-one-out log
+        densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. They count
+        as one more request, and q must lie where a request may ask. Not together with `epsilon`.
     few_rows, few_rows_share
-        No direction of the shared coordinates may have this share of its slopes or curvatures from so few rows, at the
-        points asked for and at the prior's mean: what leaves would be these rows' own. 0 does not look.
+        No direction of the shared coordinates may have this share of its slopes or curvatures from this few rows, at
+        the points of a request and at the prior's mean: the reply would reveal these rows. 0 switches the rule off.
     joint
         Whether a density may have terms that are not of single rows: every ``pm.Potential`` that reads data or local
-        variables, and outcomes with a joint density, such as one ``pm.MvNormal`` over all rows. Nobody knows on how
+        variables, and outcomes with a joint density, such as one ``pm.MvNormal`` over all rows. It is not known on how
         few rows these depend.
     agreement
-        Fewest rows of all that is told before a run by a formula, when clients agree on levels and scales: of the
-        client, of a level, of a value; of fewer, not even that there are some. Rows of levels that clients did not
-        agree on are left out where they are fewer. Rows are counted in its multiples. The server may want
-        more, not less. What was told of a column is told again, whatever the rows now are, until its file is deleted;
-        telling anew, and each other agreement that the site is sent, counts as a request. ``inf``, or `epsilon`, tells
-        no more than which columns are texts.
+        Fewest rows that a client tells of before a run by a formula, when clients agree on levels and scales: in all,
+        of a level, of a value; of fewer, not even that there are some. Rows of levels outside the agreement are left
+        out where they are fewer. Rows are counted in multiples of it. The server may want more, not less. The
+        first summary of a column is sent again, whatever the rows now are, until its file is deleted; a new summary,
+        and each other agreement that the site is sent, counts as a request. ``inf``, or `epsilon`, tells only which
+        columns are texts.
     changed_rows
-        Fewest rows by which data may differ from any that an earlier answer was about, but for the same data: answers
-        about data that differ by a row tell that row. 1 allows any; not looked at under an `epsilon`.
+        Fewest rows by which data may differ from those of an earlier answer, unless they are the same: answers about
+        data that differ by a row reveal that row. 1 allows any difference; under an `epsilon` the rule is off.
     epsilon
-        None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
-        are not looked at, and the release that would exceed it is refused.
+        None, or the total ε over all runs: then only algorithms with a known ε are answered, `distance` and `cavity`
+        are off, and the release that would exceed the total is refused.
     delta
         δ of that total.
     approval
-        None; or a function of a `Release` that returns True where it may leave; or the path of a text file that a
-        person edits, which has a line for every run that may be answered: its name, as the audit log has it.
+        None; or a function of a `Release` that returns True where it may leave; or the path of a text file with a line
+        for every run that may be answered: its name, as the audit log has it.
 
     Raises
     ------
@@ -124,12 +124,12 @@ class Policy:
     -----
     ``math.inf`` (``inf`` in a file) switches a limit off, 0 a smallest number.
 
-    *When this fails.* Where all coefficients are shared, replies are functions of the rows, and a server that stays
-    inside every limit can be told enough to solve for some of them. Covariates of few values are the worst case: a few
-    replies tell how many rows have each combination. Of continuous ones the defaults keep back all rows but those
-    farthest out, with few coefficients up to a sixteenth of them: ``docs/privacy.md`` has the curve. `epsilon` alone
-    bounds what is told, whatever the data; a model whose coefficients are local gives away less. The policy binds what
-    the server asks, not the code that runs at the site.
+    *When this fails.* If all coefficients are shared, replies are functions of the rows, and a server that stays inside
+    every limit can learn enough to solve for some of them. Covariates of few values are the worst case: a few replies
+    tell how many rows have each combination. With continuous ones the defaults protect all rows but those farthest out,
+    with few coefficients up to a sixteenth of them: ``docs/privacy.md`` has the curve. Only `epsilon` bounds the
+    information for all data; a model with local coefficients reveals less. The policy restricts the server's requests,
+    not the code that runs at the site.
     """
 
     rows: int = 250
@@ -171,27 +171,27 @@ class Policy:
             settings.positive("epsilon", self.epsilon, "leave it out to allow algorithms without known ε")
         settings.between("delta", self.delta, 0, 1, hint="take it well below 1 / number of clients")
         if self.declarations is not None:
-            prints = self.declarations
-            if not isinstance(prints, list | tuple) or not prints or not all(isinstance(one, str) for one in prints):
+            digests = self.declarations
+            if not isinstance(digests, list | tuple) or not digests or not all(isinstance(d, str) for d in digests):
                 raise DeclarationError(
-                    f"declarations={settings.shown(prints)} must be a list of digests; leave it out for the app's own."
+                    f"declarations={settings.shown(digests)} must be a list of digests; leave it out for the app's own."
                 )
-            object.__setattr__(self, "declarations", tuple(prints))
-        named = self.conclusions
-        if not isinstance(named, list | tuple) or not all(one in CONCLUSIONS for one in named):
+            object.__setattr__(self, "declarations", tuple(digests))
+        conclusions = self.conclusions
+        if not isinstance(conclusions, list | tuple) or not all(name in CONCLUSIONS for name in conclusions):
             raise DeclarationError(
                 f"conclusions={settings.shown(self.conclusions)} must be a list of names out of {list(CONCLUSIONS)}."
             )
-        if named and self.epsilon is not None:
+        if conclusions and self.epsilon is not None:
             raise DeclarationError(
-                f"conclusions={settings.shown(named)} have no known ε, which epsilon={settings.shown(self.epsilon)} "
-                "bounds; leave one of the two out."
+                f"conclusions={settings.shown(conclusions)} have no known ε, which "
+                f"epsilon={settings.shown(self.epsilon)} bounds; leave one of the two out."
             )
-        object.__setattr__(self, "conclusions", tuple(dict.fromkeys(named)))
-        asked = self.approval
-        if asked is not None and not callable(asked) and not isinstance(asked, str | os.PathLike):
+        object.__setattr__(self, "conclusions", tuple(dict.fromkeys(conclusions)))
+        approval = self.approval
+        if approval is not None and not callable(approval) and not isinstance(approval, str | os.PathLike):
             raise DeclarationError(
-                f"approval={settings.shown(asked)} must be a function of a release, the path of a file, or None."
+                f"approval={settings.shown(approval)} must be a function of a release, the path of a file, or None."
             )
 
 
@@ -212,7 +212,7 @@ NO_RULES = Policy(
 
 
 def read(path: str | os.PathLike[str]) -> Policy:
-    r"""Read a policy from a TOML file, whose keys are the keywords of `Policy`; what is not there keeps its default.
+    r"""Read a policy from a TOML file, whose keys are the keywords of `Policy`; missing keys have their defaults.
 
     Parameters
     ----------
@@ -240,36 +240,36 @@ def read(path: str | os.PathLike[str]) -> Policy:
 
     Notes
     -----
-    *When this fails.* A key that is left out has the default of this version, which need not be what the site wants:
-    write out every limit that matters. The file is read once; what is changed in it later has no effect until it is
-    read again. An approval file is not opened here, and need not be there.
+    *When this fails.* A missing key has the default of this version, which need not be what the site wants: write out
+    every limit that matters. The file is read once; later changes have no effect until it is read again. An approval
+    file is not opened here, and need not exist yet.
     """
     if not isinstance(path, str | os.PathLike):
         raise DeclarationError(f"path={settings.shown(path)} must be the path of a TOML file with a policy.")
     shown = repr(os.fspath(path))
     try:
         with Path(path).open("rb") as file:
-            found = tomllib.load(file)
+            values = tomllib.load(file)
     except OSError as error:
         raise DeclarationError(f"policy {shown} cannot be read: {error.strerror}; correct the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DeclarationError(f"policy {shown} is no TOML: {error}; correct that line{_AS_TOML}.") from error
     except ValueError as error:  # of a path with a null character
         raise DeclarationError(f"policy {shown} cannot be read: {error}; correct the path.") from error
-    known = [field.name for field in fields(Policy)]
-    if unknown := sorted(set(found) - set(known)):
-        raise DeclarationError(f"policy {shown} has the key {unknown[0]!r}; a policy has {', '.join(known)}.")
-    if isinstance(found.get("approval"), str):
-        found["approval"] = str(Path(path).parent / found["approval"])
+    names = [field.name for field in fields(Policy)]
+    if unknown := sorted(set(values) - set(names)):
+        raise DeclarationError(f"policy {shown} has the key {unknown[0]!r}; a policy has {', '.join(names)}.")
+    if isinstance(values.get("approval"), str):
+        values["approval"] = str(Path(path).parent / values["approval"])
     try:
-        return Policy(**found)
+        return Policy(**values)
     except DeclarationError as error:
-        told = str(error).replace("True or False", "true or false, as TOML has them")
-        raise DeclarationError(f"policy {shown}: {told}") from None
+        message = str(error).replace("True or False", "true or false, as TOML has them")
+        raise DeclarationError(f"policy {shown}: {message}") from None
 
 
 def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:
-    """The rule that a client's data do not meet, with figures for its own log; None where they meet all.
+    """The rule that a client's data break, with figures for its own log, or None.
 
     >>> refuse_data(Policy(), 2, Holdings(rows=12, events=None))
     'rows: 12, at least 250 wanted; a policy with another limit allows it, see docs/privacy.md'
@@ -287,16 +287,20 @@ def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:
 
 
 def refuse_declaration(policy: Policy, digest: Callable[[], str]) -> str | None:
-    """The rule by which a site's owner has not approved a declaration, for its own log: data may be in a digest."""
+    """The rule that a declaration breaks, for the site's own log, since its digest may depend on data; or None."""
     if policy.declarations is None:
         return None
-    if not (found := digest()):
+    if not (fingerprint := digest()):
         return "declarations: the model has an operation whose text does not say what it computes, so it has no digest"
-    return None if found in policy.declarations else f"declarations: {found} is not listed; add it to allow this model"
+    return (
+        None
+        if fingerprint in policy.declarations
+        else f"declarations: {fingerprint} is not listed; add it to allow this model"
+    )
 
 
 def refuse_algorithm(policy: Policy, algorithm: AnyAlgorithm) -> str | None:
-    """Why a site with this policy does not run this algorithm, whatever its data; or None."""
+    """The rule that an algorithm breaks, whatever the data; or None."""
     if policy.epsilon is not None:
         if algorithm.disclosure.noise_multiplier is None:
             return (
@@ -312,7 +316,7 @@ def refuse_algorithm(policy: Policy, algorithm: AnyAlgorithm) -> str | None:
 
 
 def refuse_request(policy: Policy, layout: Layout, asked: Asked) -> str | None:
-    """The rule that a request breaks by where it asks, with figures; None where it keeps all of them."""
+    """The rule that a request breaks by its points, with figures, or None."""
     points = np.vstack([asked.points, *(gaussian.mean(q) for q, _ in asked.targets if gaussian.is_proper(q))])
     numbers = [points, asked.spare, *(part for pair in asked.targets for g in pair for part in g)]
     if not all(np.all(np.isfinite(part)) for part in numbers) or points.shape[1:] != (layout.size,):
@@ -336,7 +340,7 @@ def refuse_request(policy: Policy, layout: Layout, asked: Asked) -> str | None:
 
 
 def refuse_correction(policy: Policy, points: int) -> str | None:
-    """The rule that so many points of corrections break, over all runs; None where none does.
+    """The rule that this many points of corrections break, over all runs, or None.
 
     >>> refuse_correction(Policy(), 1024)
     'correction: log densities at 1024 points over all runs, at most 0 wanted'
@@ -347,14 +351,14 @@ def refuse_correction(policy: Policy, points: int) -> str | None:
 
 
 def inside(policy: Policy, layout: Layout, points: Array) -> Array:
-    """Which points (S, m) lie as near to the prior's mean as the policy wants, (S,) bool."""
+    """Which points (S, m) lie within `distance` of the prior's mean, (S,) bool."""
     if policy.epsilon is not None or policy.distance == np.inf:
         return np.ones(len(points), dtype=bool)
     return np.asarray(_distances(layout, points) <= policy.distance)
 
 
 def reach(policy: Policy) -> float:
-    """The distance within which points are answered, in prior sds; 0 where there is none."""
+    """The distance within which points are answered, in prior sds; 0 without a limit."""
     return 0.0 if policy.epsilon is not None or policy.distance == np.inf else float(policy.distance)
 
 
@@ -365,10 +369,10 @@ def _distances(layout: Layout, points: Array) -> Array:
 
 
 def reached(layout: Layout, cavity: gaussian.Gaussian) -> Array:
-    """Where a cavity leads, (m,): its mean, where no direction counts as vaguer than the prior.
+    """The point that a cavity leads to, (m,): its mean, with at least the prior's precision in every direction.
 
-    A cavity may be improper, as where other clients' sites bend outwards, and then has no mean. But one that is vague,
-    with a linear term, leads as far as the client's likelihood lets it.
+    A cavity may be improper, as where other clients' sites are not log-concave, and then has no mean. But a vague one
+    with a linear term leads as far as the client's likelihood lets it.
     """
     mean, root = gaussian.affine(layout.prior)
     values, axes = np.linalg.eigh(root.T @ cavity.precision @ root)
@@ -377,7 +381,7 @@ def reached(layout: Layout, cavity: gaussian.Gaussian) -> Array:
 
 
 def fewest(policy: Policy, wanted: int) -> float:
-    """Fewest rows of what is told for an agreement, where the server wants so many.
+    """Fewest rows that a client tells of for an agreement, where the server wants at least `wanted`.
 
     >>> fewest(Policy(agreement=10), 20), fewest(Policy(agreement=10), 5), fewest(Policy(epsilon=1.0), 5)
     (20.0, 10.0, inf)
@@ -386,9 +390,9 @@ def fewest(policy: Policy, wanted: int) -> float:
 
 
 def refuse_release(policy: Policy, noise_multiplier: float | None, spent: float, unknown: int) -> str | None:
-    """The rule that one more release breaks after Σ 1 / z² of earlier ones, and so many whose ε is not known; or None.
+    """The rule that one more release breaks, or None; `spent` is Σ 1 / z² of earlier ones, `unknown` those without ε.
 
-    A filter: the sum with this release is compared with the total, whatever the settings of the earlier ones were.
+    This is a privacy filter: the sum with this release is compared with the total, whatever the earlier settings were.
     """
     if policy.epsilon is None:
         return None
@@ -396,6 +400,6 @@ def refuse_release(policy: Policy, noise_multiplier: float | None, spent: float,
         return f"epsilon: of {unknown} earlier replies no ε is known" if unknown else "epsilon: none is known"
     mu = 2.0 * np.sqrt(spent + noise_multiplier**-2)
     if privacy.delta_at(policy.epsilon, mu) > policy.delta:
-        found = privacy.epsilon_at(policy.delta, mu)
-        return f"epsilon: {found:.4g} with this release, at most {policy.epsilon:g} wanted at δ = {policy.delta:g}"
+        epsilon = privacy.epsilon_at(policy.delta, mu)
+        return f"epsilon: {epsilon:.4g} with this release, at most {policy.epsilon:g} wanted at δ = {policy.delta:g}"
     return None
