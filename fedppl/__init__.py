@@ -124,8 +124,8 @@ __all__ = [
 ]
 
 
-# Nothing is loaded before it is asked for: a site's app is a process a message, which has no second for PyMC.
-# Namespaces: module, and the package and extra that not everybody has.
+# Modules are loaded on first use: a site's app is a process for each message, with no time to import PyMC.
+# Namespaces: module, and the optional package and extra that it needs.
 _SPACES = {
     "Flower": ("fedppl.flower.app", "flwr", "flower"),
     "covariance": ("fedppl.numerics.covariance", "", ""),
@@ -189,7 +189,7 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is in `_SPACES` or `_NAMES`, or a module, when it is asked for and not before."""
+    """Load a name of `_SPACES` or `_NAMES`, or a module, on first use."""
     if name in _NAMES:
         globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)
         return globals()[name]
@@ -210,6 +210,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What can be loaded here."""
+    """Names that can be loaded here."""
     here = [name for name, (_, package, _) in _SPACES.items() if not package or importlib.util.find_spec(package)]
     return sorted({*globals(), *here, *_NAMES})

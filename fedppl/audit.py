@@ -1,6 +1,6 @@
 """A site's audit log: JSON lines, each with the digest of the one before. ``python -m fedppl.audit FILE`` checks it.
 
-It also holds the account beside it, `ledger.json`, against the log, and by it sees that the log's end was cut off.
+The check compares the log with the account beside it, `ledger.json`, which shows whether the log's end was cut off.
 """
 
 from __future__ import annotations
@@ -23,35 +23,34 @@ _START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
 
 
 class Head(NamedTuple):
-    """How many lines a log has, and the digest of the last."""
+    """Number of lines of a log, and the digest of the last."""
 
     length: int = 0
     digest: str = _START
 
 
 def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head | None = None) -> Head:
-    """Write one line, on the disk when this returns.
+    """Append one line, on the disk when this returns; the caller holds the site's lock.
 
-    The log is made where there is none, and its caller holds the site's lock. The entry is as JSON has it; ``line``,
-    ``time``, ``before`` and ``digest`` are the log's own names. `after` is the head that the log has as far as the
-    caller knows; without it the log is read. Raises `DataError` if it is broken, `OSError` if it cannot be written.
+    The entry is JSON, and must not have the names ``line``, ``time``, ``before`` and ``digest``. `after` is the log's
+    head; without it the log is read. Raises `DataError` if the log is broken, `OSError` if it cannot be written.
     """
     before = head(path) if after is None else after
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    line = {"line": before.length + 1, "time": now, **entry, "before": before.digest}
-    assert "digest" not in line
-    line["digest"] = _digest(line)
+    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    record = {"line": before.length + 1, "time": time, **entry, "before": before.digest}
+    assert "digest" not in record
+    record["digest"] = _digest(record)
     with Path(path).open("ab") as file:
         if os.name == "posix":
             os.fchmod(file.fileno(), 0o600)
-        file.write(json.dumps(line).encode() + b"\n")
+        file.write(json.dumps(record).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    return Head(before.length + 1, str(line["digest"]))
+    return Head(before.length + 1, str(record["digest"]))
 
 
 def drop_torn(path: str | os.PathLike[str]) -> int:
-    """Cut off a last line without an end, which nobody finished writing; returns how many bytes it had."""
+    """Cut off an unfinished last line; return how many bytes it had."""
     with Path(path).open("r+b") as file:
         raw = file.read()
         whole = raw.rfind(b"\n") + 1
@@ -63,18 +62,18 @@ def drop_torn(path: str | os.PathLike[str]) -> int:
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Give the lines one by one, and raise DataError at the first that does not follow from the one before."""
+    """Yield the lines, and raise DataError at the first that does not follow from the one before."""
     before = Head()
     with Path(path).open("rb") as file:
         for number, raw in enumerate(file, start=1):
             try:
                 line = json.loads(raw)
                 whole = raw.endswith(b"\n") and isinstance(line, dict)
-                told = line.pop("digest", None) if whole else None
-                # Written as we write: no key twice, of which a reader sees one and an eye the other.
-                follows = whole and raw == json.dumps({**line, "digest": told}).encode() + b"\n"
+                digest = line.pop("digest", None) if whole else None
+                # Byte by byte as `append` writes it: a key that stands twice would be read by programs only once.
+                follows = whole and raw == json.dumps({**line, "digest": digest}).encode() + b"\n"
                 follows = follows and line.get("before") == before.digest and line.get("line") == number
-                broken = not follows or _digest(line) != told
+                broken = not follows or _digest(line) != digest
             except (ValueError, RecursionError):
                 broken = True
             if broken:
@@ -82,12 +81,12 @@ def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                     f"{str(path)!r} is broken at line {number}: it was changed, or a line before it was taken out or "
                     "put in, or writing it was cut short. Keep the file as it is, and find out which."
                 )
-            before = Head(number, str(told))
-            yield {**line, "digest": told}
+            before = Head(number, str(digest))
+            yield {**line, "digest": digest}
 
 
 def head(path: str | os.PathLike[str]) -> Head:
-    """Check a log from its first line to its last; one that is not there has none."""
+    """Check a log from its first line to its last; a missing log is empty."""
     last = Head()
     if Path(path).exists():
         for line in lines(path):
@@ -99,25 +98,53 @@ def _digest(line: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
 
 
-class _Recount:
-    """Requests by client, as the lines of a log have them."""
+class _Tally:
+    """Counts over the lines of a log, and the last ε of each client."""
 
     def __init__(self) -> None:
-        self.requests: collections.Counter[str] = collections.Counter()
-        self._runs: set[tuple[str, str]] = set()
+        self.events: collections.Counter[str] = collections.Counter()
+        self.rules: collections.Counter[str] = collections.Counter()
+        self.numbers: collections.Counter[str] = collections.Counter()
+        self.requests: collections.Counter[str] = collections.Counter()  # answered, by client
+        self.runs: set[str] = set()
+        self._answered: set[tuple[str, str]] = set()  # clients and runs
+        self._left_out = 0
+        self._spent: dict[str, Any] = {}  # the last reply of each client
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Count a line: what was let through once, less what nobody approved."""
-        site, event, of = str(line.get("site", "")), line["event"], (str(line.get("site", "")), str(line.get("run")))
-        if event == "reply" and line.get("refused"):
+        """Count a line. A request counts once, unless nobody approved the reply."""
+        site, event, refused = str(line.get("site", "")), line["event"], line.get("refused")
+        self.events[ascii(event)[1:-1]] += 1
+        if refused:
+            self.rules[ascii(refused.partition(":")[0])[1:-1]] += 1
+        self.numbers.update(line.get("released", {}))
+        self._left_out += line.get("left_out", 0)
+        if event == "reply" and refused:
             self.requests[site] -= 1
-        elif event in ("request", "conclusion") and not line.get("refused") and not line.get("repeated"):
-            self.requests[site] += event == "request" or of not in self._runs
-            self._runs.add(of)
+        elif event in ("request", "conclusion") and not refused and not line.get("repeated"):
+            run = site, str(line.get("run"))
+            self.requests[site] += event == "request" or run not in self._answered
+            self._answered.add(run)
+        if line.get("epsilon") is not None:
+            self._spent[site] = line
+        self.runs |= {line["run"]} if line.get("run") else set()
+
+    def summary(self) -> Iterator[str]:
+        """The counts in words."""
+        yield "events: " + (", ".join(f"{count} {name}" for name, count in sorted(self.events.items())) or "none")
+        yield "refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(self.rules.items())) or "none")
+        if self._left_out:
+            yield f"points left out by distance or few_rows: {self._left_out}"
+        numbers = ", ".join(f"{count} {name}" for name, count in sorted(self.numbers.items()))
+        yield f"numbers released: {numbers or 'none'}"
+        for site, line in sorted(self._spent.items()):
+            yield f"ε so far{f' of {site}' * bool(site)}: {line['epsilon']:.4g} at δ = {line['delta']:g}"
+        for site, count in sorted(self.requests.items()):
+            yield f"requests answered{f' of {site}' * bool(site)}: {count}"
 
 
 def _begin_anew(path: Path) -> int:
-    """Move a log away that holds, and let the account go on with an empty one."""
+    """Move an unbroken log away, and let the account go on with an empty one."""
     account = _account_of(path)
     if not account.is_file():
         raise DataError(f"{str(path)!r} has no {account.name} beside it, which would go on: put it back.")
@@ -134,7 +161,7 @@ def _begin_anew(path: Path) -> int:
 
 
 class _Account(NamedTuple):
-    """What the account beside a log says: how far the log had been written, and how many requests were answered."""
+    """The account beside a log: the log's head when it was written, and the number of answered requests."""
 
     head: Head
     requests: int
@@ -145,26 +172,26 @@ def _account_of(path: Path) -> Path:
 
 
 def _account(path: Path) -> _Account | None:
-    """The account beside a log; None where there is none. DataError where it cannot be believed."""
+    """Read the account beside a log; None where there is none, DataError where it is damaged."""
     account = _account_of(path)
     if not account.is_file():
         return None
     content = read_account(account)
     try:
-        requests = sum(int(one["requests"]) for one in content["clients"].values())
+        requests = sum(int(client["requests"]) for client in content["clients"].values())
         return _Account(Head(int(content["lines"]), str(content["head"])), requests)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{str(account)!r} is no account of a site ({type(error).__name__})") from error
 
 
-def _against_account(path: Path, now: _Account, length: int, counted: int) -> str | None:
-    """What does not go together in a log of so many lines and requests and an account that was read after it."""
-    account = str(_account_of(path))
-    # The log comes first: where a process died in between it knows one more. An earlier log had others.
-    if counted > now.requests + 1:
-        return f"{account!r} counts {now.requests} requests, the log {counted}"
-    if length > now.head.length + 2:
-        return f"{account!r} knows {now.head.length} lines of the log, which has {length}: it is an earlier one"
+def _against_account(path: Path, account: _Account, length: int, counted: int) -> str | None:
+    """A contradiction between a log of so many lines and requests and an account that was read after it, or None."""
+    name = str(_account_of(path))
+    # The log is written first: if a process died in between, it has one request and two lines more than the account.
+    if counted > account.requests + 1:
+        return f"{name!r} counts {account.requests} requests, the log {counted}"
+    if length > account.head.length + 2:
+        return f"{name!r} knows {account.head.length} lines of the log, which has {length}: it is an earlier one"
     return None
 
 
@@ -188,29 +215,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _checked(path: Path) -> int:
-    events: collections.Counter[str] = collections.Counter()
-    rules: collections.Counter[str] = collections.Counter()
-    numbers: collections.Counter[str] = collections.Counter()
-    runs: set[str] = set()
-    left_out, recount = 0, _Recount()
-    spent: dict[str, Any] = {}  # the last reply of each client
-    last: dict[str, Any] = {"line": 0, "digest": _START}
+    tally, last = _Tally(), {"line": 0, "digest": _START}
     try:
         before = _account(path)  # before the log is read and after it: a site may be writing both
         met = before is None or before.head.length == 0
         for last in lines(path):
             met = met or (before is not None and before.head == (last["line"], last["digest"]))
-            events[ascii(last["event"])[1:-1]] += 1
-            if last.get("refused"):
-                rules[ascii(last["refused"].partition(":")[0])[1:-1]] += 1
-            numbers.update(last.get("released", {}))
-            left_out += last.get("left_out", 0)
-            recount.add(last)
-            if last.get("epsilon") is not None:
-                spent[str(last.get("site", ""))] = last
-            runs |= {last["run"]} if last.get("run") else set()
-        now = _account(path)
-    except DeclarationError as error:  # of the key, which says nothing of the log
+            tally.add(last)
+        after = _account(path)
+    except DeclarationError as error:  # of the key, which says nothing about the log
         print(f"not checked: {error}", file=sys.stderr)
         return 1
     except (OSError, DataError) as error:
@@ -219,24 +232,17 @@ def _checked(path: Path) -> int:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         print(f"BROKEN: line {last['line']} is none of a site's ({type(error).__name__})", file=sys.stderr)
         return 1
-    wrong = None if now is None else _against_account(path, now, last["line"], sum(recount.requests.values()))
+    wrong = None if after is None else _against_account(path, after, last["line"], sum(tally.requests.values()))
     if before is not None and not met:
         wrong = f"{str(path)!r} lacks line {before.head.length}, which was written: it was cut, or put in place anew"
     if wrong:
         print(f"BROKEN: {wrong}", file=sys.stderr)
         return 1
-    print(f"{last['line']} lines, the chain holds; {len(runs)} runs")
-    if now is None:
+    print(f"{last['line']} lines, the chain holds; {len(tally.runs)} runs")
+    if after is None:
         print(f"no {_account_of(path).name} beside it: whether lines were cut off at the end is not known")
-    print("events: " + (", ".join(f"{count} {name}" for name, count in sorted(events.items())) or "none"))
-    print("refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(rules.items())) or "none"))
-    if left_out:
-        print(f"points left out by distance or few_rows: {left_out}")
-    print("numbers released: " + (", ".join(f"{count} {name}" for name, count in sorted(numbers.items())) or "none"))
-    for site, line in sorted(spent.items()):
-        print(f"ε so far{f' of {site}' * bool(site)}: {line['epsilon']:.4g} at δ = {line['delta']:g}")
-    for site, count in sorted(recount.requests.items()):
-        print(f"requests answered{f' of {site}' * bool(site)}: {count}")
+    for line in tally.summary():
+        print(line)
     print(f"last digest: {last['digest']}")
     return 0
 

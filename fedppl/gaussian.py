@@ -113,9 +113,9 @@ def _inverse_root(matrix: Array) -> Array:
     upper = _upper_root(matrix)
     if matrix.ndim == 2:
         return np.asarray(dtrtri(upper)[0].T)
-    found = np.isfinite(upper).all(axis=(-1, -2), keepdims=True)
-    inverse = np.linalg.inv(np.where(found, upper, np.eye(matrix.shape[-1])))
-    return np.where(found, np.tril(inverse.mT), np.nan)
+    exists = np.isfinite(upper).all(axis=(-1, -2), keepdims=True)
+    inverse = np.linalg.inv(np.where(exists, upper, np.eye(matrix.shape[-1])))
+    return np.where(exists, np.tril(inverse.mT), np.nan)
 
 
 def _rooted(g: Gaussian) -> tuple[Array, NDArray[np.bool_]]:

@@ -1,4 +1,4 @@
-"""The Gaussian mechanism: vectors of bounded norm, noise that nobody can subtract, and the ε of some releases."""
+"""The Gaussian mechanism: clipping, noise without a seed, and the ε of several releases."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from scipy.special import log_ndtr, ndtri
 from fedppl.settings import between, positive, whole
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["clipped", "delta_at", "epsilon", "epsilon_at", "gaussian_mu", "system_normals"]
-
-
 __all__ = ["epsilon"]  # of a namespace that users have
 
 
@@ -27,17 +24,17 @@ def epsilon(noise_multiplier: float | Sequence[float], releases: int | Sequence[
               \delta(\epsilon) = \Phi\!\left(-\frac{\epsilon}{\mu} + \frac{\mu}{2}\right)
               - e^\epsilon\, \Phi\!\left(-\frac{\epsilon}{\mu} - \frac{\mu}{2}\right)
 
-    with z_i = `noise_multiplier`, T_i = `releases`. Two data sets of a client give vectors of norm at most `clip` each,
-    so they differ by at most 2 `clip`: one release is a Gaussian mechanism whose noise is z / 2 times its sensitivity.
-    Releases of Gaussian mechanisms are one of their summed μ², exactly, also where later settings depend on what was
-    released before.
+    with z_i = `noise_multiplier`, T_i = `releases`. Two data sets of a client give vectors of norm at most `clip`,
+    which differ by at most 2 `clip`: one release is a Gaussian mechanism whose noise is z / 2 times its sensitivity.
+    Several releases are together a Gaussian mechanism of their summed μ², exactly, even if later settings depend on
+    earlier releases.
 
     Parameters
     ----------
     noise_multiplier
         Standard deviation of the noise over `clip`; one number, or one for each setting.
     releases
-        Number of noised vectors that leave the client with it; likewise.
+        Number of releases with it; likewise.
     delta
         The δ of the guarantee.
 
@@ -61,11 +58,11 @@ def epsilon(noise_multiplier: float | Sequence[float], releases: int | Sequence[
 
     Notes
     -----
-    The unit is everything one client holds: two inputs are neighbours when they differ in all of one client's data.
-    The server is not trusted, so sampling clients does not make ε smaller: it knows whom it asked.
+    The unit is all data of one client: two inputs are neighbours when they differ in all of it. The server is not
+    trusted and knows which clients it asked, so sampling clients does not reduce ε.
 
-    *When this fails.* ε is of these releases alone. Another run on the same data comes on top, and is counted by giving
-    the settings of both; what else the client publishes is not known here.
+    *When this fails.* ε is of these releases alone. Another run on the same data adds to it: give the settings of both.
+    Other publications of the client are not known here.
 
     References
     ----------
@@ -89,7 +86,7 @@ def _each(value: Any) -> list[Any]:
 
 
 def gaussian_mu(noise_multipliers: Sequence[float], releases: Sequence[int]) -> float:
-    """The μ of Gaussian differential privacy that all releases have together.
+    """The μ of Gaussian differential privacy of all releases together.
 
     >>> gaussian_mu([4.0, 2.0], [4, 3])
     2.0
@@ -99,7 +96,7 @@ def gaussian_mu(noise_multipliers: Sequence[float], releases: Sequence[int]) -> 
 
 
 def delta_at(epsilon: float, mu: float) -> float:
-    """δ at an ε of what has this μ.
+    """δ at an ε of a mechanism with this μ.
 
     >>> round(delta_at(1.0, 1.0), 6)
     0.126937
@@ -113,7 +110,7 @@ def delta_at(epsilon: float, mu: float) -> float:
 
 
 def epsilon_at(delta: float, mu: float) -> float:
-    """The smallest ε at a δ of what has this μ.
+    """The smallest ε at a δ of a mechanism with this μ.
 
     >>> round(epsilon_at(0.12693673750664397, 1.0), 6)
     1.0
@@ -123,10 +120,10 @@ def epsilon_at(delta: float, mu: float) -> float:
     if math.isinf(mu * mu):
         return math.inf
     most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))  # by Φ(−x) ≤ exp(−x² / 2)
-    if delta_at(most, mu) >= delta:  # so much that no difference is left
+    if delta_at(most, mu) >= delta:  # equal to rounding
         return most
-    found = float(brentq(lambda value: delta_at(value, mu) - delta, 0.0, most, xtol=1e-12, rtol=1e-12))
-    return min(found * (1 + 1e-9), most)  # on the safe side of what rounding leaves open
+    root = float(brentq(lambda value: delta_at(value, mu) - delta, 0.0, most, xtol=1e-12, rtol=1e-12))
+    return min(root * (1 + 1e-9), most)  # above any rounding error
 
 
 def clipped(vector: Array, clip: float) -> Array:
@@ -140,7 +137,7 @@ def clipped(vector: Array, clip: float) -> Array:
         return np.zeros_like(vector)
     scaled = vector / largest  # squares of huge numbers would overflow
     norm = float(np.linalg.norm(scaled))
-    # A little short of it: rounding must not carry the norm beyond what the privacy rests on.
+    # A little shorter, so that rounding does not carry the norm beyond `clip`.
     allowed = clip * (1 - 1e-9)
     return vector if largest * norm <= allowed else scaled * (allowed / norm)
 
@@ -148,8 +145,8 @@ def clipped(vector: Array, clip: float) -> Array:
 def system_normals(count: int) -> Array:
     """Draw standard normals from the operating system's entropy, which no seed reproduces.
 
-    Four are added for each, so that the last digits do not give away what the noise was added to (Holohan and
-    Braghin 2021, Secure random sampling in differential privacy, ESORICS).
+    Each is a scaled sum of four, so that its last digits do not reveal the value it is added to (Holohan and Braghin
+    2021, Secure random sampling in differential privacy, ESORICS).
 
     >>> system_normals(3).shape
     (3,)

@@ -1,6 +1,6 @@
-"""The rules of keywords, each once: a function takes a name and a value, and gives the value back in Python's own type.
+"""Checks of keyword arguments: each function takes a name and a value, and returns the value in Python's own type.
 
-What breaks a rule is a DeclarationError that names the keyword, the value, the rule and, where there is one, a remedy.
+A value that breaks the rule raises a DeclarationError with the keyword, the value, the rule and, if given, a remedy.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import numpy as np
 
 from fedppl.types import DeclarationError
 
-# Of a text that came from elsewhere, so that nobody can flood a log or forge its lines.
-_LONGEST = 500
+_LONGEST = 500  # characters of a foreign text, so that nobody can flood a log
 
 
 def between(name: str, value: Any, low: float, high: float, ends: str = "()", hint: str = "") -> float:
-    """A finite number between two others; `ends` says by brackets which of them belongs to it: "(]" is low < x <= high.
+    """A finite number in an interval; `ends` are its brackets: "(]" is low < x <= high.
 
     Examples
     --------
@@ -89,10 +88,10 @@ def form(name: str, value: Any) -> None:
         )
 
 
-def chosen(name: str, value: Any, known: Sequence[str], what: str) -> list[str]:
-    """Names out of those that are known, each once, from one or a list of them; None stands for all.
+def chosen(keyword: str, value: Any, known: Sequence[str], what: str) -> list[str]:
+    """Known names, each once, from one name or a list of them; None stands for all.
 
-    Clients may have been given by numbers or tuples, and are known by their texts.
+    Clients may be given by numbers or tuples, which stand for their texts.
 
     >>> chosen("clients", "a", ["a", "b"], "the fit's clients")
     ['a']
@@ -102,18 +101,18 @@ def chosen(name: str, value: Any, known: Sequence[str], what: str) -> list[str]:
     single = isinstance(value, str | int | bytes)
     given: list[Any] | None = [value] if single else list(value) if isinstance(value, Iterable) else None
     if given is not None:
-        given = [str(one) if isinstance(one, int | np.integer | tuple) else one for one in given]
+        given = [str(name) if isinstance(name, int | np.integer | tuple) else name for name in given]
     listed = f"name some of {what}, each once: {some_of(known)}"
-    if given is None or not all(isinstance(one, str) for one in given):
-        raise DeclarationError(f"{name}={shown(value)} is no list of names; {listed}.")
+    if given is None or not all(isinstance(name, str) for name in given):
+        raise DeclarationError(f"{keyword}={shown(value)} is no list of names; {listed}.")
     if not given or len(set(given)) < len(given) or (set(given) - set(known)):
         wrong = sorted(set(given) - set(known)) or ("some twice" if given else "none")
-        raise DeclarationError(f"{name}={shown(value)}: {wrong}; {listed}.")
+        raise DeclarationError(f"{keyword}={shown(value)}: {wrong}; {listed}.")
     return given
 
 
 def not_called(value: Any) -> str:
-    """The remedy for a function that stands where its result belongs; empty for anything else."""
+    """The remedy for a builder that was passed without being called; empty for anything else."""
     if not inspect.isfunction(value) or not value.__module__.startswith("fedppl.") or "<" in value.__qualname__:
         return ""
     required = [p.name for p in inspect.signature(value).parameters.values() if p.default is p.empty]
@@ -122,7 +121,7 @@ def not_called(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A scalar of NumPy as Python's own, so that equal settings are written alike."""
+    """A NumPy scalar as a Python scalar, so that equal settings are written alike."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -137,14 +136,14 @@ def described(settings: Mapping[str, Any] | NamedTuple, **more: Any) -> dict[str
 
 
 def named(value: Any) -> str:
-    """A setting as it is told from another: a function by its name, without an address."""
+    """A setting as text, to compare it with another: a function by its name, without its address."""
     if callable(value):
         return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
     return repr(plain(value))
 
 
 def takes(function: Any, count: int) -> bool:
-    """Whether a function can be called with so many arguments by position; what cannot be read is taken to."""
+    """Whether a function can be called with `count` positional arguments; True if its signature cannot be read."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -157,13 +156,13 @@ def takes(function: Any, count: int) -> bool:
 
 
 def some_of(names: Collection[Any]) -> str:
-    """The first ten names of many, and how many more there are."""
+    """The first ten names, and how many more there are."""
     first = list(names)[:10]
     return f"{first}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def shown(value: Any) -> str:
-    """A value as one would write it, cut where it is long: functions by name, arrays by shape."""
+    """A value as text of at most 80 characters; functions by name, arrays by shape."""
     if inspect.isfunction(value) or inspect.isclass(value):
         return _public(value)
     if isinstance(value, np.ndarray) and value.ndim:
@@ -185,7 +184,7 @@ def _public(function: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """A real number as a float; None for anything else, NaN and numbers past all floats among it."""
+    """A real number as a float; None for anything else, NaN and too large integers included."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
     try:
@@ -210,8 +209,8 @@ def _remedy(hint: str) -> str:
     return f"; {hint}" if hint else ""
 
 
-def one_line(told: object, longest: int = _LONGEST) -> str:
-    """A text from elsewhere, in one line that is printable and not too long."""
-    cut = str(told)[: 4 * longest]
+def one_line(text: object, longest: int = _LONGEST) -> str:
+    """A foreign text in one printable line that is not too long."""
+    cut = str(text)[: 4 * longest]
     line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
     return line if len(line) <= longest else line[: longest - 1] + "…"

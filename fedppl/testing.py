@@ -1,4 +1,4 @@
-"""Small federated problems with known answers, for tests, docstrings and trying things out."""
+"""Small federated problems with known posteriors, for tests, docstrings and first trials."""
 
 from __future__ import annotations
 

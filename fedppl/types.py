@@ -33,13 +33,12 @@ class LocalFailure(RuntimeError):
 
 
 class ConvergenceWarning(UserWarning):
-    """A fit ended without having converged, by an algorithm that tests for it; the text names the remedy.
+    """A fit by an algorithm that tests for convergence has not converged; the text names the remedy.
 
     Attributes
     ----------
     fit
-        The fit that ended so: where warnings are errors, ``except fedppl.ConvergenceWarning as warning`` has it as
-        ``warning.fit``.
+        The fit: where warnings are errors, ``except fedppl.ConvergenceWarning as warning`` has it as ``warning.fit``.
     """
 
     def __init__(self, text: str = "", fit: Any = None) -> None:
@@ -48,11 +47,11 @@ class ConvergenceWarning(UserWarning):
 
 
 class NotConvergedError(RuntimeError):
-    """A fit was broken off before there was anything to report; the text names the remedy."""
+    """A fit was interrupted before it had a result; the text names the remedy."""
 
 
 class Status(StrEnum):
-    """Where a fit stands. Not converging is a status and a warning; `fedppl.fit` returns all the same."""
+    """The status of a fit. A fit that has not converged warns and is returned all the same."""
 
     RUNNING = "running"
     CONVERGED = "converged"
@@ -62,18 +61,18 @@ class Status(StrEnum):
 
     @property
     def ok(self) -> bool:
-        """Whether the result is ready to be used without a caveat."""
+        """Whether the fit has converged."""
         return self is Status.CONVERGED
 
 
 class Variable(NamedTuple):
-    """One variable's place in a flat unconstrained vector."""
+    """A variable and its place in a flat unconstrained vector."""
 
     name: str
     shape: tuple[int, ...]
     transform: str
     dims: tuple[str, ...] | None
-    binary: bool = False  # a 0/1 indicator, which only algorithms that say so can handle
+    binary: bool = False  # a 0/1 indicator, for algorithms with `Needs(indicators=True)`
 
     @property
     def size(self) -> int:
@@ -83,7 +82,7 @@ class Variable(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes, transforms and prior of the shared parameters: all that a server may know.
+    """Names, shapes, transforms and prior of the shared parameters: all that a server knows of the model.
 
     Attributes
     ----------
@@ -97,7 +96,7 @@ class Layout:
     fingerprint
         Digest of all of the above and of `density`. Clients whose fingerprints differ are refused.
     density
-        log p(φ) at three points about N_0, so that priors with one N_0 are told apart.
+        log p(φ) at three points about N_0, which tells priors with the same N_0 apart.
     """
 
     variables: tuple[Variable, ...]
@@ -131,7 +130,7 @@ class Layout:
         return coordinate_labels(self.variables)
 
 
-SDS_AND_PARTIALS = "sds-and-partials"  # transform of a root of a covariance, whose coordinates are of two kinds
+SDS_AND_PARTIALS = "sds-and-partials"  # transform of a covariance's root to log sds and partial correlations
 
 
 def as_declared(label: str) -> str:

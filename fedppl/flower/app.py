@@ -29,7 +29,7 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is in `_NAMES`."""
+    """Load a name of `_NAMES`."""
     if name not in _NAMES:
         raise AttributeError(f"module 'fedppl.flower.app' has no attribute {name!r}")
     globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)
@@ -37,5 +37,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What can be loaded here."""
+    """Names that can be loaded here."""
     return sorted({*globals(), *_NAMES})
