@@ -27,6 +27,7 @@ from typing import Any
 
 import cloudpickle
 from flwr.app import Context
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
@@ -323,7 +324,11 @@ def _virtual_clients(folder: str) -> ClientApp:
     )
 
 
-register(client_app, lambda message, context: _virtual_clients(os.environ[_VARIABLE])(message, context))
+def _reply(message: FlowerMessage, context: Context) -> FlowerMessage:
+    return _virtual_clients(os.environ[_VARIABLE])(message, context)
+
+
+register(client_app, _reply)
 
 
 @server_app.main()
