@@ -200,7 +200,7 @@ def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
     digest = one_text(texts, "fingerprint", NAME_LENGTH)
     with reading("'fingerprint'"):
         expected = fingerprint(variables, prior, is_gaussian, density)
-    require(digest == expected, f"'fingerprint' is {brief(digest)}, but its variables and prior have {expected}")
+    require(digest == expected, f"'fingerprint' is {brief(digest)}, but what it says of its model has {expected}")
     coords = _mapping(texts, "coords", LABELS_LENGTH)
     for name, values in coords.items():
         _require_labels(name, values)
