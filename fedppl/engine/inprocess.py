@@ -236,8 +236,8 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
     workers
         Number of threads, at least 1; by default one per core.
     policy
-        A `fedppl.Policy` that every client keeps to, as at a site of its own, to try one out; its limits count in one
-        run. By default there is none: the data are yours.
+        A `fedppl.Policy` for every client, to try it out; its limits count in one run. By default there is none: the
+        data are yours.
 
     Returns
     -------
@@ -256,10 +256,10 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
 
     Notes
     -----
-    *When this fails.* All data are in one process, and nothing is kept from the caller: a policy here tries its rules
-    out, and protects nobody. A client that misses the ``deadline=`` of a fit is not stopped: its thread works on, is
-    not asked again before it is done, and takes time from the others. Code that keeps Python's lock, such as a custom
-    distribution written in Python, gains little from more threads.
+    *When this fails.* All data are in one process, so that a policy here protects nobody. A client that misses the
+    ``deadline=`` of a fit is not stopped: its thread goes on and takes time from the others, and the client is not
+    asked again before it is done. Code that holds Python's lock, such as a custom distribution written in Python, gains
+    little from more threads.
     """
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     if policy is not None and not isinstance(policy, Policy):

@@ -163,7 +163,7 @@ class Post:
                 return [*letters.items(), *self.pull({k: v for k, v in asked.items() if k not in letters})]
             for message in pulled.result:
                 message_id, sender = message.metadata.reply_to_message_id, message.metadata.src_node_id
-                # Not a reply to what this node was asked, or a second one.
+                # Dropped: a reply to another message, one of another node, or a second one.
                 if message_id in asked and (message.has_error() or sender == asked[message_id]):
                     letters.setdefault(message_id, message)
         return list(letters.items())

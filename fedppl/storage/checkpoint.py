@@ -19,7 +19,7 @@ from fedppl.types import DeclarationError
 
 _RECORDS = b"fedppl records %d\n" % FORMAT
 _LENGTH = struct.Struct("<Q")  # before each record
-_RUN = "run"  # what a run's state is signed as
+_RUN = "run"  # the name that a run's state is signed with
 CONTENT: dict[str, type] = {
     "fingerprint": str,
     "algorithm": str,

@@ -245,7 +245,7 @@ def file_memory(folder: Path) -> Memory:
     return Memory(recall, keep)
 
 
-# A site's account: JSON that anybody may read, with a signature by the owner's key ------------------------------------
+# A site's account: plain JSON with a signature by the owner's key -----------------------------------------------------
 
 _ACCOUNT = b"fedppl ledger 1\n"
 
