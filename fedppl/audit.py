@@ -215,7 +215,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _checked(path: Path) -> int:
-    tally, last = _Tally(), {"line": 0, "digest": _START}
+    tally = _Tally()
+    last: dict[str, Any] = {"line": 0, "digest": _START}
     try:
         before = _account(path)  # before the log is read and after it: a site may be writing both
         met = before is None or before.head.length == 0

@@ -20,7 +20,7 @@ from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Failure, Heard
 from fedppl.engine.answer import require_fit
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, reading, require
+from fedppl.flower.decode import Malformed, Parcel, reading, require
 from fedppl.flower.enrolment import Roll, ServerModel, agree, expected_clients
 from fedppl.flower.messages import ASK, CONCLUDE, CONSTRAIN, Letter, Post, content_of, from_content, texts_of, trouble
 from fedppl.flower.node import MOST_BYTES, read_told
@@ -147,7 +147,7 @@ class GridEngine:
                     logger.warning("client %s: what it told of its rows cannot be used: %s", client_id, one_line(error))
         return told
 
-    def _answers(self, kind: str, parcels: Iterable[tuple[str, _wire.Parcel]]) -> Iterator[tuple[str, Letter | None]]:
+    def _answers(self, kind: str, parcels: Iterable[tuple[str, Parcel]]) -> Iterator[tuple[str, Letter | None]]:
         """Send clients a message each; yield replies as they come, then None for clients without one."""
         sent: dict[str, str] = {}
         for client_id, parcel in parcels:
