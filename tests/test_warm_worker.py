@@ -307,7 +307,9 @@ def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: P
             warm._heard(second, codec.encode({**request, "identity": {}}), time.monotonic() + 60)["status"] == "stale"
         )
     assert _ends(pid) and not (site / "audit.jsonl").exists()
-    assert "fedppl_hello) is closed" in (site / "worker" / "log").read_text()
+    # The worker sees that the asker has gone before it computes, or already where it answers the greeting.
+    log = (site / "worker" / "log").read_text()
+    assert "fedppl_hello) is closed" in log or "given up: BrokenPipeError" in log
 
 
 def test_a_worker_that_ends_sends_all_answers_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

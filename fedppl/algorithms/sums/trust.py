@@ -35,7 +35,8 @@ from fedppl.types import Array, as_declared
 
 DEFENCE = 0.25  # share of a stage's points that are candidates as they come, whatever the surrogate
 BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
-_STAGES = 6
+_STAGES, _MORE_STAGES = 6, 8  # at most; and where more points would do
+_NEAR = 2.0  # times as large as it may be, an error of which two more stages are expected to leave little enough
 _ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
 _MOST_OFF = 6.0  # standard errors by which moments of draws may be off to be put right by weights
 _PUT_RIGHT = 0.1  # posterior sds that they may be off by at least, where enough points are effective to tell
@@ -78,7 +79,10 @@ def judged(
     of_stage = _estimate(state, weights, state.draws.posterior.u, state.batch.u, state.shape.unit)
     shape = state.shape._replace(estimates=(*state.shape.estimates, of_stage))
     state = state._replace(shape=shape)
-    heavy = has_heavy_tails(posterior.u, posterior.weights)
+    # Where values were asked for in the tails, a tail that these do not have is the surrogate's own.
+    heavy = has_heavy_tails(posterior.u, posterior.weights) and (
+        not state.shape.outer or has_heavy_tails(state.batch.u, weights.posterior)
+    )
     last, together = state.shape.estimates[-1], pooled(state.shape.estimates)
     # Each stage reaches farther into a heavy tail. The sum of many clients has no tails that the last stage may have
     # missed, and its first surrogates may be so rough that their estimates add nothing.
@@ -112,7 +116,15 @@ def judged(
         and weights.effective >= _EFFECTIVE
         and not (heavy and not state.shape.outer)
     )
-    if not enough and state.stage < _STAGES:
+    more_would_do = (
+        not trusted
+        and sure
+        and is_told
+        and max(error, grown) <= _NEAR * most
+        and on_declared.chance <= _NEAR * MOST_ERROR
+        and weights.effective >= _LEAST
+    )
+    if not enough and state.stage < (_MORE_STAGES if more_would_do else _STAGES):
         return Judged(state, "")
     if trusted and by_draws > BY_DRAWS:
         by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, state.shape.outer)
