@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from fedppl.model.declaration import FederatedModel
     from fedppl.numerics import covariance
     from fedppl.results.fit import Fit
-    from fedppl.results.hypotheses import contrast, hypotheses
     from fedppl.results.loo import Loo, compare, loo, loo_compare
-    from fedppl.results.table import Table, table
+    from fedppl.results.tables import Table, contrast, hypotheses, table
     from fedppl.run.calibration import calibrate
     from fedppl.run.one_round import Round
     from fedppl.run.participation import all_clients, bernoulli, fixed_size
@@ -174,9 +173,8 @@ _NAMES = {
         "model.client": "ClientModel",
         "model.declaration": "FederatedModel",
         "results.fit": "Fit",
-        "results.hypotheses": "contrast hypotheses",
         "results.loo": "Loo compare loo loo_compare",
-        "results.table": "Table table",
+        "results.tables": "Table contrast hypotheses table",
         "run.calibration": "calibrate",
         "run.one_round": "Round",
         "run.participation": "all_clients bernoulli fixed_size",

@@ -12,7 +12,7 @@ from numpy.testing import assert_array_equal
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel
-from fedppl.results.groups import outcomes, truths
+from fedppl.results.at_client import outcomes, truths
 from fedppl.testing import normal_means
 from tests.support import problems
 

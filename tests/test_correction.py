@@ -20,7 +20,7 @@ from fedppl import DeclarationError, FederatedModel, NotConvergedError, gaussian
 from fedppl.algorithms.ep import why
 from fedppl.contracts import ClientView, Factor, LocalInference
 from fedppl.numerics.reweighting import apart
-from fedppl.results import departure
+from fedppl.results import diagnostics
 from fedppl.testing import normal_means
 from fedppl.types import Array, LocalFailure, Status
 from tests.support import problems
@@ -289,7 +289,7 @@ def test_sites_are_not_asked_by_default_and_their_policy_decides(caplog: pytest.
     }
     with pytest.warns(fedppl.ConvergenceWarning, match="heavier tails"):  # of few clients, without a correction
         plain = fit(model, clients, engine=fedppl.InProcess(policy=fedppl.Policy(**lenient)))
-    assert departure.matched(plain.status, plain.message)
+    assert diagnostics.matched(plain.status, plain.message)
     assert all(record.info["phase"] != "correction" for record in plain.records)
     asked = fedppl.EP(correction=fedppl.Correction())
     allowing = fedppl.Policy(**lenient, correction=16 * 1024)

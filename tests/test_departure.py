@@ -16,7 +16,7 @@ from fedppl.algorithms.ep._rounds import of_q_alone
 from fedppl.algorithms.ep._verdict import Taken
 from fedppl.numerics import importance as _importance
 from fedppl.numerics import stein as _stein
-from fedppl.results import departure
+from fedppl.results import diagnostics
 from fedppl.testing import normal_means
 from tests.support import problems
 
@@ -38,8 +38,8 @@ def test_a_quadratic_does_not_depart() -> None:
 
 
 def test_one_client_has_nothing_in_common_with_others() -> None:
-    assert departure.shortfall({"alone": {"departure": 3.0}}) == 0.0
-    assert departure.shortfall({"a": {}, "b": {}}) == 0.0
+    assert diagnostics.shortfall({"alone": {"departure": 3.0}}) == 0.0
+    assert diagnostics.shortfall({"a": {}, "b": {}}) == 0.0
 
 
 def means(y: Any) -> Any:
@@ -95,7 +95,7 @@ def test_clients_that_do_not_differ_are_not_called_converged_without_a_correctio
     fit = fit_of_q(clients)
     assert max(missing(fit, clients)) > 0.12
     assert fit.status is Status.STALLED and "Correction(" in fit.message
-    assert departure.matched(fit.status, fit.message)
+    assert diagnostics.matched(fit.status, fit.message)
 
 
 def test_a_skewness_that_several_have_is_not_called_converged() -> None:
@@ -116,6 +116,6 @@ def test_a_skewness_that_several_have_is_not_called_converged() -> None:
 
 def test_a_clients_word_neither_ends_a_run_nor_hides_what_others_say() -> None:
     honest = {name: {"departure": 0.3} for name in "abc"}
-    alone = departure.shortfall(honest)
+    alone = diagnostics.shortfall(honest)
     for told in (-1e3, 1e200, -np.inf, np.inf, np.nan):
-        assert 0.9 * alone <= departure.shortfall({**honest, "d": {"departure": told}}) <= 1.0
+        assert 0.9 * alone <= diagnostics.shortfall({**honest, "d": {"departure": told}}) <= 1.0

@@ -11,7 +11,7 @@ import pytest
 
 import fedppl
 from fedppl.contracts import Moments, Target
-from fedppl.results import departure
+from fedppl.results import diagnostics
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
 from tests.support import problems
@@ -93,7 +93,7 @@ def test_a_prior_that_keeps_the_scale_from_zero_helps(builder: Any) -> None:
         {**outcomes(), **CONSTANT},
         algorithm=fedppl.EP(correction=None),
     )
-    assert departure.matched(fit.status, fit.message)
+    assert diagnostics.matched(fit.status, fit.message)
 
 
 # --- symmetry -----------------------------------------------------------------------------------------------------

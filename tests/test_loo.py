@@ -14,7 +14,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, NotConvergedError
-from fedppl.results import groups, idata
+from fedppl.results import at_client, idata
 from fedppl.testing import normal_means
 from tests.support import problems
 
@@ -223,11 +223,11 @@ def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(builder: Any) ->
     drawn = found.client("b", draws=20, chains=2, groups=("log_likelihood",))
     posterior = idata.as_dataset(drawn["posterior"])
     client = found.clients["b"]
-    draws = groups._free(client.pymc_model(), posterior)
-    theirs = groups._by_pymc(client.pymc_model(), draws)
+    draws = at_client._free(client.pymc_model(), posterior)
+    theirs = at_client._by_pymc(client.pymc_model(), draws)
     corners = theirs.isel(chain=[0, -1], draw=[0, -1])
-    assert groups._at_once(client.pymc_model(), draws, corners) is not None
-    assert groups._at_once(client.pymc_model(), draws, corners + 0.1) is None
+    assert at_client._at_once(client.pymc_model(), draws, corners) is not None
+    assert at_client._at_once(client.pymc_model(), draws, corners + 0.1) is None
     ours = idata.as_dataset(drawn["log_likelihood"])
     assert set(ours.data_vars) == set(theirs.data_vars) and ours["mixed"].dims == theirs["mixed"].dims
     for name in theirs.data_vars:

@@ -464,7 +464,7 @@ def test_who_fell_back_is_said_in_the_log_the_bar_and_the_message(
 def test_a_client_that_falls_back_later_is_a_new_warning(caplog: pytest.LogCaptureFixture) -> None:
     steps = {"site 1": 2.0}
     algorithm = fedppl.EP(local=problems.falling_back(steps), warm_start=False, tolerance=1e-12)
-    with caplog.at_level(logging.WARNING, logger="fedppl.results.records"):
+    with caplog.at_level(logging.WARNING, logger="fedppl.results.diagnostics"):
         for step in fedppl.rounds(*problems.noise(), algorithm, rounds=4, random_seed=1):
             if step.number == 2:
                 steps["site 0"] = 2.0

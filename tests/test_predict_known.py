@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl.results import idata
-from fedppl.results.groups import more
+from fedppl.results.at_client import pymc_groups
 from fedppl.results.predicting import predictions
 
 _LEVEL, _SLOPE, _WARDS, _WEIGHTS = 7.0, 2.0, np.array([10.0, -20.0, 30.0, -40.0]), np.array([1.0, 2.0])
@@ -80,7 +80,7 @@ def test_another_predictor_of_the_client_is_another_clients_and_is_said(caplog: 
 
 def test_replicates_keep_all_that_the_posterior_has() -> None:
     client, posterior, data = _client()
-    found = more(client, posterior, ("posterior_predictive",), 1)["posterior_predictive"]["obs"]
+    found = pymc_groups(client, posterior, ("posterior_predictive",), 1)["posterior_predictive"]["obs"]
     mean = _LEVEL + _SLOPE * data["x"] + _WARDS[data["ward"]] + 50.0
     assert_allclose(found.mean(("chain", "draw")), mean, atol=1e-3)
 

@@ -29,7 +29,7 @@ from fedppl.flower.site_agreement import accept, declared, named, without_rare
 from fedppl.formulas.agreement import Agreement, Column, Told, raised, tell
 from fedppl.formulas.exchange import asked, contradiction, example
 from fedppl.formulas.formula import of_told
-from fedppl.results import departure
+from fedppl.results import diagnostics
 from fedppl.storage.signed import Memory, file_memory
 from tests.support import problems
 from tests.support.fake_grid import FakeGrid, Node, node
@@ -103,7 +103,7 @@ def test_sites_fit_what_clients_here_fit(tmp_path: Path) -> None:
     context.run_config = {"random_seed": 1, "wait": 1.0, "deadline": 0.05}
     app(FakeGrid(nodes), context)
     (there,) = seen
-    assert there.status is here.status and departure.matched(there.status, there.message)
+    assert there.status is here.status and diagnostics.matched(there.status, there.message)
     assert_allclose(there.posterior.linear, here.posterior.linear, rtol=1e-6)
     assert_allclose(there.posterior.precision, here.posterior.precision, rtol=1e-6, atol=1e-8)
     assert list(there.summary().index) == list(here.summary().index)

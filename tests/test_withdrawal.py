@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import DeclarationError, gaussian
-from fedppl.results import departure
+from fedppl.results import diagnostics
 from fedppl.testing import normal_means
 from tests.support import problems
 
@@ -35,7 +35,7 @@ def test_without_a_client_is_a_fit_that_never_saw_it(problem: Any) -> None:
     before = fit(model, clients)
     found = fedppl.without(before, name, progressbar=False)
     never = fit(model, {k: data for k, data in clients.items() if k != name})
-    assert departure.matched(found.fit.status, found.fit.message) and found.left == (name,)
+    assert diagnostics.matched(found.fit.status, found.fit.message) and found.left == (name,)
     assert found.distance == pytest.approx(apart(found.fit, never))
     assert found.distance < 0.01 < apart(before, never)
     assert all(record.info["phase"] == "EP" for record in found.fit.records)  # no search from the prior

@@ -46,8 +46,8 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.model.graph_key import code_key
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
-from fedppl.results.at_client import SUMS, client_posterior, implausible, require_rows, rows_of, sums_of
-from fedppl.results.groups import more
+from fedppl.results.at_client import client_posterior, pymc_groups, require_rows
+from fedppl.results.loo import SUMS, implausible, rows_of, sums_of
 from fedppl.run.withdrawal import FEWEST, knows_cavities, tested
 from fedppl.storage import codec
 from fedppl.storage.signed import BLANK, Memory, owner_key, pack, replace, unpack
@@ -496,7 +496,7 @@ def _loo(client: ClientModel, drawn: Any) -> Array:
     require_rows(client, "leaving rows out")
     if drawn["posterior"].attrs.get("fedppl_point_estimate") or client.pymc_model().potentials:
         raise ValueError("no rows are left out of point estimates or potentials")
-    densities = more(client, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)
+    densities = pymc_groups(client, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)
     return np.array(list(sums_of(rows_of(densities)).values()))
 
 

@@ -32,7 +32,7 @@ from fedppl.numerics.importance import (
 from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.proposals import log_mixture, points_of, propose
 from fedppl.numerics.region import SCRAMBLES
-from fedppl.results.records import STANDARDISED
+from fedppl.results.diagnostics import STANDARDISED
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure, Rng
 

@@ -1,33 +1,47 @@
-"""A client's own posterior: θ_k drawn where the data are, with predictions, as an ArviZ object."""
+"""A client's own posterior, drawn where its data are, as an ArviZ object; other groups and outcomes come from PyMC."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import pymc as pm
 import xarray as xr
-from scipy.special import logsumexp
+from pymc.logprob.utils import ParameterValueError
+from pymc.model.transform.conditioning import remove_value_transforms
+from pytensor.graph.traversal import ancestors
 
 from fedppl.contracts import AnyAlgorithm
+from fedppl.model import interpreted
 from fedppl.model.client import ClientModel, dims_and_coords
-from fedppl.model.summaries import tells_summary
+from fedppl.model.interpreted import quiet
+from fedppl.model.summaries import tells_grid, tells_summary
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
-from fedppl.results.groups import more
 from fedppl.results.shared import draws_of, shape_of
+from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError, Message, Status
 
 logger = logging.getLogger(__name__)
 
 
-def inputs(new_data: Any) -> Any:
-    """New inputs to predict at, as they are; None is none."""
-    if new_data is None:
-        raise DeclarationError('new_data=None: pass new inputs by name, such as {"X": X_new}, or a data frame.')
-    return new_data
+def has_rows(client: ClientModel) -> bool:
+    """Whether a client brought rows, and not a summary of them."""
+    return not tells_summary(client.pymc_model())
+
+
+def require_rows(client: ClientModel, what: str) -> None:
+    """Refuse what needs rows of a client that brought a summary."""
+    if not has_rows(client):
+        kind = f" of kind {client.kind!r}" if client.kind else ""
+        raise DeclarationError(
+            f"client {client.client_id!r}{kind} brought a summary of its rows, and {what} need a likelihood of rows. "
+            "Its posterior is fit.client(...); for the rest, ask a client that brought rows."
+        )
 
 
 def client_posterior(
@@ -42,7 +56,7 @@ def client_posterior(
     predict: Callable[[xr.Dataset, Mapping[str, Any]], tuple[xr.Dataset, xr.Dataset]] | None = None,
     groups: Sequence[str] = (),
 ) -> Any:
-    """Draw (φ, θ_k) from what the algorithm tells the client, and predictions for new inputs if there are any."""
+    """Draw (φ, θ_k) given the algorithm's final message, and predictions for new inputs if there are any."""
     client_id = model.client_id
     drawn = algorithm.result.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
     sample = draws_of(algorithm.name, drawn, (chains, draws), model.shared_size, model.local_size)
@@ -51,8 +65,8 @@ def client_posterior(
         logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.NUTS()", client_id, k)
     if sample.diagnostics.get("from_q"):
         logger.warning(
-            "client %s: the others' posterior, corrected, has few points where these data are; its draws are from the "
-            "Gaussian q in its place (fit.posterior). Fit again with this client among the others",
+            "client %s: the corrected posterior of the others has few points where these data are, and draws are from "
+            "the Gaussian q (fit.posterior). Fit again with this client among the others",
             client_id,
         )
     if algorithm.result.caution and (predict is not None or {*groups} - {"prior"}):
@@ -69,15 +83,15 @@ def client_posterior(
     attrs: dict[str, Any] = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
     attrs |= {"client": client_id, "status": status.value, "converged": int(status.ok)}
     posterior = idata.mark_estimates(idata.posterior_dataset(everything, dims, coords, attrs), sample.estimates)
-    found = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
-    found |= more(model, posterior, groups, seed)
+    datasets = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
+    datasets |= pymc_groups(model, posterior, groups, seed)
     if predict is not None:
-        found["predictions"], found["predictions_constant_data"] = predict(posterior, coords)
-    return idata.from_groups(found)
+        datasets["predictions"], datasets["predictions_constant_data"] = predict(posterior, coords)
+    return idata.from_groups(datasets)
 
 
 def observed_values(pymc_model: Any) -> dict[str, np.ndarray]:
-    """What every observed variable was given."""
+    """The values of every observed variable."""
     values = {rv.name: pymc_model.rvs_to_values[rv] for rv in pymc_model.observed_RVs}
     return {
         name: np.asarray(value.get_value() if hasattr(value, "get_value") else value.eval())
@@ -89,91 +103,255 @@ def _data_groups(
     pymc_model: Any, model: ClientModel, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
 ) -> dict[str, xr.Dataset]:
     """Observed and constant data, which stay in the client's own result."""
-    observed = observed_values(pymc_model)
-    held = {v.name for v in map(pymc_model.rvs_to_values.get, pymc_model.observed_RVs)}
-    constant = {name: np.asarray(value) for name, value in model.arrays.items() if name not in held}
-    return {"observed_data": _plain(observed, dims, coords), "constant_data": _plain(constant, dims, coords)}
+    outcomes = {v.name for v in map(pymc_model.rvs_to_values.get, pymc_model.observed_RVs)}
+    constant = {name: np.asarray(value) for name, value in model.arrays.items() if name not in outcomes}
+    observed = _data_group(observed_values(pymc_model), dims, coords)
+    return {"observed_data": observed, "constant_data": _data_group(constant, dims, coords)}
 
 
-def _plain(
+def _data_group(
     values: Mapping[str, Any], dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
 ) -> xr.Dataset:
     names = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(np.ndim(v))) for k, v in values.items()}
     lengths = {dim: np.shape(v)[i] for k, v in values.items() for i, dim in enumerate(names[k])}
-    own = {dim: coords[dim] if len(coords.get(dim, ())) == n else np.arange(n) for dim, n in lengths.items()}
-    return idata.dataset(values, names, own)
+    labels = {dim: coords[dim] if len(coords.get(dim, ())) == n else np.arange(n) for dim, n in lengths.items()}
+    return idata.dataset(values, names, labels)
 
 
-# Rows of one client left out one at a time, and what is told of them: sums --------------------------------------------
+# Groups of a client's posterior that PyMC computes: pointwise log likelihood, replicates, the prior ------------------
 
-SUMS = ("elpd", "p_loo", "rows", "good", "bad", "very_bad", "squares")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a client knows of its rows, and keeps."""
-
-    elpd: Array
-    p_loo: Array
-    k: Array
-    limit: float
+_PRIOR_DRAWS = 500
+_AT_ONCE = 2**20  # numbers in an array of log densities that is computed at once
 
 
-def has_rows(client: ClientModel) -> bool:
-    """Whether a client brought rows, and not a summary of them."""
-    return not tells_summary(client.pymc_model())
+def required(groups: Any) -> tuple[str, ...]:
+    """Check the keyword `groups`."""
+    names = (groups,) if isinstance(groups, str) else tuple(groups) if isinstance(groups, Sequence) else None
+    if names is None or (unknown := [name for name in names if not isinstance(name, str) or name not in GROUPS]):
+        wrong = shown(groups) if names is None else unknown
+        raise DeclarationError(f"groups={wrong} must be some of {sorted(GROUPS)}.")
+    return names
 
 
-def require_rows(client: ClientModel, what: str) -> None:
-    """Refuse what needs rows of a client that brought a summary."""
-    if not has_rows(client):
-        of = f" of kind {client.kind!r}" if client.kind else ""
+def pymc_groups(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str], seed: int) -> dict[str, xr.Dataset]:
+    """These groups of ArviZ, from the draws of a client's posterior."""
+    if groups and not client.pymc_model().observed_RVs:
         raise DeclarationError(
-            f"client {client.client_id!r}{of} brought a summary of its rows, and {what} need a likelihood of rows, "
-            "which its model has not. Its posterior is fit.client(...); ask a client that brought rows for the rest."
+            f"groups={list(groups)} are about observed variables, and the model has a pm.Potential in their place; "
+            "declare the outcomes as an observed variable (pm.CustomDist)."
         )
+    datasets: dict[str, xr.Dataset] = {}
+    for name in groups:
+        datasets |= GROUPS[name](client, posterior, seed % 2**32)
+    return datasets
 
 
-def rows_of(drawn: Any) -> Rows:
-    """Leave each row out, of a client's posterior with the group of log densities."""
-    group = idata.as_dataset(drawn["log_likelihood"])
-    count = group.sizes["chain"] * group.sizes["draw"]
-    parts = [(*idata.leave_one_out(group, str(name)), np.asarray(group[name])) for name in group.data_vars]
-    lppd = [logsumexp(values.reshape(count, -1), axis=0) - np.log(count) for *_, values in parts]
-    elpd = np.concatenate([one[0] for one in parts])
-    k = np.concatenate([one[1] for one in parts])
-    return Rows(elpd, np.concatenate(lppd) - elpd, k, parts[0][2])
+def _log_likelihood(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
+    """Of every observation at every draw: of all draws at once where that agrees with PyMC at four of them."""
+    model = client.pymc_model()
+    draws = _free(model, posterior)
+    with _without_starts(model):
+        densities = _by_pymc(model, draws.isel(chain=[0, -1], draw=[0, -1]))
+        values = _at_once(model, draws, densities)
+        if values is None:
+            densities = _by_pymc(model, draws)
+    if values is not None:
+        coords = {name: coord for name, coord in densities.coords.items() if name not in ("chain", "draw")}
+        coords |= {name: draws[name] for name in ("chain", "draw")}
+        variables = {name: (densities[name].dims, value) for name, value in values.items()}
+        densities = xr.Dataset(variables, coords, densities.attrs)
+    return {"log_likelihood": _like(densities, posterior)}
 
 
-def sums_of(rows: Rows) -> dict[str, Array]:
-    """What a client gives of its rows, by the names in `SUMS`."""
-    found = {
-        "elpd": rows.elpd.sum(),
-        "p_loo": rows.p_loo.sum(),
-        "rows": len(rows.elpd),
-        "good": np.sum(rows.k <= rows.limit),
-        "bad": np.sum((rows.k > rows.limit) & (rows.k <= 1)),
-        "very_bad": np.sum(~(rows.k <= 1)),
-        "squares": np.sum(rows.elpd**2),
-    }
-    return {name: np.array(float(found[name])) for name in SUMS}
+@contextlib.contextmanager
+def _without_starts(model: Any) -> Iterator[None]:
+    """A model without initial values: PyMC copies none that has them, and no density needs them."""
+    starts = dict(model.rvs_to_initial_values)
+    model.rvs_to_initial_values.update(dict.fromkeys(starts))
+    try:
+        yield
+    finally:
+        model.rvs_to_initial_values.update(starts)
 
 
-def implausible(sums: Array) -> str | None:
-    """Why sums that a site tells cannot be, or None.
+def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
+    """Draw by draw. The graph has the client's own sizes, and is compiled for it alone."""
+    with model:
+        computed = pm.compute_log_likelihood(
+            idata.from_groups({"posterior": draws}),
+            extend_inferencedata=False,
+            progressbar=False,
+            compile_kwargs={"mode": interpreted.PYTHON_MODE},
+        )
+    return idata.as_dataset(computed, "log_likelihood")
 
-    >>> implausible(np.array([-3.0, 0.5, 2.0, 2.0, 0.0, 0.0, 5.0]))
-    >>> implausible(np.array([-3.0, 0.5, 2.0, 1.0, 0.0, 0.0, 5.0]))
-    'of 2 rows 1 have a Pareto k'
+
+def _at_once(model: Any, draws: xr.Dataset, corners: xr.Dataset) -> dict[str, Array] | None:
+    """The same of all draws (chains, draws, ...), by operations on arrays; None where PyMC's corners differ."""
+    plain = remove_value_transforms(model)
+    free = [plain.rvs_to_values[rv] for rv in plain.free_RVs]
+    names = [rv.name for rv in plain.observed_RVs]
+    shape = draws.sizes["chain"], draws.sizes["draw"]
+    arrays = [np.asarray(draws[rv.name].values) for rv in plain.free_RVs]
+    flat = [array.reshape(shape[0] * shape[1], *array.shape[2:]) for array in arrays]
+    at_once = max(1, _AT_ONCE // max(1, sum(corners[name][0, 0].size for name in names)))
+    try:
+        function = interpreted.over_draws(free, plain.logp(vars=plain.observed_RVs, sum=False))
+        parts = [function(*(one[k : k + at_once] for one in flat)) for k in range(0, shape[0] * shape[1], at_once)]
+    except (NotImplementedError, ParameterValueError, ValueError, TypeError):
+        return None
+    whole = [np.concatenate(each) for each in zip(*parts, strict=True)]
+    values = {name: value.reshape(*shape, *value.shape[1:]) for name, value in zip(names, whole, strict=True)}
+    for name, value in values.items():
+        ours, theirs = value[[0, -1]][:, [0, -1]], corners[name].values
+        if ours.shape != theirs.shape or not np.allclose(ours, theirs, rtol=1e-8, atol=1e-8, equal_nan=True):
+            return None
+    return values
+
+
+def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
+    """Replicates of the observations, one a draw, for the same inputs and the same local variables."""
+    return {"posterior_predictive": _like(draw_outcomes(client.pymc_model(), posterior, seed), posterior)}
+
+
+def _prior(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
+    """Draws of the declared prior, and of what it predicts."""
+    model = client.pymc_model()
+    with model, proper_priors(), quiet():
+        drawn = pm.sample_prior_predictive(
+            _PRIOR_DRAWS, random_seed=seed, compile_kwargs={"mode": interpreted.PYTHON_MODE}
+        )
+    return {name: _like(idata.as_dataset(drawn, name), posterior) for name in ("prior", "prior_predictive")}
+
+
+GROUPS: dict[str, Callable[[ClientModel, xr.Dataset, int], dict[str, xr.Dataset]]] = {
+    "log_likelihood": _log_likelihood,
+    "posterior_predictive": _posterior_predictive,
+    "prior": _prior,
+}
+
+
+def _free(model: Any, posterior: xr.Dataset) -> xr.Dataset:
+    """Draws of the free variables."""
+    return posterior[[variable.name for variable in model.free_RVs if variable.name in posterior]]
+
+
+def _like(group: xr.Dataset, posterior: xr.Dataset) -> xr.Dataset:
+    """A group with the posterior's own attributes."""
+    marks = {name: posterior.attrs[name] for name in ("client", "status", "converged") if name in posterior.attrs}
+    return group.assign_attrs({"inference_library": "fedppl", **marks})
+
+
+# Outcomes from a declared model: at draws of its variables, and whole data sets from its prior ------------------------
+
+NO_DRAWS = "it brought a likelihood on a grid, and outcomes cannot be drawn from that"
+_OR = ", or where fedppl.calibrate draws them pass simulate=, a function of (shared, client_id, data, rng)."
+
+
+def draw_outcomes(
+    model: Any,
+    posterior: xr.Dataset,
+    seed: int,
+    anew: Iterable[str] = (),
+    names: Iterable[str] | None = None,
+    *,
+    predictions: bool = False,
+) -> xr.Dataset:
+    """Draws of the observed variables, or of the variables `names`, one a draw of the posterior.
+
+    Variables of the posterior stay as they are but those in `anew`, which are drawn given the others. By itself PyMC
+    draws every variable anew that reads data or dims, unless these are given as ``constant_data``.
     """
-    told = dict(zip(SUMS, sums.tolist(), strict=True))
-    counts = [told[name] for name in ("rows", "good", "bad", "very_bad")]
-    if not np.all(np.isfinite(sums)):
-        return "sums that are not finite"
-    if min(counts) < 0 or told["rows"] < 1 or any(count % 1 for count in counts):
-        return "numbers of rows that are none"
-    if sum(counts[1:]) != told["rows"]:
-        return f"of {told['rows']:.0f} rows {sum(counts[1:]):.0f} have a Pareto k"
-    if told["squares"] * told["rows"] < told["elpd"] ** 2 * (1 - 1e-9):
-        return "squares that are too small for their sum"
-    return None
+    stays = [rv.name for rv in model.free_RVs if rv.name in posterior and rv.name not in set(anew)]
+    draws = posterior[stays]
+    labels = [name for name in draws.coords if name not in ("chain", "draw")]  # the model has its own
+    groups = {"posterior": draws.drop_vars(labels), "constant_data": _constant_data(model)}
+    keywords = inspect.signature(pm.sample_posterior_predictive).parameters
+    with model, quiet():
+        drawn = pm.sample_posterior_predictive(
+            idata.from_groups(groups),
+            var_names=[rv.name for rv in model.observed_RVs] if names is None else list(names),
+            random_seed=seed,
+            progressbar=False,
+            compile_kwargs={"mode": interpreted.PYTHON_MODE},
+            predictions=predictions,
+            **({"freeze_vars": stays} if stays and "freeze_vars" in keywords else {}),
+        )
+    return idata.as_dataset(drawn, "predictions" if predictions else "posterior_predictive")
+
+
+def _constant_data(model: Any) -> xr.Dataset:
+    """The model's data and coords."""
+    values = {variable.name: np.asarray(variable.get_value()) for variable in model.data_vars}
+    dims = {name: tuple(f"{name}_dim_{axis}" for axis in range(value.ndim)) for name, value in values.items()}
+    coords = {dim: np.asarray(labels) for dim, labels in model.coords.items() if labels is not None}
+    return idata.dataset(values, dims, {}).assign_coords(coords)
+
+
+class Truths(NamedTuple):
+    """Draws of the shared prior."""
+
+    values: Mapping[str, Array]  # (N, *shape) of every shared variable
+    phi: Array  # (N, m) the same on the unconstrained space
+
+
+@contextlib.contextmanager
+def proper_priors() -> Iterator[None]:
+    """Name a prior that cannot be drawn from."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise DeclarationError(
+            f"the declared prior cannot be drawn from ({str(error).splitlines()[0]}); give every variable a proper "
+            "prior in place of pm.Flat or pm.HalfFlat."
+        ) from error
+
+
+def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
+    """Draw the shared variables from their declared prior."""
+    model = client.pymc_model()
+    rvs = [model[variable.name] for variable in client.layout.variables]
+    transforms = [model.rvs_to_transforms[rv] for rv in rvs]
+    free = [rv if t is None else t.forward(rv, *rv.owner.inputs) for rv, t in zip(rvs, transforms, strict=True)]
+    seed = int(rng.integers(2**31))
+    with proper_priors(), quiet():
+        drawn = pm.draw([*rvs, *free], draws=count, random_seed=seed, mode=interpreted.PYTHON_MODE)
+    values = {rv.name: np.asarray(value) for rv, value in zip(rvs, drawn, strict=False)}
+    phi = np.concatenate([np.reshape(value, (count, -1)) for value in drawn[len(rvs) :]], axis=1)
+    return Truths(values, phi)
+
+
+def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Generator) -> dict[str, Array]:
+    """Draw a client's own variables and outcomes for N draws of the shared ones: name of an array to (N, *shape)."""
+    model = client.pymc_model()
+    if tells_grid(model):
+        raise DeclarationError(f"client {client.client_id!r}: {NO_DRAWS}{_OR}")
+    arrays = {rv.name: _array_of(client, model, rv) for rv in model.observed_RVs}
+    if model.potentials:
+        raise DeclarationError(
+            "the model has a pm.Potential, from which outcomes cannot be drawn; declare them as observed variables "
+            "(pm.CustomDist)" + _OR
+        )
+    group = idata.posterior_dataset({name: value[None] for name, value in shared.items()}, *dims_and_coords(model))
+    with proper_priors():
+        drawn = draw_outcomes(model, group, int(rng.integers(2**31)))
+    return {
+        array: _as_outcomes(np.asarray(drawn[name])[0], np.asarray(client.arrays[array]).dtype)
+        for name, array in arrays.items()
+    }
+
+
+def _as_outcomes(drawn: Array, dtype: Any) -> Array:
+    """Counts in the client's type; measurements stay real where the client's own happened to be whole numbers."""
+    return drawn if np.issubdtype(drawn.dtype, np.floating) else drawn.astype(dtype)
+
+
+def _array_of(client: ClientModel, model: Any, rv: Any) -> str:
+    """Name of the client's array that an observed variable reads."""
+    read = [variable.name for variable in model.data_vars if variable in set(ancestors([model.rvs_to_values[rv]]))]
+    if len(read) == 1 and read[0] in client.arrays:
+        return str(read[0])
+    raise DeclarationError(
+        f"outcomes {rv.name!r} are not a pm.Data container of the model, so that others cannot take their place; pass "
+        "them as pm.Data" + _OR
+    )

@@ -1,4 +1,4 @@
-"""The seam to ArviZ. The only file that knows whether results are InferenceData (0.x) or DataTree (1.x)."""
+"""The edge to ArviZ: the only file that knows whether results are InferenceData (0.x) or DataTree (1.x)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def as_dataset(result: Any, name: str | None = None) -> xr.Dataset:
 
 
 def write(result: Any, path: Path) -> None:
-    """Write a result of ours to a NetCDF file, as it is: what reads it holds its size against what it declares."""
+    """Write a result to a NetCDF file, uncompressed: a reader compares its size with what it declares."""
     if _IS_TREE:
         result.to_netcdf(path, engine="h5netcdf")
     else:
@@ -46,11 +46,11 @@ def read(path: Path) -> dict[str, xr.Dataset]:
 
     with h5netcdf.File(path, "r") as file:
         names = list(file.groups)
-    found = {}
+    groups = {}
     for name in names:
         with xr.open_dataset(path, group=name, engine="h5netcdf") as group:
-            found[name] = group.load()
-    return found
+            groups[name] = group.load()
+    return groups
 
 
 def dataset(
@@ -59,12 +59,11 @@ def dataset(
     coords: Mapping[str, Any],
     attrs: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
-    """Build a Dataset from arrays with named dims; only coords that are used come along."""
+    """Build a Dataset from arrays with named dims, with those coords that are used."""
     variables = {name: (tuple(dims[name]), np.asarray(value)) for name, value in values.items()}
     used = {dim for names, _ in variables.values() for dim in names}
-    kept = {dim: np.asarray(values) for dim, values in coords.items() if dim in used}
-    stamped = {"inference_library": "fedppl", **(attrs or {})}
-    return xr.Dataset(variables, coords=kept, attrs=stamped)
+    used_coords = {dim: np.asarray(labels) for dim, labels in coords.items() if dim in used}
+    return xr.Dataset(variables, coords=used_coords, attrs={"inference_library": "fedppl", **(attrs or {})})
 
 
 def posterior_dataset(
@@ -83,14 +82,14 @@ def posterior_dataset(
         all_coords.setdefault("chain", np.arange(chains))
         all_coords.setdefault("draw", np.arange(count))
         for axis, dim in enumerate(own):
-            known = all_coords.get(dim)
-            if known is None or len(known) != values.shape[2 + axis]:
+            labels = all_coords.get(dim)
+            if labels is None or len(labels) != values.shape[2 + axis]:
                 all_coords[dim] = np.arange(values.shape[2 + axis])
     return dataset(draws, all_dims, all_coords, attrs)
 
 
 def mark_estimates(posterior: xr.Dataset, names: Sequence[str]) -> xr.Dataset:
-    """Say of variables that are point estimates, equal in all draws, that they are."""
+    """Mark variables that are point estimates, equal in all draws."""
     for name in names:
         posterior[name].attrs["point_estimate"] = 1
     if names:
@@ -117,14 +116,14 @@ def chain_diagnostics(draws: Array) -> tuple[float, float]:
 
 
 def leave_one_out(group: xr.Dataset, name: str) -> tuple[Array, Array, float]:
-    """Leave one row out, by ArviZ, of independent draws: elpd and Pareto k of every row, and the limit of good ones."""
+    """Leave one row out, by ArviZ, of independent draws: elpd and Pareto k of every row, and the limit of good k."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of large k, which are counted
-        found = az.loo(
+        result = az.loo(
             from_groups({"posterior": group[[name]], "log_likelihood": group[[name]]}),
             var_name=name,
             pointwise=True,
             reff=1.0,
         )
-    elpd = found.elpd_i if _IS_TREE else found.loo_i
-    return np.ravel(elpd), np.ravel(found.pareto_k), float(found.good_k)
+    elpd = result.elpd_i if _IS_TREE else result.loo_i
+    return np.ravel(elpd), np.ravel(result.pareto_k), float(result.good_k)

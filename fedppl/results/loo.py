@@ -1,4 +1,4 @@
-"""Leave-one-out predictive density over all clients, from sums that each computes where its rows are."""
+"""Models compared: by leave-one-out predictive density, from sums that each client computes, and by log evidence."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from fedppl.contracts import LogEvidence, Point, sum_replies
 from fedppl.model.client import ClientModel
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.results import idata
-from fedppl.results.at_client import SUMS, Rows, has_rows, observed_values, rows_of, sums_of
+from fedppl.results.at_client import has_rows, observed_values
+from fedppl.results.diagnostics import listed
 from fedppl.results.fit import Fit
-from fedppl.results.records import listed, require_arrived
+from fedppl.results.records import require_arrived
 from fedppl.settings import shown, whole
 from fedppl.types import Array, DataError, DeclarationError, NotConvergedError
 
 logger = logging.getLogger(__name__)
 
-_LEAST = 100  # draws in all
+_FEWEST_DRAWS = 100  # in all
 
 
 @dataclass(frozen=True, repr=False)
 class Loo:
-    """Expected log predictive density of a row, given all others.
+    """Expected log predictive density of rows, each given all others.
 
     Attributes
     ----------
     elpd, se
-        Sum over all rows, and its standard error from how they differ.
+        Sum over all rows, and its standard error from the variance over rows.
     p_loo
         Effective number of parameters.
     rows
@@ -44,7 +45,7 @@ class Loo:
     clients
         A row a client with the same figures.
     status
-        Of the fit: of one that has not converged, these figures say little.
+        Of the fit: if it has not converged, these figures say little.
     """
 
     elpd: float
@@ -72,14 +73,13 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     .. math:: \mathrm{elpd} = \sum_k \sum_i \log p(y_{ki} \mid y_{-ki})
 
     Each client draws its posterior, computes the log density of its rows by ``az.loo`` and gives sums over its rows.
-    Clients that brought a summary of their rows (`fedppl.summaries`) have none to leave out: they are left out
-    themselves, and the log names them.
+    Clients that brought a summary of their rows (`fedppl.summaries`) are not included, and the log names them.
 
     Parameters
     ----------
     fit
-        Fit whose clients are in this process, or sites whose policies let these sums out (`conclusions`): they gave
-        them when the run was over, from draws of their own.
+        Fit whose clients are in this process, or are sites whose policies let these sums out (`conclusions`); sites
+        sent them when the run was over, from draws of their own.
     draws, chains, random_seed
         Of the clients' posteriors, as in `Fit.client`.
 
@@ -108,8 +108,8 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     *When this fails.* Rows are what PyMC gives a log density each: one of a multivariate distribution is a row. A row
     that alone determines a local variable (one row a client, or an effect of each row) has a
     large Pareto k: leave out clients then, with `Fit.influence`, whose ``log_predictive`` is of all rows of a client.
-    Where an algorithm's shared variables are a point, networks' for example, that point keeps what a row has told: elpd
-    is too high, however small Pareto k, and the log says so.
+    Where an algorithm's shared variables are a point, a network's for example, that point still depends on the row that
+    is left out: elpd is too high, however small Pareto k, and the log says so.
 
     References
     ----------
@@ -117,24 +117,24 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
        WAIC, Statistics and Computing 27.
     """
     if isinstance(fit, Fit) and len(fit.clients) < len(fit.client_ids):
-        sums = _told(fit)
+        sums = _of_sites(fit)
     else:
-        sums = {name: sums_of(one) for name, one in _by_row(fit, draws, chains, random_seed).items()}
+        sums = {name: sums_of(rows) for name, rows in _by_row(fit, draws, chains, random_seed).items()}
     total = sum_replies(sums)
-    columns = {name: [float(one[name]) for one in sums.values()] for name in total}
+    columns = {name: [float(of_client[name]) for of_client in sums.values()] for name in total}
     table = pd.DataFrame(columns, index=pd.Index(list(sums), name="client"))
     table.insert(1, "se", _se(table["elpd"], table["squares"], table["rows"]))
-    whole_numbers = ["rows", "good", "bad", "very_bad"]
-    table = table.drop(columns="squares").astype(dict.fromkeys(whole_numbers, int))
-    _name_bad("fedppl.loo", int(table["bad"].sum() + table["very_bad"].sum()), int(table["rows"].sum()))
-    _name_point("fedppl.loo", fit)
+    counts = ["rows", "good", "bad", "very_bad"]
+    table = table.drop(columns="squares").astype(dict.fromkeys(counts, int))
+    _warn_of_bad_rows("fedppl.loo", int(table["bad"].sum() + table["very_bad"].sum()), int(table["rows"].sum()))
+    _warn_of_point("fedppl.loo", fit)
     return Loo(
         elpd=float(total["elpd"]),
         se=float(_se(total["elpd"], total["squares"], total["rows"])),
         p_loo=float(total["p_loo"]),
         clients=table,
         status=fit.status.value,
-        **{name: int(total[name]) for name in whole_numbers},
+        **{name: int(total[name]) for name in counts},
     )
 
 
@@ -185,45 +185,43 @@ def loo_compare(
     *When this fails.* A difference of about two ``dse`` or less says little, and ``dse`` is too small for fewer than
     some 100 rows or for models that predict alike. It is of rows, as if these were independent: where clients differ,
     a new client may prefer another model. Of rows counted in ``bad`` elpd is not known well, and the log says so.
-    The weights do not tell how probable a model is: of two models that predict alike, either may have most of it.
+    The weights are no probabilities of models: of two models that predict alike, either may have most of the weight.
 
     References
     ----------
     .. [1] Yao et al. (2018), Using stacking to average Bayesian predictive distributions, Bayesian Analysis 13.
     """
-    if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
-        raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
-    require_names(fits)
+    _require_fits(fits)
     names = [str(name) for name in fits]
     (first, reference), *others = fits.items()
     for name, fit in others:
-        require_same_data(str(first), reference, str(name), fit, in_order=True)
-    rows = [_by_row(fit, draws, chains, random_seed) for fit in fits.values()]
-    order = sorted(rows[0])
-    elpd = np.stack([np.concatenate([one[client].elpd for client in order]) for one in rows])  # (models, rows)
+        _require_same_data(str(first), reference, str(name), fit, in_order=True)
+    models = [_by_row(fit, draws, chains, random_seed) for fit in fits.values()]
+    order = sorted(models[0])
+    elpd = np.stack([np.concatenate([rows[client].elpd for client in order]) for rows in models])  # (models, rows)
     totals = elpd.sum(axis=1)
     best = int(np.argmax(totals))
     table = pd.DataFrame(
         {
             "elpd": totals,
             "se": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd],
-            "p_loo": [sum(float(one.p_loo.sum()) for one in model.values()) for model in rows],
+            "p_loo": [sum(float(rows.p_loo.sum()) for rows in model.values()) for model in models],
             "elpd_diff": totals[best] - totals,
             "dse": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd],
             "weight": _stacked(elpd),
-            "bad": [sum(int((~(one.k <= one.limit)).sum()) for one in model.values()) for model in rows],
+            "bad": [sum(int((~(rows.k <= rows.limit)).sum()) for rows in model.values()) for model in models],
             "status": [fit.status.value for fit in fits.values()],
         },
         index=names,
     ).sort_values("elpd", ascending=False, kind="stable")
     table.insert(0, "rank", range(len(table)))
     for name, bad in table["bad"].items():
-        _name_bad(f"fedppl.loo_compare: {name}", int(bad), elpd.shape[1])
-        _name_point(f"fedppl.loo_compare: {name}", fits[name])
+        _warn_of_bad_rows(f"fedppl.loo_compare: {name}", int(bad), elpd.shape[1])
+        _warn_of_point(f"fedppl.loo_compare: {name}", fits[name])
     return table
 
 
-def _name_bad(what: str, bad: int, rows: int) -> None:
+def _warn_of_bad_rows(what: str, bad: int, rows: int) -> None:
     if bad:
         logger.warning(
             "%s: %d of %d rows have a Pareto k above the limit, and elpd is not known well; where rows alone determine "
@@ -234,33 +232,33 @@ def _name_bad(what: str, bad: int, rows: int) -> None:
         )
 
 
-def _name_point(what: str, fit: Fit) -> None:
-    """Say of shared variables that are a point that rows which have shaped it are not left out of it."""
+def _warn_of_point(what: str, fit: Fit) -> None:
+    """Warn where shared variables are a point, which depends on the rows that are left out."""
     if isinstance(fit.algorithm.result.shared, Point):
         logger.warning(
-            "%s: the shared variables are a point of %s, which keeps what a row has told when that row is left out, so "
-            "that elpd is too high; score rows that were held out, see fedppl.holdout",
+            "%s: the shared variables are a point of %s, which depends on rows that are left out, so that elpd is too "
+            "high; score rows that were held out, see fedppl.holdout",
             what,
             fit.algorithm.name,
         )
 
 
-def _told(fit: Fit) -> dict[str, dict[str, Array]]:
-    """What sites told of their rows when the run was over."""
+def _of_sites(fit: Fit) -> dict[str, dict[str, Array]]:
+    """Sums that sites sent when the run was over."""
     require_arrived(fit, "fedppl.loo")
     silent = [k for k in fit.client_ids if "loo" not in fit.told.get(k, {})]
     if silent:
         absent = [k for k in silent if k not in fit.clients]
         raise DeclarationError(
-            f"rows of {absent[:5]} are not here, and these told nothing of them when the run was over. Of a fit from a "
-            "file, give the data of all: fedppl.load(path, model, clients=...). Sites of their own tell, where their "
-            'policy has conclusions=("loo",); their logs say why they refuse.'
+            f"rows of {absent[:5]} are not here, and they sent no sums when the run was over. Of a fit from a file, "
+            "give the data of all: fedppl.load(path, model, clients=...). Sites of their own send sums where their "
+            'policy has conclusions=("loo",); their logs have the reasons of refusals.'
         )
     return {k: dict(zip(SUMS, fit.told[k]["loo"], strict=True)) for k in fit.client_ids}
 
 
 def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, Rows]:
-    """Of every client in this process."""
+    """Rows of every client in this process, each left out."""
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
     if len(fit.clients) < len(fit.client_ids):
@@ -270,33 +268,93 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
             "models by their evidence."
         )
     require_arrived(fit, "fedppl.loo")
-    if whole("draws", draws) * whole("chains", chains) < _LEAST:
-        raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {_LEAST} in all.")
+    if whole("draws", draws) * whole("chains", chains) < _FEWEST_DRAWS:
+        raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {_FEWEST_DRAWS} in all.")
     kinds = {client.kind: client for client in samples(fit.clients)}
     if any(client.pymc_model().potentials for client in kinds.values()):
         raise DeclarationError(
-            "a pm.Potential is part of the model, and has no rows that could be left out; declare the outcomes as an "
-            "observed variable (pm.CustomDist)."
+            "the model has a pm.Potential, which has no rows to leave out; declare the outcomes as an observed "
+            "variable (pm.CustomDist)."
         )
-    found = {}
-    for client_id in with_rows(fit):
+    left_out = {}
+    for client_id in _with_rows(fit):
         drawn = fit.client(client_id, groups="log_likelihood", draws=draws, chains=chains, random_seed=random_seed)
         if drawn["posterior"].attrs.get("fedppl_point_estimate"):
             raise DeclarationError(
                 f"{fit.algorithm.name} estimates points, and leaving rows out needs a posterior; use fedppl.EP()."
             )
-        found[client_id] = rows_of(drawn)
-    return found
+        left_out[client_id] = rows_of(drawn)
+    return left_out
 
 
-def with_rows(fit: Fit) -> list[str]:
+def _with_rows(fit: Fit) -> list[str]:
     """Clients that brought rows; the others are named in the log."""
-    found = [client_id for client_id in fit.client_ids if has_rows(fit.clients[client_id])]
-    if not found:
+    rows = {client_id: has_rows(fit.clients[client_id]) for client_id in fit.client_ids}
+    if not any(rows.values()):
         raise DeclarationError("all clients brought summaries of their rows, and no row can be left out.")
-    if others := [client_id for client_id in fit.client_ids if client_id not in found]:
-        logger.warning("not in fedppl.loo, since they brought summaries of their rows: %s", listed(map(repr, others)))
-    return found
+    if others := [repr(client_id) for client_id in rows if not rows[client_id]]:
+        logger.warning("not in fedppl.loo, since they brought summaries of their rows: %s", listed(others))
+    return [client_id for client_id in rows if rows[client_id]]
+
+
+# Rows of one client left out one at a time, and their sums, which a site may send -------------------------------------
+
+SUMS = ("elpd", "p_loo", "rows", "good", "bad", "very_bad", "squares")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Each row of a client left out; it stays at the client."""
+
+    elpd: Array
+    p_loo: Array
+    k: Array
+    limit: float  # of good k
+
+
+def rows_of(drawn: Any) -> Rows:
+    """Leave each row out, of a client's posterior with the group of log densities."""
+    group = idata.as_dataset(drawn["log_likelihood"])
+    count = group.sizes["chain"] * group.sizes["draw"]
+    parts = [(*idata.leave_one_out(group, str(name)), np.asarray(group[name])) for name in group.data_vars]
+    lppd = [logsumexp(values.reshape(count, -1), axis=0) - np.log(count) for *_, values in parts]
+    elpd = np.concatenate([part[0] for part in parts])
+    k = np.concatenate([part[1] for part in parts])
+    return Rows(elpd, np.concatenate(lppd) - elpd, k, parts[0][2])
+
+
+def sums_of(rows: Rows) -> dict[str, Array]:
+    """Sums over a client's rows, by the names in `SUMS`."""
+    sums = {
+        "elpd": rows.elpd.sum(),
+        "p_loo": rows.p_loo.sum(),
+        "rows": len(rows.elpd),
+        "good": np.sum(rows.k <= rows.limit),
+        "bad": np.sum((rows.k > rows.limit) & (rows.k <= 1)),
+        "very_bad": np.sum(~(rows.k <= 1)),
+        "squares": np.sum(rows.elpd**2),
+    }
+    return {name: np.array(float(sums[name])) for name in SUMS}
+
+
+def implausible(sums: Array) -> str | None:
+    """Why sums of a site are impossible, or None.
+
+    >>> implausible(np.array([-3.0, 0.5, 2.0, 2.0, 0.0, 0.0, 5.0]))
+    >>> implausible(np.array([-3.0, 0.5, 2.0, 1.0, 0.0, 0.0, 5.0]))
+    'of 2 rows 1 have a Pareto k'
+    """
+    by_name = dict(zip(SUMS, sums.tolist(), strict=True))
+    rows, *counts = (by_name[name] for name in ("rows", "good", "bad", "very_bad"))
+    if not np.all(np.isfinite(sums)):
+        return "sums that are not finite"
+    if min(counts) < 0 or rows < 1 or any(count % 1 for count in (rows, *counts)):
+        return "numbers of rows that are none"
+    if sum(counts) != rows:
+        return f"of {rows:.0f} rows {sum(counts):.0f} have a Pareto k"
+    if by_name["squares"] * rows < by_name["elpd"] ** 2 * (1 - 1e-9):
+        return "squares that are too small for their sum"
+    return None
 
 
 def _se(total: Any, squares: Any, rows: Any) -> Any:
@@ -306,22 +364,21 @@ def _se(total: Any, squares: Any, rows: Any) -> Any:
 
 
 def _stacked(elpd: Array) -> Array:
-    """Weights on the simplex with the largest log score of the mixture, over log densities (models, rows)."""
+    """Weights on the simplex with the largest log score of the mixture, from log densities (models, rows)."""
     shifted = np.exp(elpd - elpd.max(axis=0))
 
     def loss(logits: Array) -> tuple[float, Array]:
         weights = np.exp(logits - logsumexp(logits))
         mixture = weights @ shifted
-        pull = weights * ((shifted / mixture).sum(axis=1) - shifted.shape[1])
-        return -float(np.log(mixture).sum()), -pull
+        gradient = weights * ((shifted / mixture).sum(axis=1) - shifted.shape[1])
+        return -float(np.log(mixture).sum()), -gradient
 
-    start = np.zeros(len(elpd))
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=[(-30.0, 30.0)] * len(elpd))
-    weights = np.exp(found.x - logsumexp(found.x))
-    return np.asarray(weights)
+    bounds = [(-30.0, 30.0)] * len(elpd)
+    logits = minimize(loss, np.zeros(len(elpd)), jac=True, method="L-BFGS-B", bounds=bounds).x
+    return np.asarray(np.exp(logits - logsumexp(logits)))
 
 
-# Several models of the same clients' data beside each other, by their log evidence ------------------------------------
+# Models of the same clients' data compared by log evidence ------------------------------------------------------------
 
 
 def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
@@ -364,25 +421,23 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     -----
     *When this fails.* The evidence depends on the priors, however many data there are: with priors that are wide for
     want of knowledge it prefers the model that has fewer of them. Compare predictions then. Of clients whose data are
-    not here (sites of their own, fits from a file) the ids are compared, and no observations; the log says so. A client
+    not here (sites of their own, fits from a file) only the ids are compared; the log says so. A client
     that adds a constant to its log densities decides which model is preferred, and `trust=` does not protect from it.
     """
-    if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
-        raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
-    require_names(fits)
+    _require_fits(fits)
     (first, reference), *others = fits.items()
     for name, fit in others:
-        require_same_data(str(first), reference, str(name), fit)
-    found = {name: _evidence(name, fit) for name, fit in fits.items()}
+        _require_same_data(str(first), reference, str(name), fit)
+    evidence = [_evidence(name, fit) for name, fit in fits.items()]
     absent = sorted({k for fit in fits.values() for k in fit.client_ids if k not in fit.clients})
     if absent:
         logger.warning(
-            "the data of %s are not here: that all models are of the same observations there, in the same units, was "
-            "not looked at",
+            "the data of %s are not here: whether all models are of the same observations there, in the same units, "
+            "was not checked",
             absent[:5],
         )
-    values = np.array([one.value for one in found.values()])
-    errors = np.array([one.error for one in found.values()])
+    values = np.array([one.value for one in evidence])
+    errors = np.array([one.error for one in evidence])
     best = int(np.argmax(values))
     weights = np.exp(values - values.max())
     table = pd.DataFrame(
@@ -392,9 +447,9 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
             "difference": values[best] - values,
             "dse": np.where(np.arange(len(values)) == best, 0.0, np.hypot(errors, errors[best])),
             "probability": weights / weights.sum(),
-            "method": [one.method for one in found.values()],
+            "method": [one.method for one in evidence],
         },
-        index=list(found),
+        index=list(fits),
     ).sort_values("log_evidence", ascending=False, kind="stable")
     table.insert(0, "rank", range(len(table)))
     return table
@@ -407,14 +462,16 @@ def _evidence(name: str, fit: Fit) -> LogEvidence:
         raise type(error)(f"fit {name!r}: {error}") from error
 
 
-def require_names(fits: Mapping[str, Fit]) -> None:
-    """Refuse names that are none: a number and its text would be one row."""
+def _require_fits(fits: Any) -> None:
+    """Refuse what is not two or more fits by name; a number as a name would be the same row as its text."""
+    if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
+        raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
     if odd := [name for name in fits if not isinstance(name, str)]:
         raise DeclarationError(f"fits have the names {odd[:5]}, which are no texts; write {str(odd[0])!r}.")
 
 
-def require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_order: bool = False) -> None:
-    """Refuse fits of other clients or of other observations; `in_order` also of the same in another order."""
+def _require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_order: bool = False) -> None:
+    """Refuse fits of other clients or of other observations; with `in_order` also of the same in another order."""
     if set(reference.client_ids) != set(fit.client_ids):
         odd = sorted(set(reference.client_ids) ^ set(fit.client_ids))
         raise DataError(f"fits {first!r} and {name!r} are not of the same clients: {odd[:5]} took part in one alone.")
@@ -446,6 +503,6 @@ def require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_ord
 
 
 def _observed(client: ClientModel) -> Array:
-    """All that is observed, in the model's order."""
+    """All observations, in the model's order."""
     values = [values.ravel() for values in observed_values(client.pymc_model()).values()]
     return np.concatenate(values).astype(float) if values else np.zeros(0)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pymc as pm
+import pytensor.tensor as pt
 import xarray as xr
+from pymc.distributions.moments import mean
+from pymc.exceptions import UndefinedMomentException
+from pytensor.graph.basic import clone_get_equiv
+from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.graph.traversal import ancestors
+from pytensor.tensor.shape import Shape, Shape_i
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
@@ -21,13 +27,12 @@ from fedppl.model.enrolment import held_exactly, mismatch
 from fedppl.model.interpreted import quiet
 from fedppl.model.stack import samples
 from fedppl.results import idata
-from fedppl.results.at_client import client_posterior, has_rows, inputs
-from fedppl.results.forward import containers_of_rows, draw_outcomes, drawn_anew, reads
-from fedppl.results.groups import required
+from fedppl.results.at_client import client_posterior, draw_outcomes, has_rows, required
 from fedppl.results.records import Ended, require_arrived
-from fedppl.results.shared import declared, of_formula, require_mean
-from fedppl.settings import some_of, text, whole
+from fedppl.settings import one_of, shown, some_of, text, whole
 from fedppl.types import Array, DataError, DeclarationError
+
+logger = logging.getLogger(__name__)
 
 
 def predict(
@@ -93,18 +98,20 @@ def predict(
     blood pressure lies in its interval nobody says. A new client is taken to be one more like those that took part;
     with few of them the sd between clients is uncertain, and risks at a new one with it.
     """
-    asked: dict[str, Any] = {"kind": kind, "at": at, "draws": draws, "chains": chains, "random_seed": random_seed}
-    if client_id is None:
-        return _new_without_rows(fit, inputs(new_data), name="new client", **asked)
     if isinstance(client_id, Mapping | pd.DataFrame):
         raise DeclarationError(
-            "client_id= is a table, and wants the id of a client, or None for one without rows. For a new client with "
-            "rows: fit.new_client(data, predict=new_data)."
+            "client_id= is a table; pass the id of a client, or None for one without rows. For a new client with rows: "
+            "fit.new_client(data, predict=new_data)."
         )
+    if new_data is None:
+        raise DeclarationError('new_data=None: pass new inputs by name, such as {"X": X_new}, or a data frame.')
+    settings: dict[str, Any] = {"kind": kind, "at": at, "draws": draws, "chains": chains, "random_seed": random_seed}
+    if client_id is None:
+        return _new_without_rows(fit, new_data, name="new client", **settings)
     model = fit.clients.get(str(client_id))
-    if model is None:  # says why there is none
-        return fit.client(client_id, predict=inputs(new_data), draws=draws, chains=chains, random_seed=random_seed)
-    return at_client(fit, model, inputs(new_data), **asked)
+    if model is None:  # raises the error with the reason
+        return fit.client(client_id, predict=new_data, draws=draws, chains=chains, random_seed=random_seed)
+    return at_client(fit, model, new_data, **settings)
 
 
 def new_client(
@@ -124,28 +131,28 @@ def new_client(
     ----------
     data
         The new client's data, as for `fedppl.fit`: by the builder's argument names, a data frame, or a tuple. None for
-        one that has none yet, whose variables are drawn from the hierarchy, such as a site's effect in a meta-analysis;
-        where they depend on what a client is, `predict` has to say at which rows.
+        a client without data, whose variables are drawn from the hierarchy, such as a site's effect in a meta-analysis;
+        where they depend on predictors of the client, `predict` gives its rows.
     predict, draws, chains, random_seed
         As in `client`.
     name, kind
-        Name in results and errors, and its kind where the declaration has several, by default as that tells kinds.
+        Name in results and errors, and its kind where the declaration has several, by default as that assigns kinds.
 
     Returns
     -------
     arviz.InferenceData or xarray.DataTree
     """
     text("name", name)
-    asked: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
+    settings: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
     if data is None:
-        return _new_without_rows(fit, predict, name=name, client_kind=kind, **asked)
+        return _new_without_rows(fit, predict, name=name, client_kind=kind, **settings)
     model = fit.declaration.enrol({name: data}, kernel=fit.algorithm.needs.kernel, kinds={name: kind})[name]
     if model.layout.fingerprint != fit.layout.fingerprint:
         raise DeclarationError(
             f"{name!r} has shared layout {model.layout.variables}, the fit has {fit.layout.variables}; "
             "give the new client the same columns."
         )
-    return at_client(fit, model, predict, **asked)
+    return at_client(fit, model, predict, **settings)
 
 
 def at_client(
@@ -164,22 +171,21 @@ def at_client(
     check_draws(draws, chains)
     groups, seed = required(groups), seed_of(fit, random_seed)
     client_id = model.client_id
-    rows, how = has_rows(model), {"kind": kind, "times": at}
     if predict is None:
         drawer = None
-    elif rows:
+    elif has_rows(model):
         require_mean(kind, at, model.declared.builder)
-        given = new_inputs(fit.declaration, model, predict)
+        inputs = new_inputs(fit.declaration, model, predict)
 
         def drawer(posterior: xr.Dataset, coords: Any) -> Any:
-            return predictions(model, posterior, given, seed, coords, kind, at)
+            return predictions(model, posterior, inputs, seed, coords, kind, at)
     else:
-        there = rows_at(fit, client_id, predict, None)
-        require_mean(kind, at, there.builder)
+        unseen = rows_at(fit, client_id, predict, None)
+        require_mean(kind, at, unseen.builder)
 
         def drawer(posterior: xr.Dataset, coords: Any) -> Any:
-            require_own(there, model)
-            return predicted(there, posterior, _shared(fit), seed, **how)[1:]
+            require_own(unseen, model)
+            return predicted(unseen, posterior, _shared(fit), seed, kind, at)[1:]
 
     require_arrived(fit, f"the posterior of client {client_id!r}")
     message, personal = fit.algorithm.result.final_message(fit.state, client_id), fit.personal.get(client_id)
@@ -188,7 +194,7 @@ def at_client(
 
 def _new_without_rows(
     fit: Any,
-    given: Any,
+    inputs: Any,
     *,
     name: str,
     draws: int,
@@ -198,18 +204,18 @@ def _new_without_rows(
     kind: str = "response",
     at: Any = None,
 ) -> Any:
-    """A client of which nothing is known but that it is one more of them."""
-    there = anywhere(fit, name) if given is None else rows_at(fit, name, given, client_kind)
-    require_mean(kind, at, there.builder)
+    """Draws for a client without data, from the hierarchy."""
+    unseen = without_inputs(fit, name) if inputs is None else rows_at(fit, name, inputs, client_kind)
+    require_mean(kind, at, unseen.builder)
     require_arrived(fit, "predictions for a new client")
-    held = fit.shared(draws=draws, chains=chains, random_seed=random_seed)
-    if "posterior" not in held:
-        _ = fit.posterior  # says what there is in its place
-    known = idata.as_dataset(held, "posterior")
+    groups = fit.shared(draws=draws, chains=chains, random_seed=random_seed)
+    if "posterior" not in groups:
+        _ = fit.posterior  # raises the error with what there is in its place
+    shared = idata.as_dataset(groups, "posterior")
     marks = {"status": fit.status.value, "converged": int(fit.status.ok)}
     names = ("posterior", "predictions", "predictions_constant_data")
-    found = predicted(there, known, _shared(fit), seed_of(fit, random_seed), kind, at)
-    return idata.from_groups({k: one.assign_attrs(marks) for k, one in zip(names, found, strict=True)})
+    datasets = predicted(unseen, shared, _shared(fit), seed_of(fit, random_seed), kind, at)
+    return idata.from_groups({k: one.assign_attrs(marks) for k, one in zip(names, datasets, strict=True)})
 
 
 def _shared(fit: Ended) -> tuple[str, ...]:
@@ -222,14 +228,12 @@ def seed_of(fit: Ended, random_seed: int | None) -> int:
 
 
 def check_draws(draws: int, chains: int) -> None:
-    """Refuse numbers of draws that are none."""
+    """Refuse what is no number of draws or chains."""
     whole("draws", draws)
     whole("chains", chains)
 
 
-# Predictive draws on new inputs, by PyMC: of a client that is here, and of one of which no row is known ---------------
-
-logger = logging.getLogger(__name__)
+# Predictive draws at new inputs, by PyMC, for a client whose rows are here --------------------------------------------
 
 
 def new_inputs(declaration: FederatedModel, client: ClientModel, given: Any) -> Mapping[str, Any]:
@@ -255,14 +259,41 @@ def predictions(
     row per observation may not be left out.
     """
     model = client.pymc_model()
+    values = _checked(model, client, new_data)
+    anew = _fill(model, client, values)
+    new_coords = {
+        dim: np.arange(len(value))
+        for name, value in values.items()
+        for dim in (model.named_vars_to_dims.get(name) or ())[:1]
+        if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
+    }
+    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
+    inputs = {name: values[name] for name in new_data}
+    input_dims = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(v.ndim)) for k, v in inputs.items()}
+    constant = idata.dataset(inputs, input_dims, {})
+    if kind == "mean" and hasattr(client.declared.builder, "expected"):
+        return _formula_means(client.declared.builder, values, posterior, at, client.client_id), constant
+    with model, quiet():
+        pm.set_data(values, coords=new_coords)
+        names = declare_means(model) if kind == "mean" else [variable.name for variable in model.observed_RVs]
+        posterior = posterior.drop_vars(names, errors="ignore")
+        arrays = _drawn(model, client.client_id, values, inputs, posterior, names, seed, anew, predictions=True)
+    drawn = idata.posterior_dataset(arrays, dims, {**coords, **new_coords}, {"client": client.client_id})
+    levels = getattr(client.declared.builder, "outcome_levels", {})  # of a formula
+    for name in levels.keys() & drawn.data_vars.keys():
+        drawn[name].attrs["levels"] = levels[name]
+    return drawn, constant
+
+
+def _checked(model: Any, client: ClientModel, new_data: Mapping[str, Any]) -> dict[str, Any]:
+    """New inputs as arrays that fit the model's containers."""
     containers = {variable.name: variable for variable in model.data_vars}
     if not containers:
         raise DataError(
             f"client {client.client_id!r}: the builder has no pm.Data container, so inputs cannot be exchanged for new "
             "ones. Put the data into pm.Data."
         )
-    unknown = sorted(set(new_data) - set(containers))
-    if unknown or not new_data:
+    if set(new_data) - set(containers) or not new_data:
         raise DataError(
             f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}. Where it has no "
             "inputs, give the outcomes: their number is that of the predictions, and their values are not read."
@@ -285,51 +316,29 @@ def predictions(
         if not np.all(np.isfinite(new)):
             raise DataError(f"new data {name!r} holds missing or infinite values; drop or impute them.")
         values[name] = held_exactly(f"new data {name!r}", new, containers[name].type.dtype)
-    anew = _fill(model, client, values)
-    renewed = {
-        dim: np.arange(len(value))
-        for name, value in values.items()
-        for dim in (model.named_vars_to_dims.get(name) or ())[:1]
-        if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
-    }
-    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
-    inputs = {name: values[name] for name in new_data}
-    input_dims = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(v.ndim)) for k, v in inputs.items()}
-    told = idata.dataset(inputs, input_dims, {})
-    if kind == "mean" and hasattr(client.declared.builder, "expected"):
-        return of_formula(client.declared.builder, values, posterior, at, client.client_id), told
-    with model, quiet():
-        pm.set_data(values, coords=renewed)
-        names = declared(model) if kind == "mean" else [variable.name for variable in model.observed_RVs]
-        posterior = posterior.drop_vars(names, errors="ignore")
-        arrays = _drawn(model, client.client_id, values, inputs, posterior, names, seed, anew, predictions=True)
-    drawn = idata.posterior_dataset(arrays, dims, {**coords, **renewed}, {"client": client.client_id})
-    levels = getattr(client.declared.builder, "outcome_levels", {})  # of what is more than a function: formulas
-    for name in levels.keys() & drawn.data_vars.keys():
-        drawn[name].attrs["levels"] = levels[name]
-    return drawn, told
+    return values
 
 
 def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:
-    """Fill in what new data leave out and nothing reads; returns the names of variables that are drawn anew."""
-    found, of_rows, given = reads(model), containers_of_rows(model), sorted(values)
+    """Fill in outcomes that new data leave out and nothing reads; returns names of variables that are drawn anew."""
+    of_rows, given = _containers_of_rows(model), sorted(values)
     vectors = [name for name in given if np.ndim(values[name])]
-    of = [name for name in vectors if name in of_rows] or vectors
-    lengths = {(len(client.arrays[name]), len(values[name])) for name in of}
+    by_row = [name for name in vectors if name in of_rows] or vectors
+    lengths = {(len(client.arrays[name]), len(values[name])) for name in by_row}
     before, after = lengths.pop() if len(lengths) == 1 else (None, None)
     as_long = [name for name, old in client.arrays.items() if np.ndim(old) and len(old) == before]
     left_out = [name for name in as_long if name in of_rows and name not in values]
-    others = [k for k in values if k not in of_rows and not np.array_equal(values[k], client.arrays[k])]
+    changed = [k for k in values if k not in of_rows and not np.array_equal(values[k], client.arrays[k])]
     rows = [*(name for name in given if name in of_rows), *left_out]
     dims = [dim for name in rows for dim in (model.named_vars_to_dims.get(name) or ())[:1]]
-    anew, told = drawn_anew(found, [*rows, *dims], others)
-    if told:
+    anew, of_another = _drawn_anew(model, [*rows, *dims], changed)
+    if of_another:
         logger.warning(
             "client %s: %s are drawn anew, from their prior at the new values of %s: those are of another client",
-            *(client.client_id, told, others),
+            *(client.client_id, of_another, changed),
         )
     stay = {rv for rv in model.free_RVs if rv.name not in anew}
-    read = {rv: {one.name for one in _graph.values_read([rv], stay)} for rv in model.observed_RVs}
+    read = {rv: {variable.name for variable in _graph.values_read([rv], stay)} for rv in model.observed_RVs}
     for name in left_out:
         readers = [repr(rv.name) for rv, names in read.items() if name in names]
         if not readers:
@@ -342,90 +351,162 @@ def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:
     return anew
 
 
-class At(NamedTuple):
-    """New rows of a client of which the fit saw none, and the builder that takes them."""
+# Variables that new data have drawn anew, from what the model's graph reads -------------------------------------------
+
+
+class _Reads(NamedTuple):
+    """Containers that a variable reads, and free variables; not what it reads through the latter."""
+
+    shape: frozenset[str]  # containers and dims that give its lengths
+    values: frozenset[str]
+    variables: frozenset[str]
+
+
+def _reads(model: Any, rv: Any) -> _Reads:
+    others = {other for other in model.free_RVs if other is not rv}
+    read = _graph.values_read(rv.owner.inputs, others)
+    containers = frozenset(variable.name for variable in read & set(model.data_vars))
+    return _Reads(frozenset(_lengths(model, rv)), containers, frozenset(variable.name for variable in read & others))
+
+
+def _containers_of_rows(model: Any) -> frozenset[str]:
+    """Containers as long as the outcomes by the graph; those of the same length by chance are not among them."""
+    names: set[str] = set()
+    for rv in model.observed_RVs:
+        names |= {variable.name for variable in _graph.values_read([model.rvs_to_values[rv]]) if variable.name}
+        for part in (rv, *rv.owner.inputs):
+            names |= _lengths(model, part)
+    return frozenset(names & {variable.name for variable in model.data_vars})
+
+
+def _drawn_anew(model: Any, rows: Iterable[str], changed: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Variables that new data have drawn anew, and those of them that are of another client now.
+
+    A variable with an entry for each row, such as a residual, has new entries. A client's own variable stays, also
+    where its prior reads rows (a mean of a column), since the client is the same. Where its prior reads one of
+    `changed`, a predictor of the client or of its groups with another value, it is of another client.
+    """
+    read = {rv.name: _reads(model, rv) for rv in model.free_RVs}
+    of_rows = {name for name, reads in read.items() if reads.shape & {*rows, *changed}}
+    of_another = {name for name, reads in read.items() if reads.values & set(changed)} - of_rows
+    anew = of_rows | of_another
+    while more := {name for name, reads in read.items() if reads.variables & anew} - anew:
+        anew |= more
+    return [name for name in read if name in anew], [name for name in read if name in of_another]
+
+
+def _lengths(model: Any, variable: Any) -> set[str]:
+    """Containers and dims that give a variable's lengths."""
+    if not getattr(variable.type, "ndim", 0):
+        return set()
+    shape = [pt.as_tensor(variable.shape)[axis] for axis in range(variable.type.ndim)]
+    # Of a copy: rewriting changes a graph in place, and this one is the model's own.
+    copies = clone_get_equiv([], shape, copy_inputs=False, copy_orphans=False)
+    shape = [copies[length] for length in shape]
+    dims = {copies.get(length, length): dim for dim, length in model.dim_lengths.items()}
+    data, names, seen = set(model.data_vars), set(), set()
+    waiting: list[Any] = list(rewrite_graph(shape, include=("ShapeOpt", "canonicalize")))
+    while waiting:
+        part = waiting.pop()
+        if part in seen or part in data:  # a length that is computed from values does not change with other lengths
+            continue
+        seen.add(part)
+        if part in dims:
+            names.add(dims[part])
+        if part.owner is None:
+            continue
+        if isinstance(part.owner.op, Shape | Shape_i) and part.owner.inputs[0] in data:
+            names.add(part.owner.inputs[0].name)
+        else:
+            waiting.extend(part.owner.inputs)
+    return names
+
+
+# Predictive draws at inputs of a client of which no row is known ------------------------------------------------------
+
+
+class Unseen(NamedTuple):
+    """Inputs of a client of which the fit saw no rows, and the builder that takes them."""
 
     name: str
     builder: Any
-    given: Mapping[str, Any]  # arrays of new inputs
-    arrays: Mapping[str, Any]  # with something in the place of outcomes
+    inputs: Mapping[str, Any]
+    arrays: Mapping[str, Any]  # inputs, and values in the place of outcomes
 
 
-def rows_at(fit: Ended, name: str, given: Any, kind: str | None) -> At:
+def rows_at(fit: Ended, name: str, given: Any, kind: str | None) -> Unseen:
     """Read new inputs as those of a client that is not among the others, or of which only a summary is known."""
     kind = _kind_with_rows(fit) if kind is None else fit.declaration.kind_of(name, given, kind)
     builder = fit.declaration.declared_as(kind).builder
-    own = getattr(builder, "read_unseen", None)
-    if own is not None:
-        arrays = dict(own(name, given))
-        return At(name, builder, {key: arrays[key] for key in arrays if not key.startswith("outcome")}, arrays)
+    read_unseen = getattr(builder, "read_unseen", None)
+    if read_unseen is not None:
+        arrays = dict(read_unseen(name, given))
+        return Unseen(name, builder, {key: arrays[key] for key in arrays if not key.startswith("outcome")}, arrays)
     read = as_arrays(name, fit.declaration.read(name, given, kind))
-    return At(name, builder, read, {**read, **_outcomes(fit, name, read, kind)})
+    return Unseen(name, builder, read, {**read, **_outcomes(fit, name, read, kind)})
 
 
-def anywhere(fit: Ended, name: str) -> At:
-    """Of no rows at all: variables of a client's own that depend on none, as the model of one that is here has them."""
-    one = next(iter(fit.clients.values()), None)
-    if one is None:
-        raise DeclarationError("no client's model is here; say at which rows it is to be predicted: predict={...}.")
-    at = At(name, one.declared.builder, {}, one.arrays)
-    model = model_at(at.builder, name, at.arrays)
-    if by_rows := [rv.name for rv in model.free_RVs if _reads(model, rv)]:
+def without_inputs(fit: Ended, name: str) -> Unseen:
+    """A client without any inputs, whose own variables depend on none; declared as a client that is here."""
+    client = next(iter(fit.clients.values()), None)
+    if client is None:
+        raise DeclarationError("no client's model is here; give rows to predict at, predict={...}.")
+    unseen = Unseen(name, client.declared.builder, {}, client.arrays)
+    model = model_at(unseen.builder, name, unseen.arrays)
+    if by_rows := [rv.name for rv in model.free_RVs if _depends_on_data(model, rv)]:
         raise DeclarationError(
-            f"data=None is a client without rows, and its {by_rows} depend on what the client is: say at which rows it "
-            "is to be predicted, predict={...}, or fit.predict(None, frame)."
+            f"data=None is a client without rows, and its {by_rows} depend on predictors of the client; give rows to "
+            "predict at, predict={...}, or fit.predict(None, frame)."
         )
-    return at
+    return unseen
 
 
-def _reads(model: Any, variable: Any) -> bool:
-    """Whether a variable depends on data, or on what is observed."""
+def _depends_on_data(model: Any, variable: Any) -> bool:
     return bool({*model.data_vars, *model.observed_RVs} & {*ancestors([variable])})
 
 
-def require_own(at: At, client: ClientModel) -> None:
-    """Refuse rows whose model has variables of the client's own that its summary says nothing of."""
+def require_own(unseen: Unseen, client: ClientModel) -> None:
+    """Refuse rows whose model has variables of the client's own that its summary does not have."""
     own = {variable.name for variable in client.local}
-    lost = [
-        v.name for v in model_at(at.builder, at.name, at.arrays).free_RVs if v.name not in own | {*client.layout.slices}
-    ]
-    if lost:
+    free = [v.name for v in model_at(unseen.builder, unseen.name, unseen.arrays).free_RVs]
+    if lost := [name for name in free if name not in own | {*client.layout.slices}]:
         raise DeclarationError(
-            f"client {at.name!r} brought a summary, whose model has the variables {sorted(own)} and not {lost}, which "
-            "rows depend on; declare what is a client's own by one function that all builders call."
+            f"client {unseen.name!r} brought a summary, whose model has the variables {sorted(own)} and not {lost}, "
+            "which rows depend on; declare what is a client's own by one function that all builders call."
         )
 
 
 def predicted(
-    at: At, known: xr.Dataset, shared: tuple[str, ...], seed: int, kind: str, times: Any
+    unseen: Unseen, known: xr.Dataset, shared: tuple[str, ...], seed: int, kind: str, times: Any
 ) -> tuple[xr.Dataset, xr.Dataset, xr.Dataset]:
-    """Draws of all variables, of what is predicted, and the inputs: what `known` has not is drawn given what it has."""
-    model = model_at(at.builder, at.name, at.arrays)
+    """Draws of all variables, predictions, and inputs: variables that `known` lacks are drawn given those it has."""
+    name, builder, inputs, arrays = unseen
+    model = model_at(builder, name, arrays)
     dims, coords = dims_and_coords(model)
     kept = {
-        name: np.asarray(known[name].values)
-        for name, shape in _shapes(model).items()
-        if name in known and known[name].shape[2:] == shape
+        variable: np.asarray(known[variable].values)
+        for variable, shape in _shapes(model).items()
+        if variable in known and known[variable].shape[2:] == shape
     }
-    if lost := [name for name in shared if name not in kept]:
-        raise DataError(f"{at.name!r}: {lost} have another shape here than in the fit; give the same columns.")
+    if lost := [variable for variable in shared if variable not in kept]:
+        raise DataError(f"{name!r}: {lost} have another shape here than in the fit; give the same columns.")
     posterior = idata.posterior_dataset(kept, dims, coords)
-    formula = kind == "mean" and hasattr(at.builder, "expected")
+    formula = kind == "mean" and hasattr(builder, "expected")
     with model, quiet():
-        outcomes = [] if formula else declared(model) if kind == "mean" else [v.name for v in model.observed_RVs]
+        outcomes = [] if formula else declare_means(model) if kind == "mean" else [v.name for v in model.observed_RVs]
         every = [*model.free_RVs, *model.deterministics]
-        if not at.given:  # no rows: nothing that depends on any
-            outcomes, every = [], [v for v in every if not _reads(model, v)]
+        if not inputs:
+            outcomes, every = [], [v for v in every if not _depends_on_data(model, v)]
         more = [v.name for v in every if v.name not in {*kept, *outcomes}]
         names = [*more, *outcomes]
-        drawn = _drawn(model, at.name, at.arrays, at.given, posterior, names, seed) if names else {}
-    whole = idata.posterior_dataset({**kept, **{name: drawn[name] for name in more}}, dims, coords, {"client": at.name})
-    inputs = idata.posterior_dataset({k: np.asarray(v)[None, None] for k, v in at.given.items()}, dims, coords)
+        drawn = _drawn(model, name, arrays, inputs, posterior, names, seed) if names else {}
+    whole = idata.posterior_dataset({**kept, **{k: drawn[k] for k in more}}, dims, coords, {"client": name})
+    constant = idata.posterior_dataset({k: np.asarray(v)[None, None] for k, v in inputs.items()}, dims, coords)
     if formula:
-        found = of_formula(at.builder, at.arrays, whole, times, at.name)
+        means = _formula_means(builder, arrays, whole, times, name)
     else:
-        found = idata.posterior_dataset({n: drawn[n] for n in outcomes}, dims, coords, {"client": at.name})
-    return whole, found, inputs.isel(chain=0, draw=0, drop=True, missing_dims="ignore")
+        means = idata.posterior_dataset({k: drawn[k] for k in outcomes}, dims, coords, {"client": name})
+    return whole, means, constant.isel(chain=0, draw=0, drop=True, missing_dims="ignore")
 
 
 def _drawn(
@@ -440,7 +521,7 @@ def _drawn(
     *,
     predictions: bool = False,
 ) -> dict[str, Array]:
-    """Draws by PyMC of these variables given the others; of inputs that do not fit it says which were `given`."""
+    """Draws by PyMC of these variables given the others; the error of inputs that do not fit names those `given`."""
     try:
         require_not_negative(client_id, read_indices(model), dict(arrays), ())
         group = draw_outcomes(model, posterior, seed % 2**32, anew, names, predictions=predictions)
@@ -461,34 +542,82 @@ def _kind_with_rows(fit: Ended) -> str:
     kinds = list(fit.declaration.builders)
     if len(kinds) == 1 or hasattr(fit.declaration.builder, "read_unseen"):
         return kinds[0]
-    found = list(dict.fromkeys(client.kind for client in samples(fit.clients) if has_rows(client)))
-    if len(found) != 1:
+    with_rows = list(dict.fromkeys(client.kind for client in samples(fit.clients) if has_rows(client)))
+    if len(with_rows) != 1:
         raise DeclarationError(
-            f"rows of a client without any are of a kind, and clients with rows are of {found or kinds}; ask a client "
-            "that brought rows, or take a fit whose clients with rows are of one kind."
+            f"clients with rows are of the kinds {with_rows or kinds}, so the kind of new rows is not known; ask a "
+            "client that brought rows, or use a fit whose clients with rows are of one kind."
         )
-    return str(found[0])
+    return str(with_rows[0])
 
 
 def _outcomes(fit: Ended, name: str, given: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Zeros in the place of outcomes that are left out, as another client has them: nothing else may be left out."""
-    one = next((client for client in samples(fit.clients) if client.kind == kind), None)
-    if one is None:  # the builder says what it lacks
+    """Zeros in the place of outcomes that are left out, shaped as another client's; inputs may not be left out."""
+    client = next((client for client in samples(fit.clients) if client.kind == kind), None)
+    if client is None:  # the builder's own error names what it lacks
         return {}
-    model, lengths = one.pymc_model(), {len(value) for value in given.values() if np.ndim(value)}
-    read = {rv: _graph.values_read([rv]) for rv in model.observed_RVs}
-    inputs = {variable.name for of in read.values() for variable in of}
-    left_out = [key for key in one.arrays if key not in given]
-    known = {variable.name for variable in model.data_vars} - inputs
-    if wrong := [key for key in left_out if key not in known or not np.ndim(one.arrays[key])]:
-        raise DataError(
-            f"{name!r}: new data lack {some_of(wrong)}, which the model reads, and of a client without rows nothing is "
-            "known; give all but the outcomes."
-        )
+    model, lengths = client.pymc_model(), {len(value) for value in given.values() if np.ndim(value)}
+    inputs = {variable.name for rv in model.observed_RVs for variable in _graph.values_read([rv])}
+    left_out = [key for key in client.arrays if key not in given]
+    unread = {variable.name for variable in model.data_vars} - inputs
+    if wrong := [key for key in left_out if key not in unread or not np.ndim(client.arrays[key])]:
+        raise DataError(f"{name!r}: new data lack {some_of(wrong)}, which the model reads; give all but the outcomes.")
     if left_out and len(lengths) != 1:
         raise DataError(
             f"{name!r}: the number of outcomes {some_of(left_out)} cannot be told from new data with {sorted(lengths)} "
             "rows; give them too: their values are not read."
         )
-    old = {key: np.asarray(one.arrays[key]) for key in left_out}
+    old = {key: np.asarray(client.arrays[key]) for key in left_out}
     return {key: np.zeros((*lengths, *value.shape[1:]), value.dtype) for key, value in old.items()}
+
+
+# Means of outcomes in the place of draws: risks, rates, probabilities of levels ---------------------------------------
+
+KINDS = ("response", "mean")
+
+
+def require_mean(kind: Any, at: Any, builder: Any) -> None:
+    """Check the keywords `kind` and `at`."""
+    one_of("kind", kind, KINDS)
+    if at is not None and (kind != "mean" or not hasattr(builder, "expected")):
+        raise DeclarationError(
+            f"at={shown(at)} is the time of a survival probability, which only a formula of times until an event has; "
+            'write kind="mean", at=... with such a fit.'
+        )
+
+
+def declare_means(model: Any) -> list[str]:
+    """Declare the mean of every outcome in an open model, and return the names; means that the user declared stay."""
+    names = []
+    for rv in model.observed_RVs:
+        names.append(name := f"{rv.name}_mean")
+        if name not in model.named_vars:
+            value, dims = _mean(rv), tuple(model.named_vars_to_dims.get(rv.name) or ())
+            pm.Deterministic(name, value, dims=dims if len(dims) == value.ndim else None)
+    return names
+
+
+def _mean(rv: Any) -> Any:
+    if getattr(rv.owner.op, "name", "") == "categorical":
+        p = rv.owner.inputs[-1]
+        return pt.broadcast_to(p, (*rv.shape, p.shape[-1]))
+    try:
+        return mean(rv)
+    except (NotImplementedError, UndefinedMomentException) as error:
+        raise DeclarationError(
+            f'kind="mean": PyMC knows no mean of the distribution of {rv.name!r}; name it in the builder, '
+            f'pm.Deterministic("{rv.name}_mean", ...), or write kind="response" for outcomes.'
+        ) from error
+
+
+def _formula_means(
+    builder: Any, arrays: Mapping[str, Any], posterior: xr.Dataset, at: Any, client_id: str
+) -> xr.Dataset:
+    """Means of a formula's outcomes, in closed form."""
+    sizes = posterior.sizes["chain"], posterior.sizes["draw"]
+    draws = {str(name): np.asarray(values.values) for name, values in posterior.data_vars.items()}
+    flat = {name: value.reshape(sizes[0] * sizes[1], *value.shape[2:]) for name, value in draws.items()}
+    means = builder.expected(arrays, flat, at)
+    values = means.draws.reshape(*sizes, *means.draws.shape[1:])
+    dims = {means.name: (f"{means.name}_dim_0", *means.coords)}
+    return idata.posterior_dataset({means.name: values}, dims, means.coords, {"client": client_id})

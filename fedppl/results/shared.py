@@ -1,31 +1,29 @@
-"""The parameters that all clients share, as a fit knows them: draws, one point, or weighted points."""
+"""The posterior of the shared parameters: draws, one point, weighted points, and without each client."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import pymc as pm
-import pytensor.tensor as pt
 import xarray as xr
-from pymc.distributions.moments import mean
-from pymc.exceptions import UndefinedMomentException
+from numpy.typing import NDArray
+from scipy.stats import qmc
 
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, Draws, Point, Posterior, Sampler, coordinate_names
+from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.importance import resample
-from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.importance import resample, standard_normal
+from fedppl.numerics.region import SCRAMBLES
+from fedppl.numerics.reweighting import Reweighted, is_trusted
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
-from fedppl.results.measure import Estimates, measure
-from fedppl.results.measure import estimates as from_measure
-from fedppl.results.records import Ended, rounds_dataset, unarrived
-from fedppl.settings import one_of, shown
+from fedppl.results.records import Ended, require_arrived, rounds_dataset, unarrived
+from fedppl.settings import chosen, shown
 from fedppl.types import Array, DeclarationError, Status
 
-# For who looks at the posterior group with tools that were made for MCMC.
+# Attributes of the posterior group, for users of tools that were made for MCMC.
 _SAMPLING = (
     "independent draws of the approximation: r_hat and ess describe the draws, not how good it is; see fit.summary()"
 )
@@ -54,73 +52,71 @@ def shared_posterior(fit: Ended, seed: int, draws: int, chains: int, *, unconver
         **({"warning": f"not a posterior: {reason}"} if reason else {}),
     }
     rng, phi, groups = stream((seed, 1)), None, {}
-    found = None if reason else corrected(fit)
+    weighted = None if reason else corrected(fit)
     if isinstance(shared, Sampler):
         drawn = shared.draw(fit.state, draws * chains, rng)
         phi = shaped(fit.algorithm.name, "Sampler.draw", drawn, (draws * chains, fit.layout.size))
-    elif found is not None:
-        phi = found.points[resample(found.weights, draws * chains, rng)]
-        attrs |= {"ess": found.ess, "pareto_k": found.pareto_k, "unique": len(np.unique(phi, axis=0))}
+    elif weighted is not None:
+        phi = weighted.points[resample(weighted.weights, draws * chains, rng)]
+        attrs |= {"ess": weighted.ess, "pareto_k": weighted.pareto_k, "unique": len(np.unique(phi, axis=0))}
         attrs["sampling"] = _CORRECTED
     elif q is not None:
         phi = gaussian.draw(q, rng, draws * chains)
     if phi is not None:
         chains, draws = shape_of(fit.algorithm, fit.status, chains, draws)
         posterior = _shared_dataset(fit, phi.reshape(chains, draws, -1), attrs)
-        groups = {"posterior": idata.mark_estimates(posterior, estimated(fit))}
+        groups = {"posterior": idata.mark_estimates(posterior, point_estimates(fit))}
     elif isinstance(shared, Point):
         groups = {"point_estimate": _point_dataset(fit, shared, attrs)}
     return idata.from_groups({**groups, "rounds": rounds, "fit": _fit_dataset(fit, q)})
 
 
 def shape_of(algorithm: AnyAlgorithm, status: Status, chains: int, draws: int) -> tuple[int, int]:
-    """Chains and draws: one chain where the fit should have converged and has not, so that nobody's R̂ is 1.
+    """Chains and draws: one chain, with R̂ NaN, where the fit should have converged and has not.
 
-    Independent draws agree with each other, however far they are from the posterior.
+    Chains of independent draws agree with each other, however far they are from the posterior.
     """
     return (chains, draws) if status.ok or not algorithm.result.tests_convergence else (1, chains * draws)
 
 
-def estimated(fit: Ended) -> list[str]:
-    """Shared variables that are point estimates, in draws of the others' posterior."""
+def point_estimates(fit: Ended) -> list[str]:
+    """Shared variables that are point estimates where the others have draws."""
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Sampler) or shared.estimates is None:
         return []
-    known = np.asarray(shared.estimates(fit.state), dtype=bool)
-    return [name for name, places in fit.layout.slices.items() if known[places].size and known[places].all()]
+    is_point = np.asarray(shared.estimates(fit.state), dtype=bool)
+    return [name for name, places in fit.layout.slices.items() if is_point[places].size and is_point[places].all()]
 
 
 def corrected(fit: Ended) -> Reweighted | None:
-    """The points of the correction, where there was one that can be trusted."""
+    """The weighted points of the correction, where there was one that can be trusted."""
     shared = fit.algorithm.result.shared
     return shared.corrected(fit.state) if isinstance(shared, Posterior) else None
 
 
 def estimates(fit: Ended, probabilities: Array) -> dict[str, Estimates] | None:
-    """What is known of every entry of every shared variable, from points with weights; None where there are none."""
+    """Estimates of every entry of every shared variable, from weighted points; None where there are none."""
     shared = fit.algorithm.result.shared
-    measured = measure(shared.gaussian(fit.state), corrected(fit)) if isinstance(shared, Posterior) else None
-    if measured is None:
+    weighted = weighted_points(shared.gaussian(fit.state), corrected(fit)) if isinstance(shared, Posterior) else None
+    if weighted is None:
         return None
-    values = {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(measured.points).items()}
-    return {
-        name: from_measure(value.reshape(len(value), -1), measured, probabilities) for name, value in values.items()
-    }
+    values = {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(weighted.points).items()}
+    return {name: _estimates(value.reshape(len(value), -1), weighted, probabilities) for name, value in values.items()}
 
 
 def at_point(fit: Ended, shared: Point[Any]) -> dict[str, Array]:
     """Every shared variable at the point that was estimated."""
-    return {name: value[0] for name, value in fit.reader.constrain(_estimated(fit, shared)[None]).items()}
+    return {name: value[0] for name, value in fit.reader.constrain(_point(fit, shared)[None]).items()}
 
 
 def at_mean(fit: Ended, posterior: Any) -> dict[str, Array]:
-    """Every shared variable at its posterior mean; by draws where there are no points with weights."""
+    """Every shared variable at its posterior mean; by draws where there are no weighted points."""
     means = {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
-    measured = estimates(fit, np.zeros(0))
-    return means if measured is None else {k: measured[k].mean.reshape(mean.shape) for k, mean in means.items()}
+    by_name = estimates(fit, np.zeros(0))
+    return means if by_name is None else {k: by_name[k].mean.reshape(mean.shape) for k, mean in means.items()}
 
 
-def _estimated(fit: Ended, shared: Point[Any]) -> Array:
+def _point(fit: Ended, shared: Point[Any]) -> Array:
     return shaped(fit.algorithm.name, "Point.estimate", shared.estimate(fit.state), (fit.layout.size,))
 
 
@@ -143,39 +139,191 @@ def _point_dataset(fit: Ended, shared: Point[Any], attrs: Mapping[str, Any]) -> 
 def _fit_dataset(fit: Ended, q: Gaussian | None) -> xr.Dataset:
     labels, clients = np.array(coordinate_names(fit.layout, fit.reader)), np.array(fit.client_ids)
     result = fit.algorithm.result
-    known: dict[str, tuple[tuple[str, ...], Array]] = {}
+    variables: dict[str, tuple[tuple[str, ...], Array]] = {}
     if q is not None:
-        known["mean_vector"] = ("rows",), gaussian.mean(q)
-        known["covariance_matrix"] = ("rows", "columns"), gaussian.covariance(q)
+        variables["mean_vector"] = ("rows",), gaussian.mean(q)
+        variables["covariance_matrix"] = ("rows", "columns"), gaussian.covariance(q)
     elif isinstance(result.shared, Point):
-        known["mean_vector"] = ("rows",), _estimated(fit, result.shared)
-    known.update(result.details(fit.state))
+        variables["mean_vector"] = ("rows",), _point(fit, result.shared)
+    variables.update(result.details(fit.state))
     return idata.dataset(
-        {name: values for name, (_, values) in known.items()},
-        {name: dims for name, (dims, _) in known.items()},
+        {name: values for name, (_, values) in variables.items()},
+        {name: dims for name, (dims, _) in variables.items()},
         {**fit.reader.coords, "rows": labels, "columns": labels, "client": clients, "other_client": clients},
         {"space": "unconstrained", "status": fit.status.value, "message": fit.message},
     )
 
 
-# What an algorithm's functions returned, as arrays of the shape they promise: what fits by size alone is not taken ----
+# The shared posterior as weighted points: of q, and of a correction where there was one -------------------------------
+
+_POINTS = 512  # of q, of each scramble
+
+
+class WeightedPoints(NamedTuple):
+    """Points with one weighting, or two that agree up to their errors.
+
+    The first row of a weighting has the weights, row 1 + r the weights without scramble r. Each row sums to 1.
+    """
+
+    points: Array  # (N, m)
+    weightings: tuple[Array, ...]  # each (1 + scrambles, N)
+    beside: float = 0.0  # error of a mean or an sd, in sds, that the spread of the points does not show
+
+
+class Estimates(NamedTuple):
+    """Moments and quantiles of n quantities, with standard errors of the moments."""
+
+    mean: Array  # (n,)
+    sd: Array  # (n,)
+    mean_error: Array  # (n,)
+    sd_error: Array  # (n,)
+    quantiles: Array  # (P, n)
+
+
+def weighted_points(q: Gaussian, correction: Reweighted | None) -> WeightedPoints | None:
+    """Quasi-random points of q, and those of the correction where there was one; None with too many coordinates.
+
+    With a correction there are two weightings: its weights alone, and signed weights that correct q. The second has no
+    error where q is exact, and a large one for a quantity with heavy tails under q.
+    """
+    center, root = gaussian.affine(q)
+    if len(center) > qmc.Sobol.MAXDIM:
+        return None
+    of_q = center + standard_normal(len(center), _POINTS, 0, SCRAMBLES) @ root.T
+    equal = _leaving_out(np.full(len(of_q), 1.0 / len(of_q)), np.repeat(np.arange(SCRAMBLES), _POINTS))
+    if correction is None:
+        return WeightedPoints(of_q, (equal,))
+    weights = _leaving_out(correction.weights, correction.scramble)
+    control = _leaving_out(correction.of_q, correction.scramble)
+    alone = np.concatenate([np.zeros_like(equal), weights], axis=1)
+    signed = np.concatenate([equal, weights - control], axis=1)
+    return WeightedPoints(np.concatenate([of_q, correction.points]), (signed, alone), correction.beside)
+
+
+def _estimates(values: Array, weighted: WeightedPoints, probabilities: Array) -> Estimates:
+    """Moments and quantiles of quantities at the points, (N, n), each by the weighting with the smaller error.
+
+    Errors come from leaving out one scramble at a time.
+    """
+    each = [_by_weighting(values, weighting, probabilities) for weighting in weighted.weightings]
+    errors = np.stack([np.maximum(one.mean_error, one.sd_error) for one in each])
+    best = np.argmin(np.where(np.isnan(errors), np.inf, errors), axis=0)
+    columns = np.arange(values.shape[1])
+    smallest = Estimates(*(np.stack(field)[best, ..., columns].T for field in zip(*each, strict=True)))
+    beside = weighted.beside * smallest.sd
+    return smallest._replace(
+        mean_error=np.hypot(smallest.mean_error, beside), sd_error=np.hypot(smallest.sd_error, beside)
+    )
+
+
+def _by_weighting(values: Array, weighting: Array, probabilities: Array) -> Estimates:
+    used = np.any(weighting != 0, axis=0)  # elsewhere values may be infinite
+    values, weighting = values[used], weighting[:, used]
+    center = weighting[0] @ values
+    with np.errstate(invalid="ignore", over="ignore"):  # of values that have no moments under q
+        shifts = weighting @ (values - center)
+        squares = weighting @ (values - center) ** 2
+        variances = squares - shifts**2
+        sds = np.sqrt(np.maximum(variances, 0.0))
+        factor = np.sqrt(SCRAMBLES - 1.0)
+        errors = factor * np.std(shifts[1:], axis=0), factor * np.std(sds[1:], axis=0)
+    # A negative variance comes from signed weights whose terms do not cancel; that of a constant is rounding error.
+    errors = errors[0], np.where(np.any(variances < -1e-12 * center**2, axis=0), np.inf, errors[1])
+    return Estimates(center, sds[0], *errors, _quantiles(values, weighting[0], probabilities))
+
+
+def _leaving_out(weights: Array, scramble: NDArray[np.intp]) -> Array:
+    """The weights, and those without each scramble, all normalised: (1 + scrambles, N)."""
+    rows = np.stack([weights, *(np.where(scramble == one, 0.0, weights) for one in range(SCRAMBLES))])
+    return np.asarray(rows / rows.sum(axis=1, keepdims=True))
+
+
+def _quantiles(values: Array, weights: Array, probabilities: Array) -> Array:
+    """Weighted quantiles of every column of values (N, n), (P, n).
+
+    Where negative weights make the distribution function fall, it stays at its largest value so far.
+    """
+    quantiles = np.empty((len(probabilities), values.shape[1]))
+    for column in range(values.shape[1]):
+        order = np.argsort(values[:, column], kind="stable")
+        cumulated = np.maximum.accumulate(np.cumsum(weights[order]) - 0.5 * weights[order])
+        quantiles[:, column] = np.interp(probabilities, cumulated, values[order, column])
+    return quantiles
+
+
+# The shared posterior without each client -----------------------------------------------------------------------------
+
+
+def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
+    """See `Fit.influence`."""
+    shared = fit.algorithm.result.shared
+    if not isinstance(shared, Posterior):
+        raise DeclarationError(
+            f"{fit.algorithm.name} has no posterior of parameters that all clients share; use fedppl.EP()."
+        )
+    if shared.without is None:
+        raise DeclarationError(f"{fit.algorithm.name} has no posterior without each client; use fedppl.EP().")
+    require_arrived(fit, "fit.influence()")
+    names = chosen("clients", clients, fit.client_ids, "the fit's clients")
+    correction, q = corrected(fit), shared.gaussian(fit.state)
+    each = shared.without(fit.state, names, fit.clients)
+    columns = zip(*(_moments(without, fit.layout.size) for without in each), strict=True)
+    means, sds, pareto_k, exact, errors = (np.array(column) for column in columns)
+    mean, sd = gaussian.mean(q), gaussian.standard_deviations(q)
+    if correction is not None:  # exact moments are compared with exact ones
+        mean = np.where(exact[:, None], correction.mean, mean)
+        sd = np.where(exact[:, None], np.sqrt(np.diag(correction.covariance)), sd)
+    values = {
+        "mean": means,
+        "sd": sds,
+        "shift": (mean - means) / sd,
+        "sd_ratio": sd / sds,
+        "pareto_k": pareto_k,
+        "error": errors,
+        "exact": exact,
+        "log_predictive": np.where(exact, [without.log_predictive.value for without in each], np.nan),
+        "log_predictive_error": np.where(exact, [without.log_predictive.error for without in each], np.nan),
+    }
+    dims = {name: ("client", "rows") if values[name].ndim == 2 else ("client",) for name in values}
+    coords = {"client": np.array(names), "rows": np.array(coordinate_names(fit.layout, fit.reader))}
+    return idata.dataset(values, dims, coords, {"space": "unconstrained", "status": fit.status.value})
+
+
+def is_exact(without: WithoutClient) -> bool:
+    """Whether the posterior without the client is known from the points of the correction."""
+    return without.corrected is not None and is_trusted(without.corrected)
+
+
+def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bool, float]:
+    """Mean, sds and Pareto k of the posterior without the client, whether they are exact, and the error."""
+    weighted = without.corrected
+    k, error = (np.nan, np.nan) if weighted is None else (weighted.pareto_k, weighted.error)
+    if weighted is not None and is_exact(without):
+        return weighted.mean, np.sqrt(np.diag(weighted.covariance)), k, True, error
+    if not gaussian.is_proper(without.gaussian):
+        unknown = np.full(size, np.nan)
+        return unknown, unknown, k, False, error
+    return gaussian.mean(without.gaussian), gaussian.standard_deviations(without.gaussian), k, False, error
+
+
+# Values that an algorithm's functions return, held to the shapes they promise -----------------------------------------
 
 
 def shaped(algorithm: str, function: str, value: Any, shape: tuple[int, ...]) -> Array:
-    """Numbers of this shape, or an error that names who returned something else.
+    """Numbers of this shape, or an error that names the function that returned something else.
 
     >>> shaped("Mine", "Point.estimate", [1.0, 2.0], (2,))
     array([1., 2.])
     """
     try:
-        found = np.asarray(value, dtype=float)
+        numbers = np.asarray(value, dtype=float)
     except (TypeError, ValueError):
         raise DeclarationError(
             f"{algorithm}: {function} returned {shown(value)}; return numbers of shape {shape}."
         ) from None
-    if found.shape != shape:
-        raise DeclarationError(f"{algorithm}: {function} returned shape {found.shape}; return shape {shape}.")
-    return found
+    if numbers.shape != shape:
+        raise DeclarationError(f"{algorithm}: {function} returned shape {numbers.shape}; return shape {shape}.")
+    return numbers
 
 
 def draws_of(algorithm: str, value: Any, leading: tuple[int, int], shared: int, local: int) -> Draws:
@@ -186,53 +334,3 @@ def draws_of(algorithm: str, value: Any, leading: tuple[int, int], shared: int, 
         shared=shaped(algorithm, "Result.draw", value.shared, (*leading, shared)),
         local=shaped(algorithm, "Result.draw", value.local, (*leading, local)),
     )
-
-
-# What outcomes are on average in the place of draws of them: risks, rates, probabilities of levels --------------------
-
-KINDS = ("response", "mean")
-
-
-def require_mean(kind: Any, at: Any, builder: Any) -> None:
-    """Check what is asked for."""
-    one_of("kind", kind, KINDS)
-    if at is not None and (kind != "mean" or not hasattr(builder, "expected")):
-        raise DeclarationError(
-            f"at={shown(at)} is a time until which a formula of times until an event tells the probability of none: "
-            'write kind="mean", at=... of such a fit.'
-        )
-
-
-def declared(model: Any) -> list[str]:
-    """Declare the mean of every outcome in a model that is open, and name them; one that the user declared stays."""
-    names = []
-    for rv in model.observed_RVs:
-        names.append(name := f"{rv.name}_mean")
-        if name not in model.named_vars:
-            value, dims = _mean(rv), tuple(model.named_vars_to_dims.get(rv.name) or ())
-            pm.Deterministic(name, value, dims=dims if len(dims) == value.ndim else None)
-    return names
-
-
-def _mean(rv: Any) -> Any:
-    if getattr(rv.owner.op, "name", "") == "categorical":
-        p = rv.owner.inputs[-1]
-        return pt.broadcast_to(p, (*rv.shape, p.shape[-1]))
-    try:
-        return mean(rv)
-    except (NotImplementedError, UndefinedMomentException) as error:
-        raise DeclarationError(
-            f'kind="mean": PyMC knows no mean of the distribution of {rv.name!r}; name it in the builder, '
-            f'pm.Deterministic("{rv.name}_mean", ...), or write kind="response" for outcomes.'
-        ) from error
-
-
-def of_formula(builder: Any, arrays: Mapping[str, Any], posterior: xr.Dataset, at: Any, client_id: str) -> xr.Dataset:
-    """The same of a formula, in closed form."""
-    sizes = posterior.sizes["chain"], posterior.sizes["draw"]
-    draws = {str(name): np.asarray(values.values) for name, values in posterior.data_vars.items()}
-    flat = {name: value.reshape(sizes[0] * sizes[1], *value.shape[2:]) for name, value in draws.items()}
-    found = builder.expected(arrays, flat, at)
-    values = found.draws.reshape(*sizes, *found.draws.shape[1:])
-    dims = {found.name: (f"{found.name}_dim_0", *found.coords)}
-    return idata.posterior_dataset({found.name: values}, dims, found.coords, {"client": client_id})

@@ -17,8 +17,8 @@ from fedppl.contracts import AnyAlgorithm, EngineFactory, Posterior, coordinate_
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.interpreted import at_level
 from fedppl.results import idata
+from fedppl.results.at_client import outcomes, truths
 from fedppl.results.fit import Fit
-from fedppl.results.groups import outcomes, truths
 from fedppl.results.records import unarrived
 from fedppl.run.loop import fit
 from fedppl.run.progress import Progress

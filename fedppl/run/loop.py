@@ -23,7 +23,7 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.numerics import mirrors
 from fedppl.numerics.prior import SharedPrior
-from fedppl.results import departure, records
+from fedppl.results import diagnostics
 from fedppl.results.fit import Fit
 from fedppl.results.records import Record, ever_used, unarrived
 from fedppl.run.one_round import Round, one_round, without_numbers
@@ -202,28 +202,24 @@ def _too_short(run: Run) -> tuple[str, bool]:
     shared = run.algorithm.result.shared
     if not isinstance(shared, Posterior):
         return "", False
-    short, can = departure.shortfall(run.infos), shared.without is not None
+    short, can = diagnostics.shortfall(run.infos), shared.without is not None
     noise = run.records[-1].info.get("mc_error", 0.0)
-    trusted = departure.NOISY if isinstance(noise, float) and noise > _NOISE else departure.TRUSTED
-    return departure.sentence(short, departure.CORRECTION if can else "fedppl.EP()", trusted), can and short >= trusted
+    trusted = diagnostics.NOISY if isinstance(noise, float) and noise > _NOISE else diagnostics.TRUSTED
+    return diagnostics.shortfall_sentence(
+        short, diagnostics.CORRECTION if can else "fedppl.EP()", trusted
+    ), can and short >= trusted
 
 
 def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
     """Say how the run ended, or what stopped it, with the setting to change; who never replied, and who fell back."""
     status, message = run.records[-1].status if run.records else Status.RUNNING, run.message
     infos = run.infos
-    fallen = "; ".join(
-        filter(
-            None,
-            (
-                records.sentence(infos, len(run.clients)),
-                records.earlier((r.infos for r in run.records if not r.closing), sum(r.seconds for r in run.records)),
-            ),
-        )
-    )
+    searched, seconds = (r.infos for r in run.records if not r.closing), sum(r.seconds for r in run.records)
+    sentences = diagnostics.fallback_sentence(infos, len(run.clients)), diagnostics.earlier_fallbacks(searched, seconds)
+    fallen = "; ".join(filter(None, sentences))
     if status is Status.CONVERGED:
         another, (short, unknown) = _mirror_image(run), _too_short(run)
-        told = (another, short, message, prior_conflict(run), records.unchecked(infos), fallen)
+        told = (another, short, message, prior_conflict(run), diagnostics.unchecked_laplace(infos), fallen)
         return Status.STALLED if another or unknown else status, "; ".join(filter(None, told))
     silent = set(run.clients) - ever_used(run.records, run.clients)
     if len(silent) == len(run.clients):

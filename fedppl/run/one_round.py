@@ -30,7 +30,7 @@ from fedppl.contracts import (
 from fedppl.contracts.client import facts, number
 from fedppl.engine.answer import n_bytes, take, take_sum
 from fedppl.numerics.streams import stream
-from fedppl.results import records
+from fedppl.results import diagnostics
 from fedppl.results.records import Record
 from fedppl.run import progress
 from fedppl.run.participation import all_clients
@@ -197,7 +197,7 @@ def one_round(run: Run) -> Round:
     came = _exchanged(run, number, requests, shapes)
     seconds = time.perf_counter() - started
     _log(number, came.failures, run.said)
-    records.log(number, came.infos, records.fallen(run.infos))
+    diagnostics.log_fallbacks(number, came.infos, diagnostics.fallbacks(run.infos))
     with _named(run, "update_server"):
         returned = run.algorithm.update_server(run.state, came.received)
     require_report(run.algorithm.name, returned)

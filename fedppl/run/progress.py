@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.results import records
+from fedppl.results import diagnostics
 from fedppl.results.records import Record
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def standing(record: Record, infos: Mapping[str, Mapping[str, float]], tolerance
         compared = f" (tolerance {tolerance:g})" if tolerance is not None and not record.preliminary else ""
         notes.append(f"change {size:.2g}{unit}{compared}")
     notes += [f"{len(record.failures)} skipped"] if record.failures else []
-    return ", ".join([*notes, *filter(None, [records.note(infos)])])
+    return ", ".join([*notes, *filter(None, [diagnostics.fallback_note(infos)])])
 
 
 def change(info: Mapping[str, Any]) -> tuple[float, str]:

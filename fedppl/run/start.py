@@ -40,7 +40,7 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import ClientsOf, samples, stacked, why_not
 from fedppl.model.summaries import tells_summary
 from fedppl.numerics.streams import stream
-from fedppl.results import records
+from fedppl.results import diagnostics
 from fedppl.results.fit import Fit
 from fedppl.results.records import COLUMNS, Record
 from fedppl.run.participation import Participation, as_participation
@@ -330,7 +330,7 @@ def add(run: Run, done: Record) -> None:
     """Add a round; what the next one asks of all before it is kept up to date, not looked up."""
     run.records.append(done)
     run.counted += not done.preliminary
-    run.infos = records.added(run.infos, done.infos, closing=done.closing)
+    run.infos = diagnostics.updated(run.infos, done.infos, closing=done.closing)
 
 
 def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
@@ -425,7 +425,7 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
     known = {client_id: part for client_id, part in _parts(run.models).items() if client_id in sealed}
     others = [k for k, part in known.items() if not _digest.matches(sealed[k][: _digest.LENGTH], part.arrays)]
     if others:
-        whose = "some clients" if others == [""] else f"clients {records.listed(map(repr, others))}"
+        whose = "some clients" if others == [""] else f"clients {diagnostics.listed(map(repr, others))}"
         whose = f"client {others[0]!r}" if len(others) == 1 and others[0] else whose
         raise DataError(
             f"the data of {whose} are not "

@@ -19,10 +19,11 @@ from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.summaries import tells_grid
 from fedppl.numerics.streams import stream
-from fedppl.results import departure, idata
+from fedppl.results import diagnostics, idata
+from fedppl.results.at_client import NO_DRAWS, outcomes
 from fedppl.results.fit import Fit
-from fedppl.results.groups import NO_DRAWS, is_exact, outcomes
 from fedppl.results.records import require_arrived
+from fedppl.results.shared import is_exact
 from fedppl.run.loop import fit as fit_clients
 from fedppl.run.start import Options
 from fedppl.settings import chosen, flag, shown, whole
@@ -130,7 +131,7 @@ def without(
     if certificate:
         again = options._replace(checkpoint=None, start=None)
         never = fit_clients(fit.declaration, data, fit.algorithm, again, progressbar=saying.get("progressbar", True))
-        if all(departure.matched(one.status, one.message) for one in (after, never)):
+        if all(diagnostics.matched(one.status, one.message) for one in (after, never)):
             distance = _apart(shared.gaussian(after.state), shared.gaussian(never.state))
     return Withdrawal(after, names, distance, _STILL_HELD)
 

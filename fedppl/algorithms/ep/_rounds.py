@@ -20,7 +20,7 @@ from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.algorithms.ep.why import hardly_a_prior, pulls_alone, why_not_arrived
-from fedppl.results import departure
+from fedppl.results import diagnostics
 from fedppl.types import Array, Message, Status, as_declared
 
 # Expansions a client: a dozen do even from a prior a million times too wide.
@@ -90,9 +90,11 @@ def of_q_alone(taken: Taken) -> Taken:
     noise = float(np.sqrt(6.0 / (1 + state.averaging)) * np.linalg.norm(state.errors))  # sd of a sum of skewnesses
     # What one client has all but alone is in the moments that are matched.
     of_several = np.sign(state.skewness) * state.skewness_without > _SEVERAL * np.abs(state.skewness)
-    if not np.any(of_several & (np.abs(state.skewness) - noise > departure.SKEWED)):
+    if not np.any(of_several & (np.abs(state.skewness) - noise > diagnostics.SKEWED)):
         return taken
-    message = "; ".join(filter(None, (departure.unknown(departure.CORRECTION), taken.message, taken.skewed)))
+    message = "; ".join(
+        filter(None, (diagnostics.unknown_shortfall(diagnostics.CORRECTION), taken.message, taken.skewed))
+    )
     return taken._replace(status=Status.STALLED, message=message, skewed="")
 
 

@@ -16,7 +16,7 @@ from fedppl.algorithms.ep.starts import Starts
 from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.contracts import Report
 from fedppl.gaussian import Gaussian
-from fedppl.results import departure
+from fedppl.results import diagnostics
 from fedppl.structure import Structure
 from fedppl.types import Array, Status, as_declared
 
@@ -185,7 +185,7 @@ def _uncoupled(form: Structure) -> str:
     return (
         "sds may be far too small where shared variables are correlated, which a "
         f"{'diagonal structure' if form.blocks is None else 'structure of blocks'} leaves out: "
-        f'EP(structure="full") has that, and {departure.CORRECTION} the posterior itself'
+        f'EP(structure="full") has that, and {diagnostics.CORRECTION} the posterior itself'
     )
 
 
@@ -210,7 +210,7 @@ def _skewed(state: EPState, limit: float) -> str:
     return (
         f"rely on means more than on tails of what is skewed: {named}{more} on the scale that EP works on, where a "
         "Gaussian has a skewness of 0. Declare it on a scale where it is closer to normal, or use "
-        f"{departure.CORRECTION}; see fit.idata['fit']['skewness']"
+        f"{diagnostics.CORRECTION}; see fit.idata['fit']['skewness']"
     )
 
 

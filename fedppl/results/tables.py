@@ -1,0 +1,514 @@
+"""Tables of a posterior: the summary of a fit, a paper's table, and tests of contrasts and other entries."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from fedppl.contracts import Point, Posterior
+from fedppl.contracts.client import table as html_table
+from fedppl.contracts.update import CI_PROB, entries_of, interval, labels_of, shown_by_default, variable_of
+from fedppl.results.diagnostics import fallbacks, shortfall, updated
+from fedppl.results.records import Ended, require_arrived
+from fedppl.results.shared import Estimates, estimates, point_estimates
+from fedppl.settings import between, flag, shown, whole
+from fedppl.types import Array, DataError, DeclarationError
+
+_UNCONSTRAINED = ("corrected_mean",)  # variables of the fit group that are not on the scale of the rows
+
+
+class Summary(pd.DataFrame):  # type: ignore[misc]  # pandas has no types here
+    """A table that is printed with all its columns, to four digits; results computed from it are plain tables."""
+
+    def __repr__(self) -> str:
+        """Estimates and intervals first; further columns below where they do not fit."""
+        width = pd.get_option("display.width")
+        return str(pd.DataFrame(self).to_string(line_width=width, float_format=lambda x: f"{x:.4g}"))
+
+
+def summary(
+    fit: Ended, idata: Callable[[], Any], var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None
+) -> Summary:
+    """See `Fit.summary`; `idata` is read once it is known that there is something to report."""
+    result = fit.algorithm.result
+    if result.shared is None:
+        raise DeclarationError(
+            f"{fit.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
+        )
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
+    round_to = None if round_to is None else whole("round_to", round_to, 0, "None keeps all decimals")
+    require_arrived(fit, "fit.summary()")
+    drawn = not isinstance(result.shared, Point)
+    values = idata()["posterior" if drawn else "point_estimate"]
+    default = shown_by_default(fit.declaration, values.data_vars)
+    places = entries_of(values, var_names, "the shared variables", default)
+    by_row = {
+        name: np.asarray(column, dtype=float)
+        for name, (dims, column) in result.details(fit.state).items()
+        if dims == ("rows",) and name not in _UNCONSTRAINED
+    }
+    tails = np.array(interval(ci_prob))
+    weighted = estimates(fit, tails) if drawn else None
+    points = point_estimates(fit)
+    parts = []
+    for name, entries in places.items():
+        rows = fit.layout.slices.get(name, slice(0))  # none of a deterministic
+        details = {key: column[rows] for key, column in by_row.items()}
+        part = _rows(values[name], drawn, None if weighted is None else weighted[name], tails, details)
+        if name in points:
+            part.loc[:, part.columns != "mean"] = np.nan
+        parts.append(part.iloc[entries])
+    table = Summary(pd.concat(parts) if parts else None)
+    if weighted is not None and not fit.status.ok:
+        table[["mcse_mean", "mcse_sd"]] = np.nan  # the moments themselves are off
+    table = table if round_to is None else Summary(table.round(round_to))
+    table.attrs = _attributes(fit) | {"ci_prob": ci_prob} | ({"point_estimates": points} if points else {})
+    return table
+
+
+def _rows(
+    values: xr.DataArray, drawn: bool, weighted: Estimates | None, tails: Array, details: dict[str, Array]
+) -> pd.DataFrame:
+    """One row an entry of a variable."""
+    dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
+    index = labels_of(values)
+    if not drawn:
+        columns = {"mean": np.ravel(values.values)}
+    elif weighted is not None:
+        low, high = weighted.quantiles
+        columns = {"mean": weighted.mean, "sd": weighted.sd, "ci_low": low, "ci_high": high}
+        columns |= {"mcse_mean": weighted.mean_error, "mcse_sd": weighted.sd_error}
+    else:
+        draws = values.transpose("chain", "draw", *dims).values.reshape(-1, len(index)).astype(float)
+        low, high = np.quantile(draws, tails, axis=0)
+        columns = {"mean": draws.mean(axis=0), "sd": draws.std(axis=0, ddof=1), "ci_low": low, "ci_high": high}
+    columns |= {name: _by_entry(column, len(index)) for name, column in details.items()}
+    return pd.DataFrame(columns, index=index)
+
+
+def _by_entry(values: Array, entries: int) -> Array:
+    """A value an entry; the largest of all where a variable has more entries than coordinates, as a simplex has."""
+    if len(values) == entries:
+        return values
+    return np.full(entries, values[np.argmax(np.abs(values))] if len(values) else np.nan)
+
+
+def _attributes(fit: Ended) -> dict[str, Any]:
+    """How the fit ended, and which clients took part in it."""
+    answered = dict.fromkeys(fit.client_ids, False)  # the last request that wanted a reply
+    for record in fit.records:
+        if record.together:
+            answered |= dict.fromkeys(answered, True) | dict.fromkeys(record.failures, False)
+        answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
+    infos: dict[str, Mapping[str, float]] = {}
+    for record in fit.records:
+        infos = updated(infos, record.infos, closing=record.closing)
+    return {
+        "algorithm": fit.algorithm.name,
+        "status": fit.status.value,
+        "message": fit.message,
+        "rounds": len(fit.records),
+        "last_round": dict(fit.records[-1].info) if fit.records else {},
+        "answered": float(np.mean(list(answered.values()))),
+        "fallbacks": fallbacks(infos),
+        "sd_shortfall": shortfall(infos),
+    }
+
+
+# A paper's table: estimates, or ratios, with their intervals and names ------------------------------------------------
+
+_ESCAPED = {**{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Table:
+    """What `table` returns; it prints as text, and in notebooks as HTML.
+
+    Attributes
+    ----------
+    frame
+        Numbers: a row for every term, with ``estimate``, ``ci_low``, ``ci_high`` and ``what``, its name in a paper.
+    ci_prob
+        Probability of the intervals.
+    digits
+        Decimals that are printed.
+    note
+        A warning of a fit that did not converge; else empty.
+    """
+
+    frame: pd.DataFrame
+    ci_prob: float
+    digits: int
+    note: str
+
+    def __repr__(self) -> str:
+        """The table as text."""
+        return "\n".join([self.text().to_string(), *([self.note] if self.note else [])])
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def text(self) -> pd.DataFrame:
+        """The table as it is printed."""
+        shown = {name: [self._number(x) for x in self.frame[name]] for name in ("estimate", "ci_low", "ci_high")}
+        ends = zip(shown["ci_low"], shown["ci_high"], strict=True)
+        intervals = [f"{low} to {high}" if low and high else "" for low, high in ends]
+        name = f"{100 * self.ci_prob:.5g} % interval"
+        columns = {"estimate": shown["estimate"], name: intervals, "what": list(self.frame["what"])}
+        return pd.DataFrame(columns, index=self.frame.index)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The table in HTML, written to a file too if there is a path."""
+        note = html_table((), [[self.note]]) if self.note else ""
+        return _written(html_table(self._head(), self._rows()) + note, path)
+
+    def to_latex(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The table as a ``tabular`` of LaTeX, written to a file too if there is a path."""
+        lines = [" & ".join(map(_latex, row)) + r" \\" for row in (self._head(), *self._rows())]
+        note = [rf"\multicolumn{{4}}{{l}}{{{_latex(self.note)}}} \\"] if self.note else []
+        body = [r"\hline", lines[0], r"\hline", *lines[1:], r"\hline", *note]
+        return _written("\n".join([r"\begin{tabular}{lrrl}", *body, r"\end{tabular}", ""]), path)
+
+    def to_docx(self, path: str | os.PathLike[str]) -> None:
+        """Write the table to a document of Word; needs the extra ``docx``."""
+        try:
+            docx = importlib.import_module("docx")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "documents need python-docx, which is not installed: pip install 'fedppl[docx]'", name="docx"
+            ) from error
+        document, rows = docx.Document(), [self._head(), *self._rows()]
+        grid = document.add_table(rows=len(rows), cols=len(rows[0]), style="Light List")
+        for cells, row in zip(grid.rows, rows, strict=True):
+            for cell, value in zip(cells.cells, row, strict=True):
+                cell.text = value
+        if self.note:
+            document.add_paragraph(self.note)
+        document.save(str(Path(path)))
+
+    def _head(self) -> list[str]:
+        return ["", *map(str, self.text().columns)]
+
+    def _rows(self) -> list[list[str]]:
+        return [[str(name), *row] for name, row in zip(self.frame.index, self.text().to_numpy().tolist(), strict=True)]
+
+    def _number(self, value: float) -> str:
+        return "" if np.isnan(value) else f"{value:.{self.digits}f}"
+
+
+def table(
+    fit: Any,
+    var_names: Sequence[str] | str | None = None,
+    *,
+    exponentiate: bool = False,
+    ci_prob: float = CI_PROB,
+    digits: int = 2,
+) -> Table:
+    """Make a paper's table of the shared variables: terms, estimates with intervals, and the names of these.
+
+    Parameters
+    ----------
+    fit
+        A `fedppl.Fit`.
+    var_names
+        Variables, or entries as they are printed, ``["age", "arm[drug]"]``; by default all.
+    exponentiate
+        Whether coefficients of a formula are given as ratios: odds, rate, hazard or time ratios by its family. Sds and
+        all others that are no coefficients stay as they are. Of a builder all in `var_names` are exponentiated.
+    ci_prob
+        Probability of the equal-tailed interval.
+    digits
+        Decimals that are printed; `Table.frame` has all.
+
+    Returns
+    -------
+    Table
+        With ``frame``, ``to_html()``, ``to_latex()`` and ``to_docx(path)``. Estimates are posterior means, of ratios
+        posterior medians.
+
+    Raises
+    ------
+    DeclarationError
+        If a name is unknown, or coefficients are differences of means, of which there are no ratios.
+    NotConvergedError
+        Where the fit was broken off before there was a posterior.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), progressbar=False, random_seed=1)
+    >>> print(fedppl.table(fit))  # doctest: +NORMALIZE_WHITESPACE
+       estimate 95 % interval what
+    mu     1.50  0.88 to 2.12
+
+    Notes
+    -----
+    *When this fails.* An odds ratio is no ratio of risks where events are not rare, and it is of one site: the ratio
+    over all patients, averaged over sites, is nearer to 1. For risks see `Fit.predict` with ``kind="mean"``, and
+    `marginal_effects`.
+    """
+    flag("exponentiate", exponentiate)
+    whole("digits", digits, 0)
+    builder = fit.declaration.builder
+    if exponentiate and var_names is None and not hasattr(builder, "coefficients"):
+        raise DeclarationError(
+            "exponentiate=True: which variables of a builder are logarithms is not known; name them by var_names=."
+        )
+    rows = fit.summary(var_names, ci_prob=ci_prob)
+    drawn = fit.idata["posterior"].data_vars if "posterior" in fit.idata else ()
+    variables = {*fit.declaration.shared, *map(str, drawn)}
+    names = [variable_of(str(entry), variables) for entry in rows.index]
+    missing = pd.Series(np.nan, rows.index)
+    values = {"estimate": rows["mean"], **{end: rows.get(end, missing) for end in ("ci_low", "ci_high")}}
+    meanings = {name: _meaning(fit, builder, name, exponentiate=exponentiate) for name in dict.fromkeys(names)}
+    frame = pd.DataFrame({key: np.array(value, dtype=float) for key, value in values.items()}, index=rows.index)
+    frame["what"] = [meanings[name] for name in names]
+    if exponentiate:
+        coefficients = getattr(builder, "coefficients", names)
+        ratios = np.array([name in coefficients for name in names])
+        frame["estimate"] = np.where(ratios, _medians(fit, rows, names), frame["estimate"])
+        columns = ["estimate", "ci_low", "ci_high"]
+        frame.loc[ratios, columns] = np.exp(frame.loc[ratios, columns])
+    note = "" if fit.status.ok else f"Not converged ({fit.status.value}): {fit.message}"
+    return Table(frame, ci_prob, digits, note)
+
+
+def _meaning(fit: Any, builder: Any, name: str, *, exponentiate: bool) -> str:
+    """The name of a variable in a paper."""
+    if not hasattr(builder, "coefficients"):
+        return f"exp of {name}" if exponentiate else ""
+    if name in builder.coefficients:
+        return str(builder.effect(name, exponentiate=exponentiate))
+    meaning = fit.declaration.describe()["meaning"].get(name)
+    if meaning is None:  # a deterministic: correlations
+        return "correlation of effects"
+    return f"{meaning}, not exponentiated" if exponentiate else str(meaning)
+
+
+def _medians(fit: Any, rows: pd.DataFrame, names: Sequence[str]) -> Array:
+    """Posterior medians of the rows of a summary; of a point estimate the point."""
+    weighted = estimates(fit, np.array([0.5]))
+    medians: dict[str, float] = {}
+    for name in dict.fromkeys(names) if "posterior" in fit.idata else ():
+        draws = fit.idata["posterior"][name]
+        values = draws.median(("chain", "draw")).values if weighted is None else weighted[name].quantiles
+        medians |= dict(zip(labels_of(draws), np.ravel(values).tolist(), strict=True))
+    return np.array([medians.get(str(entry), mean) for entry, mean in rows["mean"].items()], dtype=float)
+
+
+def _latex(text: str) -> str:
+    return "".join(_ESCAPED.get(sign, sign) for sign in text)
+
+
+def _written(text: str, path: str | os.PathLike[str] | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
+# Contrasts and tests of single entries --------------------------------------------------------------------------------
+
+
+def contrast(first: Any, second: Any, var_name: str, *, coords: Mapping[str, Any] | None = None) -> xr.DataArray:
+    r"""Draws of the difference of one variable between two results, or between two entries of one.
+
+    .. math:: \Delta^{(s)} = x_1^{(s)} - x_2^{(s)}
+
+    Parameters
+    ----------
+    first, second
+        ArviZ objects with a posterior, such as ``fit.client("a")`` and ``fit.client("b")``.
+    var_name
+        The variable.
+    coords
+        Labels that pick an entry, for example ``{"predictor": "age"}``.
+
+    Returns
+    -------
+    xarray.DataArray
+        Dims (chain, draw, ...), to be summarised by `hypotheses`.
+
+    Raises
+    ------
+    DeclarationError
+        If a variable or label is absent, or the numbers of draws differ.
+
+    Examples
+    --------
+    >>> import arviz, numpy as np, xarray as xr
+    >>> from fedppl.results import idata
+    >>> a = idata.from_groups({"posterior": xr.Dataset({"theta": (("chain", "draw"), np.ones((1, 3)))})})
+    >>> contrast(a, a, "theta").values
+    array([[0., 0., 0.]])
+
+    Notes
+    -----
+    *When this fails.* Draws of two clients are independent here, while their posteriors share φ; with few
+    clients and weak data the interval of a difference is a little too wide or narrow.
+    """
+    a, b = (_pick(result, var_name, coords) for result in (first, second))
+    if a.shape != b.shape:
+        raise DeclarationError(f"{var_name!r} has shapes {a.shape} and {b.shape}; draw equally many from both clients.")
+    difference: xr.DataArray = a - b.values
+    return difference.rename(f"{var_name} difference")
+
+
+def _pick(result: Any, var_name: str, coords: Mapping[str, Any] | None) -> xr.DataArray:
+    posterior = _posterior(result)
+    if var_name not in posterior:
+        raise DeclarationError(f"{var_name!r} is not in the posterior; variables are {list(posterior.data_vars)}.")
+    array: xr.DataArray = posterior[var_name]
+    if coords is not None and not isinstance(coords, Mapping):
+        raise DeclarationError(
+            f'coords={coords!r} must be a mapping from dim to label, such as {{"predictor": "age"}}.'
+        )
+    try:
+        return array.sel(dict(coords or {}))
+    except (KeyError, ValueError) as error:
+        raise DeclarationError(f"{var_name!r} has no entry {dict(coords or {})}: {error}") from error
+
+
+def _posterior(result: Any) -> Any:
+    """The posterior of a fit or of an ArviZ object."""
+    is_fit = hasattr(result, "idata") and hasattr(result, "status")
+    if is_fit and isinstance(result.algorithm.result.shared, Posterior):
+        require_arrived(result, "hypotheses of a fit")
+    try:
+        return (result.idata if is_fit else result)["posterior"]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        what = "the fit is by an algorithm that ends in a point and" if is_fit else type(result).__name__
+        raise DeclarationError(
+            f"{what} has no posterior; pass a fit with one, fit.idata, fit.client(id), or draws as contrast gives them."
+        ) from error
+
+
+def _region(rope: Any) -> tuple[float, float]:
+    """Low and high end of the region of practical equivalence."""
+    pair = tuple(rope) if isinstance(rope, tuple | list | np.ndarray) and np.ndim(rope) == 1 else ()
+    if len(pair) != 2 or not all(isinstance(end, int | float | np.integer | np.floating) for end in pair):
+        raise DeclarationError(f"rope={shown(rope)} must be a pair (low, high), such as (-0.1, 0.1).")
+    low, high = map(float, pair)
+    if not low < high:
+        raise DeclarationError(f"rope={rope} must be (low, high) with low < high.")
+    return low, high
+
+
+def _require_names(var_names: Any, known: Sequence[Any]) -> None:
+    """Refuse what is no list of names, or an empty one."""
+    if var_names is not None and (not isinstance(var_names, Sequence) or not len(var_names)):
+        raise DeclarationError(
+            f"var_names={shown(var_names)} must be a name or a list of names of the draws, which are {list(known)}."
+        )
+
+
+def hypotheses(
+    draws: Any,
+    *,
+    var_names: Sequence[str] | None = None,
+    ci_prob: float = CI_PROB,
+    rope: tuple[float, float] | None = None,
+    null: float = 0.0,
+) -> pd.DataFrame:
+    r"""Test every entry of a posterior against a null value.
+
+    .. math:: \text{pd} = \max\{P(x > x_0), P(x < x_0)\}
+
+    Parameters
+    ----------
+    draws
+        A fit, of which the shared posterior is taken, an ArviZ object with a posterior, or a DataArray of draws such
+        as `contrast` gives.
+    var_names
+        Names of variables, or of entries as they are printed (``"arm[drug]"``); by default all of the posterior. Of a
+        DataArray nothing is chosen.
+    ci_prob
+        Probability of the equal-tailed interval.
+    rope
+        Region of practical equivalence (low, high); adds its posterior probability.
+    null
+        Value x₀ that is tested.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row an entry: mean, sd, ci_low, ci_high, excludes_null, probability_of_direction, in_rope.
+
+    Raises
+    ------
+    DeclarationError
+        For an interval probability outside (0, 1), a null value that is not finite, an empty region, an unknown
+        variable, or draws without a posterior or without the dims chain and draw.
+    NotConvergedError
+        For a fit that was broken off before there was a posterior.
+
+    Examples
+    --------
+    >>> import numpy as np, xarray as xr
+    >>> draws = xr.DataArray(np.linspace(1, 2, 100)[None], dims=("chain", "draw"), name="effect")
+    >>> bool(hypotheses(draws)["excludes_null"]["effect"])
+    True
+
+    Notes
+    -----
+    *When this fails.* Entries are tested one by one: of many some exclude the null value by chance, unless a
+    hierarchical prior shrinks them. An interval that holds the null value does not show that there is no effect; the
+    region of practical equivalence can. Probabilities near 0 or 1 rest on few draws: of S draws none is known to better
+    than about 1 / S.
+    """
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
+    null = between("null", null, -np.inf, np.inf)
+    rope = None if rope is None else _region(rope)
+    if isinstance(var_names, str):
+        var_names = [var_names]
+    places: dict[str, list[int]] = {}
+    if isinstance(draws, xr.DataArray):
+        if not {"chain", "draw"} <= set(draws.dims):
+            raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
+        _require_names(var_names, [draws.name])
+        if var_names is not None and list(var_names) != [draws.name]:
+            raise DeclarationError(f"var_names={shown(var_names)} names none of the draws, which are {draws.name!r}.")
+        arrays: dict[Hashable, xr.DataArray] = {draws.name or "x": draws}
+    else:
+        posterior = _posterior(draws)
+        _require_names(var_names, [str(name) for name in posterior.data_vars])
+        declared = getattr(draws, "declaration", None)
+        default = None if declared is None else shown_by_default(declared, posterior.data_vars)
+        places = entries_of(posterior, var_names, "the draws", default)
+        arrays = {name: _pick(draws, name, None) for name in places}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        stacked = array.stack(sample=("chain", "draw")).transpose("sample", ...)
+        flat, labels = stacked.values.reshape(stacked.sizes["sample"], -1), labels_of(array.rename(name))
+        for place in places[str(name)] if places else range(len(labels)):
+            x, label = flat[:, place], labels[place]
+            if label in rows:
+                raise DeclarationError(f"two entries of the draws are called {label!r}; give the dim distinct coords.")
+            if not np.all(np.isfinite(x)):
+                raise DataError(f"draws of {label!r} hold values that are not finite; leave them out by var_names=.")
+            rows[label] = _row(x, ci_prob, rope, null)
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _row(x: Any, ci_prob: float, rope: tuple[float, float] | None, null: float) -> dict[str, Any]:
+    low, high = np.quantile(x, interval(ci_prob))
+    above = float(np.mean(x > null))
+    row = {
+        "mean": float(np.mean(x)),
+        "sd": float(np.std(x, ddof=1)),
+        "ci_low": float(low),
+        "ci_high": float(high),
+        "excludes_null": bool(low > null or high < null),
+        "probability_of_direction": max(above, float(np.mean(x < null))),
+    }
+    if rope is not None:
+        row["in_rope"] = float(np.mean((x > rope[0]) & (x < rope[1])))
+    return row
