@@ -20,9 +20,8 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, DeclarationError, plots
-from fedppl.plots._forest import _effects
-from fedppl.plots._prior_posterior import density
-from fedppl.plots._rounds import _effective
+from fedppl.plots._clients import _effective
+from fedppl.plots._posteriors import _effects, density
 from fedppl.results import idata
 from fedppl.testing import normal_means
 from tests.support import problems

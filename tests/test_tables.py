@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl import DeclarationError
 from fedppl.formulas import declare
-from fedppl.plots._check import kaplan_meier
+from fedppl.plots._predictions import kaplan_meier
 from fedppl.results import idata
 from fedppl.testing import normal_means
 from tests.support.tables import FRAME, RESPONSES, agreed

@@ -1,4 +1,4 @@
-"""What pictures read of a fit. They stand below `fedppl.Fit`, so that its methods can draw."""
+"""The parts of a fit that pictures read, below `fedppl.Fit` so that its methods can draw; the edge to matplotlib."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Fitted(Protocol):
 
     @property
     def drawn(self) -> Mapping[str, Any] | None:
-        """Draws of clients' posteriors that a file had."""
+        """Draws of clients' posteriors from a file."""
 
     @property
     def reader(self) -> SharedReader:
@@ -58,11 +58,11 @@ class Fitted(Protocol):
 
     @property
     def status(self) -> Status:
-        """Where the fit stands."""
+        """How the fit ended."""
 
     @property
     def message(self) -> str:
-        """What is said of that."""
+        """The reason, and the setting to change."""
 
     @property
     def seed(self) -> int:
@@ -82,7 +82,7 @@ class Fitted(Protocol):
 
     @property
     def idata(self) -> Any:
-        """ArviZ object of all that is shared."""
+        """ArviZ object of the shared parameters."""
 
     def client(self, client_id: Any, *, draws: int = ..., chains: int = ..., random_seed: int | None = ...) -> Any:
         """Posterior of one client."""
@@ -102,90 +102,90 @@ class Entry(NamedTuple):
     name: str
     place: tuple[int, ...]
     label: str  # name[coordinates]
-    flat: int  # the same in the flat array
+    flat: int  # place in the flat array
 
 
 def require_fit(fit: Any) -> None:
-    """Refuse what is no fit."""
+    """Refuse an object that is not a fit."""
     if not all(callable(getattr(type(fit), name, None)) for name in _NEEDED):
         raise DeclarationError(f"fit={shown(fit)} is not what fedppl.fit returned.")
 
 
 def require_by_client(fit: Fitted) -> Any:
-    """The table of rounds, which has to have an entry for each client; of very many it has none."""
+    """The table of rounds, or an error where it has no entries for single clients, as of very many."""
     table = fit.idata["rounds"]
     if "outcome" not in table:
         raise DeclarationError(
             f"{len(fit.client_ids)} clients were fitted at once, and rounds have no entry for each; "
-            'fit.idata["rounds"] has what there is.'
+            'see fit.idata["rounds"] for sums.'
         )
     return table
 
 
 def at_hand(fit: Fitted) -> list[str]:
-    """Clients whose posteriors can be had: their data are here, or draws of them came with a file."""
+    """Clients with data in this process, or with draws from a file."""
     return [*fit.clients, *(name for name in fit.drawn or {} if name not in fit.clients)]
 
 
 def shared_draws(fit: Fitted) -> Any:
-    """Group posterior of the shared variables, or an error that says why there is none."""
+    """Group posterior of the shared variables, or an error with the reason why there is none."""
     if "posterior" not in fit.idata:
-        _ = fit.posterior  # says what there is in its place
+        _ = fit.posterior  # raises the error with what there is in its place
         raise NotConvergedError("this fit has no posterior of the shared variables.")
     return fit.idata["posterior"]
 
 
 def entries(group: Any, places: Mapping[str, Sequence[int]] | Sequence[str]) -> list[Entry]:
-    """Numbers of some variables of a group of draws with their labels: all of each, or those at places."""
-    found = []
+    """Entries of some variables of a group of draws with their labels: all of each, or those at places."""
+    every = []
     for name in places:
         values = group[name]
         shape = tuple(values.sizes[dim] for dim in values.dims if dim not in ("chain", "draw"))
         indices, labels = list(np.ndindex(*shape)), labels_of(values)
         wanted = places[name] if isinstance(places, Mapping) else range(len(labels))
-        found += [Entry(name, tuple(indices[flat]), labels[flat], flat) for flat in wanted]
-    return found
+        every += [Entry(name, tuple(indices[flat]), labels[flat], flat) for flat in wanted]
+    return every
 
 
 def draws_of(group: Any, entry: Entry) -> Array:
-    """All draws of one number, (S,)."""
+    """All draws of one entry, (S,)."""
     values = group[entry.name]
     values = values.transpose("chain", "draw", *[dim for dim in values.dims if dim not in ("chain", "draw")])
-    found = np.asarray(values.values, dtype=float)
-    return found.reshape(found.shape[0] * found.shape[1], -1)[:, entry.flat]
+    draws = np.asarray(values.values, dtype=float)
+    return draws.reshape(draws.shape[0] * draws.shape[1], -1)[:, entry.flat]
 
 
 def coordinate_names(fit: Fitted) -> list[str]:
-    """Every coordinate of the flat vector as a reader would call it: "log tau[dose]" for ``tau_log__[dose]``."""
-    found = iter(contracts.coordinate_names(fit.layout, fit.reader))
+    """Names of all coordinates of the flat vector for a reader: "log tau[dose]" for ``tau_log__[dose]``."""
+    labels = iter(contracts.coordinate_names(fit.layout, fit.reader))
     return [
         f"log {label.replace('_log__', '', 1)}" if variable.transform == "log" else label
         for variable in fit.layout.variables
-        for label in (next(found) for _ in range(variable.size))
+        for label in (next(labels) for _ in range(variable.size))
     ]
 
 
 def coordinates(fit: Fitted, var_names: Any) -> list[int]:
-    """Where some shared variables stand in the flat vector."""
+    """Places of some shared variables in the flat vector."""
     slices, default = fit.layout.slices, shown_by_default(fit.declaration, fit.layout.slices)
-    found: list[int] = []
+    flat: list[int] = []
     group = shared_draws(fit)  # of ArviZ 1 a tree, which gives one variable at a time
     shared = xr.Dataset({name: group[name] for name in slices})
     for name, places in entries_of(shared, var_names, "the shared variables", default).items():
         start, size = slices[name].start, slices[name].stop - slices[name].start
         alike = size == group[name][0, 0].size  # a simplex has fewer coordinates than entries
-        found += [start + place for place in (places if alike else range(size))]
-    return found
+        flat += [start + place for place in (places if alike else range(size))]
+    return flat
 
 
-# The edge to matplotlib: figures and axes, and labels that stay readable. It is imported when something is drawn ------
+# The edge to matplotlib: figures, axes and readable labels. It is imported when something is drawn --------------------
 
 GREY = "0.45"
 LEGEND = 10  # entries at most
 _LONGEST = 26  # characters of a client's name
 _LINE = 0.24  # inches of a client
 TALLEST = 40.0  # inches of a figure
-_LEAST_LINE = 0.15  # inches, below which not every client has its name beside it
+_LEAST_LINE = 0.15  # inches of a client, below which some names are left out
 _LEGEND: dict[str, Any] = {
     "frameon": False,
     "fontsize": "small",
@@ -210,7 +210,7 @@ def matplotlib(module: str) -> Any:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Make figures that pyplot does not know, for files: no window, and nothing to close."""
+    """Make figures for files, without pyplot: they have no window and need not be closed."""
     token = _figure.set(matplotlib("figure").Figure)
     try:
         yield
@@ -229,19 +229,19 @@ def panels(
     layout: str = "constrained",
     **options: Any,
 ) -> list[Any]:
-    """So many axes: those that were given, or those of a new figure, of which the last ones may stay empty."""
+    """So many axes: those given, or those of a new figure, of which the last ones may stay empty."""
     count = count or rows * columns
     if ax is not None:
-        given = list(ax.flat) if hasattr(ax, "flat") else list(ax) if isinstance(ax, Iterable) else [ax]
-        if len(given) != count or not all(hasattr(one, "get_xaxis") for one in given):
+        axes = list(ax.flat) if hasattr(ax, "flat") else list(ax) if isinstance(ax, Iterable) else [ax]
+        if len(axes) != count or not all(hasattr(panel, "get_xaxis") for panel in axes):
             raise DeclarationError(f"ax={shown(ax)} must be matplotlib axes, {count} here; or None for a new figure.")
-        return given
+        return axes
     make = _figure.get() or matplotlib("pyplot").figure
     figure = make(figsize=size if figsize is None else figsize, layout=layout)
-    found = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
-    for empty in found[count:]:
+    axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for empty in axes[count:]:
         empty.set_axis_off()
-    return found[:count]
+    return axes[:count]
 
 
 def height(clients: int) -> float:
@@ -250,7 +250,7 @@ def height(clients: int) -> float:
 
 
 def plain(text: Any) -> str:
-    """A text that matplotlib takes as it is: one line, and dollars that begin no formula."""
+    """A text on one line, whose dollars begin no formula of matplotlib."""
     return " ".join(str(text).split()).replace("$", r"\$")
 
 
@@ -266,7 +266,7 @@ def short(name: Any, longest: int = _LONGEST) -> str:
 
 
 def client_lines(axes: Any, names: Sequence[str], *, labelled: bool = True) -> None:
-    """A line for each client from the top down, with its name; every so many where there is no room for all."""
+    """A line for each client from the top down, with its name; where room is short only some are named."""
     axes.set_ylim(len(names) - 0.5, -0.5)
     places = _places(axes, len(names), vertical=True)
     axes.set_yticks(places, [names[k] for k in places])
@@ -282,14 +282,14 @@ def client_columns(axes: Any, names: Sequence[str]) -> None:
 
 
 def legend(axes: Any, columns: int = 2, handles: Sequence[Any] = ()) -> None:
-    """A legend above one panel, where there is something to say."""
-    known = list(handles) or axes.get_legend_handles_labels()[0]
-    if known:
-        axes.legend(handles=known, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, **_LEGEND)
+    """A legend above one panel, where it has labels."""
+    labelled = list(handles) or axes.get_legend_handles_labels()[0]
+    if labelled:
+        axes.legend(handles=labelled, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, **_LEGEND)
 
 
 def legend_of_all(axes: Sequence[Any], given: Any) -> None:
-    """One legend for a row of panels: above a figure of ours, above the first panel of somebody else's."""
+    """One legend for a row of panels: above a new figure, or above the first panel of given axes."""
     handles = axes[0].get_legend_handles_labels()[0]
     if not handles:
         return
@@ -303,7 +303,7 @@ def legend_of_all(axes: Sequence[Any], given: Any) -> None:
 
 
 def few_ticks(axes: Any, **options: Any) -> None:
-    """So few numbers along the horizontal axis that they do not meet."""
+    """Few numbers along the horizontal axis, which do not overlap."""
     axes.xaxis.set_major_locator(matplotlib("ticker").MaxNLocator(nbins=4, **options))
 
 

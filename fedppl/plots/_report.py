@@ -19,18 +19,16 @@ from fedppl.contracts import Posterior
 from fedppl.contracts.client import escaped, number, table
 from fedppl.contracts.update import CI_PROB
 from fedppl.plots import _fit
+from fedppl.plots._clients import changed, counts, device_graph, influence, quality, reported, rounds, spans
 from fedppl.plots._fit import Fitted, at_hand, require_fit
-from fedppl.plots._forest import forest
-from fedppl.plots._influence import device_graph, influence
-from fedppl.plots._prior_posterior import prior_posterior
-from fedppl.plots._rounds import changed, counts, quality, reported, rounds, spans
+from fedppl.plots._posteriors import forest, prior_posterior
 from fedppl.settings import shown
 from fedppl.types import DataError, DeclarationError, NotConvergedError
 
 _DPI = 100
-_FOREST = 60  # clients, up to which each one's posterior is drawn unless variables are named
-_LISTED = 500  # clients, up to which they stand in a table
-_TABLE = 200  # shared coordinates, up to which they stand in a table
+_FOREST = 60  # clients up to which each one's posterior is drawn where no variables are named
+_LISTED = 500  # clients up to which they are in a table
+_TABLE = 200  # shared coordinates up to which they are in a table
 _PACKAGES = ("fedppl", "pymc", "pytensor", "arviz", "numpy", "scipy", "numba", "nutpie", "torch", "flwr")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72em; margin: 2em auto; padding: 0 1em; }
@@ -46,10 +44,8 @@ p.status.with { border-color: #b58900; background: #fbf6e6; }
 p.status.open { border-color: #b3261e; background: #fbeeed; }
 @media (max-width: 45em) { body { margin: 1em auto; } tbody th { min-width: 9em; } figure img { max-width: none; } }
 """
-_CONFLICT = (
-    " Right, how likely a client that agrees with the others would be as far from them: small where it does not."
-)
-_SAID = {
+_CONFLICT = " Right, the probability that a client that agrees with the others would be as far from them."
+_SENTENCES = {
     "converged": "The fit converged: its figures can be read as they are.",
     "max_rounds": "The fit did not converge before it ended. Read its figures with caution.",
     "stalled": "The fit did not converge: it made no more progress. Read its figures with caution.",
@@ -114,8 +110,8 @@ def report(
 
     Notes
     -----
-    *When this fails.* Who reads a page of clients' posteriors learns of each client. Leave clients' own variables to
-    the clients where that is not agreed: of sites of their own nothing of the kind is here to be drawn.
+    *When this fails.* Readers of a page of clients' posteriors learn of each client. Leave clients' own variables out
+    where that is not agreed. Of sites of their own the page has none.
     """
     require_fit(fit)
     if not isinstance(path, str | os.PathLike):
@@ -147,14 +143,14 @@ def _page(title: str, body: str) -> str:
 def _head(fit: Fitted, title: str) -> str:
     status = str(fit.status)
     kind = "status" if fit.status.ok else "status open"
-    said = _SAID.get(status, status)
+    text = _SENTENCES.get(status, status)
     if fit.status.ok and fit.message:
-        kind, said = "status with", "The fit converged. Read its figures with this in mind:"
+        kind, text = "status with", "The fit converged. Read its figures with this in mind:"
     if fit.status.value == "max_rounds" and not fit.algorithm.result.tests_convergence:
-        said = "The fit ran the rounds that it was given; its algorithm does not test for convergence."
+        text = "The fit ran the rounds that it was given; its algorithm does not test for convergence."
     message = f"<br>{escaped(fit.message, 2000)}" if fit.message else ""
     return (
-        f'<h1>{escaped(title)}</h1>\n<p class="{kind}"><strong>{escaped(status)}</strong>. {escaped(said)}{message}</p>'
+        f'<h1>{escaped(title)}</h1>\n<p class="{kind}"><strong>{escaped(status)}</strong>. {escaped(text)}{message}</p>'
     )
 
 
@@ -165,13 +161,14 @@ def _shared(fit: Fitted) -> str:
     if fit.layout.size > _TABLE:
         return f"{heading}<p>{fit.layout.size} numbers, which are too many for a table.</p>"
     try:
-        found = fit.summary()
+        summary = fit.summary()
     except NotConvergedError as error:
         return f"{heading}<p>{escaped(error, 2000)}</p>"
     ends = {"ci_low": "interval from", "ci_high": "to"}
-    head = ["shared variable", *(ends.get(str(name), str(name)) for name in found.columns)]
-    rows = [[index, *(number(value) for value in row)] for index, row in zip(found.index, found.values, strict=True)]
-    return f"{heading}{_wide(head, rows)}{_glossary(found)}"
+    head = ["shared variable", *(ends.get(str(name), str(name)) for name in summary.columns)]
+    by_row = zip(summary.index, summary.values, strict=True)
+    rows = [[index, *(number(value) for value in row)] for index, row in by_row]
+    return f"{heading}{_wide(head, rows)}{_glossary(summary)}"
 
 
 def _wide(head: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "wide") -> str:
@@ -179,17 +176,17 @@ def _wide(head: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "wide"
     return f'<div class="{kind}">{table(head, rows)}</div>'
 
 
-def _glossary(found: Any) -> str:
-    percent = f"{100 * found.attrs['ci_prob']:.5g} %"
-    known = {
+def _glossary(summary: Any) -> str:
+    percent = f"{100 * summary.attrs['ci_prob']:.5g} %"
+    texts = {
         "sd": "sd: how uncertain the value is (posterior standard deviation)",
         "ci_low": f"interval: between its ends the value lies with {percent} probability",
         "mcse_mean": "mcse: error of the computation, which should be small beside sd",
-        "last_change": "last_change: how far the last round moved it, in sds",
+        "last_change": "last_change: change in the last round, in sds",
         "skewness": "skewness: how lopsided the posterior is; above 1, tails are rough",
     }
-    told = "; ".join(text for name, text in known.items() if name in list(found.columns))
-    return f"<p><small>{escaped(told, 1000)}.</small></p>" if told else ""
+    line = "; ".join(text for name, text in texts.items() if name in list(summary.columns))
+    return f"<p><small>{escaped(line, 1000)}.</small></p>" if line else ""
 
 
 def _clients(fit: Fitted) -> str:
@@ -200,26 +197,25 @@ def _clients(fit: Fitted) -> str:
         "rows": [fit.clients[name].brought if name in fit.clients else "not here" for name in ids]
     }
     if fit.records:
-        told = fit.idata["rounds"]
-        columns |= {word: [int(value) for value in values] for word, values in counts(told).items()}
+        rounds_of = fit.idata["rounds"]
+        columns |= {word: [int(value) for value in values] for word, values in counts(rounds_of).items()}
         for name, label in (("ess", "effective draws"), ("pareto_k", "Pareto k"), ("rhat", "R̂")):
-            if name in told and told[name].ndim == 2:
-                columns[label] = [number(value) for value in spans(reported(told, name))[0]]
-        sent = told["bytes_up"].sum("round").values
-        columns["bytes sent"] = [int(value) for value in sent]
+            if name in rounds_of and rounds_of[name].ndim == 2:
+                columns[label] = [number(value) for value in spans(reported(rounds_of, name))[0]]
+        columns["bytes sent"] = [int(value) for value in rounds_of["bytes_up"].sum("round").values]
     rows = [[name, *(column[k] for column in columns.values())] for k, name in enumerate(ids)]
     many = f"{len(ids)} clients" if len(ids) > 1 else "One client"
     where = "in this process" if fit.clients else "with data elsewhere"
     return (
-        f"<h2>Clients</h2><p>{many}, {where}. “Used”, “silent” and “skipped”, where there are such, count rounds by "
-        "what became of the client's reply; quality figures are of its last one, bytes of all.</p>"
+        f"<h2>Clients</h2><p>{many}, {where}. “Used”, “silent” and “skipped” count rounds by the outcome of the "
+        "client's reply; quality figures are of its last one, bytes of all.</p>"
         f"{_wide(['client', *columns], rows)}"
     )
 
 
 def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> Iterator[str]:
-    """The pictures that there is something to draw for; what the caller asked for by name has to be drawn."""
-    shared, told = fit.algorithm.result.shared, fit.idata
+    """The pictures that apply; those that the caller asked for by a keyword have to be drawn."""
+    shared, groups = fit.algorithm.result.shared, fit.idata
     asked = var_names is not None or population is not None
     if asked or 0 < len(at_hand(fit)) <= _FOREST:
         yield _figure(
@@ -231,39 +227,38 @@ def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> It
             lambda: forest(fit, var_names, population=population),
             required=asked,
         )
-    if "posterior" in told and fit.layout.size <= _TABLE:
+    if "posterior" in groups and fit.layout.size <= _TABLE:
         yield _figure(
             "Before and after the data",
-            "What was assumed of the shared parameters (prior, dashed) and what is known now (posterior). Where both "
-            "look alike, the data said little.",
+            "The shared parameters before the data (prior, dashed) and after (posterior). Where both look alike, the "
+            "data said little.",
             lambda: prior_posterior(fit),
         )
-    without = isinstance(shared, Posterior) and shared.without is not None and "posterior" in told
+    without = isinstance(shared, Posterior) and shared.without is not None and "posterior" in groups
     if conflict is not None or (without and fit.layout.size <= _TABLE):
         yield _figure(
             "What each client does to the result",
-            "Left, how far a client moves the shared averages, in units of their uncertainty; "
+            "Left, how far each client moves the shared averages, in units of their uncertainty; "
             f"{'right' if conflict is None else 'in the middle'}, the uncertainty with the client over that without "
             "it. Points far from the line belong to clients that matter most; open ones are approximate."
             f"{'' if conflict is None else _CONFLICT}",
             lambda: influence(fit, conflict=conflict),
             required=conflict is not None,
         )
-    if "fit" in told and "correlation" in told["fit"]:
+    if "fit" in groups and "correlation" in groups["fit"]:
         yield _figure(
             "How alike clients are",
-            "Correlation of clients' parameters: 1 for clients that are alike, 0 for clients that tell nothing of each "
-            "other.",
+            "Correlation of clients' parameters: 1 for clients that are alike, 0 for clients that are unrelated.",
             lambda: device_graph(fit),
         )
     if fit.records:
         yield _figure(
             "How the fit went",
-            f"Above, {'how much each round still changed' if changed(fit) else 'the course of the fit'}; below, which "
-            "clients answered in each round.",
+            f"Above, {'the change in each round' if changed(fit) else 'the course of the fit'}; below, which clients "
+            "answered in each round.",
             lambda: rounds(fit),
         )
-        wanted = [text for name, text in _WANTED.items() if name in told["rounds"]]
+        wanted = [text for name, text in _WANTED.items() if name in groups["rounds"]]
         yield _figure(
             "How well clients could compute",
             f"What should be: {', '.join([*wanted, 'few skipped replies'])}.",
@@ -272,7 +267,7 @@ def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> It
 
 
 def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bool = False) -> str:
-    """A picture, or why there is none."""
+    """A picture, or the reason why there is none."""
     try:
         with _fit.apart():
             axes = draw()
@@ -280,12 +275,12 @@ def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bo
         if required:
             raise
         return f"<h2>{escaped(heading)}</h2><p>Not drawn: {escaped(error, 1000)}</p>"
-    one = axes.flat[0] if isinstance(axes, np.ndarray) else axes
-    held = io.BytesIO()
+    panel = axes.flat[0] if isinstance(axes, np.ndarray) else axes
+    file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # of names: the tables have them
-        one.figure.savefig(held, format="png", dpi=_DPI)
-    picture = base64.b64encode(held.getvalue()).decode("ascii")
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # of names, which tables have too
+        panel.figure.savefig(file, format="png", dpi=_DPI)
+    picture = base64.b64encode(file.getvalue()).decode("ascii")
     return (
         f'<h2>{escaped(heading)}</h2><figure><div class="wide"><img alt="{escaped(heading)}" '
         f'src="data:image/png;base64,{picture}"></div>'
@@ -296,8 +291,8 @@ def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bo
 def _computed(fit: Fitted) -> str:
     priors = _priors(fit)
     variables = [
-        [one.name, " × ".join(map(str, one.shape)) or "1", one.transform or "none", priors.get(one.name, "–")]
-        for one in fit.layout.variables
+        [v.name, " × ".join(map(str, v.shape)) or "1", v.transform or "none", priors.get(v.name, "–")]
+        for v in fit.layout.variables
     ]
     many = f"{len(fit.records)} round{'' if len(fit.records) == 1 else 's'}"
     whose = "variable" if fit.algorithm.result.shared is None else "shared variable"
@@ -315,8 +310,8 @@ def _priors(fit: Fitted) -> dict[str, str]:
     client = next(iter(fit.clients.values()), None)
     if client is None:
         return {}
-    told = fit.declaration.describe(client.arrays)["prior"]
-    return {str(name): str(prior) for name, prior in told.items()}
+    priors = fit.declaration.describe(client.arrays)["prior"]
+    return {str(name): str(prior) for name, prior in priors.items()}
 
 
 def _settings(fit: Fitted) -> str:

@@ -1,0 +1,509 @@
+"""Posteriors: of clients' own variables beside each other, and of shared variables beside their prior."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.contracts.update import CI_PROB, entries_of, interval, shown_by_default
+from fedppl.numerics.streams import stream
+from fedppl.plots import _fit
+from fedppl.plots._fit import Entry, Fitted, at_hand, draws_of, entries, require_fit, shared_draws
+from fedppl.settings import between, chosen, flag, shown, whole
+from fedppl.types import Array, DeclarationError
+
+_MOST_PANELS = 12
+_INNER = 0.5
+
+
+class _Settings(NamedTuple):
+    """How clients' posteriors are drawn."""
+
+    ci_prob: float
+    total: bool
+    exponentiate: bool
+    draws: Mapping[str, Any]  # keywords of `Fit.client`
+
+
+class Line(NamedTuple):
+    """One entry of one client's posterior; the middle is the mean, or the median where draws are exponentiated."""
+
+    mean: float
+    outer: tuple[float, float]
+    inner: tuple[float, float]
+
+
+def forest(
+    fit: Fitted,
+    var_names: Sequence[str] | str | None = None,
+    *,
+    coords: Mapping[str, Any] | None = None,
+    clients: Sequence[str] | str | None = None,
+    population: str | float | Mapping[str, str | float] | None = None,
+    total: bool = False,
+    exponentiate: bool = False,
+    alone: Fitted | None = None,
+    numbers: bool | None = None,
+    ci_prob: float = CI_PROB,
+    draws: int = 250,
+    chains: int = 4,
+    random_seed: int | None = None,
+    ax: Any = None,
+    figsize: tuple[float, float] | None = None,
+) -> Any:
+    """Draw every client's posterior of its own variables, one panel for each number.
+
+    A dot is the posterior mean, the thick line the central half and the thin line the interval.
+
+    Parameters
+    ----------
+    fit
+        A `fedppl.Fit` whose clients are in this process, where their posteriors are drawn; or one that was loaded with
+        draws of them.
+    var_names
+        Variables of a client's posterior, deterministics among them, or entries as they are printed; by default its
+        local ones. With `total` coefficients of a formula, by default those that vary by client.
+    coords
+        Labels to show, by dim: ``{"predictor": "dose"}``.
+    clients
+        Ids of clients; by default all in this process.
+    population
+        A level to compare clients with: the name of a shared variable of the same shape, whose mean and interval are
+        drawn across all clients, or a number; by name of a variable where there are several. By default the mean of the
+        clients' means; of a total the coefficient that all share.
+    total
+        Whether to draw, of a formula, each client's own coefficient: the shared one plus the client's effect, such as
+        the effect of a treatment by hospital.
+    exponentiate
+        Whether to draw exp of all entries, on a logarithmic axis: odds, rate, hazard or time ratios of a formula, which
+        the axis names. The dot is then the posterior median.
+    alone
+        A fit of the same clients by `fedppl.Separate`, for the distance of each estimate from that of the client alone.
+        Of a formula totals are compared, since each client alone has coefficients of its own.
+    numbers
+        Whether estimates and intervals stand at the right; by default where there is one panel.
+    ci_prob
+        Probability of the equal-tailed interval.
+    draws, chains, random_seed
+        Of posteriors drawn in this process, as in `Fit.client`.
+    ax, figsize
+        Matplotlib axes, one a panel; by default those of a new figure, of so many inches.
+
+    Returns
+    -------
+    numpy.ndarray of matplotlib.axes.Axes
+
+    Raises
+    ------
+    DeclarationError
+        If no client is in this process, a name is unknown, or there are more than 12 panels.
+    NotConvergedError
+        Where the fit was broken off before there was a posterior.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> axes = fedppl.plots.forest(fit, "theta", population="mu")
+    >>> axes[0].get_xlabel()
+    'theta'
+
+    Notes
+    -----
+    *When this fails.* An interval is of one client's variable. That two intervals overlap does not say that two clients
+    agree: see `fedppl.contrast`.
+    """
+    require_fit(fit)
+    if not at_hand(fit):
+        raise DeclarationError(
+            "no client's data and no draws of clients are here. Load a saved fit by fedppl.load(path, model, "
+            'clients=...), or save it by fit.save(path, include="clients"); sites draw their posteriors themselves.'
+        )
+    names = chosen("clients", clients, at_hand(fit), "the clients whose posteriors are here")
+    settings = _Settings(
+        between("ci_prob", ci_prob, 0, 1),
+        flag("total", total),
+        flag("exponentiate", exponentiate),
+        {"draws": draws, "chains": chains, "random_seed": random_seed},
+    )
+    formula = _formula_of(fit, settings, alone)
+    groups = {name: _posterior(fit, name, settings) for name in names}
+    shown_entries = _entries(fit, groups, var_names, coords, settings)
+    lines = {name: [_line(draws_of(group, one), settings) for one in shown_entries] for name, group in groups.items()}
+    lines_alone: dict[str, list[Line]] = {}
+    if alone is not None:
+        require_fit(alone)
+        if lost := [name for name in names if name not in at_hand(alone)]:
+            raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
+        for name in names:
+            group = _posterior(alone, name, settings)
+            lines_alone[name] = [_line(draws_of(group, entry), settings) for entry in shown_entries]
+    if population is None and settings.total:
+        population = {entry.name: entry.name for entry in shown_entries}
+    levels = _levels(fit, shown_entries, population, settings)
+    numbers = (len(shown_entries) == 1 and ax is None) if numbers is None else flag("numbers", numbers)
+    rows = -(-len(shown_entries) // 4)
+    columns = -(-len(shown_entries) // rows)
+    size = (2.2 + (4.6 if numbers else 2.8) * columns, min(_fit.height(len(names)) * rows, 60.0))
+    axes = _fit.panels(ax, rows, columns, size, figsize, count=len(shown_entries), sharey="row")
+    labels = [_fit.short(f"{k} ({fit.clients[k].brought})" if k in fit.clients else k) for k in names]
+    for number, (panel, entry) in enumerate(zip(axes, shown_entries, strict=True)):
+        with_others = [lines[name][number] for name in names]
+        by_itself = [lines_alone[name][number] for name in lines_alone]
+        _level(panel, levels[number], with_others, first=number == 0)
+        _draw(panel, with_others, "C0", f"posterior, {100 * ci_prob:.3g} % and half" if number == 0 else None)
+        if by_itself:
+            _draw_alone(panel, by_itself, with_others, first=number == 0)
+        _fit.client_lines(panel, labels, labelled=number % columns == 0 or ax is not None)
+        if numbers:
+            _numbers(panel, with_others)
+        what = f"{formula.effect(entry.name, exponentiate=exponentiate)}, " if formula else "exp of " * exponentiate
+        panel.set_xlabel(_fit.short(what + entry.label, 48))
+        _ticks(panel, [*with_others, *by_itself], settings)
+    _fit.legend_of_all(axes, ax)
+    return np.array(axes, dtype=object)
+
+
+def default_names(fit: Fitted, groups: Mapping[str, Any]) -> list[str]:
+    """A client's own variables of equal shapes at all clients, as many as there are panels for."""
+    first = next(iter(groups.values()))
+    client = next(iter(fit.clients.values()), None)
+    shared = {*fit.layout.slices, *(fit.idata["posterior"].data_vars if "posterior" in fit.idata else ())}
+    drawn = [str(name) for name in first.data_vars if name not in shared]
+    local = drawn if client is None else [_effects(first, variable.name) for variable in client.local]
+    own = local if fit.algorithm.result.shared is not None else [*fit.layout.slices, *local]
+    names: list[str] = []
+    for name in own:
+        alike = all(name in group and group[name].shape == first[name].shape for group in groups.values())
+        if alike and len(entries(first, [*names, name])) <= _MOST_PANELS:
+            names.append(name)
+    return names
+
+
+def _effects(group: Any, name: str) -> str:
+    """Name of a formula's effects, in place of the same before scaling."""
+    scaled = f"{name.removesuffix('_z')}_effects"
+    return scaled if name.endswith("_z") and scaled in group else name
+
+
+def _formula_of(fit: Fitted, settings: _Settings, alone: Fitted | None) -> Any:
+    """The formula of which totals are drawn, or None."""
+    builder = fit.declaration.builder
+    is_formula = hasattr(builder, "totals")
+    if settings.total and not is_formula:
+        raise DeclarationError(
+            "total=True adds up coefficients of a formula; of a builder name the sum in it, "
+            'pm.Deterministic("total", ...), and draw that.'
+        )
+    if alone is not None and is_formula and not settings.total:
+        raise DeclarationError(
+            "alone= compares effects relative to shared coefficients with those of clients that share none, which mean "
+            "something else; write total=True, which adds up both."
+        )
+    return builder if settings.total else None
+
+
+def _entries(
+    fit: Fitted, groups: Mapping[str, Any], var_names: Any, coords: Mapping[str, Any] | None, settings: _Settings
+) -> list[Entry]:
+    """The entries to show, which all clients have."""
+    first = next(iter(groups.values()))
+    if settings.total:
+        varying = fit.declaration.builder.varying
+        places = entries_of(first, var_names, "the coefficients", varying)
+        if fixed := [name for name in places if name not in varying]:
+            raise DeclarationError(
+                f"total=True: {fixed} have no effects by client, unlike {varying}; write (1 + {fixed[0]} | ...) for "
+                "some."
+            )
+    else:
+        default = default_names(fit, groups) if var_names is None else None
+        places = entries_of(first, var_names, "the variables of a client's posterior", default)
+    names = list(places)
+    if not names:
+        raise DeclarationError(
+            "no local variable has the same few entries at all clients; choose some by var_names= and coords=."
+        )
+    for client_id, group in groups.items():
+        for name in names:
+            if name not in group or group[name].shape != first[name].shape:
+                raise DeclarationError(
+                    f"{name!r} has other entries at client {client_id!r} than at {next(iter(groups))!r}; choose "
+                    "variables that all have alike."
+                )
+    labels_by_dim = {
+        dim: {str(labels)} if isinstance(labels, str) or not hasattr(labels, "__iter__") else {*map(str, labels)}
+        for dim, labels in (coords or {}).items()
+    }
+    if unknown := sorted(set(labels_by_dim) - {str(dim) for name in names for dim in first[name].dims}):
+        raise DeclarationError(f"coords= names {unknown}, which are dims of none of {names}.")
+    chosen_entries = [entry for entry in entries(first, places) if _has(first[entry.name], entry, labels_by_dim)]
+    if not 0 < len(chosen_entries) <= _MOST_PANELS:
+        raise DeclarationError(
+            f"{len(chosen_entries)} numbers of {names} were asked for; choose 1 to {_MOST_PANELS} by var_names= and "
+            "coords=."
+        )
+    return chosen_entries
+
+
+def _has(values: Any, entry: Entry, labels: Mapping[str, set[str]]) -> bool:
+    """Whether an entry has one of these labels in every dim."""
+    dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
+    places = [(dim, place) for dim, place in zip(dims, entry.place, strict=True) if dim in labels]
+    return all(str(values[dim].values[place]) in labels[dim] for dim, place in places)
+
+
+def _line(draws: Array, settings: _Settings) -> Line:
+    draws = np.exp(draws) if settings.exponentiate else draws
+    tails = [*interval(settings.ci_prob), *interval(_INNER), 0.5]
+    low, high, left, right, median = (float(value) for value in np.quantile(draws, tails))
+    return Line(median if settings.exponentiate else float(draws.mean()), (low, high), (left, right))
+
+
+def _levels(
+    fit: Fitted, shown_entries: Sequence[Entry], population: Any, settings: _Settings
+) -> list[tuple[str, Line] | None]:
+    """The level that every entry is compared with, by panel; None for the clients' mean."""
+    if population is None:
+        return [None] * len(shown_entries)
+    names = list(dict.fromkeys(entry.name for entry in shown_entries))
+    by_name = population if isinstance(population, Mapping) else dict.fromkeys(names, population)
+    if unknown := sorted(set(by_name) - set(names)):
+        raise DeclarationError(f"population= names {unknown}, which are not among the variables shown, {names}.")
+    return [
+        _shared_line(fit, one, by_name[one.name], settings) if one.name in by_name else None for one in shown_entries
+    ]
+
+
+def _shared_line(fit: Fitted, entry: Entry, value: Any, settings: _Settings) -> tuple[str, Line]:
+    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+        return f"{value:g}", Line(float(value), (float(value),) * 2, (float(value),) * 2)
+    group = shared_draws(fit)
+    shared = [str(name) for name in group.data_vars]
+    name = chosen("population", value, shared, "the shared variables")[0] if isinstance(value, str) else None
+    by_place = {} if name is None else {one.place: one for one in entries(group, [name])}
+    match = by_place.get(entry.place) or by_place.get(())
+    if name is None or match is None:
+        raise DeclarationError(
+            f"population={shown(value)} has no entry for {entry.label!r}; name a shared variable of the same shape, or "
+            "one that is a single number."
+        )
+    return name, _line(draws_of(group, match), settings)
+
+
+def _level(axes: Any, level: tuple[str, Line] | None, lines: Sequence[Line], *, first: bool) -> None:
+    if level is None:
+        label = "mean of the clients' means" if first else None
+        axes.axvline(float(np.mean([line.mean for line in lines])), color=_fit.GREY, linestyle="--", lw=1, label=label)
+        return
+    name, line = level
+    axes.axvline(line.mean, color="black", lw=1, label=_fit.short(f"population, {name}", 40) if first else None)
+    if line.outer[0] < line.outer[1]:
+        axes.axvspan(*line.outer, color="black", alpha=0.1, lw=0)
+
+
+def _draw(axes: Any, lines: Sequence[Line], color: str, label: str | None) -> None:
+    places = np.arange(len(lines))
+    axes.hlines(places, [line.outer[0] for line in lines], [line.outer[1] for line in lines], color=color, lw=1)
+    axes.hlines(places, [line.inner[0] for line in lines], [line.inner[1] for line in lines], color=color, lw=3)
+    axes.plot([line.mean for line in lines], places, "o", color=color, ms=5, mec="white", label=label)
+
+
+def _draw_alone(axes: Any, alone: Sequence[Line], together: Sequence[Line], *, first: bool) -> None:
+    """Estimates of clients alone, a little below, with lines to those of all together."""
+    places = np.arange(len(alone)) + 0.28
+    axes.hlines(places, [line.outer[0] for line in alone], [line.outer[1] for line in alone], color="C1", lw=0.8)
+    for place, before, after in zip(places, alone, together, strict=True):
+        axes.plot([before.mean, after.mean], [place, place - 0.28], color="C1", lw=0.8, ls=":")
+    label = "alone, without the others" if first else None
+    axes.plot([line.mean for line in alone], places, "o", color="C1", mfc="white", ms=4, label=label)
+
+
+def _numbers(axes: Any, lines: Sequence[Line]) -> None:
+    """Estimates and intervals at the right of named lines."""
+    for place in axes.get_yticks():
+        line = lines[int(place)]
+        text = f"{line.mean:.2f} ({line.outer[0]:.2f} to {line.outer[1]:.2f})"
+        axes.text(1.02, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize="small")
+
+
+def _ticks(axes: Any, lines: Sequence[Line], settings: _Settings) -> None:
+    if not settings.exponentiate:
+        _fit.few_ticks(axes)
+        return
+    low, high = min(line.outer[0] for line in lines), max(line.outer[1] for line in lines)
+    axes.set(xscale="log", xlim=(low * (low / high) ** 0.05, high * (high / low) ** 0.05))
+    if low < 1.0 < high:
+        axes.axvline(1.0, color=_fit.GREY, linestyle=":", lw=1)  # a ratio of no effect
+    _fit.log_ticks(axes, low, high)
+
+
+def _posterior(fit: Fitted, name: str, settings: _Settings) -> Any:
+    """A client's posterior, drawn where its data are, or from a file."""
+    group = fit.client(name, **settings.draws if name in fit.clients else {})["posterior"]
+    return fit.declaration.builder.totals(group) if settings.total else group
+
+
+# Shared variables before and after the data ---------------------------------------------------------------------------
+
+_MOST_DENSITIES = 24  # panels
+_DRAWS = 4000
+_GRID = 300
+_POSITIVE = ("log", "log_exp_m1")
+_DETERMINISTIC = "computed"  # in the place of a transform
+_NEAR_ZERO = 0.25  # of the width of kernels elsewhere
+
+
+def prior_posterior(
+    fit: Fitted,
+    var_names: Sequence[str] | str | None = None,
+    *,
+    random_seed: int | None = None,
+    ax: Any = None,
+    figsize: tuple[float, float] | None = None,
+) -> Any:
+    """Draw the densities of shared variables before and after the data, one panel for each number.
+
+    Parameters
+    ----------
+    fit
+        A `fedppl.Fit` with a posterior of the shared variables.
+    var_names
+        Shared variables, deterministics among them, or entries as they are printed, ``"arm[drug]"``. By default all,
+        but partial correlations of a formula, of which it shows the correlations.
+    random_seed
+        Seed of the draws of the prior; by default the fit's.
+    ax, figsize
+        Matplotlib axes, one a panel; by default those of a new figure, of so many inches.
+
+    Returns
+    -------
+    numpy.ndarray of matplotlib.axes.Axes
+
+    Raises
+    ------
+    DeclarationError
+        If a name is unknown, there are more than 24 panels, axes are none, or the prior cannot be drawn from: it is not
+        Gaussian and clients are sites of their own.
+    NotConvergedError
+        Where the fit was broken off before there was a posterior.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> axes = fedppl.plots.prior_posterior(fit, "mu")
+    >>> axes[0].get_xlabel()
+    'mu'
+
+    Notes
+    -----
+    Kernel estimates from 4000 draws each. The axis has the range of the posterior, and three times as much on both
+    sides: a wide prior goes on beyond it.
+
+    *When this fails.* Kernels smooth out sharp edges and narrow peaks. Where both densities are alike, data may still
+    inform a sum or a difference of variables, which single densities do not show. An approximate posterior is drawn as
+    it is, whether or not the fit has converged.
+    """
+    require_fit(fit)
+    after = shared_draws(fit)
+    default = shown_by_default(fit.declaration, after.data_vars)
+    shown_entries = entries(after, entries_of(after, var_names, "the shared variables", default))
+    if not 0 < len(shown_entries) <= _MOST_DENSITIES:
+        names = list(dict.fromkeys(entry.name for entry in shown_entries))
+        raise DeclarationError(
+            f"{names} have {len(shown_entries)} entries; choose 1 to {_MOST_DENSITIES} by var_names=."
+        )
+    seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0, "None takes the fit's")
+    before = prior_draws(fit, seed)
+    transforms = dict.fromkeys(after, _DETERMINISTIC) | {v.name: v.transform for v in fit.layout.variables}
+    columns = min(len(shown_entries), 3)
+    rows = -(-len(shown_entries) // columns)
+    axes = _fit.panels(ax, rows, columns, (3.3 * columns, 2.4 * rows + 0.5), figsize, count=len(shown_entries))
+    for number, (panel, entry) in enumerate(zip(axes, shown_entries, strict=True)):
+        old, new = before[entry.name].reshape(len(before[entry.name]), -1)[:, entry.flat], draws_of(after, entry)
+        transform = transforms[entry.name]
+        low, high = _bounds(transform, np.concatenate([old, new]))
+        x = np.linspace(*_window(old, new, low, high), _GRID + 1)[1:]  # without the bound
+        prior, y = (density(draws, x, low, high, positive=transform in _POSITIVE) for draws in (old, new))
+        panel.plot(x, prior, color=_fit.GREY, ls="--", label="prior" if not number else None)
+        panel.plot(x, y, color="C0", label="posterior" if not number else None)
+        panel.fill_between(x, 0, y, color="C0", alpha=0.15, lw=0)
+        panel.set(xlabel=_fit.short(entry.label, 36), ylim=(0, None), yticks=[])
+        panel.set_ylabel("density" if number % columns == 0 else "")
+        _fit.few_ticks(panel)
+    _fit.legend_of_all(axes, ax)
+    return np.array(axes, dtype=object)
+
+
+def prior_draws(fit: Fitted, seed: int) -> dict[str, Array]:
+    """Draws of the shared prior by name of a variable, (S, *shape)."""
+    client = next(iter(fit.clients.values()), None)
+    if fit.layout.prior_is_gaussian and not fit.layout.binary:
+        phi = gaussian.draw(fit.layout.prior, stream((seed, 5)), _DRAWS)
+    elif client is not None:
+        phi = client.draw_prior(_DRAWS, seed % 2**32)
+    else:
+        raise DeclarationError(
+            "the declared prior is not Gaussian, and no client's model is here to draw from it; load a saved fit by "
+            "fedppl.load(path, model, clients=...)."
+        )
+    return {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(phi).items()}
+
+
+def density(draws: Array, x: Array, low: float = -np.inf, high: float = np.inf, *, positive: bool = False) -> Array:
+    """A kernel estimate at x: of logs of positive draws, else with mass beyond a bound folded back.
+
+    Near zero few draws have a log close to that of x, and the estimate there is of the draws themselves.
+    """
+    width = _width(draws)
+    if width == 0:  # all are equal
+        return np.zeros(len(x))
+    if positive:
+        log, near = np.log(draws), _NEAR_ZERO * width
+        part = 1 / (1 + (_width(log) * x / near) ** 2)
+        return np.asarray(
+            part * _kernels(draws, x, near, (0.0,)) + (1 - part) * _kernels(log, np.log(x), _width(log)) / x
+        )
+    inside = (x >= low) & (x <= high)
+    return np.asarray(
+        np.where(inside, _kernels(draws, x, width, [end for end in (low, high) if np.isfinite(end)]), 0.0)
+    )
+
+
+def _kernels(draws: Array, x: Array, width: float, bounds: Sequence[float] = ()) -> Array:
+    """Mean of Gaussians about the draws and their mirror images beyond bounds."""
+    mirrored = [draws, *(2 * bound - draws for bound in bounds)]
+    heights = sum(np.exp(-0.5 * ((x[:, None] - each) / width) ** 2).mean(axis=1) for each in mirrored)
+    return np.asarray(heights / (width * np.sqrt(2 * np.pi)))
+
+
+def _width(draws: Array) -> float:
+    """Silverman's width of a kernel; zero where all draws are equal."""
+    inner = np.subtract(*np.quantile(draws, [0.75, 0.25])) / 1.349
+    spread = min((s for s in (float(np.std(draws)), float(inner)) if s > 0), default=0.0)
+    return float(0.9 * spread * len(draws) ** -0.2)
+
+
+def _bounds(transform: str, draws: Array) -> tuple[float, float]:
+    """Bounds of a variable's support, by its transform; those of the draws for others, such as correlations."""
+    if not transform:
+        return -np.inf, np.inf
+    if transform in _POSITIVE:
+        return 0.0, np.inf
+    return (0.0, 1.0) if transform == "logodds" else (float(draws.min()), float(draws.max()))
+
+
+def _window(old: Array, new: Array, low: float, high: float) -> tuple[float, float]:
+    """The range of the posterior and three times as much on both sides, within the prior's range and bounds."""
+    a, b = np.quantile(new, [0.001, 0.999])
+    first, last = np.quantile(old, [0.001, 0.999])
+    reach = 3 * max(b - a, 1e-12)
+    left, right = max(a - reach, min(first, a - 0.1 * reach), low), min(b + reach, max(last, b + 0.1 * reach), high)
+    return float(left), float(right)
