@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedppl.front import fit, load, rounds
     from fedppl.local.advi import ADVI, MeanField
     from fedppl.local.gradient_steps import GradientSteps
-    from fedppl.local.laplace import Laplace
+    from fedppl.local.nested_laplace import Laplace
     from fedppl.local.nested_laplace import NestedLaplace
     from fedppl.local.nuts import NUTS
     from fedppl.model import summaries
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
     from fedppl.results.fit import Fit
     from fedppl.results.loo import Loo, compare, loo, loo_compare
     from fedppl.results.tables import Table, contrast, hypotheses, table
-    from fedppl.run.calibration import calibrate
-    from fedppl.run.one_round import Round
-    from fedppl.run.participation import all_clients, bernoulli, fixed_size
-    from fedppl.run.withdrawal import Withdrawal, conflict, without
+    from fedppl.run.conflicts import conflict
+    from fedppl.run.one_round import Round, all_clients, bernoulli, fixed_size
+    from fedppl.run.refits import Withdrawal, calibrate, without
     from fedppl.search.validation import holdout, validation_loss
     from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
@@ -175,10 +174,9 @@ _NAMES = {
         "results.fit": "Fit",
         "results.loo": "Loo compare loo loo_compare",
         "results.tables": "Table contrast hypotheses table",
-        "run.calibration": "calibrate",
-        "run.one_round": "Round",
-        "run.participation": "all_clients bernoulli fixed_size",
-        "run.withdrawal": "Withdrawal conflict without",
+        "run.conflicts": "conflict",
+        "run.one_round": "Round all_clients bernoulli fixed_size",
+        "run.refits": "Withdrawal calibrate without",
         "search.validation": "holdout validation_loss",
         "types": "ConvergenceWarning DataError DeclarationError NotConvergedError Status",
     }.items()

@@ -19,9 +19,9 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata, saved
 from fedppl.results.fit import Fit
 from fedppl.run import loop
+from fedppl.run.loop import Choice, Options, by_call, lies_side_by_side, require_declared
 from fedppl.run.one_round import Round
-from fedppl.run.participation import Participation
-from fedppl.run.start import Choice, Options, by_call, lies_side_by_side, require_declared
+from fedppl.run.progress import Participation
 from fedppl.types import DataError, DeclarationError
 
 

@@ -12,7 +12,7 @@ import pymc as pm
 import pytest
 
 import fedppl
-from fedppl.run.start import MOST_SHARED
+from fedppl.run.loop import MOST_SHARED
 from fedppl.testing import normal_means
 from fedppl.types import DeclarationError
 from tests.support import problems
@@ -23,9 +23,9 @@ OPEN = fedppl.Policy(rows=0, few_rows=0, parameters_per_row=math.inf, events=0, 
 def chosen(caplog: pytest.LogCaptureFixture, model: Any, data: Any, **keywords: Any) -> str:
     """Name of the algorithm by which the first round is, and what the log says of it, once."""
     caplog.clear()
-    with caplog.at_level(logging.INFO, "fedppl.run.start"):
+    with caplog.at_level(logging.INFO, "fedppl.run.loop"):
         step = next(fedppl.rounds(model, data, random_seed=1, **keywords))
-    said = [record.getMessage() for record in caplog.records if record.name == "fedppl.run.start"]
+    said = [record.getMessage() for record in caplog.records if record.name == "fedppl.run.loop"]
     assert len(said) == 1
     assert said[0].startswith(f"the fit is by {type(step.state).__name__.removesuffix('State')}")
     return said[0]
@@ -82,7 +82,7 @@ def test_densities_have_to_be_smooth(caplog: pytest.LogCaptureFixture) -> None:
     model, data = fedppl.FederatedModel(kinked, ["mu"]), normal_means(2)[1]
     with pytest.raises(DeclarationError) as by_name:
         next(fedppl.rounds(model, data, fedppl.EP(), random_seed=1))
-    with caplog.at_level(logging.INFO, "fedppl.run.start"), pytest.raises(DeclarationError) as by_default:
+    with caplog.at_level(logging.INFO, "fedppl.run.loop"), pytest.raises(DeclarationError) as by_default:
         next(fedppl.rounds(model, data, random_seed=1))
     assert str(by_default.value) == str(by_name.value)
     assert "the fit is by EP, not by Sums" in caplog.text

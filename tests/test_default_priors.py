@@ -15,7 +15,7 @@ from scipy.special import expit, logit
 import fedppl
 from fedppl import Prior
 from fedppl.local import integrate
-from fedppl.run.loop import Likelihood, contradicted
+from fedppl.run.conflicts import Likelihood, contradicted
 from tests.support.markers import slow_but
 
 _RNG = np.random.default_rng(12)

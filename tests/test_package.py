@@ -13,7 +13,7 @@ import importlib.util, inspect, pydoc, sys
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in ("torch", "flwr") else found(name, *rest)
 import fedppl
-late = ("fedppl.formulas", "fedppl.plots", "fedppl.search", "fedppl.run.calibration")
+late = ("fedppl.formulas", "fedppl.plots", "fedppl.search", "fedppl.run.refits")
 assert not [name for name in sys.modules if name.startswith(late)]
 names = {name for name, _ in inspect.getmembers(fedppl)}
 assert {"EP", "formula", "plots", "calibrate"} <= names and not {"Flower", "nn"} & names

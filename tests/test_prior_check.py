@@ -14,8 +14,8 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl import gaussian
 from fedppl.numerics.prior import SharedPrior
-from fedppl.run import loop
-from fedppl.run.loop import Likelihood, _Slopes, deviations
+from fedppl.run import conflicts
+from fedppl.run.conflicts import Likelihood, _Slopes, deviations
 from fedppl.testing import normal_means
 
 
@@ -71,7 +71,7 @@ def test_of_normal_densities_what_they_lose_is_the_deviation_itself(rng: np.rand
     found = deviations(*at)
     assert np.all(np.abs(found) > 5)
     likelihood = Likelihood(lambda x: -np.einsum("si,ij,sj->s", x - far, data, x - far) / 2, no_slopes)
-    assert_allclose(loop._held(likelihood, mode, *at, found), found, rtol=1e-9)
+    assert_allclose(conflicts._by_densities(likelihood, mode, *at, found), found, rtol=1e-9)
 
 
 def test_a_likelihood_that_hardly_bends_is_no_conflict() -> None:
@@ -82,7 +82,7 @@ def test_a_likelihood_that_hardly_bends_is_no_conflict() -> None:
     prior, data = _Slopes(np.array([-tail]), np.eye(1)), _Slopes(np.array([tail]), np.array([[weak]]))
     found = deviations(prior, data)
     assert found[0] > 20
-    assert abs(loop._held(likelihood, mu, prior, data, found)[0]) < 3
+    assert abs(conflicts._by_densities(likelihood, mu, prior, data, found)[0]) < 3
 
 
 def test_a_hierarchy_among_shared_variables_yields() -> None:
@@ -102,7 +102,7 @@ def test_a_hierarchy_among_shared_variables_yields() -> None:
     start = gaussian.from_moments(np.zeros(2), np.diag([1.0, np.exp(2.0)]))
     prior = SharedPrior(log_density, gradient, start, False)
     for log_t in (-0.3, 0.0, 0.3, 0.6, 1.0):
-        assert not loop.contradicted(prior, likelihood, ("a", "b"), np.array([log_t, 2.9]))
+        assert not conflicts.contradicted(prior, likelihood, ("a", "b"), np.array([log_t, 2.9]))
 
 
 def test_rounding_is_no_conflict() -> None:

@@ -30,19 +30,6 @@ from fedppl.contracts.client import (
     Moments,
     Target,
 )
-from fedppl.contracts.engine import (
-    Accept,
-    AddingEngine,
-    Engine,
-    EngineFactory,
-    Exchange,
-    Failure,
-    Heard,
-    Reply,
-    Request,
-    Requests,
-    SharedReader,
-    coordinate_names,
-    unheard,
-)
-from fedppl.contracts.update import Batch, ClientUpdate, Part, Summed
+from fedppl.contracts.algorithm import Accept, Engine, Exchange, Failure, Reply, Request, Requests, SharedReader, coordinate_names
+from fedppl.contracts.engine import AddingEngine, EngineFactory, Heard, unheard
+from fedppl.contracts.client import Batch, ClientUpdate, Part, Summed

@@ -11,8 +11,9 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.contracts.client import CheckFn, ClientView, Draws, facts
-from fedppl.contracts.update import Batch, ClientFn, UnreportedFn
+from fedppl.contracts.client import CheckFn, ClientView, Draws
+from fedppl.contracts.printed import facts
+from fedppl.contracts.client import Batch, ClientFn, UnreportedFn
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status

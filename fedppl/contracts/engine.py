@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fedppl.contracts.algorithm import AnyAlgorithm
-from fedppl.contracts.update import Summed
+from fedppl.contracts.client import Summed
 from fedppl.types import Array, Layout, Message, Status
 
 

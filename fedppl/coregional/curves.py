@@ -15,7 +15,7 @@ from scipy.stats import norm
 
 from fedppl import plots
 from fedppl.contracts import Sampler
-from fedppl.contracts.update import CI_PROB
+from fedppl.contracts.printed import CI_PROB
 from fedppl.coregional.algorithms.averaging import Averaging
 from fedppl.coregional.algorithms.block_ascent import BlockAscent
 from fedppl.coregional.algorithms.gradient import Gradient

@@ -31,8 +31,8 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
 from fedppl.run import loop
 from fedppl.run.one_round import MOST_INFOS, Round
-from fedppl.run.participation import Participation
-from fedppl.run.start import Options, require_callback, require_declared, require_settings, seed_of
+from fedppl.run.progress import Participation
+from fedppl.run.loop import Options, require_callback, require_declared, require_settings, seed_of
 from fedppl.settings import one_line, one_of, positive, shown, takes, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 

@@ -48,7 +48,7 @@ from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.at_client import client_posterior, pymc_groups, require_rows
 from fedppl.results.loo import SUMS, implausible, rows_of, sums_of
-from fedppl.run.withdrawal import FEWEST, knows_cavities, tested
+from fedppl.run.conflicts import FEWEST, knows_cavities, tested
 from fedppl.storage import codec
 from fedppl.storage.signed import BLANK, Memory, owner_key, pack, replace, unpack
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Message

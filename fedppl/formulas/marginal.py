@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fedppl.contracts import Posterior
-from fedppl.contracts.update import CI_PROB, interval
+from fedppl.contracts.printed import CI_PROB, interval
 from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.declare import Formula
 from fedppl.results.at_client import has_rows, require_rows

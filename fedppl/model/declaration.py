@@ -15,7 +15,7 @@ from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import ancestors
 
 from fedppl import gaussian
-from fedppl.contracts.client import facts
+from fedppl.contracts.printed import facts
 from fedppl.data import frames
 from fedppl.data.frames import require_clients
 from fedppl.model._declared import Declared, parts_of

@@ -13,7 +13,7 @@ from scipy.special import log_softmax, ndtr, softmax
 from scipy.stats import norm
 
 from fedppl.contracts import Point
-from fedppl.contracts.update import CI_PROB
+from fedppl.contracts.printed import CI_PROB
 from fedppl.model.client import ClientModel
 from fedppl.nn.declared import Declared
 from fedppl.nn.likelihood import Normal

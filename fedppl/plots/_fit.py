@@ -14,7 +14,7 @@ import xarray as xr
 
 from fedppl import contracts
 from fedppl.contracts import AnyAlgorithm, SharedReader
-from fedppl.contracts.update import entries_of, labels_of, shown_by_default
+from fedppl.contracts.printed import entries_of, labels_of, shown_by_default
 from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError, Layout, NotConvergedError, Status
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.contracts.update import CI_PROB, entries_of, interval, shown_by_default
+from fedppl.contracts.printed import CI_PROB, entries_of, interval, shown_by_default
 from fedppl.numerics.streams import stream
 from fedppl.plots import _fit
 from fedppl.plots._fit import Entry, Fitted, at_hand, draws_of, entries, require_fit, shared_draws

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from fedppl import metrics
-from fedppl.contracts.update import CI_PROB, interval
+from fedppl.contracts.printed import CI_PROB, interval
 from fedppl.plots import _fit
 from fedppl.plots._fit import Fitted, require_fit
 from fedppl.settings import between, chosen, shown

@@ -1,4 +1,4 @@
-"""One round: ask, wait, check, update, record; who was skipped is said in the log."""
+"""One round: choose clients, ask, wait, check replies, update, record."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from scipy.stats import binom
 
-from fedppl import settings
 from fedppl.contracts import (
     AddingEngine,
     Failure,
@@ -27,15 +27,14 @@ from fedppl.contracts import (
     Summed,
     sum_replies,
 )
-from fedppl.contracts.client import facts, number
+from fedppl.contracts.printed import facts, number
 from fedppl.engine.answer import n_bytes, take, take_sum
 from fedppl.numerics.streams import stream
 from fedppl.results import diagnostics
-from fedppl.results.records import Record
+from fedppl.results.records import COLUMNS, Record
 from fedppl.run import progress
-from fedppl.run.participation import all_clients
-from fedppl.run.start import Run, add, numbers_and_texts, require_report, save
-from fedppl.settings import one_line
+from fedppl.run.progress import Participation, Run, add, save
+from fedppl.settings import between, one_line, shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Round(NamedTuple):
-    """One round: its number, the server's state and diagnostics, and what each asked client did."""
+    """One round: its number, the server's state and diagnostics, and the record of clients."""
 
     number: int
     state: Any
@@ -59,9 +58,9 @@ class Round(NamedTuple):
 
     def _repr_html_(self) -> str:
         """Its diagnostics as a table, for notebooks."""
-        said = {"status": self.status.value, "message": self.message, "replies": self._replies()}
-        numbers = {k: v if isinstance(v, str) else number(v) for k, v in self.record.info.items()}
-        return facts(f"Round {self.number}", {k: v for k, v in {**said, **numbers}.items() if v not in ("", "–")})
+        rows = {"status": self.status.value, "message": self.message, "replies": self._replies()}
+        rows |= {k: v if isinstance(v, str) else number(v) for k, v in self.record.info.items()}
+        return facts(f"Round {self.number}", {k: v for k, v in rows.items() if v not in ("", "–")})
 
     def _replies(self) -> str:
         return f"{self.record.used} of {self.record.n_asked - len(self.record.silent)} replies"
@@ -75,15 +74,15 @@ class Round(NamedTuple):
     def numbers(self) -> dict[str, float]:
         """Finite numbers by name, for trackers of experiments: the server's diagnostics, seconds, clients and bytes."""
         record = self.record
-        known = {name: float(value) for name, value in record.info.items() if not isinstance(value, str)}
-        known |= {
+        numbers = {name: float(value) for name, value in record.info.items() if not isinstance(value, str)}
+        numbers |= {
             "seconds": float(record.seconds),
             "clients_used": float(record.used),
             "clients_skipped": float(len(record.failures)),
             "bytes_down": float(sum(record.bytes_down.values())),
             "bytes_up": float(sum(record.bytes_up.values())),
         }
-        return {name: value for name, value in known.items() if np.isfinite(value)}
+        return {name: value for name, value in numbers.items() if np.isfinite(value)}
 
 
 def _client_key(client_id: str) -> int:
@@ -92,7 +91,7 @@ def _client_key(client_id: str) -> int:
 
 @contextlib.contextmanager
 def _named(run: Run, function: str) -> Iterator[None]:
-    """Add to what one of the algorithm's own functions raises whose it is."""
+    """Name the algorithm's function in errors that it raises."""
     try:
         yield
     except Exception as error:
@@ -100,22 +99,22 @@ def _named(run: Run, function: str) -> Iterator[None]:
         raise
 
 
-class _Came(NamedTuple):
-    """What a round brought."""
+class _Exchanged(NamedTuple):
+    """Replies of a round, or their sum."""
 
     received: Received
     infos: Mapping[str, Mapping[str, float]]
     failures: Mapping[str, str]
     reasons: Mapping[str, str]
-    sizes: Mapping[str, int] | None  # bytes by client, None where clients were laid side by side
-    sample: Message  # arrays of the names and sizes that each reply has
+    sizes: Mapping[str, int] | None  # bytes by client; None where clients were laid side by side
+    sample: Message  # one reply, or the sum
 
 
 def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Who is asked, and who of them for no reply."""
+    """Clients that are asked, and those of them that are asked for no reply."""
     asked = run.clients
     if run.participation is not all_clients:
-        # Sorted, so that the same clients are asked whatever order an engine finds them in.
+        # Sorted, so that the choice does not depend on the order in which an engine finds them.
         chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
         asked = tuple(client_id for client_id in run.clients if client_id in chosen)
         if chosen - set(run.clients) or not asked:
@@ -124,14 +123,14 @@ def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
             )
     if run.reporting is all_clients:
         return asked, frozenset()
-    told = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
-    if told - set(asked) or not told:
-        raise DeclarationError(f"reporting chose {sorted(told)} in round {number}; choose from {list(asked)}.")
-    return asked, frozenset(asked) - told
+    reporting = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
+    if reporting - set(asked) or not reporting:
+        raise DeclarationError(f"reporting chose {sorted(reporting)} in round {number}; choose from {list(asked)}.")
+    return asked, frozenset(asked) - reporting
 
 
-def _exchanged(run: Run, number: int, requests: Requests, shapes: Shapes) -> _Came:
-    """Ask; single replies where the server reads them, else their sum."""
+def _exchanged(run: Run, number: int, requests: Requests, shapes: Shapes) -> _Exchanged:
+    """Ask clients for single replies where the server reads them, else for their sum."""
 
     def accept(request: Request, reply: Reply | Failure | None) -> str | None:
         reason = why_not(reply, request, run.layout, shapes if request.report else {})
@@ -143,15 +142,15 @@ def _exchanged(run: Run, number: int, requests: Requests, shapes: Shapes) -> _Ca
     is_enough = run.algorithm.replies.summed(run.state)
     if not isinstance(is_enough, bool | np.bool_):
         raise DeclarationError(
-            f"{run.algorithm.name}: Replies.summed returned {settings.shown(is_enough)} in round {number}; return True "
+            f"{run.algorithm.name}: Replies.summed returned {shown(is_enough)} in round {number}; return True "
             "where sums over clients are all that the server needs, else False."
         )
     if not is_enough:
-        found = take(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
-        sizes = {client_id: n_bytes(message) for client_id, message in found.messages.items()}
-        sample = next(iter(found.messages.values()), {})
-        return _Came(received(found.messages, summed=False), *found[1:], sizes, sample)
-    # Of the class: what wraps an engine and hands on the rest of it changes single replies, and they are to be seen.
+        taken = take(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
+        sizes = {client_id: n_bytes(message) for client_id, message in taken.messages.items()}
+        sample = next(iter(taken.messages.values()), {})
+        return _Exchanged(received(taken.messages, summed=False), *taken[1:], sizes, sample)
+    # Of the class: a wrapper that passes on attributes of its engine has to see single replies.
     if hasattr(type(run.engine), "exchange_sum"):
         adding = cast(AddingEngine, run.engine)
         added = adding.exchange_sum(requests, accept, run.deadline, run.progress.heard)
@@ -160,11 +159,11 @@ def _exchanged(run: Run, number: int, requests: Requests, shapes: Shapes) -> _Ca
     if added.clients and (reason := why_no_sum(added.total, shapes)):
         added = Summed({}, 0, dict.fromkeys(requests.clients, reason), sizes={})
     received_sum = Received(OnlySums(), added.total, added.clients)
-    return _Came(received_sum, added.infos, added.failures, added.reasons, added.sizes, added.total)
+    return _Exchanged(received_sum, added.infos, added.failures, added.reasons, added.sizes, added.total)
 
 
 def _requests(run: Run, number: int, shapes: Shapes) -> Requests:
-    """Requests of a round, each made when it is first looked at."""
+    """Requests of a round, each made when it is first read."""
     asked, silent = _chosen(run, number)
 
     @functools.cache
@@ -187,85 +186,85 @@ def _requests(run: Run, number: int, shapes: Shapes) -> Requests:
 
 
 def one_round(run: Run) -> Round:
-    """Ask clients, wait, check what comes, update the server, and record it."""
+    """Ask clients, wait, check replies, update the server, and record the round."""
     number = len(run.records) + 1
     with _named(run, "Replies.shapes"):
         shapes = run.algorithm.replies.shapes(run.state)
     requests = _requests(run, number, shapes)
     started = time.perf_counter()
     run.progress.asked(number, len(requests.clients))
-    came = _exchanged(run, number, requests, shapes)
+    replies = _exchanged(run, number, requests, shapes)
     seconds = time.perf_counter() - started
-    _log(number, came.failures, run.said)
-    diagnostics.log_fallbacks(number, came.infos, diagnostics.fallbacks(run.infos))
+    _log_failures(number, replies.failures, run.logged)
+    diagnostics.log_fallbacks(number, replies.infos, diagnostics.fallbacks(run.infos))
     with _named(run, "update_server"):
-        returned = run.algorithm.update_server(run.state, came.received)
-    require_report(run.algorithm.name, returned)
+        returned = run.algorithm.update_server(run.state, replies.received)
+    _require_report(run.algorithm.name, returned)
     state, report = returned
-    record = _record(run, requests, came, report, seconds)
-    # Together: a run that Ctrl-C ends has the state that its records tell of, and what clients kept with it.
+    record = _record(run, requests, replies, report, seconds)
+    # Together: after Ctrl-C the state, clients' own states and the records are of the same round.
     run.state, run.personal = state, run.engine.personal()
     add(run, record)
-    _say(run, record, came, len(requests.clients))
+    _log_round(run, record, replies.received.clients, len(requests.clients))
     save(run)
     return Round(number, run.state, report.info, record.status, record.message, record)
 
 
-def _record(run: Run, requests: Requests, came: _Came, report: Report, seconds: float) -> Record:
-    """What is kept of a round; of clients that were laid side by side how many they are, and who failed."""
-    result, at_once = run.algorithm.result, came.sizes is None
+def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, seconds: float) -> Record:
+    """The record of a round; of clients side by side only their number, and failures."""
+    result, at_once = run.algorithm.result, replies.sizes is None
     sent = {} if at_once else {name: n_bytes(requests.make(name).message) for name in requests.clients}
     silent = () if at_once else tuple(name for name in requests.clients if name in requests.silent)
     return Record(
         number=len(run.records) + 1,
         asked=() if at_once else requests.clients,
-        failures=came.failures,
-        infos=came.infos,
-        info=numbers_and_texts(report.info),
+        failures=replies.failures,
+        infos=replies.infos,
+        info=_numbers_and_texts(report.info),
         bytes_down=sent,
-        bytes_up=came.sizes or {},
-        released=released(came.sample, came.infos),
+        bytes_up=replies.sizes or {},
+        released=released(replies.sample, replies.infos),
         seconds=seconds,
         status=report.status,
         silent=silent,
         preliminary=result.preliminary(run.state) or result.closing(run.state),
         closing=result.closing(run.state),
-        reasons=came.reasons,
+        reasons=replies.reasons,
         message=run.message if report.message is None else report.message,
         mild=run.records[-1].mild if report.message is None and run.records else report.mild,
-        together=came.received.clients + len(came.failures) if at_once else 0,
+        together=replies.received.clients + len(replies.failures) if at_once else 0,
     )
 
 
-def _say(run: Run, record: Record, came: _Came, asked: int) -> None:
-    """Say in the log, and where progress is shown, how a round went."""
+def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
+    """Log how a round went, and show it where progress is shown."""
     tolerance = progress.tolerance_of(run.algorithm.settings)
-    stands = progress.standing(record, run.infos if record.closing else came.infos, tolerance)
-    shown = record.status.value if record.status is not Status.RUNNING else ""
-    run.progress.update(run.counted, "; ".join(filter(None, (stands, shown))))
-    told = asked - len(record.silent)
+    summary = progress.standing(record, run.infos if record.closing else record.infos, tolerance)
+    ended = record.status.value if record.status is not Status.RUNNING else ""
+    run.progress.update(run.counted, "; ".join(filter(None, (summary, ended))))
+    reporting = asked - len(record.silent)
     logger.info(
         "round %d: %s, %d of %d replies in %s%s",
         record.number,
         record.status.value,
-        came.received.clients,
-        told,
+        used,
+        reporting,
         progress.spelled(record.seconds),
-        f"; {stands}" if stands else "",
+        f"; {summary}" if summary else "",
         extra={
             "round": record.number,
             "status": record.status.value,
-            "replies": came.received.clients,
+            "replies": used,
             "asked": asked,
-            "reporting": told,
+            "reporting": reporting,
         },
     )
 
 
-def _log(number: int, failures: Mapping[str, str], said: set[tuple[str, str]]) -> None:
-    """Say who was skipped and why; clients that share a reason share a line where they are many.
+def _log_failures(number: int, failures: Mapping[str, str], logged: set[tuple[str, str]]) -> None:
+    """Log which clients were skipped and why; many clients with the same reason share a line.
 
-    What was said of a client in an earlier round, numbers aside, is no warning any more.
+    A reason that was logged for a client in an earlier round, numbers aside, is no warning any more.
     """
     by_reason: dict[str, list[str]] = {}
     for client_id, reason in failures.items():
@@ -276,39 +275,34 @@ def _log(number: int, failures: Mapping[str, str], said: set[tuple[str, str]]) -
             names = clients[0] if few else f"{', '.join(clients[:3])} and {len(clients) - 3} others"
             keys = {(client_id, without_numbers(reason)) for client_id in clients}
             logger.log(
-                logging.DEBUG if keys <= said else logging.WARNING,
+                logging.DEBUG if keys <= logged else logging.WARNING,
                 "round %d, client %s skipped: %s",
                 number,
                 names,
                 reason,
                 extra={"round": number, "client": names, "status": "skipped", "reason": reason},
             )
-            said |= keys
+            logged |= keys
 
 
 def without_numbers(reason: str) -> str:
-    """A reason with its numbers left out, so that reasons that differ in them alone are one."""
+    """A reason without its numbers, to compare it with others."""
     return re.sub(r"\d[\d.]*(e[+-]?\d+)?", "#", reason)
 
 
-# What counts as a reply -----------------------------------------------------------------------------------------------
+# Replies that count ---------------------------------------------------------------------------------------------------
 
-# Diagnostics of one reply, and of one client over a run; the table of rounds has a column for each.
-MOST_INFOS = 64
+MOST_INFOS = 64  # diagnostics of one reply, and of one client over a run: each is a column of the table of rounds
 _LONGEST_NAME = 100
-# What that table has beside diagnostics.
-_TAKEN = frozenset({"round", "client", "outcome", "reason", "bytes_down", "bytes_up", "seconds", "released"})
 
 
 def why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Why a reply does not count, or None if it does; one line, whatever was sent."""
+    """Why a reply does not count, on one line; None if it does."""
     try:
         reason = _why_not(reply, request, layout, shapes)
     except Exception as error:  # of an object whose own methods raise
         reason = f"its reply cannot be read ({type(error).__name__})"
-    if reason is None:
-        return None
-    return one_line(reason)
+    return None if reason is None else one_line(reason)
 
 
 def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -318,7 +312,7 @@ def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, 
         return f"{reply.reason}: {reply.private}" if reply.private else str(reply.reason)
     if not isinstance(reply, Reply):
         return f"{type(reply).__name__} is no reply"
-    # Types first: what compares in a way of its own, an array say, must not be asked whether it is equal.
+    # Types first: an array, for example, defines equality in its own way.
     if type(reply.client_id) is not str or reply.client_id != request.client_id:
         return f"reply of client {reply.client_id!r} to the request of client {request.client_id!r}"
     if type(reply.nonce) is not int or reply.nonce != request.nonce:
@@ -334,12 +328,12 @@ def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, 
         return f"reply holds {some}{more}, expected {sorted(shapes)}"
     for name, shape in shapes.items():
         value = message[name]
-        kind = type(value)  # NumPy's own: a subclass may say of itself what it likes
+        kind = type(value)  # NumPy's own: a subclass may override methods
         if kind not in (np.ndarray, float) and not (issubclass(kind, np.generic) and np.dtype(kind).type is kind):
             return f"{name!r} is of type {type(value).__name__}, expected an array"
         if np.shape(value) != shape:
             return f"{name!r} has shape {np.shape(value)}, expected {shape}"
-        # Wider floats than float64 hold numbers that it does not.
+        # Wider floats have numbers that float64 has not.
         dtype = np.asarray(value).dtype
         if dtype.kind != "f" or dtype.itemsize > 8 or not np.all(np.isfinite(value)):
             return f"{name!r} is not all finite real numbers (of type {dtype})"
@@ -357,13 +351,13 @@ def why_no_info(info: Any) -> str | None:
     for name, value in info.items():
         if type(name) is not str or type(value) not in (float, np.float64):
             return "'info' is not numbers by name"
-        if not (name.isprintable() and 0 < len(name) <= _LONGEST_NAME) or "/" in name or name in _TAKEN:
+        if not (name.isprintable() and 0 < len(name) <= _LONGEST_NAME) or "/" in name or name in COLUMNS:
             return f"'info' has the name {name[:_LONGEST_NAME]!r}: taken, too long, or not printable"
     return None
 
 
 def why_no_sum(total: Message, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Why a sum of replies is of no use, or None if it is."""
+    """Why a sum of replies cannot be used, or None if it can."""
     if set(total) != set(shapes):
         return f"the sum of replies holds {sorted(total)}, expected {sorted(shapes)}"
     for name, shape in shapes.items():
@@ -375,15 +369,14 @@ def why_no_sum(total: Message, shapes: Mapping[str, tuple[int, ...]]) -> str | N
 
 
 def released(message: Message, infos: Mapping[str, Mapping[str, float]]) -> str:
-    """What each client's reply held, like this one: array names with sizes, and the names of its diagnostics."""
+    """The content of replies like this one: names of arrays with sizes, and of diagnostics."""
     arrays = ", ".join(f"{name} ({np.size(value)})" for name, value in message.items())
     names = sorted({name for info in infos.values() for name in info})
-    diagnostics = f"diagnostics {', '.join(names)}" if names else ""
-    return "; ".join(part for part in (arrays, diagnostics) if part)
+    return "; ".join(part for part in (arrays, f"diagnostics {', '.join(names)}" if names else "") if part)
 
 
 def received(replies: Mapping[str, Message], *, summed: bool) -> Received:
-    """What the server is given of a round: every reply, or the sum of all.
+    """The server's input from a round: every reply, or the sum of all.
 
     >>> received({"a": {"weight": np.array(2.0)}}, summed=True).sums()
     {'weight': array(2.)}
@@ -391,3 +384,193 @@ def received(replies: Mapping[str, Message], *, summed: bool) -> Received:
     if summed:
         return Received(OnlySums(), sum_replies(replies), len(replies))
     return Received(dict(replies), {}, len(replies))
+
+
+# Reports of a server's update ----------------------------------------------------------------------------------------
+
+
+def _require_report(name: str, returned: Any) -> None:
+    """Refuse what is not (state, Report), or a Report that cannot be recorded."""
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Report):
+        raise DeclarationError(f"{name}: update_server returned {shown(returned)}; return (state, Report).")
+    report = returned[1]
+    if not isinstance(report.info, tuple) or not hasattr(report.info, "_asdict"):
+        raise DeclarationError(f"{name}: Report.info is {type(report.info).__name__}; make it a NamedTuple.")
+    if not isinstance(report.status, Status):
+        raise DeclarationError(f"{name}: Report.status is {shown(report.status)}; make it a fedppl.Status.")
+    if report.message is not None and not isinstance(report.message, str):
+        raise DeclarationError(f"{name}: Report.message is {shown(report.message)}; make it a text, or None.")
+    if taken := COLUMNS & report.info._asdict().keys():
+        raise DeclarationError(
+            f"{name}: Report.info has {sorted(taken)}, which are columns of the table of rounds; choose other names."
+        )
+
+
+def _numbers_and_texts(info: Any) -> dict[str, float | str]:
+    """Diagnostics of a round for the table: numbers and texts, NumPy's among them."""
+    values = {
+        name: value.item() if isinstance(value, np.generic | np.ndarray) and not np.ndim(value) else value
+        for name, value in info._asdict().items()
+    }
+    return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+
+
+# Clients that are asked in a round: all, a fixed number, or each with a probability; at least one ---------------------
+
+
+def all_clients(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
+    """Ask every client every round.
+
+    Parameters
+    ----------
+    clients
+        Ids of the clients.
+    rng
+        Generator of the round, which is not used.
+
+    Returns
+    -------
+    tuple of str
+        All ids, in their order.
+
+    Raises
+    ------
+    TypeError
+        For `clients` that cannot be iterated over.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> all_clients(["a", "b"], np.random.default_rng(0))
+    ('a', 'b')
+
+    Notes
+    -----
+    *When this fails.* A round is as slow as the slowest client, and waits for a client that is away up to the
+    ``deadline=`` of the fit.
+    """
+    return tuple(clients)
+
+
+def fixed_size(size: int) -> Participation:
+    """Ask `size` clients, drawn without replacement.
+
+    Parameters
+    ----------
+    size
+        Number of clients a round, at least 1.
+
+    Returns
+    -------
+    Callable
+        Function of (clients, rng) that returns ids in the clients' order, for ``participation=`` of `fedppl.fit`.
+
+    Raises
+    ------
+    DeclarationError
+        For a `size` that is not a whole number, or below 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> len(fixed_size(2)(["a", "b", "c"], np.random.default_rng(0)))
+    2
+
+    Notes
+    -----
+    *When this fails.* With a `size` above the number of clients all of them are asked without a warning;
+    ``participation=size``, the number itself, is refused then. In few rounds some clients may never be asked: a client
+    is left out of all T rounds with probability (1 − size / K)^T.
+    """
+    size = whole("size", size)
+
+    def choose(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
+        chosen = set(rng.choice(len(clients), size=min(size, len(clients)), replace=False).tolist())
+        return tuple(client for i, client in enumerate(clients) if i in chosen)
+
+    return choose
+
+
+def bernoulli(probability: float) -> Participation:
+    r"""Ask each client with a probability, given that at least one is asked.
+
+    .. math:: P(A) = \frac{p^{|A|} (1 - p)^{K - |A|}}{1 - (1 - p)^K}, \qquad A \ne \emptyset
+
+    Parameters
+    ----------
+    probability
+        Probability p of each client, above 0 and at most 1.
+
+    Returns
+    -------
+    Callable
+        Function of (clients, rng) that returns ids in the clients' order, for ``participation=`` of `fedppl.fit`.
+
+    Raises
+    ------
+    DeclarationError
+        For a `probability` outside (0, 1].
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> bernoulli(1.0)(["a", "b", "c"], np.random.default_rng(0))
+    ('a', 'b', 'c')
+
+    Notes
+    -----
+    *When this fails.* Since no round is without clients, each client is asked with probability p / (1 − (1 − p)^K),
+    which is well above p where p K is small. The number of clients differs from round to round, and with it the noise
+    of algorithms that average.
+    """
+    probability = between("probability", probability, 0, 1, "(]")
+
+    def choose(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
+        # From the binomial without its zero by inversion: rejection would take long where the probability is small.
+        count = len(clients)
+        none = float(binom.pmf(0, count, probability))
+        number = int(binom.ppf(none + (1.0 - none) * rng.uniform(), count, probability))
+        return fixed_size(min(max(number, 1), count))(clients, rng)
+
+    return choose
+
+
+def _by_function(choose: Participation, word: str, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
+    """The clients that a user's function chose, or an error with its rule."""
+    try:
+        chosen: Any = choose(clients, rng)
+        # Letters of a text may be names of clients.
+        asked = None if isinstance(chosen, str | bytes) else tuple(chosen)
+    except TypeError as error:
+        raise DeclarationError(
+            f"{word}= is a function that cannot be used ({error}); pass one of (clients, rng) that returns clients."
+        ) from error
+    if asked is None or not all(isinstance(client, str) for client in asked):
+        raise DeclarationError(
+            f"{word}= is a function that returned {shown(chosen)}; return a list of clients' ids, such as clients[:1]."
+        )
+    return asked
+
+
+def as_participation(
+    value: Participation | int | float | None, word: str = "participation", clients: int | None = None
+) -> Participation:
+    """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function.
+
+    Where the number of `clients` is known, more are refused.
+    """
+    if value is None:
+        return all_clients
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        size = whole(word, value, hint="it is a number of clients a round")
+        if clients is not None and size > clients:
+            raise DeclarationError(
+                f"{word}={size} is more than there are clients, {clients}; pass at most {clients}, a probability such "
+                "as 0.5, or None for all."
+            )
+        return fixed_size(size)
+    if isinstance(value, float | np.floating):
+        return bernoulli(between(word, value, 0, 1, "(]", "a float is a probability, an int a number of clients"))
+    if callable(value):
+        return functools.partial(_by_function, value, word)
+    raise DeclarationError(f"{word}={shown(value)} must be a number of clients, a probability, a function or None.")

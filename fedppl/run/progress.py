@@ -1,37 +1,44 @@
-"""What is going on now, where somebody looks: in a bar, and in the log, a line every so often."""
+"""A run in progress: its display in a bar and in the log, and its state, which is saved after each round."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import math
+import secrets
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl.contracts import AnyAlgorithm, Engine
+from fedppl.model.client import ClientModel
+from fedppl.model.stack import ClientsOf, samples
+from fedppl.model.summaries import tells_summary
+from fedppl.numerics.streams import stream
 from fedppl.results import diagnostics
 from fedppl.results.records import Record
+from fedppl.storage import checkpoint as checkpoints
+from fedppl.storage import codec
+from fedppl.storage.signed import pack
+from fedppl.types import DataError, DeclarationError, Layout, Message
 
 logger = logging.getLogger(__name__)
 
-EVERY = 15.0  # seconds without a line in the log after which there is one, while something goes on
+EVERY = 15.0  # seconds after which the log has another line, during a round
 
 
 class Progress:
-    """How far a run is, and which clients have answered in its round.
-
-    Of a total of rounds, or of what is counted by this name. Where there is a terminal or a notebook it can be shown;
-    the log, at level INFO, has it in any case.
-    """
+    """Progress of a run, and of the clients in its round: in a terminal or a notebook, and in the log at level INFO."""
 
     def __init__(self, total: int | None = None, *, show: bool = False, what: str = "Round") -> None:
         self._total, self._show, self._what = total or 0, show, what
         self._display: Any = Nowhere()
         self._completed, self._note = 0.0, ""
-        self._now = ""  # what lasts
+        self._activity = ""  # now
         self._since = self._last_line = time.monotonic()
         self._number, self._asked, self._answered = 0, 0, 0
         self._over = threading.Event()
@@ -46,27 +53,28 @@ class Progress:
         self._over.set()
         self._display.stop()
 
-    def say(self, what: str) -> None:
-        """Say what is going on now, before or after the rounds."""
-        logger.info("%s", what)
-        self._begin(what)
-        self._display.show(self._completed, what)
+    def say(self, activity: str) -> None:
+        """Show an activity before or after the rounds."""
+        logger.info("%s", activity)
+        self._begin(activity)
+        self._display.show(self._completed, activity)
 
     def asked(self, number: int, clients: int) -> None:
-        """Say that a round has begun, in which so many clients are asked."""
+        """Begin a round in which so many clients are asked."""
         self._number, self._asked, self._answered = number, clients, 0
         self._begin(f"round {number}: 0 of {clients} clients have answered")
         self._show_round("")
 
     def heard(self, client_id: str, /, *, clients: int = 1) -> None:
-        """Say that a client has answered, or has failed to, the last of so many at once."""
+        """Count a client that has answered or failed, the last of so many at once."""
         self._answered += clients
-        self._now = f"round {self._number}: {self._answered} of {self._asked} clients have answered, last {client_id}"
+        answered = f"{self._answered} of {self._asked} clients"
+        self._activity = f"round {self._number}: {answered} have answered, last {client_id}"
         self._show_round(f" (last {client_id})")
         self._log_at_times()
 
     def update(self, completed: int, note: str) -> None:
-        """Say that a round is done; `completed` are those that count."""
+        """End a round; `completed` is the number of rounds that count."""
         self._completed, self._note = completed, note
         self._begin("")
         self._display.show(completed, note)
@@ -75,19 +83,19 @@ class Progress:
         note = f"{self._note}; " if self._note else ""
         self._display.show(self._completed, f"{note}{self._answered} of {self._asked} clients{last}")
 
-    def _begin(self, what: str) -> None:
-        self._now = what
+    def _begin(self, activity: str) -> None:
+        self._activity = activity
         self._since = self._last_line = time.monotonic()
 
     def _log_at_times(self) -> None:
         now = time.monotonic()
-        if self._now and now - self._last_line >= EVERY:
+        if self._activity and now - self._last_line >= EVERY:
             self._last_line = now
             extra = {"round": self._number, "answered": self._answered, "asked": self._asked}
-            logger.info("%s, %s", self._now, spelled(now - self._since), extra=extra)
+            logger.info("%s, %s", self._activity, spelled(now - self._since), extra=extra)
 
     def _pulse(self) -> None:
-        """Also where no client answers for a long time."""
+        """Log at times also while no client answers."""
         while not self._over.wait(EVERY / 3):
             self._log_at_times()
 
@@ -97,7 +105,7 @@ _PAUSE = 0.2  # seconds between two messages to a notebook
 
 
 class Nowhere:
-    """No terminal and no notebook, or nothing wanted."""
+    """No display: no terminal and no notebook, or none is wanted."""
 
     def show(self, completed: float, note: str) -> None:
         """Do nothing."""
@@ -107,7 +115,7 @@ class Nowhere:
 
 
 class Bar:
-    """A bar of rich's in a terminal."""
+    """A bar in a terminal, by rich."""
 
     def __init__(self, console: Any, total: int, what: str) -> None:
         from rich import progress  # a tenth of what importing all of fedppl takes
@@ -125,11 +133,11 @@ class Bar:
         self._bar.start()
 
     def show(self, completed: float, note: str) -> None:
-        """Show what is done, of the total, and a note."""
+        """Show how much of the total is completed, and a note."""
         self._bar.update(self._task, completed=completed, note=note)
 
     def stop(self) -> None:
-        """Leave the last state there."""
+        """Leave the last state visible."""
         self._bar.stop()
 
 
@@ -144,13 +152,13 @@ class Cell:
         self._handle = self._display({"text/plain": self._line}, raw=True, display_id=True)
 
     def show(self, completed: float, note: str) -> None:
-        """Show what is done, of the total, and a note."""
+        """Show how much of the total is completed, and a note."""
         self._line = self._text(completed, note)
         if time.monotonic() - self._last >= _PAUSE:
             self._write()
 
     def stop(self) -> None:
-        """Leave the last state there."""
+        """Leave the last state visible."""
         self._write()
 
     def _text(self, completed: float, note: str) -> str:
@@ -166,10 +174,12 @@ class Cell:
 
 
 def display(total: int, what: str, *, wanted: bool) -> Nowhere | Bar | Cell:
-    """Where progress can be shown here."""
+    """The display that can be used here."""
     if not wanted:
         return Nowhere()
-    console = _console()
+    import rich
+
+    console = rich.get_console()  # rich's own, which knows where output goes
     if console.is_jupyter:
         return Cell(total, what)
     if console.is_terminal and not console.is_dumb_terminal:
@@ -177,43 +187,34 @@ def display(total: int, what: str, *, wanted: bool) -> Nowhere | Bar | Cell:
     return Nowhere()
 
 
-def _console() -> Any:
-    """Rich's own console, which knows where output goes."""
-    import rich
-
-    return rich.get_console()
-
-
-# Where a run stands, in words: change against tolerance, and time ----------------------------------------------------
+# A round in words: its change beside the tolerance, and time ----------------------------------------------------------
 
 _UNITS = {"change_mean": " sd", "change_sd": " sd"}
 
 
 def standing(record: Record, infos: Mapping[str, Mapping[str, float]], tolerance: float | None) -> str:
-    """What a round did: its phase, the change, who was skipped, and who fell back."""
+    """A round in words: phase, change, and the numbers of clients that were skipped and that fell back."""
     notes = [str(record.info["phase"])] if "phase" in record.info else []
     size, unit = change(record.info)
     if np.isfinite(size):
-        compared = f" (tolerance {tolerance:g})" if tolerance is not None and not record.preliminary else ""
-        notes.append(f"change {size:.2g}{unit}{compared}")
+        bound = f" (tolerance {tolerance:g})" if tolerance is not None and not record.preliminary else ""
+        notes.append(f"change {size:.2g}{unit}{bound}")
     notes += [f"{len(record.failures)} skipped"] if record.failures else []
     return ", ".join([*notes, *filter(None, [diagnostics.fallback_note(infos)])])
 
 
 def change(info: Mapping[str, Any]) -> tuple[float, str]:
-    """The largest change that the server told of a round, with its unit; NaN where it told none."""
-    found = {name: info[name] for name in ("change_mean", "change_sd", "change_omega", "change") if name in info}
-    numbers = {
-        name: float(value) for name, value in found.items() if isinstance(value, int | float) and np.isfinite(value)
-    }
-    if not numbers:
+    """The largest change among a round's diagnostics, with its unit; NaN where there is none."""
+    changes = {name: info[name] for name in ("change_mean", "change_sd", "change_omega", "change") if name in info}
+    finite = {k: float(v) for k, v in changes.items() if isinstance(v, int | float) and np.isfinite(v)}
+    if not finite:
         return math.nan, ""
-    name = max(numbers, key=lambda one: numbers[one])
-    return numbers[name], _UNITS.get(name, "")
+    name = max(finite, key=lambda one: finite[one])
+    return finite[name], _UNITS.get(name, "")
 
 
 def tolerance_of(settings: Mapping[str, str]) -> float | None:
-    """What an algorithm compares the change with, where it has such a setting.
+    """The tolerance of an algorithm, where it has one.
 
     >>> tolerance_of({"tolerance": "0.01"}), tolerance_of({"steps": "3"})
     (0.01, None)
@@ -225,7 +226,7 @@ def tolerance_of(settings: Mapping[str, str]) -> float | None:
 
 
 def spelled(seconds: float) -> str:
-    """Time as one says it.
+    """Time in words.
 
     >>> spelled(0.34), spelled(8.2), spelled(95), spelled(7300)
     ('0.3 s', '8 s', '1 min 35 s', '2 h 1 min')
@@ -238,3 +239,175 @@ def spelled(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+# A run: its state, saved after each round, and resumed ----------------------------------------------------------------
+
+Participation = Callable[[Sequence[str], np.random.Generator], tuple[str, ...]]
+
+
+class Run:
+    """A run in progress; the only mutable part of a fit."""
+
+    def __init__(self, algorithm: AnyAlgorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int) -> None:
+        self.algorithm = algorithm
+        self.engine = engine
+        self.models = models
+        self.seed = seed
+        self.layout: Layout = engine.layout()
+        self.clients = engine.clients()
+        self.state = algorithm.init(self.layout, self.clients, stream((seed, 0, 0)))
+        if engine.has_sites():
+            self.state = algorithm.disclosure.at_sites(self.state)
+        summaries = [client.client_id for client in samples(models) if tells_summary(client.template.parts.model)]
+        if unseen := self.clients if engine.has_sites() else summaries:
+            self.state = algorithm.disclosure.unseen(self.state, unseen)
+        self.name = secrets.token_hex(8)
+        self.records: list[Record] = []
+        self.counted = 0  # records that count towards ``rounds=``
+        self.infos: dict[str, Mapping[str, float]] = {}  # each client's last diagnostics
+        self.personal: Mapping[str, Any] = {}  # states of clients in this process after the last round
+        self.progress = Progress()
+        self.saves = True  # until rounds have run out
+        self.resumed = 0  # rounds from the checkpoint
+        self.limit: int | None = None
+        self.participation: Participation  # both are set before the first round
+        self.reporting: Participation
+        self.checkpoint: Path | None = None
+        self.kept: checkpoints.Kept | None = None  # records that the checkpoint has
+        self.settings: dict[str, str] = dict(algorithm.settings)
+        self.seals: dict[str, bytes] = {}  # of the data of clients in this process, where there is a checkpoint
+        self.deadline: float | None = None
+        self.told: Mapping[str, Message] = {}  # final messages of sites
+        self.logged: set[tuple[str, str]] = set()  # clients and reasons that are in the log
+
+    @property
+    def message(self) -> str:
+        """The algorithm's last message on its progress."""
+        return self.records[-1].message if self.records else ""
+
+
+def add(run: Run, done: Record) -> None:
+    """Add a round, and update what the next one needs of all rounds."""
+    run.records.append(done)
+    run.counted += not done.preliminary
+    run.infos = diagnostics.updated(run.infos, done.infos, closing=done.closing)
+
+
+def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
+    """Resume the run from a checkpoint that exists, and save it there from now on."""
+    run.checkpoint = checkpoint
+    parts = _parts(run.models)
+    run.seals = {k: codec.seal(part.arrays) + codec.seal({"": part.client.trace()}) for k, part in parts.items()}
+    if checkpoint.exists():
+        _resume(run, checkpoint, seed_given)
+    pack({**_content(run), "records": []})  # a state that cannot be written is refused before the first round
+
+
+class _Part(NamedTuple):
+    """Data with one seal, and a client of them."""
+
+    arrays: Mapping[str, Any]
+    client: ClientModel
+
+
+def _parts(models: Mapping[str, ClientModel]) -> dict[str, _Part]:
+    """Data of each client; under an empty name rows of all, where clients are side by side."""
+    if isinstance(models, ClientsOf):
+        return {"": _Part(models.arrays(), models.like)}
+    return {client_id: _Part(client.arrays, client) for client_id, client in models.items()}
+
+
+def save(run: Run) -> None:
+    """Write the run after a round, if it has a checkpoint."""
+    if run.checkpoint is None or not run.saves:
+        return
+    done = len(run.records)
+    try:
+        run.kept = checkpoints.write(run.checkpoint, _content(run), run.kept, resumed=run.resumed == done - 1)
+    except OSError as error:
+        kept = f"it holds round {done - 1}, and the same call goes on from there. " if done > 1 else ""
+        raise OSError(
+            f"checkpoint {str(run.checkpoint)!r} cannot be written after round {done}: {error.strerror or error}; "
+            f"{kept}Make room, or choose another path."
+        ) from error
+
+
+def _content(run: Run) -> dict[str, Any]:
+    return {
+        "fingerprint": run.layout.fingerprint,
+        "algorithm": run.algorithm.name,
+        "settings": run.settings,
+        "clients": run.clients,
+        "data": run.seals,
+        "seed": run.seed,
+        "name": run.name,
+        "state": run.state,
+        "records": run.records,
+        "personal": run.personal,
+        "told": run.told,
+    }
+
+
+def _differing(name: str, its: Any, ours: Any) -> str:
+    """The difference to another run: of settings those that differ, as in a call."""
+    if not isinstance(its, dict) or not isinstance(ours, dict):
+        return f"its {name} is {its}, this run's is {ours}"
+    names = [key for key in {**its, **ours} if its.get(key) != ours.get(key)]
+    texts = [", ".join(f"{key}={of[key]}" for key in names if key in of) or "none of these" for of in (its, ours)]
+    return f"it has {texts[0]}, and this run {texts[1]}"
+
+
+def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
+    content, kept = checkpoints.load(checkpoint)
+    if not all(isinstance(done, Record) for done in content["records"]):
+        raise DeclarationError(f"checkpoint {str(checkpoint)!r} holds something else; choose another path.")
+    expected: dict[str, Any] = {
+        "fingerprint": run.layout.fingerprint,
+        "algorithm": run.algorithm.name,
+        "settings": run.settings,
+        "clients": run.clients,
+    }
+    if seed_given:
+        expected["seed"] = run.seed
+    for name, value in expected.items():
+        if content[name] != value:
+            raise DeclarationError(
+                f"checkpoint {str(checkpoint)!r} is of another run: {_differing(name, content[name], value)}. Choose "
+                "another path, or delete the file to start again."
+            )
+    if type(content["state"]) is not type(run.state):
+        raise DeclarationError(
+            f"checkpoint {str(checkpoint)!r} is of another algorithm of the name {run.algorithm.name!r}: its state is "
+            f"{type(content['state']).__name__}, this run's is {type(run.state).__name__}. Choose another path."
+        )
+    _require_same_data(run, checkpoint, content["data"])
+    run.seals = {**run.seals, **content["data"]}
+    run.seed, run.name = content["seed"], content["name"]
+    run.state, run.kept, run.told = content["state"], kept, content["told"]
+    for done in content["records"]:
+        add(run, done)
+    run.resumed = len(run.records)
+    run.engine.restore(content["personal"])
+    run.personal = run.engine.personal()
+    logger.info("resumed after round %d from %s", len(run.records), checkpoint)
+
+
+def _require_same_data(run: Run, checkpoint: Path, seals: Mapping[str, bytes]) -> None:
+    """Refuse clients whose data or densities are not those of the checkpoint."""
+    sealed = {client_id: part for client_id, part in _parts(run.models).items() if client_id in seals}
+    others = [k for k, part in sealed.items() if not codec.matches(seals[k][: codec.LENGTH], part.arrays)]
+    if others:
+        whose = "some clients" if others == [""] else f"clients {diagnostics.listed(map(repr, others))}"
+        whose = f"client {others[0]!r}" if len(others) == 1 and others[0] else whose
+        raise DataError(
+            f"the data of {whose} are not those that checkpoint {str(checkpoint)!r} was written with. Give the same "
+            "data, or choose another path, or delete the file to start again."
+        )
+    for name, (_, client) in sealed.items():
+        if not codec.matches(seals[name][codec.LENGTH :], {"": client.trace()}):
+            raise DeclarationError(
+                f"checkpoint {str(checkpoint)!r} is of another run: the density of client {client.client_id!r} has "
+                "changed for the same data, by the builder or what it reads. Choose another path, or delete the file "
+                "to start again."
+            )

@@ -17,7 +17,7 @@ from fedppl.numerics.streams import stream
 from fedppl.results.at_client import require_rows
 from fedppl.results.fit import Fit
 from fedppl.results.records import require_arrived
-from fedppl.run.start import seed_of
+from fedppl.run.loop import seed_of
 from fedppl.settings import between, shown, some_of, takes, whole
 from fedppl.types import DataError, DeclarationError, Message
 

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import binom, chisquare
 
 from fedppl import DeclarationError, all_clients, bernoulli, fixed_size
-from fedppl.run.participation import as_participation
+from fedppl.run.one_round import as_participation
 
 CLIENTS = ("a", "b", "c", "d")
 

@@ -11,8 +11,7 @@ import pymc as pm
 
 from fedppl.algorithms.ep.ep import EP
 from fedppl.model.declaration import FederatedModel
-from fedppl.run.loop import fit
-from fedppl.run.start import Options
+from fedppl.run.loop import Options, fit
 
 _CLIENTS, _ROWS = 4, 6
 
