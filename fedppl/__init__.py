@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedppl.front import fit, load, rounds
     from fedppl.local.advi import ADVI, MeanField
     from fedppl.local.gradient_steps import GradientSteps
-    from fedppl.local.nested_laplace import Laplace
+    from fedppl.local.laplace import Laplace
     from fedppl.local.nested_laplace import NestedLaplace
     from fedppl.local.nuts import NUTS
     from fedppl.model import summaries

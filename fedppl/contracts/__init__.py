@@ -1,11 +1,18 @@
-"""What clients, algorithms and engines are to each other. NumPy only."""
+"""The contracts between clients, algorithms and engines. NumPy only."""
 
 from fedppl.contracts.algorithm import (
+    Accept,
+    AddingEngine,
     Algorithm,
     AnyAlgorithm,
     Asked,
     Details,
     Disclosure,
+    Engine,
+    EngineFactory,
+    Exchange,
+    Failure,
+    Heard,
     LogEvidence,
     Needs,
     OnlySums,
@@ -13,14 +20,22 @@ from fedppl.contracts.algorithm import (
     Posterior,
     Received,
     Replies,
+    Reply,
     Report,
+    Request,
+    Requests,
     Result,
     Sampler,
+    SharedReader,
     always,
+    coordinate_names,
     sum_replies,
+    unheard,
 )
 from fedppl.contracts.client import (
+    Batch,
     CheckFn,
+    ClientUpdate,
     ClientView,
     Constant,
     Draws,
@@ -28,8 +43,7 @@ from fedppl.contracts.client import (
     Factor,
     LocalInference,
     Moments,
+    Part,
+    Summed,
     Target,
 )
-from fedppl.contracts.algorithm import Accept, Engine, Exchange, Failure, Reply, Request, Requests, SharedReader, coordinate_names
-from fedppl.contracts.engine import AddingEngine, EngineFactory, Heard, unheard
-from fedppl.contracts.client import Batch, ClientUpdate, Part, Summed

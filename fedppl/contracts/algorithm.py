@@ -1,19 +1,18 @@
-"""What an algorithm is: four pure functions, which replies they take, and how to read the server's state; typed.
+"""Algorithms: four pure functions, the replies they take, and how to read the server's state; and engines. NumPy only.
 
-The state S of a server and the personal state P of a client belong to the algorithm; nobody else looks in.
+The state S of a server and the personal state P of a client belong to the algorithm; nothing else reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.contracts.client import CheckFn, ClientView, Draws
+from fedppl.contracts.client import Batch, CheckFn, ClientFn, ClientView, Draws, Summed, UnreportedFn
 from fedppl.contracts.printed import facts
-from fedppl.contracts.client import Batch, ClientFn, UnreportedFn
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
@@ -24,9 +23,9 @@ Details = Mapping[str, tuple[tuple[str, ...], Array]]
 
 
 def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]]:
-    """Sum every array over the clients: all that averaging methods read of replies.
+    """Sum every array over the clients: all that averaging methods read, so that a secure sum can take its place.
 
-    So a secure or a hierarchical sum can stand here. In the order of the ids, so that equal replies give equal digits.
+    In the order of the ids, so that equal replies give equal digits.
 
     >>> sum_replies({"b": {"weight": np.array(2.0)}, "a": {"weight": np.array(1.0)}})
     {'weight': array(3.)}
@@ -36,12 +35,12 @@ def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]
 
 
 class OnlySums(Mapping[str, Message]):
-    """Stands for single replies where an algorithm said that it needs their sum alone."""
+    """In the place of single replies where an algorithm needs their sum alone."""
 
     def _refuse(self) -> NoReturn:
         raise DeclarationError(
-            "this algorithm says that sums over clients are all it needs (Replies.summed), and reads single replies; "
-            "read received.total or received.sums(), or leave `summed` out."
+            "this algorithm needs sums over clients alone (Replies.summed), and reads single replies; read "
+            "received.total or received.sums(), or leave `summed` out."
         )
 
     def __getitem__(self, key: str) -> Message:
@@ -58,11 +57,11 @@ class OnlySums(Mapping[str, Message]):
 
 
 class Received(NamedTuple):
-    """What the server has of a round: each client's reply, or where sums do, their sum alone."""
+    """The server's input from a round: each client's reply, or their sum alone."""
 
     each: Mapping[str, Message]  # by client id; an error to read where there is only the sum
     total: Message  # every array summed over the clients, in a fixed order; empty where each is given
-    clients: int  # how many replied
+    clients: int  # number of replies
 
     def single(self) -> Mapping[str, Message]:
         """Each client's reply where they are given, and none where there is only the sum."""
@@ -74,11 +73,11 @@ class Received(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the server says of a round."""
+    """The server's diagnostics and status after a round."""
 
     info: NamedTuple  # diagnostics; numbers and texts go into the table of rounds
     status: Status = Status.RUNNING
-    message: str | None = None  # which setting to change, should the run end here; None leaves what was said before
+    message: str | None = None  # the setting to change, should the run end here; None leaves the message before
     mild: bool = False  # whether a message beside "converged" is a remark rather than a caveat
 
 
@@ -89,7 +88,7 @@ ShapesFn = Callable[[S], Mapping[str, tuple[int, ...]]]  # names and shapes of t
 RejectFn = Callable[[S, Message], str | None]  # why a reply of the right shapes cannot be used, or None
 # Draws of (φ, θ_k) at a client, old or new, from the final message, with numbers of draws and of chains.
 DrawFn = Callable[[ClientView, P | None, Message, int, int, Rng], Draws]
-# Log densities (S,) of a client's held-out rows, the second view, at S draws from what the first, with its own, knows.
+# Log densities (S,) of a client's held-out rows, the second view, at S draws of the first.
 HeldOutFn = Callable[[ClientView, ClientView, P | None, Message, int, Rng], Array]
 
 
@@ -98,7 +97,7 @@ def _never(state: Any) -> bool:
 
 
 def always(state: Any) -> bool:
-    """For `Replies.summed`, of algorithms that need sums over clients and nothing else."""
+    """For `Replies.summed`, of algorithms that need sums over clients alone."""
     return True
 
 
@@ -107,7 +106,7 @@ def _none(state: Any) -> None:
 
 
 class LogEvidence(NamedTuple):
-    """Log marginal likelihood of the data, its standard error, and what it is from."""
+    """Log marginal likelihood of the data, its standard error, and the method."""
 
     value: float
     error: float
@@ -115,10 +114,10 @@ class LogEvidence(NamedTuple):
 
 
 class WithoutClient(NamedTuple):
-    """The shared posterior as if a client had not been there."""
+    """The shared posterior without a client."""
 
     gaussian: Gaussian  # improper where the others do not determine it
-    corrected: Reweighted | None  # points of it, where single answers are known
+    corrected: Reweighted | None  # its weighted points, where single replies are known
     log_predictive: LogEvidence  # log density of the client's data given all others'; NaN where it is not known
 
 
@@ -187,41 +186,40 @@ class Result(NamedTuple, Generic[S, P]):
     Attributes
     ----------
     final_message
-        What a client, old or new, needs to know in the end.
+        Message from which a client, old or new, draws its posterior.
     draw
         ``draw(client, personal, message, draws, chains, rng) -> Draws`` at the client, from `final_message`. Where
         estimates are points, all draws are equal.
     shared
-        What there is of the parameters that all clients share; None where they share none.
+        How the parameters that all clients share are known; None where they share none.
     details
-        What else the state knows, ``{name: (dims, array)}``. The dim ``rows`` runs over the coordinates of φ,
-        ``columns`` too, ``client`` and ``other_client`` over the clients; dims of the model's own shared variables may
-        stand there too.
+        Other results, ``{name: (dims, array)}``. The dims ``rows`` and ``columns`` run over the coordinates of φ,
+        ``client`` and ``other_client`` over the clients; others are dims of the model's own shared variables.
     preliminary
-        Whether the next round belongs to a start that has a budget of its own, and does not count towards ``rounds=``.
-        Until then there is no result.
+        Whether the next round belongs to a start with a budget of its own, which does not count towards ``rounds=``.
+        Until its end there is no result.
     closing
-        Whether the next round belongs to an end that has a budget of its own: there is a result, and it does not count
-        towards ``rounds=`` either.
+        Whether the next round belongs to an end with a budget of its own, which does not count either. There is a
+        result.
     out_of_rounds
-        The state once ``rounds=`` has run out: with `closing` true of it the run goes on to its end, which is then not
-        saved, so that the same call with more rounds goes on from before it. By default the one that was given. Sites
-        of their own are not asked for such an end.
+        The state once ``rounds=`` has run out. If `closing` is true of it the run goes on to its end, which is not
+        saved, so that the same call with more rounds goes on from before it. By default the state itself. Sites of
+        their own are not asked for such an end.
     tests_convergence
-        Whether a fit is meant to end as converged, and warns where it does not. Methods that run a given number of
-        rounds of gradient steps are not, even where they stop once nothing moves.
+        Whether a fit should end as converged, and warns where it does not. Methods that run a given number of rounds
+        of gradient steps should not, even where they stop once nothing changes.
     family
         What the tools of one family of models read beside all this; the core does not.
     resume
-        ``resume(first, last) -> state``: the state of `init`, with what the last state of another fit, whose clients
-        may be others, knows already. None where nothing can be taken over.
+        ``resume(first, last) -> state``: the state of `init`, with what can be taken over from the last state of
+        another fit, whose clients may be others. None where nothing can.
     reads_personal
-        Whether `draw` reads what a client keeps, where it keeps something.
+        Whether `draw` reads a client's personal state.
     caution
-        What the log says where predictions are made from draws at a client.
+        A warning in the log where predictions are made from draws at a client.
     held_out
-        ``held_out(client, held, personal, message, draws, rng)``: log densities of held-out rows, where the declared
-        model at the draws of `draw` would not give what the algorithm predicts.
+        ``held_out(client, held, personal, message, draws, rng)``: log densities of held-out rows, where the algorithm's
+        predictions are not those of the declared model at the draws of `draw`.
     """
 
     final_message: BroadcastFn[S]
@@ -255,13 +253,13 @@ class Needs(NamedTuple):
     check
         Raises DeclarationError before any round when a client's model does not fit.
     kernel
-        Whether it follows the compiled log density; others bring gradients of their own, and nothing is compiled.
+        Whether it uses the compiled log density; others have gradients of their own, and nothing is compiled.
     indicators
         Whether it takes shared variables that are 0/1 indicators.
     diagonal_prior
-        Whether it takes shared blocks so large that their prior is kept by coordinate, as networks have them.
+        Whether it takes shared blocks so large that their prior is kept by coordinate, as of networks.
     unused_priors
-        Names of the variables whose declared prior sd changes nothing. Said once at the start.
+        Names of the variables whose declared prior sd changes nothing, for the log at the start.
     """
 
     check: CheckFn = _fits
@@ -272,19 +270,19 @@ class Needs(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Where a request has a client compute, as a node's policy sees it: all that it says is in the request.
+    """Points and distributions at which a request has a client compute, for a node's policy; from the request alone.
 
     Attributes
     ----------
     points
         Points φ at which something is computed, (S, m).
     spare
-        Points (T, m) that the client can leave out: ``update_client`` finds in the message, under ``inside``, which of
-        them it may compute, (T,) bool. An algorithm that has none leaves this empty.
+        Points (T, m) that the client can leave out: the message for ``update_client`` has under ``inside`` which of
+        them it may compute, (T,) bool. Empty where an algorithm has none.
     targets
         Pairs of q and a cavity, from whose tilted distribution moments or draws leave.
     correction
-        Whether values of log f_k leave at every one of many points: more than moments tell.
+        Whether values of log f_k leave at every one of many points, which disclose more than moments.
     """
 
     points: Array
@@ -297,26 +295,26 @@ AsksFn = Callable[[Layout, Message], Asked]
 
 
 class Disclosure(NamedTuple):
-    """What leaves a client, as its node's owner is told.
+    """What leaves a client, for its node's owner.
 
     Attributes
     ----------
     asks
-        Where a request has a client compute. Without it a node whose policy bounds that does not take part.
+        Points and distributions of a request. Without it a node whose policy bounds these does not take part.
     noise_multiplier
         Of algorithms under differential privacy: the noise of every reply over the bound on its norm. None where a
         reply's ε is not known.
     at_sites
-        The server's first state where clients are sites of their own, which are asked for less: from the one of `init`.
+        The server's first state where clients are sites of their own, which are asked for less: from that of `init`.
     unseen
-        The first state where rows of the clients that are named are nobody's to look at: those of sites of their own,
-        and of clients that gave a summary.
+        The first state where rows of the named clients cannot be read: those of sites of their own, and of clients
+        that gave a summary.
     concludes
-        Where the final message has a client draw, points of a corrected posterior aside; it may hold other names than
-        requests do. Without it nothing of what a client draws may leave.
+        Distributions from which the final message has a client draw, without points of a corrected posterior; it may
+        have other names than requests. Without it no draws of a client may leave.
     by_row
-        ``by_row(client, point) -> (n, p)``: what each row has in what leaves, number by number, of algorithms for
-        models whose rows' slopes are not to be had of the declared density. A node looks on how few rows each depends.
+        ``by_row(client, point) -> (n, p)``: each row's part of every number that leaves, of algorithms for models whose
+        declared density has no slopes by row. A node checks on how few rows each number depends.
     """
 
     asks: AsksFn | None = None
@@ -328,14 +326,14 @@ class Disclosure(NamedTuple):
 
 
 class Algorithm(NamedTuple, Generic[S, P]):
-    """A federated algorithm: four pure functions, what replies they need, and how to read the state.
+    """A federated algorithm: four pure functions, the replies they need, and how to read the state.
 
     Attributes
     ----------
     name
-        How results and logs call it.
+        Name in results and logs.
     settings
-        The keywords it was built with, each in one line of text.
+        Keywords of the builder, each in one line of text.
     init
         ``init(layout, client_ids, rng) -> state``.
     broadcast
@@ -345,10 +343,10 @@ class Algorithm(NamedTuple, Generic[S, P]):
     update_server
         ``update_server(state, received) -> (state, Report)``.
     unreported
-        What a client does in a round that asks it for no reply, called as `update_client`; nothing, where it is None.
+        A client's part of a round without a reply, called as `update_client`; None where there is none.
     persistent
-        Whether personal state outlives a run, as a privacy budget does: a node then keeps it in its folder, under
-        its own name, and does not answer where it cannot be read.
+        Whether personal state outlives a run, as a privacy budget does: a node then keeps it in its folder, and does
+        not answer where it cannot be read.
     batch
         How clients with one network or density compute a round together where all are in this process; None where
         each computes alone.
@@ -369,7 +367,7 @@ class Algorithm(NamedTuple, Generic[S, P]):
     batch: Batch[P] | None = None
 
     def __repr__(self) -> str:
-        """Name and settings; functions say nothing to a reader."""
+        """Name and settings."""
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.settings.items())})"
 
     def _repr_html_(self) -> str:
@@ -377,4 +375,151 @@ class Algorithm(NamedTuple, Generic[S, P]):
         return facts(self.name, self.settings)
 
 
-AnyAlgorithm = Algorithm[Any, Any]  # for those who look into neither state
+AnyAlgorithm = Algorithm[Any, Any]  # where neither state is read
+
+
+# Engines: requests, replies, and what moves them ----------------------------------------------------------------------
+
+
+class Request(NamedTuple):
+    """The loop's message to one client. A reply counts only if it carries the same nonce."""
+
+    client_id: str
+    nonce: int
+    round: int
+    seed: tuple[int, ...]
+    message: Message
+    run: str = ""  # names the run: personal state of another one is not used
+    report: bool = True  # whether a reply is wanted; otherwise the client updates its personal state, and confirms that
+    shapes: Mapping[str, tuple[int, ...]] | None = None  # of the reply's arrays; stays at the server
+
+
+class Reply(NamedTuple):
+    """One client's reply."""
+
+    client_id: str
+    nonce: int
+    fingerprint: str
+    message: Message
+    info: Mapping[str, float]
+    reason: str = ""  # why a part could not be computed, where the rest can be used; travels as a Failure's
+
+
+class Failure(NamedTuple):
+    """The reason why a request has no usable reply."""
+
+    client_id: str
+    nonce: int
+    reason: str  # may travel: names no data
+    private: str = ""  # for the client's own log: an exception's text may quote its data
+
+
+class SharedReader(NamedTuple):
+    """How to read draws of φ: the transformation to the constrained space, with the dims and coords of the model."""
+
+    constrain: Callable[[Array], Mapping[str, Array]]  # (S, m) to arrays (S, ...) by variable
+    dims: Mapping[str, tuple[str, ...] | None]
+    coords: Mapping[str, Sequence[Any]]
+
+
+class Requests(NamedTuple):
+    """Requests of a round, each made where it is needed: clients that are laid side by side need one for all."""
+
+    clients: tuple[str, ...]  # that are asked
+    make: Callable[[str], Request]
+    silent: frozenset[str] = frozenset()  # those that are asked for no reply
+
+
+class Heard(Protocol):
+    """Called when a client has answered."""
+
+    def __call__(self, client_id: str, /, *, clients: int = 1) -> object:
+        """Take the id of a client, the last of as many as have answered at once."""
+
+
+def unheard(client_id: str, /, *, clients: int = 1) -> None:
+    """Do nothing with answers."""
+
+
+# Sends each request, and returns replies until the deadline (seconds).
+Exchange = Callable[[Mapping[str, Request], float | None, Heard], Mapping[str, Reply | Failure]]
+# Why a reply to a request does not count, None where it does.
+Accept = Callable[[Request, Reply | Failure | None], str | None]
+
+
+class Engine(Protocol):
+    """Moves messages, without any statistics; an `AddingEngine` adds replies, too."""
+
+    def clients(self) -> tuple[str, ...]:
+        """Return the ids of the clients that can be asked."""
+
+    def has_sites(self) -> bool:
+        """Return whether clients are sites of their own, with policies on what leaves."""
+
+    def layout(self) -> Layout:
+        """Return the shared layout that all clients agreed on."""
+
+    def exchange(
+        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
+    ) -> dict[str, Reply | Failure]:
+        """Send each request and return replies until the deadline (seconds).
+
+        `heard` is called with a client's id when its answer is there, from this thread, to show progress.
+        """
+
+    def reader(self) -> SharedReader:
+        """Return the reader of draws of φ; where the models are at sites, a site is asked."""
+
+    def conclude(
+        self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
+    ) -> Mapping[str, Message]:
+        """Send every client its final message, from which it draws its own posterior, and the status of the run.
+
+        Returns final messages of sites, as far as their policies let these out, by client. Clients in this process draw
+        their posteriors when these are read.
+        """
+
+    def personal(self) -> Mapping[str, Any]:
+        """Return personal states of clients in this process, by id; empty where clients are elsewhere."""
+
+    def restore(self, personal: Mapping[str, Any]) -> None:
+        """Set personal states of clients in this process, of a run that is resumed."""
+
+    def close(self) -> None:
+        """Stop whatever the engine started."""
+
+
+class AddingEngine(Engine, Protocol):
+    """An engine that adds replies where they are made, so that no single reply is seen.
+
+    It is asked for sums in all rounds in which the server reads sums alone. Replies of other engines' `exchange` are
+    added afterwards.
+    """
+
+    def exchange_sum(
+        self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
+    ) -> Summed:
+        """Return the sum of all replies that `accept` lets count, where single ones are seen."""
+
+
+class EngineFactory(Protocol):
+    """Starts an engine over clients' models; `fedppl.InProcess()` is one.
+
+    Without models (``clients={}``) the engine has to find the clients, as Flower's does.
+    """
+
+    def __call__(self, algorithm: AnyAlgorithm, clients: Mapping[str, Any], /) -> Engine:
+        """Start the engine."""
+
+
+def coordinate_names(layout: Layout, reader: SharedReader) -> list[str]:
+    """Label every coordinate by its variable's coords: ``tau_log__[dose]``, and ``tau_log__[1]`` where it has none."""
+    flat, names = iter(layout.labels), []
+    for variable in layout.variables:
+        labels = [reader.coords.get(dim, ()) for dim in reader.dims.get(variable.name) or ()]
+        has_coords = len(labels) > 0 and tuple(len(one) for one in labels) == variable.shape
+        for index in np.ndindex(*variable.shape):
+            label = next(flat)
+            coords = ", ".join(str(labels[axis][i]) for axis, i in enumerate(index)) if has_coords else ""
+            names.append(f"{label.split('[')[0]}[{coords}]" if has_coords else label)
+    return names

@@ -1,20 +1,20 @@
-"""What algorithms may ask of a client, and what a local inference is: a tuple of pure functions, typed."""
+"""Clients: what algorithms may read of one, what a local inference is, and a client's part of a round. NumPy only."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.prior import SharedPrior
-from fedppl.types import Array, Layout, Rng, Variable
+from fedppl.types import Array, Layout, Message, Rng, Variable
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 
 class ClientView(Protocol):
-    """What algorithms and local inferences may ask of a client; `fedppl.ClientModel` is one.
+    """What algorithms and local inferences may read of a client; `fedppl.ClientModel` is one.
 
     Its log site factor is log p(y_k, θ | φ), with x = (φ, θ) flat and unconstrained.
     """
@@ -69,7 +69,7 @@ class ClientView(Protocol):
 
     @property
     def has_proper_prior(self) -> bool:
-        """Whether the declared priors are densities that integrate to one: then there is an evidence."""
+        """Whether the declared priors integrate to one, so that there is an evidence."""
 
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
         """The log site factor and its gradients with respect to φ, (m,), and θ, (d_k,)."""
@@ -84,11 +84,11 @@ class ClientView(Protocol):
         """Local variables on the constrained space from draws (S, m), (S, d_k)."""
 
     def view(self, read: Callable[[Any], T]) -> T:
-        """What a family's reader makes of this client's model: read once, and kept."""
+        """A family's view of this client's model, from its reader, which is called once."""
 
 
 class Moments(NamedTuple):
-    """Mean and covariance of a client's tilted distribution over φ, with what is known of their quality."""
+    """Mean and covariance of a client's tilted distribution over φ, with diagnostics."""
 
     mean: Array  # (m,)
     covariance: Array  # (m, m)
@@ -116,22 +116,22 @@ class Draws(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """What is not known of a constant that all values of a factor are off by: it moves no moment, but the evidence."""
+    """Error of a factor's constant, which changes no moment but the evidence."""
 
-    alike: float = 0.0  # as other clients' are off too: these add up
+    alike: float = 0.0  # of the same sign at all clients: these add up
     by_chance: float = 0.0  # a standard error of its own
 
 
 class Factor(NamedTuple):
-    """log f_k at points as well as it can be had, with what is not known of it."""
+    """log f_k at points, integrated, with its errors."""
 
     values: Array  # (S,); NaN where it could not be computed
-    errors: Array  # (S,) signed; what they have alike moves no moment, and may be in the constant too
+    errors: Array  # (S,) signed; what all have in common changes no moment, and may be in the constant too
     constant: Constant = Constant()
 
 
 class Target(NamedTuple):
-    """One client's tilted distribution f_k(φ) q_{-k}(φ) [p(φ) / N_0(φ)]^share, and the global q beside it."""
+    """One client's tilted distribution f_k(φ) q_{-k}(φ) [p(φ) / N_0(φ)]^share, with the global q."""
 
     client: ClientView
     global_: Gaussian
@@ -161,7 +161,7 @@ class LocalInference(NamedTuple):
     Attributes
     ----------
     name
-        How results and errors call it.
+        Name in results and errors.
     expand
         ``expand(client, point, prior_share)``, or None where there is no expansion (then EP has no warm start).
     log_factor
@@ -172,7 +172,7 @@ class LocalInference(NamedTuple):
         ``factor(client, points, center, prior_share)`` and ``draw_given(client, phi, center, rng)``, both or neither:
         what EP's correction needs.
     settings
-        The keywords it was built with: a run is resumed, and a node enrolled, only with equal settings.
+        Keywords of the builder: a run is resumed, and a node enrolled, only with equal settings.
     """
 
     name: str
@@ -186,7 +186,7 @@ class LocalInference(NamedTuple):
     draw_given: GivenFn | None = None
 
     def __repr__(self) -> str:
-        """Name and settings; functions say nothing to a reader."""
+        """Name and settings."""
         return self.describe()
 
     def describe(self) -> str:
@@ -194,52 +194,75 @@ class LocalInference(NamedTuple):
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
 
 
-# Short HTML for notebooks and reports: every text is escaped, whoever it comes from -----------------------------------
-
-_LONGEST = 200  # characters of one cell
+# A client's part of a round, alone or with others in a batch ----------------------------------------------------------
 
 
-def escaped(value: Any, longest: int = _LONGEST) -> str:
-    """A value as text that no browser takes for markup, on one line, cut where it is long.
+class ClientUpdate(NamedTuple, Generic[P]):
+    """A client's personal state, reply and diagnostics after a round; `personal` None leaves the state as it was.
 
-    >>> escaped("<b>a</b>")
-    '&lt;b&gt;a&lt;/b&gt;'
+    `info` is numbers by name, and may have a text under ``reason`` where something could not be computed and the reply
+    can be used all the same.
     """
-    text = " ".join(str(value).split())
-    text = "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)  # turns no direction
-    return html.escape(text if len(text) <= longest else f"{text[: longest - 1]}…", quote=True)
+
+    personal: P | None
+    reply: Message
+    info: Mapping[str, float | str] = {}
 
 
-def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
-    """A table with a head; the first cell of a row is its name.
+ClientFn = Callable[[ClientView, P | None, Message, Rng], ClientUpdate[P]]  # a client's part of a round
+# A client's part of a round without a reply: its personal state, and diagnostics.
+UnreportedFn = Callable[[ClientView, P | None, Message, Rng], tuple[P | None, Mapping[str, float]]]
 
-    >>> table(["", "mean"], [["mu", 1.5]])
-    '<table><thead><tr><th></th><th>mean</th></tr></thead><tbody><tr><th>mu</th><td>1.5</td></tr></tbody></table>'
+
+class Part(NamedTuple, Generic[P]):
+    """Arguments of a `ClientFn`."""
+
+    client: ClientView
+    personal: P | None
+    message: Message
+    rng: Rng
+
+
+class Summed(NamedTuple):
+    """The sum of clients' replies, added where they were made."""
+
+    total: Message  # every array summed over the clients, in a fixed order
+    clients: int  # number of replies in it
+    failures: Mapping[str, str] = {}  # reason by client that is not in it
+    infos: Mapping[str, Mapping[str, float]] = {}  # diagnostics by client, where there are any
+    reasons: Mapping[str, str] = {}  # by client that is in it, although something could not be computed
+    sizes: Mapping[str, int] | None = None  # bytes that each sent; None where clients were computed together
+
+
+# Updates of clients in one group. None for a client that has to be asked alone, as where numbers are not finite: its
+# failure then has the reason.
+BatchFn = Callable[[Sequence[Part[P]]], Sequence[ClientUpdate[P] | None]]
+
+
+class Batch(NamedTuple, Generic[P]):
+    """How clients in one process are computed together, with the results of one after another up to rounding.
+
+    Attributes
+    ----------
+    update_client, unreported
+        The algorithm's own functions, which the batch replaces. An algorithm with other functions, as one that is
+        wrapped, does not use the batch.
+    groups
+        ``groups(clients)``: places of clients that go together, as many as memory allows, no client in two groups. A
+        client in none is asked alone. Groups depend on models alone, and not on the number of threads.
+    together, unreported_together
+        ``together(parts)``, for a group of which each client replies, or none does, with an empty `reply`. After an
+        exception each client is asked alone.
+    stacks, summed
+        Of algorithms that send all clients one message and read sums alone: ``stacks(clients)`` lays all of them side
+        by side, once for an engine, and ``summed(stack, message, workers)`` is the sum of a stack's replies, in
+        threads; replies that cannot be used are failures with a reason.
     """
-    top = f"<thead><tr>{''.join(f'<th>{escaped(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
-    body = "".join(
-        f"<tr><th>{escaped(first)}</th>{''.join(f'<td>{escaped(cell)}</td>' for cell in others)}</tr>"
-        for first, *others in rows
-    )
-    return f"<table>{top}<tbody>{body}</tbody></table>"
 
-
-def facts(title: str, rows: Mapping[str, Any]) -> str:
-    """A titled table of names and values.
-
-    >>> facts("EP", {"trust": None})
-    '<div><strong>EP</strong><table><tbody><tr><th>trust</th><td>None</td></tr></tbody></table></div>'
-    """
-    return f"<div><strong>{escaped(title)}</strong>{table((), rows.items())}</div>"
-
-
-def number(value: Any) -> str:
-    """A number to four digits; nothing where it is none.
-
-    >>> number(0.123456), number(float("nan")), number(12)
-    ('0.1235', '–', '12')
-    """
-    if isinstance(value, int):
-        return str(value)
-    value = float(value)
-    return "–" if value != value else f"{value:.4g}"
+    update_client: ClientFn[P]
+    unreported: UnreportedFn[P] | None
+    groups: Callable[[Sequence[ClientView]], Sequence[Sequence[int]]]
+    together: BatchFn[P]
+    unreported_together: BatchFn[P] | None = None
+    stacks: Callable[[Mapping[str, ClientView]], Sequence[Any]] | None = None
+    summed: Callable[[Any, Message, int], Summed] | None = None

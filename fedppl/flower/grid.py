@@ -30,9 +30,9 @@ from fedppl.formulas.formula import is_formula
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
 from fedppl.run import loop
+from fedppl.run.loop import Options, require_callback, require_declared, require_settings, seed_of
 from fedppl.run.one_round import MOST_INFOS, Round
 from fedppl.run.progress import Participation
-from fedppl.run.loop import Options, require_callback, require_declared, require_settings, seed_of
 from fedppl.settings import one_line, one_of, positive, shown, takes, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import Posterior
-from fedppl.contracts.printed import escaped, number, table
-from fedppl.contracts.printed import CI_PROB
+from fedppl.contracts.printed import CI_PROB, escaped, number, table
 from fedppl.plots import _fit
 from fedppl.plots._clients import changed, counts, device_graph, influence, quality, reported, rounds, spans
 from fedppl.plots._fit import Fitted, at_hand, require_fit

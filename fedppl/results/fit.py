@@ -16,8 +16,7 @@ import xarray as xr
 
 from fedppl import gaussian
 from fedppl.contracts import LogEvidence, Point, Posterior
-from fedppl.contracts.printed import escaped, number, table
-from fedppl.contracts.printed import CI_PROB
+from fedppl.contracts.printed import CI_PROB, escaped, number, table
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.stack import ClientsOf

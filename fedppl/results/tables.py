@@ -14,8 +14,8 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import Point, Posterior
-from fedppl.contracts.printed import table as html_table
 from fedppl.contracts.printed import CI_PROB, entries_of, interval, labels_of, shown_by_default, variable_of
+from fedppl.contracts.printed import table as html_table
 from fedppl.results.diagnostics import fallbacks, shortfall, updated
 from fedppl.results.records import Ended, require_arrived
 from fedppl.results.shared import Estimates, estimates, point_estimates
