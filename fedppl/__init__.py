@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from fedppl.front import fit, load, rounds
     from fedppl.local.advi import ADVI, MeanField
     from fedppl.local.gradient_steps import GradientSteps
-    from fedppl.local.laplace import Laplace
-    from fedppl.local.nested_laplace import NestedLaplace
+    from fedppl.local.nested_laplace import Laplace, NestedLaplace
     from fedppl.local.nuts import NUTS
     from fedppl.model import summaries
     from fedppl.model.client import ClientModel
@@ -166,8 +165,7 @@ _NAMES = {
         "front": "fit load rounds",
         "local.advi": "ADVI MeanField",
         "local.gradient_steps": "GradientSteps",
-        "local.laplace": "Laplace",
-        "local.nested_laplace": "NestedLaplace",
+        "local.nested_laplace": "Laplace NestedLaplace",
         "local.nuts": "NUTS",
         "model.client": "ClientModel",
         "model.declaration": "FederatedModel",

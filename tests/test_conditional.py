@@ -12,7 +12,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm, t
 
 from fedppl import FederatedModel
-from fedppl.local import _conditional, _factor, _gaussian_rest, _marginal
+from fedppl.local import _conditional, _factor, _marginal
 from fedppl.types import Array
 from tests.support import problems
 
@@ -72,7 +72,7 @@ def nearly(y: Any) -> pm.Model:
 @pytest.mark.parametrize("rows", [3, 12, 200])
 def test_the_integral_is_that_of_the_closed_form_with_its_constant(rows: int) -> None:
     client, data = client_of(rows)
-    which = _gaussian_rest.find(client)
+    which = _conditional.conditioning(client)
     assert which is not None
     assert_array_equal(which, [2])
     center = np.array([0.8, -0.4, -1.0])
@@ -90,7 +90,7 @@ def test_two_coordinates_are_integrated_on_a_grid() -> None:
     rng = np.random.default_rng(1)
     y, z = 0.3 + rng.normal(size=9), 0.3 + 2.0 * rng.normal(size=7)
     client = FederatedModel(two_sds, ["mu"]).enrol({"a": {"y": y, "z": z}})["a"]
-    which = _gaussian_rest.find(client)
+    which = _conditional.conditioning(client)
     assert which is not None
     assert_array_equal(which, [1, 2])
     phi = np.linspace(-1.5, 2.0, 7)[:, None]
@@ -116,18 +116,18 @@ def test_where_the_others_are_not_gaussian_nothing_is_found() -> None:
     rng = np.random.default_rng(2)
     X = rng.normal(size=(20, 3))
     client = FederatedModel(binary, ["mu"]).enrol({"a": {"X": X, "y": rng.integers(0, 2, 20)}})["a"]
-    assert _gaussian_rest.find(client) is None and not _gaussian_rest.is_exact(client)
+    assert _conditional.conditioning(client) is None and not _conditional.is_gaussian(client)
 
 
 def test_a_term_that_shows_far_from_the_mode_is_seen() -> None:
     client = FederatedModel(nearly, ["mu"]).enrol({"a": {"y": np.array([0.2, 0.9])}})["a"]
-    assert not _gaussian_rest.is_exact(client)
+    assert not _conditional.is_gaussian(client)
 
 
 def test_without_the_coordinates_that_are_not_gaussian_all_is_exact() -> None:
     model, clients = problems.regression()
     client = model.enrol(dict([next(iter(clients.items()))]))
-    assert all(_gaussian_rest.is_exact(one) and _gaussian_rest.find(one) is None for one in client.values())
+    assert all(_conditional.is_gaussian(one) and _conditional.conditioning(one) is None for one in client.values())
 
 
 def schools(centred: bool) -> Any:
@@ -153,7 +153,7 @@ def test_a_funnel_is_integrated_where_its_mass_is(size: int, centred: bool) -> N
     rng = np.random.default_rng(0)
     y, error = rng.normal(size=size), 0.5 + rng.uniform(0, 1, size)
     client = FederatedModel(schools(centred), ["mu"]).enrol({"a": {"y": y, "error": error}})["a"]
-    which = _gaussian_rest.find(client)
+    which = _conditional.conditioning(client)
     assert which is not None
     assert_array_equal(which, [0])
     grid = np.linspace(-9, 9, 8001)
@@ -185,7 +185,7 @@ def heavy(nu: float, scale: float) -> Any:
 def test_what_a_heavy_tail_leaves_unknown_is_said(nu: float, scale: float, known: float) -> None:
     y = np.array([5.0, 5.5, 4.8])
     client = FederatedModel(heavy(nu, scale), ["mu"]).enrol({"a": {"y": y}})["a"]
-    which = _gaussian_rest.find(client)
+    which = _conditional.conditioning(client)
     assert which is not None
     phi, shift = np.linspace(-3, 3, 13)[:, None], np.linspace(-60, 60, 400_001)
     inside = -np.log(2 * np.pi) - 0.5 * np.log(3) - 0.5 * np.sum((y - y.mean()) ** 2)
@@ -210,4 +210,4 @@ def far_apart(y: Any) -> pm.Model:
 
 def test_a_mode_thirty_sds_away_makes_no_gaussian() -> None:
     client = FederatedModel(far_apart, ["mu"]).enrol({"a": {"y": np.array([0.2, -0.3, 0.5])}})["a"]
-    assert not _gaussian_rest.is_exact(client) and _gaussian_rest.find(client) is None
+    assert not _conditional.is_gaussian(client) and _conditional.conditioning(client) is None

@@ -18,9 +18,8 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import FederatedModel, gaussian
-from fedppl.local import _conditional, _gaussian_rest, _marginal
-from fedppl.local._factor import is_separable
-from fedppl.local._other_modes import require_one_mode
+from fedppl.local import _conditional, _marginal
+from fedppl.local._factor import is_separable, require_one_mode
 from fedppl.types import Array, LocalFailure
 
 
@@ -97,10 +96,10 @@ def test_nothing_is_left_out_where_theta_is_gaussian() -> None:
         return model
 
     client = FederatedModel(normal, ["mu", "tau"]).enrol({"a": {"y": np.array([0.3, 1.2])}})["a"]
-    assert _gaussian_rest.is_exact(client)
+    assert _conditional.is_gaussian(client)
     assert _conditional.left_out(client, np.zeros(2), np.eye(2)) == (None, 1.0)
     binary = FederatedModel(intercepts, ["mu", "tau"]).enrol({"a": {"y": np.array([0, 1])}})["a"]
-    assert not _gaussian_rest.is_exact(binary)
+    assert not _conditional.is_gaussian(binary)
 
 
 def test_a_quadratic_difference_comes_back() -> None:
@@ -166,7 +165,7 @@ def test_a_prior_that_pins_theta_is_no_proof_of_a_gaussian() -> None:
         return model
 
     client = FederatedModel(pinned, ["mu", "tau"]).enrol({"a": {"y": np.array([0, 1, 1])}})["a"]
-    assert not _gaussian_rest.is_exact(client)
+    assert not _conditional.is_gaussian(client)
 
 
 def test_a_fit_says_whose_integrals_are_not_known() -> None:
@@ -363,7 +362,7 @@ def test_shoulders_beside_the_mode_are_integrated_within_what_is_told(seed: int)
 def test_a_second_hump_of_a_prior_is_no_gaussian(place: float, width: float) -> None:
     """Wherever it stands: points at a few distances do not see it."""
     client = enrolled_alone(functools.partial(hump, place=place, width=width), y=np.array([3.5]))
-    assert not client.view(_gaussian_rest.is_exact)
+    assert not client.view(_conditional.is_gaussian)
 
 
 def test_a_second_hump_of_a_prior_is_another_mode() -> None:
@@ -389,7 +388,7 @@ def test_a_gaussian_with_an_edge_is_no_gaussian() -> None:
             pm.Poisson("obs", np.e * pm.Normal("th", mu, 1.5), observed=y)
         return model
 
-    assert not enrolled_alone(build, y=np.zeros(3, dtype=int)).view(_gaussian_rest.is_exact)
+    assert not enrolled_alone(build, y=np.zeros(3, dtype=int)).view(_conditional.is_gaussian)
 
 
 def enrolled_alone(build: Any, **data: Any) -> Any:

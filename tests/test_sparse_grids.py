@@ -9,7 +9,7 @@ import pymc as pm
 import pytest
 
 from fedppl import FederatedModel, gaussian
-from fedppl.local import _factor, _sparse, integrate
+from fedppl.local import _factor, integrate
 from fedppl.numerics.integral import by_sparse_grid
 from fedppl.types import Array
 
@@ -63,7 +63,7 @@ def test_correlated_effects_are_integrated_by_sparse_grids_as_by_sampled_nodes()
     y = (rng.random(30) < 1 / (1 + np.exp(-X @ [0.3, 0.8, -0.5, 0.2]))).astype(int)
     stack, points, center = stacked(FederatedModel(slopes, ["mu", "tau"]), {"a": {"X": X, "y": y}})
     client = stack.client(0)
-    found = _sparse.by_two_levels(client, points, center, 0.003)
+    found = _factor.by_two_levels(client, points, center, 0.003)
     assert found is not None
     sampled, errors, _ = _factor._sampled(client, points, center)
     assert np.max(np.abs(found[0] - sampled)) < 0.01

@@ -2,41 +2,268 @@ r"""log f_k where most of θ is Gaussian given φ and few coordinates c of θ, a
 
 .. math:: \log f_k(\varphi) = \log \int \Big[\int p(y_k, \theta_c, \theta_r \mid \varphi)\, d\theta_r\Big]\, d\theta_c
 
-The inner integral is exact by Newton steps, wherever these begin; the outer one is a quadrature over c, which is
-centered anew where most of the integral is not about the mode of θ. For other modes `_other_modes` looks before.
+The inner integral is exact by Newton steps from any start. The outer one is a quadrature over c, which is centered anew
+where most of the integral is not about the mode of θ, and compared with another one. `_factor` looks for other modes.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.spatial import cKDTree
 from scipy.special import logsumexp
 
+from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.local import _marginal
-from fedppl.local._gaussian_rest import Places, find, is_exact
 from fedppl.local._marginal import LeftOut
-from fedppl.local._two_rules import Pair, by_pairs, by_two_rules
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import has_enough_points, stream_of
-from fedppl.numerics.integral import Rule, by_far_grid, by_grid, log_integrals
-from fedppl.numerics.pairs import Densities
-from fedppl.types import Array
+from fedppl.numerics.integral import Rule, between_trapezoids, by_far_grid, by_grid, by_trapezoids, log_integrals
+from fedppl.numerics.pairs import Densities, site_outputs
+from fedppl.types import Array, LocalFailure
+
+# Coordinates c of θ given which the others are Gaussian ---------------------------------------------------------------
+
+_MOST_CONDITIONING = 2  # coordinates c
+_MOST_LOCAL = 50  # coordinates of θ, so that finding c costs little
+_STEP, _CHANGED = 1e-2, 1e-6  # sds; relative change of a curvature above rounding
+_FAR_SDS = (0.5, 1.0, 3.0, 10.0, 30.0, 100.0)  # sds
+_ALONG = np.arange(1.0, 16.0)  # sds along a coordinate
+_EQUAL, _ROUNDING = 1e-7, 1e-10  # tolerances relative to changes of the density, and to the density
+
+Places = NDArray[np.intp]
+
+
+class _Probes(NamedTuple):
+    """Points of the prior of φ, with the modes of θ there, and its sds, each given the others."""
+
+    phi: Array  # (P, m)
+    modes: Array  # (P, d)
+    sds: Array  # (P, d)
+
+
+def _probes(client: ClientView) -> _Probes | None:
+    """Probes near and far, by model and data alone; None where θ has no mode at one of them."""
+    center = gaussian.mean(client.prior.gaussian)
+    near, far = (_marginal.prior_sds(client, most) for most in (1.0, 10.0))
+    points = center + np.stack([-near, 0.3 * near, near, -far, far])
+    try:
+        _, modes, factors = _marginal.modes(client, points, center)
+    except LocalFailure:
+        return None
+    if not np.all(np.isfinite(factors)) or not np.all(np.diagonal(factors, axis1=1, axis2=2) > 0):
+        return None
+    return _Probes(points, modes, 1.0 / np.sqrt(np.sum(factors**2, axis=2)))
+
+
+def is_gaussian(client: ClientView) -> bool:
+    """Whether θ is Gaussian given φ, checked at points of the prior, near and far: by model and data alone."""
+    probes = client.view(_probes)
+    return probes is not None and _is_gaussian_in(client, probes, np.zeros(0, dtype=np.intp))
+
+
+def conditioning(client: ClientView) -> Places | None:
+    """The fewest coordinates c of θ given which the others are Gaussian; None where these are too many."""
+    d, probes = client.local_size, client.view(_probes)
+    if probes is None or not 1 < d <= _MOST_LOCAL:
+        return None
+    curved = _curvatures(client, probes) * (probes.sds[:, None, :, None] * probes.sds[:, None, None, :])
+    if not np.all(np.isfinite(curved)):
+        return None
+    largest = np.abs(curved).max(axis=(1, 2, 3))[:, None, None, None]
+    turns = np.any(np.abs(curved[:, 1:] - curved[:, :1]) > _CHANGED * largest, axis=0)
+    chosen = _cover(turns, ())
+    if not chosen:
+        return None
+    which = np.array(sorted(chosen), dtype=np.intp)
+    return which if _is_gaussian_in(client, probes, which) else None
+
+
+def _cover(turns: NDArray[np.bool_], chosen: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The fewest coordinates given which no curvature of the others changes with one of them; None of too many."""
+    rest = np.setdiff1d(np.arange(len(turns)), chosen)
+    left = np.argwhere(turns[np.ix_(rest, rest, rest)])
+    if not len(left):
+        return chosen
+    if len(chosen) == _MOST_CONDITIONING:
+        return None
+    covers = [_cover(turns, (*chosen, int(k))) for k in np.unique(rest[left[0]])]  # one of these is in every cover
+    return min((cover for cover in covers if cover is not None), key=len, default=None)
+
+
+def _curvatures(client: ClientView, probes: _Probes) -> Array:
+    """−∂²ℓ/∂θ² by central differences, (P, 1 + d, d, d): at each mode, and an sd from it along each coordinate."""
+    matrices = []
+    for phi, mode, sd in zip(*probes, strict=True):  # one after the other, to save memory
+        d, along = len(mode), np.diag(sd)
+        around = mode + np.concatenate([np.zeros((1, d)), along])
+        ends = around[:, None] + _STEP * np.concatenate([along, -along])  # (1 + d, 2d, d)
+        slopes = _outputs(client, phi[None], ends[None])[0, ..., 1 + len(phi) :]
+        matrices.append(-(slopes[:, :d] - slopes[:, d:]) / (2.0 * _STEP * sd[:, None]))
+    stacked = np.stack(matrices)
+    return np.asarray(0.5 * (stacked + np.swapaxes(stacked, -1, -2)))
+
+
+def _outputs(client: ClientView, phi: Array, theta: Array) -> Array:
+    """The log density and its gradient (P, ..., 1 + m + d) at points φ (P, m) with θ (P, ..., d) for each."""
+    shape = theta.shape[:-1]
+    beside = np.broadcast_to(phi.reshape(len(phi), *(1,) * (theta.ndim - 2), -1), (*shape, phi.shape[1]))
+    x = np.concatenate([beside, theta], axis=-1)
+    outputs = site_outputs(client.kernel, x.reshape(-1, x.shape[-1]), client.packed)
+    return np.asarray(outputs.reshape(*shape, outputs.shape[1]))
+
+
+def _is_gaussian_in(client: ClientView, probes: _Probes, which: Places) -> bool:
+    """Whether the density itself is Gaussian in the rest of θ, near and far, at all values of c.
+
+    Checked in random directions at all probes, and at the first one along each coordinate at every sd, since a second
+    hump of a prior can lie between a few points.
+    """
+    if not _is_along(client, probes, which):
+        return False
+    m, rest = probes.phi.shape[1], np.setdiff1d(np.arange(client.local_size), which)
+    r, rng = len(rest), np.random.default_rng(0)
+    places = np.array((0.5, -1.0, 2.0) if len(which) else (0.0,))  # of c, in sds
+    z = rng.normal(size=(len(places), len(_FAR_SDS), r)) * np.array(_FAR_SDS)[:, None]
+    z = np.concatenate([z, -z], axis=1)
+    near = np.broadcast_to(np.concatenate([np.zeros((1, r)), np.eye(r)]), (len(places), 1 + r, r))
+    moved = np.concatenate([near, z], axis=1)  # (F, 1 + r + N, r)
+    theta = np.repeat(np.repeat(probes.modes[:, None, None], len(places), axis=1), moved.shape[1], axis=2)
+    theta[..., which] += places[:, None, None] * probes.sds[:, None, None, which]
+    theta[..., rest] += moved * probes.sds[:, None, None, rest]
+    outputs = _outputs(client, probes.phi, theta)
+    logs, slopes = outputs[..., 0], outputs[..., 1 + m + rest] * probes.sds[:, None, None, rest]
+    curved = -(slopes[:, :, 1 : 1 + r] - slopes[:, :, :1])
+    expected = np.einsum("fnr,pfr->pfn", z, slopes[:, :, 0]) - 0.5 * np.einsum("fnr,pfrs,fns->pfn", z, curved, z)
+    return _agree(expected, logs[..., 1 + r :] - logs[..., :1], logs[..., :1])
+
+
+def _is_along(client: ClientView, probes: _Probes, which: Places) -> bool:
+    """The same along each coordinate of the rest, at the first probe and its c."""
+    m, rest = probes.phi.shape[1], np.setdiff1d(np.arange(client.local_size), which)
+    phi, mode, sd = (part[:1] for part in probes)
+    steps = np.concatenate([[0.0, 1.0], _ALONG, -_ALONG])
+    theta = np.repeat(np.repeat(mode[:, None, None], len(rest), axis=1), len(steps), axis=2)
+    for place, i in enumerate(rest):
+        theta[:, place, :, i] += steps * sd[:, i]
+    outputs = _outputs(client, phi, theta)[0]
+    logs = outputs[..., 0]
+    slopes = outputs[np.arange(len(rest))[:, None], np.arange(2), 1 + m + rest[:, None]] * sd[0, rest, None]  # (r, 2)
+    expected = slopes[:, :1] * steps + 0.5 * (slopes[:, 1:] - slopes[:, :1]) * steps**2
+    return _agree(expected, logs - logs[:, :1], logs[:, :1])
+
+
+def _agree(expected: Array, differences: Array, logs: Array) -> bool:
+    """Whether differences of the density are as expected, up to the rounding of the density of many rows."""
+    allowed = _EQUAL + _ROUNDING * np.abs(logs) + _EQUAL * np.abs(differences)
+    return bool(np.all(np.isfinite(differences)) and np.all(np.abs(expected - differences) <= allowed))
+
+
+# Quadratures compared with others: trapezoids with those between them, grids with finer ones --------------------------
+
+_Of = TypeVar("_Of", np.float64, np.int64)  # points, or their places
+_REACH, _FAR_REACH = 4, 6  # asinh of sds: 27, and where mass is missing 202
+_COMPARED = 32  # points at which both are computed
+_CLOSE = 0.003  # log units, a small difference
+_COVERED = 0.95  # share of the known points at which another quadrature has to have a value too
+_ALIKE, _CONSTANT = 0.001, 0.02  # log units: tolerance of a difference but for its constant, and of that
+# Log units, the same for two rules of one coordinate, since their differences at thousands of clients may add up.
+# Nearly all clients of eight models of `benchmarks/exactness.py` are within, but for those of zeros or of one outcome.
+_ALIKE_ON_A_LINE = 2e-5
+
+
+def by_two_rules(
+    compute: Callable[[NDArray[_Of], Rule], tuple[Array, Array]], points: NDArray[_Of]
+) -> tuple[Array, Array]:
+    """Logarithms of integrals at points (S, m), or at those in places (S,), and their errors.
+
+    One rule's own estimate of its error holds for smooth functions. Where both rules differ at some of the points, as
+    about a kink, a spike, or along a tail that falls as exp(−|θ|), they are averaged, with half of their difference as
+    an error.
+    """
+    far = _REACH
+    values, errors = compute(points, by_trapezoids(far))
+    if np.median(np.abs(errors)) > _ALIKE:  # heavy tails may be the reason
+        far = _FAR_REACH
+        values, errors = compute(points, by_trapezoids(far))
+    some = np.unique(np.linspace(0, len(points) - 1, _COMPARED).astype(int))
+    difference = compute(points[some], between_trapezoids(far))[0] - values[some]
+    finite = difference[np.isfinite(difference)]
+    if _range(difference) < _ALIKE_ON_A_LINE and abs(np.median(finite) if len(finite) else 0.0) < _ALIKE:
+        return values, errors
+    half = 0.5 * (compute(points, between_trapezoids(far))[0] - values)
+    known = np.isfinite(half)
+    # The place of a kink between nodes changes from point to point, and both errors may cancel at one.
+    usual = np.median(np.abs(half[known])) if np.any(known) else 0.0
+    error = np.copysign(np.maximum(np.abs(half), usual), half)
+    return values + half, np.where(known, errors + error, 0.0)
+
+
+class Pair(NamedTuple):
+    """Places of two quadratures that are compared, and of the one that is taken if they differ."""
+
+    first: int
+    second: int
+    better: int
+
+
+def by_pairs(
+    quadratures: Sequence[Callable[[Array], tuple[Array, Array]]], points: Array, pairs: Sequence[Pair]
+) -> tuple[Array, Array]:
+    """Logarithms of integrals at points (S, m) by the first quadrature that agrees with its other, and their errors.
+
+    Where no two agree, the better of those is taken that differ little, else of those that differ least. Their
+    difference, or twice that, is then an error of the points that are near to those at which both were computed.
+    """
+    some = np.unique(np.linspace(0, len(points) - 1, _COMPARED).astype(int))
+    at = functools.cache(lambda place: quadratures[place](points[some])[0])
+    smallest, better, largest = np.zeros(len(some)), pairs[0].first, np.inf
+    for pair in pairs:
+        raw = at(pair.second) - at(pair.first)
+        finite = np.isfinite(raw)
+        if np.sum(finite) < _COVERED * np.sum(np.isfinite(at(pair.first))):  # at some points there is no comparison
+            continue
+        difference = np.where(finite, raw, 0.0)
+        constant = float(np.median(difference[finite])) if np.any(finite) else 0.0
+        if _range(raw) < _ALIKE and abs(constant) < _CONSTANT:
+            values, errors = quadratures[pair.first](points)
+            return values + constant, errors + 0.5 * constant
+        if float(np.max(np.abs(difference))) < largest:
+            smallest, better, largest = difference, pair.better, float(np.max(np.abs(difference)))
+        if largest < _CLOSE:
+            break
+    values, errors = quadratures[better](points)
+    scale = np.maximum(np.std(points, axis=0), 1e-300)
+    near = smallest[cKDTree(points[some] / scale).query(points / scale)[1]]
+    times = 1.0 if largest < _CLOSE else 2.0
+    return values, errors + times * np.copysign(np.maximum(np.abs(near), np.median(np.abs(smallest))), near)
+
+
+def _range(differences: Array) -> float:
+    """Largest distance from the median."""
+    finite = differences[np.isfinite(differences)]
+    return float(np.max(np.abs(finite - np.median(finite)))) if len(finite) else 0.0
+
+
+# Quadratures over c ---------------------------------------------------------------------------------------------------
 
 MOST = 3  # coordinates that are integrated by a grid
 _NODES = {2: (11, 15), 3: (7, 9)}  # of each coordinate, by their number
-_AT_ONCE = 2**22  # numbers in the points that are held at a time
-_TIMES = 4  # a quadrature is centered anew
-_IN = 3.0  # times half of the width of the middle two thirds, beyond which tails are drawn in
-_OFF = 1.0  # sds that the mass may be off the center of its quadrature
-_NARROW, _WIDE = 0.5, 2.0  # of those that it was made for, between which the sds of the mass may be
-_NEAR, _MISSED, _LOW = 1e3, 1e-6, 30.0  # what a step may gain, what steps may leave, below the largest what counts
+_AT_ONCE = 2**22  # numbers in points in memory at a time
+_TIMES = 4  # that a quadrature is centered anew
+_CLIPPED = 3.0  # times half of the width of the middle two thirds, where tails are clipped
+_OFF = 1.0  # sds, largest distance of the mean from the center of its quadrature
+_NARROW, _WIDE = 0.5, 2.0  # range of sds, in those of the quadrature
+_NEAR, _MISSED, _LOW = 1e3, 1e-6, 30.0  # log units: gain of a step, residual gain, smallest term below the largest
 
 
 class _Quadrature(NamedTuple):
-    """Where θ is expanded, and where nodes z are: c = mode_c + shift + spread z."""
+    """The expansion of θ, and the center and scale of nodes z: c = mode_c + shift + spread z."""
 
     phi: Array  # (S, m)
     modes: Array  # (S, d)
@@ -46,16 +273,16 @@ class _Quadrature(NamedTuple):
 
 
 def integrated(client: ClientView, points: Array, center: Array, which: Places) -> tuple[Array, Array]:
-    """log f_k at points (S, m), NaN where there is no mode, and what is not known of it."""
+    """log f_k at points (S, m), NaN where there is no mode, and its errors."""
     if len(which) == 1:
         return by_two_rules(lambda some, rule: _by_rule(client, some, center, which, rule), points)
     by_rule = functools.partial(_by_rule, client, center=center, which=which)
-    # Heavy tails are of priors, and reach out along their coordinates; or along a ridge that data leave.
-    ways = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in _NODES[len(which)]]
+    # Heavy tails are along coordinates, from priors, or along a ridge of the likelihood.
+    quadratures = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in _NODES[len(which)]]
     for along in (True, False):
         far = [by_far_grid(len(which), finer=finer) for finer in (False, True)]
-        ways += [functools.partial(by_rule, rule=rule, far=True, along_axes=along) for rule in far]
-    return by_pairs(ways, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2), Pair(4, 5, 4)))
+        quadratures += [functools.partial(by_rule, rule=rule, far=True, along_axes=along) for rule in far]
+    return by_pairs(quadratures, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2), Pair(4, 5, 4)))
 
 
 def _by_rule(
@@ -74,18 +301,18 @@ def _by_rule(
     chunk = max(1, _AT_ONCE // (len(rule.nodes) * (1 + len(rest)) * (m + client.local_size)))
     for first in range(0, len(points), chunk):
         some = points[first : first + chunk]
-        found, modes, factors = _marginal.modes(client, some, center)
-        told = np.flatnonzero(np.isfinite(found))
-        about = about_modes(some[told], modes[told], factors[told], which, rest)
+        laplace, modes, factors = _marginal.modes(client, some, center)
+        known = np.flatnonzero(np.isfinite(laplace))
+        about = about_modes(some[known], modes[known], factors[known], which, rest)
         if along_axes:
             about = about._replace(spread=np.sqrt(np.sum(about.spread**2, axis=2))[:, :, None] * np.eye(q))
         terms = (_terms if far else _centered)(client, about, which, rest, rule)
-        values[first + told], errors[first + told] = log_integrals(terms, rule)
+        values[first + known], errors[first + known] = log_integrals(terms, rule)
     return values, errors
 
 
 def about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: Places) -> _Quadrature:
-    """Nodes where Laplace's approximation has c."""
+    """A quadrature over c by Laplace's approximation."""
     curvature = factors @ np.swapaxes(factors, 1, 2)
     follow = np.linalg.solve(curvature[:, rest[:, None], rest], curvature[:, rest[:, None], which])
     of_c = curvature[:, which[:, None], which] - curvature[:, which[:, None], rest] @ follow
@@ -94,7 +321,7 @@ def about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: P
 
 
 def _centered(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
-    """Logarithms of what nodes add to the integral, (S, L), of nodes that lie where the integral is."""
+    """Log terms of the integral at nodes, (S, L), which are moved to where its mass is."""
     terms = _terms(client, about, which, rest, rule)
     gaps = np.stack([_gaps(column) for column in rule.nodes.T], axis=1)
     off = np.arange(len(terms))
@@ -102,13 +329,13 @@ def _centered(client: ClientView, about: _Quadrature, which: Places, rest: Place
         off = off[np.isfinite(terms[off].max(axis=1))]
         shares = np.exp(terms[off] - logsumexp(terms[off], axis=1, keepdims=True))
         here = gaps[np.argmax(shares, axis=1)]
-        held = _drawn_in(shares, rule.nodes, here)
-        mean = np.einsum("sl,slp->sp", shares, held)
-        held -= mean[:, None]
-        least = (0.5 * here[:, None]) ** 2  # what lies at one node is as wide as nodes are apart
-        covariance = np.einsum("sl,slp,slq->spq", shares, held, held) + least * np.eye(len(which))
-        wide = np.linalg.eigvalsh(covariance)
-        away = (np.abs(mean).max(axis=1) > _OFF) | (wide[:, 0] < _NARROW**2) | (wide[:, -1] > _WIDE**2)
+        nodes = _clipped(shares, rule.nodes, here)
+        mean = np.einsum("sl,slp->sp", shares, nodes)
+        nodes -= mean[:, None]
+        least = (0.5 * here[:, None]) ** 2  # mass at one node is as wide as nodes are apart
+        covariance = np.einsum("sl,slp,slq->spq", shares, nodes, nodes) + least * np.eye(len(which))
+        variances = np.linalg.eigvalsh(covariance)
+        away = (np.abs(mean).max(axis=1) > _OFF) | (variances[:, 0] < _NARROW**2) | (variances[:, -1] > _WIDE**2)
         off, mean, covariance = off[away], mean[away], covariance[away]
         if not len(off):
             break
@@ -120,33 +347,33 @@ def _centered(client: ClientView, about: _Quadrature, which: Places, rest: Place
 
 
 def _gaps(column: Array) -> Array:
-    """How far apart nodes are where each is."""
+    """Distance between nodes at each of them."""
     nodes = np.unique(column)
     return np.asarray(np.gradient(nodes)[np.searchsorted(nodes, column)])
 
 
-def _drawn_in(shares: Array, nodes: Array, gaps: Array) -> Array:
-    """Nodes (S, L, q) with tails drawn in, which say nothing of how wide the middle is: Cauchy's has no sd at all."""
-    held = np.empty((*shares.shape, nodes.shape[1]))
+def _clipped(shares: Array, nodes: Array, gaps: Array) -> Array:
+    """Nodes (S, L, q) with clipped tails, so that heavy ones do not widen the middle: Cauchy's has no sd at all."""
+    clipped = np.empty((*shares.shape, nodes.shape[1]))
     for place, column in enumerate(nodes.T):
         order = np.argsort(column, kind="stable")
         below = np.cumsum(shares[:, order], axis=1)
         low, middle, high = (column[order][np.argmax(below > part, axis=1)] for part in (0.16, 0.5, 0.84))
-        width = _IN * np.maximum(0.5 * (high - low), gaps[:, place])
-        held[:, :, place] = np.clip(column, (middle - width)[:, None], (middle + width)[:, None])
-    return held
+        width = _CLIPPED * np.maximum(0.5 * (high - low), gaps[:, place])
+        clipped[:, :, place] = np.clip(column, (middle - width)[:, None], (middle + width)[:, None])
+    return clipped
 
 
 class Given(NamedTuple):
-    """Nodes of c with the Gaussian that the rest of θ has given each."""
+    """Nodes of c with the Gaussian of the rest of θ given each."""
 
-    terms: Array  # (S, L) logarithms of what nodes add to the integral
+    terms: Array  # (S, L) log terms of the integral
     theta: Array  # (S, L, d) with the rest at its mean
     precision: Array  # (S, L, r, r)
 
 
 def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
-    """Logarithms of what nodes of c add to the integral, (S, L)."""
+    """Log terms of the integral at nodes of c, (S, L)."""
     who = np.zeros(len(about.phi), dtype=np.int64)
     return at_nodes(client.view(_marginal.densities), who, about, which, rest, rule).terms
 
@@ -155,7 +382,7 @@ def at_nodes(of: Densities, who: Places, about: _Quadrature, which: Places, rest
     """Nodes of c at (client, point) pairs, clients being in places who (S,)."""
     (count, m), nodes, r = about.phi.shape, len(rule.nodes), len(rest)
     A_rr = about.curvature[:, rest[:, None], rest]
-    follow = np.linalg.solve(A_rr, about.curvature[:, rest[:, None], which])  # (S, r, q): how the rest moves with c
+    follow = np.linalg.solve(A_rr, about.curvature[:, rest[:, None], which])  # (S, r, q): regression of the rest on c
     step = about.shift[:, None] + rule.nodes @ np.swapaxes(about.spread, 1, 2)  # (S, L, q)
     x = np.empty((count, nodes, 1 + r, m + about.modes.shape[1]))
     x[..., :m], x[..., m:] = about.phi[:, None, None], about.modes[:, None, None]
@@ -173,8 +400,8 @@ def at_nodes(of: Densities, who: Places, about: _Quadrature, which: Places, rest
     inverse, log_determinant = _inverses(curved)
     move = np.einsum("slij,slj->sli", inverse, slope)
     logs, gain, theta = outputs[:, :, 0, 0], 0.5 * np.einsum("sli,sli->sl", slope, move), x[:, :, 0, m:]
-    # Where a Newton step gains as much as the density is itself, the rounding of both is of any size: the density is
-    # then read where the steps end.
+    # Where a Newton step gains as much as the density is itself, rounding errors of both are large: the density is then
+    # evaluated where the steps end.
     far = ~(gain < _NEAR)
     theta[..., rest] += np.where(far[..., None], 0.0, move)
     x, whose = x[:, :, 0][far], np.repeat(who, nodes)[far.reshape(-1)]
@@ -194,15 +421,15 @@ def at_nodes(of: Densities, who: Places, about: _Quadrature, which: Places, rest
     terms = np.where(np.isfinite(terms), terms, -np.inf)
     good = proper & (missed < _MISSED)
     least = np.max(np.where(good, terms, -np.inf), axis=1, keepdims=True) - _LOW
-    unknown = np.any(~good & (terms > least), axis=1)  # a node that counts is not known: nor is the integral
+    unknown = np.any(~good & (terms > least), axis=1)  # the integral is not known if a term that counts is not
     return Given(np.where(good & ~unknown[:, None], terms, -np.inf), theta, curved)
 
 
 def _inverses(matrices: Array) -> tuple[Array, Array]:
     """Inverses (..., r, r) and log determinants of those that are positive definite; 0 and NaN of others."""
     if matrices.shape[-1] == 1:
-        held: Array = np.where(matrices > 0.0, matrices, np.nan)
-        return np.asarray(np.nan_to_num(1.0 / held)), np.asarray(np.log(held[..., 0, 0]))
+        positive: Array = np.where(matrices > 0.0, matrices, np.nan)
+        return np.asarray(np.nan_to_num(1.0 / positive)), np.asarray(np.log(positive[..., 0, 0]))
     try:
         roots = np.linalg.cholesky(matrices)
         logs: Array = 2.0 * np.log(np.diagonal(roots, axis1=-2, axis2=-1)).sum(axis=-1)
@@ -219,18 +446,18 @@ def _inverses(matrices: Array) -> tuple[Array, Array]:
 
 
 def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:
-    """What Laplace over θ leaves out of log f_k about q = N(mean, root rootᵀ)."""
-    if not client.local_size or client.view(is_exact):
+    """The error of Laplace over θ in log f_k about q = N(mean, root rootᵀ)."""
+    if not client.local_size or client.view(is_gaussian):
         return LeftOut(None, 1.0)
     if not has_enough_points(client.shared_size):
         return LeftOut(None, 0.0)
-    which = client.view(find)
+    which = client.view(conditioning)
 
     def difference(points: Array) -> tuple[Array, float] | None:
         if which is None:
             return _marginal.difference(client, points, mean)
         laplace, _, _ = _marginal.modes(client, points, mean)
-        found = integrated(client, points, mean, which)[0] - laplace
-        return (found, 1.0) if np.all(np.isfinite(found)) else None
+        errors = integrated(client, points, mean, which)[0] - laplace
+        return (errors, 1.0) if np.all(np.isfinite(errors)) else None
 
     return _marginal.left_out(difference, mean, root, stream_of(client.client_id))

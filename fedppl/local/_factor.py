@@ -1,72 +1,74 @@
-r"""log f_k at points as well as it can be had, with errors: θ integrated, not only approximated by Laplace.
+r"""log f_k at points with errors: θ integrated, not only approximated by Laplace; refused where θ has several modes.
 
 .. math:: \log f_k(\varphi) = \log \int p(y_k, \theta \mid \varphi)\, d\theta
 
-Where coordinates of θ are independent given φ, each by a quadrature of its own. Else by a grid about the mode of θ for
-up to three coordinates, which reaches far out where tails are heavy; beyond, sparse grids, or importance sampling from
-multivariate t's there. The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which
-moves no moment, but the evidence; what of it is not constant shows in two halves of the nodes, and in what the
-jackknife adds.
+Coordinates of θ that are independent given φ are integrated each by a quadrature of its own. Else up to three are by a
+grid about the mode of θ, which reaches far out where tails are heavy; more by sparse grids, or importance sampling from
+multivariate t's. The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which changes no
+moment but the evidence. The rest of it is estimated from two halves of the nodes, and from the jackknife.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+from scipy.spatial import cKDTree
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
-from fedppl.local import _conditional, _gaussian_rest, _marginal, _sparse
-from fedppl.local._other_modes import require_one_mode
-from fedppl.local._two_rules import by_two_rules
+from fedppl.local import _conditional, _marginal
+from fedppl.local._conditional import by_two_rules
 from fedppl.numerics import importance, pairs, region
 from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
-from fedppl.numerics.integral import Rule, log_integrals
-from fedppl.numerics.pairs import Laplace, Places, site_batch
+from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals
+from fedppl.numerics.pairs import Densities, Laplace, Places, site_batch
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.numerics.smooth import smooth_over
 from fedppl.types import Array, LocalFailure
 
-_SHAPING, _FITS = 64, 3  # points of a scramble that tell where θ lies at the center, and how often it is fitted
-_APART = 2**16  # between the streams of parts of a mixture
-_NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
-_AGREE = 0.003  # sd over points of the errors, in log units, with which more nodes are not needed
-_HELD_AGAINST = 4  # points at which sparse grids are held against sampled nodes
-_ALIKE = 0.02  # log units, the most that they may differ by alike at all points
-_SOME = (128, 512)  # points at which θ is integrated first, and where they do not foretell the others
+_SHAPING, _FITS = 64, 3  # points of a scramble to fit proposals at the center, and number of fits
+_APART = 2**16  # distance between the streams of parts of a mixture
+_NODES = (32, 128, 512)  # of a scramble; more where log f_k is not known well enough but for a constant
+_AGREE = 0.003  # log units, sd over points of the errors with which more nodes are not needed
+_COMPARED = 4  # points at which sparse grids are compared with sampled nodes
+_ALIKE = 0.02  # log units, tolerance of their median difference
+_SOME = (128, 512)  # points at which θ is integrated first, and more where these do not predict the others
 
 
 def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
-    """T's that θ lies under at the center, in sds of Laplace's approximation about its mode.
+    """T's that cover θ at the center, in sds of Laplace's approximation about its mode.
 
-    One about the mode, one of the moments that θ has, and where its tails are heavy others out there. Fitted a few
-    times, each with points of those before: of a shoulder beside the mode the first points see little.
+    One about the mode, one with the moments of θ, and others in heavy tails. Fitted a few times, each time with points
+    of the t's before: the first points hardly see a shoulder beside the mode.
     """
     d = client.local_size
     _, modes, factors = _marginal.modes(client, center[None], center)
-    found: tuple[Proposal, ...] = (Proposal(np.zeros(d), np.eye(d), _SHAPING),)
+    proposals: tuple[Proposal, ...] = (Proposal(np.zeros(d), np.eye(d), _SHAPING),)
     for time in range(_FITS):
-        # Others than the nodes: what is fitted to nodes and integrated by them is too small, alike at all clients.
+        # Other points than the nodes: integrals by nodes that shapes are fitted to are too small, at all clients.
         stream = stream_of(client.client_id) + STREAMS * (1 + time)
-        z = np.concatenate([points_of(one, stream + _APART * number) for number, one in enumerate(found)])
+        z = np.concatenate([points_of(one, stream + _APART * number) for number, one in enumerate(proposals)])
         theta = modes + np.linalg.solve(factors[0].T, z.T).T
         x = np.concatenate([np.broadcast_to(center, (len(z), len(center))), theta], axis=1)
-        logs = site_batch(client.kernel, x, client.packed) - log_mixture(found, z)
+        logs = site_batch(client.kernel, x, client.packed) - log_mixture(proposals, z)
         if not np.any(np.isfinite(logs)):
             break
         logs, _ = importance.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
         weights = normalise(logs)
         moments = weighted_moments(z, weights)
-        kept = min(1.0, effective_size(weights) / (10.0 * d))  # few points do not tell a covariance
-        covariance = kept * moments.covariance + (1.0 - kept) * np.eye(d)
-        outer = beyond(z, weights, _SHAPING) if kept == 1.0 else ()
-        shaped = Proposal(kept * moments.mean, np.asarray(np.linalg.cholesky(covariance)), _SHAPING)
-        found = (found[0], shaped, *outer)
-    return found
+        share = min(1.0, effective_size(weights) / (10.0 * d))  # few points give no covariance
+        covariance = share * moments.covariance + (1.0 - share) * np.eye(d)
+        outer = beyond(z, weights, _SHAPING) if share == 1.0 else ()
+        shaped = Proposal(share * moments.mean, np.asarray(np.linalg.cholesky(covariance)), _SHAPING)
+        proposals = (proposals[0], shaped, *outer)
+    return proposals
 
 
 def _student_rule(shapes: tuple[Proposal, ...], count: int, stream: int) -> Rule:
-    """Nodes with weights for integrals over a standard normal, as many of each scramble: a mixture of these t's."""
+    """Nodes with weights for integrals over a standard normal, so many of each scramble, from a mixture of t's."""
     inner, outer = shapes[:2], shapes[2:]
     each = count // (4 if outer else len(inner))
     parts = [one._replace(per_scramble=each) for one in inner]
@@ -80,7 +82,7 @@ def _student_rule(shapes: tuple[Proposal, ...], count: int, stream: int) -> Rule
 def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
     """log f_k, and its share of a prior that is not Gaussian, at points (S, m), by way of an expansion at a center.
 
-    Laplace's approximation everywhere, and what it leaves out at some of the points; at all where that is not smooth.
+    Laplace's approximation at all points, and its error at some of these; at all where that is not smooth.
     """
     points = np.ascontiguousarray(points)
     if not len(points):  # a policy may leave none
@@ -88,20 +90,20 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     if client.local_size:
         require_one_mode(client, points, center)
     about = _marginal.near(client, points, center)
-    found = Factor(about.values, np.zeros(len(points)))
-    if client.local_size and not client.view(_gaussian_rest.is_exact):
-        found = (integrated if is_separable(client) else _corrected)(client, points, center, about)
-    return found._replace(values=found.values + prior_share * client.prior.log_ratio(points)) if prior_share else found
+    value = Factor(about.values, np.zeros(len(points)))
+    if client.local_size and not client.view(_conditional.is_gaussian):
+        value = (integrated if is_separable(client) else _corrected)(client, points, center, about)
+    return value._replace(values=value.values + prior_share * client.prior.log_ratio(points)) if prior_share else value
 
 
 def _with_alike(values: Array, errors: Array) -> Factor:
-    """Values and errors of a quadrature, and what these have in common, which other clients' have too."""
-    told = np.isfinite(values)
-    return Factor(values, errors, Constant(float(np.median(errors[told])) if np.any(told) else 0.0))
+    """Values and errors of a quadrature, with the median of the errors, which other clients' errors share."""
+    known = np.isfinite(values)
+    return Factor(values, errors, Constant(float(np.median(errors[known])) if np.any(known) else 0.0))
 
 
 def _corrected(client: ClientView, points: Array, center: Array, about: Laplace) -> Factor:
-    """log f_k from a spline of what Laplace's leaves out, known at as few points as foretell the others, or at all."""
+    """log f_k from a spline of Laplace's error, known at as few points as predict the others, or at all."""
     known = np.unique(np.linspace(0, len(points) - 1, _SOME[1]).astype(int))
     for some in (known[:: _SOME[1] // _SOME[0]], known):
         at = Laplace(*(part[some] for part in about))
@@ -113,10 +115,10 @@ def _corrected(client: ClientView, points: Array, center: Array, about: Laplace)
 
 
 def integrated(client: ClientView, points: Array, center: Array, about: Laplace) -> Factor:
-    """log f_k by lines, by quadratures over few coordinates, or sampled nodes; of what is about modes by a center's."""
+    """log f_k by lines, by quadratures over few coordinates, or sampled nodes, from modes by way of a center."""
     if is_separable(client):
         return _with_alike(*_one_by_one(client, points, about))
-    which = client.view(_gaussian_rest.find)
+    which = client.view(_conditional.conditioning)
     if which is None and client.local_size <= _conditional.MOST:
         which = np.arange(client.local_size)
     if which is None:
@@ -125,32 +127,32 @@ def integrated(client: ClientView, points: Array, center: Array, about: Laplace)
 
 
 def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> Factor | None:
-    """By sparse grids, which see no tails: held against sampled nodes, which do, at some points."""
-    if not _sparse.FEWEST <= client.local_size <= _sparse.MOST:
+    """By sparse grids, which do not see tails, compared at some points with sampled nodes, which do."""
+    if not SPARSE_FEWEST <= client.local_size <= SPARSE_MOST:
         return None
-    found = _sparse.by_two_levels(client, points, center, _AGREE)
-    if found is None:
+    by_grids = by_two_levels(client, points, center, _AGREE)
+    if by_grids is None:
         return None
-    values, errors = found
-    some = np.unique(np.linspace(0, len(points) - 1, _HELD_AGAINST).astype(int))
-    sampled, unsure, constant = _sampled(client, points[some], center)
-    apart = sampled - values[some]
-    told = np.isfinite(apart)
-    if np.sum(told) < np.sum(np.isfinite(sampled)) or not np.any(told):
+    values, errors = by_grids
+    some = np.unique(np.linspace(0, len(points) - 1, _COMPARED).astype(int))
+    sampled, sampled_errors, constant = _sampled(client, points[some], center)
+    difference = sampled - values[some]
+    known = np.isfinite(difference)
+    if np.sum(known) < np.sum(np.isfinite(sampled)) or not np.any(known):
         return None
-    alike = float(np.median(apart[told]))
-    varies = 1.48 * float(np.median(np.abs(apart[told] - alike)))
-    if varies > _AGREE + float(np.median(np.abs(unsure[told]))) or abs(alike) > _ALIKE:
+    alike = float(np.median(difference[known]))
+    varies = 1.48 * float(np.median(np.abs(difference[known] - alike)))
+    if varies > _AGREE + float(np.median(np.abs(sampled_errors[known]))) or abs(alike) > _ALIKE:
         return None
     return Factor(values, errors, Constant(alike, constant.by_chance))
 
 
 def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
-    """By importance sampling; as many nodes as it takes to know how log f_k varies.
+    """By importance sampling; with as many nodes as it takes to know log f_k but for a constant.
 
-    The logarithm of a mean is too low on average, and alike at all clients: by the jackknife over scrambles it is right
-    to the second order, and what that adds says how far it may still be off. Where few nodes see the tails of θ both
-    are too small; so four times as many nodes have to say the same.
+    The logarithm of a mean is too low on average, at all clients: the jackknife over scrambles corrects it to the
+    second order, and the size of the correction bounds the error. Where few nodes see the tails of θ both are too
+    small; so four times as many nodes have to agree.
     """
     shapes = _shapes(client, center)
     values, errors, before = np.zeros(len(points)), np.zeros(len(points)), None
@@ -158,37 +160,37 @@ def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
     for count in _NODES:
         nodes = _student_rule(shapes, count, stream_of(client.client_id))
         values, _, _, shares = _marginal.integrals(client, points, center, nodes)
-        told = np.isfinite(values)
-        if not np.any(told):
+        known = np.isfinite(values)
+        if not np.any(known):
             break
         rest = np.log(np.clip(1.0 - shares, 1e-8, 1.0)) - np.log1p(-1.0 / region.SCRAMBLES)  # without each scramble
         bias = -(region.SCRAMBLES - 1.0) * rest.mean(axis=1)
         half = shares[:, : region.SCRAMBLES // 2].sum(axis=1)
         with np.errstate(divide="ignore"):
-            apart = np.clip(np.log(half) - np.log1p(-half), -20.0, 20.0)
+            halves = np.clip(np.log(half) - np.log1p(-half), -20.0, 20.0)
         values = values + bias
-        errors = 0.5 * (_varying(apart, told) + _varying(bias, told))
-        spread = np.sqrt(region.SCRAMBLES) * np.std(shares[told], axis=1, ddof=1)  # of the mean of all scrambles
-        constant = Constant(0.5 * float(np.median(bias[told])), float(np.median(spread)))
+        errors = 0.5 * (_varying(halves, known) + _varying(bias, known))
+        spread = np.sqrt(region.SCRAMBLES) * np.std(shares[known], axis=1, ddof=1)  # of the mean of all scrambles
+        constant = Constant(0.5 * float(np.median(bias[known])), float(np.median(spread)))
         if before is not None:
-            moved = _varying(values - before, told & np.isfinite(before))
-            errors = errors + moved  # rare nodes of large weight: what is left falls slowly with their number
-            if 1.48 * max(float(np.median(np.abs(one[told]))) for one in (errors, moved)) < _AGREE:
+            change = _varying(values - before, known & np.isfinite(before))
+            errors = errors + change  # with rare nodes of large weight the error falls slowly
+            if 1.48 * max(float(np.median(np.abs(one[known]))) for one in (errors, change)) < _AGREE:
                 break
         before = values
     return Factor(values, errors, constant)
 
 
-def _varying(values: Array, told: NDArray[np.bool_]) -> Array:
-    """Values less their median, which moves nothing; 0 where they are not told."""
-    return np.where(told, values - (np.median(values[told]) if np.any(told) else 0.0), 0.0)
+def _varying(values: Array, known: NDArray[np.bool_]) -> Array:
+    """Values less their median, which changes no moment; 0 where they are not known."""
+    return np.where(known, values - (np.median(values[known]) if np.any(known) else 0.0), 0.0)
 
 
-# log f_k where coordinates of θ are independent given φ and the data: a product of integrals over one coordinate ------
+# Coordinates of θ that are independent given φ and the data: a product of integrals over one each ---------------------
 
 # f_k(φ) = p(y_k, θ* | φ) Π_i ∫ p(y_k, θ*_-i, θ_i | φ) / p(y_k, θ* | φ) dθ_i
 
-_DIAGONAL = 1e-5  # of a curvature that differences tell, before the density itself is looked at
+_DIAGONAL = 1e-5  # tolerance of a curvature by differences, before the density itself is compared
 _EQUAL = 1e-8
 
 
@@ -198,7 +200,7 @@ def is_separable(client: ClientView) -> bool:
 
 
 def _is_product(client: ClientView) -> bool:
-    """By the density alone, near and far."""
+    """Whether the log density is a sum of functions of one coordinate, near and far."""
     prior = client.prior.gaussian
     points = gaussian.mean(prior) + np.array([[-1.0], [0.3], [1.0]]) * gaussian.standard_deviations(prior)
     try:
@@ -226,18 +228,158 @@ def _is_product(client: ClientView) -> bool:
 
 
 def _one_by_one(client: ClientView, points: Array, about: Laplace) -> tuple[Array, Array]:
-    """log f_k at points (S, m), NaN where there is no mode, and what is not known of it."""
+    """log f_k at points (S, m), NaN where there is no mode, and its errors."""
     of, d = client.view(_marginal.densities), client.local_size
     about = about._replace(root=about.root * np.eye(d))
 
     def compute(some: Places, rule: Rule) -> tuple[Array, Array]:
-        def summed(terms: Array) -> Array:
+        def product(terms: Array) -> Array:
             lines, less = pairs.log_lines(terms, d)
             each = np.stack(log_integrals(lines.reshape(len(terms) * d, -1), rule), axis=1)
             return np.asarray(each.reshape(-1, d, 2).sum(axis=1) - less[:, None] * np.array([1.0, 0.0]))
 
         at, who = Laplace(*(part[some] for part in about)), np.zeros(len(some), dtype=np.int64)
-        found = pairs.by_nodes(of, at, points[some], who, pairs.along_axes(rule, d), summed)
-        return found[:, 0], np.nan_to_num(found[:, 1])
+        sums = pairs.by_nodes(of, at, points[some], who, pairs.along_axes(rule, d), product)
+        return sums[:, 0], np.nan_to_num(sums[:, 1])
 
     return by_two_rules(compute, np.arange(len(points), dtype=np.int64))
+
+
+# Sparse grids about the mode, of four to eight coordinates that depend on each other given φ --------------------------
+
+# ∫ p(y_k, θ | φ) dθ = Σ_l w_l r(z_l), θ = θ* + L⁻ᵀ z. Smolyak's combination of Gauss-Hermite rules has some hundred
+# nodes where a product has thousands. It is for integrands near a normal one times a polynomial: two levels have to
+# agree.
+
+SPARSE_FEWEST, SPARSE_MOST = 4, 8  # coordinates
+_LEVELS = (4, 5)  # each compared with the next
+_SPARSE_COMPARED = 16  # points at which both are computed
+
+
+def by_two_levels(client: ClientView, points: Array, center: Array, enough: float) -> tuple[Array, Array] | None:
+    """log f_k at points (S, m), NaN where there is no mode, and its errors; None where two levels differ.
+
+    Levels agree if at half of the points with both they differ by less than `enough`, but for a constant. These
+    differences are the errors at the nearest points.
+    """
+    about, of = _marginal.near(client, points, center), client.view(_marginal.densities)
+    some = np.unique(np.linspace(0, len(points) - 1, _SPARSE_COMPARED).astype(np.int64))
+    who, d = np.zeros(len(points), dtype=np.int64), client.local_size
+    at = Laplace(*(part[some] for part in about))
+    low = by_signed_rule(of, at, points[some], who[some], by_sparse_grid(d, _LEVELS[0]))
+    for level in _LEVELS:
+        high = by_signed_rule(of, at, points[some], who[some], by_sparse_grid(d, level + 1))
+        difference = high - low
+        known = np.isfinite(difference)
+        if np.sum(known) < 0.5 * len(some):
+            return None
+        varying = np.where(known, difference - np.median(difference[known]), 0.0)
+        if 1.48 * np.median(np.abs(varying[known])) < enough:
+            values = by_signed_rule(of, about, points, who, by_sparse_grid(d, level))
+            scale = np.maximum(np.std(points, axis=0), 1e-300)
+            nearest = cKDTree(points[some] / scale).query(points / scale)[1]
+            return values, np.where(np.isfinite(values), varying[nearest], 0.0)
+        low = high
+    return None
+
+
+def by_signed_rule(of: Densities, about: Laplace, phi: Array, who: NDArray[np.int64], rule: Signed) -> Array:
+    """Logarithms of integrals, pair by pair (N,), by a rule with some negative weights; NaN of negative ones."""
+
+    def total(terms: Array) -> Array:
+        highest = np.max(terms, axis=1, keepdims=True)
+        return np.asarray(highest + np.log(np.exp(terms - highest) @ rule.weights[:, None]))
+
+    logs = pairs.by_nodes(of, about, phi, who, rule.nodes, total)[:, 0]
+    return np.where(np.isfinite(logs), logs, np.nan)
+
+
+# Other modes of θ given φ than the one that all integrals are about, searched for from many starts --------------------
+
+_FAR_STARTS = (4.0, 12.0, 40.0, 120.0, 400.0, 1200.0)  # sds from the mode, in a direction and against it
+_FLIPPED, _EXCHANGED = 16, 12  # coordinates whose sign is changed one at a time, and pairs that are exchanged, at most
+_TURNED = 3  # variables whose signs are changed together, in all combinations
+_REACH = 5.0  # sds, by the curvature at either mode, within which a quadrature about one covers the other
+_ROUGH = 1e-6  # Newton decrement, log units, at which searches for other modes end
+_NEGLIGIBLE = np.log(1e-3)  # of the mass about the first mode
+
+
+def require_one_mode(client: ClientView, points: Array, center: Array) -> None:
+    """Refuse a client whose θ has mass about another mode, at the center or at a point near it.
+
+    The `LocalFailure` names variables, and no number of the client's.
+    """
+    begin, who = client.view(_marginal.start)[None], np.zeros(1, dtype=np.int64)
+    for reason in several_modes(client.view(_marginal.densities), who, [client], begin, points, center).values():
+        raise LocalFailure(reason)
+
+
+def several_modes(
+    of: Densities, places: Places, clients: Sequence[ClientView], starts: Array, points: Array, center: Array
+) -> dict[str, str]:
+    """Reason by id for clients (C,), in these places of those side by side, whose θ has mass about another mode."""
+    reasons: dict[str, str] = {}
+    rows, begin = np.arange(len(clients), dtype=np.int64), starts.copy()
+    for point in (center, _another(points, center)):
+        first = pairs.modes(of, np.broadcast_to(point, (len(rows), len(point))), begin[rows], places[rows])
+        # A client without a mode fails when it integrates.
+        values, kept = pairs.of_modes(first), np.flatnonzero(first.arrived)
+        rows, values, modes, roots = rows[kept], values[kept], first.theta[kept], first.root[kept]
+        begin[rows] = modes
+        others = [_starts(clients[int(k)], mode, root) for k, mode, root in zip(rows, modes, roots, strict=True)]
+        if not others:
+            break
+        whose = np.repeat(np.arange(len(rows)), [len(one) for one in others])
+        at = np.broadcast_to(point, (len(whose), len(point)))
+        ends = pairs.modes(of, at, np.concatenate(others), places[rows[whose]], _ROUGH)
+        away = ends.theta - modes[whose]
+        with np.errstate(invalid="ignore"):
+            by_first, by_other = (np.einsum("nji,nj->ni", root, away) for root in (roots[whose], ends.root))
+            far = np.maximum(np.linalg.norm(by_first, axis=1), np.linalg.norm(by_other, axis=1)) > _REACH
+            matters = far & (pairs.of_modes(ends) > values[whose] + _NEGLIGIBLE)
+        for n in np.flatnonzero(matters)[::-1]:
+            client = clients[int(rows[whose[n]])]
+            reasons[client.client_id] = _several(client, np.abs(by_first[n]), point)
+        rows = np.array([k for k in rows if clients[int(k)].client_id not in reasons], dtype=np.int64)
+    return reasons
+
+
+def _another(points: Array, center: Array) -> Array:
+    """The farthest point of the half that is nearest to the center."""
+    scale = np.median(np.abs(points - center), axis=0)
+    far = np.linalg.norm((points - center) / np.where(scale > 0, scale, 1.0), axis=1)
+    return np.array(points[np.argsort(far)[len(far) // 2]])
+
+
+def _starts(client: ClientView, mode: Array, factor: Array) -> Array:
+    """Modes of likelihoods that do not identify signs or order, and points far off in random directions."""
+    d = len(mode)
+    starts = [-mode, np.zeros(d), client.initial]
+    if d > 1:
+        starts += list(np.where(np.eye(d, dtype=bool), -mode, mode)[:_FLIPPED])
+    variables = [label.partition("[")[0] for label in client.local_labels]
+    names = list(dict.fromkeys(variables))[:_TURNED]
+    for signs in itertools.product((1.0, -1.0), repeat=len(names)):
+        sign = dict(zip(names, signs, strict=True))
+        starts.append(mode * np.array([sign.get(name, 1.0) for name in variables]))
+    alike = [(i, j) for i in range(d) for j in range(i + 1, d) if variables[i] == variables[j]]
+    for i, j in alike[:_EXCHANGED]:
+        exchanged = mode.copy()
+        exchanged[[i, j]] = mode[[j, i]]
+        starts.append(exchanged)
+    z = np.random.default_rng(stream_of(client.client_id)).normal(size=(len(_FAR_STARTS), d))
+    z *= np.array(_FAR_STARTS)[:, None] / np.linalg.norm(z, axis=1, keepdims=True)
+    moved = np.linalg.solve(factor.T, np.concatenate([z, -z]).T).T
+    every = np.stack([mode, *starts, *(mode + moved)])
+    _, first = np.unique(every, axis=0, return_index=True)
+    return every[np.sort(first[first > 0])]  # without the mode itself
+
+
+def _several(client: ClientView, away: Array, point: Array) -> str:
+    name = client.local_labels[int(np.argmax(away))]
+    where = np.array2string(point, precision=3)
+    return (
+        f"its local variables have more than one mode at φ = {where}, farthest apart in {name}, and only one is "
+        "integrated over. Declare them so that one remains: with a sign (pm.HalfNormal) or an order, where another "
+        "sign or order gives the same likelihood; or a prior that decides between them"
+    )

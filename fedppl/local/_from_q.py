@@ -1,6 +1,6 @@
 """Moments of a client's tilted distribution by importance sampling from the global q, or one near it.
 
-Where q and the client's site are right already, the log weights are constant and q comes back without error.
+Where q and the client's site are right already, the log weights are constant and the moments of q have no error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedppl.numerics.importance import (
 )
 from fedppl.types import Array, LocalFailure
 
-# Where a quadratic leaves more than this of the log weights unexplained, four times as many points are used.
+# Where the remainder of a quadratic in the log weights is larger than this, four times as many points are used.
 _REMAINDERS = ((1, 0.02), (4, 0.2), (16, np.inf))
 _GRADIENT_REMAINDERS = ((1, 0.2), (4, np.inf))
 
@@ -42,16 +42,16 @@ class Factor(NamedTuple):
 
 
 def moments(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
-    """Moments under q = N(mean, root rootᵀ) times the weights; None where nothing finite was found."""
+    """Moments under q = N(mean, root rootᵀ) times the weights; None where no weight is finite."""
     if has_enough_points(factor.size):
         return _from_values(factor, mean, root, points, stream)
     return _from_gradients(factor, mean, root, points, stream)
 
 
-def trusted(found: Moments, limit: float) -> bool:
-    """Heavy tails of weights that hardly vary do no harm; weights with little left of them always do."""
-    relative = found.diagnostics["relative_ess"]
-    return relative > 0.1 and (found.diagnostics["pareto_k"] <= limit or relative > 0.9)
+def trusted(moments: Moments, limit: float) -> bool:
+    """Whether weights have enough effective points, and a small Pareto k unless they hardly vary."""
+    relative = moments.diagnostics["relative_ess"]
+    return relative > 0.1 and (moments.diagnostics["pareto_k"] <= limit or relative > 0.9)
 
 
 def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
@@ -78,29 +78,29 @@ def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: 
 
 
 def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
-    found = None
+    fitted = None
     for multiple, largest in _GRADIENT_REMAINDERS:
         z = whitened_points(factor.size, multiple * stein.points_for(factor.size, points), stream)
         log_weights, gradients = factor.gradients(mean + z @ root.T)
         if not np.all(np.isfinite(log_weights)) or not np.all(np.isfinite(gradients)):
             return None
-        found = stein.stein_moments(z, log_weights, gradients @ root)
-        if found is None or found.remainder <= largest:
+        fitted = stein.stein_moments(z, log_weights, gradients @ root)
+        if fitted is None or fitted.remainder <= largest:
             break
-    if found is None:
+    if fitted is None:
         return None
-    relative = float(np.exp(-(found.remainder**2)))  # of log-normal weights
+    relative = float(np.exp(-(fitted.remainder**2)))  # of log-normal weights
     quality = {
         "ess": relative * len(z),
         "relative_ess": relative,
-        "pareto_k": found.pareto_k,
-        "remainder": found.remainder,
-        "mc_error": found.error,
-        "departure": stein.departure(found.off, root),
+        "pareto_k": fitted.pareto_k,
+        "remainder": fitted.remainder,
+        "mc_error": fitted.error,
+        "departure": stein.departure(fitted.off, root),
         "mode_failures": 0.0,
     }
-    skewed = stein.skewness(z, found.off, root)
-    return _coloured(found.moments.mean, found.moments.covariance, mean, root, skewed, quality)
+    skewed = stein.skewness(z, fitted.off, root)
+    return _coloured(fitted.moments.mean, fitted.moments.covariance, mean, root, skewed, quality)
 
 
 def _coloured(
@@ -110,7 +110,7 @@ def _coloured(
     inverse = np.linalg.inv(root)
     try:
         precision = inverse.T @ np.linalg.inv(covariance) @ inverse
-    except np.linalg.LinAlgError:  # one point has all the weight: no moments to trust, as `relative_ess` says
+    except np.linalg.LinAlgError:  # one point has all the weight, and `relative_ess` is too small
         precision = np.zeros_like(root)
     coloured = root @ covariance @ root.T
     return Moments(center + root @ mean, (coloured + coloured.T) / 2, (precision + precision.T) / 2, skewed, quality)
@@ -122,13 +122,13 @@ _POINTS = 64
 
 
 def against_site(target: Target, mean: Array, difference: Callable[[Array], Array] | None) -> Factor:
-    """Log weights under q, from expansions at its mean; `difference` is what of Laplace's approximation is known."""
+    """Log weights under q, from expansions at its mean; `difference` is the known error of Laplace's approximation."""
     client, global_, cavity, share = target
     site = gaussian.quotient(global_, cavity)
 
     def values(draws: Array) -> Array:
-        found = _marginal.values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
-        return found if difference is None else found + difference(draws)
+        logs = _marginal.values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
+        return logs if difference is None else logs + difference(draws)
 
     def gradients(draws: Array) -> tuple[Array, Array]:
         log_factor, slopes = _marginal.gradients(client, draws, mean, share)
@@ -138,13 +138,13 @@ def against_site(target: Target, mean: Array, difference: Callable[[Array], Arra
 
 
 def departure_of(target: Target) -> dict[str, float]:
-    """How far the factor departs from a Gaussian, for who only draws: draws are too few to tell what clients share."""
+    """How far the factor departs from a Gaussian, for inferences that draw: their draws are too few to estimate it."""
     if target.client.kink or not gaussian.is_proper(target.global_):
         return {}
     mean, root = gaussian.affine(target.global_)
     try:
-        found = moments(against_site(target, mean, None), mean, root, _POINTS, stream_of(target.client.client_id))
+        weighted = moments(against_site(target, mean, None), mean, root, _POINTS, stream_of(target.client.client_id))
     except (LocalFailure, ArithmeticError, np.linalg.LinAlgError):
         return {}
-    told = np.nan if found is None else found.diagnostics["departure"]
-    return {"departure": told} if np.isfinite(told) else {}
+    value = np.nan if weighted is None else weighted.diagnostics["departure"]
+    return {"departure": value} if np.isfinite(value) else {}

@@ -1,9 +1,9 @@
 """Draws of θ given φ and a client's rows.
 
-Where the density is all but Laplace's approximation, one of a few candidates of that is taken, twice. Elsewhere
-coordinates that are independent given φ are drawn each by its distribution function; so is one that leaves the others
-Gaussian, and these given it. Others are drawn by Hamiltonian trajectories that begin at a candidate; or, where two
-leave the others Gaussian, at a draw by quadrature.
+Where Laplace's approximation is nearly exact, the draw is one of a few candidates from it, chosen by weights, twice.
+Elsewhere coordinates that are independent given φ are drawn each by its distribution function; so is one given which
+the others are Gaussian. All else is drawn by Hamiltonian trajectories from a candidate, or, where the others are
+Gaussian given two, from a draw by quadrature.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from fedppl.contracts import ClientView
-from fedppl.local import _gaussian_rest, _marginal
-from fedppl.local._conditional import _centered, _gaps, _Quadrature, about_modes, at_nodes
+from fedppl.local import _conditional, _marginal
+from fedppl.local._conditional import Places, _centered, _gaps, _Quadrature, about_modes, at_nodes
 from fedppl.local._factor import is_separable
-from fedppl.local._gaussian_rest import Places
 from fedppl.numerics import pairs, region
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.pairs import site_outputs
 from fedppl.types import Array, Rng
 
 _CANDIDATES, _TIMES = 8, 2  # half of them normal, half of a t, which reaches further
-_DIFFERS = 0.005  # variance of the density's ratio to Laplace's up to which its candidates will do
-_NONE = -1e300  # the log density where it has no value: taken only where no candidate has one
-_AT_ONCE = 2**22  # numbers in the points and factors that are held at a time
+_DIFFERS = 0.005  # largest variance of the density's ratio to Laplace's with which candidates are enough
+_NONE = -1e300  # log density of a candidate without a value
+_AT_ONCE = 2**22  # numbers in points and factors in memory at a time
 _NODES = np.linspace(-9.0, 9.0, 85)  # arsinh of sds of Laplace's approximation: out to 4,000
 
 
@@ -35,7 +34,7 @@ def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array
     """A draw of θ from p(θ | φ, y_k) for each row of phi (N, m): (N, d)."""
     d = client.local_size
     chunk = max(1, _AT_ONCE // max(1, d * d, len(_NODES) * (client.shared_size + d)))
-    order = np.lexsort(phi.T)  # equal rows together: one search serves them
+    order = np.lexsort(phi.T)  # equal rows together, for one search
     theta = np.zeros((len(phi), d))
     for first in range(0, len(phi) if d else 0, chunk):
         some = order[first : first + chunk]
@@ -50,7 +49,7 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     _, modes_there, factors_there = _marginal.modes(client, unique, center)
     modes, factors = modes_there[where], factors_there[where]
     upper = np.swapaxes(factors, 1, 2)
-    if client.view(_gaussian_rest.is_exact):
+    if client.view(_conditional.is_gaussian):
         return np.asarray(modes + np.linalg.solve(upper, rng.normal(size=(count, d, 1)))[..., 0])
     is_near, kept, kept_weight = False, np.zeros((count, d)), np.full(count, -np.inf)
     for time in range(_TIMES):
@@ -68,21 +67,21 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
         kept, kept_weight = theta[chosen, each], log_weights[chosen, each]
     if is_near:
         return kept
-    which = client.view(_gaussian_rest.find)
+    which = client.view(_conditional.conditioning)
     moved = np.ones(count, dtype=bool)
     if which is not None:
-        found, places = drawn(client, unique, where, modes_there, factors_there, which, rng)
-        kept[places] = found[places]
-        moved[places] = len(which) > 1  # one coordinate has been drawn by its own density
+        by_quadrature, places = drawn(client, unique, where, modes_there, factors_there, which, rng)
+        kept[places] = by_quadrature[places]
+        moved[places] = len(which) > 1  # a draw by one coordinate's own density is exact
     if np.any(moved):
         kept[moved] = _moved_on(client, phi[moved], kept[moved], factors[moved], rng)
     return kept
 
 
 def _one_by_one(client: ClientView, phi: Array, modes: Array, scales: Array, rng: Rng) -> Array:
-    """Each coordinate by itself: of a sum of functions of one each, the slopes along all are had at once."""
+    """Draw each coordinate by itself: of a sum of functions of one each, one gradient has all slopes."""
     theta = modes + np.sinh(_NODES)[:, None, None] / scales
-    with np.errstate(all="ignore"):  # far out a slope may be no number
+    with np.errstate(all="ignore"):  # far out a slope may be NaN
         slopes = _outputs(client, phi, theta)[1] / scales * np.cosh(_NODES)[:, None, None]
     drawn = draw_by_slopes(_NODES, slopes, np.log(np.cosh(_NODES)), rng)
     return np.asarray(modes + np.sinh(drawn) / scales)
@@ -101,7 +100,7 @@ def _moved_on(client: ClientView, phi: Array, theta: Array, factors: Array, rng:
 
 
 def _candidates(rng: Rng, count: int, d: int, *, normal: bool) -> Array:
-    """(candidates, N, d) in sds of Laplace's approximation: normal, and where that is not enough every other of a t."""
+    """(candidates, N, d) in sds of Laplace's approximation: `normal`, or every other of a t."""
     z = rng.normal(size=(_CANDIDATES, count, d))
     if not normal:
         reach = z[1::2]
@@ -112,8 +111,8 @@ def _candidates(rng: Rng, count: int, d: int, *, normal: bool) -> Array:
 def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
     """Variance over θ of the density's ratio to Laplace's, normalised at each φ, by candidates (C, N).
 
-    From the distance in total variation of the probabilities that either gives to the candidates, with which a normal
-    ratio has that variance: few of them tell it well, also where one is far out.
+    It is that of a normal ratio with the same distance in total variation between the candidates' probabilities, which
+    few candidates estimate well, also with one far out.
     """
     ours, normal = softmax(values - log_mixture, axis=0), softmax(log_normal - log_mixture, axis=0)
     return float(0.5 * np.pi * np.mean(np.abs(ours - normal).sum(axis=0) ** 2))
@@ -122,74 +121,73 @@ def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
 def _outputs(client: ClientView, phi: Array, theta: Array) -> tuple[Array, Array]:
     """log p(y, θ | φ) of candidates (C, N, d), (C, N), and its slopes along θ, (C, N, d)."""
     x = np.concatenate([np.broadcast_to(phi, (len(theta), *phi.shape)), theta], axis=2)
-    found = site_outputs(client.kernel, x.reshape(-1, x.shape[2]), client.packed)
-    found = found.reshape(*theta.shape[:2], -1)
-    return np.where(np.isfinite(found[..., 0]), found[..., 0], _NONE), found[..., 1 + phi.shape[1] :]
+    outputs = site_outputs(client.kernel, x.reshape(-1, x.shape[2]), client.packed).reshape(*theta.shape[:2], -1)
+    return np.where(np.isfinite(outputs[..., 0]), outputs[..., 0], _NONE), outputs[..., 1 + phi.shape[1] :]
 
 
 def _log_candidates(z: Array) -> tuple[Array, Array]:
-    """Log densities (C, N) of candidates z (C, N, d): by Laplace's approximation, and by half of either, times two."""
+    """Log densities (C, N) of candidates z (C, N, d): normal, and twice that of the mixture with the t."""
     white = z.reshape(-1, z.shape[2])
     log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * white.shape[1] * np.log(2 * np.pi)
     log_mixture = np.logaddexp(log_normal, region.log_density(white, np.eye(white.shape[1])))
     return log_normal.reshape(z.shape[:2]), np.asarray(log_mixture).reshape(z.shape[:2])
 
 
-# Draws of θ if all but one or two coordinates c are Gaussian given these, as effects are given their sd ---------------
+# Draws of θ where all but one or two coordinates c are Gaussian given these, as effects are given their sd ------------
 
-# Laplace's approximation may be in the neck of a funnel, where the mode is, and trajectories that begin there stay
-# there. The density of c is that of the quadrature that `_conditional` has for log f_k: of one coordinate as a curve
-# through its nodes, and of two spread out between them, from where trajectories move on.
+# Laplace's approximation may be in the neck of a funnel, where the mode is, and trajectories from there would stay. The
+# density of c is that of the quadrature of `_conditional`: of one coordinate interpolated between its nodes, and of two
+# spread between them, as a start for trajectories.
 
 _FUNNEL_NODES = 11  # of each coordinate where there are two
-_FAR = (4, 6)  # arsinh of sds: 27, and where something is left out there 202
-_OUTSIDE = np.log(1e-5)  # of the density at its largest, at the outermost nodes
+_FAR = (4, 6)  # arsinh of sds: 27, and where mass is missing 202
+_OUTSIDE = np.log(1e-5)  # largest density at the outermost nodes, relative to the mode's
 
 
 def drawn(
     client: ClientView, phi: Array, where: Places, modes: Array, factors: Array, which: Places, rng: Rng
 ) -> tuple[Array, Places]:
-    """θ (N, d) for rows `where` of φ (U, m), with modes (U, d) and factors (U, d, d) there; and which could be had.
+    """θ (N, d) for rows `where` of φ (U, m), with modes (U, d) and factors (U, d, d); and the rows with a draw.
 
-    c by its density, the others given c: exact where c is one coordinate, and else where trajectories may begin.
+    c by its density, the others given c: exact where c is one coordinate, else a start for trajectories.
     """
     d, theta = modes.shape[1], np.zeros((len(where), modes.shape[1]))
     rest, is_one = np.setdiff1d(np.arange(d), which), len(which) == 1
     about = about_modes(phi, modes, factors, which, rest)
     about, terms, rule = _spread_out(client, about, which, rest) if is_one else _by_grid(client, about, which, rest)
-    told = np.isfinite(terms.max(axis=1))
-    found: Places = np.flatnonzero(told[where])
-    if not len(found):
-        return theta, found
-    of = where[found]
+    known = np.isfinite(terms.max(axis=1))
+    rows: Places = np.flatnonzero(known[where])
+    if not len(rows):
+        return theta, rows
+    whose = where[rows]
     if is_one:
-        renumbered = np.cumsum(told) - 1
-        u = draw_by_values(np.arcsinh(rule.nodes[:, 0]), terms[told].T, renumbered[of], rng)
+        renumbered = np.cumsum(known) - 1
+        u = draw_by_values(np.arcsinh(rule.nodes[:, 0]), terms[known].T, renumbered[whose], rng)
         z = np.sinh(u)[:, None]
     else:
-        z = _between_nodes(terms[of], rule, rng)
-    at = _Quadrature(*(part[of] for part in about))
+        z = _between_nodes(terms[whose], rule, rng)
+    at = _Quadrature(*(part[whose] for part in about))
     at = at._replace(shift=at.shift + np.einsum("npq,nq->np", at.spread, z))
-    middle = Rule(np.zeros((1, len(which))), np.zeros(1), np.zeros(1))  # one node, at what was drawn
-    given = at_nodes(client.view(_marginal.densities), np.zeros(len(of), dtype=np.int64), at, which, rest, middle)
+    middle = Rule(np.zeros((1, len(which))), np.zeros(1), np.zeros(1))  # one node, at the draw of c
+    given = at_nodes(client.view(_marginal.densities), np.zeros(len(whose), dtype=np.int64), at, which, rest, middle)
     root, proper = pairs.cholesky(given.precision[:, 0])
     good = np.flatnonzero(np.isfinite(given.terms[:, 0]) & proper)
-    theta[found[good]] = given.theta[good, 0]
+    theta[rows[good]] = given.theta[good, 0]
     away = pairs.solve_upper(root[good], rng.normal(size=(len(good), len(rest))))
-    theta[np.ix_(found[good], rest)] += away
-    return theta, found[good]
+    theta[np.ix_(rows[good], rest)] += away
+    return theta, rows[good]
 
 
 def _spread_out(client: ClientView, about: _Quadrature, which: Places, rest: Places) -> tuple[_Quadrature, Array, Rule]:
-    """Logarithms (U, L) of what nodes add to the integral, of nodes that reach as far as there is anything."""
+    """Log terms (U, L) of the integral at nodes that reach as far as there is mass."""
     for far in _FAR:
         rule = by_trapezoids(far)
-        held = about._replace(shift=about.shift.copy(), spread=about.spread.copy())
-        terms = _in_chunks(client, held, which, rest, rule)
+        moved = about._replace(shift=about.shift.copy(), spread=about.spread.copy())
+        terms = _in_chunks(client, moved, which, rest, rule)
         ends = np.maximum(terms[:, 0], terms[:, -1])
         if not np.any(ends > np.max(terms, axis=1) + _OUTSIDE):
             break
-    return held, terms, rule
+    return moved, terms, rule
 
 
 def _by_grid(client: ClientView, about: _Quadrature, which: Places, rest: Places) -> tuple[_Quadrature, Array, Rule]:
@@ -198,18 +196,18 @@ def _by_grid(client: ClientView, about: _Quadrature, which: Places, rest: Places
 
 
 def _in_chunks(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
-    """As `_centered`, which moves the nodes, with not too much held at a time."""
+    """As `_centered`, which moves the nodes, in parts that fit in memory."""
     count, m = about.phi.shape
     chunk = max(1, _AT_ONCE // (len(rule.nodes) * about.modes.shape[1] * (m + about.modes.shape[1])))
-    found = []
+    parts = []
     for first in range(0, count, chunk):
         part = _Quadrature(*(values[first : first + chunk] for values in about))
-        found.append(_centered(client, part, which, rest, rule))
-    return np.concatenate(found)
+        parts.append(_centered(client, part, which, rest, rule))
+    return np.concatenate(parts)
 
 
 def _between_nodes(terms: Array, rule: Rule, rng: Rng) -> Array:
-    """z (N, q) about nodes that are drawn by what they add to the integral, with the variance that nodes have."""
+    """z (N, q) about nodes that are drawn by their terms of the integral, with the nodes' variance."""
     chosen = np.argmax(terms + rng.gumbel(size=terms.shape), axis=1)
     gaps = np.stack([_gaps(column) for column in rule.nodes.T], axis=1)
     added = softmax(rule.log_weights) @ gaps**2 / 12.0
@@ -217,16 +215,16 @@ def _between_nodes(terms: Array, rule: Rule, rng: Rng) -> Array:
     return np.asarray(np.sqrt(1.0 - added) * rule.nodes[chosen] + jitter)
 
 
-# Hamiltonian trajectories of many points at once, each of a density of its own that is near a standard normal ---------
+# Hamiltonian trajectories of many points at once, each of its own density near a standard normal ----------------------
 
-_TRAJECTORIES, _STEPS = 8, 15  # long ones: in a funnel short ones go up and down by chance alone
+_TRAJECTORIES, _STEPS = 8, 15  # long ones: in a funnel short ones are random walks
 _SHORTEST, _LONGEST = 0.2, 0.6  # steps in one dimension: a whole turn on average
 
 
 def trajectories(density: Callable[[Array], tuple[Array, Array]], z: Array, rng: Rng) -> Array:
-    """Move points z (N, d) so that each is of its density; `density` gives log densities (N,) and slopes (N, d).
+    """Move points z (N, d) so that each is a draw of its density: log densities (N,) and slopes (N, d).
 
-    Steps of random length fit places that are narrower than the middle. A point without a density is not gone to.
+    Steps have random lengths, for regions that are narrower than the middle. Points without a density are rejected.
     """
     d = z.shape[1]
     value, slope = density(z)
@@ -234,25 +232,25 @@ def trajectories(density: Callable[[Array], tuple[Array, Array]], z: Array, rng:
         step = rng.uniform(_SHORTEST, _LONGEST, size=(len(z), 1)) / d**0.25
         momentum = rng.normal(size=z.shape)
         there, there_value, there_slope, speed = z, value, slope, momentum
-        with np.errstate(all="ignore"):  # what has no density is refused below
+        with np.errstate(all="ignore"):  # of points that are rejected below
             for _ in range(_STEPS):
                 speed = speed + 0.5 * step * there_slope
                 there = there + step * speed
                 there_value, there_slope = density(there)
                 speed = speed + 0.5 * step * there_slope
             gained = there_value - value + 0.5 * np.sum(momentum**2 - speed**2, axis=1)
-            is_there = np.isfinite(gained) & np.all(np.isfinite(there_slope), axis=1)
-            is_there &= np.log(rng.uniform(size=len(z))) < gained
-        value = np.where(is_there, there_value, value)
-        z, slope = (np.where(is_there[:, None], *both) for both in ((there, z), (there_slope, slope)))
+            accepted = np.isfinite(gained) & np.all(np.isfinite(there_slope), axis=1)
+            accepted &= np.log(rng.uniform(size=len(z))) < gained
+        value = np.where(accepted, there_value, value)
+        z, slope = (np.where(accepted[:, None], *both) for both in ((there, z), (there_slope, slope)))
     return z
 
 
-# Draws of many densities of one variable each, by distribution functions that come from slopes at nodes ---------------
+# Draws of many densities of one variable each, by distribution functions from slopes or values at nodes ---------------
 
-_PARTS = 4  # of the space between nodes
-_ROUGH = 0.5  # log units that two rules may differ by between nodes
-_LEAST = -700.0  # log density, below the middle's, that counts as none
+_PARTS = 4  # of an interval between nodes
+_ROUGH = 0.5  # log units, largest difference of two rules between nodes
+_LEAST = -700.0  # log density, below the middle's, that counts as zero
 
 Cells = NDArray[np.intp]
 
@@ -260,7 +258,7 @@ Cells = NDArray[np.intp]
 def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array:
     """Draw u with log density L(u) + extra(u), given equally spaced nodes (n,) and dL/du there (n, ...): (...).
 
-    What has no slope, or lies beyond where there is none, has no density. The middle node has one.
+    There is no density at and beyond nodes without a slope. The middle node has one.
     """
     step, middle = nodes[1] - nodes[0], len(nodes) // 2
     logs = np.zeros_like(slopes)
@@ -278,7 +276,7 @@ def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array
 def draw_by_values(nodes: Array, logs: Array, which: Cells, rng: Rng) -> Array:
     """Draw u of each of the densities `which` (N,), whose logarithms at equally spaced nodes (n,) are logs (n, U).
 
-    Each of these has a largest value; −inf says that there is no density.
+    Each of these has a largest value; −inf is no density.
     """
     logs = np.maximum(logs - logs.max(axis=0), _LEAST)
     rises = np.gradient(logs, axis=0)
@@ -289,7 +287,7 @@ def draw_by_values(nodes: Array, logs: Array, which: Cells, rng: Rng) -> Array:
 
 
 def _below(logs: Array) -> Array:
-    """What of each density (G, ...) lies below each place."""
+    """Mass of each density (G, ...) below each place."""
     density, below = np.exp(logs), np.zeros_like(logs)
     np.cumsum(0.5 * (density[1:] + density[:-1]), axis=0, out=below[1:])
     return below
@@ -304,26 +302,26 @@ def _drawn_from(places: Array, below: Array, uniform: Array) -> Array:
 
 
 def _between(slopes: Array, step: float) -> Array:
-    """Integrals between nodes, by the cubic through four of them; by two alone where that is far from it."""
-    plain = 0.5 * step * (slopes[1:] + slopes[:-1])
-    found = plain.copy()
+    """Integrals between nodes, by the cubic through four of them; by trapezoids where that is far from these."""
+    trapezoids = 0.5 * step * (slopes[1:] + slopes[:-1])
+    integrals = trapezoids.copy()
     inner = step / 24.0 * (13.0 * (slopes[1:-2] + slopes[2:-1]) - slopes[:-3] - slopes[3:])
-    found[1:-1] = np.where(np.abs(inner - plain[1:-1]) < _ROUGH, inner, plain[1:-1])
-    return found
+    integrals[1:-1] = np.where(np.abs(inner - trapezoids[1:-1]) < _ROUGH, inner, trapezoids[1:-1])
+    return integrals
 
 
 def _interpolated(logs: Array, rises: Array) -> Array:
-    """Log densities at nodes and between them by cubics with their slopes, no steeper than goes with a monotone one."""
+    """Log densities at nodes and between them by cubics with their slopes, clipped so that these are monotone."""
     change = np.diff(logs, axis=0)
     steepest = 3.0 * np.abs(change) + _ROUGH
     start, end = (np.clip(np.nan_to_num(one), -steepest, steepest) for one in (rises[:-1], rises[1:]))
-    found = np.empty((_PARTS * len(change) + 1, *logs.shape[1:]))
+    values = np.empty((_PARTS * len(change) + 1, *logs.shape[1:]))
     for part in range(_PARTS):
         s = part / _PARTS
         cubic = s * (1 - s) ** 2 * start + s**2 * (s - 1) * end
-        found[part:-1:_PARTS] = logs[:-1] + s**2 * (3 - 2 * s) * change + cubic
-    found[-1] = logs[-1]
-    return found
+        values[part:-1:_PARTS] = logs[:-1] + s**2 * (3 - 2 * s) * change + cubic
+    values[-1] = logs[-1]
+    return values
 
 
 def _column(values: Array, ndim: int) -> Array:

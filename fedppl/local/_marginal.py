@@ -18,18 +18,18 @@ from fedppl.types import Array, LocalFailure
 
 
 def densities(client: ClientView) -> Densities:
-    """The client's density, as one of many that lie side by side."""
+    """The client's density, as a stack of one."""
     return pairs.one(client.kernel, client.shared_size, client.packed)
 
 
 def start(client: ClientView) -> Array:
-    """Where inner searches begin: the mode of θ at the prior mean of φ.
+    """Start of inner searches: the mode of θ at the prior mean of φ.
 
-    It depends on the client's model and data alone, never on earlier rounds, so that clients stay stateless.
+    It depends on the client's model and data alone, not on earlier rounds, so that clients stay stateless.
     """
     middle, initial = gaussian.mean(client.prior.gaussian), np.asarray(client.initial, dtype=float)
-    found = pairs.modes(client.view(densities), middle[None], initial[None], np.zeros(1, dtype=np.int64))
-    return found.theta[0] if found.arrived[0] else initial
+    mode = pairs.modes(client.view(densities), middle[None], initial[None], np.zeros(1, dtype=np.int64))
+    return mode.theta[0] if mode.arrived[0] else initial
 
 
 def near(client: ClientView, points: Array, center: Array) -> Laplace:
@@ -62,11 +62,11 @@ def modes(client: ClientView, points: Array, center: Array) -> tuple[Array, Arra
 
 def values(client: ClientView, points: Array, center: Array, prior_share: float) -> Array:
     """log f_k (and its share of a non-Gaussian prior) at points (S, m), (S,)."""
-    found, _, _ = modes(client, points, center)
+    logs, _, _ = modes(client, points, center)
     if not prior_share:
-        return found
-    with np.errstate(invalid="ignore"):  # where the prior has no density, or far from where it has one
-        return np.asarray(found + prior_share * client.prior.log_ratio(points))
+        return logs
+    with np.errstate(invalid="ignore"):  # where the prior has no density
+        return np.asarray(logs + prior_share * client.prior.log_ratio(points))
 
 
 def log_factor(client: ClientView, points: Array, prior_share: float) -> Array:
@@ -80,24 +80,24 @@ def log_factor(client: ClientView, points: Array, prior_share: float) -> Array:
 def gradients(client: ClientView, points: Array, center: Array, prior_share: float) -> tuple[Array, Array]:
     """log f_k (and its share of a non-Gaussian prior) and its gradients at points (S, m), (S,) and (S, m)."""
     of, origin = client.view(densities), _origin(client, center)
-    found, slopes = np.zeros(len(points)), np.zeros_like(points)
+    logs, slopes = np.zeros(len(points)), np.zeros_like(points)
     each = pairs.at_once(client.local_size, client.shared_size)
     for some in (slice(first, first + each) for first in range(0, len(points), each)):
         at, who = points[some], np.zeros(len(points[some]), dtype=np.int64)
         about = pairs.laplace(of, origin, who, who, at)
-        found[some], slopes[some] = about.values, pairs.gradients(of, at, about.theta, who, origin.modes.scale[who])
-    found = np.where(np.isfinite(found), found, -np.inf)
+        logs[some], slopes[some] = about.values, pairs.gradients(of, at, about.theta, who, origin.modes.scale[who])
+    logs = np.where(np.isfinite(logs), logs, -np.inf)
     if prior_share:
-        found = found + prior_share * client.prior.log_ratio(points)
+        logs = logs + prior_share * client.prior.log_ratio(points)
         slopes = slopes + prior_share * client.prior.log_ratio_gradients(points)
-    return found, slopes
+    return logs, slopes
 
 
 def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
     """Quadratic expansion of log f_k (and of its share of a non-Gaussian prior) at a point."""
     one, begin = np.zeros(1, dtype=np.int64), client.view(start)[None]
-    found = pairs.expansions(client.view(densities), point, begin, one, prior_sds(client, 1.0))
-    value, gradient, hessian = float(found.values[0]), found.gradients[0], found.hessians[0]
+    stack = pairs.expansions(client.view(densities), point, begin, one, prior_sds(client, 1.0))
+    value, gradient, hessian = float(stack.values[0]), stack.gradients[0], stack.hessians[0]
     if not (np.isfinite(value) and np.all(np.isfinite(hessian))):
         raise LocalFailure(no_mode(client, point))
     if prior_share and not client.prior.is_gaussian:
@@ -112,7 +112,7 @@ class Integrals(NamedTuple):
 
     values: Array  # (S,) log f_k
     laplace: Array  # (S,) by Laplace's approximation
-    relative: Array  # (S,) effective part of the nodes
+    relative: Array  # (S,) effective share of the nodes
     shares: Array  # (S, G) of the integral, of each group of nodes
 
 
@@ -128,78 +128,77 @@ def integrals(client: ClientView, points: Array, center: Array, rule: Rule) -> I
         return np.concatenate([total, effective / len(rule.nodes), parts @ of_group], axis=1)
 
     who = np.zeros(len(points), dtype=np.int64)
-    found = pairs.by_nodes(client.view(densities), about, points, who, rule, shared)
-    told = np.isfinite(found[:, :1])
-    values, relative, shares = np.where(told, found[:, 0:1], np.nan), found[:, 1], found[:, 2:]
-    return Integrals(values[:, 0], about.values, np.where(told[:, 0], relative, 0.0), np.where(told, shares, 0.0))
+    columns = pairs.by_nodes(client.view(densities), about, points, who, rule, shared)
+    known = np.isfinite(columns[:, :1])
+    values, relative, shares = np.where(known, columns[:, 0:1], np.nan), columns[:, 1], columns[:, 2:]
+    return Integrals(values[:, 0], about.values, np.where(known[:, 0], relative, 0.0), np.where(known, shares, 0.0))
 
 
 def difference(client: ClientView, points: Array, center: Array) -> tuple[Array, float] | None:
-    """What Laplace over θ leaves out of log f_k at points (S, m), and how far to trust it; None where it is unknown."""
+    """The error of Laplace over θ in log f_k at points (S, m), and trust in it; None where it is unknown."""
     rule = rule_of(client.local_size, stream_of(client.client_id))
     try:
-        found = integrals(client, points, center, rule)
+        values, laplace, relative, shares = integrals(client, points, center, rule)
     except LocalFailure:
         return None
-    return trusted(found.values - found.laplace, found.relative, found.shares, client.local_size)
+    return trusted(values - laplace, relative, shares, client.local_size)
 
 
-# What Laplace's approximation over θ leaves out of log f_k, as a quadratic in φ ---------------------------------------
+# The error Δ of Laplace's approximation over θ in log f_k, as a quadratic in φ ----------------------------------------
 
 # Δ(φ) = log ∫ p(y_k, θ | φ) dθ − log f_k by Laplace. The integral is adaptive: Gauss-Hermite nodes around the mode of
 # θ, in units of the curvature there, up to three coordinates, and quasi-random points with importance weights beyond.
-# The same nodes serve all φ, so that what they miss is smooth in φ and mostly a constant, which moves no moment; random
-# points are nearly always of a client's own, so that errors of clients do not add up.
+# The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which changes no moment. Random
+# points are mostly of a client's own, so that errors of clients do not add up.
 
 _POINTS = 256  # where a grid has too many coordinates
-# Relative ESS of importance weights below which they say nothing, and above which all; in between Δ counts in part, so
-# that it comes and goes without a jump. So it does by the share of the integral that outermost nodes have, beyond which
-# there may be as much again.
+# Relative ESS of importance weights below which Δ is unknown, and above which known; in between Δ counts in part, so
+# that there is no jump. The same for the share of the integral at outermost nodes, beyond which there may be as much.
 _NOTHING, _ALL = 0.1, 0.3
 _MOST, _LITTLE = 0.3, 0.15
 _QUADRATIC = 8  # shared coordinates up to which Δ is a quadratic; beyond, a linear function
 _ROUNDING = 1e-7
-_CURVED = 1e-3  # Δ, in log units at one sd of q, from which its curvature is looked at
+_CURVED = 1e-3  # Δ, in log units at one sd of q, from which its curvature is estimated
 
 Difference = Callable[[Array], Array]
 
 
 class LeftOut(NamedTuple):
-    """Δ about q as far as it is known."""
+    """Δ about q, weighted by the trust in it."""
 
-    difference: Difference | None  # a quadratic, in points (S, m); None where it is nothing, or not known
-    trust: float  # the part of Δ that it is, by how well it is known: 0 where nothing is known
+    difference: Difference | None  # a quadratic, in points (S, m); None where Δ is zero, or unknown
+    trust: float  # from 0, unknown, to 1
 
 
 def rule_of(size: int, stream: int) -> Rule:
-    """A grid of few coordinates, points of the client's stream of more."""
+    """A grid for few coordinates, points of the client's stream for more."""
     return by_grid(size, SIZES[size]) if size in SIZES else by_points(size, _POINTS, stream)
 
 
-def trusted(found: Array, relative: Array, shares: Array, size: int) -> tuple[Array, float] | None:
-    """Δ at points (S,) by a rule's integrals, and how far to trust it; None where one is not known."""
-    if not np.all(np.isfinite(found)):
+def trusted(delta: Array, relative: Array, shares: Array, size: int) -> tuple[Array, float] | None:
+    """Δ at points (S,) by a rule's integrals, and trust in it; None where a value is unknown."""
+    if not np.all(np.isfinite(delta)):
         return None
     if size in SIZES:
-        return found, float(np.clip((_MOST - shares[:, 1].max()) / (_MOST - _LITTLE), 0.0, 1.0))
+        return delta, float(np.clip((_MOST - shares[:, 1].max()) / (_MOST - _LITTLE), 0.0, 1.0))
     if relative.min() < _NOTHING:
         return None
-    return found, float(np.clip((relative.min() - _NOTHING) / (_ALL - _NOTHING), 0.0, 1.0))
+    return delta, float(np.clip((relative.min() - _NOTHING) / (_ALL - _NOTHING), 0.0, 1.0))
 
 
 def left_out(
     difference: Callable[[Array], tuple[Array, float] | None], mean: Array, root: Array, stream: int
 ) -> LeftOut:
-    """Δ about q = N(mean, root rootᵀ), up to a constant, from its values at points (S, m) and how far to trust them."""
+    """Δ about q = N(mean, root rootᵀ), up to a constant, from its values at points (S, m) and the trust in them."""
     m = len(mean)
     z = whitened_points(m, 2 * (m + 1), stream)
     known = difference(mean + z @ root.T)
     if known is None:
         return LeftOut(None, 0.0)
-    found, trust = known
-    linear, curved = found @ z / len(z), np.zeros((m, m))  # of antithetic points: what is even in z drops out
+    delta, trust = known
+    linear, curved = delta @ z / len(z), np.zeros((m, m))  # of antithetic points: even terms cancel
     half = len(z) // 2
-    even = float(np.std((found[:half] + found[half:]) / 2))
+    even = float(np.std((delta[:half] + delta[half:]) / 2))
     if max(float(np.linalg.norm(linear)), even) < _ROUNDING:
         return LeftOut(None, 1.0)
     if m <= _QUADRATIC and max(float(np.linalg.norm(linear)), even) > _CURVED:
@@ -218,12 +217,10 @@ def left_out(
     return LeftOut(quadratic, trust)
 
 
-# What to say where a client's local variables have no mode: read off where the search for it ended --------------------
+# The reason why a client's local variables have no mode, from the end of the search for it ---------------------------
 
-# Beyond this a log density has no digits left for the differences that a search goes by.
-_BEYOND = 1e12
-# A scale that the search left this much smaller, e^-4 = .02 times where it began, is on its way to zero.
-_SHRUNK = -4.0
+_BEYOND = 1e12  # a log density that is too large to compute differences of
+_SHRUNK = -4.0  # change of a log scale in the search, e^-4 = .02 times its start, that shows it goes to zero
 
 
 def no_mode(client: ClientView, phi: Array) -> str:

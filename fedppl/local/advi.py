@@ -45,8 +45,8 @@ def ADVI(*, points: int = 256, max_iterations: int = 2000) -> LocalInference:
 
     Notes
     -----
-    *When this fails.* A Gaussian cannot follow a funnel; diagnostic `pareto_k` of the fit against the target
-    above 0.7 says so. Parameters grow with the square of the dimension: use `MeanField` for many.
+    *When this fails.* A Gaussian cannot follow a funnel: diagnostic `pareto_k` of the fit is above 0.7 then. Parameters
+    grow with the square of the dimension: use `MeanField` for many.
 
     References
     ----------
@@ -107,7 +107,7 @@ def _build(name: str, fit: _Fit, points: int, max_iterations: int) -> LocalInfer
 
 
 def _maximise(objective: Callable[[Array], tuple[float, Array]], first: Array, max_iterations: int) -> Array:
-    """L-BFGS on −objective; infinite values are walls."""
+    """Maximise by L-BFGS; infinite values are avoided."""
 
     def negative(parameters: Array) -> tuple[float, Array]:
         value, gradient = objective(parameters)
@@ -120,8 +120,8 @@ def _maximise(objective: Callable[[Array], tuple[float, Array]], first: Array, m
     for _ in range(_RESTARTS):
         if result.status == 1:
             break
-        # A line search that overshoots to an equal value ends L-BFGS far from the optimum, with status 0. A search
-        # that begins anew there, without its memory, goes on; at an optimum it stops at once.
+        # A line search that overshoots to an equal value ends L-BFGS far from the optimum, with status 0. A new search
+        # from there, without the memory, goes on; at an optimum it stops at once.
         before = result
         result = minimize(negative, before.x, jac=True, method="L-BFGS-B", options=options)
         if before.fun - result.fun <= 1e-10 * (1.0 + abs(result.fun)):
@@ -191,12 +191,12 @@ def _fit(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
     """Mean, factor of the covariance, and Pareto k of the fit against its target."""
     density, origin = log_tilted(target), start(target)
     z = whitened_points(len(origin), settings.points, stream_of(target.client.client_id))
-    with np.errstate(over="ignore", invalid="ignore"):  # the search may step far out, and comes back
+    with np.errstate(over="ignore", invalid="ignore"):  # the search may step far out
         mean, factor = settings.fit(density, origin, z, settings.max_iterations)
     A = negative_hessian(target, mean, np.minimum(np.sqrt(np.sum(factor**2, axis=1)), 1.0))
     if not np.all(np.isfinite(A)) or not np.linalg.eigvalsh(A)[0] > 0:
         raise LocalFailure(
-            "the variational fit ran away: the tilted density does not fall off around it. Lower damping= of EP, or "
+            "the variational fit diverged: the tilted density does not fall off around it. Lower damping= of EP, or "
             "use local=fedppl.NUTS()"
         )
     log_weights = np.array([density(mean + factor @ row)[0] + 0.5 * row @ row for row in z])

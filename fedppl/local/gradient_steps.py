@@ -1,4 +1,4 @@
-"""A fixed number of gradient steps on the tilted log density: what averaging methods do at a client."""
+"""A fixed number of gradient steps at a client: on the tilted log density, and as averaging methods take them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Settings(NamedTuple):
 
 
 def GradientSteps(*, steps: int = 100, learning_rate: float = 1e-3) -> LocalInference:
-    r"""Plain gradient ascent on the tilted log density, then its curvature where the steps ended.
+    r"""Plain gradient ascent on the tilted log density, then its curvature at the end.
 
     .. math:: x \leftarrow x + \eta\, \partial_x \log \tilde p(x), \quad \text{T times}; \qquad
               \hat Q = (A^{-1})_{\phi\phi}^{-1}
@@ -47,8 +47,8 @@ def GradientSteps(*, steps: int = 100, learning_rate: float = 1e-3) -> LocalInfe
 
     Notes
     -----
-    *When this fails.* η above 2 / λ_max of the curvature diverges, and the client says so; a small one has not
-    arrived after T steps, which diagnostic `decrement` (in units of the log density) shows.
+    *When this fails.* η above 2 / λ_max of the curvature diverges, and the client fails; with a small one the steps end
+    before the mode, which diagnostic `decrement` (in units of the log density) shows.
     """
     settings = _Settings(whole("steps", steps), positive("learning_rate", learning_rate))
     return LocalInference(
@@ -81,7 +81,7 @@ def climb(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
     eigenvalues, vectors = np.linalg.eigh(A)
     if not eigenvalues[0] > 0:
         raise LocalFailure(
-            f"no curvature to report where {settings.steps} gradient steps ended (smallest eigenvalue "
+            f"no positive curvature where {settings.steps} gradient steps ended (smallest eigenvalue "
             f"{eigenvalues[0]:.3g}); raise steps=, or change learning_rate={settings.learning_rate}"
         )
     return x, A, float(np.sum((vectors.T @ gradient) ** 2 / eigenvalues))
@@ -99,22 +99,20 @@ def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settin
     return gaussian_draws(x, A, target.client.shared_size, draws, chains, rng, {"decrement": decrement})
 
 
-# Gradient steps at a client, as averaging methods take them: on the mean loss, plus a quadratic in φ ------------------
+# Gradient steps of averaging methods: on the mean loss, plus a quadratic in φ -----------------------------------------
 
 #     F_k(φ, θ) = −s log p(y_k, θ | φ) + φᵀAφ / 2 − bᵀφ
 #
 # The scale s (1 / n_k for a mean loss), A (m, m) and b (m,) are the algorithm's: a share of a Gaussian prior, a
 # proximal term, a control variate. A batch of n_b rows weighs its terms by n_k / n_b, so that its gradient is unbiased.
 
-# Full-gradient steps that raise a client's loss by more than this many nats a row have diverged; smaller rises are an
-# oscillation that may still settle.
-_RISE = 1.0
-_ROWS_AT_ONCE = 20_000  # copied for a stretch of batches
+_RISE = 1.0  # of a client's loss by full-gradient steps, in nats a row, above which they have diverged
+_ROWS_AT_ONCE = 20_000  # copied for many batches
 PLACES = types.int64[:, ::1]
 
 
 class Descent(NamedTuple):
-    """How a client descends."""
+    """Settings of a client's gradient steps."""
 
     learning_rate: float  # η, per unit of the scaled loss
     steps: int  # T
@@ -122,7 +120,7 @@ class Descent(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """The scale s of a client's loss, and what is added to it: ½ φᵀAφ − bᵀφ."""
+    """The scale s of a client's loss, and the added quadratic ½ φᵀAφ − bᵀφ."""
 
     scale: float
     quadratic: Array  # A, (m, m)
@@ -131,7 +129,7 @@ class Objective(NamedTuple):
 
 
 def checked(learning_rate: float, steps: int, batch_size: int | None) -> Descent:
-    """Settings in range, or an error that says which is not."""
+    """Settings in range, or an error."""
     rows = None if batch_size is None else whole("batch_size", batch_size, hint="None takes all rows")
     return Descent(positive("learning_rate", learning_rate), whole("steps", steps), rows)
 
@@ -139,7 +137,7 @@ def checked(learning_rate: float, steps: int, batch_size: int | None) -> Descent
 def check_batches(client: ClientView, batch_size: int | None) -> None:
     """Refuse batches where the log density is no sum over rows: gradients of batches would be biased.
 
-    Raises `DataError` where rows cannot be taken, or those of two halves of the data do not add up to the whole.
+    Raises `DataError` where the densities of two halves of the data do not add up to the whole.
     """
     if batch_size is None:
         return
@@ -148,7 +146,7 @@ def check_batches(client: ClientView, batch_size: int | None) -> None:
     none = client.batch(np.arange(0))
     prior = client.layout.prior
     sd = np.minimum(gaussian.standard_deviations(prior), 1.0)
-    rng = np.random.default_rng(0)  # any point but a special one, where coincidences would hide a difference
+    rng = np.random.default_rng(0)  # a random point: at a special one a difference may be zero by coincidence
     x = np.concatenate([gaussian.mean(prior), client.initial])
     x += 0.3 * rng.normal(size=len(x)) * np.concatenate([sd, np.ones(client.local_size)])
     whole, first, second, nothing = (client.kernel(x, *data) for data in (client.packed, *parts, none))
@@ -199,7 +197,7 @@ def descend(client: ClientView, x: Array, objective: Objective, descent: Descent
     Raises `LocalFailure` if the steps diverged; it names the learning rate.
     """
     scale, share = objective.scale, objective.prior_share
-    # Copies: compiled code takes no arrays that are read-only, as messages and restored states may be.
+    # Copies: compiled code takes no read-only arrays, and messages and restored states may be read-only.
     A, b, x = (np.array(value, dtype=float, order="C") for value in (objective.quadratic, objective.linear, x))
     m, rows, size = len(b), client.rows, descent.batch_size
     whole = size is None or size >= rows
@@ -213,14 +211,14 @@ def descend(client: ClientView, x: Array, objective: Objective, descent: Descent
             none, chosen = client.batch(np.arange(0)), np.array(list(_batches(rows, descent, rng)))
             many = max(1, _ROWS_AT_ONCE // chosen.shape[1])
             for start in range(0, len(chosen), many):
-                held = client.batches(chosen[start : start + many])
-                x = _steps(client.kernel, x, *held, none, settings, A, b)
+                batches = client.batches(chosen[start : start + many])
+                x = _steps(client.kernel, x, *batches, none, settings, A, b)
         else:
             none = client.packed if whole else client.batch(np.arange(0))
             for batch in _batches(rows, descent, rng):
                 pull = b + scale * share * client.prior.log_ratio_gradient(x[:m]) if share else b
-                held = _alone(client.packed if whole else client.batch(batch))
-                x = _steps(client.kernel, x, *held, none, settings, A, pull)
+                rows_of_batch = _alone(client.packed if whole else client.batch(batch))
+                x = _steps(client.kernel, x, *rows_of_batch, none, settings, A, pull)
         after = _loss(client, objective, x) if whole and np.all(np.isfinite(x)) else 0.0
     if not np.all(np.isfinite(x)) or not after <= before + _RISE * scale * rows:
         raise LocalFailure(f"gradient steps diverged; lower learning_rate={descent.learning_rate:g}")

@@ -1,9 +1,9 @@
-r"""log f_k of clients side by side, with θ integrated: Laplace's approximation, and what it leaves out.
+r"""log f_k of clients side by side, with θ integrated: Laplace's approximation, and its error.
 
 .. math:: \log f_k(\varphi) = \log \int p(y_k, \theta \mid \varphi)\, d\theta
 
-Laplace's values are cheap and asked for at many points. What they leave out is dear and smooth in φ: it is asked for at
-few. A client alone is a stack of one, so that its numbers are the same wherever they are computed.
+Laplace's values are cheap and computed at many points. Their error is expensive and smooth in φ, and computed at few. A
+client alone is a stack of one, so that its numbers are the same wherever they are computed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant
-from fedppl.local import _factor, _gaussian_rest, _sparse
+from fedppl.local import _conditional, _factor
+from fedppl.local._factor import several_modes
 from fedppl.local._marginal import no_mode
-from fedppl.local._other_modes import several_modes
 from fedppl.numerics import pairs
 from fedppl.numerics.integral import Rule, by_grid, by_sparse_grid
 from fedppl.numerics.pairs import Densities, Laplace, Places
@@ -32,14 +32,14 @@ from fedppl.types import Array
 
 T = TypeVar("T")
 
-_LOOKED_AT = 8  # clients of a stack by which it is known what θ is like, wherever φ is
-_ASKED_AT = (0.5, -1.0, 3.0, -10.0)  # sds from a mode, at which it is looked at whether θ is Gaussian there
-_EQUAL, _ROUNDING = 1e-6, 1e-10  # of what a Gaussian changes by, and of the density, by which others may differ
+_CHECKED = 8  # clients of a stack of which is checked whether θ is Gaussian at all φ
+_DISTANCES = (0.5, -1.0, 3.0, -10.0)  # sds from a mode, at which it is checked for all clients
+_EQUAL, _ROUNDING = 1e-6, 1e-10  # tolerances relative to changes of a Gaussian, and to the density
 _EACH = 512  # clients from which rules are chosen by a sample
 _SAMPLE = 128  # of these
 _NODES = {1: (5, 7, 9, 15, 31), 2: (5, 9), 3: (5, 7)}  # of each coordinate where clients are many, by their number
-_FINER = {1: 63, 2: 15, 3: 11}  # nodes that these are held against
-_OFF = 0.2  # log units, standard error of what a rule leaves of the sum: nearly all of it is a constant
+_FINER = {1: 63, 2: 15, 3: 11}  # nodes that these are compared with
+_OFF = 0.2  # log units, tolerance of the standard error of a rule in the sum: nearly all of it is a constant
 
 _ROUGH = {1: 9, 2: 5, 3: 3}  # nodes of each coordinate of a cheap rule, by the number of coordinates
 _ROUGH_LEVEL = 3  # of a sparse grid, of more that depend on each other
@@ -54,7 +54,7 @@ class Stacked(NamedTuple):
     ids: Sequence[str]
     client: Callable[[int], ClientView]  # the client in a place as others know it
     prior: SharedPrior
-    exact: bool  # whether Laplace's approximation leaves nothing out
+    exact: bool  # whether Laplace's approximation is exact
 
     def __len__(self) -> int:
         """Return the number of clients."""
@@ -62,11 +62,11 @@ class Stacked(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Sums over clients at points, and who has none of it."""
+    """Sums over clients at points, and clients that failed."""
 
     values: Array  # (S,) Laplace's log f_k, of clients that have a value
     lost: Array  # (S,) number of clients without a value
-    left_out: Array  # (T,) what these leave out, at the known points
+    left_out: Array  # (T,) their error, at the known points
     left_out_lost: Array  # (T,)
     errors: Array  # (T,) signed
     squares: Array  # (T,)
@@ -113,25 +113,25 @@ def _stacked(
         def begin(some: slice) -> None:
             who = np.arange(len(initial), dtype=np.int64)[some]
             phi = np.broadcast_to(middle, (len(who), len(middle)))
-            found = pairs.modes(of, phi, initial[some], who)
-            starts[some] = np.where(found.arrived[:, None], found.theta, initial[some])
-            gaussians[some] = _looks_gaussian(of, found, phi, who)
+            modes = pairs.modes(of, phi, initial[some], who)
+            starts[some] = np.where(modes.arrived[:, None], modes.theta, initial[some])
+            gaussians[some] = _looks_gaussian(of, modes, phi, who)
 
         in_parts(begin, len(initial), _parts_of(initial.shape[1], len(middle), 1), cores())
-    places = np.unique(np.linspace(0, len(initial) - 1, min(_LOOKED_AT, len(initial))).astype(int))
+    places = np.unique(np.linspace(0, len(initial) - 1, min(_CHECKED, len(initial))).astype(int))
     d = initial.shape[1]
-    exact = not d or (bool(np.all(gaussians)) and all(client(int(k)).view(_gaussian_rest.is_exact) for k in places))
+    exact = not d or (bool(np.all(gaussians)) and all(client(int(k)).view(_conditional.is_gaussian) for k in places))
     return Stacked(of, starts, ids, client, like.prior, exact)
 
 
-def _looks_gaussian(of: Densities, found: pairs.Modes, phi: Array, who: Places) -> NDArray[np.bool_]:
-    """Of which clients θ is Gaussian about its mode, near and far: a few of a rare kind are none of those looked at."""
-    d = found.theta.shape[1]
-    z = np.random.default_rng(0).normal(size=(len(_ASKED_AT), d))
-    z *= (np.array(_ASKED_AT) / np.sqrt(np.sum(z**2, axis=1)))[:, None]
-    about = Laplace(pairs.of_modes(found), found.theta, found.root)
+def _looks_gaussian(of: Densities, modes: pairs.Modes, phi: Array, who: Places) -> NDArray[np.bool_]:
+    """Whether θ is Gaussian about its mode, near and far, for each client: a sample could miss rare ones."""
+    d = modes.theta.shape[1]
+    z = np.random.default_rng(0).normal(size=(len(_DISTANCES), d))
+    z *= (np.array(_DISTANCES) / np.sqrt(np.sum(z**2, axis=1)))[:, None]
+    about = Laplace(pairs.of_modes(modes), modes.theta, modes.root)
     terms = pairs.node_terms(of, about, phi, who, Rule(z, np.zeros(len(z)), np.zeros(len(z))))
-    allowed = _EQUAL * (1.0 + np.sum(z**2, axis=1)) + _ROUNDING * np.abs(found.value)[:, None]
+    allowed = _EQUAL * (1.0 + np.sum(z**2, axis=1)) + _ROUNDING * np.abs(modes.value)[:, None]
     with np.errstate(invalid="ignore"):
         return np.asarray(np.all(np.abs(terms - about.values[:, None]) <= allowed, axis=1))
 
@@ -171,10 +171,10 @@ def summed(
 ) -> Values:
     """Sums over the clients of a stack at points (S, m), by way of their modes at a center (m,).
 
-    What Laplace's approximation leaves out is computed at the points in places `known`, (T,); `roughly` at all, which
-    belongs to the values, so that there is less to tell at those. With `some` below 1 only
-    so large a part of the clients is asked, chosen by their ids. Where other modes of θ are to be looked for, `look`, a
-    client that has some fails.
+    The error of Laplace's approximation is computed at the points in places `known`, (T,). With `roughly` a rough
+    estimate of it at all points is part of the values, and the rest is the error. With `some` below 1 only so large a
+    part of the clients is asked, chosen by their ids. With `look` other modes of θ are searched for, and a client with
+    several fails.
     """
     size = _parts_of(stack.starts.shape[1], points.shape[1], len(points))
 
@@ -184,27 +184,26 @@ def summed(
 
     places = _asked(stack, some)
     careful = places if len(places) <= _EACH else _sample(places)
-    of_careful = over(careful, _careful, look=look)
-    found = _added([one.values for one in of_careful], points, known)
+    total = _added([part.values for part in over(careful, _careful, look=look)], points, known)
     rest = np.setdiff1d(places, careful)
-    if not len(rest) or found.failures:  # a sum without one of them is of no use
-        return found
+    if not len(rest) or total.failures:  # a sum without one of them cannot be used
+        return total
     if not len(known) or stack.exact:
-        return _added([found, *(one.values for one in over(rest, _nothing))], points, known)
+        return _added([total, *(part.values for part in over(rest, _nothing))], points, known)
     cheap = _cheaper(stack, points[known], center, careful, len(rest))
-    found = _added([found, *(one.values for one in over(rest, cheap.way))], points, known)
+    total = _added([total, *(part.values for part in over(rest, cheap.way))], points, known)
     scale = len(places) / len(careful)
-    return found._replace(
-        left_out=found.left_out + cheap.left,
-        errors=scale * found.errors,
-        squares=found.squares + cheap.chance**2,
-        constants=found.constants * np.array([scale, scale]),
+    return total._replace(
+        left_out=total.left_out + cheap.left,
+        errors=scale * total.errors,
+        squares=total.squares + cheap.chance**2,
+        constants=total.constants * np.array([scale, scale]),
     )
 
 
 class _Part(NamedTuple):
     values: Values
-    each: Array  # (C, T) what Laplace's approximation leaves out; of clients that have a mode
+    each: Array  # (C, T) error of Laplace's approximation, of clients that have a mode
 
 
 _Way = Callable[[Stacked, Places, Array, Array, Laplace], tuple[Array, Array, list[Constant]]]
@@ -244,12 +243,12 @@ def _part(
     if len(known) and not stack.exact:
         more, errors, constants = way(stack, places[rows], points[known], center, about)
         left_out = left_out + more
-    told, also = np.isfinite(values), np.isfinite(left_out)
+    finite, also = np.isfinite(values), np.isfinite(left_out)
     errors = np.where(also, errors, 0.0)
     alike, chance = (sum(abs(one.alike) for one in constants), sum(one.by_chance**2 for one in constants))
     sums = Values(
-        np.where(told, values, 0.0).sum(axis=0),
-        (~told).sum(axis=0).astype(float),
+        np.where(finite, values, 0.0).sum(axis=0),
+        (~finite).sum(axis=0).astype(float),
         np.where(also, left_out, 0.0).sum(axis=0),
         (~also).sum(axis=0).astype(float),
         errors.sum(axis=0),
@@ -261,26 +260,26 @@ def _part(
 
 
 def _roughly_left_out(stack: Stacked, places: Places, points: Array, about: Laplace) -> Array:
-    """Of clients in these places (C,) at points (S, m), about their modes there, client by client: (C, S).
+    """A rough estimate of Laplace's error at clients in these places (C,) and points (S, m): (C, S).
 
-    By a grid of few nodes, a sparse one of more coordinates than three; by one line along each axis where these are
-    independent or too many. 0 where that has no value.
+    By a grid of few nodes, a sparse one of more than three coordinates; by one line along each axis where coordinates
+    are independent or too many. 0 where that has no value.
     """
     of, d = stack.of, about.theta.shape[1]
     phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
-    if _sparse.FEWEST <= d <= _sparse.MOST and not (len(places) and _is_separable(stack, places)):
-        found = _sparse.summed(of, about, phi, who, by_sparse_grid(d, _ROUGH_LEVEL))
+    if _factor.SPARSE_FEWEST <= d <= _factor.SPARSE_MOST and not (len(places) and _is_separable(stack, places)):
+        logs = _factor.by_signed_rule(of, about, phi, who, by_sparse_grid(d, _ROUGH_LEVEL))
     elif d in _ROUGH:
-        found = _integrals(of, about, phi, who, by_grid(d, _ROUGH[d]))
+        logs = _integrals(of, about, phi, who, by_grid(d, _ROUGH[d]))
     else:
 
         def total(terms: Array) -> Array:
             lines, less = pairs.log_lines(terms, d)
             return np.asarray(logsumexp(lines, axis=2).sum(axis=1) - less)[:, None]
 
-        found = pairs.by_nodes(of, about, phi, who, pairs.along_axes(by_grid(1, _ALONG), d), total)[:, 0]
-    left = found - about.values
-    return np.where(np.isfinite(left), left, 0.0).reshape(len(places), len(points))
+        logs = pairs.by_nodes(of, about, phi, who, pairs.along_axes(by_grid(1, _ALONG), d), total)[:, 0]
+    errors = logs - about.values
+    return np.where(np.isfinite(errors), errors, 0.0).reshape(len(places), len(points))
 
 
 def _integrals(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rule) -> Array:
@@ -300,9 +299,9 @@ def _careful(
     values, errors, constants = np.zeros((len(places), count)), np.zeros((len(places), count)), []
     for row, k in enumerate(places):
         own = Laplace(*(part[row * count : (row + 1) * count] for part in about))
-        found = _factor.integrated(stack.client(int(k)), points, center, own)
-        values[row], errors[row] = found.values - own.values, found.errors
-        constants.append(found.constant)
+        factor = _factor.integrated(stack.client(int(k)), points, center, own)
+        values[row], errors[row] = factor.values - own.values, factor.errors
+        constants.append(factor.constant)
     return values, errors, constants
 
 
@@ -319,24 +318,24 @@ def _by_rule(
     """By one rule for all."""
     shape = len(places), len(points)
     phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
-    found = _integrals(stack.of, about, phi, who, rule) - about.values
-    return found.reshape(shape), np.zeros(shape), []
+    differences = _integrals(stack.of, about, phi, who, rule) - about.values
+    return differences.reshape(shape), np.zeros(shape), []
 
 
 class _Cheap(NamedTuple):
     """A rule in place of the careful one."""
 
     way: _Way
-    left: Array  # (T,) what it leaves of the sum over clients
+    left: Array  # (T,) its error in the sum over clients
     chance: Array  # (T,) standard error of that
 
 
 def _cheaper(stack: Stacked, points: Array, center: Array, places: Places, count: int) -> _Cheap:
-    """One rule for all, whatever the points, so that what it is off by alike is the same in all exchanges.
+    """One rule for all clients and points, so that its error is the same in all exchanges.
 
-    The careful values of a sample, the clients in these places, say by how much it is off in the sum over so many. They
-    have errors too, alike at all points of an exchange: they are held against those at the center, and these at the
-    center alone say what the constant is.
+    The careful values of a sample, the clients in these places, give its error in the sum over so many. They have
+    errors of their own, similar at all points of an exchange: differences to the center are taken, and the constant
+    from the center alone.
     """
     d = stack.starts.shape[1]
     way = functools.partial(_by_rule, rule=_chosen_rule(stack, center, places, count)) if d in _NODES else _nothing
@@ -348,14 +347,14 @@ def _cheaper(stack: Stacked, points: Array, center: Array, places: Places, count
 
     alone = differences(center[None])
     differ = differences(np.concatenate([points, center[None]]))
-    told = np.all(np.isfinite(differ), axis=1) & np.isfinite(alone[:, 0])
-    apart = (differ[:, :-1] - differ[:, -1:])[told]
-    by_chance = count * apart.std(axis=0) / np.sqrt(max(len(apart), 1))
-    return _Cheap(way, count * (apart.mean(axis=0) + alone[told].mean()), by_chance)
+    known = np.all(np.isfinite(differ), axis=1) & np.isfinite(alone[:, 0])
+    errors = (differ[:, :-1] - differ[:, -1:])[known]
+    by_chance = count * errors.std(axis=0) / np.sqrt(max(len(errors), 1))
+    return _Cheap(way, count * (errors.mean(axis=0) + alone[known].mean()), by_chance)
 
 
 def _chosen_rule(stack: Stacked, center: Array, places: Places, count: int) -> Rule:
-    """The smallest grid that a sample of clients, in these places, has the same integrals by at a center as by more."""
+    """The smallest grid with the integrals of a finer one at a center, for a sample of clients in these places."""
     d = stack.starts.shape[1]
     at, rows = pairs.origins(stack.of, center, stack.starts[places], places), np.arange(len(places))
     phi = np.broadcast_to(center, (len(places), len(center)))
@@ -363,8 +362,8 @@ def _chosen_rule(stack: Stacked, center: Array, places: Places, count: int) -> R
 
     fine = _integrals(stack.of, about, phi, places, by_grid(d, _FINER[d]))
     for nodes in _NODES[d]:
-        apart = _integrals(stack.of, about, phi, places, by_grid(d, nodes)) - fine
-        if count * np.nanstd(apart) <= _OFF * np.sqrt(len(places)):
+        differences = _integrals(stack.of, about, phi, places, by_grid(d, nodes)) - fine
+        if count * np.nanstd(differences) <= _OFF * np.sqrt(len(places)):
             break
     return by_grid(d, nodes)
 
@@ -376,12 +375,12 @@ def _asked(stack: Stacked, some: float) -> Places:
 
 
 def number_asked(stack: Stacked, some: float) -> int:
-    """How many of a stack are asked."""
+    """Number of clients of a stack that are asked."""
     return len(_asked(stack, some))
 
 
 def answers(client_id: str, some: float) -> bool:
-    """Whether a client is of a part of all, chosen by a checksum of its id."""
+    """Whether a client belongs to a part of all, chosen by a checksum of its id."""
     return zlib.crc32(client_id.encode()) < some * 2**32
 
 
@@ -410,12 +409,12 @@ def _added(parts: Sequence[Values], points: Array, known: Places) -> Values:
 
 
 def _parts_of(d: int, m: int, points: int) -> int:
-    """Clients of a part: whoever computes it, sums are over the same ones in the same order."""
+    """Number of clients of a part; sums are in the same order whatever the number of threads."""
     return max(1, min(1024, pairs.at_once(d, m) // max(1, points)))
 
 
 def in_parts(compute: Callable[[Any], T], count: int, size: int, workers: int) -> list[T]:
-    """What is computed for parts of so many, in their order, in threads."""
+    """Results for parts of so many, in their order, by threads."""
     parts = [slice(first, min(first + size, count)) for first in range(0, count, size)]
     if len(parts) <= 1 or workers <= 1:
         return [compute(part) for part in parts]
@@ -424,5 +423,5 @@ def in_parts(compute: Callable[[Any], T], count: int, size: int, workers: int) -
 
 
 def cores() -> int:
-    """Threads by default: one a core."""
+    """Default number of threads: one a core."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

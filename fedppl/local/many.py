@@ -2,8 +2,8 @@ r"""Means and sds of the own variables of many clients of one template.
 
 .. math:: E[t(\varphi, \theta)] = E_q\Big[\int t(\varphi, \theta)\, p(\theta \mid y_k, \varphi)\, d\theta\Big]
 
-What is inside is integrated by nodes about θ's mode: by few where these tell the same as many, which each client is
-asked for, since a rule that does for most of them is off where one has a tail.
+The inner integral is by nodes about θ's mode: by few where these agree with many, which is checked for each client,
+since a rule for most of them has a large error where one has a tail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from fedppl.contracts import ClientView
 from fedppl.data.tables import MANY
-from fedppl.local import _gaussian_rest
+from fedppl.local import _conditional
 from fedppl.local._conditional import about_modes, at_nodes
 from fedppl.local.integrate import in_parts
 from fedppl.model.stack import Stack
@@ -24,43 +24,40 @@ from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.pairs import Densities, Flags, Origins, Places
 from fedppl.types import Array
 
-_NUMBERS, _MOST = 2**20, 1024  # numbers in points that are held at a time, in each thread; clients of a part
-_LOOKED_AT = 24  # clients whose kind is looked at, where clients are many
-_FEW = 9  # nodes that may do for a client's own moments, where they tell the same as many
+_NUMBERS, _MOST = 2**20, 1024  # numbers in points in memory at a time, in each thread; clients of a part
+_CHECKED = 24  # clients that decide on the nodes, where clients are many
+_FEW = 9  # nodes, where these agree with many
 _GRIDS = {2: 19, 3: 13}  # nodes of each coordinate, by the number of coordinates
 _OF_GAUSSIAN = {1: 9, 2: 9, 3: 7}  # the same where θ is Gaussian given φ
-_NOTHING = 1e-13  # share of a node that adds nothing to a mean, nor at 200 sds to a variance
-_MEANS_SHOW, _VARIANCES_SHOW = 0.002, 0.004  # of a sd, and of a variance, that a few nodes may be off by
+_NEGLIGIBLE = 1e-13  # share of a node, for a mean, and at 200 sds for a variance
+_MEAN_TOLERANCE, _VARIANCE_TOLERANCE = 0.002, 0.004  # of a sd, and of a variance, for few nodes
 
 
 class Nodes(NamedTuple):
-    """How θ is integrated: by nodes of some coordinates, given which the others are Gaussian."""
+    """Nodes of some coordinates of θ, given which the others are Gaussian."""
 
     rule: Rule
     which: Places  # (q,)
 
 
-class _Tell(NamedTuple):
-    """What is told of θ given φ."""
+class _Functions(NamedTuple):
+    """Functions of (φ, θ) whose moments are wanted."""
 
     of: Densities
     kernel: Callable[..., Any]
-    middle: Array  # (C, r) about which squares lose no digits
+    middle: Array  # (C, r) values near the means, so that squares lose no digits
 
 
 def nodes_for(clients: Sequence[ClientView]) -> Nodes | None:
-    """How θ is integrated for moments at clients like these; None where there is no such way.
-
-    Of one coordinate by nodes that reach far out into tails.
-    """
+    """Nodes for moments at clients like these, far out into tails for one coordinate; None where there are none."""
     d = clients[0].local_size
-    if not d or all(client.view(_gaussian_rest.is_exact) for client in clients):
+    if not d or all(client.view(_conditional.is_gaussian) for client in clients):
         return _about(d)
-    found = [client.view(_gaussian_rest.find) for client in clients] if d > 1 else []
-    of_rest = [one for one in found if one is not None]
+    each = [client.view(_conditional.conditioning) for client in clients] if d > 1 else []
+    known = [places for places in each if places is not None]
     which = np.arange(d)
-    if found and len(of_rest) == len(found) and all(np.array_equal(one, of_rest[0]) for one in of_rest):
-        which = np.asarray(of_rest[0], dtype=np.int64)
+    if each and len(known) == len(each) and all(np.array_equal(places, known[0]) for places in known):
+        which = np.asarray(known[0], dtype=np.int64)
     q = len(which)
     if q != 1 and q not in _GRIDS:
         return None
@@ -68,7 +65,7 @@ def nodes_for(clients: Sequence[ClientView]) -> Nodes | None:
 
 
 def _about(d: int) -> Nodes:
-    """Nodes about the mode of a Gaussian: a grid of few coordinates, of many one on each side of each axis."""
+    """Nodes of a Gaussian: a grid for few coordinates, for many one on each side of each axis."""
     if d in _OF_GAUSSIAN:
         return Nodes(by_grid(d, _OF_GAUSSIAN[d]), np.arange(d))
     axes = np.sqrt(d) * np.concatenate([np.eye(d), -np.eye(d)]) if d else np.zeros((1, 0))
@@ -78,12 +75,12 @@ def _about(d: int) -> Nodes:
 def moments(
     many: Stack, tell: Callable[..., Any], entries: int, points: Array, center: Array, *, workers: int
 ) -> tuple[Array, Array]:
-    """Means and sds (K, r) of what `tell` makes of (φ, θ), over points (S, m) of φ; NaN where θ has no mode.
+    """Means and sds (K, r) of the functions `tell` of (φ, θ), over points (S, m) of φ; NaN where θ has no mode.
 
     By way of each client's mode at the center.
     """
     d = many.starts.shape[1]
-    nodes = nodes_for(many.some(range(len(many) if len(many) < MANY else _LOOKED_AT))) or _about(d)
+    nodes = nodes_for(many.some(range(len(many) if len(many) < MANY else _CHECKED))) or _about(d)
     each = (2 * (points.shape[1] + d) + entries) * (1 + d - len(nodes.which)) * len(nodes.rule.nodes)
     size = int(np.clip(_NUMBERS // each, 1, _MOST))
     places = np.arange(len(many), dtype=np.int64)
@@ -91,8 +88,8 @@ def moments(
     def part(own: slice) -> tuple[Array, Array]:
         return _of_part(many, tell, entries, nodes, points, center, places[own], max(1, _NUMBERS // (each * size)))
 
-    found = in_parts(part, len(many), size, workers)
-    means, sds = (np.concatenate(one) for one in zip(*found, strict=True))
+    parts = in_parts(part, len(many), size, workers)
+    means, sds = (np.concatenate(one) for one in zip(*parts, strict=True))
     return means, sds
 
 
@@ -110,80 +107,82 @@ def _of_part(
     of = Densities(many.like.kernel, many.packs, len(center))
     at = pairs.origins(of, center, many.starts[places], places)
     x = np.concatenate([np.broadcast_to(center, (len(places), len(center))), at.modes.theta], axis=1)
-    telling = _Tell(of, tell, pairs.entries_at(tell, many.packs, x, places, entries))
+    functions = _Functions(of, tell, pairs.entries_at(tell, many.packs, x, places, entries))
     one, two = np.full((len(places), entries), np.nan), np.full((len(places), entries), np.nan)
     usable = at.modes.arrived if many.starts.shape[1] else np.ones(len(places), dtype=bool)
-    do = _few_do(telling, at, nodes, center, places) & usable
-    for rows, own in ((np.flatnonzero(do), _few(nodes)), (np.flatnonzero(usable & ~do), nodes)):
+    few = _few_agree(functions, at, nodes, center, places) & usable
+    for rows, own in ((np.flatnonzero(few), _few(nodes)), (np.flatnonzero(usable & ~few), nodes)):
         if not len(rows):
             continue
         one[rows], two[rows] = 0.0, 0.0
         for first in range(0, len(points), at_once):
             some = points[first : first + at_once]
-            found = _given(telling, at, own, np.tile(some, (len(rows), 1)), np.repeat(rows, len(some)), places)
-            for total, part in zip((one, two), found, strict=True):
+            means = _given(functions, at, own, np.tile(some, (len(rows), 1)), np.repeat(rows, len(some)), places)
+            for total, part in zip((one, two), means, strict=True):
                 total[rows] += part.reshape(len(rows), len(some), entries).sum(axis=1) / len(points)
-    return telling.middle + one, np.sqrt(np.maximum(two - one**2, 0.0))
+    return functions.middle + one, np.sqrt(np.maximum(two - one**2, 0.0))
 
 
 def _few(nodes: Nodes) -> Nodes:
     return nodes._replace(rule=by_grid(1, _FEW))
 
 
-def _few_do(telling: _Tell, at: Origins, nodes: Nodes, center: Array, places: Places) -> Flags:
-    """Clients at which few nodes tell the same means and variances at the center as all do, to what shows."""
+def _few_agree(functions: _Functions, at: Origins, nodes: Nodes, center: Array, places: Places) -> Flags:
+    """Clients at which few nodes have the means and variances of all nodes at the center, up to tolerances."""
     if len(nodes.which) != 1 or len(nodes.rule.nodes) <= _FEW:
         return np.zeros(len(places), dtype=bool)
     rows, phi = np.arange(len(places)), np.broadcast_to(center, (len(places), len(center)))
-    one, two = _given(telling, at, nodes, phi, rows, places)
-    other, other_two = _given(telling, at, _few(nodes), phi, rows, places)
+    one, two = _given(functions, at, nodes, phi, rows, places)
+    other, other_two = _given(functions, at, _few(nodes), phi, rows, places)
     variance = two - one**2
-    near = np.abs(other - one) <= _MEANS_SHOW * np.sqrt(np.maximum(variance, 0.0))  # nor where one is no number
-    near &= np.abs(other_two - other**2 - variance) <= _VARIANCES_SHOW * variance
+    near = np.abs(other - one) <= _MEAN_TOLERANCE * np.sqrt(np.maximum(variance, 0.0))  # false for NaN
+    near &= np.abs(other_two - other**2 - variance) <= _VARIANCE_TOLERANCE * variance
     return np.asarray(near.all(axis=1))
 
 
-def _given(telling: _Tell, at: Origins, nodes: Nodes, phi: Array, row: Places, places: Places) -> tuple[Array, Array]:
-    """Means of what is told and of its squares, about the middle, at pairs of φ (N, m) and rows of clients; NaN: none.
+def _given(
+    functions: _Functions, at: Origins, nodes: Nodes, phi: Array, row: Places, places: Places
+) -> tuple[Array, Array]:
+    """Means of functions less their middle, and of squares, at pairs of φ (N, m) and rows of clients; NaN of none.
 
     The rest of θ, which is Gaussian given `which`, is at two points of each axis.
     """
-    of, m, d = telling.of, phi.shape[1], at.modes.theta.shape[1]
-    rest, entries = np.setdiff1d(np.arange(d), nodes.which), telling.middle.shape[1]
+    of, m, d = functions.of, phi.shape[1], at.modes.theta.shape[1]
+    rest, entries = np.setdiff1d(np.arange(d), nodes.which), functions.middle.shape[1]
     one, two = np.full((2, len(phi), entries), np.nan)
     laplace = pairs.laplace(of, at, row, places[row], phi)
     known = np.flatnonzero(np.isfinite(laplace.values))
     about = about_modes(phi[known], laplace.theta[known], laplace.root[known], nodes.which, rest)
-    found = at_nodes(of, places[row[known]], about, nodes.which, rest, nodes.rule)
-    told = np.isfinite(found.terms.max(axis=1))
-    known, terms = known[told], found.terms[told]
+    given = at_nodes(of, places[row[known]], about, nodes.which, rest, nodes.rule)
+    finite = np.isfinite(given.terms.max(axis=1))
+    known, terms = known[finite], given.terms[finite]
     weights = np.exp(terms - terms.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
-    pair, node = np.nonzero(weights > _NOTHING)
-    theta = _around(found.theta[told][pair, node], found.precision[told][pair, node], rest)  # (P, E, d)
+    pair, node = np.nonzero(weights > _NEGLIGIBLE)
+    theta = _around(given.theta[finite][pair, node], given.precision[finite][pair, node], rest)  # (P, E, d)
     x = np.empty((*theta.shape[:2], m + d))
     x[..., :m], x[..., m:] = phi[known[pair], None], theta
     ends, whose = theta.shape[1], row[known[pair]]
-    apart = pairs.entries_at(telling.kernel, of.packs, x.reshape(-1, m + d), np.repeat(places[whose], ends), entries)
-    apart = apart.reshape(-1, ends, entries) - telling.middle[whose, None]
+    values = pairs.entries_at(functions.kernel, of.packs, x.reshape(-1, m + d), np.repeat(places[whose], ends), entries)
+    values = values.reshape(-1, ends, entries) - functions.middle[whose, None]
     begin = np.searchsorted(pair, np.arange(len(known)))
-    for out, part in ((one, apart.mean(axis=1)), (two, np.square(apart).mean(axis=1))):
+    for out, part in ((one, values.mean(axis=1)), (two, np.square(values).mean(axis=1))):
         out[known] = np.add.reduceat(weights[pair, node, None] * part, begin, axis=0) if len(known) else 0.0
     return one, two
 
 
 def _around(theta: Array, precision: Array, rest: Places) -> Array:
-    """Points (P, E, d) with the mean and the covariance of the rest: ± √r L⁻ᵀ e of each axis, or one of no rest."""
+    """Points (P, E, d) with the mean and the covariance of the rest: ± √r L⁻ᵀ e of each axis, or one without rest."""
     r = len(rest)
     if not r:
         return theta[:, None]
-    found = np.repeat(theta[:, None], 2 * r, axis=1)
+    points = np.repeat(theta[:, None], 2 * r, axis=1)
     root, _ = pairs.cholesky(precision)
     for i, axis in enumerate(np.sqrt(r) * np.eye(r)):
         away = pairs.solve_upper(root, np.broadcast_to(axis, (len(theta), r)))
-        found[:, 2 * i, rest] += away
-        found[:, 2 * i + 1, rest] -= away
-    return found
+        points[:, 2 * i, rest] += away
+        points[:, 2 * i + 1, rest] -= away
+    return points
 
 
 def without_density(many: Stack, phi: Array, workers: int) -> Places:

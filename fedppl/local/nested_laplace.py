@@ -1,4 +1,4 @@
-"""Nested Laplace: θ marginalised by Laplace, the shared parameters by importance sampling from the global q."""
+"""Laplace's approximation at a client: nested, of θ alone, with importance sampling of φ; or of (φ, θ) jointly."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _marginal
+from fedppl.local import _conditional, _factor, _from_q, _marginal
 from fedppl.local._given import draw_given
 from fedppl.local._marginal import no_mode
 from fedppl.local.nuts import NUTS
-from fedppl.local.target import moments_of, require_smooth
+from fedppl.local.target import (
+    gaussian_draws,
+    gaussian_moments,
+    log_tilted,
+    moments_of,
+    negative_hessian,
+    require_smooth,
+    start,
+)
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import (
     WeightedMoments,
@@ -38,7 +46,7 @@ from fedppl.types import Array, LocalFailure, Rng
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 2**24  # numbers in the factors that are held at a time
+_AT_ONCE = 2**24  # numbers in factors in memory at a time
 
 
 class _Settings(NamedTuple):
@@ -54,22 +62,22 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
               \approx \ell(\phi, \theta^*) + \tfrac d2 \log 2\pi - \tfrac12 \log \det A(\phi)
 
     with :math:`\theta^*(\phi)` the mode and :math:`A` the negative Hessian in θ. Exact when θ is conditionally
-    Gaussian. Where it is not, what the approximation leaves out is integrated about q, by adaptive Gauss-Hermite
+    Gaussian. Where it is not, the error of the approximation is integrated about q, by adaptive Gauss-Hermite
     quadrature for up to three local coordinates and by importance sampling beyond, and added as a quadratic in φ
-    (linear from 9 to 30 shared coordinates, left away beyond). Tilted moments come from self-normalised importance
+    (linear from 9 to 30 shared coordinates, omitted beyond). Tilted moments come from self-normalised importance
     sampling from the global q with weights f_k / q_k at whitened antithetic Sobol points.
 
     Parameters
     ----------
     points
-        Number of importance points. Raised to twice the number of coefficients of a quadratic in φ, which is what
-        the control variate needs, while that is at most 1024 (30 coordinates); beyond it to four times m + 1, with
-        gradients there. Four or sixteen times as many are used where the log weights are far from a quadratic.
+        Number of importance points. Raised to twice the number of coefficients of a quadratic in φ, for the control
+        variate, while that is at most 1024 (30 coordinates); beyond to four times m + 1, with gradients. Four or
+        sixteen times as many are used where the log weights are far from a quadratic.
     pareto_limit
-        Largest Pareto k of weights that vary (relative ESS below 0.9) with which they are trusted.
+        Largest Pareto k of trusted weights, where these vary (relative ESS below 0.9).
     fallback
-        Whether a multivariate t that is fitted to the tilted distribution, then NUTS, stand in where weights are not
-        trusted; diagnostic `fallback` (1, 2) says which. If False the client is skipped instead.
+        Whether a multivariate t that is fitted to the tilted distribution, then NUTS, take the place of weights that
+        are not trusted; diagnostic `fallback` is 1 or 2 then. If False the client is skipped instead.
 
     Returns
     -------
@@ -83,8 +91,8 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     Notes
     -----
     *When this fails.* With many local coordinates, few observations for each and a skewed likelihood, importance
-    weights of θ say too little (relative ESS below 0.3, or more than 30 shared coordinates): Laplace's bias stays then,
-    and adds up over clients. Compare with ``local=fedppl.NUTS()`` at one client.
+    weights of θ cannot correct Laplace's bias (relative ESS below 0.3, or more than 30 shared coordinates), which adds
+    up over clients. Compare with ``local=fedppl.NUTS()`` at one client.
 
     References
     ----------
@@ -118,18 +126,15 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     mean, root = gaussian.affine(global_)
     left_out = _conditional.left_out(client, mean, root)
     factor = _from_q.against_site(target, mean, left_out.difference)
-    found = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
-    if found is not None and _from_q.trusted(found, settings.pareto_limit):
-        return found._replace(diagnostics={**found.diagnostics, "fallback": 0.0, "inner_trust": left_out.trust})
-    why = (
-        {} if found is None else {f"fallback_{name}": found.diagnostics[name] for name in ("pareto_k", "relative_ess")}
-    )
-    departs = np.nan if found is None else found.diagnostics["departure"]
+    moments = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
+    if moments is not None and _from_q.trusted(moments, settings.pareto_limit):
+        return moments._replace(diagnostics={**moments.diagnostics, "fallback": 0.0, "inner_trust": left_out.trust})
+    before = {} if moments is None else moments.diagnostics
     started = time.perf_counter()
     if not settings.fallback:
         quality = "no point of q has a finite weight"
-        if found is not None:
-            k, relative = found.diagnostics["pareto_k"], found.diagnostics["relative_ess"]
+        if before:
+            k, relative = before["pareto_k"], before["relative_ess"]
             quality = f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}"
         raise LocalFailure(
             f"{quality}: q and this client's factor hardly overlap. Raise points=, set fallback=True, or start EP with "
@@ -137,17 +142,19 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
         )
     sample = _student_sample(target, settings)
     if sample is None:
-        client.view(_say_what_takes_long)
-    found, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
-    cost = {"fallback": step, "fallback_seconds": time.perf_counter() - started}
-    if sample is not None:  # of Laplace's approximation over θ, where NUTS has none
-        cost["inner_trust"] = float(not client.local_size or client.view(_gaussian_rest.is_exact))
-        cost |= {"departure": departs} if np.isfinite(departs) else {}
-    return found._replace(diagnostics={**found.diagnostics, **why, **cost})
+        client.view(_warn_of_nuts)
+    moments, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
+    details = {f"fallback_{name}": before[name] for name in ("pareto_k", "relative_ess") if before}
+    details |= {"fallback": step, "fallback_seconds": time.perf_counter() - started}
+    if sample is not None:  # Laplace's approximation over θ, which NUTS does not use
+        details["inner_trust"] = float(not client.local_size or client.view(_conditional.is_gaussian))
+        if np.isfinite(before.get("departure", np.nan)):
+            details["departure"] = before["departure"]
+    return moments._replace(diagnostics={**moments.diagnostics, **details})
 
 
-def _say_what_takes_long(client: ClientView) -> None:
-    """Once for each client, and before NUTS begins: what is said of a round comes when it is over."""
+def _warn_of_nuts(client: ClientView) -> None:
+    """Warn once for each client, before NUTS begins: the log of a round comes when it is over."""
     names = ", ".join(dict.fromkeys(label.partition("[")[0] for label in client.local_labels))
     remedy = f". Declare {names} {STANDARDISED}" if names else ""
     logger.warning(
@@ -160,10 +167,10 @@ def _say_what_takes_long(client: ClientView) -> None:
 
 
 def _student_sample(target: Target, settings: _Settings) -> StudentSample | None:
-    """Weighted points of the tilted distribution of φ; None where there are none to trust."""
+    """Weighted points of the tilted distribution of φ; None where they cannot be trusted."""
     client, global_, cavity, share = target
-    at = _tilted_mode(target)
-    center, covariance = at if at is not None else (gaussian.mean(global_), gaussian.covariance(global_))
+    mode = _tilted_mode(target)
+    center, covariance = mode if mode is not None else (gaussian.mean(global_), gaussian.covariance(global_))
 
     def log_density(draws: Array) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
@@ -184,7 +191,7 @@ def _student_moments(sample: StudentSample) -> Moments:
 
 
 def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
-    """Mode of the tilted distribution of φ and the covariance that its curvature gives."""
+    """Mode of the tilted distribution of φ, and the covariance by its curvature."""
     client, global_, cavity, share = target
     if not gaussian.is_proper(cavity):
         return None
@@ -209,7 +216,7 @@ def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settin
     """Draws of (φ, θ) from the tilted distribution, FedLin eq. 8, by sampling importance resampling.
 
     Proposals are φ from q, or from a t fitted to the tilted distribution where q covers it badly, and θ from its
-    Laplace approximation given φ; the weights are exact, so that this approximation is corrected where it is off.
+    Laplace approximation given φ, whose error the weights correct.
     """
     client, global_, cavity, share = target
     wanted, step = draws * chains, 0.0
@@ -240,32 +247,32 @@ def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, r
     """Points φ with a draw of θ for each, and log weights of the pairs: p(y, θ | φ) / g(θ | φ) x what is outside."""
     d = client.local_size
     chunk = max(1, _AT_ONCE // max(1, d * d))
-    kept: list[tuple[Array, Array, Array]] = []
+    parts: list[tuple[Array, Array, Array]] = []
     for first in range(0, len(phi), chunk):
         about = _marginal.near(client, phi[first : first + chunk], center)
-        told = np.flatnonzero(np.isfinite(about.values))
-        some, root, noise = phi[first + told], about.root[told], rng.normal(size=(len(told), d))
-        theta = about.theta[told] + pairs.solve_upper(root, noise)
+        known = np.flatnonzero(np.isfinite(about.values))
+        some, root, noise = phi[first + known], about.root[known], rng.normal(size=(len(known), d))
+        theta = about.theta[known] + pairs.solve_upper(root, noise)
         log_proposal = -0.5 * np.sum(noise**2, axis=1) + 0.5 * pairs.log_determinant(root)
         values = site_batch(client.kernel, np.concatenate([some, theta], axis=1), client.packed)
-        kept.append((some, theta, values - log_proposal + outside[first + told]))
-    if not any(len(some) for some, _, _ in kept):
+        parts.append((some, theta, values - log_proposal + outside[first + known]))
+    if not any(len(some) for some, _, _ in parts):
         raise LocalFailure(no_mode(client, center))
-    joined, theta, log_weights = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+    joined, theta, log_weights = (np.concatenate(part) for part in zip(*parts, strict=True))
     return joined, theta, log_weights
 
 
-# Importance sampling from a multivariate t that is fitted anew to its own weighted points -----------------------------
+# Importance sampling from a multivariate t that is fitted repeatedly to its own weighted points -----------------------
 
 # For a density that a Gaussian q does not cover: one client alone, or one whose factor hardly overlaps with q.
 
 _FITS = 8
-_FIRST, _LAST = 256, 1024  # points a scramble, while it is fitted and in the end
-_LEAST = 50  # points that must be left of the weights, for each coefficient of a mean
+_FIRST, _LAST = 256, 1024  # points a scramble, of fits and of the last sample
+_LEAST = 50  # effective points at least, for each coefficient of a mean
 
 
 class StudentSample(NamedTuple):
-    """Weighted points of the density, and how far to trust them."""
+    """Weighted points of the density, with diagnostics."""
 
     points: Array  # (S, m)
     log_proposal: Array  # (S,) log density of the t at the points
@@ -279,25 +286,24 @@ class StudentSample(NamedTuple):
 def sample(
     log_density: Callable[[Array], Array], mean: Array, covariance: Array, stream: int, limit: float
 ) -> StudentSample | None:
-    """Weighted points of exp(log_density), from (m,) and (m, m) to begin with; None where none can be trusted."""
+    """Weighted points of exp(log_density), from a first mean (m,) and covariance; None where they cannot be trusted."""
     m = len(mean)
     if SCRAMBLES * _LAST < _LEAST * (m + 1):
         return None
-    found = None
     for fit in range(_FITS):
-        found = _weighted(log_density, mean, covariance, _FIRST, stream)
-        if found is None:
+        points = _weighted(log_density, mean, covariance, _FIRST, stream)
+        if points is None:
             return None
-        settled = found.pareto_k < limit and found.ess > 0.3 * len(found.points)
-        mean, covariance = found.moments
-        if found.ess < 10 * m:  # too few to say how wide: their own spread, and part of the proposal's
-            covariance = covariance + 0.5 * np.diag(np.diag(covariance)) / max(found.ess / m, 1.0)
+        settled = points.pareto_k < limit and points.ess > 0.3 * len(points.points)
+        mean, covariance = points.moments
+        if points.ess < 10 * m:  # too few for a covariance: it is widened
+            covariance = covariance + 0.5 * np.diag(np.diag(covariance)) / max(points.ess / m, 1.0)
         if settled and fit > 0:
             break
-    found = _weighted(log_density, mean, covariance, _LAST, stream)
-    if found is None or found.pareto_k > limit or found.ess < _LEAST * (m + 1) or not found.error < 0.1:
+    points = _weighted(log_density, mean, covariance, _LAST, stream)
+    if points is None or points.pareto_k > limit or points.ess < _LEAST * (m + 1) or not points.error < 0.1:
         return None
-    return found
+    return points
 
 
 def _weighted(
@@ -323,3 +329,86 @@ def _weighted(
     return StudentSample(
         points, log_proposal, log_weights, moments, effective_size(weights), pareto_k(log_weights), error
     )
+
+
+# Laplace's approximation of (φ, θ) jointly ----------------------------------------------------------------------------
+
+
+def Laplace() -> LocalInference:
+    r"""Gaussian at the joint mode of the tilted distribution over (φ, θ).
+
+    .. math:: (\phi, \theta) \approx N(x^*, A^{-1}), \qquad A = -\partial^2 \log \tilde p(x^*)
+
+    Returns
+    -------
+    LocalInference
+
+    Raises
+    ------
+    DeclarationError
+        In a fit, if the log density has a kink.
+
+    Notes
+    -----
+    *When this fails.* The joint mode of a scale parameter and the effects it scales is not the mode of its
+    marginal: the estimate is biased towards small scales at one client and the bias adds up over clients. Use
+    `NestedLaplace` unless the model is Gaussian with known variances.
+    """
+    return LocalInference(
+        "Laplace",
+        check=_check_joint,
+        expand=None,
+        tilted=_joint_tilted,
+        draw=_joint_draw,
+        factor=_factor.factor,
+        draw_given=draw_given,
+    )
+
+
+def _check_joint(client: ClientView) -> None:
+    require_smooth(client, "may have no curvature at its mode")
+
+
+def _joint_gaussian(target: Target) -> tuple[Array, Array]:
+    """Mode (m + d_k,) of the tilted distribution and its negative Hessian A, by damped Newton."""
+    density = log_tilted(target)
+    x = start(target)
+    scale = np.full(len(x), 0.1)
+    value, gradient = density(x)
+    for _ in range(100):
+        A = negative_hessian(target, x, scale)
+        eigenvalues, vectors = np.linalg.eigh(A)
+        floor = 1e-8 * max(1.0, float(eigenvalues[-1]))
+        step = vectors @ ((vectors.T @ gradient) / np.maximum(np.abs(eigenvalues), floor))
+        decrement = float(gradient @ step)
+        if eigenvalues[0] > floor and decrement < 1e-12:
+            return x, A
+        scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diag(A)), 1.0))
+        length = 1.0
+        while length > 1e-10:
+            trial = density(x + length * step)
+            if trial[0] >= value + 1e-4 * length * decrement - 1e-12 * abs(value):
+                break
+            length /= 2
+        else:
+            if eigenvalues[0] > floor and decrement < 1e-6:
+                return x, A
+            break
+        x = x + length * step
+        value, gradient = trial
+    raise LocalFailure(
+        "no joint mode of (φ, θ) was found; the tilted posterior may have none (a scale going to zero). "
+        "Use local=fedppl.NestedLaplace() or fedppl.NUTS()"
+    )
+
+
+def _joint_tilted(target: Target, rng: Rng) -> Moments:
+    """Moments of φ under the Gaussian at the joint mode."""
+    mode, A = _joint_gaussian(target)
+    return gaussian_moments(mode, A, target.client.shared_size, {"ess": np.inf})
+
+
+def _joint_draw(target: Target, draws: int, chains: int, rng: Rng) -> Draws:
+    """Draws of (φ, θ) from the Gaussian at the joint mode."""
+    mode, A = _joint_gaussian(target)
+    return gaussian_draws(mode, A, target.client.shared_size, draws, chains, rng, {})

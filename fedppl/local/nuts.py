@@ -1,4 +1,4 @@
-"""NUTS: cavity x site factor sampled by nutpie when it is installed, else by PyMC's own step method."""
+"""NUTS: the cavity times the site factor, sampled by nutpie where it is installed, else by PyMC's own step method."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def NUTS(
     .. math:: (\phi, \theta) \sim p(y_k, \theta \mid \phi)\, q_{-k}(\phi), \qquad
               \hat Q = (n_{\mathrm{eff}} - m - 2)\, S^{-1}
 
-    with S the scatter matrix of the draws of φ. The choice for priors that are not smooth (lasso, horseshoe) and
-    for checking every other way.
+    with S the scatter matrix of the draws of φ. For priors that are not smooth (lasso, horseshoe), and to check other
+    local inferences.
 
     Parameters
     ----------
     draws
         Number of draws of a chain.
     tune
-        Number of draws of a chain before these, while step size and metric are tuned.
+        Number of draws of a chain before these, to tune step size and metric.
     chains
-        Number of chains, which run one after the other inside a client.
+        Number of chains, one after the other at a client.
     target_accept
         Acceptance rate that the step size is tuned to.
     rhat_limit
-        Largest R̂ of a shared coordinate with which moments are sent.
+        Largest R̂ of a shared coordinate, above which moments are not sent.
     nuts_sampler
         Name of the sampler, "nutpie" or "pymc"; by default nutpie when it is installed.
 
@@ -87,7 +87,7 @@ def NUTS(
     clients add up. EP averages its rounds once the change is down to that error; raise `draws` for less.
     ``EP(local=NUTS(), correction=Correction())`` needs log densities with the local variables integrated. They come
     from twice `draws` of two more chains at every exchange and a Student-t that is regressed on φ; where chains do not
-    mix, or few of their draws have all of the weight, the client does not answer, and says what to change.
+    mix, or few draws have all of the weight, the client fails with the remedy.
     """
     sampler = "nutpie" if _HAS_NUTPIE else "pymc"
     if nuts_sampler is not None:
@@ -160,7 +160,7 @@ def _sample(target: Target, rng: Rng, settings: _Settings, draws: int, chains: i
     density, origin = log_tilted(target), start(target)
     try:
         sample, divergences = run(density, origin, draws, settings.tune, chains, settings.target_accept, rng)
-    except RuntimeError as error:  # of nutpie and of PyMC alike when no start has a finite density
+    except RuntimeError as error:  # of nutpie and of PyMC where no start has a finite density
         reason = str(error).strip().splitlines()[0]
         raise LocalFailure(
             f"NUTS could not sample: {reason}. Check this client's data and give θ a proper prior"
@@ -209,7 +209,7 @@ def by_nutpie(
 
 
 class _LogDensity:
-    """What PyMC's integrator asks of a compiled log density, over a plain Python function."""
+    """The interface of PyMC's integrator to a compiled log density, over a Python function."""
 
     def __init__(self, density: Density) -> None:
         self._density = density
@@ -263,28 +263,28 @@ def by_pymc(
     return sample, divergences
 
 
-# log f_k at points where θ has no mode to go by: nodes of a t regressed on φ, and draws of NUTS beside them -----------
+# log f_k at points without a mode of θ: by nodes of a t regressed on φ, and draws of NUTS -----------------------------
 
 #     f_k(φ) = ∫ h(φ, ε) dε,   h(φ, ε) = p(y_k, θ = ε + Bφ | φ)
 #
-# NUTS draws (φ, θ) from p(y_k, θ | φ) r(φ), r being a Gaussian as wide as the points. Half of the draws tell B, the
-# mean of θ regressed on φ, and a multivariate t of the residuals ε with density g. Nodes of that t and the other half
-# of the draws are one sample of a mixture, whose density is known up to one number:
+# NUTS draws (φ, θ) from p(y_k, θ | φ) r(φ), r being a Gaussian as wide as the points. From half of the draws B is
+# estimated, the regression of θ on φ, and a multivariate t of the residuals ε with density g. Nodes of that t and the
+# other half of the draws are one sample of a mixture, whose density is known up to one number:
 #
 #     f̂_k(φ) = Σ_j h(φ, ε_j) / (n_t g(ε_j) + n_d D(ε_j) / Z),   D(ε) = ∫ h(φ, ε) r(φ) dφ,   Z = ∫ D
 #
-# Z is where both sides agree (bridge sampling). Where the t is good its nodes have most of the weight, and where it
-# is not, as in a funnel or along a ridge, the draws have. All φ have the same sample, so that errors are smooth in φ;
-# what two halves of the sample disagree by is the error.
+# Z is where both sides agree (bridge sampling). Where the t is good its nodes have most of the weight; elsewhere, as in
+# a funnel or along a ridge, the draws have. All φ have the same sample, so that errors are smooth in φ; their size is
+# from two halves of the sample.
 
 _NODES = 64  # of a scramble
 _ACROSS = 32  # of a scramble, of φ for D
-_SOME = (128, 512)  # points at which h is looked at first, and where they do not foretell the others
-_STEPS = 200  # for Z; each takes a share of what is left
-_LOOKED_AT = 32  # points near the middle, whose weights have to be good
+_SOME = (128, 512)  # points at which h is computed first, and more where these do not predict the others
+_STEPS = 200  # for Z, which converges linearly
+_CHECKED = 32  # points near the middle, whose weights have to be good
 _RHAT = 1.05
 _LEAST = 20  # effective draws for each coefficient of the regression
-_AT_ONCE = 2**22  # numbers that are held at a time
+_AT_ONCE = 2**22  # numbers in memory at a time
 _HELP = (
     "raise draws= and tune= of fedppl.NUTS, or declare the client's own variables with less between them: standardised "
     "where data say little of them (z = (θ − μ) / τ), as they are where data say much, scales by their logarithms"
@@ -292,11 +292,11 @@ _HELP = (
 
 
 class _Pool(NamedTuple):
-    """A sample of ε, and what it takes to weigh it at any φ."""
+    """A sample of ε, with its weights at any φ."""
 
     slope: Array  # (d, m)
     nodes: Array  # (N, d) ε
-    log_weights: Array  # (3, N) less the mixture's log density: of all of the sample, and of each half
+    log_weights: Array  # (3, N) minus the mixture's log density: of all of the sample, and of each half
 
 
 def factor(
@@ -332,24 +332,24 @@ def _marginalised(
 
 def _at(client: ClientView, pool: _Pool, points: Array) -> tuple[Array, Array]:
     """log f_k at points (S, m) and its errors, from all of the sample and from its halves."""
-    found = np.zeros((3, len(points)))
+    sums = np.zeros((3, len(points)))
     chunk = max(1, _AT_ONCE // (len(pool.nodes) * (client.shared_size + client.local_size)))
     for first in range(0, len(points), chunk):
         terms = _log_joint(client, pool, points[first : first + chunk])
-        found[:, first : first + chunk] = logsumexp(terms[None] + pool.log_weights[:, None], axis=2)
-    whole, halves = found[0], found[1:]
-    bias = whole - halves.mean(axis=0)  # a logarithm of a mean is too low, and of half as many twice as much
+        sums[:, first : first + chunk] = logsumexp(terms[None] + pool.log_weights[:, None], axis=2)
+    whole, halves = sums[0], sums[1:]
+    bias = whole - halves.mean(axis=0)  # the logarithm of a mean is too low, and of half as many twice as much
     return whole + bias, 0.5 * (halves[0] - halves[1]) + 0.5 * bias
 
 
 def _quadratic(points: Array, some: Array, values: Array) -> Array | None:
-    """The quadratic that is nearest to values at some of the points, at all of them; None where there are few."""
+    """A quadratic fitted to values at some of the points, at all of them; None where there are few."""
     z = (points - np.median(points, axis=0)) / np.maximum(np.std(points, axis=0), 1e-300)
     design = quadratic_terms(z)
-    told = np.isfinite(values)
-    if np.sum(told) < 4 * design.shape[1]:
+    finite = np.isfinite(values)
+    if np.sum(finite) < 4 * design.shape[1]:
         return None
-    coefficients, *_ = np.linalg.lstsq(design[some][told], values[told], rcond=None)
+    coefficients, *_ = np.linalg.lstsq(design[some][finite], values[finite], rcond=None)
     return np.asarray(design @ coefficients)
 
 
@@ -375,7 +375,7 @@ def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng, *, draw:
 def _pool(client: ClientView, points: Array, draw: TiltedDrawFn, draws: int) -> _Pool:
     stream, m = stream_of(client.client_id), client.shared_size
     reach = _reach(client, points)
-    # The client's own, whatever round it is: answers of all exchanges have the same errors as far as they can.
+    # From the client's own stream, the same in all rounds, so that errors are nearly the same in all exchanges.
     sample = draw(Target(client, reach, reach, 0.0), 2 * draws, 2, np.random.default_rng((stream, 7)))
     _require_mixed(sample)
     phi, theta = _halves(sample.shared), _halves(sample.local)
@@ -401,9 +401,9 @@ def _pool(client: ClientView, points: Array, draw: TiltedDrawFn, draws: int) -> 
 
 
 def _log_weights(log_t: Array, marginal: Array, count: int, effective: float, kept: NDArray[np.bool_]) -> Array:
-    """Minus the log density of the mixture at those of the sample that are kept, with Z found from them alone.
+    """Minus the log density of the mixture at the kept part of the sample, with Z from that part alone.
 
-    Draws count as so many as are effective.
+    Draws are weighted by the effective number.
     """
     is_node = np.arange(len(log_t)) < count
     times = np.where(is_node, 0.0, np.log(effective / max(1, len(log_t) - count)))
@@ -421,12 +421,12 @@ def _log_marginal(client: ClientView, pool: _Pool, reach: Gaussian, across: Prop
     """log D at the sample, (N,)."""
     phi = points_of(across, stream)
     log_r = gaussian.log_density(reach, phi) - log_mixture((across,), phi) - np.log(len(phi))
-    found = np.full(len(pool.nodes), -np.inf)
+    logs = np.full(len(pool.nodes), -np.inf)
     chunk = max(1, _AT_ONCE // (len(pool.nodes) * (client.shared_size + client.local_size)))
     for first in range(0, len(phi), chunk):
         terms = _log_joint(client, pool, phi[first : first + chunk]) + log_r[first : first + chunk, None]
-        found = np.logaddexp(found, logsumexp(terms, axis=0))
-    return np.where(np.isfinite(found), found, -1e300)
+        logs = np.logaddexp(logs, logsumexp(terms, axis=0))
+    return np.where(np.isfinite(logs), logs, -1e300)
 
 
 def _log_joint(client: ClientView, pool: _Pool, points: Array) -> Array:
@@ -440,7 +440,7 @@ def _log_joint(client: ClientView, pool: _Pool, points: Array) -> Array:
 
 
 def _reach(client: ClientView, points: Array) -> Gaussian:
-    """A Gaussian as wide as the points; one point, or few, are taken with a little of the prior's width."""
+    """A Gaussian as wide as the points, with a little of the prior's width for one point or few."""
     prior = gaussian.covariance(client.prior.gaussian)
     spread = np.atleast_2d(np.cov(points, rowvar=False, bias=True)) if len(points) > 1 else np.zeros_like(prior)
     return gaussian.from_moments(points.mean(axis=0), spread + 1e-6 * prior)
@@ -463,17 +463,17 @@ def _require_mixed(sample: Draws) -> None:
 
 
 def _require_good(client: ClientView, pool: _Pool, points: Array, center: Array) -> None:
-    """Near the middle of the points, where the posterior is, no few of the sample may have all of the weight."""
+    """Refuse a sample of which few have all of the weight near the middle of the points, where the posterior is."""
     sd = np.std(points, axis=0)
     near = np.argsort(np.max(np.abs(points - center) / np.where(sd > 0, sd, 1.0), axis=1), kind="stable")
     some = near[: max(1, len(near) // 2)]
-    some = some[np.unique(np.linspace(0, len(some) - 1, _LOOKED_AT).astype(int))]
+    some = some[np.unique(np.linspace(0, len(some) - 1, _CHECKED).astype(int))]
     terms = _log_joint(client, pool, points[some]) + pool.log_weights[0]
-    told = [one for one in terms if np.any(np.isfinite(one))]
-    shapes = [importance.pareto_k(one) for one in told]
-    sizes = [effective_size(normalise(one)) for one in told]
-    if len(told) < len(some) or not np.median(shapes) <= 0.7 or not np.median(sizes) >= region.SCRAMBLES * 10:
+    finite = [row for row in terms if np.any(np.isfinite(row))]
+    shapes = [importance.pareto_k(row) for row in finite]
+    sizes = [effective_size(normalise(row)) for row in finite]
+    if len(finite) < len(some) or not np.median(shapes) <= 0.7 or not np.median(sizes) >= region.SCRAMBLES * 10:
         raise LocalFailure(
-            f"log densities from draws are of no use (Pareto k {np.median(shapes or [np.inf]):.2f}, "
+            f"log densities from draws are not reliable (Pareto k {np.median(shapes or [np.inf]):.2f}, "
             f"{np.median(sizes or [0.0]):.0f} effective points of the sample); {_HELP}"
         )

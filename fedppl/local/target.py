@@ -32,7 +32,7 @@ def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
 
 
 def unpack_target(client: ClientView, message: Message) -> Target:
-    """The tilted distribution of this client that the message describes."""
+    """The client's tilted distribution from a message."""
     return Target(client, _gaussian(message, "global"), _gaussian(message, "cavity"), float(message["prior_share"]))
 
 
@@ -42,13 +42,13 @@ def _gaussian(message: Message, name: str) -> Gaussian:
 
 
 def at_target(layout: Layout, message: Message) -> Asked:
-    """Where a request asks that has a target: around the mean of q, given the cavity."""
+    """What a request with a target asks: moments of the tilted distribution."""
     pair = _gaussian(message, "global"), _gaussian(message, "cavity")
     return Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)), (pair,))
 
 
 def at_points(layout: Layout, message: Message, name: str, *, several: bool = False) -> Asked:
-    """Where a request asks that has a point under a name, (m,), or `several`, (S, m)."""
+    """What a request asks with a point (m,), or `several` (S, m), under this name."""
     points = np.asarray(message[name], dtype=float)
     if points.shape != (*points.shape[:several], layout.size):
         raise ValueError(f"{name!r} has shape {points.shape}")
@@ -58,31 +58,31 @@ def at_points(layout: Layout, message: Message, name: str, *, several: bool = Fa
 def draw_target(
     client: ClientView, personal: object, message: Message, draws: int, chains: int, rng: Rng, *, local: LocalInference
 ) -> Draws:
-    """Draws of (φ, θ_k) from the tilted distribution that the message describes (FedLin, eq. 8)."""
+    """Draws of (φ, θ_k) from the tilted distribution of a message (FedLin, eq. 8)."""
     target = unpack_target(client, message)
     if "points" not in message or local.draw_given is None or local.factor is None:
         return local.draw(target, draws, chains, rng)
     points, weights = (np.asarray(message[name], dtype=float) for name in ("points", "weights"))
-    center, told = gaussian.mean(target.global_), {}
-    if float(message["joins"]):  # its data are in no weight yet
-        found = local.factor(client, points, center, 0.0)
-        log_weights = np.where(np.isfinite(found.values), np.log(weights) + found.values, -np.inf)
-        told = {"pareto_k": importance.pareto_k(log_weights)}
+    center, diagnostics = gaussian.mean(target.global_), {}
+    if float(message["joins"]):  # a client whose data are not in the weights
+        factor = local.factor(client, points, center, 0.0)
+        log_weights = np.where(np.isfinite(factor.values), np.log(weights) + factor.values, -np.inf)
+        diagnostics = {"pareto_k": importance.pareto_k(log_weights)}
         weights = normalise(log_weights) if np.any(np.isfinite(log_weights)) else np.zeros(0)
-        if not len(weights) or effective_size(weights) < _FEWEST:  # the points do not reach where its data are
+        if not len(weights) or effective_size(weights) < _FEWEST:  # few points where its data are
             from_q = local.draw(target, draws, chains, rng)
             return from_q._replace(diagnostics={**from_q.diagnostics, "from_q": 1.0})
     phi = points[resample(weights, draws * chains, rng)]
     theta = local.draw_given(client, phi, center, rng)
-    told |= {"ess": effective_size(weights), "unique": float(len(np.unique(phi, axis=0)))}
-    return Draws(phi.reshape(chains, draws, -1), theta.reshape(chains, draws, -1), told)
+    diagnostics |= {"ess": effective_size(weights), "unique": float(len(np.unique(phi, axis=0)))}
+    return Draws(phi.reshape(chains, draws, -1), theta.reshape(chains, draws, -1), diagnostics)
 
 
-# The tilted distribution over (φ, θ) as one log density with gradient, for the ways that work on it directly ----------
+# The tilted distribution over (φ, θ) as one log density with gradient -------------------------------------------------
 
 
 def require_smooth(client: ClientView, why: str) -> None:
-    """Raise DeclarationError where the log density has a kink, which `why` says what it does to."""
+    """Raise DeclarationError where the log density has a kink; `why` is the consequence."""
     if client.kink:
         raise DeclarationError(
             f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it "
@@ -104,7 +104,7 @@ def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
         linear, precision = linear - share * prior.gaussian.linear, precision - share * prior.gaussian.precision
 
     def value_and_gradient(x: Array) -> tuple[float, Array]:
-        with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite far out
             output = kernel(np.ascontiguousarray(x), *data)
             phi = x[:m]
             pull = precision @ phi
@@ -118,7 +118,7 @@ def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
 
 
 def start(target: Target) -> Array:
-    """Starting point (m + d_k,): the mean of the global q, and θ where its declaration starts it."""
+    """Starting point (m + d_k,): the mean of the global q, and the declared initial θ."""
     return np.concatenate([np.linalg.solve(target.global_.precision, target.global_.linear), target.client.initial])
 
 
@@ -159,15 +159,15 @@ _INFERENCES = ("NestedLaplace", "NUTS", "ADVI", "MeanField", "Laplace", "Gradien
 
 
 def local_inference(name: str, value: Any, default: LocalInference) -> LocalInference:
-    """A local inference that is built; None is the default."""
+    """A local inference; None is the default."""
     if value is None:
         return default
     if isinstance(value, LocalInference):
         return value
-    spelt = str(value).replace("_", "").replace(" ", "").casefold() if isinstance(value, str) else ""
-    meant = next((known for known in _INFERENCES if known.casefold() == spelt), None)
-    if meant is not None:
-        raise DeclarationError(f"{name}={value!r} is text; pass fedppl.{meant}(), with brackets and its settings.")
+    word = value.replace("_", "").replace(" ", "").casefold() if isinstance(value, str) else ""
+    builder = next((one for one in _INFERENCES if one.casefold() == word), None)
+    if builder is not None:
+        raise DeclarationError(f"{name}={value!r} is text; pass fedppl.{builder}(), with brackets and its settings.")
     raise DeclarationError(
         f"{name}={shown(value)} is no local inference"
         + (not_called(value) or "; pass one that is built, such as fedppl.NestedLaplace() or fedppl.NUTS().")
