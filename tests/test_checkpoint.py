@@ -534,7 +534,7 @@ def test_another_likelihood_under_the_same_layout_is_refused(
     model = fedppl.FederatedModel(of_a_global, ["mu"])
     first = fedppl.fit(model, clients, fedppl.EP(), callback=after(rounds), **settings)
     monkeypatch.setitem(_SCALE, "sd", 3.0)
-    with pytest.raises(DeclarationError, match="client 'a' has the same data, and the model another.*delete the file"):
+    with pytest.raises(DeclarationError, match="density of client 'a' has changed.*delete the file"):
         fedppl.fit(fedppl.FederatedModel(of_a_global, ["mu"]), clients, fedppl.EP(), **settings)
     monkeypatch.setitem(_SCALE, "sd", 1.0)
     assert len(fedppl.fit(model, clients, fedppl.EP(), **settings).records) >= len(first.records)

@@ -122,7 +122,7 @@ def test_what_has_no_rows_here_or_no_posterior_is_refused() -> None:
     with pytest.raises(DeclarationError, match="use at least 100 in all"):
         fedppl.loo(found, draws=10, chains=2)
     by_potential = fit(FederatedModel(potential_alone, ["mu"]), clients)
-    with pytest.raises(DeclarationError, match="has no rows that could be left out"):
+    with pytest.raises(DeclarationError, match="pm.Potential.*no rows.*observed"):
         fedppl.loo(by_potential)
     with pytest.raises(DeclarationError, match="has a pm.Potential in their place"):
         by_potential.client("client 0", groups="log_likelihood")

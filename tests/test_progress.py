@@ -56,7 +56,7 @@ def test_a_round_is_told_with_its_phase_its_change_and_who_fell_back() -> None:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     shown = io.StringIO()
     console = rich.console.Console(file=shown, force_terminal=True, width=200)
-    monkeypatch.setattr(progress, "_console", lambda: console)
+    monkeypatch.setattr("rich.get_console", lambda: console)
     return shown
 
 
@@ -101,7 +101,7 @@ def test_a_notebook_has_one_line_that_is_written_over(
 
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=show))
-    monkeypatch.setattr(progress, "_console", lambda: types.SimpleNamespace(is_jupyter=True))
+    monkeypatch.setattr("rich.get_console", lambda: types.SimpleNamespace(is_jupyter=True))
     fedppl.fit(*normal_means(2), fedppl.EP(), random_seed=1)
     assert len(lines) == 1 and lines[0].startswith("Round") and "converged" in lines[0] and "\x1b" not in lines[0]
     assert capsys.readouterr() == ("", "")
@@ -111,7 +111,7 @@ def test_a_dumb_terminal_gets_nothing() -> None:
     console = rich.console.Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
     assert console.is_dumb_terminal
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "_console", lambda: console)
+        patch.setattr("rich.get_console", lambda: console)
         assert isinstance(progress.display(3, "Round", wanted=True), progress.Nowhere)
 
 
