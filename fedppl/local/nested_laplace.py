@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -129,7 +129,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     moments = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
     if moments is not None and _from_q.trusted(moments, settings.pareto_limit):
         return moments._replace(diagnostics={**moments.diagnostics, "fallback": 0.0, "inner_trust": left_out.trust})
-    before = {} if moments is None else moments.diagnostics
+    before: Mapping[str, float] = {} if moments is None else moments.diagnostics
     started = time.perf_counter()
     if not settings.fallback:
         quality = "no point of q has a finite weight"

@@ -133,15 +133,13 @@ def forest(
     formula = _formula_of(fit, settings, alone)
     groups = {name: _posterior(fit, name, settings) for name in names}
     shown_entries = _entries(fit, groups, var_names, coords, settings)
-    lines = {name: [_line(draws_of(group, one), settings) for one in shown_entries] for name, group in groups.items()}
+    lines = _lines(groups, shown_entries, settings)
     lines_alone: dict[str, list[Line]] = {}
     if alone is not None:
         require_fit(alone)
         if lost := [name for name in names if name not in at_hand(alone)]:
             raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
-        for name in names:
-            group = _posterior(alone, name, settings)
-            lines_alone[name] = [_line(draws_of(group, entry), settings) for entry in shown_entries]
+        lines_alone = _lines({name: _posterior(alone, name, settings) for name in names}, shown_entries, settings)
     if population is None and settings.total:
         population = {entry.name: entry.name for entry in shown_entries}
     levels = _levels(fit, shown_entries, population, settings)
@@ -255,6 +253,11 @@ def _has(values: Any, entry: Entry, labels: Mapping[str, set[str]]) -> bool:
     dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
     places = [(dim, place) for dim, place in zip(dims, entry.place, strict=True) if dim in labels]
     return all(str(values[dim].values[place]) in labels[dim] for dim, place in places)
+
+
+def _lines(groups: Mapping[str, Any], shown_entries: Sequence[Entry], settings: _Settings) -> dict[str, list[Line]]:
+    """A line for each entry, by client."""
+    return {name: [_line(draws_of(group, one), settings) for one in shown_entries] for name, group in groups.items()}
 
 
 def _line(draws: Array, settings: _Settings) -> Line:

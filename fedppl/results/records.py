@@ -82,7 +82,7 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
             traffic["bytes_up"][t, k] = record.bytes_up.get(client_id, 0)
             for name, value in record.infos.get(client_id, {}).items():
                 values.setdefault(name, np.full(shape, np.nan))[t, k] = value
-    by_client: dict[str, Array] = {"outcome": outcome, "reason": reason.astype(str), **traffic}
+    by_client: dict[str, Any] = {"outcome": outcome, "reason": reason.astype(str), **traffic}
     for name, column in values.items():
         # A diagnostic of most clients takes the place of a round's own of that name; a diagnostic of few does not.
         of_clients = name not in per_round or _reporting(records, name) > 0.5 * len(clients)
