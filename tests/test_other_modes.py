@@ -11,7 +11,7 @@ import pytest
 import fedppl
 from fedppl import FederatedModel, gaussian
 from fedppl.contracts import Factor
-from fedppl.numerics.smooth import smooth_over
+from fedppl.numerics.integral import smooth_over
 from fedppl.types import LocalFailure
 from tests.support import problems
 

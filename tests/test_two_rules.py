@@ -14,8 +14,7 @@ from scipy.special import logsumexp
 import fedppl
 from fedppl import FederatedModel
 from fedppl.local._conditional import Pair, by_pairs, by_two_rules
-from fedppl.numerics.integral import Rule
-from fedppl.numerics.smooth import smooth_over
+from fedppl.numerics.integral import Rule, smooth_over
 from fedppl.types import Array
 
 POINTS = np.linspace(-2.0, 2.0, 81)

@@ -22,9 +22,10 @@ from fedppl.contracts import ClientView
 from fedppl.local import _marginal
 from fedppl.local._marginal import LeftOut
 from fedppl.numerics import pairs
-from fedppl.numerics.importance import has_enough_points, stream_of
+from fedppl.numerics.importance import has_enough_points
 from fedppl.numerics.integral import Rule, between_trapezoids, by_far_grid, by_grid, by_trapezoids, log_integrals
 from fedppl.numerics.pairs import Densities, site_outputs
+from fedppl.numerics.streams import stream_of
 from fedppl.types import Array, LocalFailure
 
 # Coordinates c of θ given which the others are Gaussian ---------------------------------------------------------------

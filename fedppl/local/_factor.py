@@ -22,11 +22,11 @@ from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _marginal
 from fedppl.local._conditional import by_two_rules
 from fedppl.numerics import importance, pairs, region
-from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
-from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals
+from fedppl.numerics.importance import effective_size, normalise, weighted_moments
+from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals, smooth_over
 from fedppl.numerics.pairs import Densities, Laplace, Places, site_batch
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
-from fedppl.numerics.smooth import smooth_over
+from fedppl.numerics.streams import STREAMS, stream_of
 from fedppl.types import Array, LocalFailure
 
 _SHAPING, _FITS = 64, 3  # points of a scramble to fit proposals at the center, and number of fits

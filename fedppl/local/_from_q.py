@@ -13,7 +13,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import Moments, Target
 from fedppl.local import _marginal
-from fedppl.numerics import stein
+from fedppl.numerics import importance
 from fedppl.numerics.importance import (
     controlled_moments,
     departure,
@@ -23,9 +23,8 @@ from fedppl.numerics.importance import (
     normalise,
     pareto_k,
     skewness,
-    stream_of,
-    whitened_points,
 )
+from fedppl.numerics.streams import stream_of, whitened_points
 from fedppl.types import Array, LocalFailure
 
 # Where the remainder of a quadratic in the log weights is larger than this, four times as many points are used.
@@ -80,11 +79,11 @@ def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: 
 def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
     fitted = None
     for multiple, largest in _GRADIENT_REMAINDERS:
-        z = whitened_points(factor.size, multiple * stein.points_for(factor.size, points), stream)
+        z = whitened_points(factor.size, multiple * importance.enough_gradients(factor.size, points), stream)
         log_weights, gradients = factor.gradients(mean + z @ root.T)
         if not np.all(np.isfinite(log_weights)) or not np.all(np.isfinite(gradients)):
             return None
-        fitted = stein.stein_moments(z, log_weights, gradients @ root)
+        fitted = importance.stein_moments(z, log_weights, gradients @ root)
         if fitted is None or fitted.remainder <= largest:
             break
     if fitted is None:
@@ -96,10 +95,10 @@ def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, strea
         "pareto_k": fitted.pareto_k,
         "remainder": fitted.remainder,
         "mc_error": fitted.error,
-        "departure": stein.departure(fitted.off, root),
+        "departure": importance.departure_by_gradients(fitted.off, root),
         "mode_failures": 0.0,
     }
-    skewed = stein.skewness(z, fitted.off, root)
+    skewed = importance.skewness_by_gradients(z, fitted.off, root)
     return _coloured(fitted.moments.mean, fitted.moments.covariance, mean, root, skewed, quality)
 
 

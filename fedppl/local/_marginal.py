@@ -11,9 +11,10 @@ from scipy.special import logsumexp
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Expansion
 from fedppl.numerics import pairs
-from fedppl.numerics.importance import quadratic_terms, stream_of, whitened_points
+from fedppl.numerics.importance import quadratic_terms
 from fedppl.numerics.integral import SIZES, Rule, by_grid, by_points
 from fedppl.numerics.pairs import Densities, Laplace, Origins, inner_mode_at, site_batch
+from fedppl.numerics.streams import stream_of, whitened_points
 from fedppl.types import Array, LocalFailure
 
 

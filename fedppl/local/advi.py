@@ -11,7 +11,8 @@ from scipy.optimize import minimize
 
 from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.local.target import log_tilted, moments_of, negative_hessian, start
-from fedppl.numerics.importance import pareto_k, stream_of, whitened_points
+from fedppl.numerics.importance import pareto_k
+from fedppl.numerics.streams import stream_of, whitened_points
 from fedppl.settings import whole
 from fedppl.types import Array, LocalFailure, Rng
 

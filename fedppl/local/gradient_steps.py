@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
 from fedppl.local.target import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
-from fedppl.numerics.kernels import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry
+from fedppl.numerics.pairs import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry
 from fedppl.settings import positive, whole
 from fedppl.types import Array, DataError, LocalFailure, Rng
 

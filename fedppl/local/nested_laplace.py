@@ -29,17 +29,16 @@ from fedppl.numerics import pairs
 from fedppl.numerics.importance import (
     WeightedMoments,
     effective_size,
-    fresh_points,
     normalise,
     pareto_k,
     resample,
     skewness,
-    stream_of,
     weighted_moments,
 )
 from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.proposals import log_mixture, points_of, propose
 from fedppl.numerics.region import SCRAMBLES
+from fedppl.numerics.streams import fresh_points, stream_of
 from fedppl.results.diagnostics import STANDARDISED
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure, Rng

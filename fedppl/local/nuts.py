@@ -20,10 +20,11 @@ from fedppl.gaussian import Gaussian
 from fedppl.local import _from_q
 from fedppl.local.target import log_tilted, start
 from fedppl.numerics import importance, region
-from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, stream_of
+from fedppl.numerics.importance import effective_size, normalise, quadratic_terms
+from fedppl.numerics.integral import smooth_over
 from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose
-from fedppl.numerics.smooth import smooth_over
+from fedppl.numerics.streams import stream_of
 from fedppl.results.idata import chain_diagnostics
 from fedppl.settings import between, one_of, whole
 from fedppl.types import Array, DeclarationError, LocalFailure, Rng

@@ -12,8 +12,7 @@ from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Moments, 
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance
 from fedppl.numerics.importance import effective_size, normalise, resample
-from fedppl.numerics.kernels import NO_DATA
-from fedppl.numerics.pairs import difference_hessian
+from fedppl.numerics.pairs import NO_DATA, difference_hessian
 from fedppl.settings import not_called, shown
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng
 

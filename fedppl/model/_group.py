@@ -35,8 +35,7 @@ from fedppl.model.enrolment import (
 )
 from fedppl.model.fingerprint import fingerprint, probes
 from fedppl.model.pack import pack
-from fedppl.numerics.kernels import NO_DATA
-from fedppl.numerics.pairs import site_outputs
+from fedppl.numerics.pairs import NO_DATA, site_outputs
 from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.settings import some_of
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable

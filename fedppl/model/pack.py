@@ -14,7 +14,7 @@ from numba.core.types import Array
 from pytensor.configdefaults import config
 from pytensor.link.numba import cache
 
-from fedppl.numerics.kernels import PACKED
+from fedppl.numerics.pairs import PACKED
 
 _CODE = 3  # another where Ops have other code, so that what was compiled before is not taken for it
 

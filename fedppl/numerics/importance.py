@@ -1,98 +1,13 @@
-"""Importance sampling from a Gaussian: whitened points, and weighted moments."""
+"""Importance sampling from a Gaussian: weighted moments, by values or gradients of the log weights, and their tails."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtri
-from scipy.stats import qmc
 
+from fedppl.numerics.streams import kept, whitened_points
 from fedppl.types import Array
-
-# Arrays that are made from a few numbers and used again: kept, the least recently used given up for new ones ----------
-
-
-def kept(most_bytes: int) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
-    """Keep a function's arrays, read-only, up to `most_bytes` in all: their number says nothing of their size.
-
-    >>> import numpy as np
-    >>> @kept(most_bytes=800)
-    ... def ones(size):
-    ...     return np.ones(size)
-    >>> ones(60) is ones(60), ones(200) is ones(200)  # the second is larger than all that may be kept
-    (True, False)
-    """
-
-    def decorate(make: Callable[..., Array]) -> Callable[..., Array]:
-        arrays: OrderedDict[tuple[int, ...], Array] = OrderedDict()
-        lock = threading.Lock()
-
-        @functools.wraps(make)
-        def find(*key: int) -> Array:
-            with lock:
-                if key in arrays:
-                    arrays.move_to_end(key)
-                    return arrays[key]
-            made = make(*key)
-            made.flags.writeable = False
-            with lock:
-                made = arrays.setdefault(key, made)
-                total = sum(array.nbytes for array in arrays.values())
-                while total > most_bytes:
-                    total -= arrays.popitem(last=False)[1].nbytes
-            return made
-
-        return find
-
-    return decorate
-
-
-STREAMS = 256  # of random points; of many clients some have one in common
-
-
-def stream_of(client_id: str) -> int:
-    """One of few streams of points for a client, so that errors of clients hardly add up, yet points are kept."""
-    return hashlib.blake2b(client_id.encode(), digest_size=1).digest()[0]
-
-
-def fresh_points(size: int, points: int, stream: int) -> Array:
-    """Antithetic scrambled Sobol normals (points, size): sample mean exactly 0, sample covariance exactly I.
-
-    With constant weights they return the proposal's own moments without error, so that the Monte Carlo error of
-    a site that is already right is nil. Each `stream` is another scramble.
-    """
-    half = max((points + 1) // 2, size + 1)
-    exponent = int(np.ceil(np.log2(half)))
-    # The first points of a power of two of them; whitening makes up for the balance that the rest would bring.
-    uniform = qmc.Sobol(size, seed=np.random.default_rng(stream)).random_base2(exponent)[:half]
-    z = ndtri(np.clip(uniform, 1e-12, 1 - 1e-12))
-    z = np.concatenate([z, -z])
-    factor = np.linalg.cholesky(z.T @ z / len(z))
-    whitened: Array = np.ascontiguousarray(np.linalg.solve(factor, z.T).T)
-    return whitened
-
-
-# A client asks for the same ones in every round.
-whitened_points = kept(most_bytes=2**28)(fresh_points)
-
-
-def uniform(size: int, count: int, stream: int, scrambles: int) -> Array:
-    """Sobol points, `count` of each independent scramble one after the other: (scrambles x count, size)."""
-    sequences = [qmc.Sobol(size, seed=np.random.default_rng((stream, j))) for j in range(scrambles)]
-    # balanced where their number is a power of 2
-    found = [one.random_base2(int(np.ceil(np.log2(count))))[:count] for one in sequences]
-    return np.asarray(np.clip(np.concatenate(found), 1e-12, 1 - 1e-12))
-
-
-def standard_normal(size: int, count: int, stream: int, scrambles: int) -> Array:
-    """Scrambled Sobol normals, `count` of each independent scramble one after the other: (scrambles x count, size)."""
-    return np.asarray(ndtri(uniform(size, count, stream, scrambles)))
 
 
 def normalise(log_weights: Array) -> Array:
@@ -333,3 +248,75 @@ def smoothed(log_weights: Array) -> tuple[Array, float]:
     excess = -tail.scale * survival if abs(shape) < 1e-12 else tail.scale * np.expm1(-shape * survival) / shape
     found[order[-tail.size :]] = np.minimum(largest + np.log(tail.threshold + excess), largest)
     return found, shape
+
+
+# Moments from gradients: a quadratic by Stein's identities, exact moments under it, and what it leaves out -----------
+
+# Under z ~ N(0, I), E[∇g] and E[∇∇ᵀg] = E[∇g zᵀ] are the quadratic that carries a log weight g's effect on mean and
+# covariance to first order. It takes gradients at S >= 4 (m + 1) points, while values take more points than it has
+# coefficients, which grow with m².
+
+
+class SteinMoments(NamedTuple):
+    """Moments of N(0, I) times the weights, and how far to trust them."""
+
+    moments: WeightedMoments
+    remainder: float  # sd of the log weights about the quadratic
+    pareto_k: float  # of the weights that the quadratic leaves
+    error: float  # largest error of a mean to expect, of points and of a quadratic that is far from nought, in sds
+    off: Array  # (S, m) what the quadratic leaves of the gradients
+
+
+def skewness_by_gradients(z: Array, off: Array, root: Array) -> Array:
+    """Skewness of every coordinate of root z under the weights, to first order in them, (m,).
+
+    Stein's identity once more: E[(uᵀz)³ g] − 3 E[(uᵀz) g] = E[uᵀ∇g ((uᵀz)² − 1)] for unit vectors u.
+    """
+    along = (root / np.linalg.norm(root, axis=1)[:, None]).T
+    return np.asarray(np.mean((off @ along) * ((z @ along) ** 2 - 1.0), axis=0))
+
+
+def departure_by_gradients(off: Array, root: Array) -> float:
+    """`departure` from what the quadratic leaves of the gradients, (S, m)."""
+    along = off @ (root / np.linalg.norm(root, axis=1)[:, None]).T
+    return float(np.sqrt(np.max(np.mean(along**2, axis=0))))
+
+
+def enough_gradients(size: int, points: int) -> int:
+    """Raise the number of points to what the quadratic needs."""
+    return max(points, 4 * (size + 1))
+
+
+def stein_moments(z: Array, log_weights: Array, gradients: Array) -> SteinMoments | None:
+    """Moments at whitened points z (S, m) from log weights (S,) and their gradients (S, m); None if not integrable."""
+    count, m = z.shape
+    linear = gradients.mean(axis=0)
+    hessian = gradients.T @ z / count
+    hessian = (hessian + hessian.T) / 2
+    values, vectors = np.linalg.eigh(np.eye(m) - hessian)
+    if values[0] < 0.05:
+        return None
+    curved = z @ hessian
+    rest = log_weights - z @ linear - 0.5 * np.sum(curved * z, axis=1)
+    rest = rest - rest.mean()
+    weights = normalise(rest)
+    # What the weights do to first order is in the quadratic already; the same estimate of it from values is taken out.
+    beyond = weighted_moments(z, weights)
+    shift = beyond.mean - rest @ z / count
+    spread = beyond.covariance - (z * rest[:, None]).T @ z / count
+    root = vectors / np.sqrt(values)
+    root, inverse = root @ vectors.T, root @ root.T
+    covariance = root @ spread @ root.T
+    found = WeightedMoments(inverse @ linear + root @ shift, (covariance + covariance.T) / 2)
+    if not np.linalg.eigvalsh(found.covariance)[0] > 0:
+        return None
+    off = gradients - linear - curved
+    # What one point adds to the mean by its gradient and by its weight, were points independent; and the remainder's
+    # mean gradient under the quadratic, to first order, which is taken to be what it is under N(0, I): zero.
+    beyond_first = weights - (1.0 + rest) / count
+    parts = (off / count) @ inverse + (beyond_first[:, None] * z) @ root.T
+    quadratic = log_weights - rest
+    bias = inverse @ (off.T @ (quadratic - quadratic.mean())) / count
+    variance = np.sum(parts**2, axis=0) + bias**2
+    error = float(np.sqrt(np.max(variance / np.diag(found.covariance))))
+    return SteinMoments(found, float(np.std(rest)), pareto_k(rest), error, off)

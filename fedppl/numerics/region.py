@@ -15,7 +15,7 @@ from scipy.special import gammaln, ndtr, ndtri
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.importance import kept, uniform
+from fedppl.numerics.streams import kept, uniform
 from fedppl.types import Array
 
 _STEP = np.sqrt(2.0)

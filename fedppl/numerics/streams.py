@@ -1,10 +1,96 @@
-"""Random streams that depend on names and numbers alone, and not on who asks first."""
+"""Random streams that depend on names and numbers alone, and quasi-random points of them."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
 import numpy as np
+from scipy.special import ndtri
+from scipy.stats import qmc
+
+from fedppl.types import Array
+
+STREAMS = 256  # of random points; many clients share some
 
 
 def stream(seed: tuple[int, ...]) -> np.random.Generator:
     """Random stream of a (seed, round, client) triple."""
     return np.random.default_rng(np.random.SeedSequence(seed))
+
+
+def stream_of(client_id: str) -> int:
+    """One of few streams of points for a client: errors of clients hardly add up, and the points are cached."""
+    return hashlib.blake2b(client_id.encode(), digest_size=1).digest()[0]
+
+
+def kept(most_bytes: int) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
+    """Keep a function's arrays, read-only, up to `most_bytes` in all: their number says nothing of their size.
+
+    >>> import numpy as np
+    >>> @kept(most_bytes=800)
+    ... def ones(size):
+    ...     return np.ones(size)
+    >>> ones(60) is ones(60), ones(200) is ones(200)  # the second is larger than all that may be kept
+    (True, False)
+    """
+
+    def decorate(make: Callable[..., Array]) -> Callable[..., Array]:
+        arrays: OrderedDict[tuple[int, ...], Array] = OrderedDict()
+        lock = threading.Lock()
+
+        @functools.wraps(make)
+        def find(*key: int) -> Array:
+            with lock:
+                if key in arrays:
+                    arrays.move_to_end(key)
+                    return arrays[key]
+            made = make(*key)
+            made.flags.writeable = False
+            with lock:
+                made = arrays.setdefault(key, made)
+                total = sum(array.nbytes for array in arrays.values())
+                while total > most_bytes:
+                    total -= arrays.popitem(last=False)[1].nbytes
+            return made
+
+        return find
+
+    return decorate
+
+
+def fresh_points(size: int, points: int, stream: int) -> Array:
+    """Antithetic scrambled Sobol normals (points, size): sample mean exactly 0, sample covariance exactly I.
+
+    With constant weights they return the proposal's own moments without error, so that the Monte Carlo error of
+    a site that is already right is nil. Each `stream` is another scramble.
+    """
+    half = max((points + 1) // 2, size + 1)
+    exponent = int(np.ceil(np.log2(half)))
+    # The first points of a power of two of them; whitening makes up for the balance that the rest would bring.
+    uniform = qmc.Sobol(size, seed=np.random.default_rng(stream)).random_base2(exponent)[:half]
+    z = ndtri(np.clip(uniform, 1e-12, 1 - 1e-12))
+    z = np.concatenate([z, -z])
+    factor = np.linalg.cholesky(z.T @ z / len(z))
+    whitened: Array = np.ascontiguousarray(np.linalg.solve(factor, z.T).T)
+    return whitened
+
+
+# A client asks for the same ones in every round.
+whitened_points = kept(most_bytes=2**28)(fresh_points)
+
+
+def uniform(size: int, count: int, stream: int, scrambles: int) -> Array:
+    """Sobol points, `count` of each independent scramble one after the other: (scrambles x count, size)."""
+    sequences = [qmc.Sobol(size, seed=np.random.default_rng((stream, j))) for j in range(scrambles)]
+    # balanced where their number is a power of 2
+    found = [one.random_base2(int(np.ceil(np.log2(count))))[:count] for one in sequences]
+    return np.asarray(np.clip(np.concatenate(found), 1e-12, 1 - 1e-12))
+
+
+def standard_normal(size: int, count: int, stream: int, scrambles: int) -> Array:
+    """Scrambled Sobol normals, `count` of each independent scramble one after the other: (scrambles x count, size)."""
+    return np.asarray(ndtri(uniform(size, count, stream, scrambles)))

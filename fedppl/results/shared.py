@@ -14,10 +14,10 @@ from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, Draws, Point, Posterior, Sampler, coordinate_names
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.importance import resample, standard_normal
+from fedppl.numerics.importance import resample
 from fedppl.numerics.region import SCRAMBLES
 from fedppl.numerics.reweighting import Reweighted, is_trusted
-from fedppl.numerics.streams import stream
+from fedppl.numerics.streams import standard_normal, stream
 from fedppl.results import idata
 from fedppl.results.records import Ended, require_arrived, rounds_dataset, unarrived
 from fedppl.settings import chosen, shown

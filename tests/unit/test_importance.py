@@ -16,15 +16,13 @@ from fedppl.numerics.importance import (
     effective_size,
     enough_points,
     has_enough_points,
-    kept,
     normalise,
     pareto_k,
     resample,
     skewness,
-    stream_of,
     weighted_moments,
-    whitened_points,
 )
+from fedppl.numerics.streams import kept, stream_of, whitened_points
 from fedppl.types import Array
 
 # --- points ---------------------------------------------------------------------------------------------------------

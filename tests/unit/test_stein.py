@@ -7,8 +7,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from fedppl.local import nested_laplace
-from fedppl.numerics import stein as _stein
-from fedppl.numerics.importance import whitened_points
+from fedppl.numerics import importance
+from fedppl.numerics.streams import whitened_points
 
 
 @pytest.mark.parametrize("size", [31, 200])
@@ -16,15 +16,15 @@ def test_a_quadratic_log_weight_gives_its_gaussian_to_rounding(size: int) -> Non
     rng = np.random.default_rng(size)
     root = rng.normal(size=(size, size)) / np.sqrt(size)
     hessian, linear = -root @ root.T, rng.normal(size=size)
-    z = whitened_points(size, _stein.points_for(size, 64), 3)
-    found = _stein.stein_moments(z, z @ linear + 0.5 * np.sum(z @ hessian * z, axis=1), linear + z @ hessian)
+    z = whitened_points(size, importance.enough_gradients(size, 64), 3)
+    found = importance.stein_moments(z, z @ linear + 0.5 * np.sum(z @ hessian * z, axis=1), linear + z @ hessian)
     assert found is not None
     covariance = np.linalg.inv(np.eye(size) - hessian)
     assert_allclose(found.moments.covariance, covariance, atol=1e-9)
     assert_allclose(found.moments.mean, covariance @ linear, atol=1e-9)
     assert found.remainder < 1e-9
     assert found.error < 1e-9
-    assert_allclose(_stein.skewness(z, found.off, np.eye(size)), 0, atol=1e-9)
+    assert_allclose(importance.skewness_by_gradients(z, found.off, np.eye(size)), 0, atol=1e-9)
 
 
 def test_a_log_weight_that_is_no_quadratic_against_quadrature() -> None:
@@ -32,8 +32,8 @@ def test_a_log_weight_that_is_no_quadratic_against_quadrature() -> None:
     # takes the mean gradient away, as it is away where q is right: then the quadratic is that of the density itself.
     size, a = 40, 0.3
     b = -a * np.exp(-0.5) * np.cos(1.0)
-    z = whitened_points(size, 8 * _stein.points_for(size, 64), 1)
-    found = _stein.stein_moments(z, np.sum(a * np.sin(z + 1) + b * z, axis=1), a * np.cos(z + 1) + b)
+    z = whitened_points(size, 8 * importance.enough_gradients(size, 64), 1)
+    found = importance.stein_moments(z, np.sum(a * np.sin(z + 1) + b * z, axis=1), a * np.cos(z + 1) + b)
     assert found is not None
     grid = np.linspace(-9, 9, 20_001)
     density = np.exp(-0.5 * grid**2 + a * np.sin(grid + 1) + b * grid)
@@ -45,7 +45,7 @@ def test_a_log_weight_that_is_no_quadratic_against_quadrature() -> None:
     assert_allclose(found.moments.mean.mean(), mean, atol=0.01)
     assert_allclose(np.diag(found.moments.covariance).mean(), variance, atol=0.015)
     assert np.max(np.abs(found.moments.mean - mean)) < 5 * max(found.error, 0.01)
-    assert_allclose(_stein.skewness(z, found.off, np.eye(size)).mean(), skewness, atol=0.03)
+    assert_allclose(importance.skewness_by_gradients(z, found.off, np.eye(size)).mean(), skewness, atol=0.03)
 
 
 @pytest.mark.parametrize("size, many", [(40, 1), (40, 4), (120, 1)])
@@ -54,9 +54,9 @@ def test_the_error_of_moments_that_are_far_from_q_is_no_smaller_than_it_says(
     size: int, many: int, a: float, b: float, c: float
 ) -> None:
     """Log weights Σ a sin(z + 1) + b z + c z² / 2, by quadrature of one coordinate; the largest of many errors."""
-    z = whitened_points(size, many * _stein.points_for(size, 64), 1)
+    z = whitened_points(size, many * importance.enough_gradients(size, 64), 1)
     log_weights = np.sum(a * np.sin(z + 1) + b * z + c * z**2 / 2, axis=1)
-    found = _stein.stein_moments(z, log_weights, a * np.cos(z + 1) + b + c * z)
+    found = importance.stein_moments(z, log_weights, a * np.cos(z + 1) + b + c * z)
     assert found is not None
     grid = np.linspace(-12, 12, 20_001)
     density = np.exp(-0.5 * grid**2 + a * np.sin(grid + 1) + b * grid + c * grid**2 / 2)
@@ -68,7 +68,7 @@ def test_the_error_of_moments_that_are_far_from_q_is_no_smaller_than_it_says(
 
 def test_weights_without_a_proper_quadratic_have_no_moments() -> None:
     z = whitened_points(31, 128, 0)
-    assert _stein.stein_moments(z, 0.5 * np.sum(z**2, axis=1), z) is None
+    assert importance.stein_moments(z, 0.5 * np.sum(z**2, axis=1), z) is None
 
 
 def log_banana(x: np.ndarray) -> np.ndarray:

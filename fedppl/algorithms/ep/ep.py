@@ -41,10 +41,11 @@ from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
 from fedppl.numerics import importance, region
-from fedppl.numerics.importance import STREAMS, normalise, standard_normal, stream_of
+from fedppl.numerics.importance import normalise
 from fedppl.numerics.proposals import has_heavy_tails
 from fedppl.numerics.region import SCRAMBLES
 from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.streams import STREAMS, standard_normal, stream_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
 # Shared coordinates up to which "auto" corrects: beyond, few of the points have most of the weight.

@@ -13,7 +13,7 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.warm_start import WarmStart
-from fedppl.numerics.importance import whitened_points
+from fedppl.numerics.streams import whitened_points
 from fedppl.types import Array, Layout
 
 Indices = NDArray[np.int64]

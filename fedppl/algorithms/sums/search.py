@@ -20,7 +20,7 @@ from fedppl.algorithms.ep.starts import Mode, Starts
 from fedppl.algorithms.ep.warm_start import LENGTHS, WarmStart
 from fedppl.algorithms.ep.why import ALL, why_not_arrived
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.importance import whitened_points
+from fedppl.numerics.streams import whitened_points
 from fedppl.structure import full
 from fedppl.types import Array, Layout, Message
 

@@ -35,9 +35,10 @@ from fedppl.local.integrate import Stacked, Values
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics import region
-from fedppl.numerics.importance import STREAMS, effective_size, normalise, quadratic_terms, skewness, whitened_points
+from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness
 from fedppl.numerics.proposals import has_heavy_tails, whitened
 from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
+from fedppl.numerics.streams import STREAMS, whitened_points
 from fedppl.numerics.surrogate import as_folded
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 

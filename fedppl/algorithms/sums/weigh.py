@@ -36,17 +36,11 @@ from fedppl.algorithms.sums.phases import (
 from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance, region, surrogate
-from fedppl.numerics.importance import (
-    effective_size,
-    normalise,
-    quadratic_terms,
-    skewness,
-    standard_normal,
-    weighted_moments,
-)
+from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
+from fedppl.numerics.integral import smooth_over
 from fedppl.numerics.proposals import Proposal, beyond
 from fedppl.numerics.reweighting import Reweighted
-from fedppl.numerics.smooth import smooth_over
+from fedppl.numerics.streams import standard_normal
 from fedppl.numerics.surrogate import Drawn, Places, Surrogate
 from fedppl.types import Array
 
