@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.numerics.streams import kept, whitened_points
+from fedppl.numerics.streams import cached, whitened_points
 from fedppl.types import Array
 
 
 def normalise(log_weights: Array) -> Array:
-    """Self-normalised weights; log weights of −inf get none."""
+    """Self-normalised weights; log weights of −inf give 0."""
     weights: Array = np.exp(log_weights - np.max(log_weights))
     return np.asarray(weights / weights.sum())
 
@@ -27,7 +27,7 @@ def enough_points(size: int, points: int) -> int:
 
 
 def has_enough_points(size: int) -> bool:
-    """Whether a quadratic in `size` coordinates can be had from 1024 values; from more, gradients are cheaper."""
+    """Whether 1024 values suffice for a quadratic in `size` coordinates; beyond, gradients are cheaper."""
     return enough_points(size, 0) <= 1024
 
 
@@ -37,15 +37,15 @@ def quadratic_terms(z: Array) -> Array:
     return np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
 
 
-@kept(most_bytes=2**27)
+@cached(most_bytes=2**27)
 def _design(size: int, points: int, stream: int) -> Array:
     """Terms of a quadratic in z at the whitened points."""
     return quadratic_terms(whitened_points(size, points, stream))
 
 
-@kept(most_bytes=2**27)
+@cached(most_bytes=2**27)
 def _inverse_gram(size: int, points: int, stream: int) -> Array:
-    """(DᵀD)⁻¹ of the design D: of whitened points it is well-conditioned, and far smaller than D's pseudo-inverse."""
+    """(DᵀD)⁻¹ of the design D, well-conditioned for whitened points and far smaller than D's pseudo-inverse."""
     design = _design(size, points, stream)
     return np.asarray(np.linalg.inv(design.T @ design))
 
@@ -57,21 +57,19 @@ def _quadratic(log_weights: Array, key: tuple[int, int, int]) -> tuple[Array, Ar
     return coefficients, design @ coefficients
 
 
-# Beyond this sd of what a quadratic leaves of the log weights, their moments have an error to speak of.
-_LARGE_REMAINDER = 0.5
+_LARGE_REMAINDER = 0.5  # sd of log weights about a quadratic from which moments have an error worth reporting
 
 
 def controlled_moments(
     z: Array, log_weights: Array, weights: Array, key: tuple[int, int, int]
 ) -> tuple[WeightedMoments, float, float]:
-    """Moments under a standard normal times weights, with the quadratic part of the log weights done exactly.
+    """Moments under a standard normal times weights, with the quadratic part of the log weights integrated exactly.
 
-    A quadratic g is fitted to the log weights. Normal x e^g has exact moments; only the difference that the
-    remainder makes is estimated at the points, with the estimate under e^g itself as control variate. Near a
-    converged site both parts are small, so that the error of a client is far below 1 / sqrt(points).
+    A quadratic g is fitted to the log weights. Normal x e^g has exact moments; the points estimate only the difference
+    that the remainder makes, with the estimate under e^g as control variate. Near a converged site the remainder is
+    small, and a client's error far below 1 / sqrt(points).
 
-    Returns the moments, the sd of the remainder, which the error is in proportion to, and the error of the mean in sds,
-    0 where the remainder is small.
+    Returns the moments, the sd of the remainder, and the error of the mean in sds, 0 where the remainder is small.
     """
     plain = weighted_moments(z, weights)
     if not np.all(np.isfinite(log_weights)):
@@ -102,30 +100,30 @@ def controlled_moments(
 def _error(
     z: Array,
     weights: Array,
-    found: WeightedMoments,
+    moments: WeightedMoments,
     control_weights: Array | None = None,
     control: WeightedMoments | None = None,
 ) -> float:
-    """Largest standard error of a mean, in sds, of independent points; less a control variate's where there is one."""
-    parts = weights[:, None] * (z - found.mean)
+    """Largest standard error of a mean, in sds, as of independent points; with a control variate where there is one."""
+    parts = weights[:, None] * (z - moments.mean)
     if control_weights is not None and control is not None:
         parts = parts - control_weights[:, None] * (z - control.mean)
-    variance = np.maximum(np.diag(found.covariance), 1e-300)
+    variance = np.maximum(np.diag(moments.covariance), 1e-300)
     return float(np.sqrt(np.max(np.sum(parts**2, axis=0) / variance)))
 
 
 def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Array) -> float:
-    """How far the log weights depart from a quadratic along the coordinate of root z where they do so most.
+    """Largest departure of the log weights from a quadratic, over coordinates of root z.
 
-    With ρ the remainder and u a unit vector, E[(uᵀ∇ρ)²] = ½ E[ρ² ((uᵀz)² − 1)] for a cubic: to second order in ρ that
-    is the share by which the variance along u exceeds that of the Gaussian. Returned is its square root, which adds
-    up over clients whose factors depart alike.
+    With ρ the remainder and u a unit vector, E[(uᵀ∇ρ)²] = ½ E[ρ² ((uᵀz)² − 1)] for a cubic: to second order in ρ the
+    relative excess of the variance along u over the Gaussian's. Its square root, which is returned, adds up over
+    clients whose factors depart alike.
     """
     if not np.all(np.isfinite(log_weights)):
         return float("inf")
-    rest = log_weights - _quadratic(log_weights, key)[1]
+    remainder = log_weights - _quadratic(log_weights, key)[1]
     along = z @ (root / np.linalg.norm(root, axis=1)[:, None]).T
-    excess = 0.5 * np.mean(rest[:, None] ** 2 * (along**2 - 1.0), axis=0)
+    excess = 0.5 * np.mean(remainder[:, None] ** 2 * (along**2 - 1.0), axis=0)
     return float(np.sqrt(max(float(excess.max()), 0.0)))
 
 
@@ -168,7 +166,7 @@ def resample(weights: Array, draws: int, rng: np.random.Generator) -> Array:
 
 # The upper tail of importance weights: its shape, by a generalised Pareto, and weights smoothed by it -----------------
 
-_EQUAL = 1e-7  # log weights that differ by less do so by rounding, and move nothing
+_EQUAL = 1e-7  # difference of log weights that is rounding
 
 
 class _Tail(NamedTuple):
@@ -181,9 +179,9 @@ class _Tail(NamedTuple):
 
 
 def _tail(ordered: Array) -> _Tail | None:
-    """Fit to ascending finite log weights; None where the largest are equal.
+    """Empirical-Bayes fit (Zhang and Stephens 2009) to ascending finite log weights; None where the largest are equal.
 
-    The empirical-Bayes estimate of Zhang and Stephens (2009), without a prior on the shape.
+    There is no prior on the shape.
     """
     size = len(ordered)
     count = int(min(0.2 * size, 3 * np.sqrt(size)))
@@ -230,60 +228,59 @@ def limit(count: int) -> float:
 
 
 def smoothed(log_weights: Array) -> tuple[Array, float]:
-    """Log weights (S,) whose largest are the expected order statistics of the fitted tail, and its shape.
+    """Log weights (S,), the largest replaced by expected order statistics of the fitted tail, and its shape.
 
-    None of them exceeds the largest as given (Vehtari et al. 2024). Log weights of −inf stay so.
+    None exceeds the largest given (Vehtari et al. 2024). Log weights of −inf stay.
     """
-    found = np.array(log_weights, dtype=float)
-    where = np.flatnonzero(np.isfinite(found))
-    order = where[np.argsort(found[where], kind="stable")]
+    logs = np.array(log_weights, dtype=float)
+    where = np.flatnonzero(np.isfinite(logs))
+    order = where[np.argsort(logs[where], kind="stable")]
     if int(min(0.2 * len(order), 3 * np.sqrt(len(order)))) < 5:
-        return found, np.inf
-    largest = found[order[-1]]
-    tail = _tail(found[order])
+        return logs, np.inf
+    largest = logs[order[-1]]
+    tail = _tail(logs[order])
     if tail is None:
-        return found, -np.inf
+        return logs, -np.inf
     shape = _towards_a_half(tail)
     survival = np.log1p(-(np.arange(tail.size) + 0.5) / tail.size)  # log of 1 − p
     excess = -tail.scale * survival if abs(shape) < 1e-12 else tail.scale * np.expm1(-shape * survival) / shape
-    found[order[-tail.size :]] = np.minimum(largest + np.log(tail.threshold + excess), largest)
-    return found, shape
+    logs[order[-tail.size :]] = np.minimum(largest + np.log(tail.threshold + excess), largest)
+    return logs, shape
 
 
-# Moments from gradients: a quadratic by Stein's identities, exact moments under it, and what it leaves out -----------
+# Moments from gradients: a quadratic by Stein's identities, its exact moments, and a correction for the remainder -----
 
-# Under z ~ N(0, I), E[∇g] and E[∇∇ᵀg] = E[∇g zᵀ] are the quadratic that carries a log weight g's effect on mean and
-# covariance to first order. It takes gradients at S >= 4 (m + 1) points, while values take more points than it has
-# coefficients, which grow with m².
+# Under z ~ N(0, I), E[∇g] and E[∇∇ᵀg] = E[∇g zᵀ] give the quadratic that carries a log weight g's effect on mean and
+# covariance to first order. Gradients at 4 (m + 1) points suffice; values take as many as there are coefficients, ~ m².
 
 
 class SteinMoments(NamedTuple):
-    """Moments of N(0, I) times the weights, and how far to trust them."""
+    """Moments of N(0, I) times the weights, and their errors."""
 
     moments: WeightedMoments
     remainder: float  # sd of the log weights about the quadratic
-    pareto_k: float  # of the weights that the quadratic leaves
-    error: float  # largest error of a mean to expect, of points and of a quadratic that is far from nought, in sds
-    off: Array  # (S, m) what the quadratic leaves of the gradients
+    pareto_k: float  # of the weights by the remainder
+    error: float  # largest expected error of a mean in sds, from the points and from a large quadratic
+    off: Array  # (S, m) residuals of the gradients from the quadratic
 
 
 def skewness_by_gradients(z: Array, off: Array, root: Array) -> Array:
     """Skewness of every coordinate of root z under the weights, to first order in them, (m,).
 
-    Stein's identity once more: E[(uᵀz)³ g] − 3 E[(uᵀz) g] = E[uᵀ∇g ((uᵀz)² − 1)] for unit vectors u.
+    By Stein's identity: E[(uᵀz)³ g] − 3 E[(uᵀz) g] = E[uᵀ∇g ((uᵀz)² − 1)] for unit vectors u.
     """
     along = (root / np.linalg.norm(root, axis=1)[:, None]).T
     return np.asarray(np.mean((off @ along) * ((z @ along) ** 2 - 1.0), axis=0))
 
 
 def departure_by_gradients(off: Array, root: Array) -> float:
-    """`departure` from what the quadratic leaves of the gradients, (S, m)."""
+    """`departure` from residuals of the gradients, (S, m)."""
     along = off @ (root / np.linalg.norm(root, axis=1)[:, None]).T
     return float(np.sqrt(np.max(np.mean(along**2, axis=0))))
 
 
 def enough_gradients(size: int, points: int) -> int:
-    """Raise the number of points to what the quadratic needs."""
+    """Raise the number of points to what `stein_moments` needs."""
     return max(points, 4 * (size + 1))
 
 
@@ -297,26 +294,26 @@ def stein_moments(z: Array, log_weights: Array, gradients: Array) -> SteinMoment
     if values[0] < 0.05:
         return None
     curved = z @ hessian
-    rest = log_weights - z @ linear - 0.5 * np.sum(curved * z, axis=1)
-    rest = rest - rest.mean()
-    weights = normalise(rest)
-    # What the weights do to first order is in the quadratic already; the same estimate of it from values is taken out.
-    beyond = weighted_moments(z, weights)
-    shift = beyond.mean - rest @ z / count
-    spread = beyond.covariance - (z * rest[:, None]).T @ z / count
+    remainder = log_weights - z @ linear - 0.5 * np.sum(curved * z, axis=1)
+    remainder = remainder - remainder.mean()
+    weights = normalise(remainder)
+    # The quadratic has the weights' first-order effect already, so that their estimate of it is subtracted.
+    by_weights = weighted_moments(z, weights)
+    shift = by_weights.mean - remainder @ z / count
+    spread = by_weights.covariance - (z * remainder[:, None]).T @ z / count
     root = vectors / np.sqrt(values)
     root, inverse = root @ vectors.T, root @ root.T
     covariance = root @ spread @ root.T
-    found = WeightedMoments(inverse @ linear + root @ shift, (covariance + covariance.T) / 2)
-    if not np.linalg.eigvalsh(found.covariance)[0] > 0:
+    moments = WeightedMoments(inverse @ linear + root @ shift, (covariance + covariance.T) / 2)
+    if not np.linalg.eigvalsh(moments.covariance)[0] > 0:
         return None
-    off = gradients - linear - curved
-    # What one point adds to the mean by its gradient and by its weight, were points independent; and the remainder's
-    # mean gradient under the quadratic, to first order, which is taken to be what it is under N(0, I): zero.
-    beyond_first = weights - (1.0 + rest) / count
-    parts = (off / count) @ inverse + (beyond_first[:, None] * z) @ root.T
-    quadratic = log_weights - rest
-    bias = inverse @ (off.T @ (quadratic - quadratic.mean())) / count
+    residuals = gradients - linear - curved
+    # Each point's share of the mean, by its gradient and its weight, as if points were independent; and to first order
+    # the remainder's mean gradient under the quadratic, which the moments take to be zero, as under N(0, I).
+    second_order = weights - (1.0 + remainder) / count
+    parts = (residuals / count) @ inverse + (second_order[:, None] * z) @ root.T
+    quadratic = log_weights - remainder
+    bias = inverse @ (residuals.T @ (quadratic - quadratic.mean())) / count
     variance = np.sum(parts**2, axis=0) + bias**2
-    error = float(np.sqrt(np.max(variance / np.diag(found.covariance))))
-    return SteinMoments(found, float(np.std(rest)), pareto_k(rest), error, off)
+    error = float(np.sqrt(np.max(variance / np.diag(moments.covariance))))
+    return SteinMoments(moments, float(np.std(remainder)), pareto_k(remainder), error, residuals)

@@ -3,7 +3,7 @@ r"""The integral of a client over its local vector θ, at points of φ, by nodes
 .. math:: f_k(\varphi) = \int p(y_k, \theta \mid \varphi)\, d\theta
 
 A node z stands for θ = mode + L⁻ᵀ z, where L Lᵀ is the curvature at the mode: nodes are those of a rule for integrals
-over a standard normal, and f_k of Laplace's approximation is what a single node at 0 gives.
+over a standard normal. A single node at 0 gives Laplace's approximation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fedppl.types import Array
 
 SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid, by the number of coordinates
 _FAR = {2: (6.0, 25), 3: (4.8, 17)}  # by the number of coordinates, how far u goes, and how many nodes each has
-_FLAT, _OF_POWER = 0.1, 0.3  # change of a logarithm that is none; of what a power foretells, what is not known
-_LOW = 30.0  # log units below the largest from which nodes count for nothing
+_FLAT, _OF_POWER = 0.1, 0.3  # change of a logarithm that counts as none; relative error of a power's extrapolation
+_LOW = 30.0  # log units below the largest from which nodes are negligible
 _DENSE = 2.0  # sds from the center within which trapezoids lie dense
 
 
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 
     nodes: Array  # (L, d)
     log_weights: Array  # (L,)
-    group: Array  # (L,) numbers of groups of nodes, 0, 1, ..., whose shares of the integral are asked for
+    group: Array  # (L,) group 0, 1, ... of each node; the shares of groups in the integral tell its error
 
 
 def by_points(size: int, count: int, stream: int) -> Rule:
@@ -64,7 +64,7 @@ class Signed(NamedTuple):
 def by_sparse_grid(size: int, level: int) -> Signed:
     """Smolyak's combination of Gauss-Hermite rules of 1, 3, 5, ... nodes: exact to the degree 2 level − 1."""
     rules = [np.polynomial.hermite_e.hermegauss(2 * number + 1) for number in range(level)]
-    found: dict[tuple[float, ...], float] = {}
+    summed: dict[tuple[float, ...], float] = {}
     for which in itertools.product(range(level), repeat=size):
         missing = level - 1 - sum(which)
         if not 0 <= missing < size:
@@ -72,9 +72,9 @@ def by_sparse_grid(size: int, level: int) -> Signed:
         sign = (-1.0) ** missing * math.comb(size - 1, missing)
         for at in itertools.product(*(range(2 * number + 1) for number in which)):
             chosen = [(rules[number][0][i], rules[number][1][i]) for number, i in zip(which, at, strict=True)]
-            node = tuple(round(float(one), 12) + 0.0 for one, _ in chosen)  # no -0.0
-            found[node] = found.get(node, 0.0) + sign * float(np.prod([one for _, one in chosen]))
-    nodes, weights = np.array(list(found)), np.array(list(found.values()))
+            node = tuple(round(float(place), 12) + 0.0 for place, _ in chosen)  # no -0.0
+            summed[node] = summed.get(node, 0.0) + sign * float(np.prod([weight for _, weight in chosen]))
+    nodes, weights = np.array(list(summed)), np.array(list(summed.values()))
     counts = np.abs(weights) > 1e-14 * np.max(np.abs(weights))
     nothing = np.zeros(int(counts.sum()))
     return Signed(Rule(nodes[counts], nothing, nothing), weights[counts] / (2.0 * np.pi) ** (0.5 * size))
@@ -82,7 +82,7 @@ def by_sparse_grid(size: int, level: int) -> Signed:
 
 @functools.cache
 def by_trapezoids(far: int = 4) -> Rule:
-    """Trapezoids in u, z = sinh u: dense near 0, and far out; every second is group 1, which is a rule too."""
+    """Trapezoids in u, z = sinh u, dense near 0 and far out; every second node is group 1, a rule by itself."""
     return _trapezoids(np.linspace(-far, far, 6 * far + 1))
 
 
@@ -90,7 +90,7 @@ def by_trapezoids(far: int = 4) -> Rule:
 def by_far_grid(size: int, *, finer: bool = False) -> Rule:
     """Trapezoids in u, z = sinh u, of two or three coordinates, out into heavy tails.
 
-    Of each side, 2 s and 2 s + 1 for axis s, the outermost nodes are group 1 + 2 side, and those before them the next.
+    Axis s has the sides 2 s and 2 s + 1. A side's outermost nodes are group 1 + 2 side, those before them the next.
     """
     far, count = _FAR[size]
     count += (count - 1) // 2 * finer
@@ -106,7 +106,7 @@ def by_far_grid(size: int, *, finer: bool = False) -> Rule:
 
 @functools.cache
 def between_trapezoids(far: int = 4) -> Rule:
-    """The same with nodes halfway between those: together they are the rule of twice as many."""
+    """Trapezoids halfway between those of `by_trapezoids`: both together are the rule of twice as many."""
     return _trapezoids(np.linspace(-far - 1.0 / 6.0, far + 1.0 / 6.0, 6 * far + 2))
 
 
@@ -117,46 +117,45 @@ def _trapezoids(steps: Array) -> Rule:
 
 
 def beyond(outermost: Array, next_to_it: Array) -> tuple[Array, Array]:
-    """What lies beyond trapezoids in u, z = sinh u, in shares of the integral, and what is not known of it.
+    """Share of an integral beyond trapezoids in u, z = sinh u, and its error, both (S,).
 
-    Tails that fall as a power of the distance fall exponentially in u: two nodes tell the power. Shares are of the
-    outermost nodes of sides, and of those before them, (S, sides).
+    Tails that fall as a power of the distance fall exponentially in u: two nodes tell the power. Given are the shares
+    of each side's outermost nodes, and of those before them, (S, sides).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         falls = np.log(next_to_it) - np.log(outermost)
-    found = np.where(outermost > 0.0, outermost / np.expm1(np.maximum(falls, _FLAT)), 0.0)  # a geometric series
-    unknown = np.where(falls > 2.0 * _FLAT, _OF_POWER, 1.0) * found
-    return np.asarray(found.sum(axis=1)), np.asarray(unknown.sum(axis=1))
+    tails = np.where(outermost > 0.0, outermost / np.expm1(np.maximum(falls, _FLAT)), 0.0)  # a geometric series
+    errors = np.where(falls > 2.0 * _FLAT, _OF_POWER, 1.0) * tails
+    return np.asarray(tails.sum(axis=1)), np.asarray(errors.sum(axis=1))
 
 
 def log_integrals(terms: Array, rule: Rule) -> tuple[Array, Array]:
-    """Logarithms of integrals (S,), NaN where there is none, and what is not known of them; 0 there.
+    """Logarithms of integrals (S,), NaN where there is none, and their errors, 0 there.
 
-    Of logarithms of what nodes add, (S, L): of trapezoids along one coordinate, or of a grid, what lies beyond is added
-    by its sides; of a grid without sides its rim is what is not known.
+    Terms (S, L) are logarithms of what nodes add. Trapezoids along one coordinate, and grids with sides, have an
+    estimate of the tails beyond them added; the error of a grid without sides is the share of its rim.
     """
     with np.errstate(invalid="ignore"):
         total = logsumexp(terms, axis=1)
         shares = terms - total[:, None]
         if rule.nodes.shape[1] == 1:
-            outside, unknown = beyond(np.exp(shares[:, [0, -1]]), np.exp(shares[:, [1, -2]]))
-            unknown = unknown + _missed_by_trapezoids(shares, rule)
+            outside, errors = beyond(np.exp(shares[:, [0, -1]]), np.exp(shares[:, [1, -2]]))
+            errors = errors + _error_of_trapezoids(shares, rule)
         else:
             groups = range(int(rule.group.max()) + 1)
-            each = np.stack([np.exp(shares[:, rule.group == one]).sum(axis=1) for one in groups], axis=1)
+            each = np.stack([np.exp(shares[:, rule.group == group]).sum(axis=1) for group in groups], axis=1)
             has_sides = each.shape[1] > 2
-            outside, unknown = beyond(each[:, 1::2], each[:, 2::2]) if has_sides else (np.zeros(len(each)), each[:, 1])
+            outside, errors = beyond(each[:, 1::2], each[:, 2::2]) if has_sides else (np.zeros(len(each)), each[:, 1])
         values = total + np.log1p(outside)
-    told = np.isfinite(values)
-    return np.where(told, values, np.nan), np.where(told, unknown, 0.0)
+    finite = np.isfinite(values)
+    return np.where(finite, values, np.nan), np.where(finite, errors, 0.0)
 
 
-def _missed_by_trapezoids(terms: Array, rule: Rule) -> Array:
-    """What is not known of the logarithm of an integral (S,), of logarithms of what each node is of it, (S, L).
+def _error_of_trapezoids(terms: Array, rule: Rule) -> Array:
+    """Error of the log of an integral (S,), from log shares of nodes (S, L), by the rule of every second node.
 
-    By the rule of every second node. About one peak that is where nodes are dense, the whole rule is wrong by the
-    square of what every second node is wrong by. About another, which may lie between two nodes, no more is known than
-    that it is less wrong.
+    About a single peak where nodes are dense, the whole rule's error is the square of the half rule's. Elsewhere a peak
+    may lie between two nodes, and the half rule's error is a bound.
     """
     half = np.log(2.0 * np.clip(np.exp(terms[:, rule.group == 1]).sum(axis=1), 1e-12, 1.0))
     high = terms > terms.max(axis=1, keepdims=True) - _LOW
@@ -165,59 +164,53 @@ def _missed_by_trapezoids(terms: Array, rule: Rule) -> Array:
     return np.asarray(np.where(central, np.sign(half) * half**2, np.abs(half)))
 
 
-# What is known at few points of φ, at all of them: by a spline, where it is smooth enough -----------------------------
+# Interpolation over φ by a spline, where the function is smooth enough ------------------------------------------------
 
-_NEAREST = 8  # points that tell how well those near to them are foretold
-_PARTS = 4  # of the known points, each foretold from the others
-_FORETOLD = 0.002  # median error of foretelling, in log units, with which that is enough
+_NEAREST = 8  # known points whose residuals give the error at a point
+_PARTS = 4  # of the known points, each predicted from the others
+_SMOOTH = 0.002  # median error of prediction, in log units, with which a spline is taken
 
 
 def smooth_over(
-    points: Array,
-    few: NDArray[np.intp],
-    values: Array,
-    errors: Array,
-    enough: float = _FORETOLD,
-    *,
-    close: bool = False,
+    points: Array, few: NDArray[np.intp], values: Array, errors: Array, enough: float = _SMOOTH, *, close: bool = False
 ) -> tuple[Array, Array, Array] | None:
-    """A function and its errors, known at a few of the points (P,), at all of them (S,), where it is smooth enough.
+    """Interpolate a function and its errors, known at a few of the points (P,), at all of them (S,).
 
-    A spline of three quarters of the few has to foretell the function at the other quarter, of each quarter in turn,
-    with a median error of at most `enough`: a thin-plate one of points that are drawn in, else a cubic one. Where
-    points lie so `close` that the function hardly departs from a quadratic, one with a quadratic is tried first. The
-    third array is by how much they are missed, at the points that are near to them. Where the nearest of the few is not
-    known, the function is NaN.
+    A spline through three quarters of the few has to predict the function at the other quarter, each quarter in turn,
+    with a median error of at most `enough`; None where none does. Tried are a thin-plate spline of contracted
+    coordinates and a cubic one; first a cubic one with a quadratic, where points lie so `close` that the function is
+    nearly quadratic. The third array (S,) is the error of interpolation, by the residuals nearby. Where the nearest of
+    the few has no finite value, the function is NaN.
     """
     known = np.stack([values, errors], axis=1)
-    told = np.all(np.isfinite(known), axis=1)
-    all_few, few, known = few, few[told], known[told]
+    finite = np.all(np.isfinite(known), axis=1)
+    all_few, few, known = few, few[finite], known[finite]
     if len(few) < 4 * (points.shape[1] + 2):
         return None
     scale = np.median(np.abs(points - np.median(points, axis=0)), axis=0)
-    # far points are drawn in: what varies with the log of a distance is as smooth there as near the center
+    # Coordinates are contracted: a function of the log of a distance is then as smooth far out as near the center.
     straight = (points - np.median(points, axis=0)) / scale
     part = np.arange(len(few)) % _PARTS
     try:
         kinds = [(np.arcsinh(straight), "thin_plate_spline", 1), (straight, "cubic", 1)]
         for white, kernel, degree in [(straight, "cubic", 2), *kinds] if close else kinds:
             fit = functools.partial(RBFInterpolator, kernel=kernel, degree=degree)
-            missed = np.zeros(len(few))
-            for one in range(_PARTS):
-                out = part == one
-                missed[out] = fit(white[few[~out]], known[~out, 0])(white[few[out]]) - known[out, 0]
-            if np.median(np.abs(missed)) <= enough and np.quantile(np.abs(missed), 0.9) <= 10 * enough:
+            residuals = np.zeros(len(few))
+            for number in range(_PARTS):
+                out = part == number
+                residuals[out] = fit(white[few[~out]], known[~out, 0])(white[few[out]]) - known[out, 0]
+            if np.median(np.abs(residuals)) <= enough and np.quantile(np.abs(residuals), 0.9) <= 10 * enough:
                 break
         else:
             return None
-        found = fit(white[few], known)(white)
-        nearest = cKDTree(white[few]).query(white, k=min(_NEAREST, len(missed)))[1]
-        # Of the sign that they have on average, so that what many clients miss alike adds up, and nothing else does.
-        missing = np.copysign(np.sqrt(np.mean(missed[nearest] ** 2, axis=1)), np.mean(missed[nearest], axis=1))
-        missing[few] = 0.0
-        if not np.all(told):
-            found[~told[cKDTree(white[all_few]).query(white)[1]]] = np.nan
-        is_known = np.isfinite(found[:, 0])
-        return found[:, 0], np.where(is_known, found[:, 1], 0.0), np.where(is_known, missing, 0.0)
+        values, errors = fit(white[few], known)(white).T
+        nearest = cKDTree(white[few]).query(white, k=min(_NEAREST, len(residuals)))[1]
+        # With the sign of the mean residual, so that errors add up over clients that have them alike, and no others.
+        missed = np.copysign(np.sqrt(np.mean(residuals[nearest] ** 2, axis=1)), np.mean(residuals[nearest], axis=1))
+        missed[few] = 0.0
+        if not np.all(finite):
+            values[~finite[cKDTree(white[all_few]).query(white)[1]]] = np.nan
+        is_known = np.isfinite(values)
+        return values, np.where(is_known, errors, 0.0), np.where(is_known, missed, 0.0)
     except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
         return None

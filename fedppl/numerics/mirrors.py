@@ -10,9 +10,9 @@ from scipy.stats import norm
 
 from fedppl.types import Array, Layout
 
-_MATTERS = 1e-3  # share of an image's density in both that is worth a word
+_MATTERS = 1e-3  # share of the image in the sum of both densities from which it is reported
 _APART = 3.0  # posterior sds between an image and the mode
-_KNOWN = 0.1  # an image is no news where the posterior found has this part of the image's share on its side
+_KNOWN = 0.1  # part of the image's share that the posterior found has on the image's side, where it is known already
 _DIP = 1.0  # nats by which a density falls between two modes
 _BETWEEN = np.array([0.25, 0.5, 0.75])  # of the way
 _MOST = 60  # images
@@ -47,15 +47,15 @@ def unseen(
     patterns: Array,
     known: tuple[Array, Array] | None = None,
 ) -> tuple[list[int], float] | None:
-    r"""The coordinates whose signs change where a posterior has another mode, and the share of the density there.
+    r"""Coordinates whose change of sign leads to another mode, and the share of the density there, or None.
 
-    With :math:`\Delta = \log p(x') - \log p(x)` at the image x' of the mean x, a share :math:`1 / (1 + e^{-\Delta})` is
-    told where it is at least 1e-3, the density falls by a nat in between, and what was found has less than a tenth of
-    it on the image's side.
+    With :math:`\Delta = \log p(x') - \log p(x)` at the image x' of the mean x, the share is
+    :math:`1 / (1 + e^{-\Delta})`. An image counts where its share is at least 1e-3, the density falls by a nat in
+    between, and the posterior found has less than a tenth of the share on the image's side.
 
-    The log density is known up to a constant, at points (T, m); mean and sds are those of the posterior that was found,
-    `patterns` those of `signs`, (F, m), and `known` its points (S, m) with weights that sum to 1, where it is no
-    Gaussian. None where no image is of that kind, or the density at the mean is not known.
+    The log density takes points (T, m) and is known up to a constant. Mean and sds are those of the posterior found,
+    `patterns` (F, m) come from `signs`, and `known` are its points (S, m) with weights that sum to 1, where it is no
+    Gaussian. None also where the density at the mean is not known.
 
     Examples
     --------
@@ -84,7 +84,7 @@ def unseen(
 
 
 def _mass_beside(image: Array, center: Array, sd: Array, known: tuple[Array, Array] | None) -> float:
-    """How much of what was found is nearer to the image than to the mean, in units of its sds."""
+    """Mass of the posterior found that is nearer to the image than to the mean, in units of its sds."""
     if known is None:
         return float(norm.sf(np.max(np.abs(image - center) / sd) / 2))
     points, weights = known

@@ -3,8 +3,8 @@ r"""log p(y_k, θ | φ) of clients side by side, at (client, point) pairs: NumPy
 .. math:: \log f_k(\varphi) \approx \ell_k(\varphi, \theta^*) + \tfrac d2 \log 2\pi - \tfrac12 \log\det A_k,
           \qquad A_k = -\partial^2 \ell_k / \partial\theta^2
 
-A search, a curvature or a quadrature is computed for all pairs at once; those that have converged are left out. So one
-client and a million are the same lines, and nothing is compiled but the loop over the declared density.
+A search, a curvature or a quadrature is computed for all pairs at once, less those that have converged. One client and
+a million take the same lines, and only the loop over the declared density is compiled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def entry(*arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @jit
 def assign(out: Any, first: int, values: Any) -> None:
-    """Set out[first:] to values, as far as they go. A slice on the left takes seconds to compile, for its error."""
+    """Set out[first:] to values, as far as they go. Assigning to a slice takes seconds to compile, for its error."""
     for i in range(values.shape[0]):
         out[first + i] = values[i]
 
@@ -67,17 +67,17 @@ Flags = NDArray[np.bool_]
 
 _LIMIT, _LIMIT_NEAR = 100, 25  # steps of a search; from the mode at another φ
 _LENGTHS = (np.ones(1), *(0.5 ** np.arange(first, first + 13) for first in (1, 14, 27)))  # of a step that are tried
-_LEASTS = (1e-14, 1.0)  # of the largest curvature, by which each is shifted at least
+_LEASTS = (1e-14, 1.0)  # least shift of a curvature, of the largest one
 _FORWARD, _CENTRAL = 1e-4, 1e-3  # of a coordinate's sd, over which slopes are differenced
-_ARMIJO, _ROUNDING = 1e-4, 1e-12  # of the gain that a slope foretells; of the log density
-_ARRIVED, _LEFT = 1e-10, 1e-6  # Newton decrement, log units, at which a search ends; that may be left at a mode
+_ARMIJO, _ROUNDING = 1e-4, 1e-12  # of the gain that a slope predicts; of the log density
+_ARRIVED, _LEFT = 1e-10, 1e-6  # Newton decrement, log units, at which a search ends; the largest at a mode
 _NEAR = 1e-2  # Newton decrement up to which a second-order correction takes the place of further steps
 _NEAR_STEPS = 3
 _THIRD = 1e-2  # sds, over which curvatures are differenced
-_SHIFT, _MOST_SHIFT = 1e-3, 1e26  # of a curvature that is not positive, in its own units
-_PAIRS, _NUMBERS = 2**15, 2**22  # that are computed at once; numbers in their matrices, and in points at nodes
+_SHIFT, _MOST_SHIFT = 1e-3, 1e26  # first and last of a curvature that is not positive, in its own units
+_PAIRS, _NUMBERS = 2**15, 2**22  # most pairs computed at once; most numbers in their matrices, and in points at nodes
 
-# Reals and integers of all clients, where arrays of each lie in its own, and where its own begin.
+# Reals and integers of all clients, the places of each client's arrays within its own, and where its own begin.
 PACKS = types.Tuple((VECTOR, INTEGERS, types.int64[:, ::1], types.int64[:, ::1]))
 
 
@@ -87,7 +87,7 @@ class Packs(NamedTuple):
     reals: Array
     integers: NDArray[np.int64]
     where: NDArray[np.int64]  # (K, W) start, stop and shape of each array, within the client's own buffers
-    at: NDArray[np.int64]  # (K + 1, 2) where its reals and its integers begin
+    at: NDArray[np.int64]  # (K + 1, 2) where each client's reals and integers begin
 
 
 class Densities(NamedTuple):
@@ -119,7 +119,7 @@ class Laplace(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """Expansions about the modes at one φ, by which those at others are foretold; one for each client."""
+    """Expansions about the modes at one φ, which predict those at others; one for each client."""
 
     phi: Array  # (m,)
     modes: Modes  # of C clients
@@ -147,12 +147,12 @@ def one(kernel: Any, shared: int, packed: Any) -> Densities:
 
 @entry(KERNEL, MATRIX, INTEGERS, PACKS, MATRIX)
 def outputs_of_pairs(kernel: Any, x: Any, who: Any, packs: Any, out: Any) -> None:
-    """What a kernel makes of rows x (N, m + d), each with the arrays of the client in place who (N,), into out."""
+    """Evaluate a kernel at rows x (N, m + d), each with the arrays of the client in place who (N,), into out."""
     reals, integers, where, at = packs
     for i in range(x.shape[0]):
         k = who[i]
-        own = kernel(x[i], reals[at[k, 0] : at[k + 1, 0]], integers[at[k, 1] : at[k + 1, 1]], where[k])
-        assign(out[i], 0, own)
+        values = kernel(x[i], reals[at[k, 0] : at[k + 1, 0]], integers[at[k, 1] : at[k + 1, 1]], where[k])
+        assign(out[i], 0, values)
 
 
 def outputs(of: Densities, phi: Array, theta: Array, who: Places) -> Array:
@@ -168,7 +168,7 @@ def outputs_at(of: Densities, x: Array, who: Places) -> Array:
 
 
 def entries_at(kernel: Any, packs: Packs, x: Array, who: Places, count: int) -> Array:
-    """So many entries (N, count) that a kernel makes of each row of x (N, m + d) and of the arrays of its client."""
+    """The `count` entries of a kernel at each row of x (N, m + d), with the arrays of its client: (N, count)."""
     out = np.empty((len(x), count))
     outputs_of_pairs(kernel, np.ascontiguousarray(x), who, tuple(packs), out)
     return out
@@ -240,7 +240,7 @@ class _Expanded(NamedTuple):
 def _expanded(
     of: Densities, phi: Array, theta: Array, who: Places, scale: Array, *, central: bool = False
 ) -> _Expanded:
-    """Outputs at θ with A there, by forward differences of slopes or central ones: one call of the loop for all."""
+    """Outputs at θ and A there, by forward or central differences of slopes, in one call of the loop."""
     (count, d), m = theta.shape, of.shared
     lengths = (_CENTRAL if central else _FORWARD) * scale
     moved = np.empty((count, 1 + (2 if central else 1) * d, d))
@@ -250,10 +250,10 @@ def _expanded(
     if central:
         moved[:, 1 + d + places, places] -= lengths
     each = moved.shape[1]
-    found = outputs(of, np.repeat(phi, each, axis=0), moved.reshape(count * each, d), np.repeat(who, each))
-    found = found.reshape(count, each, 1 + m + d)
-    out, high = found[:, 0], found[:, 1 : 1 + d]
-    low, times = (found[:, 1 + d :], 2.0) if central else (out[:, None], 1.0)
+    values = outputs(of, np.repeat(phi, each, axis=0), moved.reshape(count * each, d), np.repeat(who, each))
+    values = values.reshape(count, each, 1 + m + d)
+    out, high = values[:, 0], values[:, 1 : 1 + d]
+    low, times = (values[:, 1 + d :], 2.0) if central else (out[:, None], 1.0)
     with np.errstate(invalid="ignore", over="ignore"):  # where there is no density, or one that falls as exp(exp(θ))
         change = (high - low) / (times * lengths[:, :, None])
         A = -0.5 * (change[:, :, 1 + m :] + np.swapaxes(change[:, :, 1 + m :], 1, 2))
@@ -291,21 +291,18 @@ def modes(
         theta[ended] += step[short]
         moved = np.zeros(len(active), dtype=bool)
         if len(go):
-            own = _Line(phi[go], theta[go], who[go], out[go], step[moves], decrement[moves])
-            length = _lengths(of, own)
+            line = _Line(phi[go], theta[go], who[go], out[go], step[moves], decrement[moves])
+            length = _lengths(of, line)
             rest = np.flatnonzero(~whole[moves])
             if len(rest):  # the other way to make a curvature positive may be the better one
-                at_rest = go[rest]
-                own = _Line(
-                    phi[at_rest], theta[at_rest], who[at_rest], out[at_rest], own.step[rest], own.decrement[rest]
-                )
-                step[moves[rest]], length[rest] = _better(of, own, A[at_rest], length[rest])
+                line = _Line(*(part[rest] for part in line))
+                step[moves[rest]], length[rest] = _better(of, line, A[go[rest]], length[rest])
             moved[moves] = length > 0.0
             there = go[length > 0.0]
             theta[there] += length[length > 0.0, None] * step[moves[length > 0.0]]
             at = _expanded(of, phi[there], theta[there], who[there], scale[there])
             out[there], A[there], scale[there] = at.out, at.A, _rescaled(at.A, scale[there])
-        stands = whole & usable & ~short & ~moved  # rounding is all that is left of a step
+        stands = whole & usable & ~short & ~moved  # the rest of a step is rounding
         ended = np.concatenate([ended, active[stands]])
         if len(ended):
             at = _expanded(of, phi[ended], theta[ended], who[ended], scale[ended], central=True)
@@ -320,7 +317,7 @@ def modes(
 
 
 def _newton(A: Array, slopes: Array) -> tuple[Array, Array, Flags, Flags]:
-    """Steps (N, d), decrements (N,), which can be had, and of which the curvature is positive as it is."""
+    """Steps (N, d), decrements (N,), which steps are usable, and which curvatures are positive without a shift."""
     root, whole = cholesky(A)
     step, usable = np.zeros_like(slopes), whole.copy()
     some = np.flatnonzero(whole)
@@ -332,22 +329,22 @@ def _newton(A: Array, slopes: Array) -> tuple[Array, Array, Flags, Flags]:
 
 
 def _shifted(A: Array, slopes: Array, least: float) -> tuple[Array, Flags]:
-    """Steps where a curvature is not positive: it is shifted until it is.
+    """Steps where a curvature is not positive, by shifting it until it is.
 
-    In units of each coordinate's own, as thousands and logarithms may stand side by side; and by as much at `least`, in
-    those of the largest, as one may have hardly any.
+    The unit of a coordinate's shift is its own curvature, since thousands and logarithms may stand side by side; but at
+    `least` so much of the largest, since a coordinate may have hardly any.
     """
     diagonal = np.abs(np.einsum("nii->ni", A))
     finite: Flags = np.asarray(np.isfinite(A).all(axis=(1, 2)))
     largest = np.maximum(diagonal.max(axis=1, initial=0.0), 1e-8)[:, None]
     unit = np.maximum(diagonal, least * largest)[:, :, None] * np.eye(A.shape[1])
-    step, shift, left = np.zeros_like(slopes), _SHIFT, np.flatnonzero(finite)
-    while len(left) and shift < _MOST_SHIFT:
-        root, positive = cholesky(A[left] + shift * unit[left])
-        done = left[positive]
+    step, shift, active = np.zeros_like(slopes), _SHIFT, np.flatnonzero(finite)
+    while len(active) and shift < _MOST_SHIFT:
+        root, positive = cholesky(A[active] + shift * unit[active])
+        done = active[positive]
         step[done] = solve(root[positive], slopes[done])
-        left, shift = left[~positive], 4.0 * shift
-    finite[left] = False
+        active, shift = active[~positive], 4.0 * shift
+    finite[active] = False
     return step, finite
 
 
@@ -363,8 +360,8 @@ class _Line(NamedTuple):
 
 
 def _lengths(of: Densities, on: _Line) -> Array:
-    """The largest of 1, 1/2, 1/4, ... with which the log density rises by some of what the slope foretells; 0: none."""
-    found, rest = np.zeros(len(on.phi)), np.arange(len(on.phi))
+    """The largest of 1, 1/2, 1/4, ... that raises the log density by a part of the gain the slope predicts; 0: none."""
+    accepted, rest = np.zeros(len(on.phi)), np.arange(len(on.phi))
     for lengths in _LENGTHS:
         tried = on.theta[rest, None] + lengths[:, None] * on.step[rest, None]
         each = len(lengths)
@@ -376,15 +373,15 @@ def _lengths(of: Densities, on: _Line) -> Array:
         least = (base - _ROUNDING * np.abs(base))[:, None] + _ARMIJO * lengths * on.decrement[rest, None]
         well = value >= least
         some = well.any(axis=1)
-        found[rest[some]] = lengths[np.argmax(well[some], axis=1)]
+        accepted[rest[some]] = lengths[np.argmax(well[some], axis=1)]
         rest = rest[~some]
         if not len(rest):
             break
-    return found
+    return accepted
 
 
 def _better(of: Densities, on: _Line, A: Array, length: Array) -> tuple[Array, Array]:
-    """Of two ways to make curvatures positive the step that leads higher, with its length."""
+    """The better step of two ways to make curvatures positive, with its length."""
     slopes = on.out[:, 1 + of.shared :]
     step, usable = _shifted(A, slopes, _LEASTS[1])
     other = _lengths(of, on._replace(step=step, decrement=np.einsum("ni,ni->n", step, slopes)))
@@ -437,16 +434,16 @@ def _third(of: Densities, phi: Array, theta: Array, who: Places, root: Array, sl
     unit = np.broadcast_to(_THIRD * np.eye(d), (count, d, d))
     along = np.stack([solve_upper(root, unit[:, i]) for i in range(d)], axis=1)
     ends = theta[:, None] + np.concatenate([along, -along], axis=1)
-    found = outputs(of, np.repeat(phi, 2 * d, axis=0), ends.reshape(-1, d), np.repeat(who, 2 * d))[:, 1:]
-    return np.asarray((found.reshape(count, 2 * d, -1).sum(axis=1) - 2.0 * d * slopes) / _THIRD**2)
+    there = outputs(of, np.repeat(phi, 2 * d, axis=0), ends.reshape(-1, d), np.repeat(who, 2 * d))[:, 1:]
+    return np.asarray((there.reshape(count, 2 * d, -1).sum(axis=1) - 2.0 * d * slopes) / _THIRD**2)
 
 
 def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) -> Laplace:
-    """Laplace's log f_k at φ (N, m), by way of the clients' origins in these rows (N,); clients are in places who (N,).
+    """Laplace's log f_k at φ (N, m), from the clients' origins in these rows (N,); clients are in places who (N,).
 
-    θ is foretold, and corrected to second order: with Newton step Δ, ℓ gains ½ Δᵀ A Δ, and −½ log det A changes by
-    ½ Σ_i ∂³ℓ[v_i, v_i, Δ], for which the contraction at the origin is good enough. Where Δ is not short, it is taken,
-    or the mode is searched for.
+    θ is predicted, and corrected to second order: with Newton step Δ, ℓ gains ½ Δᵀ A Δ, and −½ log det A changes by
+    ½ Σ_i ∂³ℓ[v_i, v_i, Δ], with the third derivatives at the origin. A Δ that is not short is taken as a step, at most
+    `_NEAR_STEPS` times; then a search follows.
     """
     m, d = of.shared, at.modes.theta.shape[1]
     if not d:
@@ -489,7 +486,7 @@ def at_once(d: int, m: int) -> int:
 def laplace_at(
     of: Densities, at: Origins, rows: Places, who: Places, points: Array, known: Places
 ) -> tuple[Array, Laplace]:
-    """Laplace's log f_k of clients (C,) at points (S, m), (C, S); all of it at the known points, client by client."""
+    """Laplace's log f_k of clients (C,) at points (S, m), (C, S); with θ and roots at `known` points, by client."""
     (count, m), d = points.shape, at.modes.theta.shape[1]
     values, shape = np.full((len(rows), count), np.nan), (len(rows), len(known))
     theta, root = np.full((*shape, d), np.nan), np.full((*shape, d, d), np.nan)
@@ -531,9 +528,9 @@ class Expansions(NamedTuple):
 
 
 def expansions(of: Densities, phi: Array, starts: Array, who: Places, wanted: Array) -> Expansions:
-    """Of clients in places who (C,) at φ (m,), searches beginning at starts (C, d); Hessians over parts of `wanted`.
+    """Expansions of clients in places who (C,) at φ (m,), with searches from starts (C, d).
 
-    These are differences of the gradient, with θ following its mode.
+    Hessians are differences of the gradient over a part of `wanted` (m,), with θ following its mode.
     """
     m, count = len(phi), len(who)
     at = origins(of, phi, starts, who)
@@ -548,10 +545,10 @@ def expansions(of: Densities, phi: Array, starts: Array, who: Places, wanted: Ar
     followed = theta[:, None] + np.einsum("cdm,csm->csd", at.slope, along)
     scale = np.repeat(at.modes.scale, each, axis=0)
     there = (phi + along).reshape(-1, m)
-    found = gradients(of, there, followed.reshape(count * each, -1), np.repeat(who, each), scale)
-    found = found.reshape(count, each, m)
-    hessians = (found[:, 1 : 1 + m] - found[:, 1 + m :]) / (2.0 * width[:, :, None])
-    return Expansions(of_modes(at.modes), found[:, 0], 0.5 * (hessians + np.swapaxes(hessians, 1, 2)))
+    slopes = gradients(of, there, followed.reshape(count * each, -1), np.repeat(who, each), scale)
+    slopes = slopes.reshape(count, each, m)
+    hessians = (slopes[:, 1 : 1 + m] - slopes[:, 1 + m :]) / (2.0 * width[:, :, None])
+    return Expansions(of_modes(at.modes), slopes[:, 0], 0.5 * (hessians + np.swapaxes(hessians, 1, 2)))
 
 
 def difference_hessian(kernel: Any, x: Array, scale: Array, packed: Any) -> Array:
@@ -561,7 +558,7 @@ def difference_hessian(kernel: Any, x: Array, scale: Array, packed: Any) -> Arra
 
 
 def node_terms(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rule) -> Array:
-    """Logarithms of what nodes z of a rule add to the integral over θ = mode + L⁻ᵀ z, pair by pair, (N, L)."""
+    """Log contributions of a rule's nodes z to the integral over θ = mode + L⁻ᵀ z, pair by pair, (N, L)."""
     (count, d), nodes = about.theta.shape, len(rule.nodes)
     theta = np.repeat(about.theta, nodes, axis=0)
     if d:
@@ -577,10 +574,7 @@ def node_terms(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rul
 def by_nodes(
     of: Densities, about: Laplace, phi: Array, who: Places, rule: Rule, reduce: Callable[[Array], Array]
 ) -> Array:
-    """What `reduce` makes of these terms (n, L), entries (n, C), of so many pairs as are held at once: (N, C).
-
-    NaN where there is no mode.
-    """
+    """`reduce` of these terms, (n, L) to (n, C), for all pairs, chunk by chunk: (N, C); NaN where there is no mode."""
     known, parts = np.flatnonzero(np.isfinite(about.values)), []
     chunk = max(1, _NUMBERS // (len(rule.nodes) * (phi.shape[1] + about.theta.shape[1])))
     for first in range(0, max(len(known), 1), chunk):
@@ -588,20 +582,20 @@ def by_nodes(
         terms = node_terms(of, Laplace(*(part[some] for part in about)), phi[some], who[some], rule)
         with np.errstate(invalid="ignore", divide="ignore"):
             parts.append(reduce(terms))
-    found = np.full((len(phi), parts[0].shape[1]), np.nan)
-    found[known] = np.concatenate(parts)
-    return found
+    values = np.full((len(phi), parts[0].shape[1]), np.nan)
+    values[known] = np.concatenate(parts)
+    return values
 
 
 def along_axes(rule: Rule, d: int) -> Rule:
-    """A rule for one coordinate along each of d axes in turn, after one node at the mode, which is without a weight."""
+    """A node without a weight at the mode, then a rule for one coordinate along each of d axes in turn."""
     nodes = np.concatenate([np.zeros((1, d)), *(rule.nodes * axis for axis in np.eye(d))])
     return Rule(nodes, np.concatenate([[0.0], np.tile(rule.log_weights, d)]), np.zeros(len(nodes)))
 
 
 def log_lines(terms: Array, d: int) -> tuple[Array, Array]:
-    """What nodes along each axis add, (n, d, L), and what to take from the sum of d such integrals' logarithms, (n,).
+    """Terms along each axis, (n, d, L), and what to subtract from the sum of the d integrals' logarithms, (n,).
 
-    The density at the mode is in each: f = p* Π_i (f_i / p*). Laplace's value of a mode that is foretold is not it.
+    The density at the mode is in each: f = p* Π_i (f_i / p*). Laplace's value at a predicted mode is not that density.
     """
     return terms[:, 1:].reshape(len(terms), d, -1), (d - 1.0) * terms[:, 0]

@@ -13,7 +13,7 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, DeclarationError
 
-_KEPT, _KEPT_BYTES = 600, 2**15  # sets of points at which the prior is remembered, and the largest of them
+_CACHED, _CACHED_BYTES = 600, 2**15  # sets of points in the cache, and the largest of them
 _Key = tuple[str, tuple[int, ...], bytes]
 DENSE = 2000  # coordinates, beyond which a prior has no matrix
 
@@ -30,13 +30,13 @@ class SharedPrior:
     # compiles log p(φ) and its gradient for loops that are compiled themselves, at the first call
     kernel: Callable[[], Callable[..., Any]] | None = None
     # All clients of a process are asked at the same points, one after the other.
-    _known: OrderedDict[_Key, Array] = field(default_factory=OrderedDict, repr=False, compare=False)
+    _cache: OrderedDict[_Key, Array] = field(default_factory=OrderedDict, repr=False, compare=False)
 
     def log_ratio(self, phi: Array) -> Array:
         """log p(φ) − log N_0(φ) at each row of phi, (S,), up to a constant."""
         if self.is_gaussian:
             return np.zeros(len(phi))
-        return self._once(
+        return self._cached(
             "value", phi, lambda: np.asarray(self.log_density(phi) - gaussian.log_kernel(self.gaussian, phi))
         )
 
@@ -48,25 +48,25 @@ class SharedPrior:
         """Gradient of `log_ratio` at each row of phi, (S, m)."""
         if self.is_gaussian:
             return np.zeros_like(phi)
-        return self._once("gradients", phi, lambda: self._ratio_gradients(phi))
+        return self._cached("gradients", phi, lambda: self._ratio_gradients(phi))
 
     def _ratio_gradients(self, phi: Array) -> Array:
-        found = np.stack([self.gradient(row) for row in phi]) if self.gradients is None else self.gradients(phi)
-        return np.asarray(found - self.gaussian.linear + phi @ self.gaussian.precision)
+        gradients = np.stack([self.gradient(row) for row in phi]) if self.gradients is None else self.gradients(phi)
+        return np.asarray(gradients - self.gaussian.linear + phi @ self.gaussian.precision)
 
-    def _once(self, what: str, phi: Array, compute: Callable[[], Array]) -> Array:
-        """What was computed at these points before, or is now, read-only; of many points nothing is kept."""
+    def _cached(self, what: str, phi: Array, compute: Callable[[], Array]) -> Array:
+        """Values at these points, read-only, from the cache if they are in it; large sets of points are not cached."""
         key = what, phi.shape, phi.tobytes()
-        known = self._known.get(key)
-        if known is not None:
-            return known
-        found = np.array(compute())
-        found.flags.writeable = False
-        if phi.nbytes <= _KEPT_BYTES:
-            while len(self._known) >= _KEPT:
-                self._known.popitem(last=False)
-            self._known[key] = found
-        return found
+        cached = self._cache.get(key)
+        if cached is not None:
+            return cached
+        values = np.array(compute())
+        values.flags.writeable = False
+        if phi.nbytes <= _CACHED_BYTES:
+            while len(self._cache) >= _CACHED:
+                self._cache.popitem(last=False)
+            self._cache[key] = values
+        return values
 
     def log_ratio_hessian(self, phi: Array) -> Array:
         """Hessian of `log_ratio` at one φ, (m, m), by central differences of its gradient."""
@@ -79,10 +79,9 @@ class SharedPrior:
 def gaussian_prior(gradient: Callable[[Array], Array], origin: Array, owners: Any = ()) -> Gaussian | None:
     """Natural parameters of the prior if it is Gaussian on the unconstrained space, else None.
 
-    A density is Gaussian exactly when its gradient is r − Qφ. The gradient is read at an origin where the prior
-    has mass and one unit away from it along every axis, and the line it gives is then held against it at random
-    points as far away as this Gaussian reaches, in its own sds. No list of distributions. Errors name the `owners` of
-    coordinates, (m,) names of variables.
+    A density is Gaussian exactly when its gradient is r − Qφ. Gradients at an origin where the prior has mass, and one
+    unit away along every axis, give r and Q; gradients at random points, up to ten sds away, must agree. Errors name
+    the `owners` of coordinates, (m,) names of variables.
 
     Raises `DeclarationError` if the density is Gaussian but improper.
     """
@@ -117,7 +116,7 @@ def gaussian_prior(gradient: Callable[[Array], Array], origin: Array, owners: An
 
 
 def _by_coordinate(gradient: Callable[[Array], Array], origin: Array, owners: Any) -> Gaussian:
-    """The same for a prior too large for a matrix, which has to be one of independent coordinates."""
+    """The same for a prior too large for a matrix, whose coordinates have to be independent."""
     at_origin = gradient(origin)
     precision = at_origin - gradient(origin + 1.0)
     linear = at_origin + precision * origin
@@ -131,9 +130,8 @@ def _by_coordinate(gradient: Callable[[Array], Array], origin: Array, owners: An
     if wrong.any():
         names = list(dict.fromkeys(owners[wrong].tolist())) if len(owners) else "some"
         raise DeclarationError(
-            f"the shared variables have {len(origin)} coordinates; beyond {DENSE} their prior is kept by coordinate, "
-            f"and has to be one of independent normals, which that of {names} is not. Use pm.Normal with constant "
-            "parameters, or share less."
+            f"the shared variables have {len(origin)} coordinates, and beyond {DENSE} their prior must be independent "
+            f"normals, which that of {names} is not. Use pm.Normal with constant parameters, or share less."
         )
     return Gaussian(linear, precision)
 
@@ -141,9 +139,8 @@ def _by_coordinate(gradient: Callable[[Array], Array], origin: Array, owners: An
 def moment_match(draws: Array) -> Gaussian:
     """Gaussian N_0 for a prior that is not Gaussian, from its draws (S, m) on the unconstrained space.
 
-    Any proper N_0 gives the same posterior, because the clients' factors carry p / N_0; a closer one gives
-    better importance weights. Heavy tails would make moments useless, so coordinates whose kurtosis says so
-    are matched by their quartiles instead.
+    Any proper N_0 gives the same posterior, because the clients' factors carry p / N_0; a closer one gives better
+    importance weights. A prior with heavy tails, by its kurtosis, is matched by quartiles instead of moments.
     """
     centred = draws - draws.mean(axis=0)
     variance = np.mean(centred**2, axis=0)

@@ -1,4 +1,4 @@
-"""Where the points of a correction lie: multivariate t's around q or around what was found, and out into its tails."""
+"""Proposals of a correction: multivariate t's around q or around weighted points, and out into their tails."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fedppl.types import Array
 _SKEWED = 0.15  # skewness from which a coordinate has points of its own in its longer tail
 _MOST_TAILS = 6
 _HEAVY = 1.2  # times a normal's fourth moment
-_LEAST_SHARE = 0.1  # of a coordinate's second moment, with which one of its sides has points of its own
-# Degrees along a side: those with which second moments of a t with more than 2.5 have a variance, where nine tenths of
-# a second moment reach more than so many times as far as half of it; else those of tails that fall faster.
+_LEAST_SHARE = 0.1  # of a coordinate's second moment, from which one of its sides has points of its own
+# Degrees of freedom along a side: the first where nine tenths of its second moment reach more than _POWER times as far
+# as half of it, so that second moments of a t with more than 2.5 degrees have a variance; else the second.
 _OF_POWERS, _POWER, _OF_OTHERS = 1.0, 2.5, 3.0
-_FEW = 0.1  # of a covariance that is added out there: one far point may have nearly all of the weights
-_SHIFT, _WIDER = 2.5, 2.5  # sds that they are moved by along it, and times that they are as wide
+_FEW = 0.1  # of the covariance, added to that of a tail, where one far point may have nearly all weight
+_SHIFT, _WIDER = 2.5, 2.5  # shift of a tail's proposal in sds, and its width in those of the posterior
 
 
 class Proposal(NamedTuple):
-    """A multivariate t, and how many of its points there are; or points along one side of a coordinate.
+    """A multivariate t with its number of points; or points along one side of a coordinate.
 
-    There z₁ ≥ 0 has heavier tails by itself, and x = mean + root z + bend log(1 + z₁): in a funnel the log of a scale
-    rises with the log of a location's distance, along correlated tails a coordinate rises with the distance itself.
+    Along a side z₁ ≥ 0 has heavier tails than the others, and x = mean + root z + bend log(1 + z₁): in a funnel the log
+    of a scale rises with the log of a location's distance, along correlated tails a coordinate with the distance.
     """
 
     mean: Array  # (m,)
@@ -43,28 +43,28 @@ def propose(mean: Array, covariance: Array, count: int) -> Proposal:
 
 
 def with_tails(mean: Array, covariance: Array, count: int, skewness: Array) -> tuple[Proposal, ...]:
-    """The t with these moments, and where coordinates are skewed as many points again along their longer tails.
+    """The t with these moments, and half of its points along the longer tails of skewed coordinates.
 
-    The logarithm of a scale has a tail that falls as exp(x) only, along that coordinate alone: of the points of a t in
-    several dimensions hardly any lie there, and an error that comes from the points does not show what is missing.
+    The logarithm of a scale has a tail that falls as exp(x) only, along that coordinate alone. Hardly any point of a t
+    in several dimensions lies there, and the spread of the points does not show what is missing.
     """
     order = np.argsort(-np.abs(skewness), kind="stable")[:_MOST_TAILS]
     tails = [int(i) for i in order if abs(skewness[i]) > _SKEWED and count > 1]
     each = 2 ** int(np.log2(max(count // 2 / max(len(tails), 1), 1.0)))  # Sobol's points are balanced in such numbers
-    found = [propose(mean, covariance, count - count // 2 if tails else count)]
+    proposals = [propose(mean, covariance, count - count // 2 if tails else count)]
     for i in tails:
         shifted, wider = mean.copy(), covariance.copy()
         shifted[i] += np.sign(skewness[i]) * _SHIFT * np.sqrt(covariance[i, i])
         wider[i, i] *= _WIDER**2
-        found.append(propose(shifted, wider, each))
-    return tuple(found)
+        proposals.append(propose(shifted, wider, each))
+    return tuple(proposals)
 
 
 def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
-    """Where weighted points (S, m) have heavy tails, the t's that are best for second moments; nothing elsewhere.
+    """Proposals for second moments of weighted points (S, m) with heavy tails; none where tails are light.
 
-    One in all directions, whose moments are those of the points under weights times squared distance from the mean; and
-    where single coordinates have heavy tails, as many points again along these.
+    One t in all directions has the moments of the points under weights times squared distance from the mean. Where
+    single coordinates have heavy tails, half of the points lie along these.
     """
     mean, covariance = weighted_moments(points, weights)
     fourth = weights @ ((points - mean) ** 2 / np.diag(covariance)) ** 2
@@ -75,7 +75,7 @@ def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
     each = 2 ** int(np.log2(max(count // max(4 * len(heavy), 1), 1)))  # Sobol's points are balanced in such numbers
     moments = _far(points, weights * _squared_distances(points, weights), covariance)
     sides = [_along(i, sign, points, weights, covariance, each) for i in heavy for sign in (-1.0, 1.0)]
-    along = tuple(one for one in sides if one is not None)
+    along = tuple(side for side in sides if side is not None)
     return propose(moments.mean, moments.covariance, max(1, count // 2) if along else count), *along
 
 
@@ -85,11 +85,11 @@ def _far(points: Array, weights: Array, covariance: Array) -> WeightedMoments:
 
 
 def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array, count: int) -> Proposal | None:
-    """Best for the second moment of coordinate i on one side of its mean; None where that side has hardly any of it.
+    """Proposal for the second moment of coordinate i on one side of its mean; None where that side has little of it.
 
-    Along it a t with few degrees, across it what the points have out there. A multivariate t of m dimensions falls by m
-    powers more along an axis than its marginal does: hardly any of its points are far along one axis and in the middle
-    of all others, where independent tails are.
+    Along the side it is a t with few degrees of freedom; across it has the covariance of the points out there. A
+    multivariate t of m dimensions falls by m powers more along an axis than its marginal does: hardly any of its points
+    are far along one axis and in the middle of all others, where independent tails are.
     """
     away = sign * (points[:, i] - weights @ points[:, i])
     is_here = away > 0
@@ -106,14 +106,14 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
     start[i], along[i] = weights @ points[:, i], sign * scale
     others = [j for j in range(m) if j != i]
     shares, z = shares[is_here] / shares.sum(), away[is_here] / scale
-    left = np.zeros((len(z), len(others)))
+    residuals = np.zeros((len(z), len(others)))
     for place, j in enumerate(others):
         straight, bent = (_line(feature, points[is_here, j], shares) for feature in (z, np.log1p(z)))
-        is_bent = shares @ bent.left**2 < shares @ straight.left**2
-        start[j], (bend if is_bent else along)[j], left[:, place] = bent if is_bent else straight
+        is_bent = shares @ bent.residuals**2 < shares @ straight.residuals**2
+        start[j], (bend if is_bent else along)[j], residuals[:, place] = bent if is_bent else straight
     root[:, 0] = along
     if others:
-        spread = (left * shares[:, None]).T @ left + _FEW * covariance[np.ix_(others, others)]
+        spread = (residuals * shares[:, None]).T @ residuals + _FEW * covariance[np.ix_(others, others)]
         root[others, 1:] = np.linalg.cholesky(spread * (region.DEGREES - 2.0) / region.DEGREES)
     return Proposal(start, root, count, bend, degrees)
 
@@ -121,7 +121,7 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
 class _Line(NamedTuple):
     intercept: float
     slope: float
-    left: Array  # (S,) of y
+    residuals: Array  # (S,)
 
 
 def _line(x: Array, y: Array, weights: Array) -> _Line:
@@ -153,7 +153,7 @@ def points_of(proposal: Proposal, stream: int) -> Array:
 
 def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     """Log density of the proposals' mixture by their numbers of points, at points (S, m): the balance heuristic."""
-    total = sum(one.per_scramble for one in proposals)
+    total = sum(proposal.per_scramble for proposal in proposals)
     logs = []
     for mean, root, count, bend, degrees in proposals:
         if len(bend):
@@ -166,14 +166,14 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
 
 
 def _distance(points: Array, mean: Array, root: Array) -> Array:
-    """z₁ of points along a side, by the coordinate that depends on nothing else; 0 on the other side."""
+    """z₁ of points along a side, by the coordinate that depends on z₁ alone; 0 on the other side."""
     i = int(np.flatnonzero(~np.any(root[:, 1:], axis=1))[0])
     return np.asarray(np.maximum((points[:, i] - mean[i]) / root[i, 0], 0.0))
 
 
 def scrambles(proposals: tuple[Proposal, ...]) -> NDArray[np.intp]:
-    """Which of the independent scrambles each of the proposals' points is of, (S,)."""
-    return np.concatenate([np.repeat(np.arange(region.SCRAMBLES), one.per_scramble) for one in proposals])
+    """Number of the independent scramble of each of the proposals' points, (S,)."""
+    return np.concatenate([np.repeat(np.arange(region.SCRAMBLES), proposal.per_scramble) for proposal in proposals])
 
 
 def whitened(points: Array, mean: Array, root: Array) -> Array:

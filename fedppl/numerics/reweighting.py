@@ -4,8 +4,7 @@ With weights w = posterior / g and u = q / g, each normalised to sum to one over
 
 .. math:: E[h] = E_q[h] + \sum_s (w_s - u_s)\, h(\varphi_s), \qquad Z / Z_q = \sum_s w^*_s / \sum_s u^*_s
 
-(stars: before normalising). What q says already has no error: q is the control variate. Where the posterior is q, w and
-u are equal, and both are exact.
+(stars: before normalising). q is a control variate: where the posterior is q, w and u are equal, and both are exact.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from fedppl.types import Array
 
 MOST_ERROR = 0.05  # of a mean or an sd, in posterior sds
 FEWEST = 100  # effective points
-MOST_SECOND_K = 0.7  # to which a second moment by weights can be had, as Pareto smoothed weights themselves
-_OUTERMOST = 0.02  # share of a second moment that is looked at
+MOST_SECOND_K = 0.7  # Pareto k up to which weights give a second moment
+_OUTERMOST = 0.02  # share of a second moment in the outermost points from which their Pareto k counts
 
 
 class Reweighted(NamedTuple):
@@ -44,13 +43,13 @@ class Reweighted(NamedTuple):
     pareto_k: float
     second_k: float  # largest Pareto k of weights times a squared coordinate; −inf where no tail has a share of it
     told: int  # number of points that have a weight
-    beside: float = 0.0  # error of a mean or an sd, in posterior sds, that no spread of the points tells
+    beside: float = 0.0  # error of a mean or an sd, in posterior sds, that the spread of the points does not show
 
 
 def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residual: Array) -> Reweighted | None:
     """Weigh all proposals' points (S, m), in their order, by the posterior's log density less q's kernel, (S,).
 
-    NaN says that there is no value; such points are left out. None where none is left.
+    Points with NaN, which have no value, are left out; None where none is left.
     """
     return weigh_points(q, points, scrambles(proposals), residual, log_mixture(proposals, points))
 
@@ -59,10 +58,10 @@ def weigh_points(
     q: Gaussian, points: Array, scramble: NDArray[np.intp], residual: Array, log_proposal: Array
 ) -> Reweighted | None:
     """The same at points of any proposal with this log density, (S,)."""
-    found = np.isfinite(residual) | (residual == -np.inf)
-    of_q = np.where(found, gaussian.log_density(q, points) - log_proposal, -np.inf)
-    raw = np.where(found, of_q + np.nan_to_num(residual, nan=-np.inf, neginf=-np.inf), -np.inf)
-    return weigh(q, points, scramble, raw, of_q, int(found.sum()))
+    has_value = np.isfinite(residual) | (residual == -np.inf)
+    of_q = np.where(has_value, gaussian.log_density(q, points) - log_proposal, -np.inf)
+    raw = np.where(has_value, of_q + np.nan_to_num(residual, nan=-np.inf, neginf=-np.inf), -np.inf)
+    return weigh(q, points, scramble, raw, of_q, int(has_value.sum()))
 
 
 def weigh(
@@ -76,7 +75,7 @@ def weigh(
         return None
     log_weights, shape = importance.smoothed(raw)
     unsmoothed = normalise(raw) - normalise(of_q)
-    of_q, _ = importance.smoothed(of_q)  # as the others are, so that they are equal where the posterior is q
+    of_q, _ = importance.smoothed(of_q)  # as the others, to be equal to them where the posterior is q
     weights, control = normalise(log_weights), normalise(of_q)
     center, root = gaussian.affine(q)
     white = whitened(points, center, root)
@@ -103,7 +102,7 @@ def weigh(
 
 
 def is_trusted(found: Reweighted) -> bool:
-    """Whether weights, means and sds are near enough to those of the posterior."""
+    """Whether Pareto k, error and effective size are those of weights that give the posterior's moments."""
     by_weights = found.pareto_k <= importance.limit(found.told) and found.second_k <= MOST_SECOND_K
     return bool(by_weights and found.error <= MOST_ERROR and found.ess >= FEWEST)
 
@@ -115,17 +114,17 @@ def apart(one: Reweighted, other: Reweighted, sd: Array) -> float:
 
 
 def second_k(added: Array, points: Array, weights: Array) -> float:
-    """Few points may have most of an sd, or of what is added to q's, and then no scramble tells its error.
+    """Largest Pareto k of what points add to an sd: where few have most of it, scrambles do not show its error.
 
-    Only where the outermost points have a share of it: else it ends within what the points reach.
+    Only coordinates count whose outermost points have a share of the sd: others end within the reach of the points.
     """
-    outermost, found = max(4, len(points) // 200), -np.inf
-    for one in (points - weights @ points).T:
-        shares = np.abs(added) * one**2
-        sorted_ = shares[np.argsort(one, kind="stable")]
-        if max(sorted_[:outermost].sum(), sorted_[-outermost:].sum()) > _OUTERMOST * (weights @ one**2):
-            found = max(found, importance.pareto_k(np.log(np.maximum(shares, 1e-300))))
-    return float(found)
+    outermost, largest = max(4, len(points) // 200), -np.inf
+    for centred in (points - weights @ points).T:
+        shares = np.abs(added) * centred**2
+        sorted_ = shares[np.argsort(centred, kind="stable")]
+        if max(sorted_[:outermost].sum(), sorted_[-outermost:].sum()) > _OUTERMOST * (weights @ centred**2):
+            largest = max(largest, importance.pareto_k(np.log(np.maximum(shares, 1e-300))))
+    return float(largest)
 
 
 def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array]:
@@ -140,9 +139,9 @@ def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array
 
 
 def _by_scramble(functions: Array, log_weights: Array, of_q: Array, where: NDArray[np.intp]) -> tuple[Array, float]:
-    """Standard errors of what the points add to E_q of functions (S, n), (n,), and of log Z / Z_q.
+    """Standard errors of the points' contribution to E_q of functions (S, n), (n,), and of log Z / Z_q.
 
-    By leaving out one scramble at a time: points within one are no independent sample.
+    By the jackknife over scrambles: points within one are no independent sample.
     """
     shifts, ratios = [], []
     for scramble in range(region.SCRAMBLES):

@@ -27,14 +27,14 @@ def stream_of(client_id: str) -> int:
     return hashlib.blake2b(client_id.encode(), digest_size=1).digest()[0]
 
 
-def kept(most_bytes: int) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
-    """Keep a function's arrays, read-only, up to `most_bytes` in all: their number says nothing of their size.
+def cached(most_bytes: int) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
+    """Cache a function's arrays, read-only, up to `most_bytes` in total.
 
     >>> import numpy as np
-    >>> @kept(most_bytes=800)
+    >>> @cached(most_bytes=800)
     ... def ones(size):
     ...     return np.ones(size)
-    >>> ones(60) is ones(60), ones(200) is ones(200)  # the second is larger than all that may be kept
+    >>> ones(60) is ones(60), ones(200) is ones(200)  # the second exceeds the cache
     (True, False)
     """
 
@@ -65,12 +65,12 @@ def kept(most_bytes: int) -> Callable[[Callable[..., Array]], Callable[..., Arra
 def fresh_points(size: int, points: int, stream: int) -> Array:
     """Antithetic scrambled Sobol normals (points, size): sample mean exactly 0, sample covariance exactly I.
 
-    With constant weights they return the proposal's own moments without error, so that the Monte Carlo error of
-    a site that is already right is nil. Each `stream` is another scramble.
+    Constant weights give the proposal's own moments exactly, so that a site that is already right has no Monte Carlo
+    error. Each `stream` is another scramble.
     """
     half = max((points + 1) // 2, size + 1)
     exponent = int(np.ceil(np.log2(half)))
-    # The first points of a power of two of them; whitening makes up for the balance that the rest would bring.
+    # The first of a power of two of points; whitening restores the balance that they lack.
     uniform = qmc.Sobol(size, seed=np.random.default_rng(stream)).random_base2(exponent)[:half]
     z = ndtri(np.clip(uniform, 1e-12, 1 - 1e-12))
     z = np.concatenate([z, -z])
@@ -79,16 +79,15 @@ def fresh_points(size: int, points: int, stream: int) -> Array:
     return whitened
 
 
-# A client asks for the same ones in every round.
-whitened_points = kept(most_bytes=2**28)(fresh_points)
+whitened_points = cached(most_bytes=2**28)(fresh_points)  # a client needs the same ones in every round
 
 
 def uniform(size: int, count: int, stream: int, scrambles: int) -> Array:
     """Sobol points, `count` of each independent scramble one after the other: (scrambles x count, size)."""
     sequences = [qmc.Sobol(size, seed=np.random.default_rng((stream, j))) for j in range(scrambles)]
     # balanced where their number is a power of 2
-    found = [one.random_base2(int(np.ceil(np.log2(count))))[:count] for one in sequences]
-    return np.asarray(np.clip(np.concatenate(found), 1e-12, 1 - 1e-12))
+    points = [sequence.random_base2(int(np.ceil(np.log2(count))))[:count] for sequence in sequences]
+    return np.asarray(np.clip(np.concatenate(points), 1e-12, 1 - 1e-12))
 
 
 def standard_normal(size: int, count: int, stream: int, scrambles: int) -> Array:

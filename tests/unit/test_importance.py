@@ -22,7 +22,7 @@ from fedppl.numerics.importance import (
     skewness,
     weighted_moments,
 )
-from fedppl.numerics.streams import kept, stream_of, whitened_points
+from fedppl.numerics.streams import cached, stream_of, whitened_points
 from fedppl.types import Array
 
 # --- points ---------------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_points_are_kept_by_their_bytes_not_by_their_number() -> None:
     """Of 200 clients with 30 shared coordinates, designs alone would take gigabytes."""
     made: list[int] = []
 
-    @kept(most_bytes=100 * 8 * 3)
+    @cached(most_bytes=100 * 8 * 3)
     def points(size: int) -> Array:
         made.append(size)
         return np.zeros(size)
