@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedppl import data, metrics, plots, privacy
     from fedppl.algorithms.averaging.ditto import Ditto
-    from fedppl.algorithms.averaging.fedavg import FedAvg
-    from fedppl.algorithms.averaging.fedprox import FedProx
+    from fedppl.algorithms.averaging.fedavg import FedAvg, FedProx
     from fedppl.algorithms.averaging.scaffold import SCAFFOLD
-    from fedppl.algorithms.averaging.separate_sgd import SeparateSGD
     from fedppl.algorithms.ep.correction import Correction
     from fedppl.algorithms.ep.ep import EP
     from fedppl.algorithms.ep.private import PrivateEP
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from fedppl.algorithms.hierarchical.hm1_gradient import HM1Gradient
     from fedppl.algorithms.one_shot.consensus import ConsensusMonteCarlo
     from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
-    from fedppl.algorithms.one_shot.separate import Separate
+    from fedppl.algorithms.one_shot.separate import Separate, SeparateSGD
     from fedppl.algorithms.sums.sums import Sums
     from fedppl.contracts import Algorithm, LocalInference
     from fedppl.coregional import curves

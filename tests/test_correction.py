@@ -17,7 +17,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, NotConvergedError, gaussian
-from fedppl.algorithms.ep import why
+from fedppl.algorithms.ep import correction as _correction
 from fedppl.contracts import ClientView, Factor, LocalInference
 from fedppl.numerics.reweighting import apart
 from fedppl.results import diagnostics
@@ -182,7 +182,7 @@ def lost_below(bound: float) -> LocalInference:
 
 
 def test_points_without_a_value_are_said_by_what_they_may_move_however_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(why, "_LOST", 0.5)  # points are many in such a tail: the share alone would say it
+    monkeypatch.setattr(_correction, "_LOST", 0.5)  # points are many in such a tail: the share alone would say it
     model, clients = problems.schools()
     whole = fit(model, clients, fedppl.EP())
     with pytest.warns(fedppl.ConvergenceWarning, match="no log density"):

@@ -12,8 +12,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import Status, gaussian
-from fedppl.algorithms.ep._rounds import of_q_alone
-from fedppl.algorithms.ep._verdict import Taken
+from fedppl.algorithms.ep._rounds import Taken, of_q_alone
 from fedppl.numerics import importance as _importance
 from fedppl.numerics.streams import whitened_points
 from fedppl.results import diagnostics

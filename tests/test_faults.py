@@ -16,8 +16,8 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import gaussian
-from fedppl.algorithms.ep import _verdict
-from fedppl.algorithms.ep._verdict import Taken
+from fedppl.algorithms.ep import _rounds
+from fedppl.algorithms.ep._rounds import Taken
 from fedppl.storage import checkpoint
 from tests.support import problems
 from tests.support.fake_client import UNIT, layout_of
@@ -161,7 +161,7 @@ def judged(moves: list[tuple[float, bool]], damping: float) -> float:
     state = fedppl.EP().init(layout_of(UNIT), clients, np.random.default_rng(0))
     taken: Any = Taken(state._replace(damping=damping), None)  # type: ignore[arg-type]
     for size, turned in moves:
-        taken = _verdict.judge(taken, _verdict.Change(size, turned, 0.0, 0.0), list(range(20)), 1e-9, 1.0)
+        taken = _rounds.judge(taken, _rounds.Change(size, turned, 0.0, 0.0), list(range(20)), 1e-9, 1.0)
     return float(taken.state.damping)
 
 

@@ -275,21 +275,21 @@ def test_without_a_warm_start_a_vague_prior_is_no_singular_matrix() -> None:
 
 
 def test_a_skewed_margin_is_named_with_a_remedy_and_mild_ones_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    from fedppl.algorithms.ep import _verdict
+    from fedppl.algorithms.ep import _rounds
     from fedppl.algorithms.ep import sites as _sites
 
     layout = MODEL.enrol(CLIENTS, kernel=False)["client 0"].layout
     sites = _sites.empty(layout, ("client 0",), _sites.structure_of("full", layout))
     state = fedppl.EP().init(layout, ("client 0",), np.random.default_rng(0))
-    assert _verdict._skewed(state, 0.5) == ""
-    info = _verdict.EPInfo("EP", 0.0, 0.0, 1.0, np.nan, 0.0, 0.0)
+    assert _rounds._skewed(state, 0.5) == ""
+    info = _rounds.EPInfo("EP", 0.0, 0.0, 1.0, np.nan, 0.0, 0.0)
     for skewness, mild in ((-0.6, True), (1.4, False)):
         skewed = state._replace(sites=sites, skewness=np.array([skewness]))
-        text = _verdict._skewed(skewed, 0.5)
+        text = _rounds._skewed(skewed, 0.5)
         assert f"mu {skewness}" in text and "closer to normal" in text
-        assert _verdict.reported(_verdict.Taken(skewed, info))[1].mild is mild
+        assert _rounds.reported(_rounds.Taken(skewed, info))[1].mild is mild
     held = skewed._replace(skewness=np.zeros(1), held=np.array([True]))
-    assert not _verdict.reported(_verdict.Taken(held, info))[1].mild
+    assert not _rounds.reported(_rounds.Taken(held, info))[1].mild
 
 
 # --- builders that are no function of their arguments --------------------------------------------------------------

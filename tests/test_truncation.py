@@ -13,7 +13,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, gaussian
-from fedppl.algorithms.ep import _correction, why
+from fedppl.algorithms.ep import correction as _correction
 from fedppl.contracts import Request
 from fedppl.engine import guard as _guard
 from fedppl.numerics import region
@@ -62,7 +62,7 @@ def test_a_gaussian_posterior_is_exact_with_a_radius_that_cuts_off_points() -> N
         found = fit(model, clients, correction, policy)
         held = found.state.correction
         assert found.status is Status.CONVERGED
-        assert np.mean(~held.within) > why._LOST  # more than may be without a value
+        assert np.mean(~held.within) > _correction._LOST  # more than may be without a value
         assert np.all(np.abs(held.points[held.within]) <= 3.5 * sd)
         assert np.all(held.found.weights[~held.within] == 0)
         assert_allclose(found.idata["fit"]["corrected_mean"], 0, atol=1e-8)

@@ -17,9 +17,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from benchmarks._attacks import trust as attacks
 from fedppl import gaussian
-from fedppl.algorithms.ep import _rounds, _trust, _verdict
+from fedppl.algorithms.ep import _rounds, _trust
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep._verdict import Taken
+from fedppl.algorithms.ep._rounds import Taken
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
@@ -264,19 +264,19 @@ def test_moves_are_those_of_a_replaced_site(rng: np.random.Generator) -> None:
     expected = np.concatenate(
         [(gaussian.mean(after) - gaussian.mean(before.q)) / sd, np.log(gaussian.standard_deviations(after) / sd)]
     )
-    assert_allclose(_verdict.of_replies(before.q, d_linear, d_precision)[0], expected, rtol=1e-3, atol=1e-10)
+    assert_allclose(_trust.moves_of(before.q, d_linear, d_precision)[0], expected, rtol=1e-3, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["noise", "drift", "fixed"])
 def test_noise_scatters_and_a_drift_does_not(kind: str, rng: np.random.Generator) -> None:
     """A site that follows proposals T: noise about a value, one step beyond q each time, or a value from the start."""
-    moves, site, noise = _verdict.begin(_verdict.start(1, 1)), np.zeros(2), np.ones(1)
+    moves, site, noise = _trust.forgotten(_trust.no_moves(1, 1)), np.zeros(2), np.ones(1)
     for t in range(60):
         proposal = {"noise": rng.normal(size=2), "drift": site + 1.0, "fixed": np.ones(2)}[kind]
         step = max(1 / (t + 2), 0.1)
-        moves = _verdict.follow(moves, [0], (proposal - site)[None], np.array([step]))
+        moves = _trust.followed(moves, [0], (proposal - site)[None], np.array([step]))
         site = site + step * (proposal - site)
-    drift, allowed = float(np.abs(moves.mean).max()), 3 * np.sqrt(_verdict.backed(moves, noise))
+    drift, allowed = float(np.abs(moves.mean).max()), 3 * np.sqrt(_trust.backed_variance(moves, noise))
     if kind == "noise":
         assert 0.5 < moves.scatter[0] < 2 and drift < allowed < 1.5
     else:
@@ -287,19 +287,19 @@ def test_noise_scatters_and_a_drift_does_not(kind: str, rng: np.random.Generator
 def test_one_odd_reply_weighs_no_more_after_averaging_has_begun_anew() -> None:
     """Six replies that agree, then one that is 10 sds off: 100 / 2 over six pairs, begun anew or not."""
     scatter = []
-    for forget in (lambda moves: moves, _verdict.anew):
-        moves = _verdict.begin(_verdict.start(1, 1))
+    for forget in (lambda moves: moves, _trust.averaged_anew):
+        moves = _trust.forgotten(_trust.no_moves(1, 1))
         for _ in range(6):
-            moves = _verdict.follow(moves, [0], np.zeros((1, 2)), np.ones(1))
-        scatter.append(_verdict.follow(forget(moves), [0], np.full((1, 2), 10.0), np.ones(1)).scatter[0])
+            moves = _trust.followed(moves, [0], np.zeros((1, 2)), np.ones(1))
+        scatter.append(_trust.followed(forget(moves), [0], np.full((1, 2), 10.0), np.ones(1)).scatter[0])
     assert_allclose(scatter, 50.0 / 6)
 
 
 def test_the_word_of_one_client_buys_no_tolerance() -> None:
-    moves = _verdict.begin(_verdict.start(3, 1))._replace(share=np.full(3, 0.5), scatter=np.array([0.0, 0.1, 4.0]))
-    assert _verdict.backed(moves, np.array([1.0, 0.01, 0.01])) == pytest.approx(0.02)
-    assert _verdict.backed(moves, np.array([0.01, 0.01, 1.0])) == pytest.approx(1.02)
-    assert _verdict.backed(moves, np.array([0.01, 1.0, 0.01])) == pytest.approx(0.07)
+    moves = _trust.forgotten(_trust.no_moves(3, 1))._replace(share=np.full(3, 0.5), scatter=np.array([0.0, 0.1, 4.0]))
+    assert _trust.backed_variance(moves, np.array([1.0, 0.01, 0.01])) == pytest.approx(0.02)
+    assert _trust.backed_variance(moves, np.array([0.01, 0.01, 1.0])) == pytest.approx(1.02)
+    assert _trust.backed_variance(moves, np.array([0.01, 1.0, 0.01])) == pytest.approx(0.07)
 
 
 # --- through the loop -----------------------------------------------------------------------------------------

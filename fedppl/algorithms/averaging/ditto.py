@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.algorithms.averaging import fedavg
-from fedppl.algorithms.averaging.server import (
+from fedppl.algorithms.averaging.fedavg import (
     client_loss,
     draw_point,
     fitting_own,

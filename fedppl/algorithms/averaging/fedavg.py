@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.server import (
+from fedppl.algorithms.averaging.fedavg import (
     KeptLocal,
     LocalClientState,
     average,

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from fedppl.algorithms.averaging import fedavg
-from fedppl.algorithms.averaging.server import (
+from fedppl.algorithms.averaging.fedavg import (
     KeptLocal,
     LocalClientState,
     client_loss,

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.fedavg import draw, reject
-from fedppl.algorithms.averaging.server import (
+from fedppl.algorithms.averaging.fedavg import (
     KeptLocal,
     LocalClientState,
     client_loss,
+    draw,
     kept_local,
+    reject,
     relative_change,
     tolerance_rule,
     weight_of,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.server import (
+from fedppl.algorithms.averaging.fedavg import (
     client_loss,
     draw_point,
     fitting_own,

@@ -1,36 +1,104 @@
-"""EP's kinds of rounds at the server: an expansion at a point, moments matched, and log factors at points."""
+"""EP at the server: its state, and a round of each phase, which are warm start, matching of moments, and correction."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 from fedppl import gaussian, structure
-from fedppl.algorithms.ep import _correction, _trust, _verdict, why
+from fedppl.algorithms.ep import _trust
+from fedppl.algorithms.ep import correction as _correction
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep import starts as _starts
 from fedppl.algorithms.ep import warm_start as _warm_start
-from fedppl.algorithms.ep._correction import Correcting
-from fedppl.algorithms.ep._trust import Bounded
-from fedppl.algorithms.ep._verdict import LESS_NOISE, Change, EPInfo, EPState, Taken, judge, shortest_step
-from fedppl.algorithms.ep.correction import Correction
+from fedppl.algorithms.ep._trust import LEAST, Bounded, Moves
+from fedppl.algorithms.ep.correction import Correcting, Correction
 from fedppl.algorithms.ep.sites import Sites
-from fedppl.algorithms.ep.warm_start import WarmStart
-from fedppl.algorithms.ep.why import hardly_a_prior, pulls_alone, why_not_arrived
+from fedppl.algorithms.ep.warm_start import Starts, WarmStart, hardly_a_prior, pulls_alone, why_not_arrived
+from fedppl.contracts import Report
 from fedppl.results import diagnostics
+from fedppl.structure import Structure
 from fedppl.types import Array, Message, Status, as_declared
+
+logger = logging.getLogger(__name__)
+
+_VERY_SKEWED = 1.0  # a warning; below it, a word for those who look
+
+
+class EPState(NamedTuple):
+    """What the next round needs. Invariant: sites.q = prior x Π_k site_k."""
+
+    sites: Sites
+    warm_start: WarmStart | None  # None once refinement has begun
+    starts: Starts | None  # where several searches were asked for
+    prior_share: float  # 1 / K when the prior is not Gaussian: each factor's share of p / N_0
+    damping: float
+    change: float  # of the last round
+    averaging: int  # rounds averaged since the change came down to Monte Carlo error
+    has_replied: Array  # (K,) bool: in the current sweep
+    sweep_change: float  # of the current sweep over all clients
+    last_change: Array  # (m,) of the last round, in posterior sds: what a mean or a log sd moved by, before damping
+    skewness: Array  # (m,) that the factors give the posterior's margins, and q cannot have
+    skewed_by: Array  # (m,) row of the client without whom it is least
+    skewness_without: Array  # (m,) what it is without that client
+    held: Array  # (K,) share of its site that is not what it asked for, since trust binds
+    held_back: Array  # (K,) rounds in which its site was drawn in
+    pull: Array  # (K, m) where trust is set: what it would have pulled means by, in sds of its cavity; 0 where unknown
+    errors: Array  # (K,) Monte Carlo error of the client's last reply, in posterior sds
+    noise: Array  # (K,) variance that the errors of all its replies have left in its site, in the same unit
+    moves: Moves  # what the server sees itself, since averaging began
+    heading: Array  # (2 m,) where the last round moved means and log sds, in posterior sds before damping
+    unseen: Array  # (K,) bool: nobody here can look at its rows
+    corrects: bool  # whether q is put right once moments are matched
+    stream: int  # of the points of the correction
+    correction: Correcting | None  # once moments are matched, where one was asked for
+    falls: int  # rounds in which the change fell since the damping was last lowered
+
+
+class EPInfo(NamedTuple):
+    """Diagnostics of this round."""
+
+    phase: str
+    change_mean: float  # largest |Δ mean| in posterior sds, before damping
+    change_sd: float  # largest |Δ log sd|, before damping
+    damping: float
+    log_posterior: float  # log marginal posterior at the point, warm start only
+    mc_error: float  # Monte Carlo error of the global mean in posterior sds
+    skewness: float  # largest |skewness| that the factors give a margin of the posterior
+    held_back: int = 0  # clients whose sites were drawn in, where trust is set
+    pull: float = np.nan  # most that one client would have pulled a mean by, in sds of its cavity
+    pulled_by: str = ""  # that client
+    correction_ess: float = np.nan  # of the points of the correction, once an exchange is over
+    correction_pareto_k: float = np.nan
+
+
+class Taken(NamedTuple):
+    """A round that the server has taken in: the state after it, and how that stands."""
+
+    state: EPState
+    info: EPInfo
+    status: Status = Status.RUNNING
+    message: str | None = None
+    skewed: str = ""  # what of it a correction makes up for
+
+
+def reported(taken: Taken) -> tuple[EPState, Report]:
+    """The state and the report; what is said of a converged fit is mild where little is skewed and nobody held back."""
+    state = taken.state
+    corrected = state.correction is not None and state.correction.trusted
+    mild = bool((corrected or np.abs(state.skewness).max() < _VERY_SKEWED) and not np.any(state.held))
+    message = "; ".join(filter(None, (taken.message, taken.skewed))) if taken.skewed else taken.message
+    return state, Report(taken.info, taken.status, message, mild)
+
+
+# Warm start -----------------------------------------------------------------------------------------------------------
 
 # Expansions a client: a dozen do even from a prior a million times too wide.
 _BUDGET = 25.0
-# Posterior sds that q may still move by in a round, for a correction where rounds have run out.
-_NEAR = 0.1
-# The share of a skewness that is left without one client, above which it is not that client's alone.
-_SEVERAL = 0.4
-# What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
-_MOST_CLAIMED = 0.5
 
 
 def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Message], trust: float | None) -> Taken:
@@ -39,7 +107,7 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
     if state.starts is not None and not state.starts.asked_for and 0 < len(replies) < len(sites.where):
         # Searches that nobody asked for would take many rounds.
         if state.starts.modes:
-            ended, sites, _ = _starts.next_search(state.starts._replace(left=state.starts.left[:0]), sites, None)
+            ended, sites, _ = _warm_start.next_search(state.starts._replace(left=state.starts.left[:0]), sites, None)
             info = EPInfo("warm start", before.change, np.inf, 1.0, before.objective, 0.0, np.nan)
             return Taken(state._replace(sites=sites, starts=ended, warm_start=None), info)
         state = state._replace(starts=None)
@@ -69,8 +137,8 @@ def _searched(taken: Taken, search: WarmStart) -> Taken:
         return taken
     if not starts.asked_for and not search.arrived and not starts.modes:
         return taken  # what keeps the first search from arriving is told, and is not looked for from elsewhere
-    found = _starts.arrived_at(taken.state.sites, search) if search.arrived else None
-    after, sites, following = _starts.next_search(starts, taken.state.sites, found)
+    found = _warm_start.arrived_at(taken.state.sites, search) if search.arrived else None
+    after, sites, following = _warm_start.next_search(starts, taken.state.sites, found)
     if following is None and not after.modes:
         return taken
     message = "" if following is None else f"{len(after.left) + 1} warm starts are left"
@@ -78,24 +146,32 @@ def _searched(taken: Taken, search: WarmStart) -> Taken:
     return taken._replace(state=state, status=Status.RUNNING, message=message)
 
 
-def of_one_mode(taken: Taken) -> Taken:
-    """Not converged, however well moments are matched, where q is of one mode of several."""
-    said = taken.state.starts.said if taken.state.starts is not None else ""
-    return taken._replace(status=Status.STALLED, message=said, skewed="") if said else taken
+# Matching of moments: steps are halved until all is proper, then bounded by trust, and judged -------------------------
+
+# The share of a skewness that is left without one client, above which it is not that client's alone.
+_SEVERAL = 0.4
+# What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
+_MOST_CLAIMED = 0.5
+# Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
+_MOST_ERROR_LEFT = 0.2
+LESS_NOISE = "take more draws or points, as in local=fedppl.NUTS(draws=4000) or local=fedppl.NestedLaplace(points=1024)"
+# With this skewness, quantiles of a margin in the tails are off by a few tenths of an sd under a Gaussian.
+_SKEWED = 0.5
+# Averaged for so many rounds, and with so many replies of every client, before moves that cancel count as such.
+_ROUNDS, _REPLIES = 4, 2
+# The probability that an honest run has such a pull, of any client.
+_BY_CHANCE = 1e-3
+_ALONE = 20.0  # sds of what all others know, beyond what heterogeneity does that a model has
+_LITTLE = 0.05  # of a site: of a pull by 3 sds, that is 0.15
 
 
-def of_q_alone(taken: Taken) -> Taken:
-    """Not converged, however well moments are matched, where skewness says that q has sds that are far too small."""
-    state = taken.state
-    noise = float(np.sqrt(6.0 / (1 + state.averaging)) * np.linalg.norm(state.errors))  # sd of a sum of skewnesses
-    # What one client has all but alone is in the moments that are matched.
-    of_several = np.sign(state.skewness) * state.skewness_without > _SEVERAL * np.abs(state.skewness)
-    if not np.any(of_several & (np.abs(state.skewness) - noise > diagnostics.SKEWED)):
-        return taken
-    message = "; ".join(
-        filter(None, (diagnostics.unknown_shortfall(diagnostics.CORRECTION), taken.message, taken.skewed))
-    )
-    return taken._replace(status=Status.STALLED, message=message, skewed="")
+class Change(NamedTuple):
+    """What a round did to q."""
+
+    size: float  # largest of a mean or a log sd, in posterior sds before damping
+    turned: bool  # it did not go on in the direction of the round before
+    mc_error: float  # of all clients' last replies
+    fresh: float  # of this round's
 
 
 def ep_round(
@@ -124,61 +200,19 @@ def ep_round(
     )
 
 
-def corrected_next(taken: Taken, correction: Correction, trust: float | None) -> Taken:
-    """Begin the correction in place of a converged end, where q is proper and small enough for it."""
-    state = taken.state
-    radius = np.inf if correction.radius is None else correction.radius
-    begun = _correction.start(
-        state.sites, state.skewness, correction.points, radius, state.stream, keep=trust is not None
-    )
-    said = f"before the correction: {taken.message}" if taken.message else ""
-    return taken._replace(
-        state=state._replace(correction=begun._replace(said=said)),
-        status=Status.RUNNING,
-        message="the correction is not done",
-        skewed="",
-    )
-
-
-def out_of_rounds(state: EPState, correction: Correction, trust: float | None) -> EPState:
-    """Correct q as it is, where it is near enough: the posterior that is found does not depend on q."""
-    ready = state.corrects and state.warm_start is None and state.correction is None
-    several = state.starts is not None and state.starts.said
-    swept = state.change < _NEAR and not np.any(state.has_replied)  # by all clients, the last of them in this round
-    if not ready or several or np.any(state.held) or not swept or not gaussian.is_proper(state.sites.q):
-        return state
-    moved = (
-        f"rounds ran out while it still moved by {state.change:.2g} posterior sds: the posterior is that of the "
-        "correction; raise rounds= where fit.posterior is used"
-    )
-    unknown = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
-    return corrected_next(Taken(state, unknown, message=moved), correction, trust).state
-
-
-def correcting_round(
-    state: EPState, before: Correcting, replies: Mapping[str, Message], correction: Correction, trust: float | None
-) -> Taken:
-    """Clients' log factors taken in; converged once the reweighted points are to be trusted."""
-    after = _correction.take(before, state.sites, replies)
-    remedy = f"fedppl.EP(correction=fedppl.Correction(points={4 * correction.points}))"
-    judged = why.judge(after, state.sites, correction.exchanges, state.stream, trust, remedy)
-    found = judged.state.found
-    info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
-    if found is not None:
-        info = info._replace(correction_ess=found.ess, correction_pareto_k=found.pareto_k)
-    status = Status.RUNNING
-    if judged.done:
-        status = Status.CONVERGED if judged.state.trusted else Status.STALLED
-    cause = hardly_a_prior(state.sites.prior, state.sites.labels) if status is Status.STALLED else ""
-    message = "; ".join(filter(None, (judged.message, cause, judged.state.said)))
-    return Taken(state._replace(correction=judged.state), info, status, message)
-
-
-# One damped round of EP: backtracked until everything is proper, then bounded, judged, and told whom it holds back ----
-
-logger = logging.getLogger(__name__)
-
-_LITTLE = 0.05  # of a site: of a pull by 3 sds, that is 0.15
+def targets(sites: Sites, replies: Mapping[str, Message]) -> tuple[Array, Array]:
+    """Natural parameters of the clients' tilted distributions inside the family, packed."""
+    means = np.stack([reply["mean"] for reply in replies.values()])
+    precisions = gaussian.unpack_triangle(np.stack([reply["precision"] for reply in replies.values()]))
+    form = sites.structure
+    if form.blocks is not None and len(form.blocks) == 1:
+        return np.einsum("kij,kj->ki", precisions, means), structure.pack_precision(precisions, form)
+    projected = [
+        structure.project(mean, np.linalg.inv(precision), form)
+        for mean, precision in zip(means, precisions, strict=True)
+    ]
+    packed = [structure.pack_precision(g.precision, form) for g in projected]
+    return np.stack([g.linear for g in projected]), np.stack(packed)
 
 
 def damped_step(
@@ -240,8 +274,8 @@ def damped_step(
     noise[rows] = np.where(noise[rows] > 0, averaged, mc_errors**2)
     moves = state.moves
     if state.averaging:
-        now = _verdict.of_replies(q, d_linear, _sites.dense(d_packed, sites.structure))
-        moves = _verdict.follow(moves, rows, now, np.full(len(rows), delta))
+        now = _trust.moves_of(q, d_linear, _sites.dense(d_packed, sites.structure))
+        moves = _trust.followed(moves, rows, now, np.full(len(rows), delta))
     state = state._replace(
         sites=moved,
         damping=delta,
@@ -259,6 +293,200 @@ def damped_step(
         taken = hold_back(taken, rows, bounded, trust, delta)
     change = Change(max(change_mean, change_sd), turned, mc_error, fresh)
     return named(judge(taken, change, rows, tolerance, largest), trust, bounded)
+
+
+def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:
+    """Clients that take most precision away."""
+    _, root = gaussian.affine(sites.q)
+    lost = [float(np.linalg.eigvalsh(root.T @ _sites.dense(packed, sites.structure) @ root)[0]) for packed in d_packed]
+    names = list(sites.where)
+    return [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
+
+
+def _no_step(least: list[str], noisy: bool) -> str:
+    """Say that there is no step, which clients take more precision away than there is, and what helps."""
+    who = f"clients {least[:5]} know less than nothing of some direction" if least else "too much precision is taken"
+    return (
+        f"no step leads on to a posterior with variances: {who}, as where a client's likelihood is flat or nearly so. "
+        "Declare priors that hold every scale, shared and local (not Gamma(.001, .001)), or "
+        + (LESS_NOISE if noisy else "use local=fedppl.NUTS(draws=4000)")
+    )
+
+
+def shortest_step(clients: int) -> float:
+    """The least damping that is tried: a quarter of 1 / K, with which q is a convex combination of proper Gaussians."""
+    return 0.25 / clients
+
+
+def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest: float) -> Taken:
+    """Set the next damping, and say whether this is converged.
+
+    What clients say of their error starts the averaging, and too much of it keeps q from being called converged. How
+    small the moves have to be does not depend on it: they are averaged with their signs, so that noise cancels, and
+    compared with the errors of all but the client that says it has most; of that one's, what its replies show.
+    """
+    state = taken.state
+    count = len(state.sites.where)
+    change, turned, mc_error, fresh = last
+    noisy = mc_error > tolerance
+    averaging, moves, falls = state.averaging, state.moves, state.falls
+    few, skewed = 3 * max(fresh, tolerance), ""
+    drift = moves.mean.sum(axis=0)
+    limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(moves, state.noise)))
+    seen = averaging + 1 >= _ROUNDS and bool(np.all(moves.replies >= _REPLIES))
+    if noisy and seen and np.abs(drift).max() > 2 * limit:
+        # Not noise: q is on its way, and steps as short as those of averaging would take too long.
+        moves, averaging, damping = _trust.averaged_anew(moves), 1, 0.5 * largest
+    elif noisy and change < (2 * few if averaging else few):
+        # down to noise: average the rounds, so that Monte Carlo error falls with their number
+        moves = moves if averaging else _trust.forgotten(moves)
+        averaging += 1
+        damping = max(max(1.0 / (averaging + 1), LEAST) * largest, min(shortest_step(count), largest))
+    elif change > state.change:
+        # Steps that are too long turn back. Where the change grows on its way, as with other clients in every round,
+        # they are not.
+        averaging = 0
+        shorten = turned or change > 2 * state.change
+        damping, falls = (max(state.damping / 2, 1.0 / count), 0) if shorten else (state.damping, falls)
+    else:
+        # Faster with every fall: what shortened steps, such as clients whose replies were wrong, may be over.
+        averaging, falls = 0, falls + 1
+        damping = min(largest, 1.5**falls * state.damping)
+    has_replied, sweep_change = state.has_replied.copy(), state.sweep_change + change
+    has_replied[rows] = True
+    swept = bool(np.all(has_replied))
+    # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
+    quiet = swept and not noisy and sweep_change < tolerance
+    averaged = seen and np.abs(drift).max() < limit
+    left = float(np.sqrt(state.noise.sum()))
+    if (quiet or (swept and noisy and averaged)) and left <= _MOST_ERROR_LEFT and not np.any(state.held):
+        status = Status.CONVERGED
+        message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
+        skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
+        skewed = "; ".join(filter(None, (skewed, _uncoupled(state.sites.structure))))
+        message = "; ".join(filter(None, (message, far_off(state))))
+    else:
+        status = Status.RUNNING
+        remedy = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
+        sweep = "the last sweep" if swept else f"a sweep of which {int(has_replied.sum())} of {count} clients are done"
+        message = f"{sweep} moved the posterior by {sweep_change:.2g} of its sds (tolerance {tolerance:g})"
+        if sweep_change >= tolerance or not np.any(state.held):  # else no number of rounds helps
+            message = f"{message}; {remedy}"
+        if noisy and averaging and bool(np.all(state.moves.replies)):
+            message = _noisy(state, state.moves.mean, drift, limit, left)
+    state = state._replace(
+        damping=damping,
+        change=change,
+        averaging=averaging,
+        moves=moves,
+        falls=falls,
+        has_replied=np.zeros_like(has_replied) if swept else has_replied,
+        sweep_change=0.0 if swept else sweep_change,
+    )
+    return taken._replace(state=state, status=status, message=message, skewed=skewed)
+
+
+def _noisy(state: EPState, moves: Array, drift: Array, limit: float, left: float) -> str:
+    """Why rounds that are averaged are not converged: too much error, too few rounds, or moves that go one way."""
+    size, names, m = np.abs(drift), list(state.sites.where), len(state.sites.labels)
+    worst = int(np.argmax(size))
+    if size[worst] < limit:
+        return (
+            f"averaged to a Monte Carlo error of {left:.2g} posterior sds (at most {_MOST_ERROR_LEFT:g} is called "
+            f"converged); raise rounds=, or {LESS_NOISE}"
+        )
+    who = int(np.argmax(np.abs(moves[:, worst])))
+    label = ("" if worst < m else "the sd of ") + as_declared(state.sites.labels[worst % m])
+    return (
+        f"rounds are averaged, but what the clients move {label} by does not cancel: {drift[worst]:+.2g} posterior sds "
+        f"a round (at most {limit:.2g}), of which client {names[who]} {moves[who, worst]:+.2g}; raise rounds=, look at "
+        f"that client's data if it stays, or {LESS_NOISE}"
+    )
+
+
+def far_off(state: EPState) -> str:
+    """Who pulls a mean further than chance would, given what the others know; empty where nobody does."""
+    if len(state.sites.where) < 2:
+        return ""
+    k, i, pull = _strongest(_trust.pulls(state.sites))
+    if abs(pull) <= -special.ndtri(0.5 * _BY_CHANCE / (len(state.sites.where) * len(state.sites.labels))):
+        return ""
+    return (
+        f"client {list(state.sites.where)[k]} pulls {as_declared(state.sites.labels[i])} by {pull:+.2g} sds of "
+        "what others know: look at its data, at the units first, though one that alone tells much of it does so "
+        "honestly. fedppl.EP(trust=3) would hold it back"
+    )
+
+
+def unseen(state: EPState, clients: Collection[str]) -> EPState:
+    """The state that knows whose rows nobody here can look at."""
+    return state._replace(unseen=np.array([name in clients for name in state.sites.where]))
+
+
+def of_agreeing_clients(taken: Taken, trust: float | None) -> Taken:
+    """Not converged where a client whose rows nobody can look at decides against all others.
+
+    Unless `trust` says how far one may pull.
+    """
+    state = taken.state
+    if taken.status is not Status.CONVERGED or trust is not None or len(state.sites.where) < 2:
+        return taken
+    k, i, pull = _strongest(np.where(state.unseen[:, None], _trust.pulls(state.sites), 0.0))
+    if abs(pull) <= _ALONE:
+        return taken
+    said = (
+        f"moments are matched, but client {list(state.sites.where)[k]}, whose rows nobody here can look at, pulls "
+        f"{state.sites.labels[i]} by {pull:+.2g} sds of what all others know (at most {_ALONE:g} is called converged): "
+        "have its data looked at, the units first. EP(trust=3) holds it back; where it is right, "
+        f"EP(trust={np.ceil(1.5 * abs(pull)):g}) takes it as it is"
+    )
+    return taken._replace(status=Status.STALLED, message="; ".join(filter(None, (said, taken.message))))
+
+
+def _strongest(pulls: Array) -> tuple[int, int, float]:
+    """Row, column and value of the largest pull in size."""
+    pulls = np.nan_to_num(pulls)
+    k, i = np.unravel_index(int(np.argmax(np.abs(pulls))), pulls.shape)
+    return int(k), int(i), float(pulls[k, i])
+
+
+def _uncoupled(form: Structure) -> str:
+    """What a precision without some of its entries cannot have; empty where it has all, in whatever order."""
+    if form.size == 1 or (form.blocks is not None and len(form.blocks) == 1):
+        return ""
+    return (
+        "sds may be far too small where shared variables are correlated, which a "
+        f"{'diagonal structure' if form.blocks is None else 'structure of blocks'} leaves out: "
+        f'EP(structure="full") has that, and {diagnostics.CORRECTION} the posterior itself'
+    )
+
+
+def _skewed(state: EPState, limit: float) -> str:
+    """The coordinates whose margins are too skewed for a Gaussian, and what to do; empty where there are none."""
+    size = np.abs(state.skewness)
+    worst = [int(i) for i in np.argsort(-size, kind="stable") if size[i] > limit]
+    if not worst:
+        return ""
+    names = list(state.sites.where)
+    named = ", ".join(
+        f"{as_declared(state.sites.labels[i])} {state.skewness[i]:.1f}"
+        # One client's word, of several, is told as such.
+        + (
+            f" ({round(float(state.skewness_without[i]), 1) + 0.0:.1f} without client {names[state.skewed_by[i]]})"
+            if len(names) > 1 and abs(state.skewness_without[i]) <= limit
+            else ""
+        )
+        for i in worst[:3]
+    )
+    more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
+    return (
+        f"rely on means more than on tails of what is skewed: {named}{more} on the scale that EP works on, where a "
+        "Gaussian has a skewness of 0. Declare it on a scale where it is closer to normal, or use "
+        f"{diagnostics.CORRECTION}; see fit.idata['fit']['skewness']"
+    )
+
+
+# Whom trust holds back ------------------------------------------------------------------------------------------------
 
 
 def hold_back(taken: Taken, rows: list[int], bounded: Bounded, trust: float, step: float) -> Taken:
@@ -337,34 +565,77 @@ def _pulls_where(pull: Array, labels: Sequence[str]) -> str:
     return f"pulls {as_declared(labels[i])} by {pull[i]:+.2g} sds"
 
 
-def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:
-    """Clients that take most precision away."""
-    _, root = gaussian.affine(sites.q)
-    lost = [float(np.linalg.eigvalsh(root.T @ _sites.dense(packed, sites.structure) @ root)[0]) for packed in d_packed]
-    names = list(sites.where)
-    return [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
+# After matching: what q cannot be, and the correction -----------------------------------------------------------------
+
+# Posterior sds that q may still move by in a round, for a correction where rounds have run out.
+_NEAR = 0.1
 
 
-def _no_step(least: list[str], noisy: bool) -> str:
-    """Say that there is no step, which clients take more precision away than there is, and what helps."""
-    who = f"clients {least[:5]} know less than nothing of some direction" if least else "too much precision is taken"
-    return (
-        f"no step leads on to a posterior with variances: {who}, as where a client's likelihood is flat or nearly so. "
-        "Declare priors that hold every scale, shared and local (not Gamma(.001, .001)), or "
-        + (LESS_NOISE if noisy else "use local=fedppl.NUTS(draws=4000)")
+def of_one_mode(taken: Taken) -> Taken:
+    """Not converged, however well moments are matched, where q is of one mode of several."""
+    said = taken.state.starts.said if taken.state.starts is not None else ""
+    return taken._replace(status=Status.STALLED, message=said, skewed="") if said else taken
+
+
+def of_q_alone(taken: Taken) -> Taken:
+    """Not converged, however well moments are matched, where skewness says that q has sds that are far too small."""
+    state = taken.state
+    noise = float(np.sqrt(6.0 / (1 + state.averaging)) * np.linalg.norm(state.errors))  # sd of a sum of skewnesses
+    # What one client has all but alone is in the moments that are matched.
+    of_several = np.sign(state.skewness) * state.skewness_without > _SEVERAL * np.abs(state.skewness)
+    if not np.any(of_several & (np.abs(state.skewness) - noise > diagnostics.SKEWED)):
+        return taken
+    message = "; ".join(
+        filter(None, (diagnostics.unknown_shortfall(diagnostics.CORRECTION), taken.message, taken.skewed))
+    )
+    return taken._replace(status=Status.STALLED, message=message, skewed="")
+
+
+def corrected_next(taken: Taken, correction: Correction, trust: float | None) -> Taken:
+    """Begin the correction in place of a converged end, where q is proper and small enough for it."""
+    state = taken.state
+    radius = np.inf if correction.radius is None else correction.radius
+    begun = _correction.start(
+        state.sites, state.skewness, correction.points, radius, state.stream, keep=trust is not None
+    )
+    said = f"before the correction: {taken.message}" if taken.message else ""
+    return taken._replace(
+        state=state._replace(correction=begun._replace(said=said)),
+        status=Status.RUNNING,
+        message="the correction is not done",
+        skewed="",
     )
 
 
-def targets(sites: Sites, replies: Mapping[str, Message]) -> tuple[Array, Array]:
-    """Natural parameters of the clients' tilted distributions inside the family, packed."""
-    means = np.stack([reply["mean"] for reply in replies.values()])
-    precisions = gaussian.unpack_triangle(np.stack([reply["precision"] for reply in replies.values()]))
-    form = sites.structure
-    if form.blocks is not None and len(form.blocks) == 1:
-        return np.einsum("kij,kj->ki", precisions, means), structure.pack_precision(precisions, form)
-    projected = [
-        structure.project(mean, np.linalg.inv(precision), form)
-        for mean, precision in zip(means, precisions, strict=True)
-    ]
-    packed = [structure.pack_precision(g.precision, form) for g in projected]
-    return np.stack([g.linear for g in projected]), np.stack(packed)
+def out_of_rounds(state: EPState, correction: Correction, trust: float | None) -> EPState:
+    """Correct q as it is, where it is near enough: the posterior that is found does not depend on q."""
+    ready = state.corrects and state.warm_start is None and state.correction is None
+    several = state.starts is not None and state.starts.said
+    swept = state.change < _NEAR and not np.any(state.has_replied)  # by all clients, the last of them in this round
+    if not ready or several or np.any(state.held) or not swept or not gaussian.is_proper(state.sites.q):
+        return state
+    moved = (
+        f"rounds ran out while it still moved by {state.change:.2g} posterior sds: the posterior is that of the "
+        "correction; raise rounds= where fit.posterior is used"
+    )
+    unknown = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
+    return corrected_next(Taken(state, unknown, message=moved), correction, trust).state
+
+
+def correcting_round(
+    state: EPState, before: Correcting, replies: Mapping[str, Message], correction: Correction, trust: float | None
+) -> Taken:
+    """Clients' log factors taken in; converged once the reweighted points are to be trusted."""
+    after = _correction.take(before, state.sites, replies)
+    remedy = f"fedppl.EP(correction=fedppl.Correction(points={4 * correction.points}))"
+    judged = _correction.judge(after, state.sites, correction.exchanges, state.stream, trust, remedy)
+    found = judged.state.found
+    info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
+    if found is not None:
+        info = info._replace(correction_ess=found.ess, correction_pareto_k=found.pareto_k)
+    status = Status.RUNNING
+    if judged.done:
+        status = Status.CONVERGED if judged.state.trusted else Status.STALLED
+    cause = hardly_a_prior(state.sites.prior, state.sites.labels) if status is Status.STALLED else ""
+    message = "; ".join(filter(None, (judged.message, cause, judged.state.said)))
+    return Taken(state._replace(correction=judged.state), info, status, message)

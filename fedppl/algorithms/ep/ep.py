@@ -16,25 +16,25 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.ep import _correction, _trust, _verdict, why
+from fedppl.algorithms.ep import _trust
+from fedppl.algorithms.ep import correction as _correction
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep import starts as _starts
 from fedppl.algorithms.ep import warm_start as _warm_start
-from fedppl.algorithms.ep._correction import Correcting, reached, weighed
 from fedppl.algorithms.ep._rounds import (
+    EPState,
     corrected_next,
     correcting_round,
     ep_round,
     newton_round,
+    of_agreeing_clients,
     of_one_mode,
     of_q_alone,
     out_of_rounds,
+    reported,
+    unseen,
 )
-from fedppl.algorithms.ep._verdict import EPState, of_agreeing_clients, reported, unseen
-from fedppl.algorithms.ep.correction import Correction
-from fedppl.algorithms.ep.sites import Sites
-from fedppl.algorithms.ep.why import NOISE
-from fedppl.algorithms.size import say_if_large
+from fedppl.algorithms.ep.correction import NOISE, Correcting, Correction, reached, weighed
+from fedppl.algorithms.ep.sites import Sites, say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, LogEvidence, Received, Report
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
@@ -281,7 +281,7 @@ def init(
     return EPState(
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, len(clients)) if warm else None,
-        starts=_starts.begin(layout, starts, stream, asked_for) if starts > 1 else None,
+        starts=_warm_start.begin_several(layout, starts, stream, asked_for) if starts > 1 else None,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
         damping=matching.damping,
         change=np.inf,
@@ -297,7 +297,7 @@ def init(
         pull=np.zeros((len(clients), layout.size)),
         errors=np.zeros(len(clients)),
         noise=np.zeros(len(clients)),
-        moves=_verdict.start(len(clients), layout.size),
+        moves=_trust.no_moves(len(clients), layout.size),
         heading=np.zeros(2 * layout.size),
         falls=0,
         unseen=np.zeros(len(clients), dtype=bool),
@@ -402,7 +402,7 @@ def _is_correcting(state: EPState) -> bool:
 def _corrected(state: EPState) -> Reweighted | None:
     """The reweighted points, where they are to be trusted and say more than q does."""
     held = state.correction
-    return held.found if held is not None and held.trusted and why.says_more(held) else None
+    return held.found if held is not None and held.trusted and _correction.says_more(held) else None
 
 
 def _conclusion(state: EPState, client_id: str) -> Message:
@@ -448,7 +448,7 @@ def _resume(first: EPState, last: EPState) -> EPState:
     sites = _sites.update(new, linear, precision)
     if not gaussian.is_proper(sites.q):
         return first
-    if last.starts is not None and _starts.are_several(last.starts.modes):  # however little some had: it is another now
+    if last.starts is not None and _warm_start.are_several(last.starts.modes):  # the mode may be another now
         return first
     return first._replace(sites=sites, warm_start=None)
 
@@ -483,7 +483,7 @@ def _without_client(state: EPState, client_id: str, clients: Mapping[str, Client
         mass = float(cut.mass.sum())
         # Of one exchange no points are in its tails but those of a t about the posterior of all.
         unseen = held.exchanges == 1 and has_heavy_tails(found.points, found.weights)
-        found = found if float(cut.effect.sum()) <= why.MOST_CUT and not unseen else None
+        found = found if float(cut.effect.sum()) <= _correction.MOST_CUT and not unseen else None
     if found is None or not held.is_proper:
         return WithoutClient(cavity, found, unknown)
     with_it = gaussian.log_integral(sites.q) + held.found.log_ratio

@@ -13,8 +13,7 @@ from scipy.linalg import solve_triangular
 from fedppl import contracts, gaussian, privacy, settings, structure
 from fedppl.algorithms.ep import ep
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep._rounds import damped_step
-from fedppl.algorithms.ep._verdict import EPInfo, EPState, Taken, shortest_step
+from fedppl.algorithms.ep._rounds import EPInfo, EPState, Taken, damped_step, shortest_step
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report, Target
 from fedppl.gaussian import Gaussian

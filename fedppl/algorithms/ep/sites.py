@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,10 @@ NO_VALUE = -1e300
 # n draws have a skewness below √n, and no client draws 10^8.
 _SKEWNESS = 1e4
 _LOOK = "look at this client's data and versions"
+# Numbers from which a round may take minutes where the density is not concave.
+_LARGE = 300
+
+logger = logging.getLogger(__name__)
 
 
 class Sites(NamedTuple):
@@ -75,6 +80,17 @@ def empty(layout: Layout, clients: tuple[str, ...], form: Structure) -> Sites:
         q=layout.prior,
         labels=layout.labels,
     )
+
+
+def say_if_large(layout: Layout, algorithm: str) -> None:
+    """One line of the log, before the first round."""
+    if layout.size >= _LARGE:
+        logger.warning(
+            "%s infers all %d shared numbers together, and a round may take minutes. It is made for tens of them: "
+            "share fewer, or, for the weights of a network, pass one of the algorithms of fedppl.nn",
+            algorithm,
+            layout.size,
+        )
 
 
 def indices(sites: Sites, clients: Iterable[str]) -> list[int]:

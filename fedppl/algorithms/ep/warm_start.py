@@ -1,9 +1,10 @@
-"""Federated Newton: the server maximises the sum of the clients' quadratic expansions, and looks along each step.
+"""The warm start: federated Newton rounds to the mode, from several points, and why a search has not arrived.
 
-The expansions are sites already: r_k = g_k − H_k x, Q_k = −H_k. At the mode of the marginal posterior they give
-its Laplace approximation, with θ marginalised, and EP goes on from there. With each expansion clients send log f_k
-at `LENGTHS` times the step that led to the point: sums of these say, within the round, whether the step was too long
-or too short, so that a start many prior sds away takes a handful of rounds.
+The server maximises the sum of the clients' quadratic expansions. These are sites already: r_k = g_k − H_k x,
+Q_k = −H_k. At the mode of the marginal posterior they give its Laplace approximation, with θ marginalised, and EP goes
+on from there. With each expansion clients send log f_k at `LENGTHS` times the step that led to the point: sums of these
+say, within the round, whether the step was too long or too short, so that a start many prior sds away takes a handful
+of rounds.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.algorithms.ep import _trust
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites, dense, implausible_expansion, in_structure, indices, update
 from fedppl.contracts import Asked, ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
-from fedppl.types import Array, Layout, LocalFailure, Message
+from fedppl.numerics.streams import whitened_points
+from fedppl.types import Array, Layout, LocalFailure, Message, as_declared
 
 LENGTHS = 2.0 ** np.arange(-10, 6)
 # In posterior sds: EP's importance weights are good from here, and the rest of the way is inside its first step.
@@ -340,3 +343,345 @@ def _decoupled(white: Array, slope: Array, first: int, most: int) -> _Option | N
         left.append(int(np.argmax(share)))
     move = np.asarray(np.linalg.solve(matrix, slope), dtype=np.float64)
     return len(left), -float(move @ slope), move, matrix
+
+
+# Several searches, one after the other: the mode with the most mass, and the others by name ---------------------------
+
+Indices = NDArray[np.int64]
+_APART = 3.0  # posterior sds between modes that are not one
+_ALIKE = 0.1  # sds of the prior by which moments of equal priors may differ
+MATTERS = 1e-3  # share of the mass of a mode that is worth a word
+
+
+class Mode(NamedTuple):
+    """Where a search arrived."""
+
+    point: Array  # (m,)
+    sd: Array  # (m,) of the Gaussian there
+    log_mass: float  # log of that Gaussian's integral
+    linear: Array  # (K, m) of the sites
+    precision: Array  # (K, p)
+
+
+class Starts(NamedTuple):
+    """Points where searches are still to begin, and what those before them found."""
+
+    left: Array  # (J, m)
+    turned: Indices  # (m,) coordinates in an order in which exchangeable ones have changed places
+    modes: tuple[Mode, ...]
+    said: str  # of several modes, once all searches are over
+    asked_for: bool  # by a number; else they end where rounds are of some clients alone
+
+
+def begin_several(layout: Layout, starts: int, stream: int, asked_for: bool) -> Starts:
+    """The first search begins at the prior mean, the others at quasi-random points of the prior, some further out.
+
+    A prior with heavy tails has little of them in its Gaussian, and modes far from its middle. Images of the first
+    mode take the places of the last of these points; a better one that is found later has images beside them.
+    """
+    prior = layout.prior
+    sd = gaussian.standard_deviations(prior)
+    z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
+    reach = 2.0 ** (np.arange(len(z)) % 3)
+    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, turned(layout), (), "", asked_for)
+
+
+def turned(layout: Layout) -> Indices:
+    """Coordinates with variables of one prior in reversed order; the elements of a variable that has a prior alone.
+
+    Moments of a prior that is not Gaussian are of draws, so that equal priors differ a little.
+    """
+    mean, sd = gaussian.mean(layout.prior), gaussian.standard_deviations(layout.prior)
+    groups: list[list[slice]] = []
+    for part in layout.slices.values():
+        for group in groups:
+            first = group[0]
+            if len(mean[first]) == len(mean[part]) and np.allclose(sd[first], sd[part], rtol=_ALIKE, atol=0.0):
+                if np.all(np.abs(mean[first] - mean[part]) < _ALIKE * sd[part]):
+                    group.append(part)
+                    break
+        else:
+            groups.append([part])
+    order = np.arange(layout.size, dtype=np.int64)
+    for group in groups:
+        for part, other in zip(group, reversed(group), strict=True):
+            taken = np.arange(other.start, other.stop)
+            order[part] = taken if len(group) > 1 else taken[::-1]
+    return order
+
+
+def images(point: Array, sd: Array, middle: Array, turned: Indices) -> list[Array]:
+    """Where exchangeable labels, and signs that the data do not tell, have their other mode: none where it is this."""
+    found = [2.0 * middle - point, point[turned]]
+    return [image for image in found if far_apart(image, point, sd)]
+
+
+def arrived_at(sites: Sites, search: WarmStart) -> Mode:
+    """The mode near the point at which the sites were expanded."""
+    x = search.anchor
+    mass = search.objective - float(gaussian.log_kernel(sites.q, x)) + gaussian.log_integral(sites.q)
+    return Mode(
+        gaussian.mean(sites.q), gaussian.standard_deviations(sites.q), float(mass), sites.linear, sites.precision
+    )
+
+
+def next_search(starts: Starts, sites: Sites, found: Mode | None) -> tuple[Starts, Sites, WarmStart | None]:
+    """Begin the next search, or where none is left take the mode with the most mass; None: there is one, and no search.
+
+    Where no search arrived, the last is handed back as it is.
+    """
+    modes = starts.modes if found is None else (*starts.modes, found)
+    left, middle = starts.left, gaussian.mean(sites.prior)
+    if found is not None and all(found.log_mass > mode.log_mass + 1.0 for mode in starts.modes):
+        beside = images(found.point, found.sd, middle, starts.turned)  # the searches that are left where it came late
+        least = len(beside) if starts.modes else 0
+        left = np.array([*beside, *left]).reshape(-1, len(middle))[: max(len(left), least)]
+    if len(left):
+        search = start_at(left[0], middle, len(sites.where))
+        empty = update(sites, np.zeros_like(sites.linear), np.zeros_like(sites.precision))
+        return starts._replace(left=left[1:], modes=modes), empty, search
+    if not modes:
+        return starts, sites, None
+    most = max(modes, key=lambda mode: mode.log_mass)
+    best = next(mode for mode in modes if not _are_apart(mode, most))  # the first that came there
+    others = _distinct(best, modes)
+    said = _told(best, others, sites.labels) if others else ""
+    return (
+        starts._replace(left=left, modes=tuple(map(_without_sites, modes)), said=said),
+        update(sites, best.linear, best.precision),
+        None,
+    )
+
+
+def are_several(modes: tuple[Mode, ...]) -> bool:
+    """Whether searches arrived at other places than the first did, whatever mass they have."""
+    return any(_are_apart(modes[0], mode) for mode in modes[1:])
+
+
+def _without_sites(mode: Mode) -> Mode:
+    """What is of use when all searches are over."""
+    return mode._replace(linear=mode.linear[:0], precision=mode.precision[:0])
+
+
+def _distinct(best: Mode, modes: tuple[Mode, ...]) -> list[Mode]:
+    """Modes other than the best, each once, that have a share of the mass that matters."""
+    found: list[Mode] = []
+    for mode in sorted(modes, key=lambda one: -one.log_mass):
+        if all(_are_apart(mode, one) for one in (best, *found)):
+            found.append(mode)
+    total = logsumexp([best.log_mass, *(mode.log_mass for mode in found)])
+    return [mode for mode in found if mode.log_mass - total > np.log(MATTERS)]
+
+
+def far_apart(one: Array, other: Array, sd: Array) -> bool:
+    """Whether two points are none of one mode with these sds."""
+    return float(np.max(np.abs(one - other) / sd)) > _APART
+
+
+def _are_apart(one: Mode, other: Mode) -> bool:
+    return far_apart(one.point, other.point, np.maximum(one.sd, other.sd))
+
+
+def _told(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:
+    """Where the modes are, and about how much of the posterior each has."""
+    total = logsumexp([mode.log_mass for mode in (best, *others)])
+    worst = int(np.argmax(np.max([np.abs(mode.point - best.point) / best.sd for mode in others], axis=0)))
+    shares = [np.exp(mode.log_mass - total) for mode in (best, *others[:3])]
+    told = [f"{share:.0%}" if 0.01 <= share <= 0.99 else f"{share:.2%}" for share in shares]
+    places = [f"{s} at {mode.point[worst]:.3g}" for s, mode in zip(told, (best, *others[:3]), strict=True)]
+    return (
+        f"the posterior has several modes: along {labels[worst]}, of those found about {', '.join(places)}; q is of "
+        "the first alone. Declare the model so that one is left: positive (pm.HalfNormal), ordered "
+        "(pm.distributions.transforms.ordered), or by a prior that rules the others out"
+    )
+
+
+# Why a search has not arrived, and what helps: read off where it stands ----------------------------------------------
+
+_ALONE = 100.0  # times the others' slope
+# A prior this wide on a log scale spans e^±30: hardly a prior, and the search begins in the middle of it.
+_FLAT = 30.0
+# Slopes, in sds of the curvature there, below which a point is level: Newton's search arrives at the same number.
+_LEVEL = 0.3
+_MANY_PRIOR_SDS = 3.0
+# Times the prior's precision: a coordinate that is known so well is pinned by a scale that goes to zero; where clients'
+# curvature has grown without bound meanwhile, less says so.
+_PINNED, _PINNED_BEYOND = 1e12, 1e6
+_LOG = "_log__"
+ALL = "all clients"  # of a search by sums, which is of one client that stands for them
+
+
+def why_not_arrived(sites: Sites, state: WarmStart, search: str = "the warm start") -> str:
+    """Say that the search, so called, has not arrived, where it stands, and what helps."""
+    silent = [client_id for client_id, k in sites.where.items() if not state.has_replied[k]]
+    if silent:
+        return f"{search} needs every client once, and clients {silent[:5]} have not answered"
+    absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
+    cause = (
+        f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
+        if absent
+        else _cause(sites, state.anchor, dict(state.unusable), dict(state.reasons))
+    )
+    return f"{search} has not reached the mode of the marginal posterior: {cause}"
+
+
+def pulls_alone(sites: Sites, x: Array) -> str:
+    """Name the client whose slope at x is far beyond the others', where q is no posterior to measure pulls in."""
+    if len(sites.where) < 3:
+        return ""
+    slopes = np.abs(sites.linear - dense(sites.precision, sites.structure) @ x)
+    slopes = slopes * gaussian.standard_deviations(sites.prior)
+    k, i = np.unravel_index(int(np.argmax(slopes)), slopes.shape)
+    others = max(float(np.median(np.delete(slopes.max(axis=1), k))), 1.0)
+    if slopes[k, i] <= _ALONE * others:
+        return ""
+    return (
+        f"client {list(sites.where)[k]} pulls {as_declared(sites.labels[i])} alone: {slopes[k, i] / others:.2g} times "
+        "as hard as the median of the others at the last point; look at its data"
+    )
+
+
+def hardly_a_prior(prior: Gaussian, labels: tuple[str, ...]) -> str:
+    """Name priors on positive variables that are all but improper; empty where there are none."""
+    return _flat(labels, gaussian.standard_deviations(prior))
+
+
+def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[str, str]) -> str:
+    """The likeliest cause, with a remedy, where `sites` are expansions at the point (m,) and nothing led on from there.
+
+    `unusable` holds the clients whose last expansion could not be used, with the reason; an empty one where the
+    client's own search failed. `earlier` holds those of which that was so at any point.
+    """
+    prior = sites.prior
+    spread = gaussian.standard_deviations(prior)
+    away = (point - gaussian.mean(prior)) / spread
+    return (
+        _flat(sites.labels, spread)
+        or _saddle(sites, point)
+        or _collapse(sites, point, away, _PINNED_BEYOND if any(unusable.values()) else _PINNED)
+        or _stopped(unusable)
+        or _far(sites.labels, away)
+        or _stopped(earlier)
+        or _convex(sites, point)
+        or (
+            "give every variable a proper prior that says what is plausible, or compute without curvature: "
+            "EP(local=fedppl.NUTS(), warm_start=False)"
+        )
+    )
+
+
+def _flat(labels: tuple[str, ...], spread: Array) -> str:
+    """A prior on a positive variable that is all but improper, as Gamma(.001, .001) is."""
+    flat = [j for j, label in enumerate(labels) if _LOG in label and spread[j] > _FLAT]
+    if not flat:
+        return ""
+    named = ", ".join(f"{_variable(labels[j])} (sd {spread[j]:.2g} on the log scale)" for j in flat[:3])
+    return (
+        f"the prior of {named} is all but improper, as Gamma(.001, .001) is: the search begins where it has its mass, "
+        "far from any data. Declare one that says what is plausible, such as pm.HalfNormal, pm.Exponential or "
+        "pm.Gamma(2, ...)"
+    )
+
+
+def _saddle(sites: Sites, point: Array) -> str:
+    """A point that is level while the density curves upward from it: symmetric models have one at their centre."""
+    values, vectors, root = _axes(sites)
+    slopes = vectors.T @ (root @ (sites.q.linear - sites.q.precision @ point)) / np.sqrt(np.maximum(np.abs(values), 1))
+    if values[0] >= 0 or np.abs(slopes).max() > _LEVEL:
+        return ""
+    named = _named(sites.labels, vectors[:, 0])
+    return (
+        f"at {_at(sites.labels, point, named)} the density is level, but rises on both sides, and has several modes: "
+        "it may be symmetric there, as where a sign or the labels of a mixture can be exchanged, or rows may "
+        "contradict a prior with heavy tails, or lie on either side of a threshold. Declare it so that one is left: "
+        "positive (pm.HalfNormal), ordered (pm.distributions.transforms.ordered), with lighter tails, or by a prior "
+        "that rules the others out"
+    )
+
+
+def _collapse(sites: Sites, point: Array, away: Array, least: float) -> str:
+    """A scale that goes to zero pins what it is the scale of."""
+    worst = int(np.argmax(np.abs(away)))
+    known = np.diag(sites.q.precision) / np.diag(sites.prior.precision)
+    known[worst] = 0.0
+    pinned = int(np.argmax(known))
+    if abs(away[worst]) < _MANY_PRIOR_SDS or known[pinned] < least:
+        return ""
+    label, end = sites.labels[worst], "0" if away[worst] < 0 or _LOG not in sites.labels[worst] else "infinity"
+    remedy = "pm.InverseGamma" if end == "0" else "pm.Gamma(2, ...)"
+    scale = _variable(label) if _LOG in label else f"the scale behind {_variable(label)}"
+    return (
+        f"{_spoken(label)} has gone to {point[worst]:.3g}, {abs(away[worst]):.2g} prior sds from its prior mean, and "
+        f"pins {as_declared(sites.labels[pinned])} (precision {known[pinned]:.0e} times its prior's): {scale} goes to "
+        f"{end}, as where outcomes are constant, or an exact function of what predicts them, at every client. Check "
+        f"the outcomes, or declare it with a prior that keeps it from {end}, such as {remedy}"
+    )
+
+
+def _stopped(unusable: dict[str, str]) -> str:
+    """Clients that have no expansion to give, however short the step."""
+    if not unusable:
+        return ""
+    reasons = list(dict.fromkeys(reason for reason in unusable.values() if reason))
+    return f"expansions of {_who(list(unusable))} cannot be used at points on the way" + (
+        f": {reasons[0]}" if reasons else "; look at their data, and at the priors of their local variables"
+    )
+
+
+def _far(labels: tuple[str, ...], away: Array) -> str:
+    """Data on another scale than the prior."""
+    worst = int(np.argmax(np.abs(away)))
+    if abs(away[worst]) < _MANY_PRIOR_SDS:
+        return ""
+    return (
+        f"the data pull {as_declared(labels[worst])} {abs(away[worst]):.2g} prior sds from its prior mean: rescale "
+        "the outcome or its column, or widen its prior"
+    )
+
+
+def _convex(sites: Sites, point: Array) -> str:
+    """A slope that steepens where it leads: most often to a pole."""
+    values, vectors, root = _axes(sites)
+    if values[0] >= 0:
+        return ""
+    axis = root.T @ vectors[:, 0]
+    own = np.einsum("kij,i,j->k", dense(sites.precision, sites.structure), axis, axis)
+    clients = [client_id for client_id, k in sites.where.items() if own[k] < 0.1 * own.min()]
+    return (
+        f"at {_at(sites.labels, point, _named(sites.labels, vectors[:, 0]))} the density curves upward, at "
+        f"{_who(clients)} the most: it shoots up nearby, as where a local scale has a single value and may go to 0, or "
+        "has several modes. Declare a prior that keeps such a scale from 0 (pm.InverseGamma), or share it, or compute "
+        "without curvature: EP(local=fedppl.NUTS(), warm_start=False)"
+    )
+
+
+def _axes(sites: Sites) -> tuple[Array, Array, Array]:
+    """Principal axes of q's precision in prior sds: eigenvalues, eigenvectors, and the way there."""
+    root = np.linalg.inv(np.linalg.cholesky(sites.prior.precision))
+    values, vectors = np.linalg.eigh(root @ sites.q.precision @ root.T)
+    return values, vectors, root
+
+
+def _named(labels: tuple[str, ...], axis: Array) -> list[str]:
+    """Coordinates that an axis lies in."""
+    size = np.abs(axis)
+    return [labels[j] for j in np.flatnonzero(size > 0.3 * size.max())]
+
+
+def _who(clients: list[str]) -> str:
+    return ALL if clients == [ALL] else f"clients {clients[:5]}"
+
+
+def _variable(label: str) -> str:
+    """The declared name of a coordinate's variable."""
+    return label.partition("[")[0].removesuffix(_LOG)
+
+
+def _spoken(label: str) -> str:
+    """A coordinate whose value is given: that of a positive variable is its logarithm."""
+    return f"log {as_declared(label)}" if _LOG in label else as_declared(label)
+
+
+def _at(labels: tuple[str, ...], point: Array, named: list[str]) -> str:
+    shown = ", ".join(f"{_spoken(name)} = {point[labels.index(name)]:.3g}" for name in named[:3])
+    return shown + (f" and {len(named) - 3} more" if len(named) > 3 else "")

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.server import reject_weight, tolerance_rule, weighted
+from fedppl.algorithms.averaging.fedavg import reject_weight, tolerance_rule, weighted
+from fedppl.algorithms.ep.sites import say_if_large
 from fedppl.algorithms.one_shot.separate import near_posterior
-from fedppl.algorithms.size import say_if_large
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField

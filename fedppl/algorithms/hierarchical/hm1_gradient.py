@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.server import (
+from fedppl.algorithms.averaging.fedavg import (
     KeptLocal,
     LocalClientState,
     draw_point,

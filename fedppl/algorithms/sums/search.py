@@ -13,12 +13,9 @@ from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep import starts as _starts
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
-from fedppl.algorithms.ep.starts import Mode, Starts
-from fedppl.algorithms.ep.warm_start import LENGTHS, WarmStart
-from fedppl.algorithms.ep.why import ALL, why_not_arrived
+from fedppl.algorithms.ep.warm_start import ALL, LENGTHS, Mode, Starts, WarmStart, why_not_arrived
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import whitened_points
 from fedppl.structure import full
@@ -58,7 +55,7 @@ class Searched(NamedTuple):
 
 def begin(layout: Layout, clients: int, starts: int, stream: int) -> Search:
     """From the prior's mean; with very many clients some of them are asked first."""
-    others = _starts.begin(layout, starts, stream, asked_for=True) if starts > 1 else None
+    others = _warm_start.begin_several(layout, starts, stream, asked_for=True) if starts > 1 else None
     some = 1.0 if clients <= 2 * _FIRST else _FIRST / clients
     sites = _sites.empty(layout, (ALL,), full(layout.size))
     scanned = _scan(sites.prior, stream) if others is not None else np.zeros((0, layout.size))
@@ -151,10 +148,10 @@ def _ended(search: Search) -> Searched:
     sites, newton, starts = search.sites, search.newton, search.starts
     is_known = _is_known(search)
     if starts is not None and (newton.arrived or starts.modes):
-        mode = _starts.arrived_at(sites, newton) if newton.arrived and not is_known else None
+        mode = _warm_start.arrived_at(sites, newton) if newton.arrived and not is_known else None
         if mode is not None and not starts.modes:
             starts = starts._replace(left=_highest(search, mode, len(starts.left)))
-        starts, sites, following = _starts.next_search(starts, sites, mode)
+        starts, sites, following = _warm_start.next_search(starts, sites, mode)
         if following is not None:
             left = f"{len(starts.left) + 1} searches are left"
             return Searched(search._replace(sites=sites, newton=following, starts=starts), False, "", left)
@@ -185,7 +182,7 @@ def _highest(search: Search, mode: Mode, count: int) -> Array:
     for place in np.argsort(-search.heights, kind="stable"):
         point = search.scanned[place]
         near = any(np.all(np.abs(point - other) < away) for other in chosen)
-        if not near and _starts.far_apart(point, mode.point, mode.sd):
+        if not near and _warm_start.far_apart(point, mode.point, mode.sd):
             chosen.append(point)
         if len(chosen) == count:
             break
@@ -197,7 +194,7 @@ def _is_known(search: Search) -> bool:
     starts, newton = search.starts, search.newton
     if starts is None or newton.arrived:
         return False
-    near = any(not _starts.far_apart(newton.anchor, mode.point, mode.sd / _WITHIN) for mode in starts.modes)
+    near = any(not _warm_start.far_apart(newton.anchor, mode.point, mode.sd / _WITHIN) for mode in starts.modes)
     return near and bool(np.isfinite(newton.objective))
 
 

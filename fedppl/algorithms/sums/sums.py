@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian, settings
 from fedppl.algorithms.ep.ep import require_known
-from fedppl.algorithms.ep.sites import implausible_values
-from fedppl.algorithms.ep.why import hardly_a_prior
-from fedppl.algorithms.size import say_if_large
+from fedppl.algorithms.ep.sites import implausible_values, say_if_large
+from fedppl.algorithms.ep.warm_start import hardly_a_prior
 from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
 from fedppl.algorithms.sums.phases import Integrated, Rule, Weighed, Weighing

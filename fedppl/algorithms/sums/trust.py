@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.algorithms.ep.why import uncertain
+from fedppl.algorithms.ep.correction import uncertain
 from fedppl.algorithms.sums.estimates import (
     BY_CHANCE,
     Estimate,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import KeptLocal, average, fitting_local, not_counted, root_mean_square_change
+from fedppl.algorithms.averaging.fedavg import KeptLocal, average, fitting_local, not_counted, root_mean_square_change
 from fedppl.contracts import (
     CheckFn,
     ClientView,

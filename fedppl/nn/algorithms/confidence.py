@@ -10,7 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import not_counted
+from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.algorithms.hierarchical.confidence import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Needs, Part, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import (

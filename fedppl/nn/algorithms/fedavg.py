@@ -10,7 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import LocalClientState, average, kept_local, weight_of, weighted, weights_rule
+from fedppl.algorithms.averaging.fedavg import LocalClientState, average, kept_local, weight_of, weighted, weights_rule
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms._common import (
     AT_MEAN,

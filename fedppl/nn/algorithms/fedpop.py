@@ -11,7 +11,7 @@ import torch
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import not_counted
+from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms._common import (
     AT_MEAN,

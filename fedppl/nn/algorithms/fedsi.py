@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import not_counted
+from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.contracts import (
     Algorithm,
     Batch,

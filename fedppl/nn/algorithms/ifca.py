@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import not_counted, weight_of, weights_rule
+from fedppl.algorithms.averaging.fedavg import not_counted, weight_of, weights_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Disclosure, Received, Replies, Report
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms._common import moved, network_result, run_away, training_rule, whole_network

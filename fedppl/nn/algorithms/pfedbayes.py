@@ -10,7 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import not_counted, weight_of, weights_rule
+from fedppl.algorithms.averaging.fedavg import not_counted, weight_of, weights_rule
 from fedppl.contracts import (
     Algorithm,
     ClientUpdate,

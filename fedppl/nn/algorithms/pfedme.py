@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from numpy.random import Generator
 
-from fedppl.algorithms.averaging.server import weight_of, weighted, weights_rule
+from fedppl.algorithms.averaging.fedavg import weight_of, weighted, weights_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms._common import (
     AT_MEAN,

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
+from fedppl.algorithms.averaging.fedavg import not_counted, weight_of, weights_rule
 from fedppl.algorithms.averaging.scaffold import Controls, correction, ends_of, entered, no_controls
-from fedppl.algorithms.averaging.server import not_counted, weight_of, weights_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import (
     NetworkInfo,
