@@ -139,10 +139,8 @@ _NAMES = {
     name: f"fedppl.{module}"
     for module, names in {
         "algorithms.averaging.ditto": "Ditto",
-        "algorithms.averaging.fedavg": "FedAvg",
-        "algorithms.averaging.fedprox": "FedProx",
+        "algorithms.averaging.fedavg": "FedAvg FedProx",
         "algorithms.averaging.scaffold": "SCAFFOLD",
-        "algorithms.averaging.separate_sgd": "SeparateSGD",
         "algorithms.ep.correction": "Correction",
         "algorithms.ep.ep": "EP",
         "algorithms.ep.private": "PrivateEP",
@@ -152,7 +150,7 @@ _NAMES = {
         "algorithms.hierarchical.hm1_gradient": "HM1Gradient",
         "algorithms.one_shot.consensus": "ConsensusMonteCarlo",
         "algorithms.one_shot.precision_weighted": "PrecisionWeighted",
-        "algorithms.one_shot.separate": "Separate",
+        "algorithms.one_shot.separate": "Separate SeparateSGD",
         "algorithms.sums.sums": "Sums",
         "contracts": "Algorithm LocalInference",
         "engine.inprocess": "InProcess",

@@ -11,7 +11,7 @@ from fedppl.algorithms.averaging import fedavg
 from fedppl.algorithms.averaging.fedavg import (
     client_loss,
     draw_point,
-    fitting_own,
+    fitting_point,
     kept_local,
     pulled,
     tolerance_rule,
@@ -132,7 +132,7 @@ def _update_client(
     phi, objective = np.asarray(message["phi"], dtype=float), client_loss(client, float(message["prior_share"]))
     before = personal and personal.local
     local, reply, info = fedavg.stepped(client, before, phi, objective, rng, settings.descent, settings.weights)
-    v = fitting_own(client, personal and personal.own)
+    v = fitting_point(client, personal and personal.own)
     if v is None:
         v, info = np.concatenate([phi, kept_local(client, before)[0]]), {**info, "blank": 1.0}
     v = _personal_steps(client, v, message, rng, settings)
@@ -154,7 +154,7 @@ def _draw(
     client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, settings: _Settings
 ) -> Draws:
     """v_k; a client that has none takes its steps from φ and the local variables that suit it best."""
-    v, m = fitting_own(client, personal and personal.own), client.shared_size
+    v, m = fitting_point(client, personal and personal.own), client.shared_size
     if v is None:
         phi = np.asarray(message["phi"], dtype=float)
         arrived, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)

@@ -1,4 +1,8 @@
-"""Federated averaging: clients take gradient steps from the shared parameters, the server averages where they end."""
+"""Federated averaging, plain and with a proximal term, and what other algorithms that average over clients share.
+
+A client's reply holds ``weighted``, its weight times what is averaged, and ``weight``, so that sums over the clients
+are all that the server needs.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,162 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.fedavg import (
-    KeptLocal,
-    LocalClientState,
-    average,
-    client_loss,
-    draw_point,
-    fitting_local,
-    kept_local,
-    negative,
-    not_counted,
-    relative_change,
-    tolerance_rule,
-    weight_of,
-    weighted,
-    weights_rule,
-)
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
-from fedppl.settings import described
-from fedppl.types import Array, Layout, Message, Rng, Status
+from fedppl.numerics.pairs import inner_mode_at
+from fedppl.settings import between, described, one_of
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
+
+_MOST = 1e12  # rows, clients or steps that one reply may stand for
+
+
+def weighted(value: Array, weight: float) -> dict[str, Array]:
+    """What a client sends to be averaged.
+
+    >>> weighted(np.array([1.0, 3.0]), 2.0)
+    {'weighted': array([2., 6.]), 'weight': array(2.)}
+    """
+    return {"weighted": weight * value, "weight": np.array(weight)}
+
+
+def average(total: Message) -> Array:
+    """Weighted average over the clients, from the sums of what they sent.
+
+    >>> average({"weighted": np.array([2.0, 6.0]), "weight": np.array(2.0)})
+    array([1., 3.])
+    """
+    return np.asarray(total["weighted"] / total["weight"])
+
+
+def not_positive(reply: Message, **least: float) -> str | None:
+    """Why a reply is rejected in which a number is not above the least that is given, or None.
+
+    >>> not_positive({"weight": np.array(0.0)}, weight=0)
+    "'weight' is 0, and must be positive"
+    """
+    for name, bound in least.items():
+        if not float(reply[name]) > bound:
+            return f"{name!r} is {float(reply[name]):.3g}, and must be positive"
+    return None
+
+
+def not_counted(reply: Message, *names: str) -> str | None:
+    """Why a reply is rejected in which a number of rows, of clients or of steps is none, or None.
+
+    >>> not_counted({"weight": np.array(0.5)}, "weight")
+    "'weight' is 0.5, and must be a whole number from 1 to 1e+12"
+    """
+    for name in names:
+        value = float(reply[name])
+        if not 1.0 <= value <= _MOST or value != np.round(value):
+            return f"{name!r} is {value:.3g}, and must be a whole number from 1 to {_MOST:.0e}"
+    return None
+
+
+def negative(reply: Message, name: str) -> str | None:
+    """Why a reply is rejected in which a distance is negative, or None."""
+    value = float(reply[name])
+    return None if value >= 0 else f"{name!r} is {value:.3g}, and must not be negative"
+
+
+def reject_weight(state: Any, reply: Message) -> str | None:
+    """A weight must be positive."""
+    return not_positive(reply, weight=0)
+
+
+def relative_change(before: Array, after: Array) -> float:
+    """Largest |Δφ| / (1 + |φ|) over coordinates; 0 where there are none.
+
+    >>> relative_change(np.array([0.0, 1.0]), np.array([1.0, 1.0]))
+    0.5
+    """
+    return float(np.max(np.abs(after - before) / (1.0 + np.abs(after)), initial=0.0))
+
+
+def root_mean_square_change(before: Array, after: Array) -> float:
+    """Root mean square of Δφ over coordinates.
+
+    >>> root_mean_square_change(np.zeros(2), np.array([2.0, 2.0]))
+    2.0
+    """
+    return float(np.sqrt(np.mean((after - before) ** 2)))
+
+
+# Points: a client's loss with its part of the prior, local variables, and draws of a point ----------------------------
+
+
+class LocalClientState(NamedTuple):
+    """What a client keeps to itself beside shared parameters that travel: its local ones."""
+
+    local: Array  # (d_k,)
+
+
+KeptLocal = LocalClientState | None  # none in its first round, or where it lost it
+
+
+def client_loss(client: ClientView, prior_share: float) -> Objective:
+    """F_k(φ, θ) = −[log p(y_k, θ | φ) + share · log p(φ)] / n_k: averaged over clients by n_k, the log posterior."""
+    scale = 1.0 / client.rows
+    prior = client.layout.prior
+    factor = scale * prior_share
+    share = 0.0 if client.layout.prior_is_gaussian else prior_share
+    return Objective(scale, factor * prior.precision, factor * prior.linear, share)
+
+
+def pulled(objective: Objective, strength: float, centre: Array) -> Objective:
+    """The objective with ½ · strength · ‖φ − centre‖² added."""
+    return objective._replace(
+        quadratic=objective.quadratic + strength * np.eye(len(centre)), linear=objective.linear + strength * centre
+    )
+
+
+def fitting_local(client: ClientView, local: Array | None) -> Array | None:
+    """A client's local variables, where it has some that fit its model."""
+    return None if local is None or len(local) != client.local_size else local
+
+
+def kept_local(client: ClientView, local: Array | None) -> tuple[Array, dict[str, float]]:
+    """Local variables to go on from, and a diagnostic when a client with local variables starts blank."""
+    local = fitting_local(client, local)
+    return (client.initial, {"blank": 1.0} if client.local_size else {}) if local is None else (local, {})
+
+
+def fitting_point(client: ClientView, point: Array | None) -> Array | None:
+    """A client's own point (φ, θ_k) to go on from, where it has one that fits its model."""
+    return None if point is None or len(point) != client.shared_size + client.local_size else np.asarray(point)
+
+
+def weights_rule(weights: str) -> str:
+    """Check the keyword `weights`."""
+    return one_of("weights", weights, ("rows", "equal"), "by number of rows, or all alike")
+
+
+def tolerance_rule(tolerance: float) -> float:
+    """Check the keyword `tolerance`."""
+    return between("tolerance", tolerance, 0, 1)
+
+
+def weight_of(client: ClientView, weights: str) -> float:
+    """n_k, or 1."""
+    return float(client.rows) if weights == "rows" else 1.0
+
+
+def draw_point(client: ClientView, phi: Array, local: Array | None, draws: int, chains: int) -> Draws:
+    """Equal draws of one point; where θ is not known, it is taken to the mode of p(θ | y, φ)."""
+    if local is None:
+        arrived, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
+        if not arrived:
+            raise LocalFailure("no mode of the local variables was found at the shared estimate; look at the data")
+    shape = (chains, draws)
+    return Draws(
+        np.broadcast_to(phi, (*shape, len(phi))).copy(),
+        np.broadcast_to(local, (*shape, client.local_size)).copy(),
+        {"point_estimate": 1.0},
+    )
+
+
+# FedAvg and FedProx ---------------------------------------------------------------------------------------------------
 
 
 class AverageState(NamedTuple):
@@ -96,13 +235,68 @@ def FedAvg(
     .. [1] McMahan et al. (2017), Communication-efficient learning of deep networks from decentralized data.
     .. [2] FedLin, section 6.2.
     """
+    return _averaging("FedAvg", checked(learning_rate, steps, batch_size), weights, tolerance)
+
+
+def FedProx(
+    *,
+    learning_rate: float,
+    mu: float,
+    steps: int = 20,
+    batch_size: int | None = None,
+    weights: str = "rows",
+    tolerance: float = 1e-6,
+) -> contracts.Algorithm[AverageState, LocalClientState]:
+    r"""Federated averaging with a proximal term in each client's loss.
+
+    .. math:: \phi_k = T \text{ gradient steps from } \phi \text{ on } F_k(\cdot) + \frac{\mu}{2} \Vert \cdot - \phi
+              \Vert^2, \qquad \phi \leftarrow \frac{\sum_k n_k \phi_k}{\sum_k n_k}
+
+    F_k is the client's mean loss with its share of the prior, as in `FedAvg`. Only the shared parameters are held
+    back; local ones have nothing to be held to.
+
+    Parameters
+    ----------
+    learning_rate
+        Learning rate η for the mean loss, below 2 / (λ_max + μ).
+    mu
+        Strength μ of the proximal term, in units of the mean loss. 0 is `FedAvg`.
+    steps, batch_size, weights, tolerance
+        As in `FedAvg`.
+
+    Returns
+    -------
+    Algorithm
+        Its fit has a point estimate (``fit.estimate``) and no posterior.
+
+    Notes
+    -----
+    *When this fails.* μ makes the clients' drift smaller, not zero: with T > 1 and clients that differ, the fixed point
+    still is not the posterior's mode (`SCAFFOLD`'s is), and a large μ is slow.
+
+    References
+    ----------
+    .. [1] Li et al. (2020), Federated optimization in heterogeneous networks, eq. 2 and Algorithm 2.
+    """
+    mu = between("mu", mu, 0, np.inf, "[)", "0 is FedAvg")
     descent = checked(learning_rate, steps, batch_size)
+    if descent.learning_rate * mu >= 2:
+        raise DeclarationError(f"learning_rate={learning_rate} times mu={mu} must be below 2, or steps diverge.")
+    return _averaging("FedProx", descent, weights, tolerance, mu=mu)
+
+
+def _averaging(
+    name: str, descent: Descent, weights: str, tolerance: float, **proximal: float
+) -> contracts.Algorithm[AverageState, LocalClientState]:
+    """FedAvg, or FedProx with `mu`."""
+    settings = described(descent, **proximal, weights=weights, tolerance=tolerance)
+    step = functools.partial(_update_client, descent=descent, weights=weights_rule(weights), **proximal)
     return contracts.Algorithm[AverageState, LocalClientState](
-        name="FedAvg",
-        settings=described(descent, weights=weights, tolerance=tolerance),
+        name=name,
+        settings=settings,
         init=init,
         broadcast=broadcast,
-        update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
+        update_client=step,
         update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
         replies=REPLIES,
         result=contracts.Result(final_message, draw, POINT),
@@ -122,10 +316,19 @@ def broadcast(state: AverageState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: ClientView, personal: KeptLocal, message: Message, rng: Rng, *, descent: Descent, weights: str
+    client: ClientView,
+    personal: KeptLocal,
+    message: Message,
+    rng: Rng,
+    *,
+    descent: Descent,
+    weights: str,
+    mu: float | None = None,
 ) -> ClientUpdate[LocalClientState]:
-    """T steps from φ on the client's own loss."""
+    """T steps from φ on the client's own loss, with the proximal term if there is one."""
     phi, objective = np.asarray(message["phi"], dtype=float), client_loss(client, float(message["prior_share"]))
+    if mu is not None:
+        objective = pulled(objective, mu, phi)
     local, reply, info = stepped(client, personal and personal.local, phi, objective, rng, descent, weights)
     return ClientUpdate(LocalClientState(local), reply, info)
 

@@ -1,1 +1,1 @@
-"""One round: each client's own posterior, alone or combined."""
+"""Each client's own posterior, alone or combined in one round."""
