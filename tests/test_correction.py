@@ -109,12 +109,12 @@ def test_a_clients_own_variables_are_those_of_the_corrected_posterior() -> None:
     effect, error = (float(np.ravel(clients[client_id][name])[0]) for name in ("effect", "error"))
     state = found.state.correction
     names = found.layout.labels
-    mu = state.found.points[:, names.index("mu")]
-    tau = np.exp(state.found.points[:, names.index("tau_log__")])
+    mu = state.reweighted.points[:, names.index("mu")]
+    tau = np.exp(state.reweighted.points[:, names.index("tau_log__")])
     precision = 1 / tau**2 + 1 / error**2
     mean = (mu / tau**2 + effect / error**2) / precision
-    exact = float(state.found.weights @ mean)
-    spread = float(np.sqrt(state.found.weights @ (1 / precision + mean**2) - exact**2))
+    exact = float(state.reweighted.weights @ mean)
+    spread = float(np.sqrt(state.reweighted.weights @ (1 / precision + mean**2) - exact**2))
     theta = found.client(client_id)["posterior"]["theta"]
     assert abs(float(theta.mean()) - exact) < 4 * spread / np.sqrt(4000)
     assert float(theta.std()) == pytest.approx(spread, rel=4 / np.sqrt(2 * 1000))
@@ -170,7 +170,7 @@ def test_few_points_without_a_value_do_no_harm_and_many_are_said() -> None:
     model, clients = problems.schools()
     few = fit(model, clients, fedppl.EP(local=lost(1 / 200)))
     assert few.status is Status.CONVERGED
-    found = few.state.correction.found
+    found = few.state.correction.reweighted
     assert 1 - found.told / len(found.points) == pytest.approx(1 / 200, rel=0.25)
     with pytest.warns(fedppl.ConvergenceWarning, match="no log density"):
         assert fit(model, clients, fedppl.EP(local=lost(1 / 20))).status is Status.STALLED
@@ -187,9 +187,8 @@ def test_points_without_a_value_are_said_by_what_they_may_move_however_few(monke
     whole = fit(model, clients, fedppl.EP())
     with pytest.warns(fedppl.ConvergenceWarning, match="no log density"):
         cut = fit(model, clients, fedppl.EP(local=lost_below(-2.0)))
-    moved = apart(
-        whole.state.correction.found, cut.state.correction.found, gaussian.standard_deviations(whole.posterior)
-    )
+    one, other = whole.state.correction.reweighted, cut.state.correction.reweighted
+    moved = apart(one, other, gaussian.standard_deviations(whole.posterior))
     assert moved > 0.05
     assert cut.status is Status.STALLED
     assert fit(model, clients, fedppl.EP(local=lost(1 / 20))).status is Status.CONVERGED  # spread evenly
@@ -393,7 +392,7 @@ def test_a_newcomer_is_weighed_by_its_own_data() -> None:
     model, clients = problems.schools()
     found = fit(model, clients)
     effect, error = 40.0, 8.0
-    state, names = found.state.correction.found, found.layout.labels
+    state, names = found.state.correction.reweighted, found.layout.labels
     mu, tau = state.points[:, names.index("mu")], np.exp(state.points[:, names.index("tau_log__")])
     weights = state.weights * stats.norm(mu, np.hypot(tau, error)).pdf(effect)
     weights /= weights.sum()

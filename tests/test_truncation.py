@@ -64,7 +64,7 @@ def test_a_gaussian_posterior_is_exact_with_a_radius_that_cuts_off_points() -> N
         assert found.status is Status.CONVERGED
         assert np.mean(~held.within) > _correction._LOST  # more than may be without a value
         assert np.all(np.abs(held.points[held.within]) <= 3.5 * sd)
-        assert np.all(held.found.weights[~held.within] == 0)
+        assert np.all(held.reweighted.weights[~held.within] == 0)
         assert_allclose(found.idata["fit"]["corrected_mean"], 0, atol=1e-8)
         assert_allclose(found.idata["fit"]["corrected_covariance"], sd**2, rtol=1e-8)
         assert found.log_evidence.value == pytest.approx(log_evidence, abs=1e-6)
@@ -82,7 +82,7 @@ def test_schools_with_a_generous_radius_are_those_without_one() -> None:
     model, clients = problems.schools()
     whole = fit(model, clients)
     cut = fit(model, clients, policy=Policy(**LENIENT, distance=6.0, correction=2**20))
-    one, other = whole.state.correction.found, cut.state.correction.found
+    one, other = whole.state.correction.reweighted, cut.state.correction.reweighted
     assert cut.status is Status.CONVERGED and not np.all(cut.state.correction.within)
     sd = np.sqrt(np.diag(one.covariance))
     assert np.abs((one.mean - other.mean) / sd).max() < 3 * np.hypot(one.error, other.error)

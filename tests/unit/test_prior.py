@@ -130,4 +130,4 @@ def test_a_prior_is_computed_once_at_the_same_points() -> None:
     assert calls == [3, 3]
     for k in range(2000):  # what is kept has an end
         prior.log_ratio(points + k)
-    assert len(prior._known) < 1000
+    assert len(prior._cache) < 1000

@@ -600,7 +600,7 @@ def corrected_next(taken: Taken, correction: Correction, trust: float | None) ->
     )
     said = f"before the correction: {taken.message}" if taken.message else ""
     return taken._replace(
-        state=state._replace(correction=begun._replace(said=said)),
+        state=state._replace(correction=begun._replace(message=said)),
         status=Status.RUNNING,
         message="the correction is not done",
         skewed="",
@@ -629,7 +629,7 @@ def correcting_round(
     after = _correction.take(before, state.sites, replies)
     remedy = f"fedppl.EP(correction=fedppl.Correction(points={4 * correction.points}))"
     judged = _correction.judge(after, state.sites, correction.exchanges, state.stream, trust, remedy)
-    found = judged.state.found
+    found = judged.state.reweighted
     info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
     if found is not None:
         info = info._replace(correction_ess=found.ess, correction_pareto_k=found.pareto_k)
@@ -637,5 +637,5 @@ def correcting_round(
     if judged.done:
         status = Status.CONVERGED if judged.state.trusted else Status.STALLED
     cause = hardly_a_prior(state.sites.prior, state.sites.labels) if status is Status.STALLED else ""
-    message = "; ".join(filter(None, (judged.message, cause, judged.state.said)))
+    message = "; ".join(filter(None, (judged.message, cause, judged.state.message)))
     return Taken(state._replace(correction=judged.state), info, status, message)

@@ -402,7 +402,7 @@ def _is_correcting(state: EPState) -> bool:
 def _corrected(state: EPState) -> Reweighted | None:
     """The reweighted points, where they are to be trusted and say more than q does."""
     held = state.correction
-    return held.found if held is not None and held.trusted and _correction.says_more(held) else None
+    return held.reweighted if held is not None and held.trusted and _correction.says_more(held) else None
 
 
 def _conclusion(state: EPState, client_id: str) -> Message:
@@ -467,7 +467,7 @@ def _without_client(state: EPState, client_id: str, clients: Mapping[str, Client
     k, sites, held = state.sites.where[client_id], state.sites, state.correction
     cavity, unknown = _sites.cavity(sites, client_id), contracts.LogEvidence(np.nan, np.nan)
     lacks_prior = state.prior_share and log_ratio is None  # its share of the prior would go with the client
-    if held is None or held.found is None or not held.trusted or not len(held.each) or lacks_prior:
+    if held is None or held.reweighted is None or not held.trusted or not len(held.each) or lacks_prior:
         return WithoutClient(cavity, None, unknown)
     residual = held.residual - held.each[k]
     if state.prior_share and log_ratio is not None:
@@ -486,14 +486,14 @@ def _without_client(state: EPState, client_id: str, clients: Mapping[str, Client
         found = found if float(cut.effect.sum()) <= _correction.MOST_CUT and not unseen else None
     if found is None or not held.is_proper:
         return WithoutClient(cavity, found, unknown)
-    with_it = gaussian.log_integral(sites.q) + held.found.log_ratio
+    with_it = gaussian.log_integral(sites.q) + held.reweighted.log_ratio
     without_it = gaussian.log_integral(base) + found.log_ratio
     # What the client itself does not know of its values; that of the others is in both.
     own = squares_of_errors(found.weights, held.errors[k], held.errors[k] ** 2)
     own += squares_of_constants(held, np.arange(len(held.constants)) == k)
-    of_all = region.beyond(sites.prior, reached(held), sites.q, held.found.points, held.found.weights)
+    of_all = region.beyond(sites.prior, reached(held), sites.q, held.reweighted.points, held.reweighted.weights)
     own += mass**2 + float(of_all.mass.sum()) ** 2
-    error = float(np.sqrt(held.found.log_ratio_error**2 + found.log_ratio_error**2 + own))
+    error = float(np.sqrt(held.reweighted.log_ratio_error**2 + found.log_ratio_error**2 + own))
     return WithoutClient(cavity, found, contracts.LogEvidence(with_it - without_it, error))
 
 
@@ -530,14 +530,14 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
 
 def of_correction(state: Correcting | None, sites: Sites, prior_share: float) -> LogEvidence:
     """Log of the integral of prior and factors over φ."""
-    if state is None or state.found is None or not state.trusted:
+    if state is None or state.reweighted is None or not state.trusted:
         raise NotConvergedError(
             "the correction of q is not to be trusted, so that there is no evidence: see fit.message."
         )
     squares = squares_of_constants(state, ~state.distrusted)
     require_known(state.is_proper, float(np.sqrt(squares)))
     # Of what lies beyond the radius, the posterior is taken to have the share that q has.
-    found = state.found
+    found = state.reweighted
     cut = region.beyond(sites.prior, reached(state), sites.q, found.points, found.weights)
     squares += squares_of_errors(found.weights, state.alike, state.noise)
     error = float(np.sqrt(found.log_ratio_error**2 + cut.mass.sum() ** 2 + squares))
