@@ -12,7 +12,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import Status, gaussian
-from fedppl.algorithms.ep._rounds import Taken, of_q_alone
+from fedppl.algorithms.ep._rounds import Outcome, refuse_skewed
 from fedppl.numerics import importance as _importance
 from fedppl.numerics.streams import whitened_points
 from fedppl.results import diagnostics
@@ -106,7 +106,7 @@ def test_a_skewness_that_several_have_is_not_called_converged() -> None:
         told = state._replace(
             skewness=np.array([skewness]), skewness_without=np.array([without]), errors=np.full(4, error)
         )
-        return of_q_alone(Taken(told, None, Status.CONVERGED)).status  # type: ignore[arg-type]
+        return refuse_skewed(Outcome(told, None, Status.CONVERGED)).status  # type: ignore[arg-type]
 
     assert status(-0.5, -0.4) is Status.STALLED
     assert status(-0.5, -0.01) is Status.CONVERGED and status(-0.5, 0.4) is Status.CONVERGED

@@ -17,7 +17,7 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.ep import _rounds
-from fedppl.algorithms.ep._rounds import Taken
+from fedppl.algorithms.ep._rounds import Outcome
 from fedppl.storage import checkpoint
 from tests.support import problems
 from tests.support.fake_client import UNIT, layout_of
@@ -159,7 +159,7 @@ def judged(moves: list[tuple[float, bool]], damping: float) -> float:
     """Damping after rounds with changes of these sizes, that turned back or not, for 20 clients without noise."""
     clients = tuple(f"client {k}" for k in range(20))
     state = fedppl.EP().init(layout_of(UNIT), clients, np.random.default_rng(0))
-    taken: Any = Taken(state._replace(damping=damping), None)  # type: ignore[arg-type]
+    taken: Any = Outcome(state._replace(damping=damping), None)  # type: ignore[arg-type]
     for size, turned in moves:
         taken = _rounds.judge(taken, _rounds.Change(size, turned, 0.0, 0.0), list(range(20)), 1e-9, 1.0)
     return float(taken.state.damping)

@@ -287,9 +287,9 @@ def test_a_skewed_margin_is_named_with_a_remedy_and_mild_ones_are_no_warning(cap
         skewed = state._replace(sites=sites, skewness=np.array([skewness]))
         text = _rounds._skewed(skewed, 0.5)
         assert f"mu {skewness}" in text and "closer to normal" in text
-        assert _rounds.reported(_rounds.Taken(skewed, info))[1].mild is mild
+        assert _rounds.reported(_rounds.Outcome(skewed, info))[1].mild is mild
     held = skewed._replace(skewness=np.zeros(1), held=np.array([True]))
-    assert not _rounds.reported(_rounds.Taken(held, info))[1].mild
+    assert not _rounds.reported(_rounds.Outcome(held, info))[1].mild
 
 
 # --- builders that are no function of their arguments --------------------------------------------------------------

@@ -19,7 +19,7 @@ from benchmarks._attacks import trust as attacks
 from fedppl import gaussian
 from fedppl.algorithms.ep import _rounds, _trust
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep._rounds import Taken
+from fedppl.algorithms.ep._rounds import Outcome
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
@@ -551,7 +551,7 @@ def test_who_is_held_back_stays_so_until_it_is_replaced(step: float, rounds: int
     """Of a site that was drawn in, (1 − δ)^n is left after n replies: below 5 % it counts no more."""
     last = steps(liar, 6)[-1]
     sites, nobody = last.state.sites, np.zeros(4, dtype=bool)
-    taken = Taken(last.state, last.info)
+    taken = Outcome(last.state, last.info)
     within = _trust.Bounded(sites, np.zeros((4, 3)), nobody, nobody, nobody, nobody, nobody)
     for count in range(1, rounds + 1):
         assert taken.state.held[1] > 0

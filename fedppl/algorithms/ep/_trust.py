@@ -1,27 +1,28 @@
-"""How far one client may pull q over a whole run: its site's location is drawn in until leaving it out moves q little.
+"""How far one client pulls q, and the bound on it: sites are drawn in until leaving one out moves q little.
 
 With site k = (r_k, Q_k), cavity (r_{-k}, Q_{-k}) = q − site k, and means μ and μ_{-k}, what client k pulls is
 v_k = μ − μ_{-k} = Q⁻¹ u_k with u_k = r_k − Q_k μ_{-k}. `bound` returns sites of the same precisions with
 
     |v_k|_i ≤ c sd_{-k,i} for every coordinate i     and     ‖v_k‖_{Q_{-k}} ≤ the χ_m quantile with c's two-sided tail.
 
-In the cavity's units, since the model itself bounds it there: given φ ~ the cavity, the law of total variance gives v_k
-the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many rows the client has. In q's units who has nearly all rows
-would stand out. Its norm is then about χ_m, so that a plain c would hold back honest clients with many coordinates.
+The units are the cavity's, since the model itself bounds v_k there: given φ ~ the cavity, the law of total variance
+gives v_k the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many rows the client has. In q's units a client with
+nearly all rows would stand out. The norm of v_k is about χ_m, so that a plain c would hold back honest clients in many
+coordinates.
 
 Proof. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
 keeps both bounds. That changes others' cavities: all are evaluated anew until all bounds hold, for `_SWEEPS` changes.
-Where these do not suffice, as with several that lie, clients are left out until the rest agree, and then have no say:
-r_k = Q_k m with the rest's mean m, so that μ = m. If the bounds still do not hold after as many changes, all sites go
-to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. The prior is Q_0 μ_0: μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0),
-likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once. A client whose cavity is not
-positive definite cannot be left out, as where the others' tails are heavy and it is sure of a place in them: it is not
-measured, and nothing is called converged.
+Where these do not suffice, as with several clients that lie, clients are left out until the rest agree, and get
+u_k = 0: r_k = Q_k m with the rest's mean m, so that μ = m. If the bounds still do not hold after as many changes, all
+sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. The prior is Q_0 μ_0: μ − μ_0 =
+t Q⁻¹ Σ (r_j − Q_j μ_0), likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once. A
+client whose cavity is not positive definite, as where the others' tails are heavy and it is sure of a place in them,
+cannot be left out: its pull is not measured, and nothing is called converged.
 
 Variances are not protected, and precisions stay, but for two cases. A site that takes more than half of its cavity's
-precision in a direction is given none of it there, and has no say on the mean (u_k = 0), or one client's word would
-make q improper. One that gives `_GIVES` times as much is cut to that, and what it says of the mean there stays: beyond,
-rounding would leave nothing of the others' sites, which are updated by differences to q.
+precision in a direction gets none there, and u_k = 0, or one client could make q improper. One that gives more than
+`_GIVES` times the cavity's is cut to that, with u_k as it is there: beyond, rounding would leave nothing of the others'
+sites, which are updated by differences to q.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from fedppl.gaussian import Gaussian
 from fedppl.types import Array
 
 _SWEEPS = 30
-_NEAR = 0.95  # a share of the bound, too: it is measured against what others say where q is
-_AIM = 0.999  # a share of the bound: others change a little afterwards
+_NEAR = 0.95  # share of the bound from which a client is near it
+_AIM = 0.999  # share of the bound that a drawn-in site gets, since others change a little afterwards
 _ROUNDING = 1e-9
 _TAKES, _GIVES = 0.5, 1e10  # of the cavity's precision in a direction
 _CANDIDATES = 32
-_CLEARLY = 0.5  # of the disagreement is left: the others agree much better
+_CLEARLY = 0.5  # share of the disagreement that remains where the others agree much better
 
 
 class Bounded(NamedTuple):
@@ -59,8 +60,8 @@ class Bounded(NamedTuple):
     unknown: NDArray[np.bool_]  # (K,) those without which the others' sites are no posterior
 
 
-class _Known(NamedTuple):
-    """What pulls depend on besides the sites' locations; an identity where it is not proper."""
+class _Precisions(NamedTuple):
+    """q's and the cavities' precisions, with inverses, on which pulls depend; an identity where one is not proper."""
 
     covariance: Array  # (m, m) of q
     precisions: Array  # (K, m, m) of the cavities
@@ -83,43 +84,43 @@ def largest_norm(trust: float, size: int) -> float:
     >>> round(largest_norm(3.0, 1), 9), round(largest_norm(3.0, 8), 2)
     (3.0, 4.86)
     """
-    # Where the tail is below all numbers the norm is not bounded by itself; its coordinates are.
+    # Where the tail underflows, the norm has no bound, but its coordinates have.
     return float(np.sqrt(special.chdtri(size, special.chdtrc(1, trust**2))))
 
 
 def pulls(sites: Sites) -> Array:
-    """What each client pulls, μ − μ_{-k} in sds of its cavity: (K, m); NaN where that is not proper."""
-    return _measured(sites, sites.linear, _know(sites, _sites.dense(sites.precision, sites.structure))).along
+    """Each client's pull, μ − μ_{-k} in sds of its cavity: (K, m); NaN where that is not proper."""
+    return _measured(sites, sites.linear, _precisions(sites, _sites.dense(sites.precision, sites.structure))).along
 
 
 def bound(sites: Sites, trust: float) -> Bounded:
-    """Draw sites in until no client pulls further than `trust` allows; nothing where there are no others to protect."""
+    """Draw sites in until no client pulls further than `trust` allows; a client alone is not bounded."""
     count, m = sites.linear.shape
     nobody = np.zeros(count, dtype=bool)
     if count == 1:
         return Bounded(sites, np.full((1, m), np.nan), nobody, nobody, nobody, nobody, nobody)
     linear, precision, takes, gives = _of_a_size(sites)
-    known, limits = _know(sites, precision), (trust, largest_norm(trust, m))
-    before = _measured(sites, linear, known)
-    found = _drawn_in(sites, linear, precision, known, limits)
-    if found is None:
-        found = _drawn_in(sites, _left_out(sites, linear, precision, limits), precision, known, limits)
-    if found is None:
-        ratio = float(_ratios(_measured(sites, linear, known), limits).max())
+    precisions, limits = _precisions(sites, precision), (trust, largest_norm(trust, m))
+    before = _measured(sites, linear, precisions)
+    drawn = _drawn_in(sites, linear, precision, precisions, limits)
+    if drawn is None:
+        drawn = _drawn_in(sites, _left_out(sites, linear, precision, limits), precision, precisions, limits)
+    if drawn is None:
+        ratio = float(_ratios(_measured(sites, linear, precisions), limits).max())
         centres = precision @ gaussian.mean(sites.prior)
-        found = centres + min(1.0, _AIM / ratio) * (linear - centres)
-    unknown = ~known.proper & np.any(known.proper)
-    held, reshaped = np.any(found != linear, axis=1) | takes | gives, takes | gives
+        drawn = centres + min(1.0, _AIM / ratio) * (linear - centres)
+    unknown = ~precisions.proper & np.any(precisions.proper)
+    held, reshaped = np.any(drawn != linear, axis=1) | takes | gives, takes | gives
     if not np.any(held):
         return Bounded(sites, before.along, held, takes, gives, _ratios(before, limits) > _NEAR, unknown)
-    # What nobody touched stays to the last bit.
+    # Sites that are not changed stay to the last bit.
     packed = np.where(reshaped[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
-    # Beside one that was changed, what others pulled before was its doing, and what they pull now may be.
-    return Bounded(_sites.update(sites, found, packed), before.along, held, takes, gives, held, unknown)
+    # Beside a changed site, others are not near the bound: their pulls may be its effect.
+    return Bounded(_sites.update(sites, drawn, packed), before.along, held, takes, gives, held, unknown)
 
 
-def _know(sites: Sites, precision: Array) -> _Known:
-    """Cavities are summed without each site, not subtracted: one of 10^14 times the others would leave nothing."""
+def _precisions(sites: Sites, precision: Array) -> _Precisions:
+    """Cavities are sums over the others: a difference would lose them beside a site of 10^14 times their precision."""
     q, cavities = sites.prior.precision + precision.sum(axis=0), sites.prior.precision + _others(precision)
     nowhere = np.zeros(cavities.shape[:2])
     proper = np.atleast_1d(gaussian.is_proper(Gaussian(nowhere, cavities)))
@@ -127,47 +128,47 @@ def _know(sites: Sites, precision: Array) -> _Known:
         q, proper = np.eye(len(q)), np.zeros_like(proper)
     safe = np.where(proper[:, None, None], cavities, np.eye(len(q)))
     covariances = np.linalg.inv(safe)
-    return _Known(np.linalg.inv(q), safe, covariances, np.sqrt(np.einsum("kii->ki", covariances)), proper)
+    return _Precisions(np.linalg.inv(q), safe, covariances, np.sqrt(np.einsum("kii->ki", covariances)), proper)
 
 
-def _measured(sites: Sites, linear: Array, known: _Known) -> _Pulls:
+def _measured(sites: Sites, linear: Array, of: _Precisions) -> _Pulls:
     cavities = sites.prior.linear + _others(linear)
-    mean = (known.covariances @ cavities[..., None])[..., 0]
+    mean = (of.covariances @ cavities[..., None])[..., 0]
     with np.errstate(invalid="ignore", over="ignore"):
-        q = known.covariance @ (sites.prior.linear + linear.sum(axis=0))
-        shift = np.where(known.proper[:, None], q - mean, np.nan)
-        square = np.sum(shift * (known.precisions @ shift[..., None])[..., 0], axis=1)
-        return _Pulls(mean, shift / known.sd, np.sqrt(np.maximum(square, 0.0)))
+        q = of.covariance @ (sites.prior.linear + linear.sum(axis=0))
+        shift = np.where(of.proper[:, None], q - mean, np.nan)
+        square = np.sum(shift * (of.precisions @ shift[..., None])[..., 0], axis=1)
+        return _Pulls(mean, shift / of.sd, np.sqrt(np.maximum(square, 0.0)))
 
 
-def _ratios(found: _Pulls, limits: tuple[float, float]) -> Array:
+def _ratios(pulls: _Pulls, limits: tuple[float, float]) -> Array:
     """How many times its bound each client pulls, 0 where that cannot be measured: (K,)."""
     trust, norm = limits
-    return np.asarray(np.nan_to_num(np.maximum(np.abs(found.along).max(axis=1) / trust, found.norm / norm)))
+    return np.asarray(np.nan_to_num(np.maximum(np.abs(pulls.along).max(axis=1) / trust, pulls.norm / norm)))
 
 
 def _drawn_in(
-    sites: Sites, linear: Array, precision: Array, known: _Known, limits: tuple[float, float]
+    sites: Sites, linear: Array, precision: Array, precisions: _Precisions, limits: tuple[float, float]
 ) -> Array | None:
     """Draw in one site after the other until all bounds hold; None where `_SWEEPS` do not suffice."""
-    linear, without = linear.copy(), dict[int, _Known]()
+    linear, without = linear.copy(), dict[int, _Precisions]()
     for _ in range(_SWEEPS):
-        found = _measured(sites, linear, known)
-        ratios = _ratios(found, limits)
+        pulls = _measured(sites, linear, precisions)
+        ratios = _ratios(pulls, limits)
         if not np.any(ratios > 1 + _ROUNDING):
             return linear
         k = _odd_one(sites, linear, precision, ratios, limits, without)
-        centre = precision[k] @ found.mean[k]
+        centre = precision[k] @ pulls.mean[k]
         linear[k] = centre + (_AIM / ratios[k] if ratios[k] > 1 else 0.5) * (linear[k] - centre)
     return None
 
 
 def _left_out(sites: Sites, linear: Array, precision: Array, limits: tuple[float, float]) -> Array:
-    """Leave out one client after the other, up to half of them, until the others agree; they have no say (u_k = 0)."""
+    """Leave out one client after the other (u_k = 0), up to half of them, until the others agree."""
     kept = np.ones((len(linear), 1))
     for _ in range(len(linear) // 2):
         r, q = kept * linear, kept[..., None] * precision
-        ratios = _ratios(_measured(sites, r, _know(sites, q)), limits)
+        ratios = _ratios(_measured(sites, r, _precisions(sites, q)), limits)
         if not np.any(ratios > 1 + _ROUNDING):
             break
         k = _odd_one(sites, r, q, ratios, limits, {})
@@ -187,28 +188,28 @@ def _odd_one(
     precision: Array,
     ratios: Array,
     limits: tuple[float, float],
-    without: dict[int, _Known],
+    without: dict[int, _Precisions],
 ) -> int:
-    """The client that pulls most; or another, without whom the others agree much better, by squared ratios.
+    """The client that pulls most; or another, without which the others agree much better, by squared ratios.
 
-    Not simply who pulls most: beside a liar an honest client with nearly all rows does, since what it is measured
-    against is little else than the liar. Fills in `without`, which depends on precisions alone.
+    Beside a client that lies, an honest one with nearly all rows may pull most, since the others are little else than
+    the one that lies. Fills in `without`, which depends on precisions alone.
     """
     candidates = [int(k) for k in np.argsort(-ratios, kind="stable")[:_CANDIDATES]]
-    left = []
+    remaining = []
     for k in candidates:
         rest = np.arange(len(linear)) != k
         if k not in without:
-            without[k] = _know(sites, precision * rest[:, None, None])
-        found = _measured(sites, linear * rest[:, None], without[k])
-        left.append(float(np.square(_ratios(found, limits)).sum()) if np.all(without[k].proper) else np.inf)
-    # Where those without who pulls most are no posterior, how they agree is not known, and nobody else is suspected.
-    best = int(np.argmin(left))
-    return candidates[best if np.isfinite(left[0]) and left[best] < _CLEARLY * left[0] else 0]
+            without[k] = _precisions(sites, precision * rest[:, None, None])
+        ratios = _ratios(_measured(sites, linear * rest[:, None], without[k]), limits)
+        remaining.append(float(np.square(ratios).sum()) if np.all(without[k].proper) else np.inf)
+    # If the others are no posterior without the client that pulls most, whether they agree is not known.
+    best = int(np.argmin(remaining))
+    return candidates[best if np.isfinite(remaining[0]) and remaining[best] < _CLEARLY * remaining[0] else 0]
 
 
 def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_]]:
-    """Naturals of sites that neither take nor give too much precision, and which had to be changed for that."""
+    """Natural parameters of sites that neither take nor give too much precision, and which sites took or gave it."""
     linear, precision = sites.linear.copy(), _sites.dense(sites.precision, sites.structure)
     takes, gives = np.zeros((2, len(linear)), dtype=bool)
     for _ in range(2 * len(linear)):
@@ -223,19 +224,19 @@ def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[n
         axes, taking = root[k] @ vectors[k], bool(values[k, 0] < -_TAKES)
         kept = np.where(values[k] < -_TAKES, 0.0, np.minimum(values[k], _AIM * _GIVES))
         back = (axes * (kept - values[k])) @ axes.T
-        # What it says of a mean stays where its precision is cut; where it takes too much, it has no say.
-        said = np.linalg.solve(axes, linear[k] - precision[k] @ centre[k])
-        said = axes @ (said * np.where(values[k] > kept, kept / values[k], 1.0)) * (not taking)
+        # u_k stays, as far as precision is left, where precision is cut; it is 0 where the site takes too much.
+        u = np.linalg.solve(axes, linear[k] - precision[k] @ centre[k])
+        u = axes @ (u * np.where(values[k] > kept, kept / values[k], 1.0)) * (not taking)
         precision[k] += _sites.dense(_sites.in_structure(back, sites.structure), sites.structure)
-        linear[k] = precision[k] @ centre[k] + said
+        linear[k] = precision[k] @ centre[k] + u
         takes[k], gives[k] = takes[k] or taking, gives[k] or not taking
     return linear, precision, takes, gives
 
 
 def _bases(sites: Sites, linear: Array, precision: Array) -> tuple[Array, Array]:
-    """What sites' precisions are compared with, and the means there.
+    """Precisions that those of the sites are compared with, and the means there.
 
-    Those of the cavities; where one is not proper, as far from the mode, others' curvatures in size stand in for it.
+    They are those of the cavities; for one that is not proper, as far from the mode, the sizes of others' curvatures.
     """
     base = sites.prior.precision + _others(precision)
     cavities = sites.prior.linear + _others(linear)
@@ -246,7 +247,7 @@ def _bases(sites: Sites, linear: Array, precision: Array) -> tuple[Array, Array]
 
 
 def _sizes(sites: Sites, precision: Array) -> Array:
-    """Precisions with the sizes of their eigenvalues, in prior sds: (K, m, m)."""
+    """Precisions with eigenvalues, in prior sds, replaced by their sizes: (K, m, m)."""
     root = np.linalg.cholesky(sites.prior.precision)
     inverse = np.linalg.inv(root)
     values, vectors = np.linalg.eigh(inverse @ precision @ inverse.T)
@@ -263,29 +264,29 @@ def _others(values: Array) -> Array:
     return total
 
 
-# What the server itself sees of the clients' noise: how far each reply moves q, and how much of that cancels ----------
+# Moves of q by single replies, and their scatter: the clients' noise as the server sees it ---------------------------
 
-# A reply proposes a site; its move is what q's means and log sds would do if that site replaced the old one, in
-# posterior sds. While rounds are averaged, moves of honest clients cancel, since only Monte Carlo error is left in
-# them. Moves that do not cancel are those of a client that goes on and on, whatever error it says it has.
+# A reply proposes a site; its move is the change of q's means and log sds, in posterior sds, if that site replaced the
+# old one. While rounds are averaged, moves of honest clients are Monte Carlo error, and cancel. A client whose moves do
+# not cancel moves q on and on, whatever error it reports.
 
-LEAST = 0.1  # weight of a reply, as of a step: Monte Carlo error falls no further
+LEAST = 0.1  # weight of a reply, and of a step, below which it does not fall
 
 
 class Moves(NamedTuple):
-    """Per client since averaging began. Coordinates are those of the means, then those of the log sds."""
+    """Moves of each client since averaging began; coordinates are those of the means, then those of the log sds."""
 
     replies: Array  # (K,) int
     mean: Array  # (K, 2 m) weighted mean of the client's moves
-    share: Array  # (K,) what the variance of one move is to be multiplied with for that of the mean
-    spoke: Array  # (K,) bool: has replied, so that the next two are known
+    share: Array  # (K,) variance of that mean, in variances of one move
+    has_replied: Array  # (K,) bool: the next two are known
     pairs: Array  # (K,) int: replies whose difference from the one before is in the scatter
-    left: Array  # (K, 2 m) what its last reply would still have moved after the step that was taken
-    scatter: Array  # (K,) mean square of what its replies differ by from one to the next, halved: their variance
+    remaining: Array  # (K, 2 m) move of its last reply that the step did not take
+    scatter: Array  # (K,) variance of its replies, by half the mean square of differences between successive ones
 
 
 def no_moves(clients: int, size: int) -> Moves:
-    """Nothing is known."""
+    """Before any reply."""
     none, nowhere = np.zeros(clients), np.zeros((clients, 2 * size))
     nothing: Array = np.zeros(clients, dtype=np.int64)
     return Moves(nothing, nowhere, none, np.zeros(clients, dtype=bool), nothing, nowhere, none)
@@ -298,12 +299,12 @@ def forgotten(moves: Moves) -> Moves:
 
 
 def averaged_anew(moves: Moves) -> Moves:
-    """Average from the next reply on, and remember what is known of their scatter."""
+    """Average from the next reply on, with the scatter of the replies so far."""
     return moves._replace(replies=np.zeros_like(moves.replies))
 
 
 def moves_of(q: Gaussian, d_linear: Array, d_precision: Array) -> Array:
-    """To first order, what changes (R, m), (R, m, m) of sites do to q's means and log sds, in sds: (R, 2 m)."""
+    """Moves of q's means and log sds, in sds, to first order, by changes (R, m), (R, m, m) of sites: (R, 2 m)."""
     covariance = gaussian.covariance(q)
     sd = np.sqrt(np.diag(covariance))
     means = (d_linear - d_precision @ gaussian.mean(q)) @ covariance / sd
@@ -311,31 +312,31 @@ def moves_of(q: Gaussian, d_linear: Array, d_precision: Array) -> Array:
     return np.concatenate([means, log_sds], axis=1)
 
 
-def followed(moves: Moves, rows: list[int], now: Array, step: Array) -> Moves:
-    """Take in the moves (R, 2 m) of a round's replies, of which the shares `step` (R,) were taken."""
+def followed(moves: Moves, rows: list[int], new: Array, step: Array) -> Moves:
+    """Add the moves (R, 2 m) of a round's replies, of which the shares `step` (R,) were taken."""
     replies, mean, share = moves.replies.copy(), moves.mean.copy(), moves.share.copy()
-    left, scatter = moves.left.copy(), moves.scatter.copy()
-    # A reply minus what the one before had left to do is the difference of the two proposals.
-    differ = now - left[rows]
-    known, spoke = moves.spoke[rows], moves.spoke.copy()
-    spoke[rows] = True
-    square = 0.5 * np.mean(np.square(differ), axis=1)
+    remaining, scatter = moves.remaining.copy(), moves.scatter.copy()
+    # A reply less the remaining move of the one before is the difference of the two proposals.
+    differences = new - remaining[rows]
+    known, has_replied = moves.has_replied[rows], moves.has_replied.copy()
+    has_replied[rows] = True
+    square = 0.5 * np.mean(np.square(differences), axis=1)
     pairs = moves.pairs.copy()
     pairs[rows] += known
     weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), LEAST)
     scatter[rows] += np.where(known, (square - scatter[rows]) * weight, 0.0)
     replies[rows] += 1
     weight = np.maximum(1.0 / replies[rows], LEAST)
-    mean[rows] += weight[:, None] * (now - mean[rows])
+    mean[rows] += weight[:, None] * (new - mean[rows])
     share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
-    left[rows] = (1 - step)[:, None] * now
-    return Moves(replies, mean, share, spoke, pairs, left, scatter)
+    remaining[rows] = (1 - step)[:, None] * new
+    return Moves(replies, mean, share, has_replied, pairs, remaining, scatter)
 
 
 def backed_variance(moves: Moves, noise: Array) -> float:
-    """Variance of a mean that the clients' own errors (K,), averaged, can explain and nobody's word alone can raise.
+    """Variance of a mean by the clients' own errors (K,), which no client can raise by its report alone.
 
-    The largest counts as far as that client's replies do scatter.
+    The largest counts as far as that client's replies scatter.
     """
     k = int(np.argmax(noise))
     return float(noise.sum() - noise[k] + min(noise[k], moves.share[k] * moves.scatter[k]))

@@ -22,16 +22,16 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._rounds import (
     EPState,
-    corrected_next,
+    begin_correction,
     correcting_round,
     ep_round,
+    mark_unseen,
     newton_round,
-    of_agreeing_clients,
-    of_one_mode,
-    of_q_alone,
     out_of_rounds,
+    refuse_lone_pull,
+    refuse_several_modes,
+    refuse_skewed,
     reported,
-    unseen,
 )
 from fedppl.algorithms.ep.correction import NOISE, Correcting, Correction, reached, weighed
 from fedppl.algorithms.ep.sites import Sites, say_if_large
@@ -220,7 +220,7 @@ def EP(
         disclosure=contracts.Disclosure(
             functools.partial(_asks, local=inference),
             at_sites=functools.partial(_at_sites, corrects=isinstance(correction, Correction), searches=by_number),
-            unseen=unseen,
+            unseen=mark_unseen,
             concludes=at_target,
         ),
     )
@@ -344,17 +344,17 @@ def _update_server(
     if state.warm_start is not None:
         return reported(newton_round(state, state.warm_start, received.each, trust))
     if state.correction is not None and closing is not None:
-        taken = correcting_round(state, state.correction, received.each, closing.correction, trust)
-        return reported(of_agreeing_clients(taken, trust))
-    taken = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
-    if taken.status is Status.CONVERGED:
-        taken = of_one_mode(taken)
-    if taken.status is Status.CONVERGED:
+        outcome = correcting_round(state, state.correction, received.each, closing.correction, trust)
+        return reported(refuse_lone_pull(outcome, trust))
+    outcome = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
+    if outcome.status is Status.CONVERGED:
+        outcome = refuse_several_modes(outcome)
+    if outcome.status is Status.CONVERGED:
         if closing is not None and state.corrects:
-            taken = corrected_next(taken, closing.correction, trust)
+            outcome = begin_correction(outcome, closing.correction, trust)
         else:
-            taken = of_q_alone(taken)
-    return reported(of_agreeing_clients(taken, trust))
+            outcome = refuse_skewed(outcome)
+    return reported(refuse_lone_pull(outcome, trust))
 
 
 def _out_of_rounds(state: EPState, *, trust: float | None, closing: Closing | None) -> EPState:
@@ -536,7 +536,7 @@ def of_correction(state: Correcting | None, sites: Sites, prior_share: float) ->
         )
     squares = squares_of_constants(state, ~state.distrusted)
     require_known(state.is_proper, float(np.sqrt(squares)))
-    # Of what lies beyond the radius, the posterior is taken to have the share that q has.
+    # Beyond the radius q stands for the posterior.
     found = state.reweighted
     cut = region.beyond(sites.prior, reached(state), sites.q, found.points, found.weights)
     squares += squares_of_errors(found.weights, state.alike, state.noise)

@@ -13,7 +13,7 @@ from scipy.linalg import solve_triangular
 from fedppl import contracts, gaussian, privacy, settings, structure
 from fedppl.algorithms.ep import ep
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep._rounds import EPInfo, EPState, Taken, damped_step, shortest_step
+from fedppl.algorithms.ep._rounds import EPInfo, EPState, Outcome, damped_step, shortest_step
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report, Target
 from fedppl.gaussian import Gaussian
@@ -199,7 +199,7 @@ def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> s
     return None
 
 
-# The server's part of private EP: noised sites taken in, with what their noise does to q kept beside it ---------------
+# The server's part of private EP: noised sites, and the covariance of their noise in q --------------------------------
 
 
 class PrivateEPState(NamedTuple):
@@ -284,10 +284,10 @@ def private_step(
     vectors = np.stack([np.asarray(reply["site"], dtype=float) for reply in replies.values()])
     linear, packed = unwhiten(frame_of(sites.q, sites.structure, weight), vectors)
     damping = _damping(counts, rows, fresh / weight * float(np.sqrt(2 * m)), mechanism.releases, largest)
-    # Where what could be taken in is next to nothing, q stays.
-    taken = Taken(state.ep, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mechanism.sd, 0.0))
+    # A step below the shortest leaves q as it is.
+    outcome = Outcome(state.ep, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mechanism.sd, 0.0))
     if damping >= shortest_step(len(counts)):
-        taken = damped_step(
+        outcome = damped_step(
             state.ep._replace(damping=damping),
             rows,
             linear - sites.linear[rows],
@@ -297,10 +297,10 @@ def private_step(
             tolerance=tolerance,
             largest=largest,
         )
-    step = taken.info
+    step = outcome.info
     left = 1 - len(rows) / len(counts) * (1 - (1 - step.damping) ** 2)
     noise = left * state.noise + (step.damping * fresh) ** 2 * sites.q.precision
-    after = PrivateEPState(taken.state, rounds, counts, noise)
+    after = PrivateEPState(outcome.state, rounds, counts, noise)
     info = PrivateEPInfo("private EP", step.change_mean, step.change_sd, step.damping, _relative(after), spent)
     arrived = info.change_mean <= max(tolerance, 3 * fresh) and info.change_sd <= max(tolerance, 1.5 * fresh / weight)
     return after, Report(info, *_judge(after, info, arrived, mechanism))
