@@ -48,14 +48,13 @@ from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import STREAMS, standard_normal, stream_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
-# Shared coordinates up to which "auto" corrects: beyond, few of the points have most of the weight.
-_MOST_BY_ITSELF = 20
+_MOST_BY_ITSELF = 20  # shared coordinates up to which "auto" corrects: beyond, few points have most of the weight
 _STARTS = 4  # of "auto"
-_MOST_STARTS = 1000  # each is a search of its own
+_MOST_STARTS = 1000
 
 
 class Closing(NamedTuple):
-    """The correction, and with how many shared coordinates there is one."""
+    """The correction, and the largest number of shared coordinates with which there is one."""
 
     correction: Correction
     most: int
@@ -92,36 +91,36 @@ def EP(
         Local inference that gives tilted moments; by default `NestedLaplace`.
     tolerance
         Largest move of a mean in posterior sds, and of an sd as a fraction, over a sweep of all clients with which
-        the fit has converged. Where clients report a larger Monte Carlo error, rounds are averaged until that
-        error is at most 0.2 posterior sds over the whole of q, and until the clients' moves, averaged with their
-        signs, are below three times it; of the client with the largest error, only what its replies scatter by counts
-        there.
+        the fit has converged. Where clients report a larger Monte Carlo error, rounds are averaged until that error
+        is at most 0.2 posterior sds over the whole of q, and the clients' moves, averaged with their signs, are below
+        three times it; there the largest of the clients' errors counts no more than the scatter of that client's
+        replies.
     damping
         Largest δ; halved in a round until the global precision and every cavity are positive definite.
     warm_start
         Whether federated Newton rounds come first, where the local inference offers expansions. They have a budget of
-        their own, 25 expansions a client, and do not count towards ``rounds=``. A point is left when every client has
-        answered there: where few are asked in a round, that takes many rounds.
+        their own, 25 expansions a client, and do not count towards ``rounds=``. The point moves when every client has
+        answered there, which takes many rounds where few are asked in each.
     starts
         Number of warm starts, at most 1000, one after the other, each with a budget of its own: the first from the
-        prior mean, two from images of what it found (about the prior mean, and with variables of equal priors, or the
-        elements of a vector, in reversed order), the others from quasi-random points of the prior. The mode with the
-        most mass is refined. Where others have more than a thousandth of the mass, they are named, and the fit is not
-        called converged: q is of one of them. "auto" is 4 where clients are in this process and all of them answer in a
-        round, with `warm_start` and without `trust`, and else 1: searches cost a site queries. Where the first does not
-        arrive, it leaves the others out.
+        prior mean, two from images of its mode (about the prior mean, and with variables of equal priors, or the
+        elements of a vector, in reversed order), the others from quasi-random points of the prior. EP goes on from the
+        mode with the most mass. Where others have more than a thousandth of the mass, they are named, and the fit is
+        not called converged. "auto" is 4 where clients are in this process and all of them answer in a round, with
+        `warm_start` and without `trust`, and else 1, since searches cost a site queries; where the first does not
+        arrive, there are no others.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
         Bound c on how far one client may pull the shared mean over the whole run, in sds of what the others know (see
-        Notes), or None. Without others, for one client, it does nothing.
+        Notes), or None. It does not bound a client alone.
     correction
         The `Correction` that turns q into the posterior once moments are matched, or None. "auto" is the default one
         where clients are in this process, share at most 20 coordinates, and have a local inference that can evaluate
         their factors without draws; those of `NUTS`, and of sites of their own, are asked for only where this is a
-        `Correction`. Its rounds do not count towards ``rounds=``. Where those run out at the end of a sweep, in a round
-        that moved q by less than 0.1 sds, it is corrected as it is: a correction that is to be trusted has the same
-        posterior whatever q it began from.
+        `Correction`. Its rounds do not count towards ``rounds=``. Where those run out at the end of a sweep, after a
+        round that moved q by less than 0.1 sds, q is corrected as it is: a trusted correction gives the same posterior
+        from any q.
 
     Returns
     -------
@@ -136,14 +135,14 @@ def EP(
     -----
     *When this fails.* The Gaussian family cannot follow a skewed posterior. The skewness that the clients' factors
     add up to is reported (``fit.idata["fit"]["skewness"]``); above about 1, distrust sd and tails of that margin.
-    Nor can it follow the heavy tails of a mean of few clients: how much too small the sds may be is estimated
-    (``fit.summary().attrs["sd_shortfall"]``) and said from 5 % on. From 10 % on, or with a skewness of 0.3 that
+    Nor can it follow the heavy tails of a mean of few clients: by how much sds may be too small is estimated
+    (``fit.summary().attrs["sd_shortfall"]``) and reported from 5 % on. From 10 % on, or with a skewness of 0.3 that
     several clients make, the estimate itself is not to be trusted, and a fit without correction not called converged.
     Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
     `damping`.
 
-    Where nobody can look at the rows of a client, a site of its own or one that gave a summary, and it pulls a mean by
-    more than 20 sds of what all others know, the fit is not called converged unless `trust` says how far one may pull.
+    Where a client's rows are not in this process, as at a site of its own or with a summary, and it pulls a mean by
+    more than 20 sds of what all others know, the fit is not called converged without `trust`.
 
     *With* `trust` *= c*, clients' sites are drawn in, where need be, so that in every round of both phases
 
@@ -152,22 +151,20 @@ def EP(
 
     for every client k and coordinate i, where -k is q without the client's whole site (its cavity) and χ_m(c) is the
     quantile of χ with m degrees of freedom that has the two-sided tail of c sds (c for m = 1). Under the model honest
-    clients stay within that with the probability of c sds or better, however many of the rows they have. Whose site is
-    drawn in is named, with where it pulls, and while one is, nothing is called converged: look at that client's data.
-    A client that truly is an outlier is held back too, and rightly; so is one with nearly all rows, where the prior is
-    far off. ``fit.idata["fit"]["pull"]`` has every client's pull, with or without `trust`, and the largest of a round
-    stands in ``fit.idata["rounds"]``. In the warm start the clients' log densities, which nothing bounds, are not
-    compared.
+    clients stay within that with the probability of c sds or better, however many of the rows they have. A client whose
+    site is drawn in is named, with where it pulls, and meanwhile nothing is called converged: look at its data. An
+    outlier is held back too, and so is a client with nearly all rows, where the prior is far off.
+    ``fit.idata["fit"]["pull"]`` has every client's pull, with or without `trust`, and ``fit.idata["rounds"]`` the
+    largest of each round. In the warm start the clients' log densities, which have no bound, are not compared.
 
-    Who is held back stays so until later replies have replaced what was drawn in, and while a run goes on, who pulls by
-    nearly c is named, too.
+    A client stays held back until later replies have replaced what was drawn in. While a run goes on, clients that pull
+    by nearly c are named, too.
 
-    Not protected from: a client that pulls by less than c; q's variances, since what one client says of precision is
-    cut only at 10¹⁰ times that of all others and the prior (and no client takes more than half of the others' away, or
-    it has no say); clients that lie together; of two clients, the one whose data disagree with the prior less; and a
-    client that keeps q from converging; and `Fit.log_evidence`, to which a client may add what it likes without moving
-    a moment. Below c, a client that moves q on and on is named only where rounds are
-    averaged.
+    `trust` does not protect from a client that pulls by less than c (such a client that moves q on and on is named only
+    where rounds are averaged), from clients that lie together, or from one that keeps q from converging. Of two
+    clients, it holds back the one whose data disagree with the prior more. It does not protect q's variances: a
+    client's precision is cut only at 10¹⁰ times that of all others and the prior, and ignored where it takes away more
+    than half of theirs. Nor does it protect `Fit.log_evidence`, which a client may change without moving a moment.
 
     References
     ----------
@@ -182,19 +179,7 @@ def EP(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
-    by_number = not isinstance(starts, str)
-    if not by_number and starts != "auto":
-        raise DeclarationError(
-            f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to {_MOST_STARTS}.'
-        )
-    alone = trust is not None or not warm  # nothing that several searches could be compared by
-    searches = settings.whole("starts", starts, most=_MOST_STARTS) if by_number else 1 if alone else _STARTS
-    if searches > 1 and alone:
-        raise DeclarationError(
-            f"starts={starts} compares clients' log densities, "
-            + (f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them")
-            + "; leave one of the two out."
-        )
+    searches, by_number = _searches(starts, warm, trust), not isinstance(starts, str)
     return contracts.Algorithm[EPState, None](
         name="EP",
         settings=settings.described(matching, warm_start=warm, starts=starts, trust=trust, correction=correction),
@@ -229,20 +214,38 @@ def EP(
 def checked(
     local: LocalInference | None, tolerance: float, damping: float, structure: str | Sequence[Sequence[str]]
 ) -> Matching:
-    """Settings in range, or an error that says which is not."""
+    """Settings of `EP` and `PrivateEP`, checked."""
     tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
     damping = settings.between("damping", damping, 0, 1, "(]", "1 is the undamped step")
     settings.form("structure", structure)
     return Matching(local_inference("local", local, NestedLaplace()), tolerance, damping, structure)
 
 
+def _searches(starts: int | str, warm: bool, trust: float | None) -> int:
+    """Number of warm starts."""
+    by_number = not isinstance(starts, str)
+    if not by_number and starts != "auto":
+        raise DeclarationError(
+            f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to {_MOST_STARTS}.'
+        )
+    alone = trust is not None or not warm  # several searches cannot be compared
+    searches = settings.whole("starts", starts, most=_MOST_STARTS) if by_number else 1 if alone else _STARTS
+    if searches > 1 and alone:
+        raise DeclarationError(
+            f"starts={starts} compares clients' log densities, "
+            + (f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them")
+            + "; leave one of the two out."
+        )
+    return searches
+
+
 def _at_sites(state: EPState, *, corrects: bool, searches: bool) -> EPState:
-    """Sites answer for a correction, and for several warm starts, only where these were asked for by name."""
+    """Where clients are at sites of their own, a correction and several warm starts have to be asked for by name."""
     return state._replace(corrects=state.corrects and corrects, starts=state.starts if searches else None)
 
 
 def _closing(correction: Correction | str | None, matching: Matching) -> Closing | None:
-    """The correction that was asked for, where it can be had."""
+    """The correction that is asked for, where the local inference has factors."""
     can = matching.local.factor is not None
     if isinstance(correction, Correction) and not can:
         raise DeclarationError(
@@ -259,7 +262,7 @@ def _closing(correction: Correction | str | None, matching: Matching) -> Closing
             f'correction={settings.shown(correction)} must be a fedppl.Correction, None or "auto"'
             + (settings.not_called(correction) or ".")
         )
-    # What NUTS tells of factors takes draws at every exchange, and has errors of its own: only where it is asked for.
+    # NUTS draws anew for factors in every exchange, with errors of its own: only a `Correction` asks for them.
     by_itself = can and matching.local.expand is not None and matching.structure == "full"
     return Closing(Correction(), _MOST_BY_ITSELF) if by_itself else None
 
@@ -275,7 +278,7 @@ def init(
     starts: int = 1,
     asked_for: bool = True,
 ) -> EPState:
-    """Sites that say nothing."""
+    """Flat sites."""
     stream = int(rng.integers(2**31))
     say_if_large(layout, "EP")
     return EPState(
@@ -340,7 +343,7 @@ def _update_client(
 def _update_server(
     state: EPState, received: Received, *, matching: Matching, trust: float | None, closing: Closing | None
 ) -> tuple[EPState, Report]:
-    """Take in expansions while the warm start lasts, then moments, then log factors."""
+    """A round of the phase that the state is in: warm start, matching of moments, or correction."""
     if state.warm_start is not None:
         return reported(newton_round(state, state.warm_start, received.each, trust))
     if state.correction is not None and closing is not None:
@@ -362,7 +365,7 @@ def _out_of_rounds(state: EPState, *, trust: float | None, closing: Closing | No
 
 
 def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
-    """An expansion with values along the step, or moments."""
+    """An expansion with values along the step, moments, or log factors."""
     m = state.sites.structure.size
     triangle = (m * (m + 1) // 2,)
     if state.warm_start is not None:
@@ -378,7 +381,7 @@ def _reject(state: EPState, reply: Message) -> str | None:
         return _correction.implausible(reply)
     if state.warm_start is None:
         return _sites.implausible_moments(state.sites, reply)
-    # A step may lead anywhere: an expansion there that is implausibly large only says that it was too long.
+    # An implausible expansion after a step only shows that the step was too long.
     stepped = bool(np.any(state.warm_start.move))
     return _sites.implausible_values(reply) if stepped else _sites.implausible_expansion(state.sites, reply)
 
@@ -388,43 +391,45 @@ def _expands(message: Message, local: LocalInference) -> bool:
 
 
 def _asks(layout: Layout, message: Message, *, local: LocalInference) -> Asked:
-    """The point, which a client can leave out where a step led to it, and those along that step; or the target."""
+    """The points of the correction, those of the warm start, or the target."""
     if "points" in message:
         return Asked(np.zeros((0, layout.size)), np.asarray(message["points"], dtype=float), correction=True)
     return _warm_start.asks(layout, message) if _expands(message, local) else at_target(layout, message)
 
 
 def _is_correcting(state: EPState) -> bool:
-    """Whether rounds of the correction are still to come, or did not come to anything."""
+    """Whether the correction has begun, and is not, or not yet, to be trusted."""
     return state.correction is not None and not state.correction.trusted
 
 
 def _corrected(state: EPState) -> Reweighted | None:
-    """The reweighted points, where they are to be trusted and say more than q does."""
-    held = state.correction
-    return held.reweighted if held is not None and held.trusted and _correction.says_more(held) else None
+    """The reweighted points, where they are to be trusted and differ from q."""
+    correction = state.correction
+    if correction is None or not correction.trusted or not _correction.says_more(correction):
+        return None
+    return correction.reweighted
 
 
 def _conclusion(state: EPState, client_id: str) -> Message:
-    """q and the client's cavity; and the points of the posterior itself, where there are some."""
+    """q and the client's cavity, with the reweighted points if there are any."""
     message = dict(_sites.conclusion(state.sites, client_id, state.prior_share))
-    found = _corrected(state)
-    if found is not None:
-        weighted = found.weights > 0
-        message |= {"points": found.points[weighted], "weights": found.weights[weighted]}
+    corrected = _corrected(state)
+    if corrected is not None:
+        weighted = corrected.weights > 0
+        message |= {"points": corrected.points[weighted], "weights": corrected.weights[weighted]}
         message["joins"] = np.array(float(client_id not in state.sites.where))
     return message
 
 
 def _details(state: EPState) -> contracts.Details:
-    """What the state knows of every coordinate and of every client."""
+    """Values by coordinate and by client."""
     exact: dict[str, tuple[tuple[str, ...], Array]] = {}
     if state.correction is not None and state.correction.trusted:
-        q, found = state.sites.q, _corrected(state)
-        exact["corrected_mean"] = ("rows",), gaussian.mean(q) if found is None else found.mean
+        q, corrected = state.sites.q, _corrected(state)
+        exact["corrected_mean"] = ("rows",), gaussian.mean(q) if corrected is None else corrected.mean
         exact["corrected_covariance"] = (
             ("rows", "columns"),
-            gaussian.covariance(q) if found is None else found.covariance,
+            gaussian.covariance(q) if corrected is None else corrected.covariance,
         )
     return {
         "last_change": (("rows",), state.last_change),
@@ -435,7 +440,7 @@ def _details(state: EPState) -> contracts.Details:
 
 
 def _resume(first: EPState, last: EPState) -> EPState:
-    """Begin with the sites of the clients that another fit had too; from the prior where they leave no posterior."""
+    """Begin with the sites of the clients that the other fit had too; from the prior where q would be improper."""
     old, new = last.sites, first.sites
     if old.structure != new.structure:
         raise DeclarationError("start= is a fit with another structure=; give both the same.")
@@ -460,41 +465,41 @@ def _without(state: EPState, client_ids: Sequence[str], clients: Mapping[str, Cl
 def _without_client(state: EPState, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
     """The posterior without a client: q over its site, and the points of the correction without its answers.
 
-    A prior that is not Gaussian stays whole, where any client's model knows it: the share that this one carried is
-    made up for.
+    The client's share of a prior that is not Gaussian is added again, where any client's model has that prior.
     """
     log_ratio = next((client.prior.log_ratio for client in clients.values()), None)
-    k, sites, held = state.sites.where[client_id], state.sites, state.correction
+    k, sites, correction = state.sites.where[client_id], state.sites, state.correction
     cavity, unknown = _sites.cavity(sites, client_id), contracts.LogEvidence(np.nan, np.nan)
     lacks_prior = state.prior_share and log_ratio is None  # its share of the prior would go with the client
-    if held is None or held.reweighted is None or not held.trusted or not len(held.each) or lacks_prior:
+    whole = None if correction is None or not correction.trusted else correction.reweighted
+    if correction is None or whole is None or not len(correction.each) or lacks_prior:
         return WithoutClient(cavity, None, unknown)
-    residual = held.residual - held.each[k]
+    residual = correction.residual - correction.each[k]
     if state.prior_share and log_ratio is not None:
-        residual = residual + state.prior_share * log_ratio(held.points)
+        residual = residual + state.prior_share * log_ratio(correction.points)
     base = cavity
     if not gaussian.is_proper(cavity):
         base, site = sites.q, gaussian.quotient(sites.q, cavity)
-        residual = residual - gaussian.log_kernel(site, held.points)
-    found = weighed(held, base, residual)
+        residual = residual - gaussian.log_kernel(site, correction.points)
+    rest = weighed(correction, base, residual)
     mass = 0.0
-    if found is not None:  # it may reach farther out than the posterior of all does
-        cut = region.beyond(sites.prior, reached(held), base, found.points, found.weights)
+    if rest is not None:  # it may reach farther out than the posterior of all does
+        cut = region.beyond(sites.prior, reached(correction), base, rest.points, rest.weights)
         mass = float(cut.mass.sum())
-        # Of one exchange no points are in its tails but those of a t about the posterior of all.
-        unseen = held.exchanges == 1 and has_heavy_tails(found.points, found.weights)
-        found = found if float(cut.effect.sum()) <= _correction.MOST_CUT and not unseen else None
-    if found is None or not held.is_proper:
-        return WithoutClient(cavity, found, unknown)
-    with_it = gaussian.log_integral(sites.q) + held.reweighted.log_ratio
-    without_it = gaussian.log_integral(base) + found.log_ratio
-    # What the client itself does not know of its values; that of the others is in both.
-    own = squares_of_errors(found.weights, held.errors[k], held.errors[k] ** 2)
-    own += squares_of_constants(held, np.arange(len(held.constants)) == k)
-    of_all = region.beyond(sites.prior, reached(held), sites.q, held.reweighted.points, held.reweighted.weights)
-    own += mass**2 + float(of_all.mass.sum()) ** 2
-    error = float(np.sqrt(held.reweighted.log_ratio_error**2 + found.log_ratio_error**2 + own))
-    return WithoutClient(cavity, found, contracts.LogEvidence(with_it - without_it, error))
+        # After one exchange the only points in its tails are those of a t about the posterior of all.
+        unseen = correction.exchanges == 1 and has_heavy_tails(rest.points, rest.weights)
+        rest = rest if float(cut.effect.sum()) <= _correction.MOST_CUT and not unseen else None
+    if rest is None or not correction.is_proper:
+        return WithoutClient(cavity, rest, unknown)
+    with_it = gaussian.log_integral(sites.q) + whole.log_ratio
+    without_it = gaussian.log_integral(base) + rest.log_ratio
+    # The error of the client's own values; that of the others is in both.
+    squares = squares_of_errors(rest.weights, correction.errors[k], correction.errors[k] ** 2)
+    squares += squares_of_constants(correction, np.arange(len(correction.constants)) == k)
+    mass_of_all = region.beyond(sites.prior, reached(correction), sites.q, whole.points, whole.weights).mass
+    squares += mass**2 + float(mass_of_all.sum()) ** 2
+    error = float(np.sqrt(whole.log_ratio_error**2 + rest.log_ratio_error**2 + squares))
+    return WithoutClient(cavity, rest, contracts.LogEvidence(with_it - without_it, error))
 
 
 # Log evidence: from the correction, or where there was none, EP's own approximation -----------------------------------
@@ -513,9 +518,8 @@ _FACTOR = NestedLaplace().factor
 
 def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     """From the correction, which has to be trusted; without one from the clients that are in this process."""
-    held = state.correction
-    if held is not None:
-        return of_correction(held, state.sites, state.prior_share)
+    if state.correction is not None:
+        return of_correction(state.correction, state.sites, state.prior_share)
     if state.corrects:
         raise NotConvergedError("the run ended before the correction, from which the evidence comes: see fit.message.")
     absent = [name for name in state.sites.where if name not in clients]
@@ -537,22 +541,22 @@ def of_correction(state: Correcting | None, sites: Sites, prior_share: float) ->
     squares = squares_of_constants(state, ~state.distrusted)
     require_known(state.is_proper, float(np.sqrt(squares)))
     # Beyond the radius q stands for the posterior.
-    found = state.reweighted
-    cut = region.beyond(sites.prior, reached(state), sites.q, found.points, found.weights)
-    squares += squares_of_errors(found.weights, state.alike, state.noise)
-    error = float(np.sqrt(found.log_ratio_error**2 + cut.mass.sum() ** 2 + squares))
-    return LogEvidence(log_of_gaussians(sites, prior_share) + found.log_ratio, error)
+    reweighted = state.reweighted
+    cut = region.beyond(sites.prior, reached(state), sites.q, reweighted.points, reweighted.weights)
+    squares += squares_of_errors(reweighted.weights, state.alike, state.noise)
+    error = float(np.sqrt(reweighted.log_ratio_error**2 + cut.mass.sum() ** 2 + squares))
+    return LogEvidence(log_of_gaussians(sites, prior_share) + reweighted.log_ratio, error)
 
 
 def squares_of_errors(weights: Array, alike: Array, noise: Array) -> float:
-    """Square of what clients' errors (S,) shift a log integral by: their sum, and their squares."""
+    """Square of the shift of a log integral by clients' errors (S,): their sum, and their squares."""
     return float((weights @ np.nan_to_num(alike)) ** 2 + weights @ np.nan_to_num(noise))
 
 
 def squares_of_constants(state: Correcting, of: NDArray[np.bool_]) -> float:
-    """Square of what these clients' values are all off by: of some alike, of others by chance."""
+    """Square of the error of a constant in these clients' values: alike over clients, and by chance."""
     alike, by_chance = state.constants[of].T
-    same = 1.0 + (len(alike) - 1.0) / STREAMS  # of many clients some have their random points in common
+    same = 1.0 + (len(alike) - 1.0) / STREAMS  # many clients share streams of random points
     return float(np.abs(alike).sum() ** 2 + same * np.sum(by_chance**2))
 
 
@@ -573,27 +577,28 @@ def require_known(is_proper: bool, off: float = 0.0) -> None:
 
 def log_of_gaussians(sites: Sites, prior_share: float) -> float:
     """Log of the integral of q's kernel over that of the prior's."""
-    # Of a prior that is not Gaussian the clients' shares make up, its constant included.
+    # A prior that is not Gaussian is in the clients' shares, with its constant.
     return gaussian.log_integral(sites.q) - (0.0 if prior_share else gaussian.log_integral(sites.prior))
 
 
 def _own(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
+    """EP's own approximation."""
     sites = state.sites
     require_known(all(client.has_proper_prior for client in clients.values()))
-    found = []
+    ratios = []
     for client_id in sorted(clients):
         site = _sites.site(sites, sites.where[client_id])
-        found.append(_of_client(clients[client_id], sites.q, site, state.prior_share))
-    # Errors that clients have alike add up as they are, others by their squares.
-    shift, unknown = sum(one.shift for one in found), float(np.sqrt(sum(one.unknown for one in found)))
+        ratios.append(_of_client(clients[client_id], sites.q, site, state.prior_share))
+    # Errors that clients have alike add up with their signs, others by their squares.
+    shift, unknown = sum(ratio.shift for ratio in ratios), float(np.sqrt(sum(ratio.unknown for ratio in ratios)))
     worst = max(unknown, abs(shift))
     if worst > NOISE:
         raise NotConvergedError(
             f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's own evidence would be: declare the "
             "model so that few local variables depend on each other, or with lighter tails."
         )
-    squares = sum(one.variance for one in found) + max(shift**2, unknown**2)
-    value = log_of_gaussians(sites, state.prior_share) + sum(one.value for one in found)
+    squares = sum(ratio.variance for ratio in ratios) + max(shift**2, unknown**2)
+    value = log_of_gaussians(sites, state.prior_share) + sum(ratio.value for ratio in ratios)
     return LogEvidence(value, float(np.sqrt(squares)), "EP")
 
 
@@ -601,13 +606,13 @@ class _Ratio(NamedTuple):
     """log E_q[f_k / site] of one client."""
 
     value: float
-    variance: float  # of the points
-    shift: float  # that errors of log f_k would make
-    unknown: float  # their mean square
+    variance: float  # by the points
+    shift: float  # by errors of log f_k
+    unknown: float  # mean square of these errors
 
 
 def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: float) -> _Ratio:
-    """From points of independent scrambles, as they come: whitened ones have too little spread of distances."""
+    """By points of independent scrambles, not whitened: whitening narrows the spread of distances."""
     assert _FACTOR is not None
     mean, root = gaussian.affine(q)
     points = mean + standard_normal(len(mean), _POINTS, stream_of(client.client_id), SCRAMBLES) @ root.T

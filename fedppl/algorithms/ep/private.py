@@ -139,13 +139,13 @@ def PrivateEP(
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: ep.Matching) -> PrivateEPState:
-    """Sites that say nothing, and no noise yet."""
+    """Flat sites, and no noise yet."""
     start = ep.init(layout, clients, rng, matching=matching, warm=False)
     return PrivateEPState(start, 0, np.zeros(len(clients)), np.zeros((layout.size, layout.size)))
 
 
 def _broadcast(state: PrivateEPState, client_id: str, *, mechanism: Mechanism) -> Message:
-    """EP's message, and how much more a site's precision counts than its linear when it is clipped."""
+    """EP's message, and the weight of a site's precision against its linear in the norm that is clipped."""
     weight = precision_weight(state.sites, mechanism)
     return {**ep.broadcast(state.ep, client_id), "precision_weight": np.array(weight)}
 
@@ -153,7 +153,7 @@ def _broadcast(state: PrivateEPState, client_id: str, *, mechanism: Mechanism) -
 def _update_client(
     client: ClientView, personal: PrivateEPClientState | None, message: Message, rng: Rng, *, private: _Settings
 ) -> ClientUpdate[PrivateEPClientState]:
-    """Release one noised vector, whatever the data are."""
+    """Release one noised vector."""
     local, mechanism, structure, normals = private
     spent = 0 if personal is None else personal.releases
     if spent >= mechanism.releases:
@@ -163,7 +163,7 @@ def _update_client(
     target = unpack_target(client, message)
     form = _sites.structure_of(structure, client.layout)
     weight = float(message["precision_weight"])
-    if not (gaussian.is_proper(target.global_) and 0 < weight < np.inf):  # the server's fault: saying so tells nothing
+    if not (gaussian.is_proper(target.global_) and 0 < weight < np.inf):  # by the server: this discloses no data
         raise LocalFailure("the q that came is not positive definite, or its 'precision_weight' is not positive")
     site = privacy.clipped(_site(target, frame_of(target.global_, form, weight), local, rng), mechanism.clip)
     return ClientUpdate(PrivateEPClientState(spent + 1), {"site": site + mechanism.sd * normals(len(site))})
@@ -177,21 +177,21 @@ def _final_message(state: PrivateEPState, client_id: str) -> Message:
 
 
 def _site(target: Target, frame: Frame, local: LocalInference, rng: Rng) -> Array:
-    """The client's new site as a vector; the old one, which the server knows, where a new one cannot be had."""
+    """The client's new site as a vector; the old one, which the server knows, where local inference fails."""
     old = whiten(frame, *gaussian.quotient(target.global_, target.cavity))
     try:
         moments = local.tilted(target, rng)
         covariance = np.asarray(np.linalg.inv(moments.precision), dtype=np.float64)
         tilted = _sites.in_family(moments.mean, covariance, frame.form)
         return old + whiten(frame, tilted.linear - frame.q.linear, tilted.precision - frame.q.precision)
-    except Exception:  # any at all: which one it is depends on the data, and a refusal would give that away
+    except Exception:  # any: failing depends on the data, and a refusal would disclose it
         logger.warning("client %s: local computation failed, its old site is sent with noise", target.client.client_id)
         logger.debug("client %s failed", target.client.client_id, exc_info=True)
         return old
 
 
 def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> str | None:
-    """A clipped vector with noise has a bounded norm, but for less than one time in 10²⁰."""
+    """A clipped vector with noise has a bounded norm, but for a probability below 10⁻²⁰."""
     norm = float(np.linalg.norm(reply["site"]))
     limit = mechanism.clip + 12 * mechanism.sd * np.sqrt(length(state.sites.structure))
     if norm > limit:
@@ -203,7 +203,7 @@ def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> s
 
 
 class PrivateEPState(NamedTuple):
-    """What the next round needs: EP's state, and what the noise has done to it."""
+    """What the next round needs: EP's state, and its noise."""
 
     ep: EPState
     rounds: int  # each client has released at most once in each
@@ -242,10 +242,10 @@ class Mechanism(NamedTuple):
 
 
 def precision_weight(sites: Sites, mechanism: Mechanism) -> float:
-    """So much that a round's noise stays below half of q's precision, but no more than √K.
+    """The weight with which a round's noise stays below half of q's precision, at most √K.
 
-    The noise of K precisions, a symmetric matrix, has norm of about √(2 m K) times an entry's. A site has about 1 / K
-    of q's precision and moves its mean by 1 / √K sds: at √K both have a like share of the norm.
+    The noise of K precisions, a symmetric matrix, has a norm of about √(2 m K) times an entry's. A site has about 1 / K
+    of q's precision and moves its mean by 1 / √K sds: with weight √K both have equal shares of the norm.
     """
     m, count = sites.structure.size, len(sites.where)
     return float(np.clip(2 * mechanism.sd * np.sqrt(2 * m * count), 1.0, np.sqrt(count)))
@@ -263,7 +263,7 @@ def noise_sd(state: PrivateEPState) -> Array:
 
 
 def widened(g: Gaussian, state: PrivateEPState) -> Gaussian:
-    """Add the variance that the noise gives the mean; one that is improper stays."""
+    """Add the variance of the mean by the noise; an improper g stays."""
     if not gaussian.is_proper(g):
         return g
     return gaussian.from_moments(gaussian.mean(g), gaussian.covariance(g) + _noise_covariance(g, state))
@@ -272,7 +272,7 @@ def widened(g: Gaussian, state: PrivateEPState) -> Gaussian:
 def private_step(
     state: PrivateEPState, received: Received, *, mechanism: Mechanism, tolerance: float, largest: float
 ) -> tuple[PrivateEPState, Report]:
-    """Replace or average the sites of the clients that replied, and keep count of noise and privacy."""
+    """Replace or average the sites of the clients that replied, with the noise and ε so far."""
     replies, sites, rounds, counts = received.each, state.sites, state.rounds + 1, state.replies.copy()
     spent = privacy.epsilon(mechanism.noise_multiplier, min(rounds, mechanism.releases), mechanism.delta)
     if not replies:
@@ -298,8 +298,8 @@ def private_step(
             largest=largest,
         )
     step = outcome.info
-    left = 1 - len(rows) / len(counts) * (1 - (1 - step.damping) ** 2)
-    noise = left * state.noise + (step.damping * fresh) ** 2 * sites.q.precision
+    remaining = 1 - len(rows) / len(counts) * (1 - (1 - step.damping) ** 2)
+    noise = remaining * state.noise + (step.damping * fresh) ** 2 * sites.q.precision
     after = PrivateEPState(outcome.state, rounds, counts, noise)
     info = PrivateEPInfo("private EP", step.change_mean, step.change_sd, step.damping, _relative(after), spent)
     arrived = info.change_mean <= max(tolerance, 3 * fresh) and info.change_sd <= max(tolerance, 1.5 * fresh / weight)
@@ -307,9 +307,9 @@ def private_step(
 
 
 def _damping(counts: Array, rows: list[int], precision_noise: float, releases: int, largest: float) -> float:
-    """Replace sites while they grow; average them over the later half of the releases, so that noise averages out.
+    """The damping: sites are replaced in the first half of the releases, and averaged in the second, with their noise.
 
-    Never so far that a round's noise takes more than half of q's precision.
+    A round's noise takes at most half of q's precision.
     """
     late = max(float(counts[rows].mean()) - max(releases // 2, 1), 0.0)
     averaging = max(1 / (1 + late), shortest_step(len(counts)))
@@ -322,7 +322,7 @@ def _relative(state: PrivateEPState) -> float:
 
 
 def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism: Mechanism) -> tuple[Status, str]:
-    """Done when the releases are used up; whether it arrived, as far as the noise lets one see."""
+    """Status and message: done when the releases are used up, converged if q has arrived as far as the noise shows."""
     spent = f"ε = {info.epsilon:.3g} at δ = {mechanism.delta:g} so far for all the data of one client"
     change = max(info.change_mean, info.change_sd)
     if info.damping == 0:
@@ -344,7 +344,7 @@ def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism:
 
 
 class Frame(NamedTuple):
-    """Coordinates in which q, as far as the family can hold it, is standard normal."""
+    """Coordinates in which q, projected on the family, is standard normal."""
 
     form: Structure
     q: Gaussian  # projected on the family, its precision as a matrix

@@ -14,22 +14,20 @@ from fedppl.local.target import pack_target
 from fedppl.structure import Structure
 from fedppl.types import Array, DeclarationError, Layout, Message
 
-# What the ledger can add and take away again. A cavity is q − site: with a tilted precision of 10^14 times q's, two
-# digits of q are left in it. The same number bounds squared distances: (10^7 sds)² / 2 nats of log q are known to 0.01.
-# A million rows with noise of a tenth under a prior sd of a thousand, as the only client, have ratio 10^14.
+# Largest tilted precision in q's: a cavity is q − site, and keeps two digits of q beside it. The same number bounds
+# squared distances: (10^7 sds)² / 2 nats of log q are known to 0.01. A million rows with noise of a tenth under a prior
+# sd of a thousand, as the only client, have ratio 10^14.
 _AGAINST_Q = 1e14
-# Expansions replace sites and are summed anew: only the prior's own share of the sum is lost, where 1 / eps is reached.
+# Largest curvature in the prior's precision: expansions are summed anew, so that rounding loses the prior alone.
 _AGAINST_PRIOR = 1.0 / float(np.finfo(np.float64).eps)
-# A prior may be wrong by this many of its sds; with the curvature's bound it gives those of gradient and value.
+# Prior sds by which a prior may be wrong; with the curvature's bound it gives those of gradient and value.
 _PRIOR_SDS = 1e4
 _LARGEST_VALUE = _AGAINST_PRIOR * _PRIOR_SDS**2
-# What a client sends for log f_k where it is not finite: sums of a million of them are finite, and below all others.
+# Stands for a log f_k that is not finite: sums of a million of them are finite, and below all others.
 NO_VALUE = -1e300
-# n draws have a skewness below √n, and no client draws 10^8.
-_SKEWNESS = 1e4
+_SKEWNESS = 1e4  # n draws have a skewness below √n, and no client draws 10^8
 _LOOK = "look at this client's data and versions"
-# Numbers from which a round may take minutes where the density is not concave.
-_LARGE = 300
+_LARGE = 300  # coordinates from which a round may take minutes where the density is not concave
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ def structure_of(form: str | Sequence[Sequence[str]], layout: Layout) -> Structu
 
 
 def empty(layout: Layout, clients: tuple[str, ...], form: Structure) -> Sites:
-    """Sites that say nothing, so that q is the prior."""
+    """Flat sites, so that q is the prior."""
     count = len(clients)
     return Sites(
         where={client_id: k for k, client_id in enumerate(clients)},
@@ -83,7 +81,7 @@ def empty(layout: Layout, clients: tuple[str, ...], form: Structure) -> Sites:
 
 
 def say_if_large(layout: Layout, algorithm: str) -> None:
-    """One line of the log, before the first round."""
+    """Warn in the log, before the first round, of more shared variables than an algorithm is made for."""
     if layout.size >= _LARGE:
         logger.warning(
             "%s infers all %d shared numbers together, and a round may take minutes. It is made for tens of them: "
@@ -99,7 +97,7 @@ def indices(sites: Sites, clients: Iterable[str]) -> list[int]:
 
 
 def update(sites: Sites, linear: Array, precision: Array) -> Sites:
-    """Replace the ledger, and q with it: summed anew each time, so that nothing drifts."""
+    """Replace the ledger and q, summed anew each time, so that rounding does not add up."""
     summed = dense(precision.sum(axis=0), sites.structure)
     q = Gaussian(sites.prior.linear + linear.sum(axis=0), sites.prior.precision + summed)
     return sites._replace(linear=linear, precision=precision, q=q)
@@ -117,13 +115,13 @@ def dense(packed: Array, form: Structure) -> Array:
 
 
 def in_family(mean: Array, covariance: Array, form: Structure) -> Gaussian:
-    """Match moments inside the family; the precision as a matrix whatever the family."""
+    """The Gaussian of the family with these moments; its precision as a matrix for every family."""
     projected = structure.project(mean, covariance, form)
     return projected if form.blocks is not None else Gaussian(projected.linear, np.diag(projected.precision))
 
 
 def in_structure(matrices: Array, form: Structure) -> Array:
-    """Symmetric matrices (..., m, m) packed, what the family cannot hold left out: (..., p)."""
+    """Symmetric matrices (..., m, m) packed, without entries outside the family: (..., p)."""
     if form.blocks is None:
         return np.asarray(np.einsum("...ii->...i", matrices)).copy()
     if len(form.blocks) > 1:
@@ -147,7 +145,7 @@ def cavity(sites: Sites, client_id: str) -> Gaussian:
 
 
 def conclusion(sites: Sites, client_id: str, prior_share: float) -> Message:
-    """q and everything in it but this client's site; for a client that had no part in it, q twice."""
+    """q and the client's cavity; q twice for a client that did not take part."""
     return pack_target(sites.q, cavity(sites, client_id), prior_share if client_id in sites.where else 0.0)
 
 
@@ -158,7 +156,7 @@ def improper_cavities(sites: Sites) -> int:
 
 
 def implausible_moments(sites: Sites, reply: Message) -> str | None:
-    """Why tilted moments that are finite and of the right shapes are none the ledger can hold, or None."""
+    """Why the ledger cannot hold tilted moments that are finite and of the right shapes, or None."""
     m_q, root = gaussian.affine(sites.q)
     mean, skewness = (np.asarray(reply[name], dtype=float) for name in ("mean", "skewness"))
     precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
@@ -185,7 +183,7 @@ def implausible_moments(sites: Sites, reply: Message) -> str | None:
 
 
 def implausible_expansion(sites: Sites, reply: Message) -> str | None:
-    """Why a finite expansion is none the ledger can hold, or None; any sign of curvature may be right."""
+    """Why the ledger cannot hold a finite expansion, or None; curvature of either sign may be right."""
     _, root = gaussian.affine(sites.prior)
     spread = np.sqrt(np.diag(gaussian.covariance(sites.prior)))
     hessian = gaussian.unpack_triangle(np.asarray(reply["hessian"], dtype=float))
@@ -217,7 +215,7 @@ def _rescale(label: str) -> str:
 
 
 def _pole(label: str) -> str:
-    """The log density curves upward without bound: no data do so, a scale that goes to zero does."""
+    """The log density curves upward without bound, as no data but a scale that goes to zero makes it."""
     return (
         f"Along {label} the density shoots up, as where a local scale has a single value and may go to 0: "
         "declare a prior that keeps that scale from 0 (pm.InverseGamma), or share it, or compute without curvature: "
@@ -226,7 +224,7 @@ def _pole(label: str) -> str:
 
 
 def implausible_values(reply: Message, names: Sequence[str] = ("value", "ray")) -> str | None:
-    """Why values of log f_k cannot be: as small as they like, never larger than any density is."""
+    """Why values of log f_k cannot be, or None: they may be small, but not larger than any density."""
     for name in names:
         if float(np.max(reply[name], initial=-np.inf)) > _LARGEST_VALUE:
             return f"{name!r} reaches {float(np.max(reply[name])):.2g}, at most {_LARGEST_VALUE:.0e} allowed; {_LOOK}"
@@ -234,13 +232,13 @@ def implausible_values(reply: Message, names: Sequence[str] = ("value", "ray")) 
 
 
 def _ratios(matrix: Array, root: Array) -> Array | None:
-    """Eigenvalues of a symmetric matrix against the precision whose inverse is root rootᵀ; None past all numbers."""
-    with np.errstate(all="ignore"):  # an overflow is what is looked for
+    """Eigenvalues of a symmetric matrix in the precision whose inverse is root rootᵀ; None where they overflow."""
+    with np.errstate(all="ignore"):  # an overflow gives None
         white = root.T @ matrix @ root
         white = 0.5 * (white + white.T)
     return np.asarray(np.linalg.eigvalsh(white)) if np.all(np.isfinite(white)) else None
 
 
 def _beyond(name: str, ratios: Array | None, against: str, limit: float) -> str:
-    found = np.inf if ratios is None else float(np.abs(ratios).max())
-    return f"{name!r} is {found:.2g} times {against} in a direction, at most {limit:.0e} allowed"
+    largest = np.inf if ratios is None else float(np.abs(ratios).max())
+    return f"{name!r} is {largest:.2g} times {against} in a direction, at most {limit:.0e} allowed"

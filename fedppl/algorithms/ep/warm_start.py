@@ -25,17 +25,15 @@ from fedppl.numerics.streams import whitened_points
 from fedppl.types import Array, Layout, LocalFailure, Message, as_declared
 
 LENGTHS = 2.0 ** np.arange(-10, 6)
-# In posterior sds: EP's importance weights are good from here, and the rest of the way is inside its first step.
-_ARRIVED = 0.3
-# What is left of the way to a search's first point, where clients have no expansion there.
-_NEARER = 0.25
-# Steps begin with at most this many prior sds, and grow where they prove right. A hierarchy among shared variables
-# has a density without bound where its scale is 0: long steps find that in place of the mode beside it.
+_ARRIVED = 0.3  # length of a step in posterior sds from which EP's importance weights are good
+_NEARER = 0.25  # factor on the way to a search's first point, where clients have no expansion there
+# Longest steps in prior sds, at first and after steps that prove right. A hierarchy among shared variables has a
+# density without bound where its scale is 0: long steps find that in place of the mode beside it.
 _RADIUS, _WIDEST = 1.5, 100.0
 
 
 class WarmStart(NamedTuple):
-    """Where the search is."""
+    """State of a search."""
 
     point: Array  # (m,) where clients expand next
     move: Array  # (m,) the step from the anchor to the point, zero in the first round
@@ -43,13 +41,13 @@ class WarmStart(NamedTuple):
     has_replied: Array  # (K,) bool: with an expansion
     objective: float  # log marginal posterior at the anchor, −inf if not all clients were expanded there
     change: float  # of the last step, in posterior sds
-    radius: float  # longest step that is believed, in prior sds of a coordinate
-    whole: bool  # the step is Newton's own, with nothing left out: longer ones along it are looked at
+    radius: float  # longest step, in prior sds of a coordinate
+    whole: bool  # whether the step is Newton's own, with all couplings: longer ones along it are compared
     spent: float  # expansions a client, the budget's unit
-    pending: Mapping[str, Message]  # replies from the point so far: it is left when every client has answered there
-    unusable: Mapping[str, str]  # clients whose last expansion could not be used, and why; "" where they found none
-    reasons: Mapping[str, str]  # the last for which an expansion could not be used, at any point, by client
-    chosen: bool  # the point was the best along a step, and is not chosen anew
+    pending: Mapping[str, Message]  # replies from the point so far: the next one follows when all have answered
+    unusable: Mapping[str, str]  # clients whose last expansion is unusable, and why; "" where they have none
+    reasons: Mapping[str, str]  # the last reason of each client for an unusable expansion, at any point
+    chosen: bool  # whether the point was the best along a step
     arrived: bool
 
 
@@ -71,7 +69,7 @@ def along(point: Array, move: Array) -> Array:
 
 
 def asks(layout: Layout, message: Message) -> Asked:
-    """The point, which a client can leave out where a step led to it, and those along that step."""
+    """The point, optional for a client where a step led to it, and those along that step."""
     point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
     if not np.any(move):
         return Asked(point[None], np.zeros((0, layout.size)))
@@ -86,10 +84,10 @@ def expand_along(
     share: float,
     inside: NDArray[Any] | None = None,
 ) -> tuple[dict[str, Array], dict[str, float | str]]:
-    """A client's reply: log f_k with its derivatives at the point, and alone along the step that led there.
+    """A client's reply: log f_k with its derivatives at the point, and its values along the step that led there.
 
     `share` is its share of a prior that is not Gaussian. Where `inside`, (1 + T,) bool, is False, its site's policy
-    keeps the client from computing: it says nothing there.
+    forbids to compute, and the reply has no value.
     """
     assert local.expand is not None and local.log_factor is not None
     m = len(point)
@@ -122,11 +120,11 @@ def expand_along(
 def step(
     sites: Sites, state: WarmStart, replies: Mapping[str, Message], trust: float | None = None
 ) -> tuple[Sites, WarmStart, _trust.Bounded | None]:
-    """Take in the expansions at the point and, when there is one of every client, choose the next point.
+    """Add the expansions at the point and, when every client has sent one, choose the next point.
 
-    The sums of log f_k decide: a point that lowered the log marginal posterior, or that another length of the step
-    would have bettered by much, is given up for the best length. With `trust`, sites are drawn in as `_trust` demands,
-    every round moves the point, and the clients' values, which no bound holds for, decide nothing.
+    The sums of log f_k decide: a point that lowers the log marginal posterior, or is much worse than another length of
+    the step, is given up for the best length. With `trust`, sites are drawn in as `_trust` demands, every round moves
+    the point, and the clients' values, which have no bound, are not compared.
     """
     if trust is not None:
         return _bounded_step(sites, state, replies, trust)
@@ -134,13 +132,13 @@ def step(
     has_replied = state.has_replied.copy()
     has_replied[indices(sites, replies)] = True
     pending = {**state.pending, **replies}
-    # Answers from a point where a client has answered already cost it as much, and bring nothing.
+    # Repeated answers from a point count half: they cost a client as much, and bring nothing.
     spent = state.spent + (new + 0.5 * (len(replies) - new)) / len(has_replied)
     state = state._replace(pending=pending, has_replied=has_replied, spent=spent)
     if len(pending) < len(has_replied):
         unusable = _unusable(sites, replies)
-        came = {name: reply for name, reply in replies.items() if name not in unusable}
-        return _replaced(sites, came, state.point) if came else sites, state, None
+        usable = {name: reply for name, reply in replies.items() if name not in unusable}
+        return _replaced(sites, usable, state.point) if usable else sites, state, None
     everyone = {client_id: pending[client_id] for client_id in sites.where}
     state, x = state._replace(pending={}), state.point
     unusable = _unusable(sites, everyone)
@@ -154,10 +152,10 @@ def step(
         return sites, state._replace(point=state.anchor + move, move=move), None
     better = _better_length(sites.prior, state, everyone, objective)
     if better == LENGTHS[0] and state.chosen:
-        # A thousandth of a step that was a thousandth itself, and still below the anchor: what was said there is not
-        # what clients say now, as where a reply was wrong. They are asked there again.
-        at, still = state.anchor, np.zeros_like(x)
-        return sites, state._replace(point=at, move=still, objective=-np.inf, radius=_RADIUS, chosen=False), None
+        # A thousandth of a thousandth of a step is still below the anchor: replies there were wrong, or are now. The
+        # clients expand there again.
+        again = state._replace(point=state.anchor, move=np.zeros_like(x), objective=-np.inf, radius=_RADIUS)
+        return sites, again._replace(chosen=False), None
     if better is not None:
         move, radius = better * state.move, state.radius * min(better, 1.0)
         point = state.anchor + move
@@ -181,7 +179,7 @@ def step(
 
 
 def _unusable(sites: Sites, replies: Mapping[str, Message]) -> dict[str, str]:
-    """Clients whose expansion cannot be used, and why."""
+    """Clients whose expansion is unusable, and why."""
     reasons = {name: implausible_expansion(sites, reply) for name, reply in replies.items()}
     return {
         name: "" if float(replies[name]["value"]) == NO_VALUE else reason
@@ -193,16 +191,16 @@ def _unusable(sites: Sites, replies: Mapping[str, Message]) -> dict[str, str]:
 def _bounded_step(
     sites: Sites, state: WarmStart, replies: Mapping[str, Message], trust: float
 ) -> tuple[Sites, WarmStart, _trust.Bounded | None]:
-    """Take in what came, draw sites in as far as `trust` demands, and step on from there."""
+    """Add the usable expansions, draw sites in as `trust` demands, and step on from there."""
     unusable = _unusable(sites, replies)
-    kept = {name: reply for name, reply in replies.items() if name not in unusable}
+    usable = {name: reply for name, reply in replies.items() if name not in unusable}
     state = state._replace(spent=state.spent + len(replies) / len(state.has_replied), unusable=unusable)
     state = state._replace(reasons={**state.reasons, **unusable})
-    if not kept:
+    if not usable:
         return sites, state, None
     x, has_replied = state.point, state.has_replied.copy()
-    has_replied[indices(sites, kept)] = True
-    bounded = _trust.bound(_replaced(sites, kept, x), trust)
+    has_replied[indices(sites, usable)] = True
+    bounded = _trust.bound(_replaced(sites, usable, x), trust)
     tried = bounded.sites
     move, cut = _move_within(tried.q, sites.prior, x, _RADIUS)
     arrived, change = _arrival(tried.q, move, not cut, has_replied)
@@ -235,7 +233,7 @@ def _arrival(q: Gaussian, move: Array, there: bool, has_replied: Array) -> tuple
 
 
 def reach(prior: Gaussian, state: WarmStart) -> float:
-    """The longest length of the last step that is looked at, in units of it."""
+    """The longest length of the last step that is compared, in units of it."""
     if not state.whole:
         return 1.0
     longest = float(np.max(np.abs(state.move) / gaussian.standard_deviations(prior)))
@@ -249,17 +247,17 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
     values = np.sum([np.maximum(reply["ray"], NO_VALUE) for reply in replies.values()], axis=0)
     values = values + gaussian.log_kernel(prior, along(state.point, state.move))
     values[LENGTHS > reach(prior, state)] = -np.inf
-    if not np.isfinite(objective):  # whatever the values say, there is no expanding at the point
+    if not np.isfinite(objective):  # there is no expansion at the point
         values[LENGTHS >= 1.0] = -np.inf
     best, taken = int(np.argmax(values)), int(np.flatnonzero(LENGTHS == 1.0)[0])
     slack = 1e-9 * max(1.0, abs(state.objective))
     gain = objective - state.objective
-    # Values along the step are compared with each other: what their approximations have in common cancels.
+    # Values along the step are compared with each other: common errors of their approximations cancel.
     little = state.chosen or values[best] - values[taken] <= 0.5 * max(gain, 0.0) + 1.0
     if np.isfinite(objective) and gain >= -slack and little:
         return None
-    # Where no length gains, the step is right only much nearer to where it began.
-    values[taken] = -np.inf  # nor is it looked for where it was found wanting
+    # Where no length gains, the shortest follows.
+    values[taken] = -np.inf
     best = int(np.argmax(values))
     return float(LENGTHS[best] if values[best] >= state.objective - slack else LENGTHS[0])
 
@@ -270,7 +268,7 @@ _SINGULAR = 1e-13
 def _move_within(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool]:
     """Newton step on |eigenvalues| in prior units, no axis longer than `radius` sds, and whether it was cut.
 
-    For steps that no objective watches: it climbs whatever the curvature.
+    For steps without an objective: it climbs whatever the curvature.
     """
     inverse = np.linalg.inv(np.linalg.cholesky(prior.precision))
     values, vectors = np.linalg.eigh(inverse @ q.precision @ inverse.T)
@@ -281,11 +279,11 @@ def _move_within(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple
 
 
 def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool, bool]:
-    """Newton step from x towards the mode of q; whether q's precision served as it is; whether the step was cut.
+    """Newton step from x towards the mode of q; whether it has all couplings; whether it was cut.
 
-    Where the precision is not positive definite, couplings are left out until it is: those of one coordinate, the one
-    that leaves the largest gain. A scale that is far off couples with every mean it scales; by itself each knows its
-    way. Along no principal axis of the precision is the step longer than `radius` prior sds.
+    Where the precision is not positive definite, couplings of one coordinate are left out, and of others if need be:
+    those with the largest gain. A scale that is far off couples with every mean it scales, and without the coupling
+    each steps well. Along no principal axis of the precision is the step longer than `radius` prior sds.
     """
     gradient = q.linear - q.precision @ x
     scale = np.sqrt(np.maximum(np.abs(np.diag(q.precision)), np.diag(prior.precision)))
@@ -296,9 +294,9 @@ def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[
     else:
         best: _Option | None = None
         for first in _suspects(white):
-            found = _decoupled(white, slope, first, len(white) if best is None else best[0])
-            if found is not None and (best is None or found[:2] < best[:2]):
-                best = found
+            option = _decoupled(white, slope, first, len(white) if best is None else best[0])
+            if option is not None and (best is None or option[:2] < best[:2]):
+                best = option
         assert best is not None  # the first has no bound
         _, _, move, white = best
     root = np.linalg.inv(np.linalg.cholesky(prior.precision))
@@ -320,41 +318,40 @@ def _suspects(white: Array, most: int = 20) -> list[int]:
     return [int(j) for j in np.argsort(-np.abs(vectors[:, 0]), kind="stable")[:most]]
 
 
-_Option = tuple[int, float, Array, Array]  # how many, −gain, step, matrix
+_Option = tuple[int, float, Array, Array]  # number of coordinates without couplings, −gain, step, matrix
 
 
 def _decoupled(white: Array, slope: Array, first: int, most: int) -> _Option | None:
     """Leave out one coordinate's couplings, then others' while need be; None where that takes more than `most`."""
-    matrix, left = white.copy(), [first]
+    matrix, decoupled = white.copy(), [first]
     while True:
-        j = left[-1]
-        own = max(abs(float(white[j, j])), 1e-3)
+        j = decoupled[-1]
         matrix[j], matrix[:, j] = 0.0, 0.0
-        matrix[j, j] = own
+        matrix[j, j] = max(abs(float(white[j, j])), 1e-3)
         values, vectors = np.linalg.eigh(matrix)
         if values[0] > _SINGULAR * max(values[-1], 1e-300):
             break
         share = np.abs(vectors[:, 0])
-        share[left] = 0.0
+        share[decoupled] = 0.0
         if not np.any(share > 0):
             break
-        if len(left) == most:
+        if len(decoupled) == most:
             return None
-        left.append(int(np.argmax(share)))
+        decoupled.append(int(np.argmax(share)))
     move = np.asarray(np.linalg.solve(matrix, slope), dtype=np.float64)
-    return len(left), -float(move @ slope), move, matrix
+    return len(decoupled), -float(move @ slope), move, matrix
 
 
 # Several searches, one after the other: the mode with the most mass, and the others by name ---------------------------
 
 Indices = NDArray[np.int64]
-_APART = 3.0  # posterior sds between modes that are not one
+_APART = 3.0  # posterior sds from which two modes are different
 _ALIKE = 0.1  # sds of the prior by which moments of equal priors may differ
-MATTERS = 1e-3  # share of the mass of a mode that is worth a word
+MATTERS = 1e-3  # share of the mass from which a mode is named
 
 
 class Mode(NamedTuple):
-    """Where a search arrived."""
+    """A mode that a search found."""
 
     point: Array  # (m,)
     sd: Array  # (m,) of the Gaussian there
@@ -364,20 +361,20 @@ class Mode(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """Points where searches are still to begin, and what those before them found."""
+    """Points where searches are still to begin, and the modes that those before them found."""
 
     left: Array  # (J, m)
     turned: Indices  # (m,) coordinates in an order in which exchangeable ones have changed places
     modes: tuple[Mode, ...]
-    said: str  # of several modes, once all searches are over
-    asked_for: bool  # by a number; else they end where rounds are of some clients alone
+    said: str  # message of several modes, once all searches are over
+    asked_for: bool  # by a number; else further searches end where few clients reply in a round
 
 
 def begin_several(layout: Layout, starts: int, stream: int, asked_for: bool) -> Starts:
     """The first search begins at the prior mean, the others at quasi-random points of the prior, some further out.
 
-    A prior with heavy tails has little of them in its Gaussian, and modes far from its middle. Images of the first
-    mode take the places of the last of these points; a better one that is found later has images beside them.
+    The Gaussian of a prior with heavy tails lacks them, and modes may lie far from its middle. Images of the first mode
+    take the places of the last of these points; images of a better mode that is found later are added.
     """
     prior = layout.prior
     sd = gaussian.standard_deviations(prior)
@@ -387,9 +384,9 @@ def begin_several(layout: Layout, starts: int, stream: int, asked_for: bool) -> 
 
 
 def turned(layout: Layout) -> Indices:
-    """Coordinates with variables of one prior in reversed order; the elements of a variable that has a prior alone.
+    """Coordinates with variables of equal priors in reversed order, and elements of a variable with a prior of its own.
 
-    Moments of a prior that is not Gaussian are of draws, so that equal priors differ a little.
+    Moments of a prior that is not Gaussian come from draws, so that equal priors differ a little.
     """
     mean, sd = gaussian.mean(layout.prior), gaussian.standard_deviations(layout.prior)
     groups: list[list[slice]] = []
@@ -411,9 +408,9 @@ def turned(layout: Layout) -> Indices:
 
 
 def images(point: Array, sd: Array, middle: Array, turned: Indices) -> list[Array]:
-    """Where exchangeable labels, and signs that the data do not tell, have their other mode: none where it is this."""
-    found = [2.0 * middle - point, point[turned]]
-    return [image for image in found if far_apart(image, point, sd)]
+    """Other modes of a posterior whose labels may be exchanged, or whose signs the data do not tell."""
+    candidates = [2.0 * middle - point, point[turned]]
+    return [image for image in candidates if far_apart(image, point, sd)]
 
 
 def arrived_at(sites: Sites, search: WarmStart) -> Mode:
@@ -425,56 +422,56 @@ def arrived_at(sites: Sites, search: WarmStart) -> Mode:
     )
 
 
-def next_search(starts: Starts, sites: Sites, found: Mode | None) -> tuple[Starts, Sites, WarmStart | None]:
-    """Begin the next search, or where none is left take the mode with the most mass; None: there is one, and no search.
+def next_search(starts: Starts, sites: Sites, new: Mode | None) -> tuple[Starts, Sites, WarmStart | None]:
+    """Begin the next search; after the last one return the sites of the mode with the most mass, and no search.
 
-    Where no search arrived, the last is handed back as it is.
+    Where no search has arrived, the sites stay.
     """
-    modes = starts.modes if found is None else (*starts.modes, found)
-    left, middle = starts.left, gaussian.mean(sites.prior)
-    if found is not None and all(found.log_mass > mode.log_mass + 1.0 for mode in starts.modes):
-        beside = images(found.point, found.sd, middle, starts.turned)  # the searches that are left where it came late
-        least = len(beside) if starts.modes else 0
-        left = np.array([*beside, *left]).reshape(-1, len(middle))[: max(len(left), least)]
-    if len(left):
-        search = start_at(left[0], middle, len(sites.where))
+    modes = starts.modes if new is None else (*starts.modes, new)
+    remaining, middle = starts.left, gaussian.mean(sites.prior)
+    if new is not None and all(new.log_mass > mode.log_mass + 1.0 for mode in starts.modes):
+        beside = images(new.point, new.sd, middle, starts.turned)
+        least = len(beside) if starts.modes else 0  # of a later mode all images are searched, if none remained
+        remaining = np.array([*beside, *remaining]).reshape(-1, len(middle))[: max(len(remaining), least)]
+    if len(remaining):
+        search = start_at(remaining[0], middle, len(sites.where))
         empty = update(sites, np.zeros_like(sites.linear), np.zeros_like(sites.precision))
-        return starts._replace(left=left[1:], modes=modes), empty, search
+        return starts._replace(left=remaining[1:], modes=modes), empty, search
     if not modes:
         return starts, sites, None
     most = max(modes, key=lambda mode: mode.log_mass)
-    best = next(mode for mode in modes if not _are_apart(mode, most))  # the first that came there
+    best = next(mode for mode in modes if not _are_apart(mode, most))  # the first search that found it
     others = _distinct(best, modes)
-    said = _told(best, others, sites.labels) if others else ""
+    message = _several(best, others, sites.labels) if others else ""
     return (
-        starts._replace(left=left, modes=tuple(map(_without_sites, modes)), said=said),
+        starts._replace(left=remaining, modes=tuple(map(_without_sites, modes)), said=message),
         update(sites, best.linear, best.precision),
         None,
     )
 
 
 def are_several(modes: tuple[Mode, ...]) -> bool:
-    """Whether searches arrived at other places than the first did, whatever mass they have."""
+    """Whether searches found other modes than the first did, whatever their mass."""
     return any(_are_apart(modes[0], mode) for mode in modes[1:])
 
 
 def _without_sites(mode: Mode) -> Mode:
-    """What is of use when all searches are over."""
+    """A mode as it is kept when all searches are over."""
     return mode._replace(linear=mode.linear[:0], precision=mode.precision[:0])
 
 
 def _distinct(best: Mode, modes: tuple[Mode, ...]) -> list[Mode]:
-    """Modes other than the best, each once, that have a share of the mass that matters."""
-    found: list[Mode] = []
-    for mode in sorted(modes, key=lambda one: -one.log_mass):
-        if all(_are_apart(mode, one) for one in (best, *found)):
-            found.append(mode)
-    total = logsumexp([best.log_mass, *(mode.log_mass for mode in found)])
-    return [mode for mode in found if mode.log_mass - total > np.log(MATTERS)]
+    """Modes other than the best, each once, with a share of the mass that matters."""
+    others: list[Mode] = []
+    for mode in sorted(modes, key=lambda mode: -mode.log_mass):
+        if all(_are_apart(mode, other) for other in (best, *others)):
+            others.append(mode)
+    total = logsumexp([best.log_mass, *(mode.log_mass for mode in others)])
+    return [mode for mode in others if mode.log_mass - total > np.log(MATTERS)]
 
 
 def far_apart(one: Array, other: Array, sd: Array) -> bool:
-    """Whether two points are none of one mode with these sds."""
+    """Whether two points are not of one mode with these sds."""
     return float(np.max(np.abs(one - other) / sd)) > _APART
 
 
@@ -482,13 +479,13 @@ def _are_apart(one: Mode, other: Mode) -> bool:
     return far_apart(one.point, other.point, np.maximum(one.sd, other.sd))
 
 
-def _told(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:
-    """Where the modes are, and about how much of the posterior each has."""
+def _several(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:
+    """Where the modes are, and about which share of the posterior each has."""
     total = logsumexp([mode.log_mass for mode in (best, *others)])
     worst = int(np.argmax(np.max([np.abs(mode.point - best.point) / best.sd for mode in others], axis=0)))
     shares = [np.exp(mode.log_mass - total) for mode in (best, *others[:3])]
-    told = [f"{share:.0%}" if 0.01 <= share <= 0.99 else f"{share:.2%}" for share in shares]
-    places = [f"{s} at {mode.point[worst]:.3g}" for s, mode in zip(told, (best, *others[:3]), strict=True)]
+    percent = [f"{share:.0%}" if 0.01 <= share <= 0.99 else f"{share:.2%}" for share in shares]
+    places = [f"{s} at {mode.point[worst]:.3g}" for s, mode in zip(percent, (best, *others[:3]), strict=True)]
     return (
         f"the posterior has several modes: along {labels[worst]}, of those found about {', '.join(places)}; q is of "
         "the first alone. Declare the model so that one is left: positive (pm.HalfNormal), ordered "
@@ -496,26 +493,24 @@ def _told(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:
     )
 
 
-# Why a search has not arrived, and what helps: read off where it stands ----------------------------------------------
+# Why a search has not arrived, and what helps, judged by where it stands ----------------------------------------------
 
 _ALONE = 100.0  # times the others' slope
-# A prior this wide on a log scale spans e^±30: hardly a prior, and the search begins in the middle of it.
-_FLAT = 30.0
-# Slopes, in sds of the curvature there, below which a point is level: Newton's search arrives at the same number.
-_LEVEL = 0.3
+_FLAT = 30.0  # sd of a prior on a log scale, from e^-30 to e^30, from which it is hardly a prior
+_LEVEL = 0.3  # slope in sds of the curvature below which a point is level: a search arrives with the same number
 _MANY_PRIOR_SDS = 3.0
-# Times the prior's precision: a coordinate that is known so well is pinned by a scale that goes to zero; where clients'
-# curvature has grown without bound meanwhile, less says so.
+# Precision in the prior's from which a coordinate is pinned by a scale that goes to zero; the second where clients'
+# curvature has grown without bound meanwhile.
 _PINNED, _PINNED_BEYOND = 1e12, 1e6
 _LOG = "_log__"
-ALL = "all clients"  # of a search by sums, which is of one client that stands for them
+ALL = "all clients"  # the name of the one client that stands for all in a search by sums
 
 
 def why_not_arrived(sites: Sites, state: WarmStart, search: str = "the warm start") -> str:
-    """Say that the search, so called, has not arrived, where it stands, and what helps."""
-    silent = [client_id for client_id, k in sites.where.items() if not state.has_replied[k]]
-    if silent:
-        return f"{search} needs every client once, and clients {silent[:5]} have not answered"
+    """The message of a search that has not arrived: where it stands, and what helps."""
+    missing = [client_id for client_id, k in sites.where.items() if not state.has_replied[k]]
+    if missing:
+        return f"{search} needs every client once, and clients {missing[:5]} have not answered"
     absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
     cause = (
         f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
@@ -526,7 +521,7 @@ def why_not_arrived(sites: Sites, state: WarmStart, search: str = "the warm star
 
 
 def pulls_alone(sites: Sites, x: Array) -> str:
-    """Name the client whose slope at x is far beyond the others', where q is no posterior to measure pulls in."""
+    """The client whose slope at x is far beyond the others', where q is improper and has no sds to measure pulls in."""
     if len(sites.where) < 3:
         return ""
     slopes = np.abs(sites.linear - dense(sites.precision, sites.structure) @ x)
@@ -542,15 +537,15 @@ def pulls_alone(sites: Sites, x: Array) -> str:
 
 
 def hardly_a_prior(prior: Gaussian, labels: tuple[str, ...]) -> str:
-    """Name priors on positive variables that are all but improper; empty where there are none."""
+    """Priors on positive variables that are all but improper; empty where there are none."""
     return _flat(labels, gaussian.standard_deviations(prior))
 
 
 def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[str, str]) -> str:
     """The likeliest cause, with a remedy, where `sites` are expansions at the point (m,) and nothing led on from there.
 
-    `unusable` holds the clients whose last expansion could not be used, with the reason; an empty one where the
-    client's own search failed. `earlier` holds those of which that was so at any point.
+    `unusable` has the clients whose last expansion was unusable, with the reason, empty where the client's own search
+    failed; `earlier` has those with an unusable expansion at any point.
     """
     prior = sites.prior
     spread = gaussian.standard_deviations(prior)
@@ -584,7 +579,7 @@ def _flat(labels: tuple[str, ...], spread: Array) -> str:
 
 
 def _saddle(sites: Sites, point: Array) -> str:
-    """A point that is level while the density curves upward from it: symmetric models have one at their centre."""
+    """A level point where the density curves upward: symmetric models have one at their centre."""
     values, vectors, root = _axes(sites)
     slopes = vectors.T @ (root @ (sites.q.linear - sites.q.precision @ point)) / np.sqrt(np.maximum(np.abs(values), 1))
     if values[0] >= 0 or np.abs(slopes).max() > _LEVEL:
@@ -600,7 +595,7 @@ def _saddle(sites: Sites, point: Array) -> str:
 
 
 def _collapse(sites: Sites, point: Array, away: Array, least: float) -> str:
-    """A scale that goes to zero pins what it is the scale of."""
+    """A scale that goes to zero pins the variables that it scales."""
     worst = int(np.argmax(np.abs(away)))
     known = np.diag(sites.q.precision) / np.diag(sites.prior.precision)
     known[worst] = 0.0
@@ -619,7 +614,7 @@ def _collapse(sites: Sites, point: Array, away: Array, least: float) -> str:
 
 
 def _stopped(unusable: dict[str, str]) -> str:
-    """Clients that have no expansion to give, however short the step."""
+    """Clients without a usable expansion, however short the step."""
     if not unusable:
         return ""
     reasons = list(dict.fromkeys(reason for reason in unusable.values() if reason))
@@ -645,8 +640,8 @@ def _convex(sites: Sites, point: Array) -> str:
     if values[0] >= 0:
         return ""
     axis = root.T @ vectors[:, 0]
-    own = np.einsum("kij,i,j->k", dense(sites.precision, sites.structure), axis, axis)
-    clients = [client_id for client_id, k in sites.where.items() if own[k] < 0.1 * own.min()]
+    curvature = np.einsum("kij,i,j->k", dense(sites.precision, sites.structure), axis, axis)
+    clients = [client_id for client_id, k in sites.where.items() if curvature[k] < 0.1 * curvature.min()]
     return (
         f"at {_at(sites.labels, point, _named(sites.labels, vectors[:, 0]))} the density curves upward, at "
         f"{_who(clients)} the most: it shoots up nearby, as where a local scale has a single value and may go to 0, or "
@@ -656,7 +651,7 @@ def _convex(sites: Sites, point: Array) -> str:
 
 
 def _axes(sites: Sites) -> tuple[Array, Array, Array]:
-    """Principal axes of q's precision in prior sds: eigenvalues, eigenvectors, and the way there."""
+    """Eigenvalues and eigenvectors of q's precision in prior sds, and the root that whitens it."""
     root = np.linalg.inv(np.linalg.cholesky(sites.prior.precision))
     values, vectors = np.linalg.eigh(root @ sites.q.precision @ root.T)
     return values, vectors, root
@@ -678,7 +673,7 @@ def _variable(label: str) -> str:
 
 
 def _spoken(label: str) -> str:
-    """A coordinate whose value is given: that of a positive variable is its logarithm."""
+    """A coordinate's name beside its value, which is the logarithm for a positive variable."""
     return f"log {as_declared(label)}" if _LOG in label else as_declared(label)
 
 
