@@ -282,7 +282,7 @@ def test_a_prior_that_is_not_gaussian_is_refused_where_it_is_asked_for() -> None
 
     clients = {"a": {"y": np.array([1, 4, 2])}, "b": {"y": np.array([3, 3])}}
     declared = fedppl.FederatedModel(model, shared=["rate"])
-    with pytest.raises(DeclarationError, match="prior=True, and the declared prior"):
+    with pytest.raises(DeclarationError, match="prior=True needs a Gaussian.*pm.Normal"):
         fedppl.fit(declared, clients, fedppl.Confidence(prior=True), progressbar=False)
     fit = fedppl.fit(declared, clients, fedppl.Confidence(), rounds=5, progressbar=False, random_seed=1)
     assert np.all(np.isfinite(fit.estimate["rate"]))

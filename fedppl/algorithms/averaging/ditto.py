@@ -128,7 +128,7 @@ def Ditto(
 def _update_client(
     client: ClientView, personal: _Kept, message: Message, rng: Rng, *, settings: _Settings
 ) -> ClientUpdate[DittoClientState]:
-    """FedAvg's reply, and steps on v_k towards the φ of this round."""
+    """FedAvg's reply, and steps on v_k with this round's φ."""
     phi, objective = np.asarray(message["phi"], dtype=float), client_loss(client, float(message["prior_share"]))
     before = personal and personal.local
     local, reply, info = fedavg.stepped(client, before, phi, objective, rng, settings.descent, settings.weights)
@@ -142,9 +142,9 @@ def _update_client(
 def _personal_steps(client: ClientView, v: Array, message: Message, rng: Rng, settings: _Settings) -> Array:
     """v_k after its steps on F_k + λ/2 ‖v − φ‖²."""
     objective, lam = client_loss(client, float(message["prior_share"])), settings.lam
-    held = pulled(objective, lam, np.asarray(message["phi"], dtype=float))
+    objective = pulled(objective, lam, np.asarray(message["phi"], dtype=float))
     try:
-        return descend(client, v, held, settings.own, rng)
+        return descend(client, v, objective, settings.own, rng)
     except LocalFailure as failure:
         rates = f"personal_rate={settings.own.learning_rate:g} or lam={lam:g}"
         raise LocalFailure(f"personal gradient steps diverged; lower {rates}") from failure
@@ -153,7 +153,7 @@ def _personal_steps(client: ClientView, v: Array, message: Message, rng: Rng, se
 def _draw(
     client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, settings: _Settings
 ) -> Draws:
-    """v_k; a client that has none takes its steps from φ and the local variables that suit it best."""
+    """v_k; a client that has none takes its steps from φ and the mode of its local variables there."""
     v, m = fitting_point(client, personal and personal.own), client.shared_size
     if v is None:
         phi = np.asarray(message["phi"], dtype=float)

@@ -20,11 +20,11 @@ from fedppl.numerics.pairs import inner_mode_at
 from fedppl.settings import between, described, one_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
 
-_MOST = 1e12  # rows, clients or steps that one reply may stand for
+_MOST = 1e12  # rows, clients or steps of one reply
 
 
 def weighted(value: Array, weight: float) -> dict[str, Array]:
-    """What a client sends to be averaged.
+    """A client's contribution to an average.
 
     >>> weighted(np.array([1.0, 3.0]), 2.0)
     {'weighted': array([2., 6.]), 'weight': array(2.)}
@@ -33,7 +33,7 @@ def weighted(value: Array, weight: float) -> dict[str, Array]:
 
 
 def average(total: Message) -> Array:
-    """Weighted average over the clients, from the sums of what they sent.
+    """Weighted average over the clients, from the sums of their contributions.
 
     >>> average({"weighted": np.array([2.0, 6.0]), "weight": np.array(2.0)})
     array([1., 3.])
@@ -42,7 +42,7 @@ def average(total: Message) -> Array:
 
 
 def not_positive(reply: Message, **least: float) -> str | None:
-    """Why a reply is rejected in which a number is not above the least that is given, or None.
+    """Why a reply is rejected, where a number is not above the bound given, or None.
 
     >>> not_positive({"weight": np.array(0.0)}, weight=0)
     "'weight' is 0, and must be positive"
@@ -54,7 +54,7 @@ def not_positive(reply: Message, **least: float) -> str | None:
 
 
 def not_counted(reply: Message, *names: str) -> str | None:
-    """Why a reply is rejected in which a number of rows, of clients or of steps is none, or None.
+    """Why a reply is rejected, where a number of rows, clients or steps is implausible, or None.
 
     >>> not_counted({"weight": np.array(0.5)}, "weight")
     "'weight' is 0.5, and must be a whole number from 1 to 1e+12"
@@ -67,7 +67,7 @@ def not_counted(reply: Message, *names: str) -> str | None:
 
 
 def negative(reply: Message, name: str) -> str | None:
-    """Why a reply is rejected in which a distance is negative, or None."""
+    """Why a reply is rejected, where a distance is negative, or None."""
     value = float(reply[name])
     return None if value >= 0 else f"{name!r} is {value:.3g}, and must not be negative"
 
@@ -99,7 +99,7 @@ def root_mean_square_change(before: Array, after: Array) -> float:
 
 
 class LocalClientState(NamedTuple):
-    """What a client keeps to itself beside shared parameters that travel: its local ones."""
+    """What a client keeps to itself: its local parameters."""
 
     local: Array  # (d_k,)
 
@@ -124,7 +124,7 @@ def pulled(objective: Objective, strength: float, centre: Array) -> Objective:
 
 
 def fitting_local(client: ClientView, local: Array | None) -> Array | None:
-    """A client's local variables, where it has some that fit its model."""
+    """A client's local variables, if it has any that fit its model."""
     return None if local is None or len(local) != client.local_size else local
 
 
@@ -135,7 +135,7 @@ def kept_local(client: ClientView, local: Array | None) -> tuple[Array, dict[str
 
 
 def fitting_point(client: ClientView, point: Array | None) -> Array | None:
-    """A client's own point (φ, θ_k) to go on from, where it has one that fits its model."""
+    """A client's own point (φ, θ_k) to go on from, if it has one that fits its model."""
     return None if point is None or len(point) != client.shared_size + client.local_size else np.asarray(point)
 
 
@@ -155,7 +155,7 @@ def weight_of(client: ClientView, weights: str) -> float:
 
 
 def draw_point(client: ClientView, phi: Array, local: Array | None, draws: int, chains: int) -> Draws:
-    """Equal draws of one point; where θ is not known, it is taken to the mode of p(θ | y, φ)."""
+    """Equal draws of one point; θ is the mode of p(θ | y, φ) if it is not given."""
     if local is None:
         arrived, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
         if not arrived:
@@ -252,8 +252,7 @@ def FedProx(
     .. math:: \phi_k = T \text{ gradient steps from } \phi \text{ on } F_k(\cdot) + \frac{\mu}{2} \Vert \cdot - \phi
               \Vert^2, \qquad \phi \leftarrow \frac{\sum_k n_k \phi_k}{\sum_k n_k}
 
-    F_k is the client's mean loss with its share of the prior, as in `FedAvg`. Only the shared parameters are held
-    back; local ones have nothing to be held to.
+    F_k is the client's mean loss with its share of the prior, as in `FedAvg`. The term holds shared parameters alone.
 
     Parameters
     ----------
@@ -351,7 +350,7 @@ def reject(state: Any, reply: Message) -> str | None:
 
 
 def update_server(state: AverageState, received: Received, *, tolerance: float) -> tuple[AverageState, Report]:
-    """φ is the weighted average of where the clients that replied ended."""
+    """φ is the weighted average of the replies."""
     if not received.clients:
         return state, Report(AverageInfo(np.nan, np.nan))
     total, phi = received.total, average(received.total)
@@ -374,7 +373,6 @@ def draw(client: ClientView, personal: KeptLocal, message: Message, draws: int, 
     return draw_point(client, phi, fitting_local(client, personal and personal.local), draws, chains)
 
 
-# What FedAvg and its variants have in common beside the functions above.
 REPLIES = contracts.Replies[AverageState](
     lambda state: {"weighted": state.phi.shape, "weight": (), "local_change": ()}, reject, contracts.always
 )

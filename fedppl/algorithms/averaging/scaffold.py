@@ -34,7 +34,7 @@ class ScaffoldState(NamedTuple):
     phi: Array  # (m,)
     where: Mapping[str, int]  # client id to its row
     controls: Controls
-    drifts: Array  # (K,) how far a client last went from φ and its local variables, |Δ| / (1 + |value|)
+    drifts: Array  # (K,) last distance of a client from φ and its local variables, |Δ| / (1 + |value|)
     prior_share: float  # of log p(φ) in each client's loss, 1 / K
 
 
@@ -42,7 +42,7 @@ class ScaffoldInfo(NamedTuple):
     """Diagnostics of this round."""
 
     change: float  # largest |Δφ| / (1 + |φ|)
-    drift: float  # how far the clients that replied went, in the same units
+    drift: float  # largest distance of the clients that replied, in the same units
 
 
 def SCAFFOLD(
@@ -64,10 +64,10 @@ def SCAFFOLD(
     along the client's path, so that at the fixed point of full-gradient steps Σ w_k ∇F_k = 0, whatever T and however
     the clients differ: with weights n_k this is the posterior's mode.
 
-    The server holds the c_k, in the paper the clients do, and computes them from y_k, which it gets anyway. So c is
-    the mean of the c_k in every round, whatever replies are lost, late or sent twice, and a client that lost its memory
-    is as good as any. The price: the server has to know whose reply is whose, a sum of replies is not enough. A client
-    that is asked for the first time takes plain steps, as if its c_k were c.
+    The server keeps the c_k, which clients do in the paper, and computes them from the y_k. So c is the mean of the c_k
+    in every round, whatever replies are lost, late or sent twice, and clients need no memory. In return the server has
+    to read single replies; their sum is not enough. A client that is asked for the first time takes plain steps, as if
+    its c_k were c.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
 
 
 def _broadcast(state: ScaffoldState, client_id: str) -> Message:
-    """φ, and what the client adds to its gradient."""
+    """φ, and the correction of the client's gradient."""
     return {
         "phi": state.phi,
         "correction": correction(state.controls, state.where[client_id]),
@@ -142,12 +142,12 @@ def _broadcast(state: ScaffoldState, client_id: str) -> Message:
 
 
 def _asks(layout: Layout, message: Message, *, descent: Descent) -> Asked:
-    """Where the steps begin, and where the correction alone would lead them: it is the server's to choose."""
+    """Where the steps begin, and where the correction, which the server chooses, would lead them by itself."""
     phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
     if phi.shape != (layout.size,):
         raise ValueError(f"'phi' has shape {phi.shape}")
-    led = phi + descent.learning_rate * descent.steps * added * np.array([[-1.0], [0.0], [1.0]])
-    return Asked(led, np.zeros((0, layout.size)))
+    ends = phi + descent.learning_rate * descent.steps * added * np.array([[-1.0], [0.0], [1.0]])
+    return Asked(ends, np.zeros((0, layout.size)))
 
 
 def _update_client(
@@ -208,12 +208,12 @@ class Ends(NamedTuple):
 
 
 def no_controls(clients: int, size: int) -> Controls:
-    """The ledger before anybody has replied."""
+    """The ledger before any reply."""
     return Controls(np.zeros((clients, size)), np.zeros(clients), np.zeros(size))
 
 
 def correction(controls: Controls, row: int) -> Array:
-    """c − c_k, (m,), which a client adds to its gradient; zero for one that has not replied yet."""
+    """c − c_k, (m,), which a client adds to its gradient; zero before its first reply."""
     return controls.mean - controls.each[row] if controls.weights[row] > 0 else np.zeros(len(controls.mean))
 
 
@@ -231,7 +231,7 @@ def entered(controls: Controls, ends: Ends, phi: Array, length: float | Array) -
     """The ledger with c_k = (φ − φ_k) / (T η) − (c − c_k) of the clients that replied.
 
     `length` is T η, one number or one for each of them, (R,). The first term is the mean of the corrected gradient
-    along a client's path. c is the mean of the whole ledger, computed anew, so that it cannot be anything else.
+    along a client's path. c is the mean of the whole ledger, computed anew.
     """
     each, weights = controls.each.copy(), controls.weights.copy()
     added = np.stack([correction(controls, row) for row in ends.rows])

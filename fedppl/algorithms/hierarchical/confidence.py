@@ -19,7 +19,7 @@ from fedppl.local.target import at_points, local_inference
 from fedppl.settings import between, described, flag, positive, shown
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
-# Confidences τ_j of clients around a latent centre w: what they are made of, and the sums that give w -----------------
+# Confidences τ_j of clients around a latent centre w, and the sums that give w ----------------------------------------
 
 TERMS = ("uncertainty", "deviation")
 
@@ -36,7 +36,7 @@ def terms_rule(terms: Any) -> tuple[str, ...]:
 def confidence_of(
     mean: Array, variance: Array, w: Array, terms: tuple[str, ...] = TERMS, held: tuple[float, float] = (0.0, 1.0)
 ) -> float:
-    """τ_j (eq. 8), or of one of its terms alone; `held` are strength ν and spread of what it is held near.
+    """τ_j (eq. 8), or of one of its terms alone; `held` are the strength ν and the spread that it is pulled towards.
 
     >>> confidence_of(np.array([1.0, 2.0]), np.array([0.5, 0.5]), np.array([0.0, 2.0]))
     1.0
@@ -49,7 +49,7 @@ def confidence_of(
 
 
 def ledger_sums(ledger: Array, where: Mapping[str, int], received: Received) -> tuple[Array, Array, float, int]:
-    """Ledger, Σ τ μ, Σ τ and the number of clients in them: of the replies, or of everything that is remembered."""
+    """Ledger, Σ τ μ, Σ τ and the number of clients in them: of the replies, or of the ledger if there is one."""
     if not len(ledger):
         return ledger, received.total["weighted"], float(received.total["weight"]), received.clients
     after = ledger.copy()
@@ -67,8 +67,8 @@ class ConfidenceState(NamedTuple):
     w: Array  # (d,)
     prior: Gaussian  # declared, of w
     where: Mapping[str, int]  # client id to its place
-    ledger: Array  # (K, d + 1): every client's last τ μ and τ; (0, d + 1) where nothing is remembered
-    confidence: float  # mean τ of the clients that are summed
+    ledger: Array  # (K, d + 1): every client's last τ μ and τ; (0, d + 1) without `remember`
+    confidence: float  # mean τ of the clients in the sums
 
 
 class ConfidenceInfo(NamedTuple):
@@ -166,10 +166,10 @@ def Confidence(
     first round or because it lost it, starts from `spread` and reports ``blank``; a new client finds its own τ when its
     posterior is asked for.
 
-    *When this fails.* A client whose rows do not speak against w_j = w has no finite τ_j: its confidence grows without
-    end, and w comes to rest on the client that has the *least* data. The fit then does not converge, and says so; give
-    a ``strength`` of some coordinates, or use `EP` with a declared prior for the spread. With few coordinates τ_j is a
-    variance estimated from few numbers. Mean-field variances are too small where coordinates are correlated.
+    *When this fails.* A client whose rows agree with w_j = w has no finite τ_j: its confidence grows without end, and w
+    ends at the client with the *least* data. The fit then does not converge; give a ``strength`` of some coordinates,
+    or use `EP` with a declared prior for the spread. With few coordinates τ_j is a variance estimated from few numbers.
+    Mean-field variances are too small where coordinates are correlated.
 
     References
     ----------
@@ -210,8 +210,8 @@ def _check(client: ClientView, *, settings: _Settings) -> None:
     settings.local.check(client)
     if settings.prior and not client.layout.prior_is_gaussian:
         raise DeclarationError(
-            "prior=True, and the declared prior of the shared variables is not Gaussian. Declare pm.Normal or "
-            "pm.MvNormal, or leave w its flat prior by prior=False."
+            "prior=True needs a Gaussian prior of the shared variables. Declare pm.Normal or pm.MvNormal, or leave w "
+            "its flat prior by prior=False."
         )
 
 
@@ -232,21 +232,21 @@ def _broadcast(state: ConfidenceState, client_id: str) -> Message:
     return {"w": state.w}
 
 
-def _target(client: ClientView, w: Array, confidence: float, known: _Kept, local: LocalInference) -> Target:
-    """N(w, I / τ) times the client's likelihood, near which q_j already is where it is known."""
+def _target(client: ClientView, w: Array, confidence: float, last: _Kept, local: LocalInference) -> Target:
+    """N(w, I / τ) times the client's likelihood, with the last q_j as proposal if there is one."""
     centre = Gaussian(confidence * w, confidence * np.eye(len(w)))
-    if known is None:
+    if last is None:
         return near_posterior(Target(client, centre, centre, 0.0), local)
-    return Target(client, Gaussian(known.mean / known.variance, np.diag(1.0 / known.variance)), centre, 0.0)
+    return Target(client, Gaussian(last.mean / last.variance, np.diag(1.0 / last.variance)), centre, 0.0)
 
 
 def _step(
     client: ClientView, personal: _Kept, w: Array, rng: Rng, settings: _Settings
 ) -> tuple[ConfidenceClientState, Moments]:
     """The M-step on τ_j at this w, then the E-step."""
-    known = _fitting(personal, w)
-    confidence = settings.spread**-2 if known is None else _confidence(known, w, settings)
-    moments = settings.local.tilted(_target(client, w, confidence, known, settings.local), rng)
+    last = _fitting(personal, w)
+    confidence = settings.spread**-2 if last is None else _confidence(last, w, settings)
+    moments = settings.local.tilted(_target(client, w, confidence, last, settings.local), rng)
     return ConfidenceClientState(moments.mean, np.diag(moments.covariance).copy()), moments
 
 
@@ -262,7 +262,7 @@ def _confidence(q: ConfidenceClientState, w: Array, settings: _Settings) -> floa
 def _update_client(
     client: ClientView, personal: _Kept, message: Message, rng: Rng, *, settings: _Settings
 ) -> ClientUpdate[ConfidenceClientState]:
-    """Find q_j, and say how sure it is."""
+    """Find q_j, and reply τ_j μ_j and τ_j."""
     w = np.asarray(message["w"], dtype=float)
     q, moments = _step(client, personal, w, rng, settings)
     confidence = _confidence(q, w, settings)
@@ -275,7 +275,7 @@ def _update_client(
 def _update_unreported(
     client: ClientView, personal: _Kept, message: Message, rng: Rng, *, settings: _Settings
 ) -> tuple[ConfidenceClientState, Mapping[str, float]]:
-    """Find q_j, and tell nobody."""
+    """Find q_j without a reply."""
     q, moments = _step(client, personal, np.asarray(message["w"], dtype=float), rng, settings)
     return q, moments.diagnostics
 
@@ -305,7 +305,7 @@ def _update_server(
 def _draw(
     client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, settings: _Settings
 ) -> Draws:
-    """Draws of w_j and θ_j at the final w; a new client goes on until its own τ is still."""
+    """Draws of w_j and θ_j at the final w; a new client steps until its own τ stands still."""
     w = np.asarray(message["w"], dtype=float)
     q = _fitting(personal, w) or _settled(client, w, rng, settings)
     target = _target(client, w, _confidence(q, w, settings), q, settings.local)
@@ -313,12 +313,12 @@ def _draw(
 
 
 def _settled(client: ClientView, w: Array, rng: Rng, settings: _Settings) -> ConfidenceClientState:
-    """q_j of a client that has none, found by steps until τ_j is still."""
+    """q_j of a client that has none, by steps until τ_j stands still."""
     q, _ = _step(client, None, w, rng, settings)
-    before, now = settings.spread**-2, _confidence(q, w, settings)
+    before, after = settings.spread**-2, _confidence(q, w, settings)
     for _ in range(_NEW_CLIENT_STEPS - 1):
-        if abs(np.log(now / before)) < settings.tolerance:
+        if abs(np.log(after / before)) < settings.tolerance:
             break
         q, _ = _step(client, q, w, rng, settings)
-        before, now = now, _confidence(q, w, settings)
+        before, after = after, _confidence(q, w, settings)
     return q

@@ -21,9 +21,9 @@ from fedppl.local.target import at_target, draw_target, local_inference, pack_ta
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
-_REMAINDER = 0.01  # of the mean variance, below which clients have next to nothing of their own
-_UNRESOLVED = 0.1  # of the variance that rows leave of θ: then intervals hold about half of what they say
-_FARTHEST = 1e6  # prior sds: no declared prior is as wrong as that
+_REMAINDER = 0.01  # of the mean variance, below which factors have taken up clients' own variance
+_UNRESOLVED = 0.1  # of the variance of θ given the rows, below which intervals cover about half of what they should
+_FARTHEST = 1e6  # prior sds by which no declared prior is wrong
 _ALONE = 0.01  # weight of the prior in a client's first solve
 
 
@@ -73,8 +73,9 @@ def HM1(
     Parameters
     ----------
     structure
-        Form of Ω, from `fedppl.covariance`: by default `exchangeable`, which is never much worse than no borrowing;
-        `low_rank`, `ledoit_wolf`, `trace_constrained`, or the paper's `moving_average`. Choose by `validation_loss`.
+        Form of Ω, from `fedppl.covariance`: by default `exchangeable`, which is never much worse than independent
+        clients; `low_rank`, `ledoit_wolf`, `trace_constrained`, or the paper's `moving_average`. Choose by
+        `validation_loss`.
     local
         A local inference that offers expansions; by default `NestedLaplace`.
     tolerance
@@ -99,17 +100,16 @@ def HM1(
     -----
     The server's part costs of the order of (K d)³ operations, or K d³ + (q d)³ where Ω has q factors.
 
-    Standard errors take Ω as known, and a client's likelihood for Gaussian: with 15 rows for 3 coefficients and an
-    unknown noise they were a sixth too small, with 60 rows they agree with NUTS. Draws of `Fit.client` do not take it
-    for Gaussian. An unknown noise makes a client's likelihood of θ bend outwards far from its own
-    estimate; there a fifth of the curvature that it has with the noise held is used, and diagnostic `raised` counts
-    such directions. At the end there should be none.
+    Standard errors take Ω as known, and a client's likelihood for Gaussian, which draws of `Fit.client` do not: with 15
+    rows for 3 coefficients and an unknown noise they were a sixth too small, with 60 rows they agree with NUTS. An
+    unknown noise makes a client's likelihood of θ bend outwards far from its own estimate; there a fifth of the
+    curvature at a fixed noise is used, and diagnostic `raised` counts such directions. At the end there should be none.
 
     *When this fails.* A parameter that a client's data alone hardly identify, a variance of its effects for example,
     has a likelihood that is far from quadratic: clients then fail, or Ω grows; leave such parameters local or share
-    them by `EP`. The prior is not invariant to the basis: what is unit variance for the coefficients of raw
-    powers is something else for orthogonal polynomials. Choose the basis, or the declared A, with care. It says nothing
-    of clients that did not take part: use `EP`.
+    them by `EP`. The prior is not invariant to the basis: unit variance for coefficients of raw powers is another prior
+    than for those of orthogonal polynomials. Choose the basis, or the declared A, with care. Clients that did not take
+    part have no posterior: use `EP`.
 
     References
     ----------
@@ -161,8 +161,8 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Cova
     omega, mean = structure.start(count), np.zeros((count, m))
     if int(structure.settings.get("rank", 0)) >= m:
         raise DeclarationError(
-            f"{structure.describe()}: {m} coordinates of θ cannot tell {m} or more factors apart; use a smaller rank, "
-            "or fedppl.covariance.exchangeable()."
+            f"{structure.describe()} needs more than {m} coordinates of θ; use a smaller rank, or "
+            "fedppl.covariance.exchangeable()."
         )
     # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such factors.
     weights = np.full(count, _ALONE)
@@ -197,7 +197,7 @@ def _asks(layout: Layout, message: Message) -> Asked:
 def _update_client(
     client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference, report: tuple[str, ...]
 ) -> ClientUpdate[None]:
-    """Solve for θ_k given the others; what is sent is the likelihood's expansion there. Clients keep no state."""
+    """Solve for θ_k given the others, and reply the likelihood's expansion there. Clients keep no state."""
     start, pull = (np.asarray(message[name], dtype=float) for name in ("start", "pull"))
     linear, precision, phi, info = mode_given(client, local, start, pull, float(message["weight"]))
     if report:
@@ -227,7 +227,7 @@ def _reject(state: HM1State, reply: Message) -> str | None:
 def _update_server(
     state: HM1State, received: Received, *, structure: Covariance, tolerance: float
 ) -> tuple[HM1State, Report]:
-    """Replace the factors that came, estimate Ω, solve for all clients."""
+    """Replace the factors of the replies, estimate Ω, solve for all clients."""
     if not received.clients:
         return state, Report(HM1Info(np.nan, np.nan))
     linear, precision, has_replied = state.linear.copy(), state.precision.copy(), state.has_replied.copy()
@@ -266,15 +266,15 @@ def _update_server(
 
 
 def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:
-    """A word of caution where factors, one or several, have taken up nearly everything: δ is all but zero.
+    """A warning where factors have taken up nearly all variance, so that δ is all but zero.
 
-    Beside the mean of all, or beside what clients' rows leave unknown of θ: that is so however far θ is from its prior.
+    δ is compared with the mean variance, and with that of θ given a client's rows, however far θ is from its prior.
     """
     if "rank" not in structure.settings:  # an exchangeable Ω has one direction, which no data choose
         return ""
     mean = float(np.trace(omega.matrix)) / len(omega.matrix)
-    unknown = 1.0 / max(float(np.median(np.trace(precision, axis1=1, axis2=2))) / precision.shape[1], 1e-300)
-    if omega.remainder > _REMAINDER * mean and omega.remainder > _UNRESOLVED * unknown:
+    given_rows = 1.0 / max(float(np.median(np.trace(precision, axis1=1, axis2=2))) / precision.shape[1], 1e-300)
+    if omega.remainder > _REMAINDER * mean and omega.remainder > _UNRESOLVED * given_rows:
         return ""
     return (
         f"standard errors may be far too small: {structure.describe()} leaves clients a variance of "
@@ -292,7 +292,7 @@ _STALLED = Report(
 
 
 def _final_message(state: HM1State, client_id: str) -> Message:
-    """θ_k's posterior, and the same without the client's own factor."""
+    """θ_k's posterior, and its cavity without the client's own factor."""
     k = row_of(state.where, client_id)
     marginal = gaussian.from_moments(state.mean[k], state.covariance[k])
     cavity = gaussian.quotient(marginal, Gaussian(state.linear[k], state.precision[k]))
@@ -302,7 +302,7 @@ def _final_message(state: HM1State, client_id: str) -> Message:
 
 
 def _details(state: HM1State) -> contracts.Details:
-    """Θ with standard errors, Ω, and the correlations it holds."""
+    """Θ with standard errors, Ω, and its correlations."""
     root = state.frame.root
     sd = np.sqrt(np.diagonal(state.omega.matrix))
     spread = np.einsum("ij,kjl,il->ki", root, state.covariance, root)
@@ -336,38 +336,38 @@ def posterior(linear: Array, precision: Array, omega: Omega) -> Coupled:
 
 
 def _dense(linear: Array, precision: Array, omega: Array) -> Coupled:
-    """Through the K d x K d precision: K² d² numbers, of the order of (K d)³ operations."""
+    """By the K d x K d precision: K² d² numbers, of the order of (K d)³ operations."""
     count, size = linear.shape
     joint = np.einsum("kl,ij->kilj", np.linalg.inv(omega), np.eye(size))
     joint[np.arange(count), :, np.arange(count), :] += precision
     covariance = np.linalg.inv(joint.reshape(count * size, -1)).reshape(count, size, count, size)
     mean = np.einsum("kilj,lj->ki", covariance, linear)
-    own = covariance[np.arange(count), :, np.arange(count), :]
-    return Coupled(mean, _symmetric(own), (np.einsum("kili->kl", covariance) + mean @ mean.T) / size)
+    of_clients = covariance[np.arange(count), :, np.arange(count), :]
+    return Coupled(mean, _symmetric(of_clients), (np.einsum("kili->kl", covariance) + mean @ mean.T) / size)
 
 
 def _low_rank(linear: Array, precision: Array, omega: Omega) -> Coupled:
-    """Through the common factors: θ_k = Z u_k + e_k, Z (d, q) standard normal, e_k ~ N(0, δ I).
+    """By the common factors: θ_k = Z u_k + e_k, Z (d, q) standard normal, e_k ~ N(0, δ I).
 
-    Given Z the clients are independent, so that all that is inverted are K matrices of size d and one of size q d.
+    Given Z the clients are independent: only K matrices of size d and one of size q d are inverted.
     """
     count, size = linear.shape
     delta, U = omega.remainder, omega.factor
-    own = np.linalg.inv(precision + np.eye(size) / delta)  # of θ_k given Z
-    free = np.einsum("kij,kj->ki", own, linear)
-    pull = own / delta  # d E[θ_k | Z] / d (Z u_k)
+    given = np.linalg.inv(precision + np.eye(size) / delta)  # covariances of θ_k given Z
+    free = np.einsum("kij,kj->ki", given, linear)
+    pull = given / delta  # d E[θ_k | Z] / d (Z u_k)
     rank = U.shape[1]
-    # Precision of vec Z: I + Σ_k (u_k u_kᵀ) ⊗ (I − pull_k) / δ, where I − pull_k = own_k H_k
-    known = np.einsum("kij,kjl->kil", own, precision) / delta
-    core = np.einsum("ka,kb,kij->aibj", U, U, _symmetric(known)).reshape(rank * size, rank * size)
+    # Precision of vec Z: I + Σ_k (u_k u_kᵀ) ⊗ (I − pull_k) / δ, where I − pull_k = given_k H_k
+    shares = np.einsum("kij,kjl->kil", given, precision) / delta
+    core = np.einsum("ka,kb,kij->aibj", U, U, _symmetric(shares)).reshape(rank * size, rank * size)
     root = np.linalg.inv(np.linalg.cholesky(core + np.eye(rank * size))) if rank else np.zeros((0, 0))
     center = root.T @ (root @ np.einsum("ka,ki->ai", U, free / delta).ravel())
     loading = np.einsum("ka,kij->kiaj", U, pull).reshape(count, size, rank * size)  # of θ_k on vec Z
     mean = free + loading @ center
-    half = loading @ root.T  # its outer product is what Z adds to the covariances
-    covariance = own + half @ np.swapaxes(half, 1, 2)
+    half = loading @ root.T  # its outer product is the covariance by Z
+    covariance = given + half @ np.swapaxes(half, 1, 2)
     flat = half.reshape(count, -1)
-    traces = flat @ flat.T + np.diag(np.trace(own, axis1=1, axis2=2))
+    traces = flat @ flat.T + np.diag(np.trace(given, axis1=1, axis2=2))
     return Coupled(mean, _symmetric(covariance), (traces + mean @ mean.T) / size)
 
 
@@ -378,7 +378,7 @@ def _symmetric(matrices: Array) -> Array:
 def estimate(
     linear: Array, precision: Array, omega: Omega, structure: Covariance, *, tolerance: float = 1e-5, limit: int = 200
 ) -> tuple[Omega, Coupled]:
-    """Ω by expectation maximisation, on factors that stay as they are: this costs no communication."""
+    """Ω by expectation maximisation, with fixed factors and so without communication."""
     coupled = posterior(linear, precision, omega)
     dense = np.isnan(structure.update(omega, coupled.mean, coupled.moment).remainder)
     repeats = 1 if not structure.to_the_end else (10 if dense else limit)

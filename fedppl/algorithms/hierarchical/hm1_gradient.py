@@ -1,6 +1,6 @@
 """FedLin's Algorithm 1 as written: HM1 by local gradient steps and a shrinkage step, Ω by a moving average.
 
-Kept for comparison and for models too large for `HM1`: its prior is over-weighted, see the notes of `HM1Gradient`.
+It is for comparison and for models too large for `HM1`: its prior is over-weighted, see the notes of `HM1Gradient`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedppl.numerics.pairs import difference_hessian, inner_mode_at
 from fedppl.settings import between, described, one_of, positive
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
 
-_DIVERGED = 1e8  # in declared prior sds: nobody's parameters are there
+_DIVERGED = 1e8  # declared prior sds from which parameters have diverged
 
 
 class HM1GradientState(NamedTuple):
@@ -99,10 +99,10 @@ def HM1Gradient(
 
     Notes
     -----
-    *When this fails.* Often, with ``prior_step="explicit"``. One shrinkage step stands against T data steps and σ² is
-    in neither, so that its fixed point is no posterior mode: it shrinks too much where noise is small. The shrinkage
-    is stable only while η is below the smallest eigenvalue of Ω, which goes to zero like (1 − α)^C when K is larger
-    than d. `HM1` has none of this. A run that diverges ends as "stalled" and says which setting to change.
+    *When this fails.* Often, with ``prior_step="explicit"``. There is one shrinkage step for T data steps, and σ² is in
+    neither, so that the fixed point is no posterior mode: it shrinks too much where noise is small. The shrinkage is
+    stable only while η is below the smallest eigenvalue of Ω, which goes to zero like (1 − α)^C when K is larger than
+    d. `HM1` has neither problem. A run that diverges ends as "stalled" and says which setting to change.
 
     References
     ----------
@@ -140,8 +140,8 @@ def _start(layout: Layout) -> tuple[Array, float]:
     variance = float(frame.root[0, 0] ** 2)
     if not np.allclose(frame.root, frame.root[0, 0] * np.eye(layout.size), rtol=1e-9, atol=1e-12):
         raise DeclarationError(
-            "Algorithm 1 has no covariance between coordinates: declare the shared variables with one sd and without "
-            "correlation, as pm.Normal(0, 1) has, and scale the predictors instead; or use fedppl.HM1()."
+            "Algorithm 1 needs shared variables with one sd and without correlation, as pm.Normal(0, 1) has. Declare "
+            "them so and scale the predictors instead, or use fedppl.HM1()."
         )
     return frame.center, variance
 
@@ -181,7 +181,7 @@ def _update_client(
 def _update_server(
     state: HM1GradientState, received: Received, *, alpha: float, explicit: bool, tolerance: float
 ) -> tuple[HM1GradientState, Report]:
-    """Put the columns in place, shrink them all at once if that is the server's part, and average Ω."""
+    """Put the columns in place, shrink them all at once with the proximal step, and average Ω."""
     if not received.clients:
         return state, Report(HM1GradientInfo(np.nan, np.nan))
     eta, steps = state.theta - state.center, np.zeros(len(state.where))  # no data steps at clients without a reply
@@ -222,17 +222,17 @@ def _details(state: HM1GradientState) -> contracts.Details:
 
 # A client's exact solve: the mode of its parameters given a Gaussian prior, and its likelihood's expansion there ------
 
-_LEAST = 0.2  # at modes this is met: a factor's curvature there is near that with the local variables held
+_LEAST = 0.2  # of the curvature at fixed local variables, near which a factor's curvature is at its mode
 
 
 class Frame(NamedTuple):
-    """The declared prior N(μ₀, L Lᵀ), in whose units η = L⁻¹(θ − μ₀) all is computed."""
+    """The declared prior N(μ₀, L Lᵀ), which whitens θ: η = L⁻¹(θ − μ₀)."""
 
     center: Array  # μ₀, (m,)
     root: Array  # L, (m, m)
 
     def colour(self, g: Gaussian) -> Gaussian:
-        """Take a Gaussian of η to that of θ."""
+        """The Gaussian of θ by that of η."""
         inverse = np.linalg.inv(self.root)
         precision = inverse.T @ g.precision @ inverse
         return Gaussian(inverse.T @ g.linear + precision @ self.center, (precision + precision.T) / 2)
@@ -250,11 +250,11 @@ def frame_of(layout: Layout) -> Frame:
 
 
 def row_of(where: Mapping[str, int], client_id: str) -> int:
-    """The place of a client that took part; no other one has parameters."""
+    """The place of a client that took part; others have no parameters."""
     if client_id not in where:
         raise DeclarationError(
-            f"client {client_id!r} did not take part, and HM1 says nothing of such clients (FedLin, section 4); fit "
-            "again with it, or use fedppl.EP() with a hierarchical prior."
+            f"client {client_id!r} did not take part, and HM1 has no parameters of it; fit again with it, or use "
+            "fedppl.EP() with a hierarchical prior."
         )
     return where[client_id]
 
@@ -306,23 +306,23 @@ def mode_given(
 
 
 def _curvature_given_local(client: ClientView, phi: Array) -> Array:
-    """−∂² log p(y, θ | φ) / ∂φ² at φ and the mode of the local variables θ there, which stay where they are."""
+    """−∂² log p(y, θ | φ) / ∂φ² at φ and the mode of the local variables θ there, which are fixed."""
     x = np.concatenate([phi, _local_mode(client, phi)])
     m = len(phi)
     return np.asarray(-difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m])
 
 
 def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
-    """Raise curvature to at least `_LEAST` of the reference in every direction; how many were raised.
+    """Raise curvature to at least `_LEAST` of the reference in every direction, and count the raised ones.
 
-    An unknown noise makes tails like those of Student's t: away from the client's own estimate they bend outwards. As a
-    factor that has no curvature, or none that is positive, they would pull without end.
+    An unknown noise gives tails like those of Student's t, which bend outwards away from the client's own estimate. A
+    factor without positive curvature would pull without end.
     """
     values, axes = np.linalg.eigh(reference)
     scale = float(np.abs(values).max())
-    seen = np.abs(values) > 1e-10 * scale  # elsewhere the data say nothing
-    root = axes[:, seen] * np.sqrt(np.abs(values[seen]))
-    back = axes[:, seen] / np.sqrt(np.abs(values[seen]))
+    informed = np.abs(values) > 1e-10 * scale  # the data have no information in the other directions
+    root = axes[:, informed] * np.sqrt(np.abs(values[informed]))
+    back = axes[:, informed] / np.sqrt(np.abs(values[informed]))
     relative, directions = np.linalg.eigh(back.T @ curvature @ back)
     root = root @ directions
     precision = (root * np.maximum(relative, _LEAST)) @ root.T
@@ -338,7 +338,7 @@ def _local_mode(client: ClientView, phi: Array) -> Array:
 
 
 def _attempt(client: ClientView, local: LocalInference, phi: Array) -> Expansion | None:
-    """The expansion, or None where there is none: a shorter step is tried then."""
+    """The expansion, or None where there is none, so that a shorter step is tried."""
     assert local.expand is not None
     try:
         expansion = local.expand(client, phi, 0.0)
@@ -353,6 +353,6 @@ def reported(client: ClientView, names: tuple[str, ...], phi: Array, theta: Arra
     values = client.constrain(phi[None], at[None])
     for name in names:
         if name not in values or np.size(values[name]) != 1:
-            scalars = [known for known, value in values.items() if np.size(value) == 1]
+            scalars = [scalar for scalar, value in values.items() if np.size(value) == 1]
             raise DeclarationError(f"report names {name!r}, but scalar local variables are {scalars}.")
     return {name: float(np.ravel(values[name])[0]) for name in names}

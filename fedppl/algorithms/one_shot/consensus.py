@@ -32,7 +32,7 @@ class ConsensusState(NamedTuple):
 
     @property
     def draws(self) -> Array:
-        """The combined draws (S, m) on the unconstrained space; none while nobody has replied."""
+        """The combined draws (S, m) on the unconstrained space; none before any reply."""
         if not self.included:
             return np.zeros((0, self.weighted.shape[1]))
         return np.asarray(np.linalg.solve(gaussian.unpack_triangle(self.weight), self.weighted.T).T)
@@ -45,7 +45,7 @@ class ConsensusInfo(NamedTuple):
 
 
 class ConsensusClientState(NamedTuple):
-    """What a client keeps to itself: what it has sent, to send the same when it is asked again."""
+    """What a client keeps to itself: its reply, to send the same again."""
 
     weighted: Array  # (S, m)
     weight: Array  # packed W_k
@@ -68,9 +68,9 @@ def ConsensusMonteCarlo(
               \phi_{k,s} \sim f_k(\phi)\, p(\phi)^{1/K}, \qquad W_k = \widehat{\mathrm{Cov}}(\phi_{k,\cdot})^{-1}
 
     Exact up to Monte Carlo error where every f_k is Gaussian. The server reads each reply, since a client counts once,
-    and keeps their sums only. Draws of clients are independent, so the covariance of the φ_s is (Σ W_k)⁻¹:
-    ``fit.posterior`` has it, with the draws' mean, and leaves out the products of clients' errors, which are noise. The
-    φ_s themselves are ``fit.state.draws``, and their skewness is ``fit.idata["fit"]["skewness"]``.
+    and keeps their sums only. Draws of clients are independent, so that the φ_s have covariance (Σ W_k)⁻¹:
+    ``fit.posterior`` has it, with the draws' mean. The φ_s are ``fit.state.draws``, and their skewness is
+    ``fit.idata["fit"]["skewness"]``.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def _update_client(
 def _drawn(
     client: ClientView, message: Message, rng: Rng, settings: _Settings
 ) -> tuple[ConsensusClientState, Mapping[str, float]]:
-    """Draws, their precision, and what the local inference says of them."""
+    """Weighted draws with their precision, and the diagnostics of the local inference."""
     target = near_posterior(unpack_target(client, message), settings.local)
     sample = settings.local.draw(target, settings.draws, 1, rng)
     try:
@@ -165,7 +165,7 @@ def _drawn(
 
 
 def _reject(state: ConsensusState, reply: Message) -> str | None:
-    """A weight is a positive definite matrix, and somebody's."""
+    """A weight is a positive definite matrix of at least one client."""
     weight = Gaussian(np.zeros(state.weighted.shape[1]), gaussian.unpack_triangle(np.asarray(reply["weight"], float)))
     if not gaussian.is_proper(weight):
         return f"'weight' is not positive definite (smallest eigenvalue {np.linalg.eigvalsh(weight.precision)[0]:.3g})"
@@ -174,7 +174,7 @@ def _reject(state: ConsensusState, reply: Message) -> str | None:
 
 
 def _update_server(state: ConsensusState, received: Received) -> tuple[ConsensusState, Report]:
-    """Add up replies of those who have not replied before; in the order of their ids, for equal digits."""
+    """Add the replies of clients that have not replied before, in the order of their ids, so that digits are equal."""
     new = [name for name in sorted(received.each) if name not in state.replied]
     if not new:
         return state, Report(ConsensusInfo(state.included))
@@ -196,8 +196,8 @@ def _update_server(state: ConsensusState, received: Received) -> tuple[Consensus
 
 def _posterior(state: ConsensusState) -> Gaussian:
     """The combined draws' mean and the covariance of their average; for clients that are missing, the prior's part."""
-    said = Gaussian(state.weighted.mean(axis=0), gaussian.unpack_triangle(state.weight))
-    return gaussian.product(gaussian.power(state.prior, max(0.0, 1.0 - state.included / len(state.clients))), said)
+    combined = Gaussian(state.weighted.mean(axis=0), gaussian.unpack_triangle(state.weight))
+    return gaussian.product(gaussian.power(state.prior, max(0.0, 1.0 - state.included / len(state.clients))), combined)
 
 
 def _skewness(draws: Array) -> Array:
@@ -215,9 +215,9 @@ def _final_message(state: ConsensusState, client_id: str) -> Message:
 def _draw(
     client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, settings: _Settings
 ) -> Draws:
-    """Draws of (φ, θ_k) from f_k and what q has of the others: q without what this client said.
+    """Draws of (φ, θ_k) from f_k and q without the client's own reply.
 
-    The client knows that; where it has lost it, it draws again, which is right up to Monte Carlo error.
+    A client that has lost its reply draws anew, which is right up to Monte Carlo error.
     """
     target = unpack_target(client, message)
     q, part = target.global_, target.cavity
@@ -225,8 +225,8 @@ def _draw(
     if float(message["took_part"]):
         if personal is None or personal.weighted.shape != (settings.draws, client.shared_size):
             personal, _ = _drawn(client, pack_target(part, part, target.prior_share), rng, settings)
-        said = Gaussian(personal.weighted.mean(axis=0), gaussian.unpack_triangle(personal.weight))
-        cavity = gaussian.product(gaussian.quotient(q, said), part)
+        reply = Gaussian(personal.weighted.mean(axis=0), gaussian.unpack_triangle(personal.weight))
+        cavity = gaussian.product(gaussian.quotient(q, reply), part)
     return settings.local.draw(target._replace(cavity=cavity), draws, chains, rng)
 
 

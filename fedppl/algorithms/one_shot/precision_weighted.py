@@ -20,7 +20,7 @@ from fedppl.types import Layout, Message, Rng, Status
 
 
 class PrecisionWeightedState(NamedTuple):
-    """What the server knows: the ledger of what clients said of φ, and who has said something."""
+    """What the server knows: the ledger of sites, and which clients have replied."""
 
     sites: Sites  # client's reply / p(φ)^(1/K); zero for a client that has not replied yet
     has_replied: NDArray[np.bool_]  # (K,)
@@ -39,9 +39,9 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
     .. math:: Q_k = \Sigma_k^{-1}, \quad r_k = \Sigma_k^{-1} \mu_k, \qquad
               Q = \sum_k Q_k, \quad r = \sum_k r_k, \qquad q = N(Q^{-1} r, Q^{-1})
 
-    with the moments (μ_k, Σ_k) of f_k(φ) p(φ)^(1/K). Exact where every f_k is Gaussian. A client counts once: what it
-    says again in a later round changes nothing. While clients are missing, p(φ)^(1/K) stands in for each of them, so
-    that q has the whole prior always; without them q is the posterior of the data heard.
+    with the moments (μ_k, Σ_k) of f_k(φ) p(φ)^(1/K). Exact where every f_k is Gaussian. A client counts once: its
+    replies in later rounds change nothing. p(φ)^(1/K) stands for each client that is missing, so that q is the
+    posterior of the others' data, with the whole prior.
 
     Parameters
     ----------
@@ -54,13 +54,12 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
 
     Notes
     -----
-    The server keeps what each client said, so that a client can be told everything but its own part (its cavity) when
-    it draws θ_k. q itself is the sum of the replies, and of p(φ)^(1/K) for those missing.
+    The server keeps each client's reply, so that a client can get its cavity when it draws θ_k.
 
-    *When this fails.* A client that knows little by itself has a wide posterior, often skewed and far from the joint
-    one, and a Gaussian matched there is wrong where the joint posterior lies: scale parameters (τ) of small clients are
-    the rule, not the exception. `EP` matches it in the right place. With a prior that is not Gaussian its K-th root may
-    be far from its Gaussian part.
+    *When this fails.* A client with few data has a wide posterior, often skewed and far from the joint one, and a
+    Gaussian matched there is wrong where the joint posterior lies: so with scale parameters (τ) of small clients.
+    `EP` matches it in the right place. With a prior that is not Gaussian its K-th root may be far from its Gaussian
+    part.
 
     References
     ----------
@@ -117,23 +116,23 @@ def _natural(reply: Message) -> Gaussian:
 
 def _reject(state: PrecisionWeightedState, reply: Message) -> str | None:
     """A posterior has a positive definite precision."""
-    said = _natural(reply)
-    if gaussian.is_proper(said):
+    posterior = _natural(reply)
+    if gaussian.is_proper(posterior):
         return None
-    smallest = np.linalg.eigvalsh(said.precision)[0]
+    smallest = np.linalg.eigvalsh(posterior.precision)[0]
     return f"'precision' is not positive definite (smallest eigenvalue {smallest:.3g})"
 
 
 def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[PrecisionWeightedState, Report]:
-    """Add what clients say that have not replied before."""
+    """Add the replies of clients that have not replied before."""
     sites, has_replied = state.sites, state.has_replied.copy()
     part = gaussian.power(sites.prior, 1.0 / len(has_replied))  # of p(φ) in each reply
     linear, precision = sites.linear.copy(), sites.precision.copy()
     for client_id, reply in received.each.items():
         k = sites.where[client_id]
         if not has_replied[k]:
-            said = gaussian.quotient(_natural(reply), part)
-            linear[k], precision[k] = said.linear, _sites.in_structure(said.precision, sites.structure)
+            site = gaussian.quotient(_natural(reply), part)
+            linear[k], precision[k] = site.linear, _sites.in_structure(site.precision, sites.structure)
             has_replied[k] = True
     done, count = bool(np.all(has_replied)), int(np.sum(has_replied))
     if np.array_equal(has_replied, state.has_replied):

@@ -33,7 +33,7 @@ _NEWTON_STEPS = 50
 
 
 class SeparateState(NamedTuple):
-    """What the server knows: the declared prior, and who has answered."""
+    """What the server knows: the declared prior, and which clients have answered."""
 
     prior: Gaussian
     prior_share: float
@@ -90,7 +90,7 @@ def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[Sepa
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateState:
-    """Nobody has answered yet."""
+    """No answers yet."""
     return SeparateState(
         prior=layout.prior,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0,
@@ -105,15 +105,15 @@ def _broadcast(state: SeparateState, client_id: str) -> Message:
 
 
 def alone(prior: Gaussian, prior_share: float, clients: int) -> Message:
-    """What a client needs for its posterior under its part of the prior: p(φ)^(1/K), or its Gaussian part."""
+    """The target of a client's posterior under its part of the prior: p(φ)^(1/K), or its Gaussian part."""
     part = gaussian.power(prior, 1.0 / clients)
     return pack_target(part, part, prior_share)
 
 
 def near_posterior(target: Target, local: LocalInference) -> Target:
-    """The target with a global q near its tilted distribution: a prior is a poor proposal where data are strong.
+    """The target with a global q near its tilted distribution, as a prior is a poor proposal where data are strong.
 
-    A Laplace approximation by `EP`'s warm start for this one client; the target itself where the local inference
+    q is a Laplace approximation by `EP`'s warm start for this one client. The target stays where the local inference
     offers no expansions, and needs no proposal, or the search finds no mode.
     """
     client = target.client
@@ -136,13 +136,13 @@ def near_posterior(target: Target, local: LocalInference) -> Target:
 def _update_client(
     client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference
 ) -> ClientUpdate[None]:
-    """Compute the client's moments, of which only the diagnostics leave it."""
+    """Compute the client's moments; only their diagnostics leave it."""
     moments = local.tilted(near_posterior(unpack_target(client, message), local), rng)
     return ClientUpdate(None, {}, moments.diagnostics)
 
 
 def _update_server(state: SeparateState, received: Received) -> tuple[SeparateState, Report]:
-    """Note who has answered."""
+    """Note which clients have answered."""
     has_replied = state.has_replied.copy()
     has_replied[[state.where[client_id] for client_id in received.each]] = True
     done, count = bool(np.all(has_replied)), int(np.sum(has_replied))
@@ -164,7 +164,7 @@ def _draw(
 
 
 class SeparateSGDState(NamedTuple):
-    """What the server knows: how far each client last moved."""
+    """What the server knows: each client's last move."""
 
     where: Mapping[str, int]  # client id to its place
     changes: Array  # (K,) largest |Δ| / (1 + |v|), infinite for a client that has not replied yet
@@ -247,7 +247,7 @@ def SeparateSGD(
 
 
 def _sgd_init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateSGDState:
-    """Nobody has replied yet."""
+    """No replies yet."""
     where = {client_id: k for k, client_id in enumerate(clients)}
     return SeparateSGDState(where, np.full(len(clients), np.inf), 0)
 
@@ -255,12 +255,12 @@ def _sgd_init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateSGD
 def _sgd_update_client(
     client: ClientView, personal: _Kept, message: Message, rng: Rng, *, descent: Descent
 ) -> ClientUpdate[SeparateSGDClientState]:
-    """Steps from where the client stands."""
-    own = fitting_point(client, personal and personal.own)
-    before = _first_point(client) if own is None else own
+    """Steps from the client's last point."""
+    last = fitting_point(client, personal and personal.own)
+    before = _first_point(client) if last is None else last
     after = descend(client, before, client_loss(client, 1.0), descent, rng)
     reply = {"change": np.array(relative_change(before, after))}
-    return ClientUpdate(SeparateSGDClientState(after), reply, {} if own is not None else {"blank": 1.0})
+    return ClientUpdate(SeparateSGDClientState(after), reply, {} if last is not None else {"blank": 1.0})
 
 
 def _first_point(client: ClientView) -> Array:
@@ -268,7 +268,7 @@ def _first_point(client: ClientView) -> Array:
 
 
 def _sgd_update(state: SeparateSGDState, received: Received, *, tolerance: float) -> tuple[SeparateSGDState, Report]:
-    """Note how far the clients moved."""
+    """Note the clients' moves."""
     if not received.clients:
         return state, Report(SeparateSGDInfo(np.nan))
     changes = state.changes.copy()
@@ -286,7 +286,7 @@ def _sgd_update(state: SeparateSGDState, received: Received, *, tolerance: float
 def _sgd_draw(
     client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, descent: Descent
 ) -> Draws:
-    """v_k; a client that has none takes the steps of as many rounds as there were, one at least."""
+    """v_k; a client that has none takes the steps of all rounds so far, of one at least."""
     v, m = fitting_point(client, personal and personal.own), client.shared_size
     if v is None:
         all_rounds = descent._replace(steps=max(1, int(message["rounds"])) * descent.steps)
