@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from fedppl.algorithms.ep.correction import Correction
     from fedppl.algorithms.ep.ep import EP
     from fedppl.algorithms.ep.private import PrivateEP
-    from fedppl.algorithms.ep.warm_up import warm_up
     from fedppl.algorithms.hierarchical.confidence import Confidence
     from fedppl.algorithms.hierarchical.hm1 import HM1
     from fedppl.algorithms.hierarchical.hm1_gradient import HM1Gradient
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from fedppl.run.one_round import Round, all_clients, bernoulli, fixed_size
     from fedppl.run.refits import Withdrawal, calibrate, without
     from fedppl.search.validation import holdout, validation_loss
+    from fedppl.testing import warm_up
     from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
@@ -144,7 +144,6 @@ _NAMES = {
         "algorithms.ep.correction": "Correction",
         "algorithms.ep.ep": "EP",
         "algorithms.ep.private": "PrivateEP",
-        "algorithms.ep.warm_up": "warm_up",
         "algorithms.hierarchical.confidence": "Confidence",
         "algorithms.hierarchical.hm1": "HM1",
         "algorithms.hierarchical.hm1_gradient": "HM1Gradient",
@@ -172,6 +171,7 @@ _NAMES = {
         "run.one_round": "Round all_clients bernoulli fixed_size",
         "run.refits": "Withdrawal calibrate without",
         "search.validation": "holdout validation_loss",
+        "testing": "warm_up",
         "types": "ConvergenceWarning DataError DeclarationError NotConvergedError Status",
     }.items()
     for name in names.split()
