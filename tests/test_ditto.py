@@ -39,9 +39,9 @@ def test_personal_parameters_end_at_their_closed_form(lam: float) -> None:
     for client_id, (A, b, _) in zip(clients, pooled.losses(clients), strict=True):
         kept = fit.personal[client_id]
         v = np.linalg.solve(A + lam * np.eye(2), b + lam * phi)
-        assert_allclose(kept.own, v, atol=1e-5)
+        assert_allclose(kept.point, v, atol=1e-5)
         drawn = fit.client(client_id, draws=3, chains=2)["posterior"]["mu"].values
-        assert_array_equal(drawn, np.broadcast_to(kept.own, (2, 3, 2)))
+        assert_array_equal(drawn, np.broadcast_to(kept.point, (2, 3, 2)))
         if lam == 300.0:
             assert np.max(np.abs(v - phi)) < 0.05
         if lam == 0.0:
@@ -64,7 +64,7 @@ def test_a_round_of_personal_steps_follows_its_closed_form() -> None:
             v[client_id] = pooled.after_steps(A + 0.6 * np.eye(2), b + 0.6 * phi, start, 0.08, 3)
             update = algorithm.update_client(client, personal[client_id], message, stream((1,)))
             personal[client_id] = update.personal
-            assert_allclose(personal[client_id].own, v[client_id], atol=1e-10)
+            assert_allclose(personal[client_id].point, v[client_id], atol=1e-10)
         phi = step.state.phi
 
 
@@ -75,7 +75,7 @@ def test_only_shared_coordinates_are_pulled() -> None:
     fit = fitted(model, clients, algorithm)
     mu, a = fit.state.phi[:2], fit.state.phi[2]
     for client_id, d in clients.items():
-        own = fit.personal[client_id].own
+        own = fit.personal[client_id].point
         assert_allclose(own[:3], fit.state.phi, atol=0.02)
         beta = np.linalg.solve(d["X"].T @ d["X"] + 4 * np.eye(2), d["X"].T @ (d["y"] - a) + 4 * mu)
         assert_allclose(own[3:], beta, atol=0.03)
@@ -104,7 +104,7 @@ def test_nothing_personal_is_in_a_message() -> None:
         for name in update.reply:
             assert_array_equal(update.reply[name], theirs.reply[name])
     kept = [update.personal for update in answers]
-    assert np.max(np.abs(kept[0].own - kept[1].own)) > 0.1
+    assert np.max(np.abs(kept[0].point - kept[1].point)) > 0.1
 
 
 def test_a_blank_client_starts_from_phi_and_says_so() -> None:
@@ -118,7 +118,7 @@ def test_a_blank_client_starts_from_phi_and_says_so() -> None:
     for nothing in (None, DittoClientState(np.zeros(0), np.zeros(7))):  # of another model, say
         personal, _, info = algorithm.update_client(client, nothing, message, stream((1,)))
         assert info == {"blank": 1.0}
-        assert_allclose(personal.own, exact, atol=1e-12)
+        assert_allclose(personal.point, exact, atol=1e-12)
     assert algorithm.update_client(client, personal, message, stream((2,)))[2] == {}
 
 

@@ -150,9 +150,9 @@ def test_each_client_ends_at_the_mode_of_its_own_posterior() -> None:
     assert fit.status is Status.CONVERGED
     for client_id, d in clients.items():
         exact = np.linalg.solve(d["X"].T @ d["X"] + pooled.PRIOR, d["X"].T @ d["y"])
-        assert_allclose(fit.personal[client_id].own, exact, atol=1e-7)
+        assert_allclose(fit.personal[client_id].point, exact, atol=1e-7)
         drawn = fit.client(client_id, draws=2, chains=3)["posterior"]["mu"].values
-        assert_array_equal(drawn, np.broadcast_to(fit.personal[client_id].own, (3, 2, 2)))
+        assert_array_equal(drawn, np.broadcast_to(fit.personal[client_id].point, (3, 2, 2)))
         fresh = fit.new_client(d, draws=1, chains=1)["posterior"]["mu"].values[0, 0]
         assert_allclose(fresh, exact, atol=1e-7)
 
@@ -164,7 +164,7 @@ def test_local_variables_end_at_the_joint_mode() -> None:
     assert fit.status is Status.CONVERGED
     for client_id, d in clients.items():
         exact, _ = problems.regression_joint(d, problems.REGRESSION_PRIOR)
-        assert_allclose(fit.personal[client_id].own, exact, atol=1e-5)
+        assert_allclose(fit.personal[client_id].point, exact, atol=1e-5)
 
 
 def test_sgd_has_a_prior_that_is_not_gaussian_in_full() -> None:
@@ -175,7 +175,7 @@ def test_sgd_has_a_prior_that_is_not_gaussian_in_full() -> None:
         exact = minimize_scalar(
             lambda u, of=alone: -pooled.spread_log_density(of, u), (0, 1), options={"xtol": 1e-12}
         ).x
-        assert_allclose(fit.personal[client_id].own, [exact], atol=1e-6)
+        assert_allclose(fit.personal[client_id].point, [exact], atol=1e-6)
 
 
 def test_steps_go_on_from_round_to_round() -> None:
@@ -185,7 +185,7 @@ def test_steps_go_on_from_round_to_round() -> None:
     assert [set(record.infos["plot 0"]) for record in fit.records] == [{"blank"}, set(), set()]
     for client_id, (A, b, _) in zip(clients, pooled.losses(clients, share=1.0), strict=True):
         exact = pooled.after_steps(A, b, np.zeros(2), 0.05, 15)
-        assert_allclose(fit.personal[client_id].own, exact, atol=1e-11)
+        assert_allclose(fit.personal[client_id].point, exact, atol=1e-11)
         fresh = fit.new_client(clients[client_id], draws=1, chains=1)["posterior"]["mu"].values[0, 0]
         assert_allclose(fresh, exact, atol=1e-11)
     assert fit.status is Status.MAX_ROUNDS

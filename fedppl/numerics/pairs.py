@@ -395,32 +395,32 @@ def _better(of: Densities, on: _Line, A: Array, length: Array) -> tuple[Array, A
 
 def inner_mode_at(kernel: Any, phi: Array, theta: Array, packed: Any) -> tuple[bool, Array]:
     """Whether a search from θ (d,) arrives at a mode at φ (m,), and where it ended."""
-    found = modes(one(kernel, len(phi), packed), phi[None], theta[None], np.zeros(1, dtype=np.int64))
-    return bool(found.arrived[0]), found.theta[0]
+    ends = modes(one(kernel, len(phi), packed), phi[None], theta[None], np.zeros(1, dtype=np.int64))
+    return bool(ends.arrived[0]), ends.theta[0]
 
 
 # Laplace's approximation ----------------------------------------------------------------------------------------------
 
 
-def of_modes(found: Modes) -> Array:
+def of_modes(ends: Modes) -> Array:
     """Laplace's log f_k about modes, (N,); NaN where there is none."""
     with np.errstate(invalid="ignore"):
-        values = found.value + 0.5 * found.theta.shape[1] * np.log(2.0 * np.pi) - 0.5 * log_determinant(found.root)
-    return np.where(found.arrived, values, np.nan)
+        values = ends.value + 0.5 * ends.theta.shape[1] * np.log(2.0 * np.pi) - 0.5 * log_determinant(ends.root)
+    return np.where(ends.arrived, values, np.nan)
 
 
 def origins(of: Densities, phi: Array, theta: Array, who: Places) -> Origins:
     """Modes of clients (C,) at one φ (m,) from starts (C, d), and how they move with φ."""
     at = np.broadcast_to(phi, (len(who), len(phi)))
-    found = modes(of, at, theta, who)
+    ends = modes(of, at, theta, who)
     m, d = of.shared, theta.shape[1]
     slope, third = np.zeros((len(who), d, m)), np.zeros((len(who), d))
     if d:
         with np.errstate(invalid="ignore"):
             for i in range(m):
-                slope[:, :, i] = solve(found.root, found.cross[:, i])
-            third = _third(of, at, found.theta, who, found.root, found.slopes)[:, m:]
-    return Origins(phi, found, slope, third)
+                slope[:, :, i] = solve(ends.root, ends.cross[:, i])
+            third = _third(of, at, ends.theta, who, ends.root, ends.slopes)[:, m:]
+    return Origins(phi, ends, slope, third)
 
 
 def _third(of: Densities, phi: Array, theta: Array, who: Places, root: Array, slopes: Array) -> Array:
@@ -473,8 +473,8 @@ def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) ->
         active = active[~short]
     far = np.sort(np.concatenate([*failed, active]))
     if len(far):
-        found = modes(of, phi[far], at.modes.theta[row[far]], who[far], 1e-9, _LIMIT_NEAR)
-        values[far], theta[far], root[far] = of_modes(found), found.theta, found.root
+        ends = modes(of, phi[far], at.modes.theta[row[far]], who[far], 1e-9, _LIMIT_NEAR)
+        values[far], theta[far], root[far] = of_modes(ends), ends.theta, ends.root
     return Laplace(np.where(np.isfinite(values), values, np.nan), theta, root)
 
 
@@ -496,12 +496,12 @@ def laplace_at(
     for first in range(0, count if len(rows) else 0, chunk):
         some = points[first : first + chunk]
         each = len(some)
-        found = laplace(of, at, np.repeat(rows, each), np.repeat(who, each), np.tile(some, (len(rows), 1)))
-        values[:, first : first + chunk] = found.values.reshape(len(rows), each)
+        chunked = laplace(of, at, np.repeat(rows, each), np.repeat(who, each), np.tile(some, (len(rows), 1)))
+        values[:, first : first + chunk] = chunked.values.reshape(len(rows), each)
         here = np.flatnonzero(where[first : first + chunk] >= 0)
         to = where[first + here]
-        theta[:, to] = found.theta.reshape(len(rows), each, d)[:, here]
-        root[:, to] = found.root.reshape(len(rows), each, d, d)[:, here]
+        theta[:, to] = chunked.theta.reshape(len(rows), each, d)[:, here]
+        root[:, to] = chunked.root.reshape(len(rows), each, d, d)[:, here]
     size = len(rows) * len(known)
     return values, Laplace(values[:, known].reshape(size), theta.reshape(size, d), root.reshape(size, d, d))
 

@@ -101,10 +101,10 @@ def weigh(
     )
 
 
-def is_trusted(found: Reweighted) -> bool:
+def is_trusted(by: Reweighted) -> bool:
     """Whether Pareto k, error and effective size are those of weights that give the posterior's moments."""
-    by_weights = found.pareto_k <= importance.limit(found.told) and found.second_k <= MOST_SECOND_K
-    return bool(by_weights and found.error <= MOST_ERROR and found.ess >= FEWEST)
+    has_moments = by.pareto_k <= importance.limit(by.told) and by.second_k <= MOST_SECOND_K
+    return bool(has_moments and by.error <= MOST_ERROR and by.ess >= FEWEST)
 
 
 def apart(one: Reweighted, other: Reweighted, sd: Array) -> float:

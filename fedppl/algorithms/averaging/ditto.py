@@ -1,4 +1,4 @@
-"""Ditto: federated averaging for shared parameters, and beside it each client's own, held back towards them."""
+"""Ditto: federated averaging for shared parameters, with each client's own ones pulled towards them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DittoClientState(NamedTuple):
     """What a client keeps to itself."""
 
     local: Array  # (d_k,) its local variables beside φ
-    own: Array  # (m + d_k,) v_k: its own copy of the shared and of the local variables
+    point: Array  # (m + d_k,) v_k: its copy of the shared and of the local variables
 
 
 _Kept = DittoClientState | None  # none in its first round, or where it lost it
@@ -36,7 +36,7 @@ _Kept = DittoClientState | None  # none in its first round, or where it lost it
 
 class _Settings(NamedTuple):
     descent: Descent
-    own: Descent  # of the steps on v_k
+    personal: Descent  # of the steps on v_k
     lam: float
     weights: str
 
@@ -96,21 +96,21 @@ def Ditto(
     """
     lam = between("lam", lam, 0, np.inf, "[)")
     descent = checked(learning_rate, steps, batch_size)
-    own = descent._replace(
+    personal = descent._replace(
         learning_rate=descent.learning_rate if personal_rate is None else positive("personal_rate", personal_rate),
         steps=descent.steps if personal_steps is None else whole("personal_steps", personal_steps),
     )
-    if own.learning_rate * lam >= 2:
+    if personal.learning_rate * lam >= 2:
         name = "learning_rate" if personal_rate is None else "personal_rate"
-        raise DeclarationError(f"{name}={own.learning_rate} times lam={lam} must be below 2, or steps diverge.")
-    settings = _Settings(descent, own, lam, weights_rule(weights))
+        raise DeclarationError(f"{name}={personal.learning_rate} times lam={lam} must be below 2, or steps diverge.")
+    settings = _Settings(descent, personal, lam, weights_rule(weights))
     return Algorithm[fedavg.AverageState, DittoClientState](
         name="Ditto",
         settings=described(
             descent,
             lam=lam,
-            personal_steps=own.steps,
-            personal_rate=own.learning_rate,
+            personal_steps=personal.steps,
+            personal_rate=personal.learning_rate,
             weights=weights,
             tolerance=tolerance,
         ),
@@ -132,7 +132,7 @@ def _update_client(
     phi, objective = np.asarray(message["phi"], dtype=float), client_loss(client, float(message["prior_share"]))
     before = personal and personal.local
     local, reply, info = fedavg.stepped(client, before, phi, objective, rng, settings.descent, settings.weights)
-    v = fitting_point(client, personal and personal.own)
+    v = fitting_point(client, personal and personal.point)
     if v is None:
         v, info = np.concatenate([phi, kept_local(client, before)[0]]), {**info, "blank": 1.0}
     v = _personal_steps(client, v, message, rng, settings)
@@ -144,9 +144,9 @@ def _personal_steps(client: ClientView, v: Array, message: Message, rng: Rng, se
     objective, lam = client_loss(client, float(message["prior_share"])), settings.lam
     objective = pulled(objective, lam, np.asarray(message["phi"], dtype=float))
     try:
-        return descend(client, v, objective, settings.own, rng)
+        return descend(client, v, objective, settings.personal, rng)
     except LocalFailure as failure:
-        rates = f"personal_rate={settings.own.learning_rate:g} or lam={lam:g}"
+        rates = f"personal_rate={settings.personal.learning_rate:g} or lam={lam:g}"
         raise LocalFailure(f"personal gradient steps diverged; lower {rates}") from failure
 
 
@@ -154,7 +154,7 @@ def _draw(
     client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, settings: _Settings
 ) -> Draws:
     """v_k; a client that has none takes its steps from φ and the mode of its local variables there."""
-    v, m = fitting_point(client, personal and personal.own), client.shared_size
+    v, m = fitting_point(client, personal and personal.point), client.shared_size
     if v is None:
         phi = np.asarray(message["phi"], dtype=float)
         arrived, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)

@@ -180,7 +180,7 @@ class SeparateSGDInfo(NamedTuple):
 class SeparateSGDClientState(NamedTuple):
     """What a client keeps to itself."""
 
-    own: Array  # (m + d_k,) v_k, its shared and local variables
+    point: Array  # (m + d_k,) v_k, its shared and local variables
 
 
 _Kept = SeparateSGDClientState | None  # none in its first round, or where it lost it
@@ -256,7 +256,7 @@ def _sgd_update_client(
     client: ClientView, personal: _Kept, message: Message, rng: Rng, *, descent: Descent
 ) -> ClientUpdate[SeparateSGDClientState]:
     """Steps from the client's last point."""
-    last = fitting_point(client, personal and personal.own)
+    last = fitting_point(client, personal and personal.point)
     before = _first_point(client) if last is None else last
     after = descend(client, before, client_loss(client, 1.0), descent, rng)
     reply = {"change": np.array(relative_change(before, after))}
@@ -287,7 +287,7 @@ def _sgd_draw(
     client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, descent: Descent
 ) -> Draws:
     """v_k; a client that has none takes the steps of all rounds so far, of one at least."""
-    v, m = fitting_point(client, personal and personal.own), client.shared_size
+    v, m = fitting_point(client, personal and personal.point), client.shared_size
     if v is None:
         all_rounds = descent._replace(steps=max(1, int(message["rounds"])) * descent.steps)
         v = descend(client, _first_point(client), client_loss(client, 1.0), all_rounds, rng)
