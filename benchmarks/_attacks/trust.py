@@ -200,7 +200,7 @@ ATTACKS |= {
     "wild": Attack(_only("EP", _wild)),
     "Hessian - 1e9, then precision x 100": Attack(_curved_and_sharp),
 }
-_BLAME = ("held back", " alone: ", "does not cancel", "know less than nothing")
+_BLAME = ("held back", " alone: ", "does not cancel", "take more precision than there is")
 QUICK = ("1 sd a round, mc_error .5", "Hessian + 1e6", "far and sure")
 
 

@@ -304,7 +304,7 @@ def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:
 
 def _no_step(least: list[str], noisy: bool) -> str:
     """No step keeps q proper: which clients take away more precision than there is, and what helps."""
-    who = f"clients {least[:5]} know less than nothing of some direction" if least else "too much precision is taken"
+    who = f"clients {least[:5]} take more precision than there is" if least else "too much precision is taken"
     return (
         f"no step leads on to a posterior with variances: {who}, as where a client's likelihood is flat or nearly so. "
         "Declare priors that hold every scale, shared and local (not Gamma(.001, .001)), or "
@@ -414,8 +414,8 @@ def far_off(state: EPState) -> str:
         return ""
     return (
         f"client {list(state.sites.where)[k]} pulls {as_declared(state.sites.labels[i])} by {pull:+.2g} sds of "
-        "what others know: look at its data, at the units first, though one that alone tells much of it does so "
-        "honestly. fedppl.EP(trust=3) would hold it back"
+        "what others know: look at its data, the units first, unless it alone has data on it. fedppl.EP(trust=3) would "
+        "hold it back"
     )
 
 

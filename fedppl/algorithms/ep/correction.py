@@ -562,7 +562,7 @@ def refitted(reweighted: Reweighted, count: int, q: Gaussian) -> tuple[Proposal,
     return (*with_tails(reweighted.mean, covariance, inner, skewness(points, weights)), *outer)
 
 
-# The remedy of who has NUTS already, too.
+# The remedy where NUTS is used already, too.
 _BY_NUTS = "local=fedppl.NUTS(draws=4000)"
 
 
@@ -604,9 +604,9 @@ def _misleading(names: list[str], trust: float | None) -> str:
     if not names:
         return ""
     return (
-        f"clients {names[:5]} disagree with the others: they would move the posterior by more than trust={trust:g} "
-        "sds, and a Gaussian stands for each of them. Look at their data, and at those of the clients that they are "
-        "held against, since of clients that disagree the one that says more moves it more"
+        f"clients {names[:5]} disagree with the others: each would move the posterior by more than trust={trust:g} "
+        "sds, and a Gaussian stands for each of them. Look at their data, and at the others', since of clients that "
+        "disagree the one with more data moves it more"
     )
 
 
