@@ -303,7 +303,7 @@ def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:
 
 
 def _no_step(least: list[str], noisy: bool) -> str:
-    """No step keeps q proper: which clients take away more precision than there is, and what helps."""
+    """No step keeps q proper: the clients that take away more precision than there is, and what helps."""
     who = f"clients {least[:5]} take more precision than there is" if least else "too much precision is taken"
     return (
         f"no step leads on to a posterior with variances: {who}, as where a client's likelihood is flat or nearly so. "
@@ -329,8 +329,8 @@ def judge(outcome: Outcome, change: Change, rows: list[int], tolerance: float, l
     drift = state.moves.mean.sum(axis=0)
     limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(state.moves, state.noise)))
     seen = state.averaging + 1 >= _ROUNDS and bool(np.all(state.moves.replies >= _REPLIES))
-    drifts = seen and np.abs(drift).max() > 2 * limit
-    after = _next_damping(state, change, noisy=noisy, drifts=noisy and drifts, tolerance=tolerance, largest=largest)
+    drifts = bool(noisy and seen and np.abs(drift).max() > 2 * limit)
+    after = _next_damping(state, change, noisy=noisy, drifts=drifts, tolerance=tolerance, largest=largest)
     has_replied, sweep_change = state.has_replied.copy(), state.sweep_change + change.size
     has_replied[rows] = True
     swept = bool(np.all(has_replied))
