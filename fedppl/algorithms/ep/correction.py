@@ -42,8 +42,8 @@ class Correction:
     Parameters
     ----------
     points
-        Number of points of the first exchange, a multiple of 8 and at least 512: fewer do not tell their own error.
-        Each further exchange has twice as many.
+        Largest number of points of the first exchange, a multiple of 8 and at least 512: fewer do not tell their own
+        error. Each further exchange has twice as many.
     exchanges
         Largest number of exchanges, at most 8.
     radius
