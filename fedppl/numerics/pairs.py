@@ -295,8 +295,9 @@ def modes(
             length = _lengths(of, line)
             rest = np.flatnonzero(~whole[moves])
             if len(rest):  # the other way to make a curvature positive may be the better one
-                line = _Line(*(part[rest] for part in line))
-                step[moves[rest]], length[rest] = _better(of, line, A[go[rest]], length[rest])
+                some = go[rest]
+                line = _Line(phi[some], theta[some], who[some], out[some], line.step[rest], line.decrement[rest])
+                step[moves[rest]], length[rest] = _better(of, line, A[some], length[rest])
             moved[moves] = length > 0.0
             there = go[length > 0.0]
             theta[there] += length[length > 0.0, None] * step[moves[length > 0.0]]
