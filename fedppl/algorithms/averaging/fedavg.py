@@ -285,17 +285,16 @@ def FedProx(
 
 
 def _averaging(
-    name: str, descent: Descent, weights: str, tolerance: float, **proximal: float
+    name: str, descent: Descent, weights: str, tolerance: float, mu: float | None = None
 ) -> contracts.Algorithm[AverageState, LocalClientState]:
     """FedAvg, or FedProx with `mu`."""
-    settings = described(descent, **proximal, weights=weights, tolerance=tolerance)
-    step = functools.partial(_update_client, descent=descent, weights=weights_rule(weights), **proximal)
+    proximal = {} if mu is None else {"mu": mu}
     return contracts.Algorithm[AverageState, LocalClientState](
         name=name,
-        settings=settings,
+        settings=described(descent, **proximal, weights=weights, tolerance=tolerance),
         init=init,
         broadcast=broadcast,
-        update_client=step,
+        update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights), mu=mu),
         update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
         replies=REPLIES,
         result=contracts.Result(final_message, draw, POINT),
@@ -322,7 +321,7 @@ def _update_client(
     *,
     descent: Descent,
     weights: str,
-    mu: float | None = None,
+    mu: float | None,
 ) -> ClientUpdate[LocalClientState]:
     """T steps from φ on the client's own loss, with the proximal term if there is one."""
     phi, objective = np.asarray(message["phi"], dtype=float), client_loss(client, float(message["prior_share"]))
