@@ -22,8 +22,10 @@ def _logit(x: Any) -> Any:
     return np.log(x / (1 - x))
 
 
-def _log_diagonal(x: Any) -> Any:
-    return np.stack([np.log(x[:, 0]), x[:, 1], np.log(x[:, 2])], axis=1)
+def _sds_and_partial(x: Any) -> Any:
+    """Log sds and the partial correlation, artanh, of a packed root of two rows: the coordinates of a fit."""
+    log_sds = np.log(x[:, 0]), 0.5 * np.log(x[:, 1] ** 2 + x[:, 2] ** 2)
+    return np.stack([log_sds[0], np.arcsinh(x[:, 1] / x[:, 2]), log_sds[1]], axis=1)
 
 
 class Problem(NamedTuple):
@@ -112,7 +114,7 @@ def lkj_logistic() -> Problem:
         a, b = rng.multivariate_normal([-0.5, 0.8], [[0.64, 0.2], [0.2, 0.36]])
         x = rng.normal(size=n)
         data[k] = {"x": x, "y": (rng.uniform(size=n) < _expit(a + b * x)).astype(int)}
-    return Problem("lkj_logistic", shared, client, data, "beta", {"chol": _log_diagonal, "mu": _same})
+    return Problem("lkj_logistic", shared, client, data, "beta", {"chol": _sds_and_partial, "mu": _same})
 
 
 def negative_binomial() -> Problem:
