@@ -12,7 +12,7 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance, region
 from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, log_mixture, points_of, propose, with_tails
-from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted, reweigh
+from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, declared_error, is_trusted, reweigh
 from fedppl.types import Array
 
 Q = gaussian.from_moments(np.array([1.0, -2.0]), np.array([[1.0, 0.3], [0.3, 0.5]]))
@@ -235,3 +235,19 @@ def test_constant_weights_need_no_smoothing() -> None:
     ours, k = importance.smoothed(np.zeros(100))
     assert k == -np.inf
     assert_array_equal(ours, 0.0)
+
+
+def test_the_error_of_a_rate_is_larger_than_that_of_its_logarithm_where_its_tail_is_heavy() -> None:
+    """A rate with density ~ s^-3.2 has an sd that hardly any point tells; one with a gamma's tail has not."""
+    q = gaussian.from_moments(np.zeros(1), np.full((1, 1), 0.7))
+    one = propose(np.zeros(1), np.full((1, 1), 1.4), 256)
+    points = points_of(one, 0)
+    light = stats.loggamma.logpdf(points[:, 0], 3.0, loc=-np.log(3.0))
+    heavy = stats.betaprime.logpdf(np.exp(points[:, 0]), 3.0, 2.2) + points[:, 0]
+    errors = []
+    for log_density in (light, heavy):
+        weighted = reweigh(q, (one,), points, log_density - gaussian.log_kernel(q, points))
+        assert weighted is not None and weighted.error < 0.05
+        assert declared_error(("rate",), weighted) == 0.0
+        errors.append(declared_error(("rate_log__",), weighted))
+    assert errors[0] < 0.05 < errors[1]

@@ -22,7 +22,16 @@ from fedppl.numerics import importance, region
 from fedppl.numerics.importance import skewness
 from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, points_of, with_tails
 from fedppl.numerics.region import SCRAMBLES, Beyond
-from fedppl.numerics.reweighting import FEWEST, MOST_ERROR, MOST_SECOND_K, Reweighted, apart, is_trusted, reweigh
+from fedppl.numerics.reweighting import (
+    FEWEST,
+    MOST_ERROR,
+    MOST_SECOND_K,
+    Reweighted,
+    apart,
+    declared_error,
+    is_trusted,
+    reweigh,
+)
 from fedppl.types import Array, DeclarationError, Message, as_declared
 
 _MOST, _MOST_EXCHANGES = 2**20, 8
@@ -416,7 +425,8 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     # Where errors are unreliable, an sd that grew in the exchange before may stand still by chance.
     unreliable = reweighted.second_k > _NO_VARIANCE or reweighted.error > _UNSURE
     largest_growth = max(growth, growth_before if unreliable else 0.0)
-    trusted = is_trusted(reweighted) and largest_growth <= MOST_ERROR
+    of_declared = declared_error(sites.labels, reweighted)
+    trusted = is_trusted(reweighted) and largest_growth <= MOST_ERROR and of_declared <= MOST_ERROR
     enough = trusted and reweighted.ess >= _LEAST and reweighted.error <= _SMALL and growth <= _GROWN
     if enough and state.exchanges == 1:  # all scrambles of the t may have missed tails alike
         enough = not has_heavy_tails(reweighted.points, reweighted.weights)
@@ -430,7 +440,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         _without([names[k] for k in np.flatnonzero(state.missing)]),
         _misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
         _beyond_radius(cut, radius, by, sites) if is_cut else "",
-        "" if trusted else _beyond_q(reweighted, sites, largest_growth, remedy),
+        "" if trusted else _beyond_q(reweighted, sites, largest_growth, of_declared, remedy),
         *_of_values(state, sites, reweighted),
     ]
     message = "; ".join(filter(None, problems))
@@ -610,7 +620,7 @@ def _misleading(names: list[str], trust: float | None) -> str:
     )
 
 
-def _beyond_q(reweighted: Reweighted, sites: Sites, growth: float, remedy: str) -> str:
+def _beyond_q(reweighted: Reweighted, sites: Sites, growth: float, of_declared: float, remedy: str) -> str:
     """Where q is farthest from the weighted points, and which of their numbers fall short."""
     sd = gaussian.standard_deviations(sites.q)
     shift = (reweighted.mean - gaussian.mean(sites.q)) / sd
@@ -627,6 +637,9 @@ def _beyond_q(reweighted: Reweighted, sites: Sites, growth: float, remedy: str) 
         f"{reweighted.ess:.0f} effective points (at least {FEWEST})" if not reweighted.ess >= FEWEST else "",
         f"an error of {error:.2g} sds (at most {MOST_ERROR:g})" if not error <= MOST_ERROR else "",
         f"an sd that last grew by {np.expm1(growth):.0%}" if growth > MOST_ERROR else "",
+        f"an error of {of_declared:.2g} sds of a variable as it is declared (at most {MOST_ERROR:g})"
+        if of_declared > MOST_ERROR
+        else "",
     ]
     return (
         f"sds and tails are not known well enough, of {name} above all: its mean is {shift[worst]:+.2g} sds from the "

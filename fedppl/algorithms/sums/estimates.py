@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import expit, softmax
 
 from fedppl.numerics import region
 from fedppl.numerics.importance import normalise, weighted_moments
@@ -16,7 +14,6 @@ from fedppl.types import Array
 BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
 _TILTS = 10  # Newton steps
 _FAR_OUT = 5.0  # sds
-_MOST_LOG = 100.0  # of a scale
 _WIDENS = 1.5  # times the sd of another coordinate where a scale is high, with which it is no coordinate itself
 
 
@@ -59,29 +56,6 @@ def _agree(one: Estimate, other: Estimate) -> bool:
     """Whether two stages say the same: a surrogate whose tails were made up says something else, of a small error."""
     by_chance = float(np.hypot(chance_of(one), chance_of(other)))
     return float(np.max(np.abs(sizes(one.moments, other.moments)))) <= BY_CHANCE * by_chance
-
-
-def declared(labels: tuple[str, ...], folded: NDArray[np.intp], u: Array) -> Array:
-    """Coordinates (S, m) on the scales that their variables are declared on, (S, L), where these are others.
-
-    Scales and rates that are not taken as they are, probabilities, compositions. A moment of these may be wrong where
-    that of the logarithm is right: sds above all, along the tail to the right.
-    """
-    by_name: dict[str, list[int]] = {}
-    for i, label in enumerate(labels):
-        by_name.setdefault(label.partition("[")[0], []).append(i)
-    found = [np.zeros((len(u), 0))]
-    for name, own in by_name.items():
-        places = [i for i in own if i not in folded]
-        if name.endswith("_log__"):
-            found.append(np.exp(np.minimum(u[:, places], _MOST_LOG)))
-        elif name.endswith(("_logodds__", "_interval__")):
-            found.append(expit(u[:, places]))
-        elif name.endswith("_simplex__"):
-            found.append(
-                softmax(np.concatenate([u[:, places], -u[:, places].sum(axis=1, keepdims=True)], axis=1), axis=1)
-            )
-    return np.concatenate(found, axis=1)
 
 
 def chance_of(one: Estimate) -> float:

@@ -19,7 +19,6 @@ from fedppl.algorithms.sums.estimates import (
     Unit,
     chance_of,
     chance_of_draws,
-    declared,
     moments_of,
     pooled,
     sizes,
@@ -29,7 +28,7 @@ from fedppl.algorithms.sums.phases import MOST_DRAWS, Judged, Weighed, Weighing,
 from fedppl.numerics import importance, region, surrogate
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails
-from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, second_k
+from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, declared, second_k
 from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array, as_declared
 
