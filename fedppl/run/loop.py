@@ -42,6 +42,7 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import ClientsOf, samples, stacked, why_not
+from fedppl.numerics.surrogate import MANY
 from fedppl.results import diagnostics
 from fedppl.results.fit import Fit
 from fedppl.results.records import ever_used, unarrived
@@ -156,7 +157,8 @@ _MOST_AGAIN = 2000  # clients that can be asked one after the other
 def _goes_on(choice: Choice, run: Run, status: Status, stopped: str) -> bool:
     """Whether to go on by the other algorithm of a choice: the first, a default, stalled after its search.
 
-    A search that found several modes, or none, would end the same by the other.
+    A search that found several modes, or none, would end the same by the other. Of many coordinates a correction's
+    t's have fewer effective points than the surrogates that stalled.
     """
     return (
         status is Status.STALLED
@@ -165,6 +167,7 @@ def _goes_on(choice: Choice, run: Run, status: Status, stopped: str) -> bool:
         and choice.first is not choice.other
         and not choice.first.result.preliminary(run.state)
         and len(run.clients) <= _MOST_AGAIN
+        and run.layout.size < MANY
     )
 
 
