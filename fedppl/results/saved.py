@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # it is loaded when the first file is read
 
 logger = logging.getLogger(__name__)
 
-_GROUP, _STATE, _FORMAT = "fedppl", "state", 3
+_GROUP, _STATE, _FORMAT = "fedppl", "state", 4
 _INCLUDED = ("personal", "clients")
 
 
