@@ -18,8 +18,16 @@ import fedppl
 from fedppl import curves
 from fedppl.coregional.bound import Globals, unit_bound
 from fedppl.coregional.bound import curves as moments
-from fedppl.coregional.result import Coefficients, Fitted, predictive, selected_only, settle_new, unpack
-from fedppl.coregional.unit import best_unit, coefficient_covariance
+from fedppl.coregional.unit import (
+    Coefficients,
+    Fitted,
+    best_unit,
+    coefficient_covariance,
+    predictive,
+    selected_only,
+    settle_new,
+    unpack,
+)
 from fedppl.coregional.view import unit_of
 from fedppl.models import fedlmc_ss
 from fedppl.types import DataError, DeclarationError

@@ -18,10 +18,22 @@ from scipy.stats import norm
 import fedppl
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, sum_replies
-from fedppl.coregional import server
 from fedppl.coregional.algorithms._common import Left, report
-from fedppl.coregional.bound import Design, Globals, UnitClientState, unit_bound
-from fedppl.coregional.roles import Roles
+from fedppl.coregional.bound import (
+    Design,
+    Globals,
+    Roles,
+    UnitClientState,
+    best_slab,
+    bound_of_sums,
+    inducing,
+    joint_covariance,
+    rescale,
+    selection,
+    selection_terms,
+    size_factor,
+    unit_bound,
+)
 from fedppl.coregional.unit import best_unit, statistics
 from fedppl.coregional.view import unit_of
 from fedppl.numerics.streams import stream
@@ -102,7 +114,7 @@ every_point = pytest.mark.parametrize("name", AT)
 
 
 def bound_at(totals: Any, shared: Globals) -> float:
-    return server.bound(totals, shared, ROLES().log_odds)
+    return bound_of_sums(totals, shared, ROLES().log_odds)
 
 
 def assert_highest(value: Callable[[Any], float], at: Any, step: float = 1e-3) -> None:
@@ -123,10 +135,10 @@ def test_the_selection_is_at_the_bounds_maximum(name: str) -> None:
     # Far from 0 and 1, where the bound's slope could be seen: few rows count.
     weak = {key: value * (1.0 if key == "units" else 0.1) for key, value in totals.items()}
     for sums in (totals, weak):
-        terms = server.selection_terms(sums, at.shared)
-        gamma = server.selection(*terms, at.shared.inclusion, ROLES().log_odds)
+        terms = selection_terms(sums, at.shared)
+        gamma = selection(*terms, at.shared.inclusion, ROLES().log_odds)
         assert bound_at(sums, at.shared._replace(inclusion=gamma)) >= bound_at(sums, at.shared)
-        one = server.selection(*terms, at.shared.inclusion, ROLES().log_odds, sweeps=1)
+        one = selection(*terms, at.shared.inclusion, ROLES().log_odds, sweeps=1)
         assert bound_at(sums, at.shared._replace(inclusion=one)) >= bound_at(sums, at.shared)
     odds = logit(np.clip(gamma, 1e-12, 1 - 1e-12))
     assert_highest(lambda z: bound_at(weak, at.shared._replace(inclusion=expit(z))), odds)
@@ -135,7 +147,7 @@ def test_the_selection_is_at_the_bounds_maximum(name: str) -> None:
 @every_point
 def test_the_inducing_variables_are_at_the_bounds_maximum(name: str) -> None:
     at, totals = AT[name], totals_of(AT[name])
-    mean, covariance = server.inducing(totals, at.shared.inclusion)
+    mean, covariance = inducing(totals, at.shared.inclusion)
     best = at.shared._replace(mean=mean, covariance=covariance)
     assert bound_at(totals, best) > bound_at(totals, at.shared)
     shape = (LATENTS, POINTS)
@@ -161,17 +173,17 @@ def test_the_covariance_across_latent_functions_is_that_of_the_means(name: str) 
 
     alone, zero = [value(one) for one in e], value(np.zeros(size))
     curvature = np.array([[value(e[i] + e[j]) - alone[i] - alone[j] + zero for j in range(size)] for i in range(size)])
-    joint = server.joint_covariance(totals, at.shared.inclusion)
+    joint = joint_covariance(totals, at.shared.inclusion)
     assert_allclose(joint @ -curvature, np.eye(size), atol=1e-6)
     # The mean field's own is narrower.
     own = np.einsum("lqlp->lqp", joint.reshape(LATENTS, POINTS, LATENTS, POINTS))
-    assert np.all(np.linalg.eigvalsh(own - server.inducing(totals, at.shared.inclusion)[1]) > -1e-12)
+    assert np.all(np.linalg.eigvalsh(own - inducing(totals, at.shared.inclusion)[1]) > -1e-12)
 
 
 @every_point
 def test_the_slab_is_at_the_maximum_of_the_bound_with_its_prior(name: str) -> None:
     at, totals, prior = AT[name], totals_of(AT[name]), ROLES().slab_prior
-    best = server.slab(totals, at.shared.inclusion, prior)
+    best = best_slab(totals, at.shared.inclusion, prior)
 
     def value(z: Any) -> float:
         return bound_at(totals, at.shared._replace(log_slab_sd=float(z[0]))) + prior.log_density(float(z[0]))
@@ -200,8 +212,8 @@ def test_sizes_are_traded_for_the_best_bound(name: str) -> None:
         )
 
     totals = totals_of(at)
-    factor = server.size_factor(totals, at.shared)
-    changed, shared = server.rescale(totals, at.shared)
+    factor = size_factor(totals, at.shared)
+    changed, shared = rescale(totals, at.shared)
     assert np.max(np.abs(np.log(factor))) > 0.05
     assert_highest(value, np.log(factor))
     assert_allclose(bound_at(changed, shared), value(np.log(factor)), rtol=1e-10)
@@ -276,7 +288,7 @@ def test_no_round_lowers_the_bound_while_the_kernels_are_fixed(seed: int) -> Non
             if path and (rest is None or rest.trial is None):  # else units answer a trial, which may be taken back
                 own = list(played.personal[number].values())
                 path.append(total_bound(views, before, own, log_odds) + prior.log_density(before.log_slab_sd))
-            value = server.bound(state.totals, state.shared, log_odds)
+            value = bound_of_sums(state.totals, state.shared, log_odds)
             path.append(value + prior.log_density(state.shared.log_slab_sd))
         assert path[-1] > path[0]
         assert np.min(np.diff(path)) > -1e-9
@@ -435,7 +447,7 @@ def test_the_federated_ascent_is_the_central_one(kernel_rate: float) -> None:
         central.shared_step(select=select)
         expected = central.bound(select=select)
         central.adam(slope, kernel_rate)
-        found = server.bound(state.totals, state.shared, ROLES().log_odds if select else np.full(LATENTS, np.inf))
+        found = bound_of_sums(state.totals, state.shared, ROLES().log_odds if select else np.full(LATENTS, np.inf))
         assert_allclose(found, expected, rtol=0, atol=1e-6, err_msg=str(number))
         assert_allclose(state.shared.kernel, central.kernel, atol=1e-6)
     assert_allclose(state.shared.inclusion, central.gamma, atol=1e-6)

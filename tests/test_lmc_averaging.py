@@ -11,8 +11,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl.contracts import AnyAlgorithm
-from fedppl.coregional.adam import adam_step, flatten_unit, fresh, slopes, unflatten
-from fedppl.coregional.bound import UnitClientState
+from fedppl.coregional.algorithms._common import adam_step, fresh
+from fedppl.coregional.bound import UnitClientState, flatten_unit, slopes, unflatten
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure
 from tests.support import problems

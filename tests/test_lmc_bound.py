@@ -15,9 +15,19 @@ from pytensor.graph.replace import vectorize_graph
 from scipy.special import expit, logit
 from scipy.stats import norm, qmc
 
-from fedppl.coregional import server
-from fedppl.coregional.adam import flatten, flatten_unit, slopes, unflatten, unflatten_unit
-from fedppl.coregional.bound import Globals, UnitClientState, curves, gradient, unit_bound
+from fedppl.coregional.bound import (
+    Globals,
+    UnitClientState,
+    bound_of_sums,
+    curves,
+    flatten,
+    flatten_unit,
+    gradient,
+    slopes,
+    unflatten,
+    unflatten_unit,
+    unit_bound,
+)
 from fedppl.coregional.unit import statistics
 from fedppl.coregional.view import unit_of
 from fedppl.model.client import ClientModel
@@ -251,10 +261,10 @@ def test_the_servers_bound_from_sums_of_statistics_is_the_units(name: str) -> No
         for key, value in statistics(view.design(at.shared.kernel), own, view.noise).items():
             totals[key] = totals.get(key, 0.0) + value
     log_odds = view.roles.log_odds
-    assert_allclose(server.bound(totals, at.shared, log_odds), sum(bounds(at)), rtol=1e-10, atol=1e-8)
+    assert_allclose(bound_of_sums(totals, at.shared, log_odds), sum(bounds(at)), rtol=1e-10, atol=1e-8)
     moved = parameters(9, [0.2, 0.7, 0.4], 0.0).shared._replace(kernel=at.shared.kernel)
     assert_allclose(
-        server.bound(totals, moved, log_odds), sum(bounds(at._replace(shared=moved))), rtol=1e-10, atol=1e-8
+        bound_of_sums(totals, moved, log_odds), sum(bounds(at._replace(shared=moved))), rtol=1e-10, atol=1e-8
     )
 
 

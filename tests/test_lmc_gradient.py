@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from scipy.stats import norm
 
 import fedppl
-from fedppl.coregional.adam import slopes, unflatten, unflatten_unit
+from fedppl.coregional.bound import slopes, unflatten, unflatten_unit
 from tests.support import problems
 from tests.support.states import updated
 from tests.test_lmc_ascent import play, total_bound, views_of

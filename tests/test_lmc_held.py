@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import curves
-from fedppl.coregional.roles import LogScale
+from fedppl.coregional.bound import LogScale
 from fedppl.coregional.view import unit_of
 from fedppl.models import fedlmc_ss
 from fedppl.types import DataError
@@ -48,7 +48,7 @@ def test_its_prior_is_the_declared_one() -> None:
     view = held(2.0).enrol(problems.coregional()[1])["unit 0"].view(unit_of)
     assert_allclose(np.exp(view.roles.slab_prior.mean), 2.0)
     assert_allclose(view.roles.slab_prior.precision, 1e8, rtol=1e-4)
-    assert view.roles.slab_prior.held and not LogScale(0.0, 1.0 / 2e-3**2).held
+    assert view.roles.slab_prior.is_fixed and not LogScale(0.0, 1.0 / 2e-3**2).is_fixed
 
 
 def refused(model: fedppl.FederatedModel, size: float) -> bool:

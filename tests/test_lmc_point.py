@@ -13,8 +13,7 @@ from scipy.stats import multivariate_normal, norm
 
 import fedppl
 from fedppl import curves
-from fedppl.coregional import server
-from fedppl.coregional.bound import Design, UnitClientState
+from fedppl.coregional.bound import Design, UnitClientState, bound_of_sums, joint_covariance, rescale, size_factor
 from fedppl.coregional.unit import POINT, statistics
 from fedppl.coregional.view import unit_of
 from fedppl.models import fedlmc_ss
@@ -79,7 +78,7 @@ def test_the_bound_is_the_posterior_of_the_coefficients() -> None:
         view = client.view(unit_of)
         at = own.mean, own.log_noise_sd, SHARED.mean, SHARED.covariance, np.exp(SHARED.log_slab_sd)
         wanted += log_posterior(view.design(SHARED.kernel), *at) + view.noise.log_density(own.log_noise_sd)
-    found = server.bound(totals_of(point_units()), SHARED, np.full(LATENTS, np.inf))
+    found = bound_of_sums(totals_of(point_units()), SHARED, np.full(LATENTS, np.inf))
     assert_allclose(found, wanted, rtol=1e-10)
 
 
@@ -91,13 +90,13 @@ def test_sizes_are_at_the_bounds_maximum() -> None:
         factor = np.exp(log_factor)
         own = [one._replace(mean=one.mean / factor) for one in point_units()]
         mean, covariance = SHARED.mean * factor[:, None], SHARED.covariance * factor[:, None, None] ** 2
-        return server.bound(totals_of(own), SHARED._replace(mean=mean, covariance=covariance), no_odds)
+        return bound_of_sums(totals_of(own), SHARED._replace(mean=mean, covariance=covariance), no_odds)
 
     totals = totals_of(point_units())
-    factor = server.size_factor(totals, SHARED, 0.0)
+    factor = size_factor(totals, SHARED, 0.0)
     assert np.max(np.abs(np.log(factor))) > 0.05
     assert_highest(value, np.log(factor))
-    assert_allclose(server.bound(*server.rescale(totals, SHARED, 0.0), no_odds), value(np.log(factor)), rtol=1e-10)
+    assert_allclose(bound_of_sums(*rescale(totals, SHARED, 0.0), no_odds), value(np.log(factor)), rtol=1e-10)
 
 
 @functools.cache
@@ -154,7 +153,7 @@ def test_coefficients_count_as_known_and_slab_sd_as_given() -> None:
     w, shared = found["mean"].values[0], fit.state.shared
     design = fit.clients["unit 0"].view(unit_of).at(shared.kernel, {"X": NEW})
     wide = np.moveaxis(w[:, None, None] * design.projection, 0, 1).reshape(len(NEW), -1)
-    joint = server.joint_covariance(fit.state.totals, shared.inclusion)
+    joint = joint_covariance(fit.state.totals, shared.inclusion)
     variance = np.sum((wide @ joint) * wide, axis=1) + w**2 @ design.conditional
     said = curves.predict(fit, "unit 0", {"X": NEW})
     assert_allclose(said["mean"], wide @ shared.mean.ravel(), rtol=1e-8)

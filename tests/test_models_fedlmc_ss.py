@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl.contracts import Algorithm
-from fedppl.coregional.roles import roles
+from fedppl.coregional.view import roles
 from fedppl.engine.answer import require_fit
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.models import fedlmc_ss

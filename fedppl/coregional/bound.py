@@ -1,4 +1,4 @@
-r"""The variational bound of FedLMC-SS, one term a unit, and its gradient.
+r"""The variational bound of FedLMC-SS: its parameters, a unit's term with its gradient, and its maximum from sums.
 
 With v_l the white inducing variables, q(v_l) = N(m_l, S_l), q(α_l) = Bernoulli(γ_l), q(w_l | α_l = 1) = N(μ_l, τ_l²),
 
@@ -12,30 +12,68 @@ divergence once a unit; the indicators are shared, so here it is counted once in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from scipy.special import expit, xlogy
+from scipy.special import expit, logit, xlogy
 
-from fedppl.coregional.roles import LogScale, Roles
-from fedppl.types import Array
+from fedppl.types import Array, LocalFailure
 
+# Precision of a log scale above which no data move the scale by more than about 1e-3 of itself.
+_FIXED = 1e6
 # log τ² of a Gaussian whose entropy is 0.
 _NO_ENTROPY = -1.0 - float(np.log(2 * np.pi))
+# Log odds beyond which γ is 0 or 1 in double precision.
+_ODDS = 30.0
+_NO_GRADIENT = "the bound has no finite gradient; lower learning_rate="
+_LOG_2PI = float(np.log(2 * np.pi))
+
+
+class LogScale(NamedTuple):
+    """Prior N(mean, 1 / precision) of the log of a scale."""
+
+    mean: float
+    precision: float
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the prior is so narrow that the scale is a constant, which no update moves."""
+        return self.precision > _FIXED
+
+    def log_density(self, log_scale: float) -> float:
+        """log p(log σ)."""
+        return float(0.5 * np.log(self.precision / (2 * np.pi)) - 0.5 * self.precision * (log_scale - self.mean) ** 2)
+
+
+class Roles(NamedTuple):
+    """Where each kind of shared parameter lies in φ, and its prior."""
+
+    latents: int
+    points: int  # Q
+    v: Any  # (L Q,) places
+    included: Any  # (L,) places, or None: every latent function is used
+    slab: int
+    kernel: Any  # (p,) places of the kernels' parameters
+    is_binary: Any  # (m,)
+    log_odds: Array  # (L,) of the prior inclusion; infinite without selection
+    kernel_mean: Array  # (p,)
+    kernel_precision: Array  # (p, p)
+    slab_prior: LogScale
 
 
 class Design(NamedTuple):
-    """What a unit's rows are to the latent functions at given kernel parameters."""
+    """How a unit's rows depend on the latent functions, at given kernel parameters."""
 
     projection: Array  # (L, n, Q) B = A chol(K_ZZ)
     conditional: Array  # (L, n) variance of a latent function given all of v
     response: Array  # (n,)
-    scale: float  # rows of the unit for each one here: more than 1 in a mini-batch
+    scale: float  # rows of the unit over rows here: above 1 in a mini-batch
 
 
 class Unit(Protocol):
-    """What the numerics see of one unit; `fedppl.coregional.view.CoregionalUnit` is one."""
+    """What the numerics need of one unit; `fedppl.coregional.view.CoregionalUnit` is one."""
 
     roles: Roles
     noise: LogScale
@@ -115,7 +153,7 @@ def expected_log_likelihood(design: Design, curve: Curves, inclusion: Array, uni
 
 
 def log_variance(unit: UnitClientState) -> Array:
-    """log τ² (L,), by which the entropy of q(w) counts; that of a point estimate counts as 0."""
+    """log τ² (L,), on which the entropy of q(w) depends; a point estimate has entropy 0."""
     nothing = np.full(unit.variance.shape, _NO_ENTROPY)
     return np.asarray(np.log(unit.variance, out=nothing, where=unit.variance > 0))
 
@@ -147,7 +185,7 @@ def divergence_of_inducing(mean: Array, covariance: Array) -> float:
 def unit_bound(
     design: Design, shared: Globals, unit: UnitClientState, noise: LogScale, log_odds: Array, share: float
 ) -> float:
-    """V_m of equation 16, with r_m = share; the prior of log σ_m is counted, those of what is shared are not."""
+    """V_m of equation 16, with r_m = share; it includes the prior of log σ_m, and no prior of shared parameters."""
     curve = curves(design, shared.mean, shared.covariance)
     once = divergence_of_selection(shared.inclusion, log_odds) + divergence_of_inducing(shared.mean, shared.covariance)
     return (
@@ -218,3 +256,221 @@ def gradient(
         unit_log_sd=d_log_sd,
         log_noise_sd=rate * residual - scale * len(response) - noise.precision * (unit.log_noise_sd - noise.mean),
     )
+
+
+# The bound's parameters as two flat vectors, shared and a unit's own --------------------------------------------------
+
+
+def flatten(shared: Globals) -> Array:
+    """m, the roots C of S = C C' with the diagonal on the log scale, logit γ, the kernels' parameters, log σ_w."""
+    points = shared.mean.shape[1]
+    root = np.linalg.cholesky(shared.covariance)
+    diagonal = np.arange(points)
+    root[:, diagonal, diagonal] = np.log(root[:, diagonal, diagonal])
+    lower = np.tril_indices(points)
+    odds = np.clip(logit(shared.inclusion), -_ODDS, _ODDS)
+    return np.concatenate(
+        [shared.mean.ravel(), root[:, lower[0], lower[1]].ravel(), odds, shared.kernel, [shared.log_slab_sd]]
+    )
+
+
+def unflatten(x: Array, role: Roles) -> Globals:
+    """The inverse of `flatten`; without selection every γ is 1."""
+    latents, points = role.latents, role.points
+    lower, diagonal = np.tril_indices(points), np.arange(points)
+    sizes = (latents * points, latents * len(lower[0]), latents, len(role.kernel))
+    mean, packed, odds, kernel, slab = np.split(x, np.cumsum(sizes))
+    root = np.zeros((latents, points, points))
+    root[:, lower[0], lower[1]] = packed.reshape(latents, -1)
+    root[:, diagonal, diagonal] = np.exp(root[:, diagonal, diagonal])
+    gamma = np.ones(latents) if role.included is None else expit(odds)
+    return Globals(mean.reshape(latents, points), root @ np.swapaxes(root, 1, 2), gamma, kernel, float(slab[0]))
+
+
+def flatten_unit(unit: UnitClientState) -> Array:
+    """μ, log τ and log σ_m."""
+    return np.concatenate([unit.mean, 0.5 * np.log(unit.variance), [unit.log_noise_sd]])
+
+
+def unflatten_unit(x: Array) -> UnitClientState:
+    """The inverse of `flatten_unit`."""
+    latents = (len(x) - 1) // 2
+    return UnitClientState(x[:latents], np.exp(2 * x[latents:-1]), float(x[-1]))
+
+
+def slopes(unit: Unit, x: Array, unit_x: Array, share: float, rows: Any = None) -> tuple[Array, Array]:
+    """Gradient of V_m with its share of the priors of shared parameters, in the coordinates of the two vectors."""
+    role = unit.roles
+    shared, state = unflatten(x, role), unflatten_unit(unit_x)
+    pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
+    design = unit.design(shared.kernel, rows)
+    try:
+        slope = gradient(design, shared, state, unit.noise, role.log_odds, share, pull)
+    except np.linalg.LinAlgError as error:
+        raise LocalFailure(_NO_GRADIENT) from error
+    lower = np.tril_indices(role.points)
+    kernel = slope.kernel - share * role.kernel_precision @ (shared.kernel - role.kernel_mean)
+    prior = role.slab_prior
+    slab = 0.0 if prior.is_fixed else slope.log_slab_sd - share * prior.precision * (shared.log_slab_sd - prior.mean)
+    odds = np.zeros(role.latents) if role.included is None else slope.log_odds
+    root = slope.root[:, lower[0], lower[1]].ravel()
+    shared_slope = np.concatenate([slope.mean.ravel(), root, odds, kernel, np.array([slab])])
+    unit_slope = np.concatenate([slope.unit_mean, slope.unit_log_sd, np.array([slope.log_noise_sd])])
+    if not (np.all(np.isfinite(shared_slope)) and np.all(np.isfinite(unit_slope))):
+        raise LocalFailure(_NO_GRADIENT)
+    return shared_slope, unit_slope
+
+
+# What the server computes in the coordinate ascent, from sums of the units' statistics alone --------------------------
+
+
+def scale_mode(count: float, square: float, prior: LogScale) -> float:
+    """The log σ that maximises −count · log σ − square / (2 σ²) + log p(log σ), a concave function."""
+    x = prior.mean
+    if count > 0 and square > 0:
+        x = (count * 0.5 * np.log(square / count) + prior.precision * prior.mean) / (count + prior.precision)
+    for _ in range(100):
+        pulled = square * np.exp(-2 * x)
+        slope = -count + pulled - prior.precision * (x - prior.mean)
+        step = slope / (2 * pulled + prior.precision)
+        x += float(np.clip(step, -2.0, 2.0))
+        if abs(step) < 1e-12:
+            break
+    return float(x)
+
+
+def bound_of_sums(totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
+    """Σ_m V_m at any q(v), q(α) and σ_w, from the units' statistics, which depend on the units' own parameters."""
+    return bound_from(selection_terms(totals, shared), totals, shared, log_odds)
+
+
+def bound_from(terms: tuple[Array, Array], totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
+    """Σ_m V_m from what `selection_terms` gives."""
+    (gain, gram), gamma = terms, shared.inclusion
+    return float(
+        totals["constant"]
+        + gamma @ gain
+        - 0.5 * gamma @ gram @ gamma
+        - divergence_of_selection(gamma, log_odds)
+        - divergence_of_inducing(shared.mean, shared.covariance)
+    )
+
+
+def selection_terms(totals: Mapping[str, Array], shared: Globals) -> tuple[Array, Array]:
+    """The bound is γ'c − γ'Mγ / 2 − KL(γ ‖ π) and terms without γ: c (L,), and M (L, L) with a diagonal of zeros."""
+    latents, points = shared.mean.shape
+    blocks = totals["precision"].reshape(latents, points, latents, points)
+    gram = np.einsum("lq,lqkp,kp->lk", shared.mean, blocks, shared.mean, optimize=True)
+    return terms_from(gram, np.einsum("lqlp->lqp", blocks), totals, shared)
+
+
+def terms_from(gram: Array, blocks: Array, totals: Mapping[str, Array], shared: Globals) -> tuple[Array, Array]:
+    """c and M from the forms m_l' P_lk m_k (L, L) and the blocks P_ll (L, Q, Q)."""
+    gain = (
+        np.sum(shared.mean * totals["linear"], axis=1)
+        - 0.5 * (np.diag(gram) + np.sum(blocks * shared.covariance, axis=(1, 2)))
+        - totals["penalty"]
+        - slab_cost(totals, shared.log_slab_sd)
+    )
+    return gain, gram - np.diag(np.diag(gram))
+
+
+def slab_cost(totals: Mapping[str, Array], log_slab_sd: float) -> Array:
+    """Σ_m KL(q(w_ml | α_l = 1) ‖ N(0, σ_w²)), (L,)."""
+    count = totals["units"]
+    return np.asarray(
+        count * (log_slab_sd - 0.5) + 0.5 * (np.exp(-2 * log_slab_sd) * totals["second"] - totals["log_variance"])
+    )
+
+
+def selection(gain: Array, gram: Array, inclusion: Array, log_odds: Array, sweeps: int = 50) -> Array:
+    """γ by coordinate ascent, one latent function at a time; each step is exact, so the bound never falls."""
+    gamma = inclusion.copy()
+    for _ in range(sweeps):
+        before = gamma.copy()
+        for place in range(len(gamma)):
+            gamma[place] = expit(log_odds[place] + gain[place] - gram[place] @ gamma)
+        if np.max(np.abs(gamma - before)) < 1e-10:
+            break
+    return gamma
+
+
+def _system(totals: Mapping[str, Array], inclusion: Array) -> Array:
+    """Precision (LQ, LQ) of all of v given the selection: cross products have γ_l γ_k, blocks γ_l."""
+    latents = len(inclusion)
+    points = totals["linear"].shape[1]
+    factor = np.outer(inclusion, inclusion)
+    np.fill_diagonal(factor, inclusion)
+    factors = np.kron(factor, np.ones((points, points)))
+    return np.asarray(factors * totals["precision"] + np.eye(latents * points))
+
+
+def inducing(totals: Mapping[str, Array], inclusion: Array) -> tuple[Array, Array]:
+    """Means (L, Q) of q(v), all at once, and its covariances (L, Q, Q): the bound's maximum over both."""
+    latents, points = totals["linear"].shape
+    system = _system(totals, inclusion)
+    solved = np.linalg.solve(system, (inclusion[:, None] * totals["linear"]).ravel())
+    mean: Array = np.asarray(solved, dtype=float).reshape(latents, points)
+    blocks = np.einsum("lqlp->lqp", system.reshape(latents, points, latents, points))
+    covariance = np.linalg.inv(blocks)
+    return mean, (covariance + np.swapaxes(covariance, 1, 2)) / 2
+
+
+def size_factor(totals: Mapping[str, Array], shared: Globals, spread: float = 1.0) -> Array:
+    """The c (L,) by which each latent function grows, and its coefficients shrink, for the best bound.
+
+    v_l times c and every unit's w_ml by c leave all curves as they are, and the bound's divergences have one best c:
+    with x = c², −s x / 2 + b log x / 2 − d / (2 x) is highest where s x² − b x − d = 0. Coordinate ascent alone is
+    slow in this direction (parameter-expanded variational Bayes, Qi and Jaakkola 2006). Units need no message: given
+    the new v, their best coefficients are the old ones over c. `spread` is the share of units whose coefficients have a
+    variance, which shrinks with them: 0 for point estimates.
+    """
+    gamma, points = shared.inclusion, shared.mean.shape[1]
+    size = np.trace(shared.covariance, axis1=1, axis2=2) + np.sum(shared.mean**2, axis=1)
+    excess = points - gamma * spread * totals["units"]
+    cost = gamma * (np.exp(-2 * shared.log_slab_sd) * totals["second"] + 2.0 * totals["penalty"])
+    root = np.sqrt(excess**2 + 4 * size * cost)
+    return np.asarray(np.sqrt(np.where(cost > 0, (excess + root) / (2 * size), 1.0)))
+
+
+def rescale(totals: Mapping[str, Array], shared: Globals, spread: float = 1.0) -> tuple[dict[str, Array], Globals]:
+    """Shared parameters with every latent function at its best size, and the statistics that belong to them."""
+    factor = size_factor(totals, shared, spread)
+    across = np.repeat(1.0 / factor, shared.mean.shape[1])
+    changed = {
+        **totals,
+        "precision": across[:, None] * totals["precision"] * across,
+        "linear": totals["linear"] / factor[:, None],
+        "penalty": totals["penalty"] / factor**2,
+        "second": totals["second"] / factor**2,
+        "log_variance": totals["log_variance"] - 2.0 * spread * totals["units"] * np.log(factor),
+    }
+    mean, covariance = shared.mean * factor[:, None], shared.covariance * (factor**2)[:, None, None]
+    return changed, shared._replace(mean=mean, covariance=covariance)
+
+
+def joint_covariance(totals: Mapping[str, Array], inclusion: Array) -> Array:
+    """Covariance (LQ, LQ) of v across latent functions too, which the mean field leaves out."""
+    joint = np.linalg.inv(_system(totals, inclusion))
+    return np.asarray((joint + joint.T) / 2)
+
+
+def best_slab(totals: Mapping[str, Array], inclusion: Array, prior: LogScale) -> float:
+    """The log σ_w that maximises the bound with its prior; the prior's median where the prior fixes it."""
+    if prior.is_fixed:
+        return prior.mean
+    return scale_mode(float(totals["units"] * inclusion.sum()), float(inclusion @ totals["second"]), prior)
+
+
+def maximise(
+    totals: Mapping[str, Array], shared: Globals, role: Roles, *, sweeps: int, select: bool
+) -> tuple[Mapping[str, Array], Globals]:
+    """Selection, inducing variables, sizes and σ_w in turn, each at the bound's maximum given the others."""
+    for _ in range(sweeps):
+        if select and np.all(np.isfinite(role.log_odds)):
+            gamma = selection(*selection_terms(totals, shared), shared.inclusion, role.log_odds)
+            shared = shared._replace(inclusion=gamma)
+        mean, covariance = inducing(totals, shared.inclusion)
+        totals, shared = rescale(totals, shared._replace(mean=mean, covariance=covariance))
+        shared = shared._replace(log_slab_sd=best_slab(totals, shared.inclusion, role.slab_prior))
+    return totals, shared

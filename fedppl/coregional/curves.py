@@ -1,7 +1,7 @@
-"""What a fitted linear model of coregionalisation says: predictions in closed form, selection, coefficients, curves.
+"""Results of a fitted linear model of coregionalisation: predictions in closed form, selection, coefficients, curves.
 
-And the algorithms that fit one: `Ascent`, `BlockAscent`, `PointAscent`, `Averaging` and `Gradient`. All returned is
-labelled xarray.
+The algorithms that fit one are here too: `Ascent`, `BlockAscent`, `PointAscent`, `Averaging` and `Gradient`. Functions
+return labelled xarray.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from scipy.stats import norm
 from fedppl import plots
 from fedppl.contracts import Sampler
 from fedppl.contracts.printed import CI_PROB
-from fedppl.coregional.algorithms.averaging import Averaging
 from fedppl.coregional.algorithms.block_ascent import BlockAscent
-from fedppl.coregional.algorithms.gradient import Gradient
+from fedppl.coregional.algorithms.gradient import Averaging, Gradient
 from fedppl.coregional.algorithms.point_ascent import Ascent, PointAscent
 from fedppl.coregional.bound import UnitClientState, curves
-from fedppl.coregional.result import SELECTED, Coefficients, Fitted, only, predictive, selected_only, settled, unpack
+from fedppl.coregional.unit import (
+    SELECTED,
+    Coefficients,
+    Fitted,
+    predictive,
+    selected_only,
+    settled,
+    unpack,
+    with_latents,
+)
 from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.results.fit import Fit
 from fedppl.settings import between, flag, shown, some_of
@@ -56,8 +64,8 @@ def predict(
               E f^2 = \sum_{lk} E[s_l s_k] \left(a_l a_k + B_l \operatorname{cov}(v_l, v_k) B_k^\top\right)
               + \sum_l E[s_l^2]\, k_l
 
-    with s = α ∘ w: the law of total variance over coefficients, indicators, inducing variables and what those leave
-    open. (Equation 20 of the paper divides by S² and leaves out the variance of the means.) Covariances across latent
+    with s = α ∘ w: the law of total variance over coefficients, indicators, inducing variables and the variance given
+    those. (Equation 20 of the paper divides by S² and leaves out the variance of the means.) Covariances across latent
     functions, which the mean field leaves out, are those of each block given the other's moments: means are not
     affected, intervals where the unit has no rows are wider.
 
@@ -66,9 +74,8 @@ def predict(
     fit
         A fit of a linear model of coregionalisation.
     unit
-        Id of a client in this process; or the data of a new unit. A new unit, and a client that was never heard, is
-        fitted on its own rows alone, with what the others know of the latent functions and of σ_w for its prior. Nobody
-        else is asked or told.
+        Id of a client in this process; or the data of a new unit. A new unit, or a client that never replied, is
+        fitted on its own rows, under the others' posterior of the latent functions and their σ_w. No message is sent.
     inputs
         New inputs by name, for example ``{"X": x_new}``.
     ci_prob
@@ -77,7 +84,7 @@ def predict(
         Latent functions to use, by number; by default all of them for a client, the selected ones for a new unit.
     fixed
         Whether a new unit takes the latent functions as they are, as equation 17 does. By default q(v) is its prior of
-        them, and its own rows have their say: in the gaps of the paper's simulation its error is lower.
+        them, and its own rows update it: in the gaps of the paper's simulation the error is lower.
 
     Returns
     -------
@@ -109,9 +116,9 @@ def predict(
     """
     ci_prob, fixed = between("ci_prob", ci_prob, 0, 1), flag("fixed", fixed)
     _require_fit(fit)
-    view, own, fitted = _settled_for(fit, unit, latents, fixed=fixed)
-    mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, own)
-    sd = np.sqrt(variance + np.exp(2 * own.log_noise_sd))
+    view, q, fitted = _settled_for(fit, unit, latents, fixed=fixed)
+    mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, q)
+    sd = np.sqrt(variance + np.exp(2 * q.log_noise_sd))
     half = norm.ppf(0.5 + ci_prob / 2) * sd
     values = {"mean": mean, "function_sd": np.sqrt(variance), "sd": sd, "ci_low": mean - half, "ci_high": mean + half}
     name = unit if isinstance(unit, str) else "new unit"
@@ -166,12 +173,12 @@ def plot(
     -----
     *When this fails.* The interval is of single new outputs, not of the whole curve: a curve leaves it somewhere more
     often than the probability says. Inputs are joined by lines: where they are few, the curve between them is not
-    drawn. What misleads in `predict` misleads here.
+    drawn. The limits of `predict` hold here too.
     """
-    found = predict(fit, unit, inputs, ci_prob=ci_prob)
+    prediction = predict(fit, unit, inputs, ci_prob=ci_prob)
     client = fit.clients[unit] if isinstance(unit, str) else fit.declaration.enrol({"new": unit}, kernel=False)["new"]
     rows = client.arrays[next(iter(inputs))], client.view(unit_of).response
-    return plots.curves(found, inputs, observed=rows, ax=ax, figsize=figsize)
+    return plots.curves(prediction, inputs, observed=rows, ax=ax, figsize=figsize)
 
 
 def selection(fit: Fit) -> xr.Dataset:
@@ -185,12 +192,12 @@ def selection(fit: Fit) -> xr.Dataset:
     Returns
     -------
     xarray.Dataset
-        ``inclusion_probability`` and ``selected``, with dim ``latent``, and what the kernels share.
+        ``inclusion_probability`` and ``selected``, with dim ``latent``, and the shared parameters of the kernels.
 
     Raises
     ------
     DeclarationError
-        For what is no fit, or a fit of another kind.
+        For an object that is no fit, or a fit of another kind.
 
     Examples
     --------
@@ -210,13 +217,13 @@ def selection(fit: Fit) -> xr.Dataset:
     _require_fit(fit)
     fitted, shared = unpack(_final_message(fit, fit.client_ids[0])), fit.algorithm.result.shared
     phi = shared.draw(fit.state, 1, np.random.default_rng(0)) if isinstance(shared, Sampler) else np.zeros((1, 0))
-    known = {name: value[0] for name, value in fit.reader.constrain(phi).items() if name not in ("v", "included")}
+    estimates = {name: value[0] for name, value in fit.reader.constrain(phi).items() if name not in ("v", "included")}
     gamma = fitted.shared.inclusion
     table = xr.Dataset(
         {"inclusion_probability": ("latent", gamma), "selected": ("latent", gamma > SELECTED)},
         coords={"latent": np.arange(len(gamma))},
     )
-    for name, value in known.items():
+    for name, value in estimates.items():
         dims = fit.reader.dims.get(name) or ()
         table[name] = (dims, value) if len(dims) == np.ndim(value) else ((), value)
     return table
@@ -261,18 +268,18 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     """
     _require_fit(fit)
     names = list(fit.clients) if clients is None else _ids_of(clients)
-    found = [_settled_for(fit, name) for name in names]
-    if not found:
+    units = [_settled_for(fit, name) for name in names]
+    if not units:
         raise DeclarationError("there is no client in this process; its coefficients stay at its site.")
-    mean = np.stack([own.mean for _, own, _ in found])
-    sd = np.stack([np.sqrt(np.diag(own.covariance)) for _, own, _ in found])
-    gamma = np.stack([state.shared.inclusion for _, _, state in found])  # 0 or 1 at a client that never replied
+    mean = np.stack([q.mean for _, q, _ in units])
+    sd = np.stack([np.sqrt(np.diag(q.covariance)) for _, q, _ in units])
+    gamma = np.stack([fitted.shared.inclusion for _, _, fitted in units])  # 0 or 1 at a client that never replied
     return xr.Dataset(
         {
             "mean": (("client", "latent"), mean),
             "sd": (("client", "latent"), sd),
             "expected": (("client", "latent"), gamma * mean),
-            "noise_sd": ("client", np.exp([own.log_noise_sd for _, own, _ in found])),
+            "noise_sd": ("client", np.exp([q.log_noise_sd for _, q, _ in units])),
         },
         coords={"client": names, "latent": np.arange(mean.shape[1])},
     )
@@ -332,13 +339,13 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
 
 
 def _require_fit(fit: Any) -> None:
-    """Refuse what is no fit."""
+    """Refuse an object that is no fit."""
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a linear model of coregionalisation.")
 
 
 def _ids_of(clients: Any) -> list[str]:
-    """Ids of clients from the keyword; a text would be read letter by letter, and letters may be clients too."""
+    """Ids of clients from the keyword; of a string each letter could be an id."""
     if isinstance(clients, str):
         raise DeclarationError(f"clients={clients!r} must be a list of ids: [{clients!r}].")
     names = list(clients) if isinstance(clients, Iterable) else [clients]
@@ -348,7 +355,7 @@ def _ids_of(clients: Any) -> list[str]:
 
 
 def _final_message(fit: Fit, client_id: str) -> Mapping[str, Any]:
-    """What a client is told in the end, where the fit is of a linear model of coregionalisation."""
+    """The final message to a client, where the fit is of a linear model of coregionalisation."""
     message = fit.algorithm.result.final_message(fit.state, client_id)
     if "joint" not in message or "inclusion" not in message:
         raise DeclarationError(
@@ -378,9 +385,8 @@ def _settled_for(
     else:
         raise DeclarationError(f"unit is {type(unit).__name__}; pass a client's id, or the data of a new unit by name.")
     if latents is not None:
-        fitted = only(fitted, latents)
+        fitted = with_latents(fitted, latents)
     elif not fitted.has_replied:
         fitted = selected_only(fitted)
     start = personal.log_noise_sd if isinstance(personal, UnitClientState) else None
-    own, fitted = settled(view, fitted, start, fixed=fixed)
-    return view, own, fitted
+    return view, *settled(view, fitted, start, fixed=fixed)

@@ -1,43 +1,37 @@
-"""What one unit computes in the coordinate ascent: its own parameters given the shared ones, and its statistics."""
+"""What one unit computes: its parameters given the shared ones, its statistics, and all when the rounds are over."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
 
+from fedppl import gaussian
+from fedppl.contracts import ClientView, Draws
 from fedppl.coregional.bound import (
     Curves,
     Design,
     Globals,
+    LogScale,
+    Roles,
     Unit,
     UnitClientState,
     curves,
     log_variance,
+    scale_mode,
     squared_residual,
 )
-from fedppl.coregional.roles import LogScale
-from fedppl.types import Array
+from fedppl.coregional.view import unit_of
+from fedppl.settings import shown
+from fedppl.types import Array, DeclarationError, Message
 
+# A function with a probability above this is selected.
+SELECTED = 0.5
+_NEW_UNIT_SWEEPS = 50
 _LOG_2PI = float(np.log(2 * np.pi))
-
-
-def scale_mode(count: float, square: float, prior: LogScale) -> float:
-    """The log σ that maximises −count · log σ − square / (2 σ²) + log p(log σ), a concave function."""
-    x = prior.mean
-    if count > 0 and square > 0:
-        x = (count * 0.5 * np.log(square / count) + prior.precision * prior.mean) / (count + prior.precision)
-    for _ in range(100):
-        pulled = square * np.exp(-2 * x)
-        slope = -count + pulled - prior.precision * (x - prior.mean)
-        step = slope / (2 * pulled + prior.precision)
-        x += float(np.clip(step, -2.0, 2.0))
-        if abs(step) < 1e-12:
-            break
-    return float(x)
 
 
 def coefficients(
@@ -47,13 +41,13 @@ def coefficients(
     rate = design.scale * np.exp(-2 * log_noise_sd)
     gram = rate * (curve.mean @ curve.mean.T)
     fit = rate * (curve.mean @ design.response)
-    own = np.diag(gram) + rate * curve.variance.sum(axis=1) + np.exp(-2 * log_slab_sd)
+    total = np.diag(gram) + rate * curve.variance.sum(axis=1) + np.exp(-2 * log_slab_sd)
     across = gram - np.diag(np.diag(gram))
-    # Symmetric in √γ μ; those with γ = 0 follow from the others.
+    # The system is symmetric in √γ μ; coefficients with γ = 0 follow from the others.
     root = np.sqrt(inclusion)
-    scaled = np.linalg.solve(np.diag(own) + root[:, None] * across * root, root * fit)
-    mean = (fit - across @ (root * scaled)) / own
-    return mean, 1.0 / own
+    scaled = np.linalg.solve(np.diag(total) + root[:, None] * across * root, root * fit)
+    mean = (fit - across @ (root * scaled)) / total
+    return mean, 1.0 / total
 
 
 def point_coefficients(
@@ -91,10 +85,10 @@ def best_unit(
 def coefficient_covariance(
     design: Design, curve: Curves, joint: Array, log_slab_sd: float, log_noise_sd: float
 ) -> Array:
-    """Covariance (L, L) of w given that all L functions are used: of the regression on curves that are not known.
+    """Covariance (L, L) of w given that all L functions are used, as in a regression on uncertain curves.
 
-    Mean-field coefficients are independent; those of curves that look alike on a unit's rows are not, and away from
-    the rows that is most of the uncertainty. `joint` (LQ, LQ) is the covariance of v over all latent functions.
+    The mean field has independent coefficients. Those of curves that are alike on a unit's rows are not, which is most
+    of the uncertainty away from the rows. `joint` (LQ, LQ) is the covariance of v over all latent functions.
     """
     latents, rows, points = design.projection.shape
     rate = design.scale * np.exp(-2 * log_noise_sd)
@@ -106,23 +100,23 @@ def coefficient_covariance(
 
 
 def random_unit(latents: int, log_noise_sd: float, rng: np.random.Generator) -> UnitClientState:
-    """Coefficients to start from, which break the symmetry between latent functions."""
+    """Random coefficients at the start, which break the symmetry between latent functions."""
     return UnitClientState(rng.normal(size=latents), np.full(latents, 1e-2), log_noise_sd)
 
 
 def scaled(unit: UnitClientState, log_slab_sd: float) -> UnitClientState:
-    """Coefficients of scale 1 in units of the outputs."""
+    """Coefficients of scale 1, in units of the outputs."""
     factor = float(np.exp(log_slab_sd))
     return unit._replace(mean=factor * unit.mean, variance=factor**2 * unit.variance)
 
 
 def random_point(latents: int, log_noise_sd: float, rng: np.random.Generator) -> UnitClientState:
-    """The same without a variance."""
+    """`random_unit` without a variance."""
     return random_unit(latents, log_noise_sd, rng)._replace(variance=np.zeros(latents))
 
 
 def towards(before: UnitClientState, after: UnitClientState, rate: float) -> UnitClientState:
-    """A natural-gradient step of q(w_m), and of log σ_m, towards what a mini-batch alone would have."""
+    """A natural-gradient step of q(w_m), and of log σ_m, towards the maximum of a mini-batch."""
     precision = (1 - rate) / before.variance + rate / after.variance
     linear = (1 - rate) * before.mean / before.variance + rate * after.mean / after.variance
     log_noise_sd = (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd
@@ -130,18 +124,18 @@ def towards(before: UnitClientState, after: UnitClientState, rate: float) -> Uni
 
 
 def point_towards(before: UnitClientState, after: UnitClientState, rate: float) -> UnitClientState:
-    """Part of the way from one point to another."""
+    """A step of this length from one point estimate towards another."""
     mean = (1 - rate) * before.mean + rate * after.mean
     return UnitClientState(mean, after.variance, (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd)
 
 
 def no_covariance(design: Design, curve: Curves, joint: Array, log_slab_sd: float, log_noise_sd: float) -> Array:
-    """Covariance (L, L) of coefficients that are estimates."""
+    """Covariance (L, L) of point estimates of coefficients."""
     return np.zeros((len(design.projection),) * 2)
 
 
-class Own(NamedTuple):
-    """What a unit does with its own parameters."""
+class UnitUpdates(NamedTuple):
+    """How a unit starts and updates its own parameters."""
 
     start: Callable[[int, float, np.random.Generator], UnitClientState]
     best: Callable[..., tuple[UnitClientState, Curves]]
@@ -149,29 +143,29 @@ class Own(NamedTuple):
     covariance: Callable[[Design, Curves, Array, float, float], Array]
 
 
-POSTERIOR = Own(random_unit, best_unit, towards, coefficient_covariance)
-POINT = Own(random_point, functools.partial(best_unit, solve=point_coefficients), point_towards, no_covariance)
+POSTERIOR = UnitUpdates(random_unit, best_unit, towards, coefficient_covariance)
+POINT = UnitUpdates(random_point, functools.partial(best_unit, solve=point_coefficients), point_towards, no_covariance)
 
 
 def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[str, Array]:
-    """What the server needs of a unit to maximise the bound over q(v), q(α) and σ_w: its sum over units is enough.
+    """A unit's statistics, whose sums over units the server needs to maximise the bound over q(v), q(α) and σ_w.
 
-    ``precision`` (LQ, LQ) and ``linear`` (L, Q) are of v, without the factors γ; ``penalty`` (L,) is what a used
-    function costs beside them, ``second`` (L,) is μ² + τ², ``log_variance`` (L,) is log τ², ``constant`` the rest.
+    ``precision`` (LQ, LQ) and ``linear`` (L, Q) are of v, without the factors γ; ``penalty`` (L,) is the cost of a used
+    function beside them, ``second`` (L,) is μ² + τ², ``log_variance`` (L,) is log τ², ``constant`` the rest.
     """
     latents, rows, points = design.projection.shape
     rate = design.scale * np.exp(-2 * unit.log_noise_sd)
     weighted = np.moveaxis(unit.mean[:, None, None] * design.projection, 0, 1).reshape(rows, latents * points)
     precision = rate * (weighted.T @ weighted)
     blocks = precision.reshape(latents, points, latents, points)
-    for place, own in enumerate(design.projection):
-        blocks[place, :, place, :] += rate * unit.variance[place] * (own.T @ own)
+    for place, projection in enumerate(design.projection):
+        blocks[place, :, place, :] += rate * unit.variance[place] * (projection.T @ projection)
     linear = rate * unit.mean[:, None] * (np.swapaxes(design.projection, 1, 2) @ design.response)
     return {"precision": precision, "linear": linear, **scalars(design, unit, noise)}
 
 
 def scalars(design: Design, unit: UnitClientState, noise: LogScale) -> dict[str, Array]:
-    """The part of a unit's statistics that has no Q: numbers for each latent function, and for the unit."""
+    """A unit's statistics whose size does not depend on Q: of each latent function, and of the unit."""
     count = design.scale * len(design.response)
     rate = design.scale * np.exp(-2 * unit.log_noise_sd)
     second = unit.mean**2 + unit.variance
@@ -198,9 +192,9 @@ class OwnFit(NamedTuple):
 
 
 def own_fit(unit: Unit, kernel_prior: tuple[Array, Array], slab_prior: LogScale) -> OwnFit:
-    """Fit a sparse Gaussian process to one unit's own rows, nothing exchanged: Titsias' bound, at its highest mode.
+    """Fit a sparse Gaussian process to one unit's rows, by the highest of three maxima of Titsias' bound.
 
-    The bound is maximised from three length-scales, since a curve that is noise alone is a mode as well.
+    The starts are three length-scales, since a curve that is all noise is a mode too.
     """
     mean, precision = kernel_prior
     spread = 1.0 / np.sqrt(np.diag(precision))
@@ -208,11 +202,11 @@ def own_fit(unit: Unit, kernel_prior: tuple[Array, Array], slab_prior: LogScale)
     scale = slab_prior.mean  # of outputs, on the log scale
     level = scale + float(np.clip(np.log(np.std(unit.response) / np.exp(scale) + 1e-3), -3.0, 3.0))
     best = OwnFit(mean, np.zeros(latents), np.full(latents, unit.noise.mean), -np.inf)
-    # Far beyond what priors allow, and short of where the squares of an exponential overflow.
+    # Far outside the priors' range, and below where the square of an exponential overflows.
     bounds = [*zip(mean - 6 * spread, mean + 6 * spread, strict=True), *[(-15.0, 15.0)] * (2 * latents)]
     for shift in (0.0, -1.0, 1.0):
         start = np.concatenate([mean + shift * spread, np.full(latents, level), np.full(latents, level - 1.5)])
-        found = minimize(
+        optimum = minimize(
             _negative_evidence,
             start,
             (unit, mean, precision, slab_prior),
@@ -221,16 +215,16 @@ def own_fit(unit: Unit, kernel_prior: tuple[Array, Array], slab_prior: LogScale)
             bounds=bounds,
             options={"maxiter": 60},
         )
-        if np.isfinite(found.fun) and -found.fun > best.log_evidence:
+        if np.isfinite(optimum.fun) and -optimum.fun > best.log_evidence:
             size = len(mean)
-            best = OwnFit(found.x[:size], found.x[size:-latents], found.x[-latents:], float(-found.fun))
+            best = OwnFit(optimum.x[:size], optimum.x[size:-latents], optimum.x[-latents:], float(-optimum.fun))
     return best
 
 
 def _negative_evidence(
     x: Array, unit: Unit, mean: Array, precision: Array, slab_prior: LogScale
 ) -> tuple[float, Array]:
-    """Minus Titsias' bound with the priors of what is estimated, summed over the kernels, and its gradient."""
+    """Minus Titsias' bound with the priors of the estimates, summed over the kernels, and its gradient."""
     latents, size = unit.roles.latents, len(mean)
     kernel, log_sd, log_noise = x[:size], x[size:-latents], x[-latents:]
     design = unit.design(kernel)
@@ -257,9 +251,208 @@ def _negative_evidence(
         kernel, np.exp(log_sd)[:, None, None] * d_wide, np.ascontiguousarray(d_conditional)
     ) - precision @ (kernel - mean)
     value -= 0.5 * (kernel - mean) @ precision @ (kernel - mean)
-    # The curve is as large as its coefficient, which is not known where σ_w is held.
+    # The curve is as large as its coefficient, which is not known even where σ_w is fixed.
     size_prior = slab_prior._replace(precision=min(slab_prior.precision, 1.0))
     for prior, at, into in ((size_prior, log_sd, d_log_sd), (unit.noise, log_noise, d_log_noise)):
         value -= 0.5 * prior.precision * np.sum((at - prior.mean) ** 2)
         into -= prior.precision * (at - prior.mean)
     return -float(value), -np.concatenate([d_kernel, d_log_sd, d_log_noise])
+
+
+# How a fit is read in the end: predictions in closed form, draws, a new unit ------------------------------------------
+
+
+class Fitted(NamedTuple):
+    """Shared parameters at the end of a fit, with the covariance of v over all latent functions."""
+
+    shared: Globals
+    joint: Array  # (LQ, LQ)
+    has_replied: bool = False  # whether the unit's own rows are in these
+    updates: UnitUpdates = POSTERIOR
+
+
+class Coefficients(NamedTuple):
+    """q(w | α = 1) of one unit, with a covariance of its own."""
+
+    mean: Array  # (L,)
+    covariance: Array  # (L, L)
+    log_noise_sd: float
+
+
+def final_message(shared: Globals, joint: Array, *, has_replied: bool, point: bool = False) -> Message:
+    """What a unit needs when the rounds are over; one that has not replied, such as a new one, is fitted anew."""
+    return {
+        "has_replied": np.array(float(has_replied)),
+        "mean": shared.mean,
+        "joint": gaussian.pack_triangle(joint),
+        "inclusion": shared.inclusion,
+        "kernel": shared.kernel,
+        "log_slab_sd": np.array(shared.log_slab_sd),
+        **({"point": np.array(1.0)} if point else {}),
+    }
+
+
+def unpack(message: Message) -> Fitted:
+    """Read `final_message`."""
+    mean = np.asarray(message["mean"], dtype=float)
+    joint = gaussian.unpack_triangle(np.asarray(message["joint"], dtype=float))
+    latents, points = mean.shape
+    # The mean field's covariances are inverses of the precision's blocks, smaller than the blocks of `joint`.
+    blocks = np.linalg.inv(np.einsum("lqlp->lqp", np.linalg.inv(joint).reshape(latents, points, latents, points)))
+    inclusion, kernel = (np.asarray(message[name], dtype=float) for name in ("inclusion", "kernel"))
+    shared = Globals(mean, blocks, inclusion, kernel, float(message["log_slab_sd"]))
+    return Fitted(shared, joint, bool(message["has_replied"]), POINT if "point" in message else POSTERIOR)
+
+
+def selected_only(fitted: Fitted) -> Fitted:
+    """The model of a new unit: the selected functions with probability 1, the others with 0."""
+    shared = fitted.shared
+    return fitted._replace(shared=shared._replace(inclusion=np.where(shared.inclusion > SELECTED, 1.0, 0.0)))
+
+
+def with_latents(fitted: Fitted, latents: Iterable[int]) -> Fitted:
+    """The model that uses these latent functions with probability 1, and no others."""
+    numbers = list(latents) if isinstance(latents, Iterable) else [None]
+    if any(np.asarray(number).dtype.kind == "b" for number in numbers):
+        raise DeclarationError(
+            f"latents={shown(latents)} is a mask; give the numbers of latent functions, such as np.flatnonzero(mask)."
+        )
+    if any(np.asarray(number).dtype.kind not in "iuf" or np.ndim(number) for number in numbers):
+        raise DeclarationError(f"latents={shown(latents)} must be a list of numbers of latent functions.")
+    shared, chosen = fitted.shared, sorted({float(number) for number in numbers})
+    chosen = [int(number) if number.is_integer() else number for number in chosen]
+    count = len(shared.inclusion)
+    if not chosen or not set(chosen) <= set(range(count)):
+        raise DeclarationError(f"latents={chosen} must be some of 0 to {count - 1}.")
+    return fitted._replace(shared=shared._replace(inclusion=np.isin(np.arange(count), chosen).astype(float)))
+
+
+def settled(
+    unit: Unit, fitted: Fitted, log_noise_sd: float | None, *, fixed: bool = False
+) -> tuple[Coefficients, Fitted]:
+    """A unit's own parameters from its rows, and the shared ones as it uses them."""
+    if not fitted.has_replied:
+        return settle_new(unit, fitted, fixed=fixed)
+    return _settle(unit, fitted, unit.noise.mean if log_noise_sd is None else log_noise_sd), fitted
+
+
+def _settle(unit: Unit, fitted: Fitted, log_noise_sd: float) -> Coefficients:
+    """A unit's own parameters given the shared ones, from this start of the noise."""
+    shared = fitted.shared
+    design = unit.design(shared.kernel)
+    state, curve = fitted.updates.best(design, shared, unit.noise, log_noise_sd)
+    covariance = fitted.updates.covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
+    return Coefficients(state.mean, covariance, state.log_noise_sd)
+
+
+def settle_new(unit: Unit, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
+    """Parameters of a unit that took no part, from its own rows and the shared functions (section 4.3).
+
+    `fixed` is equation 17, where the shared functions stay as they are. Otherwise q(v) of the others is the unit's
+    prior of v, and q(w), q(v) and σ are updated in turn, each to the maximum of the unit's bound. Nothing leaves the
+    unit. The coefficients, parameters in equation 17, keep their prior N(0, σ_w²) and a posterior.
+    """
+    if fixed:
+        return _settle(unit, fitted, unit.noise.mean), fitted
+    shared, noise = fitted.shared, unit.noise.mean
+    latents, points = shared.mean.shape
+    design = unit.design(shared.kernel)
+    used = np.repeat(shared.inclusion, points)
+    prior = np.linalg.inv(fitted.joint)
+    linear, precision = prior @ shared.mean.ravel(), prior
+    for _ in range(_NEW_UNIT_SWEEPS):
+        state, _ = fitted.updates.best(design, shared, unit.noise, noise)
+        sums = statistics(design, state, unit.noise)
+        precision = prior + used[:, None] * sums["precision"] * used
+        solved = np.linalg.solve(precision, linear + used * sums["linear"].ravel())
+        mean: Array = np.asarray(solved, dtype=float).reshape(latents, points)
+        blocks = np.linalg.inv(np.einsum("lqlp->lqp", precision.reshape(latents, points, latents, points)))
+        has_converged = np.max(np.abs(mean - shared.mean)) < 1e-6 and abs(state.log_noise_sd - noise) < 1e-6
+        shared, noise = shared._replace(mean=mean, covariance=blocks), state.log_noise_sd
+        if has_converged:
+            break
+    joint = np.linalg.inv(precision)
+    fitted = fitted._replace(shared=shared, joint=(joint + joint.T) / 2, has_replied=True)
+    return _settle(unit, fitted, noise), fitted
+
+
+def predictive(design: Design, fitted: Fitted, weights: Coefficients) -> tuple[Array, Array]:
+    """Mean and variance (n,) of f at the design's inputs, by the law of total variance over w, α, v and the residual.
+
+    Covariances of coefficients and of inducing variables across latent functions count here. Most of the uncertainty
+    where the unit has no rows is in these, and the mean field leaves them out.
+    """
+    shared = fitted.shared
+    latents, rows, points = design.projection.shape
+    curve = curves(design, shared.mean, shared.covariance)
+    gamma = shared.inclusion
+    mean = (gamma * weights.mean) @ curve.mean
+    square = np.outer(weights.mean, weights.mean) + weights.covariance  # E w w' given that both are used
+    pair = np.outer(gamma, gamma)
+    np.fill_diagonal(pair, gamma)
+    product = pair * square  # E s s'
+    variance = np.zeros(rows)
+    blocks = fitted.joint.reshape(latents, points, latents, points)
+    for first in range(latents):
+        for second in range(first, latents):
+            if product[first, second] == 0.0:
+                continue
+            cross = design.projection[first] @ blocks[first, :, second, :]
+            across = np.sum(cross * design.projection[second], axis=1)
+            term = product[first, second] * (across + curve.mean[first] * curve.mean[second])
+            variance += term if first == second else 2.0 * term
+    variance += np.diag(product) @ design.conditional
+    return mean, np.maximum(variance - mean**2, 0.0)
+
+
+def sample(role: Roles, message: Message, count: int, rng: np.random.Generator) -> Array:
+    """Draws (count, m) of the shared parameters: q(v), q(α), estimates of kernels and σ_w, equal in all draws."""
+    fitted = unpack(message)
+    phi = np.zeros((count, len(role.is_binary)))
+    root = np.linalg.cholesky(fitted.joint + 1e-12 * np.eye(len(fitted.joint)))
+    phi[:, role.v] = fitted.shared.mean.ravel() + rng.normal(size=(count, len(root))) @ root.T
+    if role.included is not None:
+        phi[:, role.included] = rng.random((count, role.latents)) < fitted.shared.inclusion
+    phi[:, role.kernel] = fitted.shared.kernel
+    phi[:, role.slab] = fitted.shared.log_slab_sd
+    return phi
+
+
+def estimated(role: Roles) -> Array:
+    """Whether a coordinate of φ is a point estimate (m,): the kernels' parameters and σ_w."""
+    is_estimate = np.zeros(len(role.is_binary), dtype=bool)
+    is_estimate[role.kernel] = is_estimate[role.slab] = True
+    return is_estimate
+
+
+def draw(
+    client: ClientView,
+    personal: UnitClientState | None,
+    message: Message,
+    draws: int,
+    chains: int,
+    rng: np.random.Generator,
+) -> Draws:
+    """Draws of the shared and of the unit's own variables from the variational posterior."""
+    unit, count = client.view(unit_of), draws * chains
+    fitted = unpack(message)
+    fitted = fitted if fitted.has_replied else selected_only(fitted)
+    q, fitted = settled(unit, fitted, None if personal is None else personal.log_noise_sd)
+    shared, role = fitted.shared, unit.roles
+    phi = sample(role, final_message(shared, fitted.joint, has_replied=True), count, rng)
+    used = np.ones((count, role.latents)) if role.included is None else phi[:, role.included]
+    w = np.broadcast_to(q.mean, (count, role.latents))
+    if fitted.updates is not POINT:
+        root = np.linalg.cholesky(q.covariance + 1e-12 * np.eye(role.latents))
+        w = w + rng.normal(size=(count, role.latents)) @ root.T
+    unused = np.exp(shared.log_slab_sd) * rng.normal(size=w.shape)
+    values = {
+        "w": np.where(used > 0.5, w, unused),
+        "noise_sd": np.full((count, 1), q.log_noise_sd),
+        "residual": rng.normal(size=(count, len(unit.response))),
+    }
+    local = np.concatenate([values[variable.name] for variable in client.local], axis=1)
+    is_estimate = estimated(role)
+    names = [name for name, places in client.layout.slices.items() if is_estimate[places].all()]
+    names += ["w", "noise_sd"] if fitted.updates is POINT else ["noise_sd"]
+    return Draws(phi.reshape(chains, draws, -1), local.reshape(chains, draws, -1), {}, tuple(names))

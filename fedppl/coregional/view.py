@@ -13,8 +13,7 @@ import pytensor.tensor as pt
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
-from fedppl.coregional.bound import Design, density
-from fedppl.coregional.roles import NOT_OF_KERNELS, LogScale, Roles, roles
+from fedppl.coregional.bound import Design, LogScale, Roles, density
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model import same as _same
@@ -24,20 +23,84 @@ from fedppl.model.graph_key import graph_key
 from fedppl.model.numba_mode import inlined, mode, without_notices
 from fedppl.model.pack import unpacked_function
 from fedppl.numerics.prior import gaussian_prior
-from fedppl.types import Array, DataError, DeclarationError, Variable
+from fedppl.types import Array, DataError, DeclarationError, Layout, Variable
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
-_KEPT = 16
+_CACHED = 16
 _SPREADS = 3.0  # of the prior of log σ_m, below which outputs are constant
 _FAR = 5.0  # prior sds: of log σ_w, or of a curve at the median of σ_w
-_UNSEEN = 0.9  # of a latent function's variance, 1, that is left when all of v is known
+_UNSEEN = 0.9  # of a latent function's variance, 1, that remains when all of v is known
 _compiled: list[tuple[tuple[Any, tuple[Any, ...], list[Any]], tuple[Callable[..., Any], Callable[..., Any]]]] = []
+_NOT_OF_KERNELS = ("v", "slab_sd", "included")
 _PARTS = ("projection", "conditional_variance")
 _CONTRACT = (
     "a model of coregionalisation declares v, w, noise_sd, residual and slab_sd, and adds its tensors `projection` and "
     "`conditional_variance` by name (models/fedlmc_ss.py in fedppl's repository, which the wheel leaves out, does so)"
 )
+
+
+def roles(layout: Layout) -> Roles:
+    """Sort the shared parameters by name: all but v, included and slab_sd are parameters of kernels."""
+    variables, places = {variable.name: variable for variable in layout.variables}, layout.slices
+    for name, rule in {"v": "(latent, inducing)", "slab_sd": "()"}.items():
+        if name not in variables:
+            raise DeclarationError(
+                f"the shared variables {list(variables)} have no {name!r} of shape {rule}; a linear model of "
+                "coregionalisation shares v, slab_sd, its kernels' parameters and, for the selection, included: for "
+                'example shared=["v", "included", "lengthscale", "slab_sd"].'
+            )
+    v, slab, included = variables["v"], variables["slab_sd"], variables.get("included")
+    if len(v.shape) != 2 or slab.shape != () or slab.transform != "log":
+        raise DeclarationError(
+            f"v has shape {v.shape} and slab_sd shape {slab.shape} and transform {slab.transform!r}; they must be "
+            '(latent, inducing), () and "log".'
+        )
+    if included is not None and (included.shape != v.shape[:1] or not included.binary):
+        raise DeclarationError(
+            f"included has shape {included.shape}; it must be Bernoulli, one for each of {v.shape[0]}."
+        )
+    if not layout.prior_is_gaussian:
+        raise DeclarationError(
+            "the prior of the shared parameters is not Gaussian on the unconstrained space; give v a standard Normal, "
+            "and LogNormal priors to slab_sd and to what the kernels need."
+        )
+    precision, linear = layout.prior.precision, layout.prior.linear
+    white = np.zeros_like(precision[places["v"]])
+    white[:, places["v"]] = np.eye(v.size)
+    if not np.allclose(precision[places["v"]], white, atol=1e-8) or not np.allclose(linear[places["v"]], 0, atol=1e-8):
+        raise DeclarationError(
+            'the prior of v is not standard Normal; declare v = pm.Normal("v", 0, 1, dims=("latent", "inducing")) and '
+            "put scales into the projection and the coefficients."
+        )
+    taken = np.zeros(layout.size, dtype=bool)
+    is_binary = np.zeros(layout.size, dtype=bool)
+    for name in _NOT_OF_KERNELS:
+        if name in places:
+            taken[places[name]] = True
+    kernel = np.flatnonzero(~taken)
+    log_odds = np.full(v.shape[0], np.inf)
+    if included is not None:
+        is_binary[places["included"]] = True
+        chance = linear[places["included"]] / np.diag(precision)[places["included"]]
+        log_odds = np.log(chance / (1.0 - chance))
+    slab_place = places["slab_sd"].start
+    kernel_precision = precision[np.ix_(kernel, kernel)]
+    return Roles(
+        latents=v.shape[0],
+        points=v.shape[1],
+        v=np.arange(places["v"].start, places["v"].stop),
+        included=None if included is None else np.arange(places["included"].start, places["included"].stop),
+        slab=slab_place,
+        kernel=kernel,
+        is_binary=is_binary,
+        log_odds=log_odds,
+        kernel_mean=np.asarray(np.linalg.solve(kernel_precision, linear[kernel]), dtype=float),
+        kernel_precision=kernel_precision,
+        slab_prior=LogScale(
+            float(linear[slab_place] / precision[slab_place, slab_place]), float(precision[slab_place, slab_place])
+        ),
+    )
 
 
 class CoregionalUnit:
@@ -55,11 +118,11 @@ class CoregionalUnit:
 
     def __init__(self, client: ClientModel) -> None:
         self._client = client
-        kept = client.template.functions
+        cache = client.template.functions  # shared by the template's clients
         with _lock:
-            if "coregional" not in kept:
-                kept["coregional"] = _compile(client)
-        self._functions: dict[str, Any] = kept["coregional"]  # of the template, shared by its clients
+            if "coregional" not in cache:
+                cache["coregional"] = _compile(client)
+        self._functions: dict[str, Any] = cache["coregional"]
         self.roles: Roles = roles(client.layout)
         self.noise: LogScale = self._functions["noise"]
         self.response: Array = np.asarray(client.arrays[self._functions["observed"]], dtype=float)
@@ -74,9 +137,9 @@ class CoregionalUnit:
     def at(self, kernel: Array, inputs: Mapping[str, Any]) -> Design:
         """The design at new inputs by name, without responses."""
         names, observed = self._functions["names"], self._functions["observed"]
-        wanted = {name: self._functions["dtypes"][name] for name in names if name != observed}
-        values = new_inputs(inputs, wanted, self._client.arrays, unread=(observed,))
-        values[observed] = np.zeros(len(values[next(iter(wanted))]))
+        dtypes = {name: self._functions["dtypes"][name] for name in names if name != observed}
+        values = new_inputs(inputs, dtypes, self._client.arrays, unread=(observed,))
+        values[observed] = np.zeros(len(values[next(iter(dtypes))]))
         projection, conditional = self._functions["forward"](kernel, *(values[name] for name in names))
         return Design(projection, conditional, values[observed], 1.0)
 
@@ -87,17 +150,17 @@ class CoregionalUnit:
         return np.asarray(self._functions["backward"](kernel, *cotangents, *self._inputs(rows)))
 
     def _inputs(self, rows: Any) -> tuple[Any, ...]:
-        held = self._client.inputs[: len(self._functions["names"])]
-        return held if rows is None else tuple(value[rows] for value in held)
+        inputs = self._client.inputs[: len(self._functions["names"])]
+        return inputs if rows is None else tuple(value[rows] for value in inputs)
 
 
 def unit_of(client: ClientModel) -> CoregionalUnit:
-    """What the numerics see of a client, after its density was held against the model's; once per client."""
+    """What the numerics need of a client, once its declared density agrees with theirs."""
     unit = CoregionalUnit(client)
-    known = client.template.functions
-    if "coregional checked" not in known:  # a template's clients differ in their data alone
+    cache = client.template.functions
+    if "coregional checked" not in cache:  # a template's clients differ in their data alone
         _require_same_density(client, unit)
-        known["coregional checked"] = True
+        cache["coregional checked"] = True
     _require_scale(client, unit)
     _require_coverage(client, unit)
     return unit
@@ -130,24 +193,24 @@ def _design_functions(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The design and the way back through it, as functions of the kernels' parameters and the data.
 
-    A builder made anew finds them again, and so does one with the same kernels and another selection.
+    The cache finds them for a new builder too, and for one with the same kernels and another selection.
     """
     model = parts.model
     x = pt.vector("kernel")
     replace, inputs = _graph._inputs_for(parts)
-    places = [i for i, variable in enumerate(variables) if variable.name not in NOT_OF_KERNELS]
+    places = [i for i, variable in enumerate(variables) if variable.name not in _NOT_OF_KERNELS]
     of_kernels = parts._replace(shared=tuple(parts.shared[i] for i in places), local=())
     values, _, _ = _graph.flat_values(of_kernels, x, [variables[i] for i in places], ())
     for variable, rv in zip(variables, parts.shared, strict=True):
-        if variable.name in NOT_OF_KERNELS:  # a design that reads one has another density than is declared
+        if variable.name in _NOT_OF_KERNELS:  # a design that reads one has another density than is declared
             value = model.rvs_to_values[rv]
             values[value] = pt.zeros(variable.shape, dtype=value.type.dtype)
     outputs = model.replace_rvs_by_values([model[name] for name in _PARTS])
     projection, conditional = clone_replace(outputs, {**replace, **values})
-    for (known_x, known_inputs, known), functions in _compiled:
-        same_types = [v.type for v in known_inputs] == [v.type for v in inputs]
+    for (cached_x, cached_inputs, cached), functions in _compiled:
+        same_types = [v.type for v in cached_inputs] == [v.type for v in inputs]
         if same_types and _same.same_computations(
-            known, [projection, conditional], [known_x, *known_inputs], [x, *inputs]
+            cached, [projection, conditional], [cached_x, *cached_inputs], [x, *inputs]
         ):
             return functions
     cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
@@ -159,12 +222,12 @@ def _design_functions(
         return gradient(*values)[0]
 
     _compiled.append(((x, inputs, [projection, conditional]), (forward, backward)))
-    del _compiled[:-_KEPT]
+    del _compiled[:-_CACHED]
     return forward, backward
 
 
 def _compiled_function(inputs: list[Any], outputs: list[Any]) -> Callable[..., Any]:
-    """A function compiled once for all processes, found again by the graph as it was declared."""
+    """A function that is compiled once for all processes, and cached by the declared graph."""
 
     def compiled() -> tuple[Callable[..., Any], bool]:
         return inlined(pytensor.function(inputs, outputs, mode=mode(), on_unused_input="ignore").vm.jit_fn)
@@ -177,17 +240,17 @@ def _compiled_function(inputs: list[Any], outputs: list[Any]) -> Callable[..., A
 def _log_scale(client: ClientModel, name: str) -> LogScale:
     """Prior N(m, s²) of the log of a local scale parameter."""
     who, parts = f"client {client.client_id!r}", client.template.parts
-    found = [(variable, rv) for variable, rv in zip(client.local, parts.local, strict=True) if variable.name == name]
-    if not found or found[0][0].shape != () or found[0][0].transform != "log":
+    matches = [(variable, rv) for variable, rv in zip(client.local, parts.local, strict=True) if variable.name == name]
+    if not matches or matches[0][0].shape != () or matches[0][0].transform != "log":
         raise DeclarationError(
             f"{who}: {name!r} must be a local scalar on the log scale, such as "
             f'pm.LogNormal("{name}", ...); {_CONTRACT}.'
         )
-    value = parts.model.rvs_to_values[found[0][1]]
+    value = parts.model.rvs_to_values[matches[0][1]]
     places = {other.name for other in parts.model.value_vars}
     point = pt.vector("point")
-    (logp,) = clone_replace([parts.model.logp(vars=[found[0][1]], sum=True)], {value: point[0]})
-    if any(above.owner is None and above.name in places for above in ancestors([logp]) if above is not point):
+    (logp,) = clone_replace([parts.model.logp(vars=[matches[0][1]], sum=True)], {value: point[0]})
+    if any(node.owner is None and node.name in places for node in ancestors([logp]) if node is not point):
         raise DeclarationError(f"{who}: the prior of {name!r} depends on another variable.")
     gradient = interpreted.python_function([point], pt.grad(logp, point))
     prior = gaussian_prior(lambda z: np.asarray(gradient(z)), np.zeros(1))
@@ -197,7 +260,7 @@ def _log_scale(client: ClientModel, name: str) -> LogScale:
 
 
 def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
-    """Hold the declared log density against the one that the algorithm is for, at two random points."""
+    """Compare the declared log density with the algorithm's, at two random points."""
     who, rng = f"client {client.client_id!r}", np.random.default_rng(0)
     places = {variable.name: variable.size for variable in client.local}
     if set(places) != {"w", "noise_sd", "residual"} or places["w"] != unit.roles.latents:
@@ -220,20 +283,20 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
 
 
 def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
-    """Refuse outputs of another scale than the priors', and constant ones.
+    """Refuse constant outputs, and outputs whose scale is not that of the priors.
 
-    A unit without any noise, a dead sensor, has a bound beyond all others' if it uses no latent function at all, and
-    the selection would drop every function for its sake.
+    The bound of a unit without noise, such as a dead sensor, outweighs all others where it uses no latent function, so
+    that the selection would drop every function.
     """
     y, noise, slab = unit.response, unit.noise, unit.roles.slab_prior
     least = float(np.exp(noise.mean - _SPREADS / np.sqrt(noise.precision)))
-    spread = np.exp(_FAR / np.sqrt(slab.precision))  # next to 1 where σ_w is held
+    spread = np.exp(_FAR / np.sqrt(slab.precision))  # next to 1 where σ_w is fixed
     most = float(np.exp(slab.mean) * max(spread, _FAR * np.sqrt(unit.roles.latents)))
     remedy = "bring outputs to mean 0 and unit scale by constants that all units agree on"
     if len(y) > 2 and np.std(y) < least:
         raise DataError(
-            f"client {client.client_id!r}: the {len(y)} outputs vary by sd {np.std(y):.3g}, where the prior of "
-            f"noise_sd leaves nothing below {least:.3g}. Leave a unit of constant outputs out (a dead sensor?), or "
+            f"client {client.client_id!r}: the {len(y)} outputs vary by sd {np.std(y):.3g}, below what "
+            f"the prior of noise_sd allows, {least:.3g}. Leave a unit of constant outputs out (a dead sensor?), "
             f"{remedy}, or declare a smaller noise_sd."
         )
     size = float(np.sqrt(np.mean(y**2))) if len(y) else 0.0
@@ -245,7 +308,7 @@ def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
 
 
 def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
-    """Refuse a unit most of whose rows no inducing point can see, and warn of one with some."""
+    """Refuse a unit most of whose rows are far from all inducing points, and warn where some are."""
     open_variance = unit.design(unit.roles.kernel_mean).conditional.min(axis=0)
     rows, unseen = len(open_variance), int(np.sum(open_variance > _UNSEEN))
     if unseen > rows / 2:

@@ -12,15 +12,33 @@ from scipy.linalg import block_diag
 
 from fedppl import gaussian
 from fedppl.contracts import Algorithm, Received, Replies, Report
-from fedppl.coregional import server
-from fedppl.coregional.algorithms import _ascent, _common
-from fedppl.coregional.algorithms._ascent import Answer, Settings
-from fedppl.coregional.algorithms._common import Trail, info, left_after, log_prior, longer, no_trail, report
-from fedppl.coregional.bound import Curves, Design, Globals, UnitClientState
-from fedppl.coregional.result import draw
-from fedppl.coregional.roles import LogScale, Roles, roles
-from fedppl.coregional.server import bound_from, terms_from
-from fedppl.coregional.unit import POSTERIOR, scalars
+from fedppl.coregional.algorithms import _common
+from fedppl.coregional.algorithms._common import (
+    Answer,
+    Settings,
+    Trail,
+    info,
+    left_after,
+    log_prior,
+    longer,
+    no_trail,
+    report,
+)
+from fedppl.coregional.bound import (
+    Curves,
+    Design,
+    Globals,
+    LogScale,
+    Roles,
+    UnitClientState,
+    best_slab,
+    bound_from,
+    selection,
+    size_factor,
+    terms_from,
+)
+from fedppl.coregional.unit import POSTERIOR, draw, scalars
+from fedppl.coregional.view import roles
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
@@ -39,7 +57,7 @@ class BlockAscentState(NamedTuple):
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
     bound: float
     trail: Trail
-    quiet: int  # rounds in a row after which little was left
+    quiet: int  # rounds in a row after which the gain that remained was small
 
 
 def BlockAscent(
@@ -51,12 +69,12 @@ def BlockAscent(
     initial_kernel: str = "median",
     tolerance: float = 1e-3,
 ) -> Algorithm[BlockAscentState, UnitClientState]:
-    r"""Ascend the bound of `Ascent` with replies of about L Q² / 2 numbers, where that needs (L Q)² / 2.
+    r"""Ascend the bound of `Ascent` with replies of about L Q² / 2 numbers in place of (L Q)² / 2.
 
     .. math:: S_l = (I + \gamma_l P_{ll})^{-1}, \qquad m \leftarrow m + \frac{d^\top g}{d^\top Q\, d}\, d
 
     The server cannot solve for all means at once without the products across latent functions. It takes one iteration
-    of conjugate gradients a round in its place, preconditioned by the blocks and with an exact line search: each unit
+    of conjugate gradients a round instead, preconditioned by the blocks and with an exact line search; each unit
     multiplies by its own products. Means and covariances are updated in one round, the selection in the next, so that
     no round lowers the bound with the kernels fixed. It ends where `Ascent` does, in more rounds.
 
@@ -83,14 +101,14 @@ def BlockAscent(
     .. [1] Gao and Chung, section 4, eqs. 10 to 16.
     .. [2] Nocedal and Wright (2006), Numerical Optimization, section 5.1.
     """
-    settings = _ascent.checked(Settings(kernel_rate, warmup, 1, batch_size, forgetting, tolerance, initial_kernel))
+    settings = _common.checked(Settings(kernel_rate, warmup, 1, batch_size, forgetting, tolerance, initial_kernel))
     return Algorithm[BlockAscentState, UnitClientState](
         name="curves.BlockAscent",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=functools.partial(_broadcast, settings=settings),
         update_client=functools.partial(
-            _ascent.update_client, batch_size=settings.batch_size, own=POSTERIOR, tell=_statistics
+            _common.update_client, batch_size=settings.batch_size, updates=POSTERIOR, statistics=_statistics
         ),
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
@@ -111,7 +129,7 @@ def _init(
 ) -> BlockAscentState:
     """Start from the prior, with every latent function in use."""
     role = roles(layout)
-    shared = _ascent.prior_globals(role)
+    shared = _common.prior_globals(role)
     nowhere = np.zeros_like(shared.mean)
     return BlockAscentState(
         roles=role,
@@ -133,7 +151,7 @@ def _broadcast(state: BlockAscentState, client_id: str, *, settings: Settings) -
     """The shared parameters, and the direction to multiply by."""
     stage = 0.0 if state.number == 0 else 1.0 if state.settling else 2.0
     return {
-        **_ascent.sent(state.shared, stage, _ascent.noisy_rate(state.stochastic, settings)),
+        **_common.sent(state.shared, stage, _common.noisy_rate(state.stochastic, settings)),
         "direction": state.search.direction,
     }
 
@@ -147,14 +165,14 @@ def _statistics(answer: Answer, message: Message) -> dict[str, Array]:
 def _update_server(
     state: BlockAscentState, received: Received, *, settings: Settings
 ) -> tuple[BlockAscentState, Report]:
-    """Add up what came, and raise the bound in the means and covariances or in the selection."""
+    """Add up the replies, and raise the bound in the means and covariances or in the selection."""
     if not received.clients:
         return state, Report(info(state.bound, state.shared, np.nan))
     role, shared, number = state.roles, state.shared, state.number + 1
     if state.number == 0:
-        shared, said = _ascent.kernel_start(shared, received, state.bound)
-        return state._replace(shared=shared, number=number), said
-    has_replied, share, noisy, rate = _ascent.share_of(
+        shared, started = _common.kernel_start(shared, received, state.bound)
+        return state._replace(shared=shared, number=number), started
+    has_replied, share, noisy, rate = _common.share_of(
         received, state.where, state.has_replied, state.stochastic, settings
     )
     totals = {name: value / share for name, value in received.sums().items()}
@@ -164,21 +182,21 @@ def _update_server(
     bound = block_bound(totals, shared, log_odds) + role.slab_prior.log_density(shared.log_slab_sd)
     search = state.search
     if selecting and number % 2:
-        gamma = server.selection(*block_selection_terms(totals, shared), shared.inclusion, log_odds)
+        gamma = selection(*block_selection_terms(totals, shared), shared.inclusion, log_odds)
         shared = shared._replace(inclusion=shared.inclusion + rate * (gamma - shared.inclusion))
     else:
         mean, covariance, search = conjugate_step(totals, shared, search, rate)
         shared = shared._replace(mean=mean, covariance=covariance)
-    slab = server.slab(totals, shared.inclusion, role.slab_prior)
+    slab = best_slab(totals, shared.inclusion, role.slab_prior)
     shared = shared._replace(log_slab_sd=shared.log_slab_sd + rate * (slab - shared.log_slab_sd))
     if not state.settling:  # after σ_w, which is judged by the coefficients as they were
-        shared, search = resized(shared, search, server.size_factor(totals, shared))
+        shared, search = resized(shared, search, size_factor(totals, shared))
     kernel_rate, slope = (0.0 if state.settling else settings.kernel_rate), totals["kernel_gradient"]
-    kernel, adam, change = _ascent.kernel_step(role, shared.kernel, state.adam, slope, kernel_rate, max(number - 1, 1))
+    kernel, adam, change = _common.kernel_step(role, shared.kernel, state.adam, slope, kernel_rate, max(number - 1, 1))
     shared, everyone = shared._replace(kernel=kernel), bool(np.all(has_replied))
     trail = longer(state.trail, bound + log_prior(role, state.shared.kernel), kernel, noisy=noisy)
-    left = left_after(trail)
-    quiet = state.quiet + 1 if begun and everyone and left.small(settings.tolerance) else 0
+    remaining = left_after(trail)
+    quiet = state.quiet + 1 if begun and everyone and remaining.small(settings.tolerance) else 0
     state = state._replace(
         shared=shared,
         search=search,
@@ -191,7 +209,7 @@ def _update_server(
         trail=trail,
         quiet=quiet,
     )
-    return state, report(bound, shared, change, left, arrived=quiet >= 5, noisy=noisy)
+    return state, report(bound, shared, change, remaining, arrived=quiet >= 5, noisy=noisy)
 
 
 def _shapes(state: BlockAscentState) -> Mapping[str, tuple[int, ...]]:
@@ -209,7 +227,7 @@ def _shapes(state: BlockAscentState) -> Mapping[str, tuple[int, ...]]:
 
 
 def _reject(state: BlockAscentState, reply: Message) -> str | None:
-    """Sums of squares and counts are never negative."""
+    """Why a reply is rejected that no data give, or None."""
     return _common.reject_negative(reply, *(("penalty", "second", "units") if state.number else ("rows",)))
 
 
@@ -217,7 +235,7 @@ def _reject(state: BlockAscentState, reply: Message) -> str | None:
 
 
 class Search(NamedTuple):
-    """Where the next step of the means goes: a conjugate direction, and what it was made from."""
+    """The direction of the next step of the means, a conjugate one, and what it is computed from."""
 
     direction: Array  # (L, Q)
     gradient: Array  # (L, Q)
@@ -227,7 +245,7 @@ class Search(NamedTuple):
 def block_statistics(
     design: Design, curve: Curves, shared: Globals, unit: UnitClientState, direction: Array, noise: LogScale
 ) -> dict[str, Array]:
-    """What the server needs of a unit at the means and the direction it sent; sums over units are enough.
+    """A unit's statistics at the means and the direction that it was sent, of which the server needs the sums.
 
     ``precision`` (L, Q (Q + 1) / 2) has the diagonal blocks, ``across`` and ``across_direction`` (L, Q) the products of
     all others, times γ_k, with the means and the direction, ``gram`` (L, L) the forms m_l' P_lk m_k.
@@ -261,7 +279,7 @@ def block_selection_terms(totals: Mapping[str, Array], shared: Globals) -> tuple
 
 
 def block_bound(totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
-    """Σ_m V_m at what was sent, or with another q(α) or σ_w."""
+    """Σ_m V_m at the parameters that were sent, or with another q(α) or σ_w."""
     return bound_from(block_selection_terms(totals, shared), totals, shared, log_odds)
 
 
@@ -277,12 +295,12 @@ def conjugate_step(
 ) -> tuple[Array, Array, Search]:
     """Means after an exact search along the direction that was sent, covariances, and the next direction.
 
-    The bound is quadratic in the means of v. Its blocks precondition conjugate gradients (Polak and Ribière), one
-    iteration a round: the products of the other blocks come for the means and the direction that the units were sent.
+    The bound is quadratic in the means of v. Its blocks precondition conjugate gradients (Polak and Ribière), with one
+    iteration a round, for which units multiply the other blocks by the means and the direction.
     """
     gamma = shared.inclusion[:, None]
-    own = shared.inclusion[:, None, None] * gaussian.unpack_triangle(totals["precision"])
-    system = own + np.eye(own.shape[1])
+    blocks = shared.inclusion[:, None, None] * gaussian.unpack_triangle(totals["precision"])
+    system = blocks + np.eye(blocks.shape[1])
     covariance = np.linalg.inv(system)
     covariance = (covariance + np.swapaxes(covariance, 1, 2)) / 2
 
@@ -290,11 +308,11 @@ def conjugate_step(
         return np.asarray((matrix @ vector[:, :, None])[:, :, 0])
 
     gradient = gamma * (totals["linear"] - totals["across"]) - times(system, shared.mean)
-    bent = times(system, search.direction) + gamma * totals["across_direction"]
-    curvature, slope = float(np.sum(search.direction * bent)), float(np.sum(search.direction * gradient))
+    curved = times(system, search.direction) + gamma * totals["across_direction"]
+    curvature, slope = float(np.sum(search.direction * curved)), float(np.sum(search.direction * gradient))
     step = rate * slope / curvature if slope > 0 and curvature > 0 else 0.0
     mean = shared.mean + step * search.direction
-    after = gradient - step * bent
+    after = gradient - step * curved
     preconditioned = times(covariance, after)
     before = float(np.sum(search.preconditioned * search.gradient))
     turn = float(np.sum(preconditioned * (after - search.gradient))) / before if before > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Adam on the whole bound of coregionalised Gaussian processes, from sums of gradients: a central fit, federated."""
+"""Adam on the whole bound of coregionalised Gaussian processes: by sums of gradients, or at units, then averaged."""
 
 from __future__ import annotations
 
@@ -12,22 +12,32 @@ from scipy.linalg import block_diag
 
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report, Result
 from fedppl.contracts.algorithm import DrawFn
-from fedppl.coregional.adam import Adam, adam_step, flatten, flatten_unit, fresh, slopes, unflatten, unflatten_unit
 from fedppl.coregional.algorithms import _common
 from fedppl.coregional.algorithms._common import (
     STARTED,
+    Adam,
+    adam_step,
     batch_size_rule,
     first_shapes,
+    fresh,
     initial_kernel_rule,
     median_kernel,
     reject_negative,
 )
-from fedppl.coregional.algorithms._common import read as read_state
-from fedppl.coregional.bound import Globals, Unit, UnitClientState, unit_bound
-from fedppl.coregional.result import draw
-from fedppl.coregional.roles import Roles, roles
-from fedppl.coregional.unit import best_unit, random_unit
-from fedppl.coregional.view import unit_of
+from fedppl.coregional.bound import (
+    Globals,
+    Roles,
+    Unit,
+    UnitClientState,
+    flatten,
+    flatten_unit,
+    slopes,
+    unflatten,
+    unflatten_unit,
+    unit_bound,
+)
+from fedppl.coregional.unit import best_unit, draw, random_unit
+from fedppl.coregional.view import roles, unit_of
 from fedppl.settings import between, described, positive, shown, whole
 from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
@@ -78,7 +88,7 @@ def Gradient(
         settings=described(settings),
         init=init,
         broadcast=functools.partial(asked, settings=settings),
-        update_client=functools.partial(_update_client, settings=settings),
+        update_client=functools.partial(_update_by_gradient, settings=settings),
         update_server=functools.partial(
             update_server, settings=settings, move=functools.partial(_step, settings=settings)
         ),
@@ -88,7 +98,7 @@ def Gradient(
     )
 
 
-def _update_client(
+def _update_by_gradient(
     client: ClientView,
     personal: GradientClientState | None,
     message: Message,
@@ -96,7 +106,7 @@ def _update_client(
     *,
     settings: Settings,
 ) -> ClientUpdate[GradientClientState]:
-    """The gradient at what was sent, and a step of the unit's own parameters."""
+    """The gradient at the shared parameters, and a step of the unit's own parameters."""
     unit, stage = client.view(unit_of), float(message["stage"])
     count = len(unit.response)
     info = {"rows": float(count)}
@@ -109,19 +119,19 @@ def _update_client(
         info |= {"blank": 1.0} if stage == 2 else {}
     rows, design = _common.batch(count, settings.batch_size, rng), unit.design(shared.kernel)
     value = unit_bound(design, shared, unflatten_unit(personal.own), unit.noise, unit.roles.log_odds, share)
-    slope, own_slope = slopes(unit, x, personal.own, share, rows)
-    after = GradientClientState(*adam_step(personal.own, own_slope, personal.adam, float(message["rate"])))
+    slope, unit_slope = slopes(unit, x, personal.own, share, rows)
+    after = GradientClientState(*adam_step(personal.own, unit_slope, personal.adam, float(message["rate"])))
     return ClientUpdate(after, {"slope": slope, "rows": np.array(float(count)), "bound": np.array(value)}, info)
 
 
 def _from(start: UnitClientState) -> GradientClientState:
-    own = flatten_unit(start)
-    return GradientClientState(own, fresh(len(own)))
+    x = flatten_unit(start)
+    return GradientClientState(x, fresh(len(x)))
 
 
-def _step(state: StepsState, received: Received, heard: int, *, settings: Settings) -> tuple[float, Array, Adam]:
+def _step(state: StepsState, received: Received, known: int, *, settings: Settings) -> tuple[float, Array, Adam]:
     """One step of Adam along the sum, scaled up where not all units replied."""
-    total, share = received.sums(), received.clients / max(heard, 1)
+    total, share = received.sums(), received.clients / max(known, 1)
     rate = learning_rate(state.number, settings)
     adam = fresh(len(state.x)) if state.adam is None else state.adam
     return float(total["bound"] / share), *adam_step(state.x, total["slope"] / share, adam, rate)
@@ -135,12 +145,112 @@ def _draw(
     chains: int,
     rng: np.random.Generator,
 ) -> Draws:
-    """Draws as of the other algorithms for this model."""
+    """Draws of shared and own variables, as by the other algorithms for this model."""
     unit = None if personal is None else unflatten_unit(personal.own)
     return draw(client, unit, message, draws, chains, rng)
 
 
-# What the algorithms that take Adam steps on everything share: settings, where they start, when to stop ---------------
+# Averaged Adam: the paper's own algorithm -----------------------------------------------------------------------------
+
+_MILESTONES = (100, 200)
+
+
+def Averaging(
+    *,
+    learning_rate: float | Sequence[float] = (0.02, 0.005, 0.001),
+    milestones: Sequence[int] = _MILESTONES,
+    steps: int = 5,
+    batch_size: int | None = None,
+    initial_kernel: str = "median",
+    tolerance: float = 1e-6,
+) -> Algorithm[StepsState, UnitClientState]:
+    r"""Federated optimisation of FedLMC-SS as published: local Adam steps on everything, then an average.
+
+    .. math:: (\theta_m, \psi_m) \leftarrow \text{T Adam steps on } V_m \text{ from } (\theta, \psi_m), \qquad
+              \theta \leftarrow \frac{\sum_m n_m \theta_m}{\sum_m n_m}
+
+    θ are q(v), q(α), the kernels' parameters and σ_w on the unconstrained space; ψ_m = (μ_m, τ_m, σ_m) stays at the
+    unit. Adam's moments are new in every round.
+
+    Parameters
+    ----------
+    learning_rate, milestones
+        Adam learning rates for all parameters, and the rounds from which the second and later ones count. One number
+        counts in all rounds, and takes no milestones. The shorter the steps, the closer their average settles.
+    steps
+        T, number of local steps a round.
+    batch_size
+        Number of rows of a mini-batch, drawn anew for every step; by default all.
+    initial_kernel
+        As in `Ascent`.
+    tolerance
+        Share of itself by which the bound may move in a round that counts as converged; five such rounds in a row end
+        the fit.
+
+    Returns
+    -------
+    Algorithm
+
+    Notes
+    -----
+    *When this fails.* An average of parameters is no ascent step: units with different rows move in different
+    directions, and the fixed point depends on `steps` and `learning_rate`. Use `Ascent` unless you want the paper's
+    algorithm, which sends no statistics of a unit's coefficients, but its parameters after local steps.
+
+    References
+    ----------
+    .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
+    """
+    settings = checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance, _MILESTONES)
+    return Algorithm[StepsState, UnitClientState](
+        name="curves.Averaging",
+        settings=described(settings),
+        init=init,
+        broadcast=functools.partial(asked, settings=settings),
+        update_client=functools.partial(_update_by_steps, settings=settings),
+        update_server=functools.partial(update_server, settings=settings, move=_average),
+        replies=Replies(functools.partial(shapes, name="x"), reject, summed),
+        result=read(draw),
+        needs=_common.NEEDS,
+    )
+
+
+def _update_by_steps(
+    client: ClientView,
+    personal: UnitClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: Settings,
+) -> ClientUpdate[UnitClientState]:
+    """T Adam steps on V_m."""
+    unit, stage = client.view(unit_of), float(message["stage"])
+    count = len(unit.response)
+    info = {"rows": float(count)}
+    if stage == 0:
+        return ClientUpdate(*_common.first_answer(unit, rng, settings.initial_kernel), info)
+    x, shared, share = task(unit, message)
+    if personal is None:
+        personal = unit_state(unit, shared, stage, rng)
+        info |= {"blank": 1.0} if stage == 2 else {}
+    value = unit_bound(unit.design(shared.kernel), shared, personal, unit.noise, unit.roles.log_odds, share)
+    point = np.concatenate([x, flatten_unit(personal)])
+    adam = fresh(len(point))
+    for _ in range(settings.steps):
+        rows = _common.batch(count, settings.batch_size, rng)
+        slope = np.concatenate(slopes(unit, point[: len(x)], point[len(x) :], share, rows))
+        point, adam = adam_step(point, slope, adam, float(message["rate"]))
+    reply = {"x": count * point[: len(x)], "rows": np.array(float(count)), "bound": np.array(value)}
+    return ClientUpdate(unflatten_unit(point[len(x) :]), reply, info)
+
+
+def _average(state: StepsState, received: Received, known: int) -> tuple[float, Array, None]:
+    """Average by rows."""
+    total = received.sums()
+    return float(total["bound"] * known / received.clients), total["x"] / max(float(total["rows"]), 1.0), None
+
+
+# What both share: settings, where they start, when they stop ----------------------------------------------------------
 
 P = TypeVar("P")
 
@@ -148,12 +258,12 @@ P = TypeVar("P")
 class StepsInfo(NamedTuple):
     """Diagnostics of a round of steps."""
 
-    bound: float  # Σ V_m at what the units were sent, before their steps; NaN in the first round
+    bound: float  # Σ V_m at the parameters that units were sent, before their steps; NaN in the first round
     selected: int  # latent functions with γ > 0.5
 
 
 class Settings(NamedTuple):
-    """What these algorithms are built with."""
+    """Settings of the algorithm."""
 
     learning_rate: tuple[float, ...]
     milestones: tuple[int, ...]
@@ -173,7 +283,7 @@ class StepsState(NamedTuple):
     rows: Array  # (K,) n_k, 0 for a unit that has not replied yet
     number: int
     bound: float
-    quiet: int  # rounds in a row without a change worth telling
+    quiet: int  # rounds in a row with little change
 
 
 def checked(
@@ -185,7 +295,7 @@ def checked(
     tolerance: float,
     usual: tuple[int, ...] = (),
 ) -> Settings:
-    """Settings in range; `usual` are the default's milestones, which say nothing where there is one learning rate."""
+    """Settings in range; `usual` are the default milestones, which do not count where there is one learning rate."""
     rates = _each(positive, "learning_rate", rate, "positive and finite, one or a tuple of them")
     empty = isinstance(milestones, tuple | list) and not milestones
     places = () if empty else _each(whole, "milestones", milestones, "a tuple of rounds, from 1 on")
@@ -213,7 +323,7 @@ def checked(
 def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) -> tuple[Any, ...]:
     """A value, or each of several, by its rule; errors show all."""
     try:
-        return tuple(rule(name, one) for one in (value if isinstance(value, tuple | list) and value else (value,)))
+        return tuple(rule(name, x) for x in (value if isinstance(value, tuple | list) and value else (value,)))
     except DeclarationError:
         raise DeclarationError(f"{name}={shown(value)} must be {words}.") from None
 
@@ -238,7 +348,7 @@ def learning_rate(number: int, settings: Settings) -> float:
 
 
 def asked(state: StepsState, client_id: str, *, settings: Settings) -> Message:
-    """Shared parameters, Σ n_k of the units heard so far, which makes r_m, and the learning rate."""
+    """Shared parameters, Σ n_k of the units that ever replied, which gives r_m, and the learning rate."""
     return {
         "x": state.x,
         "rows": np.array(state.rows.sum()),
@@ -248,7 +358,7 @@ def asked(state: StepsState, client_id: str, *, settings: Settings) -> Message:
 
 
 def task(unit: Unit, message: Message) -> tuple[Array, Globals, float]:
-    """Read a message: x, the shared parameters in it, and r_m, the unit's share of what is counted once."""
+    """Read a message: x, the shared parameters in it, and r_m, the unit's share of the terms that count once."""
     x, count = np.asarray(message["x"], dtype=float), len(unit.response)
     return x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
 
@@ -269,12 +379,12 @@ def update_server(
 ) -> tuple[StepsState, Report]:
     """Note the units' sizes, start the kernels at the median of their own, and then in every round `move`.
 
-    That gives the bound, the next x and Adam's moments from the sums and from how many units were ever heard.
+    `move` gives the bound, the next x and Adam's moments from the sums and the number of units that ever replied.
     """
     if not received.clients:
         return state, Report(info(np.nan, state))
     rows = state.rows.copy()
-    for client_id, reply in received.single().items():  # sums alone come only once all are known
+    for client_id, reply in received.single().items():  # a round brings sums alone only once all are known
         rows[state.where[client_id]] = float(reply["rows"])
     if state.number == 0:
         x = flatten(shared_of(state)._replace(kernel=median_kernel(received.each)))
@@ -291,12 +401,12 @@ def update_server(
 
 
 def shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the replies; those after the first hold an array like the shared parameters under a name."""
+    """Shapes of the replies; after the first, `name` is an array of the shared parameters' shape."""
     return {name: state.x.shape, "rows": (), "bound": ()} if state.number else first_shapes(state.roles)
 
 
 def reject(state: StepsState, reply: Message) -> str | None:
-    """A unit has no negative number of rows."""
+    """Why a reply is rejected: a negative number of rows."""
     return reject_negative(reply, "rows")
 
 
@@ -312,7 +422,7 @@ def shared_of(state: StepsState) -> Globals:
 
 def read(draw: DrawFn[P]) -> Result[StepsState, P]:
     """How a state is read; the latent functions are independent."""
-    return read_state(
+    return _common.read(
         lambda state: state.roles,
         shared_of,
         lambda state: block_diag(*shared_of(state).covariance),
@@ -322,5 +432,5 @@ def read(draw: DrawFn[P]) -> Result[StepsState, P]:
 
 
 def info(bound: float, state: StepsState) -> StepsInfo:
-    """Diagnostics from the bound and what is shared."""
+    """Diagnostics from the bound and the shared parameters."""
     return StepsInfo(bound, int(np.sum(shared_of(state).inclusion > 0.5)))

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.contracts import Algorithm, Needs, Received, Replies, Report, sum_replies
-from fedppl.coregional import server
-from fedppl.coregional.adam import flatten, unflatten
-from fedppl.coregional.algorithms import _ascent, _common
-from fedppl.coregional.algorithms._ascent import Answer, Settings
+from fedppl.coregional.algorithms import _common
 from fedppl.coregional.algorithms._common import (
+    Answer,
     Left,
+    Settings,
     Trail,
     gained_of_late,
     info,
@@ -27,10 +26,20 @@ from fedppl.coregional.algorithms._common import (
     no_trail,
     report,
 )
-from fedppl.coregional.bound import Globals, UnitClientState
-from fedppl.coregional.result import draw
-from fedppl.coregional.roles import Roles, roles
-from fedppl.coregional.unit import POINT, POSTERIOR, Own, statistics
+from fedppl.coregional.bound import (
+    Globals,
+    Roles,
+    UnitClientState,
+    bound_of_sums,
+    flatten,
+    inducing,
+    joint_covariance,
+    maximise,
+    rescale,
+    unflatten,
+)
+from fedppl.coregional.unit import POINT, POSTERIOR, UnitUpdates, draw, statistics
+from fedppl.coregional.view import roles
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
@@ -58,7 +67,7 @@ def PointAscent(
     Parameters
     ----------
     warmup
-        Number of rounds that a fit has at least, and in which units are waited for that have not replied yet.
+        Least number of rounds of a fit, in which it waits for units that have not replied yet.
     kernel_rate, sweeps, batch_size, forgetting, initial_kernel, tolerance
         As in `Ascent`.
 
@@ -77,13 +86,13 @@ def PointAscent(
     Notes
     -----
     *When this fails.* Where a unit has few rows, or a gap, its coefficients are not known, and intervals that take them
-    for known are too narrow. Use `Ascent` unless point estimates are what you are after.
+    for known are too narrow. Use `Ascent` unless you want point estimates.
 
     References
     ----------
     .. [1] Gao and Chung, section 5, the models FedLMC and LMC; eq. 17 has coefficients as parameters too.
     """
-    settings = _ascent.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
+    settings = _common.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
     return ascent("curves.PointAscent", settings, POINT, _maximise, _common.NEEDS_NO_SELECTION)
 
 
@@ -92,8 +101,8 @@ def _maximise(
 ) -> tuple[Mapping[str, Array], Globals]:
     """Inducing variables and sizes in turn; σ_w stays where it is."""
     for _ in range(sweeps):
-        mean, covariance = server.inducing(totals, shared.inclusion)
-        totals, shared = server.rescale(totals, shared._replace(mean=mean, covariance=covariance), spread=0.0)
+        mean, covariance = inducing(totals, shared.inclusion)
+        totals, shared = rescale(totals, shared._replace(mean=mean, covariance=covariance), spread=0.0)
     return totals, shared
 
 
@@ -141,11 +150,11 @@ def Ascent(
         Start of the kernels' parameters. "median": every unit first fits a Gaussian process to its own rows, and the
         server takes the median of their kernel parameters, weighted by rows. "prior": the prior's median.
     tolerance
-        Nats of the bound, with the priors of the kernels' parameters, that may be still to come when a fit has
-        converged: of the updates by the ratio of successive gains, Σ Δ rᵗ = Δ r / (1 − r), and of the kernels by a
-        quadratic; no less than the last third of the end phase gained. As far as these estimates hold, what is shared
-        is within √(2 · tolerance) posterior sds of the maximum then. The size of the data and their units do not count.
-        With noisy sums nothing is known of it, and no fit converges.
+        Gain in nats of the bound, with the priors of the kernels' parameters, that may remain when a fit has converged.
+        It is estimated for the updates by the ratio of successive gains, Σ Δ rᵗ = Δ r / (1 − r), and for the kernels by
+        a quadratic, and is at least the gain of the last third of the end phase. Where these estimates hold, shared
+        parameters are within √(2 · tolerance) posterior sds of the maximum, whatever the size and units of the data.
+        With noisy sums there is no estimate, and no fit converges.
 
     Returns
     -------
@@ -155,7 +164,7 @@ def Ascent(
     Notes
     -----
     *When this fails.* The bound has local maxima: a length-scale that is far too long at the start, say, makes the
-    selection drop functions that are needed, and γ = 0 is not left again. A fit may end at a saddle point, where two
+    selection drop functions that are needed, and γ then stays 0. A fit may end at a saddle point, where two
     latent functions of nearly the same length-scale are mixed. Compare a few seeds, and read
     ``fit.idata["rounds"]["selected"]``. Intervals of the mean field are too narrow where a unit has no rows;
     `fedppl.curves.predict` adds what it leaves out.
@@ -168,8 +177,8 @@ def Ascent(
     .. [3] Hoffman et al. (2013), Stochastic variational inference, JMLR 14, eqs. 24 to 26.
     .. [4] Sidi (2017), Vector Extrapolation Methods with Applications, SIAM, section 2.
     """
-    settings = _ascent.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
-    return ascent("curves.Ascent", settings, POSTERIOR, server.maximise, _common.NEEDS)
+    settings = _common.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
+    return ascent("curves.Ascent", settings, POSTERIOR, maximise, _common.NEEDS)
 
 
 # Rounds of the coordinate ascents that send all products of their latent functions: state, sums, the server's part ----
@@ -185,7 +194,7 @@ class AscentState(NamedTuple):
     totals: Mapping[str, Array]  # sums of the units' statistics; empty before the first
     where: Mapping[str, int]  # client id to its row
     has_replied: NDArray[np.bool_]  # (K,) whether a unit ever sent statistics
-    collecting: bool  # whether sums are still of the random coefficients that units start from
+    collecting: bool  # whether sums are still of the random coefficients at the start
     number: int  # rounds with replies
     age: int  # of those, rounds since there are curves
     stochastic: int  # of those, rounds whose sums are noisy: some units, or mini-batches
@@ -201,16 +210,16 @@ Maximise = Callable[..., tuple[Mapping[str, Array], Globals]]
 
 
 def ascent(
-    name: str, settings: Settings, own: Own, maximise: Maximise, needs: Needs
+    name: str, settings: Settings, updates: UnitUpdates, maximise: Maximise, needs: Needs
 ) -> Algorithm[AscentState, UnitClientState]:
-    """An algorithm from what units do with their own parameters and what the server does with what is shared."""
+    """An algorithm from the units' updates of their own parameters and the server's of the shared ones."""
     return Algorithm[AscentState, UnitClientState](
         name=name,
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=functools.partial(_broadcast, settings=settings),
         update_client=functools.partial(
-            _ascent.update_client, batch_size=settings.batch_size, own=own, tell=_statistics
+            _common.update_client, batch_size=settings.batch_size, updates=updates, statistics=_statistics
         ),
         update_server=functools.partial(_update_server, settings=settings, maximise=maximise),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
@@ -221,7 +230,7 @@ def ascent(
             lambda state: (state.where, state.has_replied),
             draw,
             tests_convergence=True,
-            point=own is POINT,
+            point=updates is POINT,
         ),
         needs=needs,
     )
@@ -232,7 +241,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
     role = roles(layout)
     return AscentState(
         roles=role,
-        shared=_ascent.prior_globals(role),
+        shared=_common.prior_globals(role),
         totals={},
         where={client_id: k for k, client_id in enumerate(clients)},
         has_replied=np.zeros(len(clients), dtype=bool),
@@ -249,18 +258,18 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
 
 
 def _broadcast(state: AscentState, client_id: str, *, settings: Settings) -> Message:
-    """The shared parameters, or others that are tried."""
+    """The shared parameters, or a proposal."""
     stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
-    return _ascent.sent(_sent(state), stage, _ascent.noisy_rate(state.stochastic, settings))
+    return _common.sent(_sent(state), stage, _common.noisy_rate(state.stochastic, settings))
 
 
 def _sent(state: AscentState) -> Globals:
-    """Shared parameters that units answer to: what was reached, or what is tried."""
+    """Shared parameters that units are sent: the present ones, or a proposal."""
     return state.shared if state.rest is None or state.rest.trial is None else state.rest.trial
 
 
 def _statistics(answer: Answer, message: Message) -> dict[str, Array]:
-    """The statistics that remain when a unit has maximised over its own parameters."""
+    """A unit's statistics once it has maximised over its own parameters."""
     reply = statistics(answer.design, answer.state, answer.noise)
     return {**reply, "precision": gaussian.pack_triangle(reply["precision"])}
 
@@ -268,16 +277,16 @@ def _statistics(answer: Answer, message: Message) -> dict[str, Array]:
 def _update_server(
     state: AscentState, received: Received, *, settings: Settings, maximise: Maximise
 ) -> tuple[AscentState, Report]:
-    """Add up what came, and maximise over what is shared."""
+    """Add up the replies, and maximise over the shared parameters."""
     if not received.clients:
         return state, Report(info(state.bound, state.shared, np.nan))
     first, state = state.number == 0, state._replace(number=state.number + 1)
     if first:
-        shared, said = _ascent.kernel_start(state.shared, received, state.bound)
-        return state._replace(shared=shared), said
+        shared, started = _common.kernel_start(state.shared, received, state.bound)
+        return state._replace(shared=shared), started
     if state.collecting:
         return _collect(state, received, settings, maximise)
-    has_replied, share, noisy, rate = _ascent.share_of(
+    has_replied, share, noisy, rate = _common.share_of(
         received, state.where, state.has_replied, state.stochastic, settings
     )
     sums = _unpacked(received.sums())
@@ -323,37 +332,37 @@ def _raise_bound(
     *,
     noisy: bool,
 ) -> tuple[AscentState, Report]:
-    """Maximise over what is shared, and take a step of the kernels."""
-    role, before, age, at = state.roles, state.bound, state.age + 1, _sent(state)
-    if noisy and state.rest is not None:  # too little is known of the gains for the end's steps
-        trying, left = state.rest.trial is not None, state.rest.left
+    """Maximise over the shared parameters, and take a step of the kernels."""
+    role, before, age, sent = state.roles, state.bound, state.age + 1, _sent(state)
+    if noisy and state.rest is not None:  # gains are too uncertain for the end's steps
+        trying, remaining = state.rest.trial is not None, state.rest.left
         state = state._replace(rest=None, trail=no_trail(len(role.kernel)))
         if trying:
-            return state._replace(age=age), report(state.bound, state.shared, 0.0, left, arrived=False, noisy=True)
+            return state._replace(age=age), report(state.bound, state.shared, 0.0, remaining, arrived=False, noisy=True)
     begun = age > settings.warmup
-    best, shared = maximise(totals, at, role, sweeps=settings.sweeps, select=begun)
-    bound = server.bound(best, shared, role.log_odds if begun else np.full(role.latents, np.inf))
+    best, shared = maximise(totals, sent, role, sweeps=settings.sweeps, select=begun)
+    bound = bound_of_sums(best, shared, role.log_odds if begun else np.full(role.latents, np.inf))
     bound += role.slab_prior.log_density(shared.log_slab_sd)
-    value = bound + log_prior(role, at.kernel)
+    value = bound + log_prior(role, sent.kernel)
     if state.rest is not None:
-        slope = slope - role.kernel_precision @ (at.kernel - role.kernel_mean)
-        came, fixed = Round(at, shared, value, slope), settings.kernel_rate == 0
-        rest, kept = polished(state.rest, role, came, settings.tolerance, fixed=fixed)
+        slope = slope - role.kernel_precision @ (sent.kernel - role.kernel_mean)
+        result, fixed = Round(sent, shared, value, slope), settings.kernel_rate == 0
+        rest, reached = polished(state.rest, role, result, settings.tolerance, fixed=fixed)
         change = 0.0
-        if kept is not None:
-            change = float(np.max(np.abs(kept.kernel - state.shared.kernel), initial=0.0))
-            state = state._replace(shared=kept, totals=best, bound=bound)
+        if reached is not None:
+            change = float(np.max(np.abs(reached.kernel - state.shared.kernel), initial=0.0))
+            state = state._replace(shared=reached, totals=best, bound=bound)
         state = state._replace(age=age, rest=rest)
         return state, report(state.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
-    # Steps of one length go back and forth across the maximum for ever. Noise, and the selection's start, lower it too.
+    # Steps of one length would oscillate around the maximum. Noise and the selection's start lower the bound too.
     fell = bound < before - 1e-9 * (1.0 + abs(bound))
     lowered = fell and age > settings.warmup + 1 and not state.stochastic
     pace = max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST_STEP)
     rate, number = settings.kernel_rate * pace, max(state.number - 1, 1)
-    kernel, adam, change = _ascent.kernel_step(role, shared.kernel, state.adam, slope, rate, number)
+    kernel, adam, change = _common.kernel_step(role, shared.kernel, state.adam, slope, rate, number)
     shared = shared._replace(kernel=kernel)
     trail = longer(state.trail, value, kernel, noisy=noisy)
-    turned = float(np.max(np.abs(shared.inclusion - at.inclusion), initial=0.0))
+    turned = float(np.max(np.abs(shared.inclusion - sent.inclusion), initial=0.0))
     calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and nearly_still(trail)
     state = state._replace(shared=shared, totals=best, age=age, adam=adam, pace=pace, bound=bound, trail=trail)
     state = state._replace(rest=at_rest(shared) if calm else None)
@@ -375,7 +384,7 @@ def _shapes(state: AscentState) -> Mapping[str, tuple[int, ...]]:
 
 
 def _reject(state: AscentState, reply: Message) -> str | None:
-    """Sums of squares and counts are never negative, nor is a sum of squared designs."""
+    """Why a reply is rejected that no data give, or None."""
     reason = _common.reject_negative(reply, *(("penalty", "second", "units") if state.number else ("rows",)))
     if reason or state.number == 0:
         return reason
@@ -392,37 +401,36 @@ def _joint(state: AscentState) -> Array:
     """Covariance of v over all latent functions."""
     if not state.totals:
         return np.eye(state.roles.latents * state.roles.points)
-    return server.joint_covariance(state.totals, state.shared.inclusion)
+    return joint_covariance(state.totals, state.shared.inclusion)
 
 
-# The end of a coordinate ascent, once the bound is nearly at rest: quasi-Newton steps of the kernels, extrapolation ---
+# The end of a coordinate ascent, once the bound hardly moves: quasi-Newton steps of the kernels, extrapolation --------
 
-# The inducing variables of a Gaussian process lie where its kernel has them, so that a step of the kernel alone is
-# short, and to take turns with the rest creeps. Here the kernels stay for some rounds while all else settles. Then
-# their slope is that of the bound maximised over all else, and a step along it may be long (BFGS). Where all else
-# creeps, its limit has a closed form from the steps of some rounds in a row: near the end a round is nearly linear, and
-# errors shrink by its eigenvalues (reduced rank extrapolation, Sidi 2017, section 2). The server knows all of it from
-# the same sums.
+# The inducing variables depend on the kernel, so that a step of the kernel given them is short, and alternating steps
+# are slow. Here the kernels stay for some rounds until all else has converged. Then their slope is that of the bound
+# maximised over all else, and a step along it may be long (BFGS). Where all else converges slowly, its limit has a
+# closed form from the steps of some rounds in a row: near the end a round is nearly linear, and errors shrink by its
+# eigenvalues (reduced rank extrapolation, Sidi 2017, section 2). The server computes all of it from the same sums.
 
 _SETTLED, _CYCLE = 3, 8  # rounds before a step of the kernels is judged, and before all else is extrapolated
-_SEEN = 3  # ratios of gains, of the last cycles, of which the largest counts
-_FIRST, _FAR = 0.05, 0.3  # what a log parameter of a kernel moves at once, in the first step and at most
+_SEEN = 3  # last cycles, of whose ratios of gains the largest counts
+_FIRST, _FAR = 0.05, 0.3  # largest change of a kernel's log parameter, in the first step and in any
 _SHORTEST_POLISHED = 1e-4
-_ROUNDING = 1e-9  # of the value: a fall by less is none
-_WILD = 1e3  # prior sds or logs: a step that is none
+_ROUNDING = 1e-9  # of the value: a smaller fall is rounding
+_WILD = 1e3  # prior sds or logs: a longer step is refused
 
 
 class Round(NamedTuple):
-    """What came of a round."""
+    """The result of a round."""
 
     sent: Globals
     best: Globals  # given the sums, at the kernels that were sent
-    value: float  # there
+    value: float  # at the best
     slope: Array  # of the value in the kernels' parameters
 
 
 class Stand(NamedTuple):
-    """Where the kernels have got to: what a step of theirs is judged by."""
+    """The result before a step of the kernels, by which the step is judged."""
 
     shared: Globals
     value: float
@@ -430,26 +438,26 @@ class Stand(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """An ascent that is nearly at rest."""
+    """The state of an ascent that hardly moves."""
 
     path: tuple[Globals, ...]  # shared parameters of successive rounds with the same kernels
-    trail: Trail  # what came of them
+    trail: Trail  # their values
     slope: Array | None  # in the last of them
-    trial: Globals | None  # what units are asked to answer in place of the shared parameters
+    trial: Globals | None  # a proposal that units are sent in place of the shared parameters
     stand: Stand | None  # before the last step of the kernels
-    judging: bool  # whether that step is being tried
+    judging: bool  # whether the proposal is that step
     curvature: Array | None  # (p, p) of minus the value in the kernels' parameters
     radius: float  # of a step of the kernels
     ratios: tuple[float, ...]  # of gains at the ends of the last cycles
-    reached: float  # value at the end of the last cycle, if nothing but an extrapolation came since
-    values: tuple[float, ...]  # of all rounds so far that stand
+    reached: float  # value at the end of the last cycle, if only an extrapolation followed
+    values: tuple[float, ...]  # of all accepted rounds so far
     refused: bool  # whether the last extrapolation was
     left: Left
     arrived: bool
 
 
 def at_rest(shared: Globals) -> Rest:
-    """The first such state."""
+    """The first state of the end phase."""
     return Rest(
         path=(shared,),
         trail=no_trail(len(shared.kernel)),
@@ -468,92 +476,92 @@ def at_rest(shared: Globals) -> Rest:
     )
 
 
-def polished(rest: Rest, role: Roles, came: Round, tolerance: float, *, fixed: bool) -> tuple[Rest, Globals | None]:
-    """The state after one more round, and the shared parameters reached; None where those before stand."""
+def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed: bool) -> tuple[Rest, Globals | None]:
+    """The state after one more round, and the new shared parameters; None where the old ones stay."""
     if rest.trial is not None and not rest.judging:  # an extrapolation
         last = rest.trail.values[-1]
-        if not came.value >= last - _ROUNDING * (1.0 + abs(last)):
+        if not result.value >= last - _ROUNDING * (1.0 + abs(last)):
             return _from(rest, rest.path[-1])._replace(refused=True), None
-        rest = _from(rest, came.sent)._replace(refused=False)
-    trail = longer(rest.trail, came.value, came.best.kernel, noisy=False)
-    before, rest = rest.slope, rest._replace(path=(*rest.path, came.best), trail=trail, slope=came.slope)
+        rest = _from(rest, result.sent)._replace(refused=False)
+    trail = longer(rest.trail, result.value, result.best.kernel, noisy=False)
+    before, rest = rest.slope, rest._replace(path=(*rest.path, result.best), trail=trail, slope=result.slope)
     if rest.judging:
-        rest = _judged_step(rest, came)
+        rest = _judged_step(rest, result)
         if rest.trial is not None or len(rest.trail.values) == 0:
             return rest, None
-    step, rest = _newton(rest, role, came, fixed=fixed)
+    step, rest = _newton(rest, role, result, fixed=fixed)
     creeping = left_after(rest.trail, rest.ratios)
-    # Twice what a quadratic has: the curvature is an estimate.
-    gain = float(came.slope @ step)
-    rest = rest._replace(values=(*rest.values, came.value))
-    # Both estimates are blind to slow parts beside fast ones, and to a curvature that is too large.
+    # Twice the gain of a quadratic, since the curvature is an estimate.
+    gain = float(result.slope @ step)
+    rest = rest._replace(values=(*rest.values, result.value))
+    # Both estimates miss slow parts beside fast ones, and a curvature that is too large.
     nats = max(creeping.nats + gain, gained_of_late(rest.values))
     left = Left(nats, float(np.max(np.abs(step), initial=0.0)), creeping.ratio)
     small, count = left.small(tolerance), len(trail.values)
-    if count > 4:  # before, nothing is known of the gains' ratio
+    if count > 4:  # before, there is no ratio of gains
         rest = rest._replace(left=left)
-    steady = before is not None and np.max(np.abs(came.slope - before)) <= 0.1 * np.max(np.abs(came.slope))
+    steady = before is not None and np.max(np.abs(result.slope - before)) <= 0.1 * np.max(np.abs(result.slope))
     if count >= _SETTLED and steady and not small and (gain > creeping.nats or rest.refused):
-        return _stepped(rest, came, step), came.best
+        return _stepped(rest, result, step), result.best
     if count <= _CYCLE:
-        return rest, came.best
-    arrived = small and came.value - rest.reached < tolerance
+        return rest, result.best
+    arrived = small and result.value - rest.reached < tolerance
     ratios, trial = (*rest.ratios, left.ratio)[-_SEEN:], extrapolated(rest.path, role)
-    rest = rest._replace(reached=came.value, ratios=ratios, arrived=arrived)
-    return (rest._replace(trial=trial) if trial is not None else _from(rest, came.best)), came.best
+    rest = rest._replace(reached=result.value, ratios=ratios, arrived=arrived)
+    return (rest._replace(trial=trial) if trial is not None else _from(rest, result.best)), result.best
 
 
 def _from(rest: Rest, shared: Globals) -> Rest:
-    """Rounds anew from these shared parameters, with nothing under trial."""
+    """New rounds from these shared parameters, without a proposal."""
     return rest._replace(path=(shared,), trail=no_trail(len(shared.kernel)), slope=None, trial=None, judging=False)
 
 
-def _newton(rest: Rest, role: Roles, came: Round, *, fixed: bool) -> tuple[Array, Rest]:
-    """The kernels' step to the maximum by the curvature known so far, which begins as if a step were the first."""
+def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Rest]:
+    """The kernels' step to the maximum by the present estimate of the curvature, which starts from the slope."""
     if fixed:
-        return np.zeros_like(came.slope), rest
+        return np.zeros_like(result.slope), rest
     curvature = rest.curvature
     if curvature is None:
-        curvature = np.diag(np.maximum(np.abs(came.slope) / _FIRST, np.diag(role.kernel_precision)))
+        curvature = np.diag(np.maximum(np.abs(result.slope) / _FIRST, np.diag(role.kernel_precision)))
         rest = rest._replace(curvature=curvature if len(rest.trail.values) >= _SETTLED else None)
     elif rest.stand is not None:
-        curvature = _learnt(curvature, came.best.kernel - rest.stand.shared.kernel, rest.stand.slope - came.slope)
-    return np.asarray(np.linalg.solve(curvature, came.slope), dtype=float), rest
+        curvature = _learnt(curvature, result.best.kernel - rest.stand.shared.kernel, rest.stand.slope - result.slope)
+    return np.asarray(np.linalg.solve(curvature, result.slope), dtype=float), rest
 
 
-def _stepped(rest: Rest, came: Round, step: Array) -> Rest:
-    """Ask for a step of the kernels, from where all else has settled, and learn from the one before."""
+def _stepped(rest: Rest, result: Round, step: Array) -> Rest:
+    """Propose a step of the kernels once all else has converged, and update the curvature by the last step."""
     if rest.stand is not None and rest.curvature is not None:
-        moved, turned = came.best.kernel - rest.stand.shared.kernel, rest.stand.slope - came.slope
+        moved, turned = result.best.kernel - rest.stand.shared.kernel, rest.stand.slope - result.slope
         rest = rest._replace(curvature=_learnt(rest.curvature, moved, turned))
     length = max(float(np.max(np.abs(step))), 1e-300)
-    trial = came.best._replace(kernel=came.best.kernel + min(1.0, rest.radius / length) * step)
-    stand = Stand(came.best, came.value, came.slope)
+    trial = result.best._replace(kernel=result.best.kernel + min(1.0, rest.radius / length) * step)
+    stand = Stand(result.best, result.value, result.slope)
     return _from(rest, trial)._replace(trial=trial, stand=stand, judging=True, reached=np.nan, refused=False)
 
 
-def _judged_step(rest: Rest, came: Round) -> Rest:
-    """Keep a step of the kernels that raised the value once all else has settled; else go back, with a shorter one."""
+def _judged_step(rest: Rest, result: Round) -> Rest:
+    """Accept a step of the kernels if it raised the value once all else has converged; else go back with a shorter."""
     stand, values = rest.stand, rest.trail.values
     assert stand is not None
-    step = came.best.kernel - stand.shared.kernel
-    length, promised = float(np.max(np.abs(step))), float(step @ stand.slope)
+    step = result.best.kernel - stand.shared.kernel
+    length, expected = float(np.max(np.abs(step))), float(step @ stand.slope)
     if len(values) < _SETTLED:
-        return rest._replace(trial=came.best)
-    if came.value >= stand.value + 1e-4 * promised:
+        return rest._replace(trial=result.best)
+    if result.value >= stand.value + 1e-4 * expected:
         radius = min(2.0 * rest.radius, _FAR) if length > 0.9 * rest.radius else rest.radius
         return rest._replace(trial=None, judging=False, radius=radius)
-    if len(values) <= _CYCLE and came.value + _CYCLE * (values[-1] - values[-2]) > stand.value:
-        return rest._replace(trial=came.best)  # it is still on its way
+    if len(values) <= _CYCLE and result.value + _CYCLE * (values[-1] - values[-2]) > stand.value:
+        return rest._replace(trial=result.best)  # all else still converges
     return _from(rest, stand.shared)._replace(stand=None, radius=max(0.3 * length, _SHORTEST_POLISHED))
 
 
 def _learnt(curvature: Array, step: Array, turn: Array) -> Array:
     """BFGS, damped where the slope did not fall along the step (Nocedal and Wright 2006, procedure 18.2)."""
     along = curvature @ step
-    expected, found = float(step @ along), float(step @ turn)
-    if found < 0.2 * expected:
-        share = 0.8 * expected / (expected - found)
+    expected, observed = float(step @ along), float(step @ turn)
+    if observed < 0.2 * expected:
+        share = 0.8 * expected / (expected - observed)
         turn = share * turn + (1.0 - share) * along
     return np.asarray(curvature - np.outer(along, along) / expected + np.outer(turn, turn) / float(step @ turn))
 
@@ -561,25 +569,25 @@ def _learnt(curvature: Array, step: Array, turn: Array) -> Array:
 def extrapolated(path: Sequence[Globals], role: Roles) -> Globals | None:
     """The limit of a path of successive shared parameters, as if rounds were linear; None where there is none.
 
-    Steps are weighed by what they are worth: means in posterior sds, variances on the log scale. Kernels are the same
-    throughout, and the selection stays, which follows from the rest.
+    Steps are measured in posterior sds of means and in logs of variances. The kernels are the same throughout, and the
+    selection stays, since it follows from the rest.
     """
-    x, worth = np.stack([flatten(shared) for shared in path]), _worth(path)
-    turns = np.diff(worth, n=2, axis=0)
-    weight, *_ = np.linalg.lstsq(turns.T, np.diff(worth, axis=0)[-1], rcond=1e-8)
+    x, scaled = np.stack([flatten(shared) for shared in path]), _scaled_path(path)
+    turns = np.diff(scaled, n=2, axis=0)
+    weight, *_ = np.linalg.lstsq(turns.T, np.diff(scaled, axis=0)[-1], rcond=1e-8)
     step = -np.diff(x, axis=0)[1:].T @ weight
     if not np.all(np.isfinite(step)) or np.max(np.abs(step)) > _WILD:
         return None
     return unflatten(x[-1] + step, role)._replace(inclusion=path[-1].inclusion, kernel=path[-1].kernel)
 
 
-def _worth(path: Sequence[Globals]) -> Array:
+def _scaled_path(path: Sequence[Globals]) -> Array:
     """Coordinates (n, d) in which steps are measured."""
     root = np.linalg.cholesky(path[-1].covariance)
 
-    def one(shared: Globals) -> Array:
+    def scaled(shared: Globals) -> Array:
         white = np.linalg.solve(root, shared.mean[:, :, None]).ravel()
         sizes = 0.5 * np.log(np.einsum("lqq->lq", shared.covariance)).ravel()
         return np.concatenate([white, sizes, [shared.log_slab_sd]])
 
-    return np.stack([one(shared) for shared in path])
+    return np.stack([scaled(shared) for shared in path])
