@@ -1,8 +1,8 @@
-r"""How well predicted probabilities hold: calibration errors, Brier score, what diagrams show, and ranking by a score.
+r"""Quality of predicted probabilities: calibration errors, reliability diagrams, Brier score, and ranking by a score.
 
 A row's *confidence* is the largest of its probabilities, and it is right where the class with that probability came.
-Rows fall into bins of equal width by confidence, b ∈ 1..B of n_b rows each, a confidence of exactly the edge into the
-lower one.
+Rows fall into bins of equal width by confidence, b ∈ 1..B of n_b rows each, with a confidence on an edge in
+the lower bin.
 
 >>> probability = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]])
 >>> label = np.array([0, 1, 1, 1])
@@ -53,7 +53,7 @@ def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliabil
     Raises
     ------
     DataError
-        For probabilities that are none, labels that are no classes, or no rows; for `bins` below 1 or not whole.
+        For invalid probabilities, labels that are no classes, or no rows; for `bins` below 1 or not whole.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliabil
     Notes
     -----
     *When this fails.* The accuracy of a bin with few rows is mostly noise: look at ``rows``. Confidence is at least
-    1 / C, so that bins below it are always empty, and the probabilities of the other classes are not looked at.
+    1 / C, so that bins below it are always empty. The probabilities of the other classes are not used.
     """
     probability, label = _checked(probability, label)
     if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
@@ -76,8 +76,8 @@ def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliabil
     place = np.clip(np.digitize(confidence, edges, right=True) - 1, 0, bins - 1)
     rows = np.bincount(place, minlength=bins).astype(float)
     with np.errstate(invalid="ignore"):
-        sure, hit = (np.bincount(place, weights=w, minlength=bins) / rows for w in (confidence, right))
-    return Reliability(edges, rows, sure, hit)
+        means = (np.bincount(place, weights=w, minlength=bins) / rows for w in (confidence, right))
+        return Reliability(edges, rows, *means)
 
 
 def expected_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
@@ -107,11 +107,11 @@ def expected_calibration_error(probability: Array, label: Array, *, bins: int = 
     Notes
     -----
     *When this fails.* It depends on the number of bins, and with few rows in a bin it is above 0 for probabilities
-    that are right: compare models on the same rows and bins. It does not reward knowledge. A model that gives the
-    shares of the classes to every row has an ECE near 0; `brier` tells it from a better one.
+    that are right: compare models on the same rows and bins. It does not reward information: a model that
+    gives every row the shares of the classes has an ECE near 0, and `brier` separates it from a better one.
     """
-    found = reliability(probability, label, bins=bins)
-    return float(np.nansum(found.rows * np.abs(found.accuracy - found.confidence)) / found.rows.sum())
+    diagram = reliability(probability, label, bins=bins)
+    return float(np.nansum(diagram.rows * np.abs(diagram.accuracy - diagram.confidence)) / diagram.rows.sum())
 
 
 def maximum_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
@@ -141,10 +141,10 @@ def maximum_calibration_error(probability: Array, label: Array, *, bins: int = 1
     Notes
     -----
     *When this fails.* The bin with the fewest rows often decides: in the example it is a bin of one row. More bins make
-    it larger. Look at the rows of each bin, as `reliability` counts them, before it is read as a fault of the model.
+    it larger. Look at the rows of each bin, by `reliability`, before it counts as a fault of the model.
     """
-    found = reliability(probability, label, bins=bins)
-    return float(np.nanmax(np.abs(found.accuracy - found.confidence)))
+    diagram = reliability(probability, label, bins=bins)
+    return float(np.nanmax(np.abs(diagram.accuracy - diagram.confidence)))
 
 
 def brier(probability: Array, label: Array) -> float:
@@ -163,7 +163,7 @@ def brier(probability: Array, label: Array) -> float:
     Raises
     ------
     DataError
-        For probabilities that are none, labels that are no classes, or no rows.
+        For invalid probabilities, labels that are no classes, or no rows.
 
     Examples
     --------
@@ -173,8 +173,8 @@ def brier(probability: Array, label: Array) -> float:
     Notes
     -----
     *When this fails.* For two classes it is twice the score Σ (p − y)² / n that others call by this name. It mixes
-    calibration with how far classes can be told apart, so that its size says little by itself: compare models on the
-    same rows. An event that was given probability 0 costs no more than 2.
+    calibration with how well classes can be separated, so that its size alone means little: compare models on the same
+    rows. An event of probability 0 costs no more than 2.
     """
     probability, label = _checked(probability, label)
     return float(np.mean(((probability - np.eye(probability.shape[1])[label]) ** 2).sum(axis=1)))
@@ -198,7 +198,7 @@ def accuracy(probability: Array, label: Array) -> float:
     Raises
     ------
     DataError
-        For probabilities that are none, labels that are no classes, or no rows.
+        For invalid probabilities, labels that are no classes, or no rows.
 
     Examples
     --------
@@ -208,7 +208,7 @@ def accuracy(probability: Array, label: Array) -> float:
     Notes
     -----
     *When this fails.* Where one class is frequent, a model that always names it has a high accuracy. Of classes that
-    are equally probable the first counts as the most probable one. How sure the model was does not enter.
+    are equally probable the first counts as the most probable one. It ignores how sure the model was.
     """
     probability, label = _checked(probability, label)
     return float(np.mean(probability.argmax(axis=1) == label))
@@ -232,7 +232,7 @@ def entropy(probability: Array) -> Array:
     Raises
     ------
     DataError
-        For probabilities that are none, or not of two dimensions.
+        For invalid probabilities, or such that are not of two dimensions.
 
     Examples
     --------
@@ -280,7 +280,7 @@ def auroc(positive: Array, negative: Array) -> float:
 
     Notes
     -----
-    *When this fails.* It looks at the order of scores alone: probabilities that are far too large can have an area of
+    *When this fails.* It depends on the order of scores alone: probabilities that are far too large can have an area of
     1. Where positives are rare, most rows that are flagged may be negative although the area is near 1. With few scores
     on one side it is rough.
     """
@@ -296,7 +296,7 @@ def auroc(positive: Array, negative: Array) -> float:
 
 
 def _array(probability: Any) -> Array:
-    """An array of numbers; a data set of several is none."""
+    """An array of numbers; refuses a data set of several arrays."""
     if isinstance(probability, Mapping):
         raise DataError(
             f"the probabilities are a {type(probability).__name__} with {list(probability)}; pass one of its arrays, "

@@ -342,7 +342,7 @@ def test_layouts_in_memory_do_not_change_the_numbers(last: bool, view: bool, mom
     rows = {"X": np.moveaxis(X, 1, 3) if last else X, "y": y}
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
     unit = model.enrol({"a": rows}, kernel=False)["a"].view(network_of).unit
-    found = train(unit, unit.held, np.arange(unit.size), Training(0.05, 6, 12, momentum), rng)
+    found = train(unit, unit.initial, np.arange(unit.size), Training(0.05, 6, 12, momentum), rng)
     steps = {"lr": 0.05, "fused": False, "foreach": False}
     parameters = list(net.parameters())
     plain = (
@@ -385,10 +385,12 @@ def test_layers_below_those_that_move_are_computed_once(maps: int, counted: int)
         network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
         head, counting = network.places((names[-2], names[-1])), True
         passes.clear()
-        found.append(train(network.unit, network.unit.held, head, Training(0.05, 4, 6, 0.9), np.random.default_rng(3)))
+        found.append(
+            train(network.unit, network.unit.initial, head, Training(0.05, 4, 6, 0.9), np.random.default_rng(3))
+        )
         assert len(passes) == (11 if isinstance(net, Behind) else counted)
     assert_allclose(found[0], found[1], atol=1e-6)
-    assert np.all(found[0][head] != network.unit.held[head])
+    assert np.all(found[0][head] != network.unit.initial[head])
 
 
 class Last(torch.nn.Module):
@@ -426,7 +428,7 @@ def test_layers_that_do_not_say_a_row_for_a_row_are_computed_in_every_step(below
         model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
         network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
         head = network.places((names[-2], names[-1]))
-        found.append(train(network.unit, network.unit.held, head, Training(0.05, 4, 6), np.random.default_rng(3)))
+        found.append(train(network.unit, network.unit.initial, head, Training(0.05, 4, 6), np.random.default_rng(3)))
     assert_allclose(found[0], found[1], atol=1e-6)
 
 
@@ -443,7 +445,7 @@ def test_layers_in_place_above_what_is_computed_once_change_nothing_of_it() -> N
         model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
         network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
         free, steps = network.places(("1.1.weight", "1.1.bias")), Training(0.05, 4, 6)
-        found.append(train(network.unit, network.unit.held, free, steps, np.random.default_rng(3)))
+        found.append(train(network.unit, network.unit.initial, free, steps, np.random.default_rng(3)))
     assert_allclose(found[0], found[1], atol=1e-6)
 
 
@@ -457,7 +459,7 @@ def test_a_client_that_does_not_report_trains_nothing_that_is_thrown_away(monkey
         trained.append(len(free))
         return train(unit, w, free, *others, **settings)
 
-    monkeypatch.setattr("fedppl.nn.algorithms.fedavg.train", counted)
+    monkeypatch.setattr("fedppl.nn.algorithms.averaging.train", counted)
     for phases, kept_of in ((REP, 1), ((("shared", 1), *REP), 2), ((("all", 2),), 1), ((("shared", 2),), 0)):
         algorithm = nn.FedAvg(phases=phases)
         state = algorithm.init(client.layout, tuple(clients), stream((0,)))
@@ -474,7 +476,7 @@ def test_a_prior_may_be_worth_a_higher_loss(monkeypatch: pytest.MonkeyPatch) -> 
     model, clients = problems.classification(shared=ALL)
     network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
     unit, everything = network.unit, np.arange(network.unit.size)
-    good = train(unit, unit.held, everything, Training(0.05, 60, 50), np.random.default_rng(0))
+    good = train(unit, unit.initial, everything, Training(0.05, 60, 50), np.random.default_rng(0))
     head = np.concatenate([network.places((name,)) for name in HEAD])
     far, steps = good.copy(), Training(0.05, 200, 50)
     far[head] *= -2.0
@@ -501,7 +503,7 @@ def test_fine_tuning_that_has_not_arrived_is_told(algorithm: Any, caplog: pytest
         caplog.clear()
         with caplog.at_level("WARNING", logger="fedppl"):
             nn.predict(fit, "device 0", {"X": np.ones((2, 3))})
-        assert ("'device 0': fine-tuning has not arrived" in caplog.text) == told
+        assert ("'device 0': fine-tuning has not converged" in caplog.text) == told
         assert ("tune_epochs=" in caplog.text) == told
 
 

@@ -198,7 +198,7 @@ def test_a_step_of_per_fedavg_is_that_of_the_meta_loss() -> None:
     """∇F = (I − α A) ∇f(w − α ∇f(w)) on a quadratic, whose Hessian differences give exactly."""
     model, clients = line()
     unit = model.enrol(clients, kernel=False)["site 2"].view(network_of).unit
-    w, alpha, beta = unit.held, 0.1, 0.05
+    w, alpha, beta = unit.initial, 0.1, 0.05
     A, b = quadratic(clients["site 2"])
     inside = w - alpha * (A @ w - b)
     wanted = w - beta * (np.eye(3) - alpha * A) @ (A @ inside - b)
@@ -222,13 +222,13 @@ def test_per_fedavg_is_judged_by_the_loss_after_a_clients_step() -> None:
     clients = {"a": {"X": np.ones((4, 1)), "y": np.ones(4, dtype=int)}}
     unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
     far = scipy.optimize.brentq(lambda w: w - 0.2 * np.expm1(w), 1.0, 4.0)
-    found = meta_steps(unit, unit.held, Training(0.05, 300, 4), 0.2, stream((0,)), dtype=torch.float64)
+    found = meta_steps(unit, unit.initial, Training(0.05, 300, 4), 0.2, stream((0,)), dtype=torch.float64)
     assert_allclose(found, [far], atol=1e-3)
-    assert loss_at(unit, found) > loss_at(unit, unit.held) + 6.0
+    assert loss_at(unit, found) > loss_at(unit, unit.initial) + 6.0
     with pytest.raises(LocalFailure, match="inner_rate="):
-        meta_steps(unit, unit.held, Training(20.0, 1, 4), 0.2, stream((0,)), dtype=torch.float64)
+        meta_steps(unit, unit.initial, Training(20.0, 1, 4), 0.2, stream((0,)), dtype=torch.float64)
     with pytest.raises(LocalFailure, match="inner_rate="):
-        meta_steps(unit, unit.held, Training(1e300, 1, 4), 0.2, stream((0,)), dtype=torch.float64)
+        meta_steps(unit, unit.initial, Training(1e300, 1, 4), 0.2, stream((0,)), dtype=torch.float64)
 
 
 def test_what_going_as_far_again_would_gain_is_in_closed_form() -> None:
@@ -251,7 +251,7 @@ def test_a_step_of_pfedme_is_that_of_the_envelope(lam: float) -> None:
     """∇ = λ (w − θ(w)) with θ(w) = (A + λ I)⁻¹ (b + λ w); with λ → ∞ that is the loss's own, so that φ is FedAvg's."""
     model, clients = line()
     unit = model.enrol(clients, kernel=False)["site 1"].view(network_of).unit
-    w, (A, b) = unit.held, quadratic(clients["site 1"])
+    w, (A, b) = unit.initial, quadratic(clients["site 1"])
     theta = np.linalg.solve(A + lam * np.eye(3), b + lam * w)
     steps, rate = Training(0.1 / lam, 1, 100), 0.05
     found, own = moreau_steps(unit, w, steps, lam, (rate, 2000), stream((0,)), dtype=torch.float64)
@@ -268,12 +268,12 @@ def test_a_personal_network_is_judged_by_the_batch_that_it_is_found_on() -> None
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.2), ["weight"])
     y = np.array([1.0, -1.0, 1.0, -1.0, 1.0])[:, None]
     unit = model.enrol({"a": {"X": np.ones((5, 1)), "y": y}}, kernel=False)["a"].view(network_of).unit
-    w, theta = moreau_steps(unit, unit.held, Training(0.01, 1, 4), 1.0, (0.01, 200), stream((0,)))
+    w, theta = moreau_steps(unit, unit.initial, Training(0.01, 1, 4), 1.0, (0.01, 200), stream((0,)))
     assert_allclose(np.abs(theta), 25 / 26, rtol=0.01)
-    assert loss_at(unit, theta) > loss_at(unit, unit.held) + 5.0
+    assert loss_at(unit, theta) > loss_at(unit, unit.initial) + 5.0
     assert np.abs(w) < 0.02
     with pytest.raises(LocalFailure, match="lower inner_rate="):
-        moreau_steps(unit, unit.held, Training(0.01, 1, 4), 1.0, (0.1, 200), stream((0,)))
+        moreau_steps(unit, unit.initial, Training(0.01, 1, 4), 1.0, (0.1, 200), stream((0,)))
 
 
 def test_pfedme_predicts_by_the_personal_network() -> None:
@@ -459,7 +459,7 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
     beta, network = np.array([0.3, -0.2, 0.1]), client.view(network_of)
     head = network.head(("weight", "bias"))
     _, chain = langevin_steps(
-        network.unit, head, network.unit.held, np.arange(0), beta, (beta, spread), Training(0.1, 8_000, n), rate,
+        network.unit, head, network.unit.initial, np.arange(0), beta, (beta, spread), Training(0.1, 8_000, n), rate,
         stream((0,)), dtype=torch.float64,
     )  # fmt: skip
     values, vectors = np.linalg.eigh(A)
@@ -482,7 +482,7 @@ def test_a_head_that_its_population_draws_away_has_not_failed() -> None:
     """A narrow population around 0 holds v there; without its part the loss, (1 - v)^2 / 2 sd^2, rises by 2."""
     model, clients = problems.product(0.5)
     unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
-    head, w = find_head(unit, ("1.weight",), np.array([1]), unit.held), unit.held
+    head, w = find_head(unit, ("1.weight",), np.array([1]), unit.initial), unit.initial
     steps, prior = Training(1e-3, 200, 4), (np.zeros(1), 0.01)
     found, chain = langevin_steps(unit, head, w, np.array([0]), np.ones(1), prior, steps, 1e-3, stream((0,)))
     assert_allclose(chain.mean, 0.0, atol=0.03)

@@ -24,9 +24,9 @@ from tests.support import problems
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
-from fedppl.nn import batch, batch_heads, batch_train, personal  # noqa: E402
+from fedppl.nn import batch, personal  # noqa: E402
 from fedppl.nn import train as single  # noqa: E402
-from fedppl.nn.batch_train import take_steps, train_together  # noqa: E402
+from fedppl.nn.batch import take_steps, train_together  # noqa: E402
 from fedppl.nn.train import Training, train  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 
@@ -240,7 +240,7 @@ def test_clients_whose_loss_does_not_fall_enough_fail_as_alone(
     name: str, rise: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule of the loss, moved to where some clients break it."""
-    for module in (single, personal, batch_train, batch_heads):
+    for module in (single, personal, batch):
         monkeypatch.setattr(module, "RISE", rise)
     algorithm, clients = ALGORITHMS[name][0](), usual()
     found, wanted = (asked(each, clients, rounds=1)[0] for each in (algorithm, alone(algorithm)))
@@ -384,7 +384,7 @@ def test_weights_that_a_mask_holds_do_not_move() -> None:
     """A part of one parameter moves, with a prior of each client's own: as `train` alone."""
     units = [client.view(network_of).unit for client in enrolled(data=clients_of((31, 30, 20, 20, 7))).values()]
     free, rng = np.array([0, 1, 5, 12, 16, 30]), np.random.default_rng(0)
-    W = units[0].held + 0.1 * rng.normal(size=(5, 31))
+    W = units[0].initial + 0.1 * rng.normal(size=(5, 31))
     priors = [(rng.normal(size=6), rng.uniform(1, 50, size=6)) for _ in units]
     stack = batch.stacked(units)
     found, well = train_together(stack, W, free, STEPS, [stream((k,)) for k in range(5)], priors=priors)
@@ -400,11 +400,11 @@ def test_without_rounding_there_is_no_difference(momentum: float | None) -> None
     """In float64, after so many steps that Adam's tell the smallest: training, and layers below draws of a head."""
     network = [client.view(network_of) for client in enrolled(data=clients_of((31, 30, 20, 20, 7))).values()]
     units, head, everything = [one.unit for one in network], network[0].head(HEAD), np.arange(31)
-    settings, W = Training(0.01, 10, 8, momentum), np.tile(units[0].held, (5, 1))
+    settings, W = Training(0.01, 10, 8, momentum), np.tile(units[0].initial, (5, 1))
     stack = batch.stacked(units, torch.float64)
     found, _ = train_together(stack, W, everything, settings, [stream((k,)) for k in range(5)], dtype=torch.float64)
     q, below = (W[:, head.places], np.full((5, 15), 0.3)), np.arange(16)
-    lower, _ = batch_heads.train_below_together(
+    lower, _ = batch.train_below_together(
         stack, head, W, below, q, settings, 3, [stream((k,)) for k in range(5)], dtype=torch.float64
     )
     for k, unit in enumerate(units):

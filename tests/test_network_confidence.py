@@ -22,7 +22,7 @@ from tests.support.states import updated
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
-from fedppl.nn.devices import generator_of  # noqa: E402
+from fedppl.nn.functional import generator_of  # noqa: E402
 from fedppl.nn.head import expected_loss, features, head_slopes  # noqa: E402
 from fedppl.nn.personal import HeadSteps, head_posterior, train_below  # noqa: E402
 from fedppl.nn.train import Training, outcomes, train  # noqa: E402
@@ -48,7 +48,7 @@ def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     """Against `MeanField` on the declared head. Adam with K draws wanders by about its rate, here 0.002."""
     model, clients = problem()
     network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
-    head, w = network.head(HEAD), network.unit.held
+    head, w = network.head(HEAD), network.unit.initial
     z, centre, tau = features(network.unit, head, w), np.full(15, 0.1), 4.0
     start = (centre, np.full(15, 0.3))
     q, rng = start, np.random.default_rng(0)
@@ -67,7 +67,7 @@ def test_gradient_steps_of_a_head_descend_the_summed_bound() -> None:
     """Two steps with momentum, against automatic differentiation of log-likelihood and divergence at the same draws."""
     model, clients = problem()
     network = model.enrol(clients, kernel=False)["device 1"].view(network_of)
-    head, w, tau = network.head(HEAD), network.unit.held, 4.0
+    head, w, tau = network.head(HEAD), network.unit.initial, 4.0
     z, centre = features(network.unit, head, w, dtype=torch.float64), torch.full((15,), 0.1, dtype=torch.float64)
     start, steps = (np.full(15, 0.2), np.full(15, 0.3)), HeadSteps(0.01, 2, 3, momentum=0.9)
     found = head_posterior(network.unit, head, z, start, centre.numpy(), tau, steps, np.random.default_rng(5))
@@ -102,13 +102,13 @@ def test_slopes_of_the_head_are_those_of_its_loss(normal: bool, bias: bool) -> N
         .view(network_of)
     )
     head = unit.head(tuple(names[2:]))
-    z = features(unit.unit, head, unit.unit.held, dtype=torch.float64)
+    z = features(unit.unit, head, unit.unit.initial, dtype=torch.float64)
     v = torch.from_numpy(generator.normal(size=(6, len(head.places)))).requires_grad_()
     y = outcomes(unit.unit, torch.float64)
     wanted = torch.autograd.grad(expected_loss(unit.unit, head, z, y, v), v)[0]
     assert_allclose(head_slopes(unit.unit, head, z, y, v.detach()) / 6, wanted, rtol=1e-10, atol=1e-14)
     # The loss is what PyMC declares, at each draw of the head.
-    w = unit.unit.held.copy()
+    w = unit.unit.initial.copy()
     losses = []
     for draw in v.detach().numpy():
         w[head.places] = draw
@@ -153,7 +153,7 @@ def test_a_head_below_which_nothing_is_used_is_refused_before_any_round() -> Non
 def test_layers_below_are_trained_and_the_head_is_not() -> None:
     model, clients = problem()
     network = model.enrol(clients, kernel=False)["device 1"].view(network_of)
-    head, w = network.head(HEAD), network.unit.held
+    head, w = network.head(HEAD), network.unit.initial
     below = np.setdiff1d(np.arange(len(w)), head.places)
     q = (w[head.places], np.zeros(15))
     after = train_below(network.unit, head, w, below, q, Training(0.1, 20, 10, 0.9), 1, np.random.default_rng(0))

@@ -21,9 +21,9 @@ import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
-from fedppl.nn import _slopes, subnet  # noqa: E402
-from fedppl.nn.declared import Declared  # noqa: E402
+from fedppl.nn import subnet  # noqa: E402
 from fedppl.nn.functional import call, state_of  # noqa: E402
+from fedppl.nn.likelihood import Declared  # noqa: E402
 from fedppl.nn.train import outcomes  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from tests.support import problems  # noqa: E402
@@ -347,7 +347,7 @@ def test_losses_and_slopes_are_those_of_pymc(name: str) -> None:
     rng = np.random.default_rng(3)
     y = outcomes(unit, torch.float64)
     for _ in range(2):
-        w = torch.from_numpy(unit.held + 0.3 * rng.normal(size=unit.size)).requires_grad_()
+        w = torch.from_numpy(unit.initial + 0.3 * rng.normal(size=unit.size)).requires_grad_()
         phi, theta = w.detach().numpy()[unit.shared_at], w.detach().numpy()[unit.local_at]
         point = {}
         for variables, values in ((client.layout.variables, phi), (client.local, theta)):
@@ -395,7 +395,7 @@ def test_unknowns_are_told_apart_from_weights() -> None:
     assert unit.declared.unknowns == ("log_sd",)
     assert len(unit.inferable_at) == len(unit.shared_at) - 1
     assert isinstance(unit.likelihood, Declared)
-    assert [name for name, _ in unit.loaded(unit.held).named_parameters()] == [
+    assert [name for name, _ in unit.loaded(unit.initial).named_parameters()] == [
         "0.weight",
         "0.bias",
         "2.weight",
@@ -423,7 +423,7 @@ def test_unknowns_beside_one_linear_layer_are_no_biases_of_it(bias: bool) -> Non
     X = np.column_stack([unit.X, np.ones((5, int(bias)))])
     wanted = [np.diag([x**2 @ variance[:-2], *variance[-2:]]) for x in X]
     for covariance in (variance, np.diag(variance)):
-        q = subnet.Subnetwork(unit.held, places, covariance)
+        q = subnet.Subnetwork(unit.initial, places, covariance)
         assert_allclose(subnet.output_covariance(unit, q, unit.X), wanted, atol=1e-12)
 
 
@@ -521,9 +521,9 @@ def test_expected_curvatures_hang_on_no_chunk(monkeypatch: pytest.MonkeyPatch) -
     clients["a"]["y"][0] = 30.0
     unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
     places = np.arange(unit.size)
-    whole = subnet.curvature(unit, unit.held, places)
-    monkeypatch.setattr(_slopes, "_NUMBERS", 5)
-    parts = subnet.curvature(unit, unit.held, places)
+    whole = subnet.curvature(unit, unit.initial, places)
+    monkeypatch.setattr(subnet, "_NUMBERS", 5)
+    parts = subnet.curvature(unit, unit.initial, places)
     assert not np.array_equal(whole, parts)
     scale = np.sqrt(np.outer(np.diag(whole), np.diag(whole)) + 1e-12)
     assert np.max(np.abs(parts - whole) / scale) < 6 / np.sqrt(128 * ROWS)
@@ -564,7 +564,7 @@ def test_moved_outputs_are_followed_or_refused(name: str) -> None:
     for client in model.enrol(clients, kernel=False).values():
         unit = client.view(network_of).unit
         with torch.no_grad():
-            output = call(unit.net, state_of(unit.net, torch.from_numpy(unit.held)), torch.from_numpy(unit.X))
+            output = call(unit.net, state_of(unit.net, torch.from_numpy(unit.initial)), torch.from_numpy(unit.X))
         mean = output.sum(dim=1) if name == "outputs backwards" else output[:, 0]
         wanted = norm.logpdf(client.arrays["y"], mean.numpy(), 0.5).sum()
         assert_allclose(unit.likelihood.log_density(output, outcomes(unit, torch.float64)), wanted, rtol=1e-8)
@@ -632,7 +632,7 @@ def started(change: Change) -> tuple[Any, np.ndarray, np.ndarray]:
     fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
     X = np.random.default_rng(6).normal(size=(5, 2))
     unit = fit.clients["a"].view(network_of).unit
-    return fit, X, subnet.outputs(unit, nn.personalise(fit, "a").weights, X)
+    return fit, X, subnet.evaluate(unit, nn.personalise(fit, "a").weights, X)
 
 
 def test_binary_outcomes_have_the_probabilities_of_two_classes() -> None:
@@ -728,7 +728,7 @@ def test_outcomes_that_cannot_be_drawn_are_told() -> None:
         nn.predict(fit, "a", {"X": clients["a"]["X"]})
     unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
     with pytest.raises(fedppl.types.LocalFailure, match="cannot be drawn.*random="):
-        subnet.curvature_diagonal(unit, unit.held, np.arange(3))
+        subnet.curvature_diagonal(unit, unit.initial, np.arange(3))
 
 
 def test_an_index_of_the_client_s_is_no_part_of_a_closed_form() -> None:
@@ -750,7 +750,7 @@ def test_a_kink_whose_outcomes_cannot_be_drawn_is_told() -> None:
     model, clients = declared(change)
     unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
     with pytest.raises(fedppl.types.LocalFailure, match="kink.*computed from data"):
-        subnet.curvature_diagonal(unit, unit.held, np.arange(3))
+        subnet.curvature_diagonal(unit, unit.initial, np.arange(3))
 
 
 def test_columns_for_classes_are_refused_where_there_are_as_many_rows_as_classes() -> None:

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.engine import inprocess  # noqa: E402
-from fedppl.nn import devices, subnet  # noqa: E402
+from fedppl.nn import functional, subnet  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from tests.support import elsewhere, problems  # noqa: E402
 
@@ -148,7 +148,7 @@ def inferred(builder: Any, data: Any, rule: str = "live") -> Any:
     shared = ["0.weight", "0.bias", "1.weight", "1.bias"]
     client = fedppl.FederatedModel(builder, shared).enrol(data, kernel=False)["a"]
     unit = client.view(network_of).unit
-    q = subnet.inferred(unit, unit.held, np.full(len(unit.shared_at), 2.0), 15, rule=rule, diagonal=False)
+    q = subnet.inferred(unit, unit.initial, np.full(len(unit.shared_at), 2.0), 15, rule=rule, diagonal=False)
     return unit, q, subnet.output_covariance(unit, q, unit.X)
 
 
@@ -172,7 +172,7 @@ def test_a_network_that_was_moved_is_computed_where_it_is() -> None:
         assert unit.tensor(unit.X, torch.float32).device.type == elsewhere.NAME
         builder.keywords["device"] = "cpu"  # what is said counts
         unit = inferred(builder, data)[0]
-        assert unit.declared.device == devices.CPU and unit.tensor(unit.X, torch.float32).device == devices.CPU
+        assert unit.declared.device == functional.CPU and unit.tensor(unit.X, torch.float32).device == functional.CPU
 
 
 def test_clients_have_devices_of_their_own() -> None:
@@ -223,14 +223,14 @@ def test_a_network_in_two_places_is_refused_but_where_the_device_is_said() -> No
 
 def test_double_precision_is_left_to_the_cpu_where_there_is_none() -> None:
     mps = torch.device("mps")
-    assert devices.placed(mps, torch.float32) == mps and devices.placed(mps, torch.float64) == devices.CPU
-    assert devices.factored_on(mps) == devices.CPU
-    assert devices.placed(torch.device("cuda", 1), torch.float64) == torch.device("cuda", 1)
+    assert functional.placed(mps, torch.float32) == mps and functional.placed(mps, torch.float64) == functional.CPU
+    assert functional.factored_on(mps) == functional.CPU
+    assert functional.placed(torch.device("cuda", 1), torch.float64) == torch.device("cuda", 1)
 
 
 def test_a_device_without_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device refuses float64 as "mps" does: training is there in float32, and the rest on the CPU."""
-    monkeypatch.setattr(devices, "_WITHOUT_FLOAT64", (elsewhere.NAME,))
+    monkeypatch.setattr(functional, "_WITHOUT_FLOAT64", (elsewhere.NAME,))
     monkeypatch.setattr(elsewhere, "REFUSED", (torch.float64,))
     for name in ("FedSI", "FedPer", "pFedVEM", "pFedBayes", "FedPop"):
         algorithm, shared = ALGORITHMS[name]

@@ -20,7 +20,7 @@ from fedppl import nn  # noqa: E402
 from fedppl.flower import node as _node  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
-from fedppl.nn._slopes import evaluate  # noqa: E402
+from fedppl.nn.subnet import evaluate  # noqa: E402
 from fedppl.nn.unit import log_likelihood  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
@@ -201,8 +201,8 @@ def test_scales_that_differ_between_clients_are_each_client_s_or_refused(kind: s
     for name, client in model.enrol(clients, kernel=False).items():
         unit = client.view(network_of).unit
         assert_allclose(
-            log_likelihood(unit, unit.held),
-            norm.logpdf(clients[name]["y"], evaluate(unit, unit.held, unit.X), clients[name]["scale"]).sum(),
+            log_likelihood(unit, unit.initial),
+            norm.logpdf(clients[name]["y"], evaluate(unit, unit.initial, unit.X), clients[name]["scale"]).sum(),
             rtol=1e-10,
         )
 

@@ -247,7 +247,9 @@ def test_losses_and_features_take_some_rows_at_a_time(monkeypatch: pytest.Monkey
     model, clients = problems.classification(shared=("0.weight", "0.bias", "2.weight", "2.bias"))
     network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
     X, y = clients["device 0"]["X"], clients["device 0"]["y"]
-    W1, b1, W2, b2 = (value.detach().double().numpy() for value in network.unit.loaded(network.unit.held).parameters())
+    W1, b1, W2, b2 = (
+        value.detach().double().numpy() for value in network.unit.loaded(network.unit.initial).parameters()
+    )
     last, sizes = network.head(("2.weight", "2.bias")), []
     monkeypatch.setattr(functional, "_NUMBERS", 28)  # seven rows of four hidden units
     for module in (train, head):
@@ -259,7 +261,7 @@ def test_losses_and_features_take_some_rows_at_a_time(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "call", counted)
     z = np.tanh(X @ W1.T + b1)
     loss = -log_softmax(z @ W2.T + b2, axis=1)[np.arange(len(y)), y].mean()
-    assert_allclose(loss_at(network.unit, network.unit.held, dtype=torch.float64), loss, rtol=1e-12)
-    found = head.features(network.unit, last, network.unit.held, dtype=torch.float64)
+    assert_allclose(loss_at(network.unit, network.unit.initial, dtype=torch.float64), loss, rtol=1e-12)
+    found = head.features(network.unit, last, network.unit.initial, dtype=torch.float64)
     assert_allclose(found.numpy(), z, rtol=1e-12)
     assert sizes == [7, 7, 6] * 2

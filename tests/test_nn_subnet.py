@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
-from fedppl.nn import _slopes, subnet  # noqa: E402
+from fedppl.nn import subnet  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.likelihood import Normal  # noqa: E402
 from fedppl.nn.unit import NetworkUnit  # noqa: E402
@@ -157,8 +157,8 @@ def test_rows_in_chunks_add_up_to_the_same(
     own = unit(kind)
     w, chosen = rng.normal(size=own.size), np.sort(rng.permutation(own.size)[:11])
     whole = subnet.curvature(own, w, chosen)
-    monkeypatch.setattr(_slopes, "_NUMBERS", 40)
-    assert len(list(_slopes.chunks(own, w, chosen, torch.float64))) > 1
+    monkeypatch.setattr(subnet, "_NUMBERS", 40)
+    assert len(list(subnet.chunks(own, w, chosen, torch.float64))) > 1
     assert_allclose(subnet.curvature(own, w, chosen), whole, rtol=1e-10, atol=1e-12)
 
 
@@ -265,13 +265,13 @@ def test_the_posterior_of_few_rows_is_that_of_the_whole_matrix(net: Any, rng: np
     client = fedppl.FederatedModel(builder, names).enrol({"a": {"X": X, "y": np.array([0, 2])}}, kernel=False)["a"]
     unit = client.view(network_of).unit
     index, variance = np.arange(3, 30), rng.uniform(0.5, 4.0, size=27)
-    few = subnet.of_few_rows(unit, unit.held, index, variance, torch.float64)
-    wanted = np.linalg.inv(subnet.curvature(unit, unit.held, index) + np.diag(1 / variance))
+    few = subnet.of_few_rows(unit, unit.initial, index, variance, torch.float64)
+    wanted = np.linalg.inv(subnet.curvature(unit, unit.initial, index) + np.diag(1 / variance))
     assert few is not None
     assert_allclose(subnet.covariance_of(few), wanted, rtol=1e-9, atol=1e-12)
     assert_allclose(subnet.variances_of(few), np.diag(wanted), rtol=1e-9)
-    assert_array_equal(subnet.infer(unit, unit.held, index, variance).covariance, subnet.covariance_of(few))
-    assert subnet.of_few_rows(unit, unit.held, index, 1e20 * variance, torch.float64) is None
+    assert_array_equal(subnet.infer(unit, unit.initial, index, variance).covariance, subnet.covariance_of(few))
+    assert subnet.of_few_rows(unit, unit.initial, index, 1e20 * variance, torch.float64) is None
 
 
 @pytest.mark.parametrize("rows", [2, 20], ids=["fewer rows than weights", "more"])
@@ -284,12 +284,12 @@ def test_variances_alone_are_those_of_the_posterior(rows: int, diagonal: bool, r
     unit = model.enrol({"a": data}, kernel=False)["a"].view(network_of).unit
     variance = rng.uniform(0.5, 4.0, size=len(unit.shared_at))
     settings = {"rule": "live", "diagonal": diagonal, "dtype": torch.float64}
-    places, found = subnet.marginals(unit, unit.held, variance, 27, **settings)
-    q = subnet.inferred(unit, unit.held, variance, 27, **settings)
+    places, found = subnet.marginals(unit, unit.initial, variance, 27, **settings)
+    q = subnet.inferred(unit, unit.initial, variance, 27, **settings)
     assert_array_equal(places, q.places)
     assert_allclose(found, q.covariance if diagonal else np.diag(q.covariance), rtol=1e-10)
     with pytest.raises(fedppl.DeclarationError, match="lower learning_rate="):
-        subnet.marginals(unit, np.nan * unit.held, variance, 27, **settings)
+        subnet.marginals(unit, np.nan * unit.initial, variance, 27, **settings)
 
 
 @pytest.mark.parametrize("rows", [2, 20])
@@ -302,7 +302,7 @@ def test_inputs_of_another_scale_do_not_cost_the_posterior_its_digits(
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.3), ["weight", "bias"])
     data = {"X": X, "y": rng.normal(size=(rows, 3))}
     own = network_of(model.enrol({"a": data}, kernel=False)["a"]).unit
-    found = subnet.infer(own, own.held, np.arange(123), np.ones(123), dtype=torch.float32).covariance
+    found = subnet.infer(own, own.initial, np.arange(123), np.ones(123), dtype=torch.float32).covariance
     D = np.column_stack([X, np.ones(rows)]) / 0.3
     U, s, V = np.linalg.svd(D, full_matrices=False)
     one = np.eye(41) - (V.T * (s**2 / (1 + s**2))) @ V  # of each output's weights
@@ -321,8 +321,8 @@ def test_weights_at_zero_do_not_hide_how_far_rows_narrow_the_posterior(rng: np.r
     torch.nn.init.zeros_(net.bias)
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["weight", "bias"])
     own = network_of(model.enrol({"a": {"X": X, "y": np.array([0, 2])}}, kernel=False)["a"]).unit
-    found = subnet.infer(own, own.held, np.arange(164), np.ones(164), dtype=torch.float32).covariance
-    J, f = jacobian(own, own.held, X)
+    found = subnet.infer(own, own.initial, np.arange(164), np.ones(164), dtype=torch.float32).covariance
+    J, f = jacobian(own, own.initial, X)
     rows = (np.linalg.cholesky(hessian(own, f) + 1e-14 * np.eye(4)).transpose(0, 2, 1) @ J).reshape(8, -1)
     _, s, V = np.linalg.svd(rows, full_matrices=False)
     assert_allclose(found, np.eye(164) - (V.T * (s**2 / (1 + s**2))) @ V, rtol=1e-3, atol=1e-6)
@@ -335,10 +335,10 @@ def test_what_double_precision_loses_too_is_refused(rng: np.random.Generator) ->
     data = {"X": rng.normal(size=(rows, 40)), "y": rng.normal(size=(rows, 3))}
     own = network_of(model.enrol({"a": data}, kernel=False)["a"]).unit
     with pytest.raises(LocalFailure, match="bring inputs to sd 1"):
-        subnet.infer(own, own.held, np.arange(123), np.full(123, 1e18), dtype=torch.float32)
+        subnet.infer(own, own.initial, np.arange(123), np.full(123, 1e18), dtype=torch.float32)
     told = np.arange(0, 120, 10)
-    found = subnet.infer(own, own.held, told, np.full(12, 1e18), dtype=torch.float32).covariance
-    assert_allclose(found, np.linalg.inv(subnet.curvature(own, own.held, told)), rtol=1e-4, atol=1e-7)
+    found = subnet.infer(own, own.initial, told, np.full(12, 1e18), dtype=torch.float32).covariance
+    assert_allclose(found, np.linalg.inv(subnet.curvature(own, own.initial, told)), rtol=1e-4, atol=1e-7)
 
 
 def test_a_square_of_rows_is_added_block_by_block(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
-from fedppl.nn import _slopes  # noqa: E402
+from fedppl.nn import subnet  # noqa: E402
 from fedppl.nn.subnet import curvature_diagonal, select  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
@@ -320,7 +320,7 @@ def test_rows_held_out_take_no_matrix_of_all_their_slopes(convolution: bool, mon
     with Largest() as largest:
         found = fedppl.validation_loss(fit, {"a": many}, draws=3).total
     assert largest.numbers < 300 * 5 * 1000
-    monkeypatch.setattr(_slopes, "_NUMBERS", 2**28)
+    monkeypatch.setattr(subnet, "_NUMBERS", 2**28)
     assert_allclose(fedppl.validation_loss(fit, {"a": many}, draws=3).total, found, rtol=1e-10)
 
 

@@ -1,15 +1,11 @@
 """Networks of torch inside PyMC models, and algorithms for them. Needs torch: ``pip install 'fedppl[torch]'``."""
 
-from fedppl.nn.algorithms.bpfed import BPFed
+from fedppl.nn.algorithms.averaging import SCAFFOLD, FedAvg
 from fedppl.nn.algorithms.confidence import Confidence
-from fedppl.nn.algorithms.fedavg import FedAvg
 from fedppl.nn.algorithms.fedpop import FedPop
 from fedppl.nn.algorithms.fedsi import FedSI
-from fedppl.nn.algorithms.ifca import IFCA
-from fedppl.nn.algorithms.per_fedavg import PerFedAvg
-from fedppl.nn.algorithms.pfedbayes import PFedBayes
-from fedppl.nn.algorithms.pfedme import PFedMe
-from fedppl.nn.algorithms.scaffold import SCAFFOLD
+from fedppl.nn.algorithms.personalised import IFCA, PerFedAvg, PFedMe
+from fedppl.nn.algorithms.posteriors import BPFed, PFedBayes
 from fedppl.nn.op import module, parameter_names, parameters
 from fedppl.nn.predict import network, personalise, predict
 

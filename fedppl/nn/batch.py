@@ -1,11 +1,12 @@
-"""Clients with one network in a batch: which go together, their rows one after the other, and the forward of all."""
+"""Clients with one network, computed in a batch: each takes the steps that it takes alone."""
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,16 +14,32 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.contracts import ClientView
-from fedppl.nn.functional import buffers_of, call, gradients, pieces
-from fedppl.nn.likelihood import Categorical
+from fedppl.nn.functional import (
+    Places,
+    buffers_of,
+    call,
+    generator_of,
+    gradients,
+    host,
+    parameter_slices,
+    pieces,
+    state_of,
+    taken,
+    tensor,
+)
+from fedppl.nn.head import Head, without_head
+from fedppl.nn.likelihood import Categorical, Likelihood
+from fedppl.nn.personal import HeadSteps, head_noise, optimizer_of_heads, softplus_backwards
+from fedppl.nn.train import RISE, Training, mean_loss, optimizer_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
+from fedppl.types import Array
 
 FEWEST = 4  # clients in a batch: fewer are faster one by one
-_WEIGHTS = 24e6  # bytes of weights, moments and slopes in a batch: more is slower than what a cache holds
-_ROWS = 128e6  # bytes of rows in a batch, and of what the widest layer makes of them
+_WEIGHTS = 24e6  # bytes of weights, moments and slopes in a batch, which a cache should hold
+_ROWS = 128e6  # bytes of rows in a batch, and of the widest layer's outputs
 _BYTES = 4  # of a number in float32
-# Elementwise layers: they treat the rows of many clients as those of one.
+# Elementwise layers, for which rows of many clients are like those of one.
 _ELEMENTWISE = (
     torch.nn.Identity,
     torch.nn.ReLU,
@@ -38,7 +55,7 @@ _ELEMENTWISE = (
 Forward = Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
 
 _lock = threading.Lock()
-_known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+_agreement: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 class Stack(NamedTuple):
@@ -52,12 +69,12 @@ class Stack(NamedTuple):
     first: NDArray[np.int64]  # where each client's rows begin, (K,)
 
     def client(self, k: int) -> slice:
-        """Where the rows of a client lie."""
+        """The rows of a client."""
         return slice(int(self.first[k]), int(self.first[k] + self.rows[k]))
 
 
 def stacked(units: Sequence[NetworkUnit], dtype: torch.dtype = torch.float32) -> Stack:
-    """Put the rows of a group of `groups` one after the other."""
+    """Stack the rows of a group from `groups` one after the other."""
     rows = np.array([len(unit.X) for unit in units], dtype=np.int64)
     X = torch.cat([unit.tensor(unit.X, dtype) for unit in units])
     y = torch.cat([outcomes(unit, dtype) for unit in units])
@@ -65,27 +82,27 @@ def stacked(units: Sequence[NetworkUnit], dtype: torch.dtype = torch.float32) ->
 
 
 def groups(clients: Sequence[ClientView]) -> list[list[int]]:
-    """Places of clients that are trained in one batch: of one network, by falling numbers of rows, few to a cache."""
+    """Places of clients that are trained in one batch: of one network, by falling numbers of rows, within a cache."""
     units = [client.view(network_of).unit for client in clients]
-    alike: dict[tuple[object, ...], list[int]] = {}
+    by_kind: dict[tuple[object, ...], list[int]] = {}
     for place, unit in enumerate(units):
         kind = (id(unit.declared), unit.X.shape[1:], unit.X.dtype, unit.y.shape[1:], unit.y.dtype)
-        alike.setdefault(kind, []).append(place)
-    found: list[list[int]] = []
-    for places in alike.values():
-        if len(places) < FEWEST or not all(len(units[place].X) for place in places) or not _takes(units[places[0]]):
+        by_kind.setdefault(kind, []).append(place)
+    batches: list[list[int]] = []
+    for places in by_kind.values():
+        if len(places) < FEWEST or not all(len(units[place].X) for place in places) or not _can_batch(units[places[0]]):
             continue
-        left = sorted(places, key=lambda place: (-len(units[place].X), place))
-        while left:
-            count = _count(units[left[0]], len(left))
-            found.append(left[:count])
-            left = left[count:]
-    return [places for places in found if len(places) >= FEWEST]
+        waiting = sorted(places, key=lambda place: (-len(units[place].X), place))
+        while waiting:
+            count = _count(units[waiting[0]], len(waiting))
+            batches.append(waiting[:count])
+            waiting = waiting[count:]
+    return [places for places in batches if len(places) >= FEWEST]
 
 
 def _count(largest: NetworkUnit, waiting: int) -> int:
-    """Number of clients in the next batch: even ones, within the limits, the first having most rows."""
-    # Rows are kept as they are and as layers show them; of weights there are two moments and slopes beside them.
+    """Number of clients in the next batch, of equal batches within the limits; the first client has most rows."""
+    # In memory are rows and layers' outputs, and weights with two moments and slopes.
     widest = max(
         int(np.prod(largest.X.shape[1:])), *(value.shape[0] for value in largest.net.parameters() if value.ndim)
     )
@@ -94,40 +111,40 @@ def _count(largest: NetworkUnit, waiting: int) -> int:
     return int(np.ceil(waiting / np.ceil(waiting / most)))
 
 
-def _takes(unit: NetworkUnit) -> bool:
-    """Whether a batch computes what the network does, found out once a network."""
+def _can_batch(unit: NetworkUnit) -> bool:
+    """Whether a batch computes the same as the network; checked once a network."""
     net = unit.declared.net
     with _lock:
-        if net not in _known:
-            _known[net] = _agrees(unit)
-    return _known[net]
+        if net not in _agreement:
+            _agreement[net] = _agrees(unit)
+    return _agreement[net]
 
 
 def _agrees(unit: NetworkUnit) -> bool:
-    """Try two clients' weights on two rows each. Convolutions take half as long again in a batch as one by one."""
+    """Try two clients' weights on two rows each. Convolutions are excluded: a batch of them takes 1.5 times as long."""
     if any(isinstance(layer, torch.nn.modules.conv._ConvNd) for layer in unit.net.modules()):
         return False
     X = unit.tensor(np.repeat(unit.X[:1], 2, axis=0) if len(unit.X) < 2 else unit.X[:2], torch.float64)
-    held = unit.tensor(unit.held, torch.float64)
-    each = [pieces(unit.net, w) for w in (held, 1.5 * held + 0.01)]
-    names = {name: torch.stack([state[name] for state in each]).requires_grad_() for name in each[0]}
+    initial = unit.tensor(unit.initial, torch.float64)
+    states = [pieces(unit.net, w) for w in (initial, 1.5 * initial + 0.01)]
+    names = {name: torch.stack([state[name] for state in states]).requires_grad_() for name in states[0]}
     buffers = buffers_of(unit.net, torch.float64, X.device)
     try:
-        # A warning is torch's remark that it goes client by client after all.
+        # Torch warns where it loops over clients.
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("error")
-            both = torch.stack([X, X.flip(0)])
-            output = forward(unit.net, torch.float64, X.device)(names, both)
+            inputs = torch.stack([X, X.flip(0)])
+            output = forward(unit.net, torch.float64, X.device)(names, inputs)
             gradients(output.sum(), list(names.values()))
-            wanted = [call(unit.net, {**w, **buffers}, x.clone()) for w, x in zip(each, (X, X.flip(0)), strict=True)]
-    except Exception:  # layers that go through time, change their input or look at values: one by one
+            alone = [call(unit.net, {**w, **buffers}, x.clone()) for w, x in zip(states, (X, X.flip(0)), strict=True)]
+    except Exception:  # recurrent layers, or such as change their input or branch on values
         return False
-    if not torch.equal(both, torch.stack([X, X.flip(0)])) or (
+    if not torch.equal(inputs, torch.stack([X, X.flip(0)])) or (
         output.ndim != 3 and isinstance(unit.likelihood, Categorical)
     ):
         return False
-    again = torch.stack(wanted)
-    return output.shape == again.shape and torch.allclose(output, again, rtol=1e-9, atol=1e-9)
+    expected = torch.stack(alone)
+    return output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-9, atol=1e-9)
 
 
 def forward(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Forward:
@@ -154,15 +171,346 @@ def _linear(X: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def _layers(net: torch.nn.Module, name: str) -> list[tuple[str, torch.nn.Module]] | None:
-    """Layers in order with the beginning of their parameters' names; None where they are not all of the network."""
+    """Layers in order with the prefix of their parameters' names; None where the network is more than these."""
     if net._forward_hooks or net._forward_pre_hooks:
         return None
     if type(net) is torch.nn.Sequential:
         parts = [_layers(layer, f"{name}{key}.") for key, layer in net._modules.items() if layer is not None]
         if any(part is None for part in parts):
             return None
-        found = [layer for part in parts if part is not None for layer in part]
-        linear = [id(layer) for _, layer in found if isinstance(layer, torch.nn.Linear)]
-        return found if len(set(linear)) == len(linear) else None  # one that stands twice has one name
+        layers = [layer for part in parts if part is not None for layer in part]
+        linear = [id(layer) for _, layer in layers if isinstance(layer, torch.nn.Linear)]
+        return layers if len(set(linear)) == len(linear) else None  # a layer that is used twice has one name
     flat = type(net) is torch.nn.Flatten and (net.start_dim, net.end_dim) == (1, -1)
     return [(name, net)] if flat or type(net) in (torch.nn.Linear, *_ELEMENTWISE) else None
+
+
+# Training of all weights ----------------------------------------------------------------------------------------------
+
+Rngs = Sequence[np.random.Generator]
+Flags = NDArray[np.bool_]
+State = dict[str, torch.Tensor]
+
+
+class Minibatch(NamedTuple):
+    """Rows of one step, of the clients that take it: the first A, since clients are sorted by rows."""
+
+    X: torch.Tensor  # (A, b, ...)
+    y: torch.Tensor  # (A, b, ...)
+    share: torch.Tensor  # of a row in the mean of its client, (A, b); 0 where the client has fewer rows than others
+
+
+LossFn = Callable[[State, Minibatch], torch.Tensor]  # the sum over clients of their losses
+
+
+class Weights:
+    """Weights of clients, stacked by parameter; those that move are leaves.
+
+    Matrices of linear layers are transposed in memory, so that slopes need no copy.
+
+    Attributes
+    ----------
+    moving
+        Parameters that contain weights at `free`, by torch's names, (K, ...).
+    """
+
+    def __init__(self, net: torch.nn.Module, W: Array, free: Places, dtype: torch.dtype, device: torch.device) -> None:
+        chosen = np.zeros(W.shape[1], dtype=bool)
+        chosen[free] = True
+        self._slices, self._device = parameter_slices(net), device
+        self._shapes = {name: value.shape for name, value in net.named_parameters()}
+        self._transposed = {
+            f"{name}.weight" if name else "weight"
+            for name, layer in net.named_modules()
+            if type(layer) is torch.nn.Linear
+        }
+        values = {name: self._cut(W, name, dtype) for name in self._slices}
+        self.moving = {name: value for name, value in values.items() if chosen[self._slices[name]].any()}
+        self._fixed = {name: self._shown(name, value) for name, value in values.items() if name not in self.moving}
+        # A parameter moves as a whole, or only where its mask is 1.
+        self.masks = {
+            name: None if chosen[self._slices[name]].all() else self._cut(chosen[None], name, dtype)
+            for name in self.moving
+        }
+        self._first: dict[int, tuple[list[torch.Tensor], State]] = {}
+
+    def _cut(self, values: NDArray[np.generic], name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One parameter of flat vectors (K, d), in its layout in memory."""
+        part = tensor(np.asarray(values[:, self._slices[name]], dtype=float), dtype, self._device)
+        part = part.view(len(values), *self._shapes[name])
+        return (part.mT if name in self._transposed else part).contiguous()
+
+    def _shown(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value.mT if name in self._transposed else value
+
+    def first(self, count: int) -> tuple[list[torch.Tensor], State]:
+        """Leaves of the first clients, which require gradients, and views of all their parameters."""
+        if count not in self._first:
+            leaves = {name: value[:count].detach().requires_grad_() for name, value in self.moving.items()}
+            shown = {name: self._shown(name, leaf) for name, leaf in leaves.items()}
+            fixed = {name: value[:count] for name, value in self._fixed.items()}
+            self._first[count] = list(leaves.values()), {**fixed, **shown}
+        return self._first[count]
+
+    def client(self, k: int) -> State:
+        """Parameters of one client."""
+        moving = {name: self._shown(name, value)[k] for name, value in self.moving.items()}
+        return {**{name: value[k] for name, value in self._fixed.items()}, **moving}
+
+    def like(self, values: Array) -> list[torch.Tensor]:
+        """Flat vectors (K, d) cut like the moving parameters."""
+        return [self._cut(values, name, value.dtype) for name, value in self.moving.items()]
+
+    def result(self, W: Array) -> Array:
+        """Flat vectors (K, d) with the moved weights."""
+        moved = W.copy()
+        for name, value in self.moving.items():
+            moved[:, self._slices[name]] = host(self._shown(name, value)).reshape(len(W), -1)
+        return moved
+
+
+def train_together(
+    stack: Stack,
+    W: Array,
+    free: Places,
+    settings: Training,
+    rngs: Rngs,
+    *,
+    priors: Sequence[tuple[Array, Array]] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Array, Flags]:
+    """`fedppl.nn.train.train` at each client, from weights W (K, d), of which those in `free` move.
+
+    Each client uses its generator as it would alone; `priors` are means and precisions by client. Returns weights
+    (K, d), and which clients' training succeeded; weights of the others are invalid.
+    """
+    weights, through = Weights(stack.net, W, free, dtype, stack.X.device), forward(stack.net, dtype, stack.X.device)
+    likelihood = stack.units[0].likelihood
+
+    def loss(state: State, batch: Minibatch) -> torch.Tensor:
+        return shared_loss(likelihood, through(state, batch.X), batch)
+
+    before = losses(stack, weights, dtype)
+    take_steps(stack, weights, settings, rngs, loss, _pulls(weights, W, free, priors, stack.rows))
+    after = losses(stack, weights, dtype)
+    trained = weights.result(W)
+    return trained, (after <= before + RISE) & bounded(trained, W)
+
+
+def bounded(weights: Array, start: Array) -> Flags:
+    """Whether weights (K, d) stayed bounded, by client: the rule of `fedppl.nn.train.require_bounded`."""
+    most = 1e6 * (1.0 + np.max(np.abs(start), axis=1, initial=0.0))
+    return np.asarray(np.max(np.abs(weights), axis=1, initial=0.0) <= most)
+
+
+def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
+    """Mean loss of each client on all of its rows, (K,)."""
+    buffers = buffers_of(stack.net, dtype, stack.X.device)
+    values = np.empty(len(stack.units))
+    with torch.no_grad():
+        for k, unit in enumerate(stack.units):
+            rows = stack.client(k)
+            output = call(stack.net, {**weights.client(k), **buffers}, stack.X[rows])
+            values[k] = float(mean_loss(unit, output, stack.y[rows]))
+    return values
+
+
+def shared_loss(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:
+    """Mean negative log likelihood of each client's batch, summed over clients."""
+    return torch.dot(likelihood.each(output.flatten(0, 1), batch.y.flatten(0, 1)), batch.share.flatten())
+
+
+_Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
+
+
+def _pulls(
+    weights: Weights, W: Array, free: Places, priors: Sequence[tuple[Array, Array]] | None, rows: NDArray[np.int64]
+) -> _Pulls:
+    """For each moving parameter a and c of the gradient a w + c of the priors, (K, ...)."""
+    if priors is None:
+        return None
+    slope, constant = np.zeros(W.shape), np.zeros(W.shape)
+    for k, (mean, precision) in enumerate(priors):
+        slope[k, free] = np.asarray(precision) / rows[k]
+        constant[k, free] = -slope[k, free] * np.asarray(mean)
+    return list(zip(weights.like(slope), weights.like(constant), strict=True))
+
+
+def take_steps(
+    stack: Stack, weights: Weights, settings: Training, rngs: Rngs, loss: LossFn, pulls: _Pulls = None
+) -> None:
+    """All steps of all epochs. A client that has no batch left in an epoch takes no step until the next."""
+    size, moving, masks = settings.batch_size, list(weights.moving.values()), list(weights.masks.values())
+    steps = -(-stack.rows // size)
+    # Clients with equally many steps an epoch always step together, with moments and a count of steps of their own.
+    ends = [*(np.flatnonzero(np.diff(steps)) + 1), len(steps)]
+    runs = [slice(int(start), int(end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    parts = [[leaf[run] for leaf in moving] for run in runs]
+    optimizer = optimizer_of([part for run in parts for part in run], settings)
+    with torch.enable_grad():
+        for _ in range(settings.epochs):
+            for batch in _epoch(stack, size, rngs):
+                count = len(batch.X)
+                leaves, state = weights.first(count)
+                slopes = list(gradients(loss(state, batch), leaves))
+                with torch.no_grad():
+                    for i, mask in enumerate(masks):
+                        if pulls is not None:
+                            slope, constant = (pull[:count] for pull in pulls[i])
+                            slopes[i] = torch.addcmul(slopes[i] + constant, slope, leaves[i])
+                        slopes[i] = (slopes[i] if mask is None else slopes[i] * mask).contiguous()
+                for run, leaves_of in zip(runs, parts, strict=True):
+                    for part, slope in zip(leaves_of, slopes, strict=True):
+                        part.grad = slope[run] if run.stop <= count else None
+                optimizer.step()
+
+
+def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
+    """Batches of one pass, shuffled by each client as it would alone; short ones are padded with rows of weight 0."""
+    rows = stack.rows
+    width = int(min(size, rows[0]))
+    steps = -(-rows // size)
+    order = np.empty((len(rows), int(steps[0]) * width), dtype=np.int64)
+    share = np.zeros(order.shape, dtype=np.float32 if stack.X.dtype != torch.float64 else float)
+    for k, rng in enumerate(rngs):
+        n, last = int(rows[k]), int(steps[k] - 1) * width
+        order[k, :n] = stack.first[k] + rng.permutation(n)
+        order[k, n:] = order[k, last]  # a row of the same batch
+        share[k, :last], share[k, last:n] = 1.0 / width, 1.0 / (n - last)
+    place = stack.X.device
+    places, shares = torch.from_numpy(order).to(place), torch.from_numpy(share).to(place)
+    buffer = stack.X.new_empty(len(rows) * width, *stack.X.shape[1:])  # reused in each step
+    for step in range(int(steps[0])):
+        count, start = int(np.sum(steps > step)), step * width
+        at = slice(start, start + min(width, int(rows[0]) - start))
+        chosen = places[:count, at]
+        flat = chosen.reshape(-1)
+        X = torch.index_select(stack.X, 0, flat, out=buffer[: len(flat)]).view(*chosen.shape, *stack.X.shape[1:])
+        y = taken(stack.y, flat).view(*chosen.shape, *stack.y.shape[1:])
+        yield Minibatch(X, y, shares[:count, at].contiguous())
+
+
+# Heads, and the layers below them -------------------------------------------------------------------------------------
+
+
+def features_together(stack: Stack, head: Head, W: Array, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Inputs of heads for their clients' rows at weights W (K, D): (K, n, h), with zeros after a client's last row."""
+    body = without_head(copy.deepcopy(stack.net), head)
+    own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
+    parts = []
+    with torch.no_grad():
+        for k, w in enumerate(W):
+            state = state_of(stack.net, tensor(w, dtype, stack.X.device))
+            parts.append(call(body, {name: state[name] for name in own}, stack.X[stack.client(k)]))
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+
+def head_posteriors(
+    stack: Stack,
+    head: Head,
+    z: torch.Tensor,
+    starts: tuple[Array, Array],
+    centres: Array,
+    confidences: Array,
+    steps: HeadSteps,
+    rngs: Rngs,
+) -> tuple[Array, Array, Flags]:
+    """`fedppl.nn.personal.head_posterior` at each client: μ and σ, (K, d) each, and which are finite.
+
+    Features are z (K, n, h); μ and σ start at `starts`, (K, d) each; w is (K, d) and τ (K,).
+    """
+    dtype, place, likelihood = z.dtype, z.device, stack.units[0].likelihood
+    rows = torch.from_numpy(stack.rows).to(dtype).to(place)[:, None]
+    y = torch.nn.utils.rnn.pad_sequence([stack.y[stack.client(k)] for k in range(len(z))], batch_first=True)
+    share = (torch.arange(z.shape[1], device=place) < rows) / rows
+    tau, middle = tensor(confidences, dtype, place)[:, None], tensor(centres, dtype, place)
+    mean, raw = tensor(starts[0].copy(), dtype, place), softplus_backwards(starts[1]).to(dtype).to(place)
+    optimizer, scale = optimizer_of_heads([mean, raw], steps), 1 if steps.momentum is None else rows
+    sources = [generator_of(rng) for rng in rngs]
+    noise = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
+    with torch.no_grad():
+        for _ in range(steps.steps):
+            spread = torch.nn.functional.softplus(raw)
+            for k, source in enumerate(sources):
+                torch.randn(noise.shape[1:], generator=source, dtype=dtype, out=noise[k])
+            placed_noise = noise.to(place)
+            slopes = _slopes(likelihood, head, z, y, share, mean[:, None] + spread[:, None] * placed_noise)
+            mean.grad = scale * (slopes.mean(1) + (tau / rows) * (mean - middle))
+            by_spread = (slopes * placed_noise).mean(1) + (tau * spread - 1 / spread) / rows
+            raw.grad = scale * by_spread * torch.sigmoid(raw)  # softplus' slope
+            optimizer.step()
+    moments = host(mean), host(torch.nn.functional.softplus(raw))
+    return *moments, np.all(np.isfinite(moments), axis=(0, 2))
+
+
+def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Outputs (K, S, C, n) for S draws v (K, S, d) of each client's head."""
+    clients, draws = v.shape[:2]
+    matrix = v[:, :, head.matrix].reshape(clients, draws * head.outputs, -1)
+    output = torch.bmm(matrix, z.mT).view(clients, draws, head.outputs, z.shape[1])
+    return output + v[:, :, head.offset, None] if head.offset.stop > head.offset.start else output
+
+
+def _slopes(
+    likelihood: Likelihood, head: Head, z: torch.Tensor, y: torch.Tensor, share: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Gradients (K, S, d) of clients' mean losses at draws v (K, S, d): the residuals times the features."""
+    output = _logits(head, z, v)
+    residuals = likelihood.slopes_last(output.flatten(0, 1), _of_draws(y, v.shape[1])).view(output.shape)
+    # Rows after a client's last have weight 0, even where the density of their outcome is not finite.
+    residuals = torch.where(share[:, None, None] > 0, residuals * share[:, None, None], 0.0)
+    slopes = torch.bmm(residuals.view(len(z), -1, z.shape[1]), z).view(len(z), v.shape[1], -1)
+    return torch.cat([slopes, residuals.sum(3)], 2) if head.offset.stop > head.offset.start else slopes
+
+
+def train_below_together(
+    stack: Stack,
+    head: Head,
+    W: Array,
+    below: Places,
+    q: tuple[Array, Array],
+    settings: Training,
+    draws: int,
+    rngs: Rngs,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Array, Flags]:
+    """`fedppl.nn.personal.train_below` at each client, for weights (K, D) and q (K, d).
+
+    Returns
+    -------
+    tuple
+        Weights (K, D), and at which clients the loss at the head's mean did not rise far: each of the others has to
+        train alone.
+    """
+    body = without_head(copy.deepcopy(stack.net), head)
+    place = stack.X.device
+    weights, through = Weights(stack.net, W, below, dtype, place), forward(body, dtype, place)
+    likelihood, own = stack.units[0].likelihood, [name for name, _ in body.named_parameters()]
+    means, spreads = (tensor(value, dtype, place) for value in q)
+    noise = [head_noise(draws, means.shape[1], generator_of(rng), dtype) for rng in rngs]
+
+    def loss(state: State, batch: Minibatch) -> torch.Tensor:
+        count = len(batch.X)
+        drawn = torch.stack([next(each) for each in noise[:count]]).to(place)
+        v = means[:count, None] + spreads[:count, None] * drawn
+        z = through({name: state[name] for name in own}, batch.X)
+        return _expected(likelihood, _logits(head, z, v), batch)
+
+    before = losses(stack, weights, dtype)
+    take_steps(stack, weights, settings, rngs, loss)
+    after = losses(stack, weights, dtype)
+    trained = weights.result(W)
+    return trained, (after <= before + RISE) & bounded(trained, W)
+
+
+def _expected(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:
+    """Mean negative log likelihood over rows and draws, of outputs (A, S, C, b), summed over clients."""
+    clients, draws = output.shape[:2]
+    each = likelihood.each_last(output.flatten(0, 1), _of_draws(batch.y, draws))
+    return torch.sum(each.view(clients, draws, -1) * batch.share[:, None]) / draws
+
+
+def _of_draws(y: torch.Tensor, draws: int) -> torch.Tensor:
+    """Outcomes (K, n, ...) of each client for each of its draws, (K S, n, ...)."""
+    return y[:, None].expand(-1, draws, *y.shape[1:]).flatten(0, 1)

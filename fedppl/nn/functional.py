@@ -1,4 +1,9 @@
-"""Networks as functions of a flat vector of weights, and which modules are such functions."""
+"""Networks as functions of a flat vector of weights, which modules are such functions, and where tensors live.
+
+Data, weights in messages and random numbers are NumPy's or torch's on the host. Results are computed on the device of a
+client's network. A device without float64, such as Apple's "mps", trains and infers in float32, and the CPU computes
+declared densities, checks and predictions in float64.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +21,12 @@ from numpy.typing import NDArray
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.traversal import ancestors
 
-from fedppl.nn.devices import host, moved
-from fedppl.types import DeclarationError
+from fedppl.types import Array, DeclarationError
 
 Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-# Of inputs, or of the units of the widest layer, that are computed at once. With twice as many, what two convolutions
-# make of small images in double precision leaves a cache, and a row takes 2.5 times as long.
+# Inputs, or units of the widest layer, that are computed at once. With twice as many, the outputs of two convolutions
+# on small images in double precision exceed the cache, and a row takes 2.5 times as long.
 _NUMBERS = 2**17
 
 
@@ -32,7 +36,7 @@ class _Threads(threading.local):
 
 
 _threads = _Threads()
-_declared: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, torch.nn.Module]] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, torch.nn.Module]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -45,21 +49,21 @@ def pieces(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
     """Where each parameter lies in the flat vector."""
-    found, start = {}, 0
+    slices, start = {}, 0
     for name, value in net.named_parameters():
-        found[name] = slice(start, start + value.numel())
+        slices[name] = slice(start, start + value.numel())
         start += value.numel()
-    return found
+    return slices
 
 
 def require_module(net: Any) -> None:
-    """Refuse what is no network."""
+    """Refuse an object that is no network."""
     if not isinstance(net, torch.nn.Module):
         raise DeclarationError(f"the network is {type(net).__name__}; pass a torch.nn.Module.")
 
 
 def require_pure(net: Any) -> None:
-    """Refuse what is no function of weights and inputs alone.
+    """Refuse a network whose output is no function of weights and inputs alone.
 
     Raises `DeclarationError` naming the layer and the remedy.
     """
@@ -91,20 +95,20 @@ def require_pure(net: Any) -> None:
             )
 
 
-def as_it_is(net: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a network as it is now, the same one until its layers, attributes or buffers change.
+def copy_of(net: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a network, the same one until the network's layers, attributes or buffers change.
 
-    Whoever owns it may go on with it: what was declared, and fits of it, stay as they are. The values of parameters are
-    no part of what is computed, and are those of the first copy.
+    Its owner may change the network: a declared model, and fits of it, keep this copy. The values of parameters do not
+    enter what is computed, and are those of the first copy.
 
     Raises `DeclarationError` for a network that cannot be copied.
     """
     with _lock:
-        told = _described(net)
-        known = _declared.get(net)
-        if known is None or known[0] != told:
-            known = _declared[net] = told, _copied(net)
-        return known[1]
+        digest = _digest_of(net)
+        cached = _copies.get(net)
+        if cached is None or cached[0] != digest:
+            cached = _copies[net] = digest, _copied(net)
+        return cached[1]
 
 
 def _copied(net: torch.nn.Module) -> torch.nn.Module:
@@ -119,62 +123,62 @@ def _copied(net: torch.nn.Module) -> torch.nn.Module:
         ) from error
 
 
-def _described(net: torch.nn.Module) -> str:
-    """Text that tells two states of one module apart, but for the values of its parameters."""
+def _digest_of(net: torch.nn.Module) -> str:
+    """A digest of a module's state without the values of its parameters."""
     digest = hashlib.sha256()
     for name, layer in net.named_modules(remove_duplicate=False):
-        # By identity, so that a layer or a weight that stands twice is told from one that is made twice.
-        owns = {key: id(value) for key, value in (*layer._parameters.items(), *layer._modules.items())}
+        # By identity, so that one layer used twice differs from two equal layers.
+        owned = {key: id(value) for key, value in (*layer._parameters.items(), *layer._modules.items())}
         shapes = [None if value is None else (value.shape, value.dtype) for value in layer._parameters.values()]
-        held = {key: value for key, value in vars(layer).items() if key not in ("_parameters", "_modules")}
-        digest.update(repr((name, type(layer).__qualname__, owns, shapes, _told(held, frozenset()))).encode())
+        attributes = {key: value for key, value in vars(layer).items() if key not in ("_parameters", "_modules")}
+        digest.update(repr((name, type(layer).__qualname__, owned, shapes, _key(attributes, frozenset()))).encode())
     return digest.hexdigest()
 
 
-def _told(value: Any, above: frozenset[int]) -> Any:
-    """An attribute's value, as far as it can be read; of others, and inside what holds itself, which object it is."""
-    which = type(value).__qualname__, id(value)
+def _key(value: Any, above: frozenset[int]) -> Any:
+    """A key of an attribute's value; the identity of an object that cannot be read, or that contains itself."""
+    identity = type(value).__qualname__, id(value)
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return _told_array(value, which)
+        return _array_key(value, identity)
     if isinstance(value, torch.nn.Module | type | ModuleType | FunctionType | MethodType) or id(value) in above:
-        return which
+        return identity
     above = above | {id(value)}
     if isinstance(value, Mapping):
-        return {repr(key): _told(one, above) for key, one in value.items()}
+        return {repr(key): _key(item, above) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_told(one, above) for one in value]
+        return [_key(item, above) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(repr(_told(one, above)) for one in value)
-    return (*which, _told(vars(value), above)) if hasattr(value, "__dict__") else which
+        return sorted(repr(_key(item, above)) for item in value)
+    return (*identity, _key(vars(value), above)) if hasattr(value, "__dict__") else identity
 
 
-def _told_array(value: Any, which: tuple[str, int]) -> Any:
-    """Numbers, by what they hash to."""
+def _array_key(value: Any, identity: tuple[str, int]) -> Any:
+    """A key of an array: type, shape and digest of its numbers."""
     try:
         if isinstance(value, torch.Tensor):
             dense = value if value.layout is torch.strided else value.to_dense()
             value = host(torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense)
-    except (RuntimeError, NotImplementedError):  # no values, as on "meta", or of a kind that torch cannot read so
-        return which
+    except (RuntimeError, NotImplementedError):  # no values, as on "meta", or a kind that torch cannot read
+        return identity
     if value.dtype == object:
-        return which
+        return identity
     return value.dtype.str, np.shape(value), hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
 
 
 def own_copy(net: torch.nn.Module) -> torch.nn.Module:
-    """Copy a network once a thread: torch swaps a module's parameters in place while it evaluates others.
+    """The copy of a network for this thread: torch swaps a module's parameters in place while it evaluates others.
 
-    Buffers are the network's at every call, whatever an earlier one wrote over them.
+    Its buffers are reset to the network's at every call.
     """
     if net not in _threads.copies:
         _threads.copies[net] = copy.deepcopy(net)
-    kept = _threads.copies[net]
+    copied = _threads.copies[net]
     with torch.no_grad():
-        for ours, theirs in zip(kept.buffers(), net.buffers(), strict=True):
+        for ours, theirs in zip(copied.buffers(), net.buffers(), strict=True):
             ours.copy_(theirs)
-    return kept
+    return copied
 
 
 def size_of(net: torch.nn.Module) -> int:
@@ -194,25 +198,25 @@ def buffers_of(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -
 
 def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
     """The output for these parameters and buffers, one tensor."""
-    # Torch ties weights by all of their names. A layer that stands twice has two for one place, and would come out of
-    # the call with plain tensors for parameters: here each layer is given its own once.
-    first, given = dict[int, str](), dict(state)
+    # Torch ties weights by all of their names. A layer that is used twice has two names, and after the call it would
+    # hold plain tensors as parameters: here each layer gets its own once.
+    first, complete = dict[int, str](), dict(state)
     for prefix, layer in net.named_modules():
         for name, value in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name
-            known = first.setdefault(id(value), full)
-            if known in state:
-                given[full] = state[known]
-    output: torch.Tensor = torch.func.functional_call(net, given, (X,), tie_weights=False)
+            name_in_state = first.setdefault(id(value), full)
+            if name_in_state in state:
+                complete[full] = state[name_in_state]
+    output: torch.Tensor = torch.func.functional_call(net, complete, (X,), tie_weights=False)
     return output
 
 
 def gradients(
     loss: torch.Tensor, leaves: Sequence[torch.Tensor], pull: torch.Tensor | None = None, *, keep: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of what was computed of these, times `pull`: zeros for those that it does not depend on.
+    """Gradients in the leaves, times `pull`; zeros where the loss does not depend on a leaf.
 
-    `keep` what was computed for another call.
+    `keep` retains the graph for another call.
     """
     if not loss.requires_grad:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
@@ -221,21 +225,21 @@ def gradients(
 
 def parts_of(net: torch.nn.Module, shape: Sequence[int]) -> list[slice]:
     """Rows of inputs of this shape (n, ...) that are computed at once, so that memory does not grow with all rows."""
-    rows, *one = shape
+    rows, *row = shape
     layers = (layer for layer in net.modules() if not isinstance(layer, _EMBEDDINGS))
     values = (value for layer in layers for value in layer.parameters(recurse=False) if value.ndim)
-    width = max(1, int(np.prod(one, dtype=int)), *(value.shape[0] for value in values))
+    width = max(1, int(np.prod(row, dtype=int)), *(value.shape[0] for value in values))
     size = max(1, _NUMBERS // width)
     return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 
 
 def by_parts(net: torch.nn.Module, compute: Callable[[torch.Tensor], torch.Tensor], X: torch.Tensor) -> torch.Tensor:
-    """What a function of rows gives for all of them, computed for some at a time."""
+    """A function of rows at all of them, computed for some at a time."""
     parts = parts_of(net, X.shape)
     return compute(X) if len(parts) == 1 else torch.cat([compute(X[rows]) for rows in parts])
 
 
-# What a declared model is made of: calls of a network of torch, and distributions -------------------------------------
+# Parts of a declared model: calls of a network of torch, and distributions --------------------------------------------
 
 
 def kind_of(rv: Any) -> str:
@@ -250,8 +254,104 @@ def network_nodes(outputs: Sequence[Any]) -> list[Any]:
 
 
 def one_call(outputs: Sequence[Any]) -> list[Any]:
-    """The output of the first of them, once for each time that PyMC put one and the same call there."""
+    """Outputs of all calls that equal the first: PyMC may have put one call there several times."""
     nodes = network_nodes(outputs)
     return [
         node.outputs[0] for node in nodes if node.op == nodes[0].op and equal_computations(node.inputs, nodes[0].inputs)
     ]
+
+
+# The device of a client's network, and the way there and back ---------------------------------------------------------
+
+CPU = torch.device("cpu")
+_WITHOUT_FLOAT64 = ("mps",)
+_FUSED = ("cpu", "cuda")  # devices with fused optimizers in every supported torch
+
+
+def device_for(net: torch.nn.Module, device: Any) -> torch.device:
+    """The given device, or else the network's, if it can be used.
+
+    Raises `DeclarationError` for an object that is no device, for a missing device, and for a network on several.
+    """
+    if device is None:
+        devices = list(dict.fromkeys(value.device for value in net.parameters()))
+        if len(devices) > 1:
+            raise DeclarationError(
+                f"the network's parameters are on {[str(place) for place in devices]}, and a client computes on one; "
+                'move it by net.to("cpu"), or say device="cpu".'
+            )
+        chosen, subject = devices[0], f"the network is on {str(devices[0])!r}, and it"
+    else:
+        subject = f"device={device!r}" if isinstance(device, str) else f"device={str(device)!r}"
+        try:
+            if isinstance(device, bool) or not isinstance(device, str | torch.device):
+                raise TypeError(type(device).__name__)
+            chosen = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise DeclarationError(
+                f'{subject} must be a device of torch, "cpu", "cuda", "cuda:1" or "mps" for example; leave it out for '
+                "the one that the network is on."
+            ) from error
+    if chosen.type == "cpu":
+        return CPU
+    try:  # a transfer there and back proves more than torch's own list of devices
+        probe = torch.ones(1, device=chosen)
+        is_here = float((probe + 1.0).cpu()) == 2.0
+    except Exception as error:  # each device has exceptions of its own
+        first = str(error).strip().partition("\n")[0]
+        raise DeclarationError(
+            f"{subject} cannot be used on this machine ({type(error).__name__}: {first}). Devices differ between "
+            'clients; take device="cpu" here, or \'"cuda" if torch.cuda.is_available() else "cpu"\', or install a '
+            "torch that has it."
+        ) from error
+    if not is_here:
+        raise DeclarationError(f'{subject} cannot be used: numbers do not come back from it; take device="cpu".')
+    return probe.device  # with its number
+
+
+def placed(device: torch.device, dtype: torch.dtype) -> torch.device:
+    """The place of numbers of this type: the device, or the CPU where the device lacks the type."""
+    return CPU if dtype == torch.float64 and device.type in _WITHOUT_FLOAT64 else device
+
+
+def factored_on(device: torch.device) -> torch.device:
+    """The place where matrices are factored: not every torch factors and inverts them on "mps"."""
+    return CPU if device.type in _WITHOUT_FLOAT64 else device
+
+
+def is_fused(device: torch.device) -> bool:
+    """Whether optimizers take fused steps on this device."""
+    return device.type in _FUSED
+
+
+def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Real numbers in this type; whole numbers as they are."""
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def moved(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`cast`, on this device, in an order that needs no type which a device lacks."""
+    if value.device == device:
+        return cast(value, dtype)
+    return cast(value.to(device), dtype) if device.type == "cpu" else cast(value, dtype).to(device)
+
+
+def tensor(X: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers for torch: real ones in this type, whole ones as they are."""
+    return moved(torch.from_numpy(np.ascontiguousarray(X)), dtype, device)
+
+
+def host(value: torch.Tensor) -> Array:
+    """Numbers for NumPy, in float64; they may be those of the tensor itself."""
+    array: Array = value.detach().cpu().double().numpy()
+    return array
+
+
+def generator_of(rng: np.random.Generator) -> torch.Generator:
+    """Torch's draws from a client's stream, on the host: the same whatever the device."""
+    return torch.Generator().manual_seed(int(rng.integers(2**62)))
+
+
+def taken(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some of the rows, on any device."""
+    return value[rows.to(value.device)]

@@ -1,4 +1,4 @@
-r"""A network's last layer by itself: what it sees, what it says, and its slopes.
+r"""A network's last layer: its features, its outputs and its slopes.
 
 .. math:: f(x; v, \theta) = V z(x; \theta) + c, \qquad v = (V, c)
 
@@ -26,7 +26,7 @@ class Head(NamedTuple):
     layer: str
     places: Places  # of its weights in w, (d,)
     matrix: slice  # of V, raveled, in these
-    offset: slice  # of c; empty where it has none
+    offset: slice  # of c in these; empty without one
     outputs: int
 
 
@@ -42,18 +42,18 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
         )
     owners = {name.rpartition(".")[0] for name in names}
     layer = next(iter(owners))
-    found = unit.net.get_submodule(layer) if len(owners) == 1 else None
-    if not isinstance(found, torch.nn.Linear) or len(names) != len(list(found.parameters())):
+    module = unit.net.get_submodule(layer) if len(owners) == 1 else None
+    if not isinstance(module, torch.nn.Linear) or len(names) != len(list(module.parameters())):
         raise DeclarationError(
             f"head={names!r} must be all parameters of one torch.nn.Linear; the network has {list(unit.names)}."
         )
-    size = found.weight.numel()
-    held = Head(layer, places, slice(0, size), slice(size, len(places)), found.out_features)
+    size = module.weight.numel()
+    head = Head(layer, places, slice(0, size), slice(size, len(places)), module.out_features)
     X = unit.tensor(unit.X[:_LOOKED_AT], torch.float64)
     with torch.no_grad():
         state = unit.state(w, torch.float64)
-        z, output = _seen(unit, held, state, X)
-        ours = _logits(held, z, unit.tensor(np.asarray(w, dtype=float)[places], torch.float64)[None])[0].mT
+        z, output = _inputs_of_head(unit, head, state, X)
+        ours = _logits(head, z, unit.tensor(np.asarray(w, dtype=float)[places], torch.float64)[None])[0].mT
     if output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
             f"head={names!r} is not the network's last layer: its output goes on into others. Name the last linear "
@@ -61,7 +61,7 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
         )
     with torch.no_grad():
         try:
-            alone = _features(unit, held, state, X)
+            alone = _features(unit, head, state, X)
         except Exception as error:
             raise DeclarationError(
                 f"layer {layer!r} cannot be taken off the network ({type(error).__name__}: {error}); call it in "
@@ -69,12 +69,12 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
             ) from error
     if alone.shape != z.shape or not torch.allclose(alone, z, rtol=1e-12, atol=1e-12):
         raise DeclarationError(f"layer {layer!r} does more than to end the network; call it last in forward.")
-    _require_trained_below(unit, held, state, X)
-    return held
+    _require_trained_below(unit, head, state, X)
+    return head
 
 
 def _require_trained_below(unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor) -> None:
-    """Refuse weights beside the head of which none reaches it: nothing of what is averaged would ever be used."""
+    """Refuse weights below the head if none reaches it: their average would never be used."""
     below = [name for name in unit.names if name.rpartition(".")[0] != head.layer]
     live = {name: value.detach().requires_grad_(name in below) for name, value in state.items()}
     with torch.enable_grad():
@@ -86,26 +86,26 @@ def _require_trained_below(unit: NetworkUnit, head: Head, state: dict[str, torch
         )
 
 
-def _seen(
+def _inputs_of_head(
     unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the head is called on (n, h), and the network's output."""
-    seen: list[torch.Tensor] = []
+    """The head's inputs (n, h), and the network's output."""
+    inputs: list[torch.Tensor] = []
     layer = unit.net.get_submodule(head.layer)
-    hook = layer.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    hook = layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
     try:
         output = call(unit.net, state, X)
     finally:
         hook.remove()
-    if len(seen) != 1 or seen[0].ndim != 2:
+    if len(inputs) != 1 or inputs[0].ndim != 2:
         raise DeclarationError(
             f"layer {head.layer!r} must be called once, on a matrix with a row for each observation."
         )
-    return seen[0], output
+    return inputs[0], output
 
 
 def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:
-    """Take the head off this module: what is left gives features (n, h)."""
+    """Remove the head from this module, which then gives features (n, h)."""
     if not head.layer:
         return torch.nn.Identity()
     above, _, name = head.layer.rpartition(".")
@@ -116,8 +116,8 @@ def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:
 def _features(unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
     body = without_head(copy.deepcopy(unit.net), head)
     own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
-    held = {name: value for name, value in state.items() if name in own}
-    return by_parts(body, lambda rows: call(body, held, rows), X)
+    parameters = {name: value for name, value in state.items() if name in own}
+    return by_parts(body, lambda rows: call(body, parameters, rows), X)
 
 
 def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def features(unit: NetworkUnit, head: Head, w: Array, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What the head sees of the client's rows, (n, h)."""
+    """The head's inputs for the client's rows, (n, h)."""
     with torch.no_grad():
         return _features(unit, head, unit.state(w, dtype), unit.tensor(unit.X, dtype))
 

@@ -1,4 +1,4 @@
-"""A `torch.nn.Module` as an operation of a PyTensor graph: how it is declared, with its weights."""
+"""A `torch.nn.Module` as an operation of a PyTensor graph, and the declaration of its weights."""
 
 from __future__ import annotations
 
@@ -13,20 +13,32 @@ from pytensor.gradient import DisconnectedType, grad_not_implemented
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 
-from fedppl.nn.devices import device_for, host, placed, tensor
-from fedppl.nn.functional import as_it_is, call, own_copy, parts_of, require_module, require_pure, size_of, state_of
+from fedppl.nn.functional import (
+    call,
+    copy_of,
+    device_for,
+    host,
+    own_copy,
+    parts_of,
+    placed,
+    require_module,
+    require_pure,
+    size_of,
+    state_of,
+    tensor,
+)
 from fedppl.types import Array, DeclarationError
 
 
 def module(
     net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None, device: str | torch.device | None = None
 ) -> Any:
-    r"""Evaluate a network on weights and inputs that stand in a PyMC model.
+    r"""Evaluate a network on weights and inputs of a PyMC model.
 
     .. math:: f(X; w), \qquad \bar w = \bar f^\top \frac{\partial f}{\partial w}
 
     In float64. The values that `net` itself holds are not used, but those of its buffers are. The network is copied: a
-    change of it after this call changes nothing of what was declared.
+    later change of it does not change the declared model.
 
     Parameters
     ----------
@@ -38,11 +50,11 @@ def module(
     X
         Inputs, a row per observation, (n, ...): a ``pm.Data`` container, another tensor, or an array.
     ndim
-        Dimensions of the output. By default those of the output at the value that `X` has, and 2 where it has none.
+        Number of the output's dimensions; by default that at the value of `X`, or 2 where it has none.
     device
         Where torch computes: "cpu", "cuda", "cuda:1", "mps". By default where `net` is, so that ``net.to("cuda")``
-        before is the same. It is a matter of this client's machine: others may have other devices, and messages are
-        NumPy's arrays whatever it is. On "mps", which has no float64, densities, checks and predictions are computed
+        before is the same. Each client may have its own device: messages are NumPy's
+        arrays in any case. On "mps", which has no float64, densities, checks and predictions are computed
         on the CPU, training and inference in float32 there.
 
     Returns
@@ -68,22 +80,22 @@ def module(
 
     Notes
     -----
-    *When this fails.* Second derivatives are not there: nothing in this package needs them, since Hessians are
-    differences of gradients. Dropout and batch norm in training mode are refused: call ``net.eval()``. A likelihood of
+    *When this fails.* There are no second derivatives, which this package does not need: Hessians are differences of
+    gradients. Dropout and batch norm in training mode are refused: call ``net.eval()``. A likelihood of
     a network has many equal modes; NUTS sees some of them. A network whose output for a row depends on other rows can
     be declared, and the algorithms of `fedppl.nn` refuse it.
     """
     require_pure(net)
     place = device_for(net, device)
-    given = pt.as_tensor_variable(X)
+    inputs = pt.as_tensor_variable(X)
     if isinstance(weights, Mapping):
-        wanted = dict(net.named_parameters())
-        if set(weights) != set(wanted):
+        expected = dict(net.named_parameters())
+        if set(weights) != set(expected):
             raise DeclarationError(
-                f"weights are named {sorted(weights)}, and the network's parameters {sorted(wanted)}; give one tensor "
-                "for each, or declare them by fedppl.nn.parameters(net)."
+                f"weights are named {sorted(weights)}, and the network's parameters {sorted(expected)}; give one "
+                "tensor for each, or declare them by fedppl.nn.parameters(net)."
             )
-        flat = pt.concatenate([pt.as_tensor_variable(weights[name]).ravel() for name in wanted])
+        flat = pt.concatenate([pt.as_tensor_variable(weights[name]).ravel() for name in expected])
     else:
         flat = pt.as_tensor_variable(weights)
         if flat.type.ndim != 1:
@@ -91,21 +103,21 @@ def module(
                 f"weights have {flat.type.ndim} dimensions; pass one vector of {size_of(net)} numbers, or a mapping by "
                 f"name."
             )
-    net = as_it_is(net)
-    held = X.get_value() if hasattr(X, "get_value") else getattr(given, "data", None)
+    net = copy_of(net)
+    value = X.get_value() if hasattr(X, "get_value") else getattr(inputs, "data", None)
     if ndim is None:
-        ndim = 2 if held is None else _output_ndim(net, np.asarray(held), placed(place, torch.float64))
-    return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), given)
+        ndim = 2 if value is None else _output_ndim(net, np.asarray(value), placed(place, torch.float64))
+    return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), inputs)
 
 
 def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:
-    r"""Declare a Gaussian variable for each parameter of a network, centred at the value that it has.
+    r"""Declare a Gaussian variable for each parameter of a network, centred at its present value.
 
     .. math:: w_i \sim N(w_i^{(0)}, \sigma^2)
 
     A network whose weights all start at 0 does not learn, and clients that start at different values do not average
-    well. So the values that `net` holds, a random start or what was learned before, are the prior's mean, and every
-    algorithm starts there. Make `net` once, outside the builder, so that it is the same for all clients.
+    well. So the present values of `net`, random or learned before, are the prior's mean, where every algorithm starts.
+    Make `net` once, outside the builder, so that it is the same for all clients.
 
     Parameters
     ----------
@@ -122,7 +134,7 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     Raises
     ------
     DeclarationError
-        For a `sigma` that is not positive, or that misses a name; outside a model; for what is no network.
+        For a `sigma` that is not positive, or that misses a name; outside a model; for an object that is no network.
 
     Examples
     --------
@@ -180,7 +192,7 @@ def parameter_names(net: torch.nn.Module) -> list[str]:
     Raises
     ------
     DeclarationError
-        For what is no network.
+        For an object that is no network.
 
     Examples
     --------
@@ -190,8 +202,8 @@ def parameter_names(net: torch.nn.Module) -> list[str]:
 
     Notes
     -----
-    *When this fails.* Labels are of the network as it is: after a change of its layers, vectors and coords from before
-    have other weights at the same places. A weight that two layers share is there once, by its first name. Buffers,
+    *When this fails.* After a change of the network's layers, earlier vectors and coords have other weights at the same
+    places. A weight that two layers share is there once, by its first name. Buffers,
     such as the running means of a batch norm, are no weights.
     """
     require_module(net)
@@ -242,7 +254,7 @@ def called(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.T
 
 
 def _parts(net: torch.nn.Module, flat: torch.Tensor, X: Array, place: torch.device) -> Iterator[torch.Tensor]:
-    """Inputs, some rows at a time; all at once where rows depend on each other, which a few of them show."""
+    """Inputs, some rows at a time; all at once where a few of them show that rows depend on each other."""
     parts = parts_of(net, X.shape)
     if len(parts) > 1:
         few = tensor(X[np.linspace(0, len(X) - 1, 4).astype(int)], torch.float64, place)
@@ -258,7 +270,7 @@ def _parts(net: torch.nn.Module, flat: torch.Tensor, X: Array, place: torch.devi
 
 
 class ModuleOp(Op):  # type: ignore[misc]
-    """Weights (d,) and inputs (n, ...) to the network's output. Two of one network are equal."""
+    """Weights (d,) and inputs (n, ...) to the network's output; two operations of one network are equal."""
 
     __props__ = ("net", "ndim", "device")
 
@@ -278,8 +290,8 @@ class ModuleOp(Op):  # type: ignore[misc]
         place = placed(self.device, torch.float64)
         flat, X = tensor(np.array(inputs[0]), torch.float64, place), np.asarray(inputs[1])
         with torch.no_grad():
-            found = [host(called(self.net, flat, rows)) for rows in _parts(self.net, flat, X, place)]
-        outputs[0][0] = np.concatenate(found) if len(found) > 1 else found[0]
+            parts = [host(called(self.net, flat, rows)) for rows in _parts(self.net, flat, X, place)]
+        outputs[0][0] = np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
         """Gradients with respect to the weights, and to inputs that are real numbers."""
@@ -316,14 +328,14 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
         real = node.inputs[1].type.dtype.startswith("float")
         flat.requires_grad_()
         by_weights, by_inputs, first = np.zeros(len(flat)), np.zeros(X.shape), 0
-        for given in _parts(self.net, flat, X, place):
-            rows = slice(first, first + len(given))
+        for part in _parts(self.net, flat, X, place):
+            rows = slice(first, first + len(part))
             with torch.enable_grad():
-                output = called(self.net, flat, given.requires_grad_() if real else given)
+                output = called(self.net, flat, part.requires_grad_() if real else part)
                 pull = tensor(np.array(cotangent[rows]), torch.float64, place)
-                found = torch.autograd.grad(output, [flat, given] if real else [flat], pull, allow_unused=True)
-            by_weights += 0.0 if found[0] is None else host(found[0])
-            by_inputs[rows] = 0.0 if not real or found[1] is None else host(found[1])
+                slopes = torch.autograd.grad(output, [flat, part] if real else [flat], pull, allow_unused=True)
+            by_weights += 0.0 if slopes[0] is None else host(slopes[0])
+            by_inputs[rows] = 0.0 if not real or slopes[1] is None else host(slopes[1])
             first = rows.stop
         outputs[0][0], outputs[1][0] = by_weights, by_inputs
 

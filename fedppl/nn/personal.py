@@ -1,4 +1,4 @@
-"""Steps of methods that personalise whole networks: through a gradient step, a proximal map, or a posterior of all."""
+"""Clients' steps: through a gradient step, a proximal map or a posterior of all weights, and of heads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn._slopes import along, chunks, evaluate
-from fedppl.nn.devices import generator_of, host, taken
-from fedppl.nn.functional import Places, call, gradients, parts_of, state_of
+from fedppl.nn.functional import Places, call, generator_of, gradients, host, parts_of, state_of, taken
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
-from fedppl.nn.subnet import Subnetwork
+from fedppl.nn.subnet import Subnetwork, along, chunks, evaluate
 from fedppl.nn.train import (
     RISE,
     Leaves,
@@ -28,8 +26,8 @@ from fedppl.nn.train import (
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
-_DRAWS = 32  # of all weights, to see whether a bound fell
-_Both = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
+_DRAWS = 32  # of all weights, to check that a bound fell
+_Normals = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
 
 
 def loss_at(unit: NetworkUnit, w: Array, *, dtype: torch.dtype = torch.float32) -> float:
@@ -78,16 +76,16 @@ def meta_steps(
     .. math:: \nabla F(w) \approx g - \alpha \frac{\nabla f(w + \delta u) - \nabla f(w - \delta u)}{2 \delta}
               \lVert g \rVert, \qquad g = \nabla f(w - \alpha \nabla f(w)), \quad u = g / \lVert g \rVert
 
-    The three gradients are of three batches; δ is `difference`. What has diverged is told by F: f itself may rise far
-    on the way to weights that are good after a step.
+    The three gradients are of three batches; δ is `difference`. F tells divergence: f itself may rise far on the
+    way to weights that are good after a step.
     """
     X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
     flat = unit.tensor(np.array(w), dtype)
     before = _ahead(unit, flat, X, y, inner_rate)
     for batch in _batches(len(X), steps, rng):
         second, third = (_draw(len(X), len(batch), rng) for _ in range(2))
-        there = flat - inner_rate * _gradient(unit, flat, taken(X, batch), taken(y, batch))
-        g = _gradient(unit, there, taken(X, second), taken(y, second))
+        ahead = flat - inner_rate * _gradient(unit, flat, taken(X, batch), taken(y, batch))
+        g = _gradient(unit, ahead, taken(X, second), taken(y, second))
         length = torch.linalg.vector_norm(g)
         if length > 0:
             u = difference * g / length
@@ -100,23 +98,23 @@ def meta_steps(
 
 
 def _ahead(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor, rate: float) -> float:
-    """F: the mean loss after one gradient step on all rows, some rows at a time."""
-    there = flat - rate * _slope(unit, flat, X, y)
+    """F: the mean loss after one gradient step on all rows, computed for some rows at a time."""
+    ahead = flat - rate * _slope(unit, flat, X, y)
     with torch.no_grad():
         parts = ((rows, len(X[rows]) / len(X)) for rows in parts_of(unit.net, X.shape))
-        return float(sum(_loss(unit, there, X[rows], y[rows]) * share for rows, share in parts))
+        return float(sum(_loss(unit, ahead, X[rows], y[rows]) * share for rows, share in parts))
 
 
 def _slope(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Gradient of the mean loss of all rows, some rows at a time."""
-    found = torch.zeros_like(flat)
+    """Gradient of the mean loss of all rows, computed for some rows at a time."""
+    slope = torch.zeros_like(flat)
     for rows in parts_of(unit.net, X.shape):
-        found += _gradient(unit, flat, X[rows], y[rows]) * (len(X[rows]) / len(X))
-    return found
+        slope += _gradient(unit, flat, X[rows], y[rows]) * (len(X[rows]) / len(X))
+    return slope
 
 
 def further_gain(unit: NetworkUnit, start: Array, end: Array, prior: tuple[Array, Array] | None, free: Places) -> float:
-    r"""What going as far again would take off the mean loss, to first order.
+    r"""The fall of the mean loss by as long a step again, to first order.
 
     .. math:: -(\nabla f(w_1) + \tfrac1n p (w_1 - m))^\top (w_1 - w_0)
 
@@ -153,8 +151,9 @@ def moreau_steps(
         rows, labels, centre = taken(X, batch), taken(y, batch), flat
         theta = _near(unit, centre, rows, labels, lam, inner)
         flat = centre - steps.learning_rate * lam * (centre - theta)
-    # The last batch may be one row, for which θ leaves all others.
-    if not _held(unit, theta, centre, rows, labels, lam) <= _held(unit, centre, centre, rows, labels, lam) + RISE:
+    # On the last batch alone: it may be one row, which θ fits at the cost of all others.
+    after, before = (_envelope(unit, at, centre, rows, labels, lam) for at in (theta, centre))
+    if not after <= before + RISE:
         raise LocalFailure("training raised the loss instead of lowering it; lower inner_rate=")
     return _checked(unit, host(flat), loss_at(unit, host(start)), "learning_rate= or inner_rate"), host(theta)
 
@@ -170,7 +169,7 @@ def _near(
     return theta
 
 
-def _held(
+def _envelope(
     unit: NetworkUnit, theta: torch.Tensor, centre: torch.Tensor, X: torch.Tensor, y: torch.Tensor, lam: float
 ) -> float:
     """The loss of some rows at θ and the quadratic around w."""
@@ -190,14 +189,14 @@ def bayes_steps(
     start: tuple[Array, Array] | None = None,
     follow: bool = True,
     dtype: torch.dtype = torch.float32,
-) -> _Both:
+) -> _Normals:
     r"""Steps of pFedBayes and BPFed: the client's q and its copy of the p around it, by turns, with Adam.
 
     .. math:: \min_q \; -\tfrac1n E_q \log p(y \mid w) + \tfrac\zeta n \mathrm{KL}(q \| p), \qquad
               \min_p \; \tfrac\zeta n \mathrm{KL}(q \| p)
 
-    q starts at `start`, or at p; p stays without `follow`. Returns means and sds of q and of p. Steps have diverged
-    where the loss at the mean of q rose far, and the first sum as well.
+    q starts at `start`, or at p; p is fixed without `follow`. Returns means and sds of q and of p. Steps have diverged
+    where both the loss at the mean of q and the first objective rose far.
     """
     X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
     source = generator_of(rng)
@@ -230,24 +229,26 @@ def bayes_steps(
                 of_width = strength / width - inverse / width * (spread**2 + apart**2)
                 _step(optimizers[1], p, -inverse * apart, of_width)
                 width = torch.nn.functional.softplus(p[1])
-    found = _normals(q, p)
-    if not all(np.all(np.isfinite(value)) for pair in found for value in pair):
+    ended = _normals(q, p)
+    if not all(np.all(np.isfinite(value)) for pair in ended for value in pair):
         raise LocalFailure("a posterior is not finite; lower learning_rate=")
-    # q is drawn to p, which may be far worse, and to weights that bear their noise; p follows q, whatever its loss is.
-    after, before = loss_at(unit, found[0][0]), max(loss_at(unit, middle) for middle, _ in started)
-    if not after <= before + RISE and not _bound(unit, found, strength) <= _bound(unit, started, strength) + RISE:
+    # q moves towards p, whose loss may be far higher, and to weights robust to noise; p follows q, whatever its loss.
+    after, before = loss_at(unit, ended[0][0]), max(loss_at(unit, middle) for middle, _ in started)
+    if not after <= before + RISE and not _bound(unit, ended, strength) <= _bound(unit, started, strength) + RISE:
         raise LocalFailure("training raised the bound instead of lowering it; lower learning_rate=")
-    return found
+    return ended
 
 
-def _normals(q: list[torch.Tensor], p: list[torch.Tensor]) -> _Both:
+def _normals(q: list[torch.Tensor], p: list[torch.Tensor]) -> _Normals:
     """Means and sds of q and of p."""
-    one, other = ((host(pair[0]).copy(), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p))
-    return one, other
+    q_normal, p_normal = (
+        (host(pair[0]).copy(), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p)
+    )
+    return q_normal, p_normal
 
 
-def _bound(unit: NetworkUnit, both: _Both, strength: float) -> float:
-    """What the steps descend: the mean loss over draws, the same at every call, and KL(q || p) times a strength."""
+def _bound(unit: NetworkUnit, both: _Normals, strength: float) -> float:
+    """The objective of the steps: the mean loss over draws, the same at every call, and KL(q || p) times a strength."""
     (mean, sd), (middle, width) = both
     rng = np.random.default_rng(0)
     expected = np.mean([loss_at(unit, mean + sd * rng.normal(size=len(sd))) for _ in range(_DRAWS)])
@@ -258,7 +259,7 @@ def _bound(unit: NetworkUnit, both: _Both, strength: float) -> float:
 def _step(
     optimizer: torch.optim.Optimizer, pair: list[torch.Tensor], of_mean: torch.Tensor, of_sd: torch.Tensor
 ) -> None:
-    """A step by the slopes in means and sds; what moves are means and the softplus' arguments."""
+    """A step by the slopes in means and sds, of the means and the softplus' arguments."""
     pair[0].grad, pair[1].grad = of_mean, of_sd * torch.sigmoid(pair[1])
     optimizer.step()
 
@@ -266,11 +267,11 @@ def _step(
 # Steps towards the variational posterior of a network's head, and of the layers below under draws of it ---------------
 
 _BLOCK = 200_000  # numbers that are drawn at once
-_FEW = 32  # draws of the head, to see whether the loss under them fell
+_FEW = 32  # draws of the head, to check that the loss under them fell
 
 
 class HeadSteps(NamedTuple):
-    """How a client looks for q, on all rows in every step."""
+    """A client's steps towards q, each on all rows."""
 
     learning_rate: float  # Adam's, or per unit of the bound's slope
     steps: int
@@ -279,14 +280,14 @@ class HeadSteps(NamedTuple):
 
 
 def optimizer_of_heads(moving: list[torch.Tensor], steps: HeadSteps) -> torch.optim.Optimizer:
-    """Adam on the bound over the number of rows, or gradient steps on the bound itself."""
+    """Adam on the bound over the number of rows, or gradient steps on the bound."""
     return optimizer_of(moving, Training(steps.learning_rate, steps.steps, 1, steps.momentum))
 
 
 def softplus_backwards(sd: Array) -> torch.Tensor:
     """The number whose softplus is this."""
-    given = torch.from_numpy(sd)
-    return torch.where(given > 20, given, torch.log(torch.expm1(given)))
+    value = torch.from_numpy(sd)
+    return torch.where(value > 20, value, torch.log(torch.expm1(value)))
 
 
 def head_posterior(
@@ -304,8 +305,8 @@ def head_posterior(
     .. math:: -\frac1{nK} \sum_k \log p(y \mid v_k) + \frac1n \Big[\tfrac\tau2 (\lVert \sigma \rVert^2 +
               \lVert \mu - w \rVert^2) - \sum_i \log \sigma_i\Big]
 
-    With features z (n, h), from μ and σ in `start`, (d,) each, as they are returned; w (d,) is the `centre` and τ the
-    `confidence`. Raises `LocalFailure` where steps run away.
+    Features are z (n, h); μ and σ, (d,) each, start at `start` and are returned; w (d,) is the `centre` and τ the
+    `confidence`. Raises `LocalFailure` where steps diverge.
     """
     dtype, rows = z.dtype, len(z)
     y, middle = outcomes(unit, dtype), unit.tensor(np.asarray(centre, dtype=float), dtype)
@@ -322,14 +323,14 @@ def head_posterior(
             by_spread = (slopes * noise).mean(0) + (confidence * spread - 1 / spread) / rows
             raw.grad = scale * by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
-    found = host(mean), host(torch.nn.functional.softplus(raw))
-    if not all(np.all(np.isfinite(value)) for value in found):
+    moments = host(mean), host(torch.nn.functional.softplus(raw))
+    if not all(np.all(np.isfinite(value)) for value in moments):
         raise LocalFailure("the head's posterior is not finite; lower head_rate=")
-    return found
+    return moments
 
 
 def head_noise(draws: int, size: int, source: torch.Generator, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Standard normal numbers (K, d) for draws of the head, without end, made in blocks."""
+    """An infinite series of standard normal numbers (K, d) for draws of the head, made in blocks."""
     count = max(1, _BLOCK // (draws * size))
     while True:
         block = torch.randn(count, draws, size, generator=source, dtype=dtype)
@@ -351,8 +352,8 @@ def train_below(
 ) -> Array:
     """Weights (D,) after training those at `below` on the mean loss under draws of the head.
 
-    Raises `LocalFailure` if the loss ends far above where it began, at the head's mean and under draws of it, or
-    at what is not finite.
+    Raises `LocalFailure` if the loss ends far above its start, at the head's mean and under draws of it, or is not
+    finite.
     """
     flat = np.asarray(w, dtype=float)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
@@ -367,30 +368,30 @@ def train_below(
                 z, v = body(taken(X, batch)), mean + spread * next(noise).to(mean.device)
                 take_step(optimizer, leaves, expected_loss(unit, head, z, taken(y, batch), v))
     after = loss_of(unit, leaves.state, X, y)
-    found = require_bounded(leaves.result(flat), flat)
+    trained = require_bounded(leaves.result(flat), flat)
 
     def expected(w: Array) -> float:
-        """What the steps descend, under draws that are the same at every call."""
+        """The objective of the steps, under draws that are the same at every call."""
         drawn = torch.randn(_FEW, len(mean), generator=torch.Generator().manual_seed(0), dtype=dtype).to(mean.device)
         with torch.no_grad():
             return float(expected_loss(unit, head, features(unit, head, w, dtype=dtype), y, mean + spread * drawn))
 
-    if not after <= before + RISE and not expected(found) <= expected(flat) + RISE:
+    if not after <= before + RISE and not expected(trained) <= expected(flat) + RISE:
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
-    return found
+    return trained
 
 
-# The density of rows that a client held out, by draws of its linearised network ---------------------------------------
+# The density of a client's held-out rows, by draws of its linearised network ------------------------------------------
 
 #     log p(y | f_s),   f_s(x) = f(x; ŵ) + J_S(x) (w_S − ŵ_S),   w_S ~ q
 
 
 def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.Generator) -> Array:
-    """Log density of all rows, which were held out, at each of so many draws of the outputs, (count,).
+    """Log density of held-out rows at each of `count` draws of the outputs, (count,).
 
     Draws are from the subnetwork's posterior q by other rows, and are the same for all rows.
     """
-    deviations, found = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
+    deviations, density = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
     at, y, first = evaluate(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0
     for part in chunks(unit, q.weights, q.places, torch.float64, X=unit.X):
         wide = (part.slope if part.rest is None else part.rest).shape[:2]
@@ -399,5 +400,5 @@ def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.G
         middle = unit.tensor(at[rows].reshape(wide), torch.float64)
         move = along(part, len(q.places))
         for draw in range(count):
-            found[draw] += unit.likelihood.log_density(middle + move(deviations[draw]), y[rows])
-    return found
+            density[draw] += unit.likelihood.log_density(middle + move(deviations[draw]), y[rows])
+    return density

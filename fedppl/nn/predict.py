@@ -15,9 +15,8 @@ from scipy.stats import norm
 from fedppl.contracts import Point
 from fedppl.contracts.printed import CI_PROB
 from fedppl.model.client import ClientModel
-from fedppl.nn.declared import Declared
-from fedppl.nn.likelihood import Normal
-from fedppl.nn.subnet import output_covariance, outputs
+from fedppl.nn.likelihood import Declared, Normal
+from fedppl.nn.subnet import evaluate, output_covariance
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import NetworkResult, Own, network_of
 from fedppl.numerics.streams import stream
@@ -27,18 +26,18 @@ from fedppl.results.predicting import new_inputs
 from fedppl.settings import between, one_of, some_of, whole
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 
-_ROWS = 4096  # that are predicted at once: covariances of their outputs, and draws, stand in memory together
+_ROWS = 4096  # predicted at once, with covariances of their outputs and draws in memory
 
 
 def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int | None = None) -> Own:
-    """Make the fitted network a client's own: fine-tune what the algorithm says, infer a subnetwork where it does.
+    """A client's own network: fine-tuned, and with the posterior of a subnetwork, as the algorithm has them.
 
     Parameters
     ----------
     fit
         A fit of networks, by ``fedppl.nn.FedSI()``, ``fedppl.nn.FedAvg()`` or others that share weights of them.
     client
-        A client's id; or data of a new client, which nothing but the shared weights connects with the fit.
+        A client's id; or data of a new client, which uses the shared weights of the fit alone.
     random_seed
         Seed of the order of the rows; by default the fit's.
 
@@ -74,16 +73,16 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
 
     Notes
     -----
-    *When this fails.* With few rows, fine-tuning fits these and little else: compare with the global model on rows that
-    were held out. A new client's own layers start where those of all clients do, and its rows alone train them. By an
-    algorithm without a posterior of weights ``subnetwork`` is None, and predictions take the weights for known.
+    *When this fails.* With few rows, fine-tuning overfits: compare with the global model on rows that were held out. A
+    new client's own layers start where those of all clients do, and are trained on its rows alone. By an algorithm
+    without a posterior of weights ``subnetwork`` is None, and predictions take the weights for known.
     """
     _require_fit(fit)
     seed = _seed(fit, random_seed)
     if client is None:
         raise DeclarationError(
-            "client=None names nobody: give a client's id, or data of a new client. The global network, which is a "
-            "point, is fedppl.nn.network(fit)."
+            "client=None is no client: give a client's id, or data of a new client. The global network is "
+            "fedppl.nn.network(fit)."
         )
     if isinstance(client, str):
         if not fit.clients:
@@ -147,9 +146,9 @@ def network(fit: Fit) -> torch.nn.Module:
 
     Notes
     -----
-    *When this fails.* Where layers are local, those of the copy have learned nothing, and its outputs say nothing of a
-    client: use `personalise`. The copy is in torch's default type, while densities are computed in float64. It is a
-    point: nothing in it says how sure the weights are.
+    *When this fails.* Where layers are local, those of the copy are untrained, and its outputs are no client's: use
+    `personalise`. The copy is in torch's default type, while densities are computed in float64. It is a
+    point, without the weights' uncertainty.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a network.")
@@ -250,17 +249,17 @@ def predict(
     seed = _seed(fit, random_seed)
     one_of("link", link, LINKS)
     ci_prob, draws = between("ci_prob", ci_prob, 0, 1), whole("draws", draws)
-    found = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
-    unit = found.client.view(network_of).unit
+    own = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
+    unit = own.client.view(network_of).unit
     if isinstance(inputs, pd.DataFrame):
-        inputs = new_inputs(fit.declaration, cast(ClientModel, found.client), inputs)
+        inputs = new_inputs(fit.declaration, cast(ClientModel, own.client), inputs)
     X, rng = unit.at(inputs), stream((seed, 3))
     others = unit.others(inputs) if isinstance(unit.likelihood, Declared) else {}
     _require_as_many(others, len(X))
     blocks = []
     for start in range(0, max(len(X), 1), _ROWS):
         rows = slice(start, start + _ROWS)
-        logits, covariance = _moments(unit, found, X[rows], start, link)
+        logits, covariance = _moments(unit, own, X[rows], start, link)
         if isinstance(unit.likelihood, Declared):
             read = {name: value[rows] if value.ndim else value for name, value in others.items()}
             values, dims = _outcomes_at(unit, read, logits, covariance, draws, ci_prob, rng)
@@ -270,15 +269,15 @@ def predict(
         blocks.append(values)
     values = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     if isinstance(unit.likelihood, Declared):
-        return idata.dataset(values, dims, {}, {"client": found.client.client_id})
+        return idata.dataset(values, dims, {}, {"client": own.client.client_id})
     coords = {"output": np.arange(logits.shape[1])}
-    return idata.dataset(values, dims, coords, {"client": found.client.client_id, "link": link})
+    return idata.dataset(values, dims, coords, {"client": own.client.client_id, "link": link})
 
 
-def _moments(unit: NetworkUnit, found: Own, X: Array, first: int, link: str) -> tuple[Array, Array]:
+def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tuple[Array, Array]:
     """Means (n, C) and covariances (n, C, C) of the outputs at some of the rows; `first` is the number of the first."""
     try:
-        logits = outputs(unit, found.weights, X)
+        logits = evaluate(unit, own.weights, X)
     except (IndexError, RuntimeError) as error:
         raise DataError(
             f"the network cannot be computed at the new inputs, of shape {X.shape} ({type(error).__name__}: "
@@ -287,8 +286,8 @@ def _moments(unit: NetworkUnit, found: Own, X: Array, first: int, link: str) -> 
         ) from error
     _require_finite(logits, "the network's output", first)
     covariance = np.zeros((*logits.shape, logits.shape[1]))
-    if found.subnetwork is not None and link != "map":
-        covariance = output_covariance(unit, found.subnetwork, X)
+    if own.subnetwork is not None and link != "map":
+        covariance = output_covariance(unit, own.subnetwork, X)
     _require_finite(covariance, "the output's variance", first)
     return logits, covariance
 
@@ -297,7 +296,7 @@ def _closed(
     unit: NetworkUnit, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: np.random.Generator
 ) -> dict[str, Array]:
     """Predictions of outcomes whose likelihood is in closed form."""
-    variance = np.diagonal(covariance, axis1=1, axis2=2).copy()  # or all covariances would be kept
+    variance = np.diagonal(covariance, axis1=1, axis2=2).copy()  # a view would keep all covariances in memory
     if isinstance(unit.likelihood, Normal):
         sd = np.sqrt(variance + unit.likelihood.sd**2)
         half = norm.ppf(0.5 + ci_prob / 2) * sd
@@ -307,18 +306,18 @@ def _closed(
 
 
 def _require_fit(fit: Any) -> None:
-    """Refuse what is no fit, where a client and inputs are asked for too."""
+    """Refuse an object that is no fit."""
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the client and inputs.")
 
 
 def _seed(fit: Fit, random_seed: Any) -> int:
-    """The seed that was given, or the fit's."""
+    """The given seed, or the fit's."""
     return fit.seed if random_seed is None else whole("random_seed", random_seed, 0, "None takes the fit's")
 
 
 def _require_finite(values: Array, what: str, first: int) -> None:
-    """Refuse what overflows, by its row."""
+    """Refuse numbers that are not finite, with the first row of one."""
     if not np.all(np.isfinite(values)):
         row = first + int(np.argwhere(~np.isfinite(values))[0, 0])
         raise DataError(f"{what} is not finite at row {row} of the new inputs; look at their size.")
@@ -335,8 +334,8 @@ def probabilities(
     if link == "scaled":
         classes = logits.shape[1]
         apart = 2 * (variance.sum(axis=1) - covariance.sum(axis=(1, 2)) / classes) / max(classes - 1, 1)
-        one = 1.0 / np.sqrt(1.0 + np.pi / 8 * np.maximum(apart, 0.0))  # rounding may go below
-        return np.asarray(softmax(one[:, None] * logits, axis=1))
+        kappa = 1.0 / np.sqrt(1.0 + np.pi / 8 * np.maximum(apart, 0.0))  # rounding may give less than 0
+        return np.asarray(softmax(kappa[:, None] * logits, axis=1))
     kappa = 1.0 / np.sqrt(1.0 + np.pi / 8 * variance)
     if link == "probit":
         chance = ndtr(kappa * logits)
@@ -352,11 +351,11 @@ def probabilities(
     return np.asarray(total / draws)
 
 
-_EACH = 10  # draws of an outcome for each of outputs
+_EACH = 10  # draws of an outcome for each draw of outputs
 
 
 def _require_as_many(others: Mapping[str, Array], rows: int) -> None:
-    """Refuse what the likelihood reads beside the network where it has another number of rows."""
+    """Refuse variables of the likelihood with another number of rows than the network's inputs."""
     wrong = {name: len(value) for name, value in others.items() if value.ndim and len(value) != rows}
     if wrong:
         raise DataError(f"new inputs have {rows} rows, and {wrong}; give as many rows of each.")
@@ -373,9 +372,9 @@ def _outcomes_at(
 ) -> tuple[dict[str, Array], dict[str, tuple[str, ...]]]:
     """Means, sds and intervals of outcomes, or probabilities of classes, with dims of each.
 
-    The likelihood reads `others` of the new rows beside outputs, by name. These are of the network with unknowns of the
-    likelihood, (n, C + e), with covariance (n, C + e, C + e); one of their `draws` is enough where they are known.
-    DataError where outcomes cannot be drawn.
+    The likelihood reads `others` of the new rows by name, beside outputs of the network with unknowns, (n, C + e).
+    Their covariance is (n, C + e, C + e); one draw of outputs is enough where it is 0. Raises `DataError` where
+    outcomes cannot be drawn.
     """
     likelihood = unit.likelihood
     assert isinstance(likelihood, Declared)
@@ -398,18 +397,18 @@ def _outcomes_at(
                 f"{str(error).strip().partition(chr(10))[0]}); look at the size of inputs and at what the likelihood "
                 "reads beside them, and give pm.CustomDist a random=."
             ) from error
-    found = {"output_mean": outputs[:, :count], "output_variance": variance}
-    dims: dict[str, tuple[str, ...]] = dict.fromkeys(found, ("row", "output"))
+    moments = {"output_mean": outputs[:, :count], "output_variance": variance}
+    dims: dict[str, tuple[str, ...]] = dict.fromkeys(moments, ("row", "output"))
     if likelihood.kind == "categorical":
-        return {"probability": np.mean(means, axis=0), **found}, {"probability": ("row", "class"), **dims}
+        return {"probability": np.mean(means, axis=0), **moments}, {"probability": ("row", "class"), **dims}
     ends = np.quantile(drawn, [0.5 - ci_prob / 2, 0.5 + ci_prob / 2], axis=0)
-    own = ("row", *(f"outcome_{axis}" for axis in range(1, ends[0].ndim)))
-    told = {"ci_low": ends[0], "ci_high": ends[1]}
+    outcome_dims = ("row", *(f"outcome_{axis}" for axis in range(1, ends[0].ndim)))
+    summary = {"ci_low": ends[0], "ci_high": ends[1]}
     if functions.has_moments:
-        told = {"mean": np.mean(means or drawn, axis=0), "sd": np.std(drawn, axis=0), **told}
-    dims |= dict.fromkeys(told, own)
+        summary = {"mean": np.mean(means or drawn, axis=0), "sd": np.std(drawn, axis=0), **summary}
+    dims |= dict.fromkeys(summary, outcome_dims)
     if likelihood.kind == "bernoulli":  # as of two classes
-        told["probability"] = np.stack([1.0 - told["mean"], told["mean"]], axis=-1)
-        told["sd"] = np.sqrt(told["mean"] * (1.0 - told["mean"]))
-        dims["probability"] = (*own, "class")
-    return {**told, **found}, dims
+        summary["probability"] = np.stack([1.0 - summary["mean"], summary["mean"]], axis=-1)
+        summary["sd"] = np.sqrt(summary["mean"] * (1.0 - summary["mean"]))
+        dims["probability"] = (*outcome_dims, "class")
+    return {**summary, **moments}, dims

@@ -9,14 +9,25 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn.devices import cast, host, is_fused, taken, tensor
-from fedppl.nn.functional import Places, by_parts, call, gradients, parameter_slices, pieces
+from fedppl.nn.functional import (
+    Places,
+    by_parts,
+    call,
+    cast,
+    gradients,
+    host,
+    is_fused,
+    parameter_slices,
+    pieces,
+    taken,
+    tensor,
+)
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
-# Training that raises the mean loss of a row by more than this many nats has diverged.
+# Rise in nats of a row's mean loss above which training has diverged.
 RISE = 1.0
-# And training that takes weights to more than this times where they were: it has run away.
+# Growth of weights above which training has diverged.
 GROWTH = 1e6
 _Penalty = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,16 +60,16 @@ def train(
 
     From w (d,), of which those in the positions `free` move. The `prior` has their means m and precisions p, and
     `linear` is b, a correction of the gradient, each as long as `free`; the `penalty` is minus the log density of
-    another prior, of local weights. Failures name the setting `rate`: raises `LocalFailure` if the loss ends far above
-    where it began, alone and with the priors' part, or at what is not finite.
+    another prior, of local weights. Raises `LocalFailure`, naming the setting `rate`, if the loss ends far above its
+    start, alone and with the priors' part, or is not finite.
     """
     flat, where = np.asarray(w, dtype=float), np.asarray(free, dtype=np.int64)
     leaves = Leaves(unit, flat, where, dtype)
-    (net, X), y = _above(leaves.net, arranged(leaves.net, unit.tensor(unit.X, dtype))), outcomes(unit, dtype)
+    (net, X), y = _upper_layers(leaves.net, arranged(leaves.net, unit.tensor(unit.X, dtype))), outcomes(unit, dtype)
 
     def whole(rows: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = net(rows.clone())  # in place a layer would write over what is computed once
-        return found
+        output: torch.Tensor = net(rows.clone())  # a layer in place would overwrite the inputs
+        return output
 
     pulls = _pulls(leaves, flat, where, prior, linear, len(X))
     optimizer = optimizer_of(leaves.moving, settings)
@@ -73,19 +84,19 @@ def train(
                 take_step(optimizer, leaves, loss, pulls)
     with torch.no_grad():
         after = float(mean_loss(unit, by_parts(net, whole, X), y))
-    found, rose = leaves.result(flat), after - before
-    if linear is None and not rose <= RISE:
-        ours, theirs = (_held(unit, w, where, prior, penalty) for w in (found, flat))
-        rose = rose + (ours - theirs) / len(X)  # priors may be worth a higher loss
-    if not (rose <= RISE if linear is None else np.isfinite(after)):
+    trained, rise = leaves.result(flat), after - before
+    if linear is None and not rise <= RISE:
+        prior_after, prior_before = (_prior_loss(unit, w, where, prior, penalty) for w in (trained, flat))
+        rise = rise + (prior_after - prior_before) / len(X)  # a better prior may offset a higher loss
+    if not (rise <= RISE if linear is None else np.isfinite(after)):
         raise LocalFailure(f"training raised the loss instead of lowering it; lower {rate}=")
-    return require_bounded(found, flat, rate)
+    return require_bounded(trained, flat, rate)
 
 
-def _held(
+def _prior_loss(
     unit: NetworkUnit, w: Array, free: Places, prior: tuple[Array, Array] | None, penalty: _Penalty | None
 ) -> float:
-    """Minus the log density of priors at w, less constants."""
+    """Minus the log density of the priors at w, without constants."""
     normal = 0.0 if prior is None else 0.5 * float(np.sum(prior[1] * (w[free] - prior[0]) ** 2))
     if penalty is None:
         return normal
@@ -93,25 +104,22 @@ def _held(
         return normal + float(penalty(unit.tensor(w[unit.local_at], torch.float64)))
 
 
-def require_bounded(found: Array, start: Array, rate: str = "learning_rate") -> Array:
-    """Weights that did not run away where the loss does not show it, as behind dead units.
-
-    Raises `LocalFailure` if they grew a millionfold.
-    """
-    if not np.max(np.abs(found), initial=0.0) <= GROWTH * (1.0 + np.max(np.abs(start), initial=0.0)):
+def require_bounded(weights: Array, start: Array, rate: str = "learning_rate") -> Array:
+    """The weights; raises `LocalFailure` if they grew a millionfold, which the loss hides behind dead units."""
+    if not np.max(np.abs(weights), initial=0.0) <= GROWTH * (1.0 + np.max(np.abs(start), initial=0.0)):
         raise LocalFailure(f"training drove the weights away; lower {rate}=")
-    return found
+    return weights
 
 
 class Leaves:
-    """A network of one's own, in which the parameters that move ask for gradients.
+    """A copy of a network in which the parameters that move require gradients.
 
     Attributes
     ----------
     net
         The module.
     moving
-        Its parameters that hold some of the weights at `free`.
+        Its parameters that contain weights at `free`.
     state
         All its parameters and buffers by name, for `call`.
     """
@@ -124,15 +132,15 @@ class Leaves:
         self.net, place = copy.deepcopy(unit.net), unit.place(dtype)
         if any(value.device != place for value in self.net.parameters()):
             self.net.to("cpu").to(dtype).to(place)  # in this order: "mps" takes no float64
-        held = pieces(self.net, unit.tensor(w, dtype))
+        values = pieces(self.net, unit.tensor(w, dtype))
         for name, parameter in self.net.named_parameters():
-            parameter.data = held[name].clone()
+            parameter.data = values[name].clone()
             parameter.requires_grad_(name in self._names)
         for buffer in self.net.buffers():
             buffer.data = cast(buffer.data, dtype)
         self.state: dict[str, torch.Tensor] = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
         self.moving = [self.state[name] for name in self._names]
-        # Weights of one parameter move together, or stay where a mask holds them.
+        # A parameter moves as a whole, or only where its mask is 1.
         self.masks = [
             None if chosen[at].all() else tensor(chosen[at], dtype, place).view_as(self.state[name])
             for name, at in self._slices.items()
@@ -147,45 +155,49 @@ class Leaves:
         ]
 
     def at(self, places: Places) -> torch.Tensor:
-        """Weights in these places of the flat vector, which torch can follow."""
+        """Weights at these places of the flat vector, differentiable by torch."""
         flat = torch.cat([self.state[name].reshape(-1) for name in self._slices])
         return taken(flat, torch.from_numpy(np.asarray(places, dtype=np.int64)))
 
     def result(self, w: Array) -> Array:
-        """The flat vector with what has moved."""
-        found = w.copy()
+        """The flat vector with the moved weights."""
+        moved = w.copy()
         for name, leaf in zip(self._names, self.moving, strict=True):
-            found[self._slices[name]] = host(leaf).ravel()
-        return found
+            moved[self._slices[name]] = host(leaf).ravel()
+        return moved
 
 
 def arranged(net: torch.nn.Module, X: torch.Tensor) -> torch.Tensor:
-    """Images with channels last in memory, where the network takes them so: convolutions are faster."""
+    """Images with channels last in memory, where the network accepts them: convolutions are faster."""
     if X.ndim != 4:
         return X
-    found = X.contiguous(memory_format=torch.channels_last)
+    channels_last = X.contiguous(memory_format=torch.channels_last)
     try:
         with torch.no_grad():
-            net(found[:2])
-    except RuntimeError:  # a view in its forward needs the rows as they were
+            net(channels_last[:2])
+    except RuntimeError:  # a view in its forward needs the usual order
         return X
-    return found
+    return channels_last
 
 
-def _above(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Module, torch.Tensor]:
-    """Layers of a row of layers from the first that moves on, and what they see: those below are computed once."""
+def _upper_layers(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The layers of a Sequential from the first that moves on, and their inputs: those below are computed once."""
     if type(net) is not torch.nn.Sequential or net._forward_hooks or net._forward_pre_hooks:
         return net, X
     layers = list(net)
-    count = next((i for i, one in enumerate(layers) if any(v.requires_grad for v in one.parameters())), 0)
+    count = next((i for i, layer in enumerate(layers) if any(v.requires_grad for v in layer.parameters())), 0)
     below = torch.nn.Sequential(*layers[:count])
     if not list(below.parameters()):
         return net, X
     with torch.no_grad():
         for few in (X[:1], X[:2]):
-            seen = below(few)
-            # Not where rows lie elsewhere, or where more memory would be taken than by the rows.
-            if not isinstance(seen, torch.Tensor) or seen.shape[:1] != few.shape[:1] or seen.numel() > few.numel():
+            output = below(few)
+            # Not where rows are no longer the first axis, or where outputs need more memory than the rows.
+            if (
+                not isinstance(output, torch.Tensor)
+                or output.shape[:1] != few.shape[:1]
+                or output.numel() > few.numel()
+            ):
                 return net, X
         return torch.nn.Sequential(*layers[count:]), by_parts(below, below, X)
 
@@ -196,7 +208,7 @@ _Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 def _pulls(
     leaves: Leaves, w: Array, free: Places, prior: tuple[Array, Array] | None, linear: Array | None, rows: int
 ) -> _Pulls:
-    """Of each moving parameter the slopes a, c of a w + c: of the prior, and of a linear term."""
+    """For each moving parameter a and c of the gradient a w + c of the prior and the linear term."""
     if prior is None and linear is None:
         return None
     slope, constant = np.zeros(len(w)), np.zeros(len(w))
@@ -209,17 +221,17 @@ def _pulls(
 
 
 def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tensor, pulls: _Pulls = None) -> None:
-    """One step of the optimizer down the loss and what pulls beside it."""
+    """One step of the optimizer down the loss, with the gradients `pulls` added."""
     slopes = gradients(loss, leaves.moving)
     with torch.no_grad():
         for k, (leaf, gradient) in enumerate(zip(leaves.moving, slopes, strict=True)):
-            found = gradient
+            slope = gradient
             if pulls is not None:
-                found = torch.addcmul(gradient + pulls[k][1], pulls[k][0], leaf)
+                slope = torch.addcmul(gradient + pulls[k][1], pulls[k][0], leaf)
             mask = leaves.masks[k]
-            # Fused optimizers go through memory and not through indices: a convolution on images with channels last
-            # gives gradients in another order than its weights.
-            leaf.grad = (found if mask is None else found * mask).contiguous()
+            # Fused optimizers read memory in order, and a convolution on images with channels last gives gradients in
+            # another order than its weights.
+            leaf.grad = (slope if mask is None else slope * mask).contiguous()
     optimizer.step()
 
 
@@ -232,7 +244,7 @@ def optimizer_of(moving: list[torch.Tensor], settings: Training) -> torch.optim.
 
 
 def adam(moving: list[torch.Tensor], rate: float) -> torch.optim.Adam:
-    """Adam's steps, which are faster in one piece where the device has them so."""
+    """Adam's steps, fused where the device has that."""
     return torch.optim.Adam(moving, lr=rate, fused=_all_fused(moving))
 
 

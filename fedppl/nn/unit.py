@@ -1,4 +1,4 @@
-"""A client's network, rows and likelihood: what torch needs of one client."""
+"""A client's network, rows and likelihood, as torch needs them."""
 
 from __future__ import annotations
 
@@ -15,33 +15,42 @@ from pytensor.graph.traversal import ancestors
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.arrays import new_inputs
-from fedppl.nn.declared import Declared, columns
-from fedppl.nn.devices import host, placed, tensor
-from fedppl.nn.functional import Places, call, kind_of, own_copy, parameter_slices, parts_of, state_of
-from fedppl.nn.likelihood import Likelihood
+from fedppl.nn.functional import (
+    Places,
+    call,
+    host,
+    kind_of,
+    own_copy,
+    parameter_slices,
+    parts_of,
+    placed,
+    state_of,
+    tensor,
+)
+from fedppl.nn.likelihood import Declared, Likelihood, columns
 from fedppl.nn.outcome import CONTRACT
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 
 class DeclaredNetwork(NamedTuple):
-    """What a declared model says of a network, alike for all clients of one template."""
+    """A network as a model declares it, the same for all clients of one template."""
 
     net: torch.nn.Module  # unknowns of the likelihood are parameters of it too
-    plain: torch.nn.Module  # as it was declared
+    plain: torch.nn.Module  # the declared one, without unknowns
     device: torch.device  # where it is computed
     names: tuple[str, ...]  # torch's, of all parameters, in the order of the flat vector w (d,)
-    unknowns: tuple[str, ...]  # those of them that are the likelihood's
+    unknowns: tuple[str, ...]  # those of these names that belong to the likelihood
     shared_at: Places  # where φ lies in w, (m,)
     local_at: Places  # where θ lies in w, (d_k,)
     likelihood: Likelihood
-    labels: tuple[str, ...]  # names of the containers that classes come from
+    labels: tuple[str, ...]  # names of the containers that hold classes
     shared_kinds: Mapping[str, str]  # distribution of each shared variable, as PyTensor names it, by its name
     local_prior: LocalPrior  # of θ, (d_k,)
-    rows: Callable[..., Any]  # the client's arrays to X, and what outcomes are read from
+    rows: Callable[..., Any]  # the client's arrays to X, outcomes and other variables of the likelihood
     inputs: Callable[..., Any]  # new values of the containers below to X
-    containers: Mapping[str, str]  # dtypes of the containers that X is made of, by name
-    beside: Mapping[str, str]  # of those that the likelihood reads by rows beside the outcome
-    held: tuple[str, ...]  # names of those of which it reads one number, a client's own
+    containers: Mapping[str, str]  # dtypes of the containers from which X is computed, by name
+    covariates: Mapping[str, str]  # dtypes of those that the likelihood reads by rows beside the outcome
+    numbers: tuple[str, ...]  # names of those that hold one number of the client, for the likelihood
 
 
 class NetworkUnit:
@@ -50,7 +59,7 @@ class NetworkUnit:
     Attributes
     ----------
     declared
-        What is the same for all clients.
+        The network as declared, the same for all clients.
     X, y
         The client's rows and outcomes.
     """
@@ -60,17 +69,17 @@ class NetworkUnit:
     ) -> None:
         self.declared = declared
         for name in declared.labels:
-            given = np.asarray(arrays[name])
-            if not np.array_equal(given, np.round(given)):
+            classes = np.asarray(arrays[name])
+            if not np.array_equal(classes, np.round(classes)):
                 raise DataError(
-                    f"client {client_id!r}: {name!r} holds {given[given != np.round(given)][0]}, and classes "
+                    f"client {client_id!r}: {name!r} holds {classes[classes != np.round(classes)][0]}, and classes "
                     "are whole numbers from 0; a categorical outcome would cut off what follows the point."
                 )
-        X, *told = (np.asarray(one) for one in declared.rows(*inputs))
+        X, *columns_of_y = (np.asarray(array) for array in declared.rows(*inputs))
         self.X: Array = X
-        self.y: Array = told[0]
+        self.y: Array = columns_of_y[0]
         if isinstance(declared.likelihood, Declared):
-            self.y = columns(client_id, declared.likelihood.read, told, len(X))
+            self.y = columns(client_id, declared.likelihood.read, columns_of_y, len(X))
         elif len(self.y) != len(X):
             raise DataError(
                 f"client {client_id!r}: {len(self.y)} outcomes and {len(X)} rows of inputs; give one outcome for each "
@@ -84,15 +93,15 @@ class NetworkUnit:
         return own_copy(self.declared.net)
 
     def place(self, dtype: torch.dtype) -> torch.device:
-        """Where numbers of this type are."""
+        """The device of numbers of this type."""
         return placed(self.declared.device, dtype)
 
     def tensor(self, values: Array, dtype: torch.dtype) -> torch.Tensor:
-        """Numbers where the network is computed: real ones in this type, whole ones as they are."""
+        """Numbers on the network's device: real ones in this type, whole ones unchanged."""
         return tensor(values, dtype, self.place(dtype))
 
     def state(self, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Parameters, from w (d,), and buffers, where the network is computed."""
+        """Parameters, from w (d,), and buffers, on the network's device."""
         return state_of(self.net, self.tensor(np.asarray(w, dtype=float), dtype))
 
     @property
@@ -112,7 +121,7 @@ class NetworkUnit:
 
     @property
     def likelihood(self) -> Likelihood:
-        """How outputs meet outcomes."""
+        """The likelihood of outcomes given outputs."""
         return self.declared.likelihood
 
     @property
@@ -121,19 +130,19 @@ class NetworkUnit:
         return len(self.shared_at) + len(self.local_at)
 
     @property
-    def held(self) -> Array:
-        """The values that the network itself holds, (d,)."""
+    def initial(self) -> Array:
+        """The values of the parameters in the declared network, (d,)."""
         return np.concatenate([host(value).ravel() for value in self.declared.net.parameters()])
 
     @property
     def inferable_at(self) -> Places:
-        """Where shared weights lie in φ; unknowns of the likelihood are points."""
+        """Where weights that can have a posterior lie in φ; unknowns of the likelihood are points."""
         slices = parameter_slices(self.declared.net)
         points = [np.arange(slices[name].start, slices[name].stop) for name in self.declared.unknowns]
         return np.flatnonzero(~np.isin(self.shared_at, np.concatenate([np.zeros(0, int), *points])))
 
     def loaded(self, w: Array) -> torch.nn.Module:
-        """A copy of the network, as it was declared, with these weights."""
+        """A copy of the declared network with these weights."""
         net, flat = copy.deepcopy(self.declared.plain), torch.from_numpy(np.asarray(w)).to(torch.get_default_dtype())
         slices = parameter_slices(self.declared.net)
         with torch.no_grad():
@@ -153,10 +162,10 @@ class NetworkUnit:
         return np.asarray(self.declared.inputs(*(values[name] for name in self.declared.containers)))
 
     def others(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """What the likelihood reads of new rows beside the network's output, by name."""
+        """The variables that the likelihood reads of new rows beside the network's output, by name."""
         values = self._new(inputs)
-        held = {name: self._arrays[name] for name in self.declared.held}
-        return {name: np.asarray(value) for name, value in (held | values).items()}
+        numbers = {name: self._arrays[name] for name in self.declared.numbers}
+        return {name: np.asarray(value) for name, value in (numbers | values).items()}
 
     def _new(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         if not self.declared.containers:
@@ -164,7 +173,7 @@ class NetworkUnit:
                 "the model holds its inputs as constants, so that there is no place for new ones; put them into "
                 'pm.Data, X = pm.Data("X", X), and fit again.'
             )
-        return new_inputs(inputs, {**self.declared.containers, **self.declared.beside}, self._arrays)
+        return new_inputs(inputs, {**self.declared.containers, **self.declared.covariates}, self._arrays)
 
 
 def log_likelihood(unit: NetworkUnit, w: Array) -> float:
@@ -176,11 +185,11 @@ def log_likelihood(unit: NetworkUnit, w: Array) -> float:
 
 
 def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> torch.Tensor:
-    """The client's outcomes, as its likelihood takes them."""
+    """The client's outcomes in the form that its likelihood needs."""
     return unit.likelihood.outcomes(unit.y, dtype, unit.place(dtype))
 
 
-# Declared priors of what is local to a client's network: independent normals by themselves, others by their density
+# Declared priors of local weights: independent normals by their moments, others by their density ----------------------
 
 # log p(θ) = −½ Σ_i p_i (θ_i − m_i)² + log p_others(θ) + c
 
@@ -189,19 +198,19 @@ class LocalPrior(NamedTuple):
     """The prior of θ, (d_k,), on the unconstrained space."""
 
     mean: Array  # of independent normals, (d_k,)
-    precision: Array  # likewise; 0 where the prior is another one
+    precision: Array  # of these; 0 where the prior is not normal
     others: Callable[[Array], tuple[Array, Array]] | None  # θ to the others' log density and its slopes (d_k,)
 
     def log_density(self, theta: Array) -> float:
         """log p(θ), constants included."""
-        normal, told = self.precision > 0, np.log(np.maximum(self.precision, 1e-300) / (2 * np.pi))
-        found = float(np.sum((0.5 * told - 0.5 * self.precision * (theta - self.mean) ** 2)[normal]))
-        return found if self.others is None else found + float(self.others(theta)[0])
+        is_normal, log_precision = self.precision > 0, np.log(np.maximum(self.precision, 1e-300) / (2 * np.pi))
+        normal = float(np.sum((0.5 * log_precision - 0.5 * self.precision * (theta - self.mean) ** 2)[is_normal]))
+        return normal if self.others is None else normal + float(self.others(theta)[0])
 
     def penalty(self, theta: torch.Tensor) -> torch.Tensor:
-        """Minus the log density of what is not normal, which torch can follow."""
-        found: torch.Tensor = _Density.apply(theta, self.others)  # type: ignore[no-untyped-call]
-        return -found
+        """Minus the log density of priors that are not normal, differentiable by torch."""
+        density: torch.Tensor = _Density.apply(theta, self.others)  # type: ignore[no-untyped-call]
+        return -density
 
 
 class _Density(torch.autograd.Function):
@@ -230,7 +239,7 @@ def local_prior(who: str, parts: _graph.Parts, local: Sequence[Variable]) -> Loc
     for rv, variable in zip(parts.local, local, strict=True):
         _require_constants(who, parts, rv)
         if kind_of(rv) == "normal" and parts.model.rvs_to_transforms[rv] is None:
-            mu, sd = (np.asarray(one.eval(), dtype=float) for one in rv.owner.op.dist_params(rv.owner))
+            mu, sd = (np.asarray(parameter.eval(), dtype=float) for parameter in rv.owner.op.dist_params(rv.owner))
             means.append(np.broadcast_to(mu, variable.shape).ravel())
             precisions.append(np.broadcast_to(sd, variable.shape).ravel() ** -2.0)
         else:
@@ -255,7 +264,7 @@ def _density(
 
 
 def _require_constants(who: str, parts: _graph.Parts, rv: Any) -> None:
-    """A prior that is equal at all clients, and says nothing of other variables."""
+    """Refuse a prior that depends on data or on other variables."""
     above = set(ancestors([rv])) - {rv}
     if not above.isdisjoint([*parts.model.basic_RVs, *parts.data]):
         raise DeclarationError(f"{who}: a parameter of the prior of {rv.name!r} is no constant; {CONTRACT}.")

@@ -20,11 +20,9 @@ from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.declared import Declared
-from fedppl.nn.devices import CPU, host
-from fedppl.nn.functional import Places, call, kind_of, network_nodes, parameter_slices, parts_of
+from fedppl.nn.functional import CPU, Places, call, host, kind_of, network_nodes, parameter_slices, parts_of
 from fedppl.nn.head import Head, find_head
-from fedppl.nn.likelihood import Categorical
+from fedppl.nn.likelihood import Categorical, Declared
 from fedppl.nn.outcome import CONTRACT, outcome_of
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, local_prior, log_likelihood
@@ -43,12 +41,12 @@ class Network:
     """A client's network."""
 
     unit: NetworkUnit  # the network, rows and likelihood
-    # θ (d_k,) where all clients start: PyMC's initial point, the mean of the prior unless it has an `initval`
+    # θ (d_k,) at the start: PyMC's initial point, the prior's mean unless it has an `initval`
     start: Array
     _heads: dict[tuple[str, ...], Head] = field(default_factory=dict, init=False, repr=False)
 
     def at(self, phi: Any) -> Array:
-        """All weights (d,) from the shared ones (m,), with local ones where all clients start."""
+        """All weights (d,) from the shared ones (m,), with local ones at the start."""
         return self.unit.weights(np.asarray(phi, dtype=float), self.start)
 
     def places(self, which: str | tuple[str, ...]) -> Places:
@@ -64,25 +62,25 @@ class Network:
                 raise DeclarationError(
                     f'{which!r} must be "shared", "local", "all" or a tuple of names: {list(unit.names)}.'
                 )
-            found = groups[which]
+            positions = groups[which]
         else:
             unknown = sorted(set(which) - set(unit.names))
             if unknown:
                 raise DeclarationError(f"{unknown} are no parameters of the network; it has {list(unit.names)}.")
             parts = [everything[where] for name, where in parameter_slices(unit.net).items() if name in which]
-            found = np.concatenate([everything[:0], *parts])
-        if not len(found):
+            positions = np.concatenate([everything[:0], *parts])
+        if not len(positions):
             raise DeclarationError(
                 f"{which!r} names no weights: share others in FederatedModel(shared=...), or name some."
             )
-        return np.asarray(found, dtype=np.int64)
+        return np.asarray(positions, dtype=np.int64)
 
     def head(self, names: tuple[str, ...]) -> Head:
-        """The last layer, which has these parameters and no others; checked once a network."""
-        known = self._heads.get(names)
-        if known is None:
-            known = self._heads[names] = find_head(self.unit, names, self.places(names), self.unit.held)
-        return known
+        """The last layer, which has exactly these parameters; checked once a network."""
+        cached = self._heads.get(names)
+        if cached is None:
+            cached = self._heads[names] = find_head(self.unit, names, self.places(names), self.unit.initial)
+        return cached
 
 
 class Own(NamedTuple):
@@ -90,57 +88,57 @@ class Own(NamedTuple):
 
     client: ClientView
     weights: Array  # (d,)
-    subnetwork: Subnetwork | None  # its posterior, or None where weights are a point
+    subnetwork: Subnetwork | None  # its posterior; None where weights are a point
 
 
-# A client's own network when the rounds are over, from what it kept and the final message.
+# A client's own network when the rounds are over, from its personal state and the final message.
 PersonaliseFn = Callable[[ClientView, P | None, Message, Generator], Own]
 
 
 class NetworkResult(NamedTuple):
-    """What networks' predictions read of an algorithm: its ``Result.family``."""
+    """An algorithm's ``Result.family``, which predictions of networks read."""
 
     personalise: PersonaliseFn[Any]
 
 
 def network_of(client: ClientModel) -> Network:
-    """Read a client's declared network; its density is held against torch's, a closed form's once per template.
+    """Read a client's declared network, and compare its density with torch's; a closed form's once per template.
 
     Raises
     ------
     DeclarationError
-        Where the model is no network's.
+        Where the model declares no network.
     DataError
-        Where inputs are infinite in single precision, or outcomes are not such as the model has.
+        Where inputs are infinite in single precision, or outcomes are none of the model's.
     """
-    known = client.template.functions
+    cache = client.template.functions
     with _lock:
-        if "network" not in known:
-            known["network"] = _declared(client)
-    unit = NetworkUnit(client.client_id, known["network"], client.arrays, client.inputs)
+        if "network" not in cache:
+            cache["network"] = _declared(client)
+    unit = NetworkUnit(client.client_id, cache["network"], client.arrays, client.inputs)
     require_inputs(client.client_id, unit.X)
-    if "network checked" not in known:
+    if "network checked" not in cache:
         require_same_again(unit, client.client_id)
         require_slopes(unit, client.client_id)
-    # Whether rows depend on each other shows at some clients and not at others: not where there is one row.
-    if "network checked" not in known or isinstance(unit.likelihood, Declared):
+    # A dependence between rows shows at some clients only, and not where there is one row.
+    if "network checked" not in cache or isinstance(unit.likelihood, Declared):
         _require_same_density(client, unit)
-    if "rows checked" not in known and require_rows_alone(unit, client.client_id):
-        known["rows checked"] = True
-    if "network checked" not in known:
+    if "rows checked" not in cache and require_rows_alone(unit, client.client_id):
+        cache["rows checked"] = True
+    if "network checked" not in cache:
         _warn_of_softmax(unit)
-        known["network checked"] = True
-    if "scales told" not in known and warn_of_scales(client, unit):
-        known["scales told"] = True
+        cache["network checked"] = True
+    if "scales warned" not in cache and warn_of_scales(client, unit):
+        cache["scales warned"] = True
     return Network(unit, client.initial)
 
 
 def _warn_of_softmax(unit: NetworkUnit) -> None:
-    """Probabilities where logits should be flatten everything that is predicted, and nothing else shows it."""
+    """Warn where the network gives probabilities in place of logits: predictions would be too flat."""
     if not isinstance(unit.likelihood, Categorical):
         return
     with torch.no_grad():
-        state = unit.state(unit.held, torch.float64)
+        state = unit.state(unit.initial, torch.float64)
         output = host(call(unit.net, state, unit.tensor(unit.X[:3], torch.float64)))
     if np.all(output >= 0) and np.allclose(output.sum(axis=1), 1.0):
         logger.warning(
@@ -173,9 +171,9 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
     replace, inputs = _graph._inputs_for(parts)
     value = model.rvs_to_values[observed]
     (X_in,) = clone_replace([node.inputs[1]], replace)
-    given = dict(zip(parts.data, client.inputs, strict=False))
-    read = outcome_of(client, node, given, who)
-    net = _with_unknowns(node.op.net, {v.name: _start(client, v.name) for v in read.unknowns}, who)
+    values = dict(zip(parts.data, client.inputs, strict=False))
+    outcome = outcome_of(client, node, values, who)
+    net = _with_unknowns(node.op.net, {v.name: _start(client, v.name) for v in outcome.unknowns}, who)
     slices = parameter_slices(net)
 
     def places(chosen: Sequence[Variable]) -> Places:
@@ -184,36 +182,38 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
     used, above = set(ancestors([X_in])), set(ancestors([value]))
     needed = [(v, i) for v, i in zip(parts.data, inputs, strict=False) if i in used]
     prior = local_prior(who, parts, client.local)
-    columns = read.likelihood.read if isinstance(read.likelihood, Declared) else ()
-    told = clone_replace(list(read.variables), replace)
+    columns = outcome.likelihood.read if isinstance(outcome.likelihood, Declared) else ()
+    of_outcome = clone_replace(list(outcome.variables), replace)
     return DeclaredNetwork(
         net=net,
         plain=node.op.net,
         device=node.op.device,
         names=tuple(slices),
-        unknowns=tuple(v.name for v in read.unknowns),
+        unknowns=tuple(v.name for v in outcome.unknowns),
         shared_at=places(client.layout.variables),
         local_at=places(client.local),
-        likelihood=read.likelihood,
-        labels=tuple(v.name for v in parts.data if read.likelihood.kind == "categorical" and v in above),
+        likelihood=outcome.likelihood,
+        labels=tuple(v.name for v in parts.data if outcome.likelihood.kind == "categorical" and v in above),
         shared_kinds={rv.name: _kind(rv, model) for rv in parts.shared},
         local_prior=prior,
-        rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, *told]),
+        rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, *of_outcome]),
         inputs=interpreted.python_function([i for _, i in needed], X_in),
         containers={v.name: v.type.dtype for v, _ in needed},
-        beside={what.name: what.dtype for what in columns if what.by_row and not what.is_outcome},
-        held=tuple(what.name for what in columns if not what.by_row),
+        covariates={
+            variable.name: variable.dtype for variable in columns if variable.by_row and not variable.is_outcome
+        },
+        numbers=tuple(variable.name for variable in columns if not variable.by_row),
     )
 
 
 def _kind(rv: Any, model: Any) -> str:
-    """A shared variable's distribution, with the transform of one that is normal before it."""
+    """A shared variable's distribution; of a transformed normal one, the transform too."""
     kind, transform = kind_of(rv), model.rvs_to_transforms[rv]
     return kind if transform is None or kind != "normal" else f"{kind}, transformed by {type(transform).__name__}"
 
 
 def _start(client: ClientModel, name: str) -> Array:
-    """Where a variable starts, on the unconstrained space."""
+    """The start of a variable, on the unconstrained space."""
     for variables, start in (
         (client.layout.variables, client.template.functions["shared start"]),
         (client.local, client.initial),
@@ -227,85 +227,85 @@ def _start(client: ClientModel, name: str) -> Array:
 
 
 def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
-    """Hold the declared log density against torch's, at two random points."""
+    """Compare the declared log density with torch's, at two random points."""
     rng = np.random.default_rng(0)
     prior = client.layout.prior
     precision = prior.precision if prior.precision.ndim == 1 else np.diag(prior.precision)
     start = prior.linear / precision
-    found: list[tuple[float, float]] = []
+    pairs: list[tuple[float, float]] = []
     for _ in range(2):
         phi = start + 0.1 * rng.normal(size=len(start))
         theta = client.initial + 0.1 * rng.normal(size=client.local_size)
         declared = client.log_density(phi, theta)
         ours = log_likelihood(unit, unit.weights(phi, theta)) + unit.declared.local_prior.log_density(theta)
-        found.append((declared, ours))
+        pairs.append((declared, ours))
         _require_near(client.client_id, "log density is", declared, ours)
-    # Beside large outcomes a density's constant hides what weights change, and a difference shows it.
-    (first, our_first), (second, our_second) = found
-    lost = _ROUNDING * (abs(our_first) + abs(our_second))
-    _require_near(client.client_id, "log density rises by", second - first, our_second - our_first, lost)
+    # Beside large outcomes the density's constant hides an error in the weights' part, which a difference shows.
+    (first, our_first), (second, our_second) = pairs
+    rounding = _ROUNDING * (abs(our_first) + abs(our_second))
+    _require_near(client.client_id, "log density rises by", second - first, our_second - our_first, rounding)
 
 
-def _require_near(client_id: str, what: str, declared: float, ours: float, lost: float = 0.0) -> None:
-    if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)) + lost:
+def _require_near(client_id: str, what: str, declared: float, ours: float, rounding: float = 0.0) -> None:
+    if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)) + rounding:
         raise DeclarationError(
             f"client {client_id!r}: the declared {what} {declared:.8g} where a network's outcomes, row by row, and its "
             f"local priors have {ours:.8g}; {CONTRACT}. For other models use fedppl.EP(local=fedppl.NUTS())."
         )
 
 
-_NAMES = "fedppl_unknowns"
+_UNKNOWNS = "fedppl_unknowns"  # attribute of a network with their names
 
 
 def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) -> torch.nn.Module:
-    """Copy a network whose output has columns for these unknowns, (n, C + e), and that has them as parameters.
+    """A copy of a network with these unknowns as parameters, whose output has columns for them, (n, C + e).
 
-    Raises `DeclarationError` for a name that the module cannot have for a parameter.
+    Raises `DeclarationError` for a name that the module has already.
     """
     if not starts:
         return net
-    found = copy.deepcopy(net)
+    extended = copy.deepcopy(net)
     for name, start in starts.items():
-        if "." in name or hasattr(found, name):
+        if "." in name or hasattr(extended, name):
             raise DeclarationError(f"{who}: {name!r} is a name of the network's own; call the variable something else.")
         value = torch.from_numpy(np.array(start, dtype=float)).to(torch.get_default_dtype())
-        found.register_parameter(name, torch.nn.Parameter(value))
-    setattr(found, _NAMES, tuple(starts))
-    found.register_forward_hook(_beside)
-    return found
+        extended.register_parameter(name, torch.nn.Parameter(value))
+    setattr(extended, _UNKNOWNS, tuple(starts))
+    extended.register_forward_hook(_beside)
+    return extended
 
 
 def _beside(module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
     """Outputs of each row, and the unknowns after them."""
     rows = output.reshape(len(output), -1)
-    values = torch.cat([getattr(module, name).reshape(-1) for name in getattr(module, _NAMES)])
+    values = torch.cat([getattr(module, name).reshape(-1) for name in getattr(module, _UNKNOWNS)])
     return torch.cat([rows, values.to(rows.dtype).expand(len(rows), -1)], dim=1)
 
 
-# What a network and the rows of its clients have to be, tried on a few of them or read off the declared graph ---------
+# Requirements of a network and of its clients' rows, tried on a few rows or read from the declared graph --------------
 
 _LOOKED_AT = 100  # rows that are read
-_MOST = 16  # of them, all different, that the network is tried on
-_FEWEST = 3  # where rows are wide
-_NEAR = 1e-3  # size of the steps away from the one row that a client has
-_FAR = 10.0  # factor that takes rows out of what the client has
+_MOST = 16  # different rows of them, on which the network is tried
+_FEWEST = 3  # of these, where rows are wide
+_NEAR = 1e-3  # size of the steps away from a client's only row
+_FAR = 10.0  # factor that takes rows out of the client's range
 
 
 def require_rows_alone(unit: NetworkUnit, client_id: str) -> bool:
-    """Refuse a network that has another output for a row where other rows stand beside it.
+    """Refuse a network whose output for a row depends on other rows.
 
-    Up to 16 different rows, spread over all that the client has, the farthest from 0 among them, are computed together
-    and one by one. On the CPU real inputs are tried ten times as large too, and where all rows are equal a few others
-    close by: numbers that a client does not have could end the process of another device.
+    Up to 16 different rows of the client, the farthest from 0 among them, are computed together and one by one. On the
+    CPU real inputs ten times as large are tried too, or, where all rows are equal, a few others near them. An
+    invalid row could end the process on other devices.
 
-    Not seen is what shows at none of these: a dependence on more rows than those, on rows of another size or type than
-    the client's, on pairs of rows that are not among them, or at weights far from the network's own.
+    A dependence can be missed: one that needs more rows than these, rows of another size or type, other pairs of rows,
+    or weights far from the network's own.
 
-    Returned is whether rows of the client's own were compared; where it has no two different ones, another client may.
-    Raises `DeclarationError` where outputs differ.
+    Returns whether different rows of the client were compared; if not, another client may have some. Raises
+    `DeclarationError` where outputs differ.
     """
     X = _spread(unit)
-    w = unit.held + 0.1 * np.random.default_rng(0).normal(size=unit.size)
+    w = unit.initial + 0.1 * np.random.default_rng(0).normal(size=unit.size)
     can_make_up = len(X) > 0 and X.dtype.kind == "f" and unit.place(torch.float64) == CPU
     if len(X) > 1:
         is_same = _agree(unit, w, X) and not (can_make_up and _differ(unit, w, _FAR * X))
@@ -331,8 +331,8 @@ def _spread(unit: NetworkUnit) -> Array:
     some: Array = X[[far, *np.linspace(0, len(X) - 1, min(len(X), _LOOKED_AT)).astype(int)]]
     unlike = np.sort(np.unique(some, axis=0, return_index=True)[1])
     most = max(_FEWEST, min(_MOST, parts_of(unit.net, X.shape)[0].stop))
-    found: Array = some[unlike[np.linspace(0, len(unlike) - 1, min(len(unlike), most)).astype(int)]]
-    return found
+    tried: Array = some[unlike[np.linspace(0, len(unlike) - 1, min(len(unlike), most)).astype(int)]]
+    return tried
 
 
 def _near(row: Array) -> Array:
@@ -343,22 +343,22 @@ def _near(row: Array) -> Array:
 
 
 def _output(unit: NetworkUnit, w: Array, X: Array) -> Array:
-    """What the network gives for these rows in one call, however wide they are."""
+    """The network's output for these rows in one call."""
     with torch.no_grad():
         return host(call(unit.net, unit.state(w, torch.float64), unit.tensor(X, torch.float64)))
 
 
 def _agree(unit: NetworkUnit, w: Array, X: Array) -> bool:
-    """Whether rows together have the outputs that they have alone."""
+    """Whether the output of rows together is that of each alone."""
     together = _output(unit, w, X)
     return _same(unit, w, X, together, 1e-8)
 
 
 def _differ(unit: NetworkUnit, w: Array, X: Array) -> bool:
-    """The contrary for rows that are made up: the network need not take them, nor need its outputs be finite."""
+    """Whether outputs differ for made-up rows, which the network may refuse and whose outputs may be infinite."""
     try:
         together = _output(unit, w, X)
-    except Exception:  # as codes that an embedding does not have
+    except Exception:  # such as codes that an embedding lacks
         return False
     if not np.all(np.isfinite(together)):
         return False
@@ -368,17 +368,17 @@ def _differ(unit: NetworkUnit, w: Array, X: Array) -> bool:
 def _same(unit: NetworkUnit, w: Array, X: Array, together: Array, rounding: float) -> bool:
     try:
         alone = np.concatenate([_output(unit, w, row[None]) for row in X])
-    except Exception:  # as batch norm without running moments on one row
+    except Exception:  # such as batch norm without running moments on one row
         return False
     return together.shape == alone.shape and np.allclose(together, alone, 1e-8, rounding, equal_nan=True)
 
 
-_LARGE = 30.0  # root mean square of a column; of unit scale about 1
-_ABOUT_OUTPUTS = ("normal", "t", "laplace", "logistic", "cauchy")  # outcomes of the outputs' own size
+_LARGE = 30.0  # root mean square of a column, which is about 1 at unit scale
+_ABOUT_OUTPUTS = ("normal", "t", "laplace", "logistic", "cauchy")  # outcomes on the scale of the outputs
 
 
 def require_inputs(client_id: str, X: Array) -> None:
-    """Refuse inputs that are infinite in single precision: a layer that saturates has an output, and no slopes."""
+    """Refuse inputs that are infinite in single precision, which a saturating layer would hide."""
     if X.dtype.kind != "f":
         return
     beyond = ~(np.abs(X) <= np.finfo(np.float32).max)
@@ -392,7 +392,7 @@ def require_inputs(client_id: str, X: Array) -> None:
 
 
 def warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
-    """Say in the log which of a client's numbers are far from unit scale, and whether any are."""
+    """Warn of a client's inputs or outcomes that are far from unit scale; whether any are."""
     far = []
     indices = any(isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) for part in unit.net.modules())
     if not indices and (size := _size(unit.X)) > _LARGE:
@@ -415,7 +415,7 @@ def warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
 
 
 def _size(values: Array) -> float:
-    """The largest root mean square of a column; 0 where there are none, or where they are not finite."""
+    """The largest root mean square of a column; 0 without columns, or where one is not finite."""
     columns = np.abs(np.asarray(values, dtype=float)).reshape(len(values), -1) if np.ndim(values) else np.zeros((0, 0))
     largest = float(np.max(columns, initial=0.0))
     if not np.isfinite(largest) or largest == 0.0:
@@ -423,17 +423,14 @@ def _size(values: Array) -> float:
     return largest * float(np.sqrt(np.max(np.mean((columns / largest) ** 2, axis=0))))
 
 
-_SIZES = (1.0, 1e3)  # of weights that are tried
+_SIZES = (1.0, 1e3)  # sds of weights that are tried
 
 
 def require_no_potential(parts: _graph.Parts, who: str) -> None:
-    """Refuse a ``pm.Potential`` that is a client's own: neither rows nor priors would have it.
-
-    Raises `DeclarationError` naming it.
-    """
-    if beside := [term.name for term in parts.model.potentials if term in parts.site_terms]:
+    """Refuse a ``pm.Potential`` of a client, which is part of neither rows nor priors."""
+    if names := [term.name for term in parts.model.potentials if term in parts.site_terms]:
         raise DeclarationError(
-            f"{who}: {beside} {'is' if len(beside) == 1 else 'are'} pm.Potential of the client's own weights or data, "
+            f"{who}: {names} {'is' if len(names) == 1 else 'are'} pm.Potential of the client's own weights or data, "
             "and an algorithm for networks has the outcome and priors of variables alone. Put such a term into the "
             f"outcome's distribution, pm.CustomDist for example, or into the weights' priors; {CONTRACT}."
         )
@@ -442,9 +439,9 @@ def require_no_potential(parts: _graph.Parts, who: str) -> None:
 def require_own_weights(
     parts: _graph.Parts, flat: Any, slices: Mapping[str, slice], shapes: Mapping[str, tuple[int, ...]], who: str
 ) -> None:
-    """Refuse weights that are computed from the variables of their names, or from other ones.
+    """Refuse weights that are not the variables of their names, but computed from them or from others.
 
-    The network is given `flat`, (d,), in which weights of each name lie in `slices`; their variables have `shapes`.
+    The network's argument is `flat`, (d,), with the weights of each name at `slices`; their variables have `shapes`.
     """
     (flat,) = parts.model.replace_rvs_by_values([flat])
     if read := [v.name for v in parts.data if v in set(ancestors([flat]))]:
@@ -452,12 +449,12 @@ def require_own_weights(
     values = {rv.name: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
     rng, wrong = np.random.default_rng(0), set[str]()
     for size in _SIZES:
-        # Numbers that single precision has too.
-        given = {name: (size * rng.normal(size=shapes[name])).astype(np.float32) for name in slices}
-        replace = {values[name]: pt.constant(one.astype(values[name].type.dtype)) for name, one in given.items()}
-        (told,) = clone_replace([flat], replace, rebuild_strict=False)
-        found = np.asarray(told.eval(mode=interpreted.PYTHON_MODE))
-        wrong |= {name for name, one in given.items() if not np.array_equal(found[slices[name]], one.ravel())}
+        # Numbers that are exact in single precision.
+        drawn = {name: (size * rng.normal(size=shapes[name])).astype(np.float32) for name in slices}
+        replace = {values[name]: pt.constant(value.astype(values[name].type.dtype)) for name, value in drawn.items()}
+        (replaced,) = clone_replace([flat], replace, rebuild_strict=False)
+        passed = np.asarray(replaced.eval(mode=interpreted.PYTHON_MODE))
+        wrong |= {name for name, value in drawn.items() if not np.array_equal(passed[slices[name]], value.ravel())}
     if wrong:
         raise DeclarationError(
             f"{who}: the network is given other weights for {[name for name in slices if name in wrong]} than the "
@@ -466,16 +463,15 @@ def require_own_weights(
         )
 
 
-_TRIED = 16  # rows
+_TRIED = 16  # rows in the checks below
 
 
 def require_same_again(unit: NetworkUnit, client_id: str) -> None:
-    """Refuse a network that draws at random, remembers earlier calls, or writes over its inputs.
+    """Refuse a network that draws at random, keeps a state between calls, or overwrites its inputs.
 
-    Raises `DeclarationError` where a second call on the same rows, with the same weights and buffers, has another
-    output.
+    Raises `DeclarationError` where a second call with the same rows, weights and buffers gives another output.
     """
-    X, w = unit.X[:_TRIED], unit.held + 0.1 * np.random.default_rng(0).normal(size=unit.size)
+    X, w = unit.X[:_TRIED], unit.initial + 0.1 * np.random.default_rng(0).normal(size=unit.size)
     net, state = unit.net, unit.state(w, torch.float64)
 
     def output(rows: torch.Tensor) -> Array:
@@ -492,8 +488,8 @@ def require_same_again(unit: NetworkUnit, client_id: str) -> None:
             "of weights and inputs: it draws at random, as dropout does within recurrent and attention layers, or "
             "remembers earlier calls. Call net.eval() before you declare the model, and take out what still draws."
         )
-    kept = rows()
-    if not _repeated(output(kept), output(kept)):
+    reused = rows()
+    if not _repeated(output(reused), output(reused)):
         raise DeclarationError(
             f"client {client_id!r}: the network writes over its inputs, which are a client's data; give its first "
             "layer inplace=False, or begin its forward with x = x.clone()."
@@ -501,17 +497,17 @@ def require_same_again(unit: NetworkUnit, client_id: str) -> None:
 
 
 def require_slopes(unit: NetworkUnit, client_id: str) -> None:
-    """Refuse a network of which no weight changes the output by a slope: no step would move any.
+    """Refuse a network whose output has no slope in any weight, so that no step would move one.
 
     Raises `DeclarationError` where slopes of the outputs are all 0 or missing, at two points.
     """
-    # An unknown sd has a slope whatever becomes of the weights.
+    # Not counting unknowns: an unknown sd has a slope in any case.
     rng, parameters = np.random.default_rng(0), set(unit.names) - set(unit.declared.unknowns)
-    if not np.any(unit.X[:_TRIED]):  # a layer without a constant has no slope there
+    if not np.any(unit.X[:_TRIED]):  # at rows of zeros a layer without a bias has no slope
         return
     X = unit.tensor(unit.X[:_TRIED].copy(), torch.float64)
     for size in (0.1, 1.0):
-        state = unit.state(unit.held + size * rng.normal(size=unit.size), torch.float64)
+        state = unit.state(unit.initial + size * rng.normal(size=unit.size), torch.float64)
         leaves = {name: state[name].detach().requires_grad_() for name in parameters & state.keys()}
         with torch.enable_grad():
             output = call(unit.net, state | leaves, X)
@@ -526,5 +522,5 @@ def require_slopes(unit: NetworkUnit, client_id: str) -> None:
     )
 
 
-def _repeated(one: Array, other: Array) -> bool:
-    return one.shape == other.shape and np.allclose(one, other, 1e-8, 1e-8, equal_nan=True)
+def _repeated(first: Array, second: Array) -> bool:
+    return first.shape == second.shape and np.allclose(first, second, 1e-8, 1e-8, equal_nan=True)

@@ -1,1 +1,1 @@
-"""Choosing settings on validation data that the clients hold: rows never travel, sums of validation losses do."""
+"""Settings chosen by validation data of the clients: sums of validation losses travel, rows never do."""

@@ -1,4 +1,4 @@
-"""Rows that clients hold out, and the loss of a fit on them: rows never travel, sums of losses do."""
+"""Held-out rows of clients, and the loss of a fit on them: sums of losses travel, rows never do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Loss = Callable[[Any, Mapping[str, Any]], float]
 
 
 class ValidationLoss(NamedTuple):
-    """Sum of the clients' validation losses, and over how many rows."""
+    """Sum of the clients' validation losses, and the number of their rows."""
 
     total: float
     rows: int
@@ -42,9 +42,9 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
 
     .. math:: -\sum_k \log \frac1S \sum_{s=1}^S p(y_k^\text{val} \mid \theta_k^{(s)}, \phi^{(s)})
 
-    with draws of (φ, θ_k) made at client k from its training rows, as `Fit.client` makes them. Where the algorithm
-    estimates points there is one. Where a posterior is of a linearised model, they are of that one, as the
-    predictions of its algorithm are. Each client computes its own term; only the sum over clients is seen outside.
+    with draws of (φ, θ_k) made at client k from its training rows, as `Fit.client` makes them. Of point
+    estimates there is one. For a posterior of a linearised model they are of that model, like the predictions of its
+    algorithm. Each client computes its own term; only the sum over clients leaves them.
 
     Parameters
     ----------
@@ -67,9 +67,9 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     ------
     DeclarationError, DataError
         If the clients are sites of their own, ids or keys are not the fit's, or the density of held-out rows cannot be
-        told from that of the local variables.
+        separated from that of the local variables.
     NotConvergedError
-        Where the fit was broken off before there was a posterior.
+        Where the fit ended before there was a posterior.
     LocalFailure
         If a client cannot draw.
 
@@ -87,8 +87,8 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     Notes
     -----
     *When this fails.* With many held-out rows at a client the average is one over few of the draws, and too large a
-    loss: raise `draws`. A loss of one client's rows is not private; only among the sum of many is it hidden. Clients
-    that an engine ran elsewhere keep their personal states there, and here their draws do without.
+    loss: raise `draws`. The loss of one client's rows is not private; only a sum over many clients hides it.
+    Clients that an engine ran elsewhere keep their personal states there, and draws here are made without these.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the validation data.")
@@ -120,27 +120,28 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
 def _client_loss(
     fit: Fit, client: ClientModel, data: Mapping[str, Any], loss: Loss | None, draws: int
 ) -> tuple[float, int]:
-    """One client's sum of losses over its held-out rows, and their number: what the client would send."""
+    """One client's reply: the sum of losses over its held-out rows, and their number."""
     client_id = client.client_id
     require_rows(client, "held-out data")
-    held_out = _same_keys(client, data)
-    held = fit.declaration.with_data(client, client_id, held_out, kernel=fit.algorithm.needs.kernel)
+    arrays = _same_keys(client, data)
+    held_out = fit.declaration.with_data(client, client_id, arrays, kernel=fit.algorithm.needs.kernel)
     if loss is not None:
-        value: Any = loss(fit.client(client_id, draws=draws, chains=1)["posterior"], held_out)
+        value: Any = loss(fit.client(client_id, draws=draws, chains=1)["posterior"], arrays)
         if np.ndim(value) != 0:
             raise DeclarationError(f"loss returned an array of shape {np.shape(value)}; return the sum over rows.")
-        return float(value), held.rows
-    none, result, personal = _without_rows(client, held), fit.algorithm.result, fit.personal.get(client_id)
+        return float(value), held_out.rows
+    none, result, personal = _without_rows(client, held_out), fit.algorithm.result, fit.personal.get(client_id)
     rng, message = stream((fit.seed, 2, *client_id.encode())), result.final_message(fit.state, client_id)
     if result.held_out is not None:
-        return _mean_loss(result.held_out(client, held, personal, message, draws, rng)), held.rows
+        return _mean_loss(result.held_out(client, held_out, personal, message, draws, rng)), held_out.rows
     sample = result.draw(client, personal, message, draws, 1, rng)
-    # In C's order: a point's draws are one row that is repeated, and of these NumPy makes columns.
+    # In C's order: a point's draws repeat one row, which NumPy would concatenate in Fortran's.
     points = np.ascontiguousarray(np.concatenate([sample.shared[0], sample.local[0]], axis=1))
     if sample.diagnostics.get("point_estimate"):
         points = points[:1]
-    log_density = [float(held.kernel(x, *held.packed)[0]) - float(held.kernel(x, *none)[0]) for x in points]
-    return _mean_loss(log_density), held.rows
+    kernel, packed = held_out.kernel, held_out.packed
+    log_density = [float(kernel(x, *packed)[0]) - float(kernel(x, *none)[0]) for x in points]
+    return _mean_loss(log_density), held_out.rows
 
 
 def _mean_loss(log_density: Any) -> float:
@@ -149,35 +150,35 @@ def _mean_loss(log_density: Any) -> float:
 
 
 def _same_keys(client: ClientModel, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Held-out data as arrays, which have the names of the training data."""
-    held_out = as_arrays(client.client_id, data)
-    if set(held_out) != set(client.arrays):
+    """Held-out data as arrays, with the names of the training data."""
+    arrays = as_arrays(client.client_id, data)
+    if set(arrays) != set(client.arrays):
         raise DataError(
-            f"client {client.client_id!r}: validation data have keys {sorted(held_out)}, training data "
+            f"client {client.client_id!r}: validation data have keys {sorted(arrays)}, training data "
             f"{sorted(client.arrays)}; hold out rows of all that have rows, and repeat the rest."
         )
-    return held_out
+    return arrays
 
 
-def _without_rows(client: ClientModel, held: ClientModel) -> tuple[Any, Any, Any]:
-    """The held-out data without their rows, at which the log density is that of the local variables alone."""
-    parts = held.template.parts
-    # Two parts of a client have different numbers of rows, and tell better than one which arrays have them.
+def _without_rows(client: ClientModel, held_out: ClientModel) -> tuple[Any, Any, Any]:
+    """The held-out data without rows, for which the log density is that of the local variables alone."""
+    parts, rows = held_out.template.parts, held_out.rows
+    # Training and held-out data differ in their number of rows as a rule, which shows which arrays have rows.
     by_row = {
         name
-        for name, array in held.arrays.items()
-        if (np.shape(array)[:1], np.shape(client.arrays[name])[:1]) == ((held.rows,), (client.rows,))
+        for name, array in held_out.arrays.items()
+        if (np.shape(array)[:1], np.shape(client.arrays[name])[:1]) == ((rows,), (client.rows,))
     }
-    observed = {parts.model.rvs_to_values[rv].name for rv in parts.model.observed_RVs} & set(held.arrays)
-    free = held.inputs[len(parts.data) :]
-    grows = held.local != client.local or (held.rows == client.rows and any(held.rows in shape for shape in free))
+    observed = {parts.model.rvs_to_values[rv].name for rv in parts.model.observed_RVs} & set(held_out.arrays)
+    free = held_out.inputs[len(parts.data) :]
+    grows = held_out.local != client.local or (rows == client.rows and any(rows in shape for shape in free))
     if grows or not by_row or not observed <= by_row or not parts.data:
         raise DeclarationError(
-            f"client {client.client_id!r}: the density of held-out rows cannot be told from that of its local "
-            "variables; that needs pm.Data containers, observed arrays of one length, and no local variable with an "
+            f"client {client.client_id!r}: the density of held-out rows cannot be separated from that of its local "
+            "variables, which needs pm.Data containers, observed arrays of one length, and no local variable with an "
             "entry per row. Pass a loss=."
         )
-    values = zip(parts.data, held.inputs, strict=False)
+    values = zip(parts.data, held_out.inputs, strict=False)
     packed: tuple[Any, Any, Any] = pack((*(v[:0] if data.name in by_row else v for data, v in values), *free))
     return packed
 
@@ -197,7 +198,7 @@ def holdout(
         Names of the arrays that have a row per observation. By default the arrays of the leading length that most
         of a client's arrays have. All others, scalars too, go to both parts unchanged.
     random_seed
-        Seed of the rows that are held out; they depend on it and on the client's id, not on the other clients.
+        Seed of the choice of rows, which depends on it and on the client's id, not on other clients.
 
     Returns
     -------
@@ -220,7 +221,7 @@ def holdout(
 
     Notes
     -----
-    *When this fails.* Rows that belong together, such as visits of one patient, should not be torn apart: split those
+    *When this fails.* Rows that belong together, such as visits of one patient, should not be separated: split those
     by hand. An array that has as many rows as there are observations by chance is split too; name those to split in
     `rows`.
     """
@@ -261,17 +262,17 @@ def _split_names(client_id: str, arrays: Mapping[str, Any], rows: Sequence[str] 
     lengths = {name: len(array) for name, array in arrays.items() if np.ndim(array)}
     if rows is not None:
         named = {rows} if isinstance(rows, str) else set(rows)
-        found = {lengths.get(name) for name in named}
-        if len(found) != 1 or None in found:
+        named_lengths = {lengths.get(name) for name in named}
+        if len(named_lengths) != 1 or None in named_lengths:
             shapes = {name: np.shape(arrays[name]) if name in arrays else "absent" for name in sorted(named)}
             raise DataError(f"client {client_id!r}: rows={sorted(named)} must name arrays of one length, not {shapes}.")
         return named
     by_length = {n: {name for name in lengths if lengths[name] == n} for n in lengths.values()}
-    common = sorted(by_length.values(), key=len, reverse=True)
-    if not common or (len(common) > 1 and len(common[0]) == len(common[1])):
+    by_size = sorted(by_length.values(), key=len, reverse=True)
+    if not by_size or (len(by_size) > 1 and len(by_size[0]) == len(by_size[1])):
         shapes = {name: np.shape(array) for name, array in arrays.items()}
         raise DataError(
-            f"client {client_id!r}: arrays of shapes {shapes} do not tell which have a row per observation; "
+            f"client {client_id!r}: arrays of shapes {shapes} do not show which have a row per observation; "
             "name those in rows=[...]."
         )
-    return common[0]
+    return by_size[0]

@@ -1,4 +1,4 @@
-"""What algorithms for networks share: rules of their settings, and what they need of a client's model."""
+"""What algorithms for networks share: settings, needs and disclosure, servers, and a client's own network."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.random import Generator
 
 from fedppl import gaussian
@@ -28,17 +29,18 @@ from fedppl.contracts import (
 )
 from fedppl.contracts.algorithm import HeldOutFn
 from fedppl.local.target import at_points
-from fedppl.nn.open_rows import open_rows
+from fedppl.nn.functional import call, host, parts_of
 from fedppl.nn.personal import further_gain, log_densities
 from fedppl.nn.subnet import inferred
 from fedppl.nn.train import GROWTH, Training, train
+from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of
 from fedppl.settings import between, positive, whole
 from fedppl.types import Array, DeclarationError, Layout, Message
 
 
 class Tuning(NamedTuple):
-    """What a client fine-tunes when the rounds are over: "local", "all", torch's names, or nothing."""
+    """The weights that a client fine-tunes when the rounds are over: "local", "all", torch's names, or none."""
 
     which: str | tuple[str, ...] | None
     training: Training
@@ -57,7 +59,7 @@ def training_rule(
 
 
 def names_in(value: Any) -> tuple[str, ...] | None:
-    """Torch's names of parameters, or None where this is no sequence of names, each once."""
+    """Torch's names of parameters; None for a value that is no sequence of different names."""
     if not isinstance(value, tuple | list) or not value or not all(isinstance(name, str) for name in value):
         return None
     return tuple(value) if len(set(value)) == len(value) else None
@@ -77,7 +79,7 @@ def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, *, momentu
 
 
 def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str, ...] | None) -> None:
-    """Refuse what is no network, shared priors that are not independent normals, and names that it does not have."""
+    """Refuse models without a network, shared priors that are not independent normals, and unknown names."""
     network = client.view(network_of)
     _check_prior(client.layout, network.unit.declared.shared_kinds, algorithm)
     for which in trained:
@@ -91,25 +93,25 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
 
 
 def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
-    """Refuse unknowns of the likelihood that are local, and that no round trains: they would stay where they start."""
+    """Refuse local unknowns of the likelihood that no round trains, which would keep their start."""
     network = client.view(network_of)
     names = {v.name for v in client.local} & set(network.unit.declared.unknowns)
     reached = set(np.concatenate([np.zeros(0, int), *(network.places(which) for which in trained)]))
-    if still := [name for name in sorted(names) if not set(network.places((name,))) <= reached]:
+    if untrained := [name for name in sorted(names) if not set(network.places((name,))) <= reached]:
         raise DeclarationError(
-            f"{still} of the likelihood are unknown and local, and no round of {algorithm} trains them; name them in "
-            "FederatedModel(shared=...), with pm.LogNormal for a scale, declare constants in their place, or use "
+            f"{untrained} of the likelihood are unknown and local, and no round of {algorithm} trains them; name them "
+            "in FederatedModel(shared=...), with pm.LogNormal for a scale, declare constants in their place, or use "
             "fedppl.nn.FedAvg with phases= that train them."
         )
 
 
 def check_all_shared(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
-    """Refuse what `check_network` does, and networks of which a part is local."""
+    """Refuse as `check_network` does, and networks with local weights or unknowns."""
     check_network(client, algorithm, "shared")
     unknowns = client.view(network_of).unit.declared.unknowns
-    if kept := [v.name for v in client.local if v.name in unknowns]:
+    if local := [v.name for v in client.local if v.name in unknowns]:
         raise DeclarationError(
-            f"{kept} of the likelihood are unknown and local, and {algorithm} keeps nothing at a client but networks "
+            f"{local} of the likelihood are unknown and local, and {algorithm} keeps nothing at a client but networks "
             "that are shared as a whole; name them in FederatedModel(shared=...), declare constants in their place, or "
             "use fedppl.nn.FedAvg or fedppl.nn.FedSI."
         )
@@ -122,7 +124,7 @@ def check_all_shared(client: ClientView, algorithm: str, *trained: str | tuple[s
 
 
 def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> None:
-    """Refuse what is no independent normal: its mean and its variances would be all that is left of it."""
+    """Refuse a prior that is not independent normal, since only its mean and variances would be used."""
     wrong = [name for name, kind in kinds.items() if kind not in ("normal", "lognormal")] or list(kinds)
     if layout.prior_is_gaussian:
         wrong = _correlated(layout)
@@ -150,7 +152,7 @@ def unused_priors(
 ) -> tuple[str, ...]:
     """Names of the weights whose declared prior sd an algorithm does not use.
 
-    It may use the prior of `shared` weights, and of local ones what is `tuned`: "local", "all", or torch's names.
+    It may use the prior of `shared` weights, and of local ones that are `tuned`: "local", "all", or torch's names.
     """
     names = [] if shared else [v.name for v in client.layout.variables]
     if tuned not in ("local", "all"):
@@ -159,12 +161,12 @@ def unused_priors(
 
 
 def needs(check: CheckFn, unused: Callable[[ClientView], tuple[str, ...]] = unused_priors) -> Needs:
-    """Of a client's model: that it is a network, which brings gradients of its own."""
+    """Needs of a client's model: a network, which has its own gradients."""
     return Needs(check, kernel=False, diagonal_prior=True, unused_priors=unused)
 
 
 def whole_network(algorithm: str, *trained: str | tuple[str, ...]) -> Needs:
-    """Of a client's model: that it is a network, all of it shared."""
+    """Needs of a client's model: a network, all of it shared."""
 
     def check(client: ClientView) -> None:
         check_all_shared(client, algorithm, *trained)
@@ -172,7 +174,61 @@ def whole_network(algorithm: str, *trained: str | tuple[str, ...]) -> Needs:
     return needs(check)
 
 
-# What servers of networks share: a start at the declared mean, averages, and how far the weights moved ----------------
+# The rows for which a network's units are open, which a site checks before it replies with weights or gradients -------
+
+
+def open_rows(client: Any, phi: Array) -> Array:
+    """Slopes (n, units) of a network's outputs, with random signs, in what its layers with weights compute, at φ.
+
+    A unit whose slope is 0 in a row is closed there, so that the row moves none of its weights. Weights can be chosen
+    so that a unit is open for one row, and training then reveals this row. Inputs of linear layers are further columns:
+    a row in which an input is 0 does not move the input's weights either.
+    """
+    network = client.view(network_of)
+    unit, w = network.unit, network.at(phi)
+    rng = torch.Generator().manual_seed(0)
+    return np.concatenate([_open_rows_of(unit, w, unit.X[rows], rng) for rows in parts_of(unit.net, unit.X.shape)])
+
+
+def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -> Array:
+    outputs: list[tuple[torch.nn.Module, torch.Tensor]] = []
+    inputs: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, inputs_of_layer: Any, output: torch.Tensor) -> torch.Tensor:
+        outputs.append((module, output))
+        if isinstance(module, torch.nn.Linear):
+            inputs.append(inputs_of_layer[0].detach())
+        return output.clone()  # the next layer may change it in place
+
+    net, state = unit.net, unit.state(w, torch.float64)
+    layers = [module for module in net.modules() if any(True for _ in module.parameters(recurse=False))]
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        with torch.enable_grad():
+            live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
+            output = call(net, live, unit.tensor(X, torch.float64)).reshape(len(X), -1)
+            signs = torch.randint(0, 2, output.shape, generator=rng).to(output) * 2.0 - 1.0
+            slopes = torch.autograd.grad((signs * output).sum(), [value for _, value in outputs], allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    columns = [
+        _by_unit(module, torch.zeros_like(value) if slope is None else slope)
+        for (module, value), slope in zip(outputs, slopes, strict=True)
+    ]
+    size = torch.cat(columns, dim=1).square().sum(1, keepdim=True).sqrt()
+    columns += [size * part.reshape(len(part), -1, part.shape[-1]).square().sum(1).sqrt() for part in inputs]
+    return np.concatenate([np.asarray(host(part)) for part in columns], axis=1)
+
+
+def _by_unit(module: torch.nn.Module, slope: torch.Tensor) -> torch.Tensor:
+    """Size of the slopes of a layer's units in each row, (n, units), over places in an image or a sequence."""
+    if slope.ndim > 2 and not isinstance(module, torch.nn.Linear):
+        slope = slope.movedim(1, -1)
+    return slope.reshape(len(slope), -1, slope.shape[-1]).square().sum(1).sqrt()
+
+
+# Servers of networks: a start at the declared mean, averages, and how far the weights moved ---------------------------
 
 
 class NetworkState(NamedTuple):
@@ -182,10 +238,10 @@ class NetworkState(NamedTuple):
 
 
 class OverRounds(NamedTuple):
-    """An average over rounds, which no round goes on from."""
+    """An average over rounds, from which no round starts."""
 
     phi: Array  # the start's before any round, (m,)
-    told: float  # sum of the weights of those rounds, below 1; the start is none of them
+    told: float  # sum of the weights of those rounds, below 1; the start has none
 
 
 class NetworkInfo(NamedTuple):
@@ -205,13 +261,13 @@ def broadcast(state: Any, client_id: str) -> Message:
 
 
 def with_round(average: OverRounds, phi: Array, smoothing: float) -> OverRounds:
-    """Let a round count for 1 − `smoothing`, and all earlier ones for `smoothing` of what they did."""
-    earlier, now = smoothing * average.told, 1.0 - smoothing
-    return OverRounds((earlier * average.phi + now * phi) / (earlier + now), earlier + now)
+    """Give a round the weight 1 − `smoothing`, and multiply the weights of all earlier ones by `smoothing`."""
+    earlier, last = smoothing * average.told, 1.0 - smoothing
+    return OverRounds((earlier * average.phi + last * phi) / (earlier + last), earlier + last)
 
 
 def moved(before: Array, after: Array) -> tuple[float, str]:
-    """How far the weights moved, and what to say of it."""
+    """The change of the weights, and the message of the round."""
     change = root_mean_square_change(before, after)
     return change, (
         f"weights moved by {change:.2g} (root mean square) in the last round. No rule tells when a network is trained: "
@@ -220,7 +276,7 @@ def moved(before: Array, after: Array) -> tuple[float, str]:
 
 
 def reported(before: Array, after: Array) -> Report:
-    """The same as a report."""
+    """Change and message of the weights as a report."""
     change, message = moved(before, after)
     return Report(NetworkInfo(change), message=message)
 
@@ -234,7 +290,7 @@ def update_server(state: NetworkState, received: Received) -> tuple[NetworkState
 
 
 def run_away(name: str, weights: Array, before: Array) -> str | None:
-    """Why weights are rejected that no client sends: its training would have failed, see `fedppl.nn.train`."""
+    """Why weights are rejected that no training ends at, see `fedppl.nn.train`, or None."""
     largest, least = (float(np.max(np.abs(values), initial=0.0)) for values in (weights, before))
     if largest <= GROWTH * (1.0 + least):
         return None
@@ -242,11 +298,11 @@ def run_away(name: str, weights: Array, before: Array) -> str | None:
 
 
 def reject_weighted(phi: Array, reply: Message) -> str | None:
-    """Why a reply is rejected that `weighted` makes of weights which began at φ, or None."""
+    """Why a reply of `weighted` weights, whose training began at φ, is rejected, or None."""
     return not_counted(reply, "weight") or run_away("weighted", average(reply), phi)
 
 
-# What FedAvg and its variants have in common beside the functions above.
+# Shared by FedAvg and its variants, beside the functions above.
 REPLIES = Replies[NetworkState](
     lambda state: {"weighted": state.phi.shape, "weight": ()},
     lambda state, reply: reject_weighted(state.phi, reply),
@@ -256,13 +312,13 @@ ESTIMATE = Point[NetworkState](lambda state: state.phi)
 AT_MEAN = Disclosure(functools.partial(at_points, name="mean"), by_row=open_rows)
 
 
-# How a client makes the network its own when the rounds are over, and draws of what it then has -----------------------
+# A client's own network when the rounds are over, and draws of it -----------------------------------------------------
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
 P = TypeVar("P")
 _MOST = 100_000_000  # numbers in one array of draws
-_SHORT = 0.1  # nats a row that as many steps of fine-tuning again would still gain
+_SHORT = 0.1  # nats a row, above which as many steps of fine-tuning again would gain too much
 
 
 def _nothing(state: Any) -> Details:
@@ -278,7 +334,7 @@ def network_result(
     caution: str = "",
     held_out: HeldOutFn[P] | None = None,
 ) -> Result[S, P]:
-    """How to read the server's state: draws at a client are of what `personalise` finds."""
+    """How to read the server's state: draws at a client are of its own network, by `personalise`."""
 
     def draw(
         client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
@@ -290,12 +346,12 @@ def network_result(
                 f"{count} draws of {size} weights are {count * size * 8 / 1e9:.1f} GB. Pass draws= and "
                 "chains= for fewer, or predict in closed form by fedppl.nn.predict(fit, client, inputs)."
             )
-        found, unit = personalise(client, personal, message, rng), client.view(network_of).unit
-        w = np.broadcast_to(found.weights, (count, size)).copy()
-        if found.subnetwork is not None:
-            w[:, found.subnetwork.places] += found.subnetwork.deviations(count, rng)
+        own, unit = personalise(client, personal, message, rng), client.view(network_of).unit
+        w = np.broadcast_to(own.weights, (count, size)).copy()
+        if own.subnetwork is not None:
+            w[:, own.subnetwork.places] += own.subnetwork.deviations(count, rng)
         shaped = w.reshape(chains, draws, size)
-        info = {} if found.subnetwork is not None else {"point_estimate": 1.0}
+        info = {} if own.subnetwork is not None else {"point_estimate": 1.0}
         return Draws(shaped[:, :, unit.shared_at], shaped[:, :, unit.local_at], info)
 
     return Result(
@@ -304,20 +360,20 @@ def network_result(
 
 
 def held_out_linearised(personalise: PersonaliseFn[P]) -> HeldOutFn[P]:
-    """Densities of held-out rows where the posterior is of the linearised network, as `fedppl.nn.predict` predicts."""
+    """Densities of held-out rows by the linearised network, as `fedppl.nn.predict` predicts."""
 
     def held_out(
-        client: ClientView, held: ClientView, personal: P | None, message: Message, draws: int, rng: Generator
+        client: ClientView, held_out_rows: ClientView, personal: P | None, message: Message, draws: int, rng: Generator
     ) -> Array:
-        found = personalise(client, personal, message, rng)
-        assert found.subnetwork is not None
-        return log_densities(held.view(network_of).unit, found.subnetwork, draws, rng)
+        own = personalise(client, personal, message, rng)
+        assert own.subnetwork is not None
+        return log_densities(held_out_rows.view(network_of).unit, own.subnetwork, draws, rng)
 
     return held_out
 
 
 def tuning_message(mean: Array, tuning: Tuning) -> dict[str, Array]:
-    """The shared weights, and how long to fine-tune."""
+    """The shared weights, and the steps of fine-tuning."""
     rate, epochs, batch_size, momentum = tuning.training
     steps = [rate, epochs if tuning.which is not None else 0, batch_size, -1.0 if momentum is None else momentum]
     return {"mean": mean, "tuning": np.array(steps)}
@@ -356,19 +412,19 @@ def tuned(
             centre = unit.weights(mean, declared.mean)
             precision = unit.weights(1.0 / np.asarray(variance), declared.precision)
             prior, penalty = (centre[free], precision[free]), declared.penalty if declared.others else None
-        begun = w
+        start = w
         w = train(unit, w, free, steps, rng, prior=prior, penalty=penalty, rate=rate)
-        # Priors that are not normal are no part of the gain.
-        if penalty is None and (gain := further_gain(unit, begun, w, prior, free)) > _SHORT:
+        # The gain does not include priors that are not normal.
+        if penalty is None and (gain := further_gain(unit, start, w, prior, free)) > _SHORT:
             logger.warning(
-                "client %r: fine-tuning has not arrived: as many steps again would take about %.2g off the mean loss "
-                "of a row; raise %s= or tune_epochs=, and judge on rows that were held out",
+                "client %r: fine-tuning has not converged: as many steps again would lower the mean loss of a row by "
+                "about %.2g; raise %s= or tune_epochs=, and judge on rows that were held out",
                 client.client_id,
                 gain,
                 rate,
             )
     if variance is None:
         return Own(client, w, None)
-    count, literal, diagonal = (int(value) for value in message["inference"])
-    rule = "variance" if literal else "live"
+    count, by_variance, diagonal = (int(value) for value in message["inference"])
+    rule = "variance" if by_variance else "live"
     return Own(client, w, inferred(unit, w, np.asarray(variance), count, rule=rule, diagonal=bool(diagonal)))

@@ -26,9 +26,7 @@ from fedppl.nn.algorithms._common import (
     training_rule,
     with_round,
 )
-from fedppl.nn.batch import Stack, groups, stacked
-from fedppl.nn.batch_heads import features_together, head_posteriors, train_below_together
-from fedppl.nn.batch_train import Flags
+from fedppl.nn.batch import Flags, Stack, features_together, groups, head_posteriors, stacked, train_below_together
 from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, features
 from fedppl.nn.personal import HeadSteps, head_posterior, train_below
@@ -48,7 +46,7 @@ class ConfidenceState(NamedTuple):
     phi: Array  # θ and w, as the model shares them, (m,)
     head: Places  # where w lies in φ, (d,)
     where: Mapping[str, int]  # client id to its place
-    ledger: Array  # (K, d + 1): every client's last τ μ and τ; (0, d + 1) where nothing is remembered
+    ledger: Array  # (K, d + 1): every client's last τ μ and τ; (0, d + 1) without `remember`
     smooth: OverRounds
 
 
@@ -60,7 +58,7 @@ class ConfidenceInfo(NamedTuple):
 
 
 class HeadClientState(NamedTuple):
-    """What a client keeps to itself: its head's posterior."""
+    """A client's personal state: its head's posterior."""
 
     mean: Array  # μ_j, (d,)
     sd: Array  # σ_j, (d,)
@@ -104,8 +102,8 @@ def Confidence(
     layers below, then those layers under draws of q_j. It replies n_j θ_j, n_j, τ_j μ_j and τ_j, one number more than
     in federated averaging. Share all weights of the network; q_j stays with its client.
 
-    Clients that hear a round without reporting (``fedppl.fit(..., reporting=0.1)``) find their q_j and leave the
-    layers below alone: nothing of these would outlive the round.
+    Clients that take part in a round without reporting (``fedppl.fit(..., reporting=0.1)``) update their q_j alone, and
+    keep nothing of the layers below.
 
     Parameters
     ----------
@@ -143,10 +141,9 @@ def Confidence(
     the authors'. Theirs are ``head_momentum=0.9, head_rate=1e-3, spread=1, learning_rate=1e-3, batch_size=10`` and a
     head drawn from N(0, 1). w starts where the network that was declared has its head.
 
-    *When this fails.* Much larger rates diverge; gradient steps on a bound that sums over rows need a rate that goes
-    with the number of rows. There is no rule for convergence; a fit
-    runs for as many rounds as it is given and says "max_rounds". Too many `head_steps` bring on what
-    `fedppl.Confidence` warns of: w rests on few clients.
+    *When this fails.* Much larger rates diverge; gradient steps on a bound that sums over rows need a rate that depends
+    on the number of rows. There is no rule for convergence: a fit runs all its rounds and says "max_rounds". With too
+    many `head_steps` w depends on few clients, as `fedppl.Confidence` says.
 
     References
     ----------
@@ -206,9 +203,9 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings:
 
 
 def _find_head(
-    at: Here, personal: HeadClientState | None, rng: Generator, settings: _Settings
+    at: HeadAtClient, personal: HeadClientState | None, rng: Generator, settings: _Settings
 ) -> tuple[HeadClientState, float]:
-    """The M-step on τ_j at the new w, then steps on q_j; and the confidence of what came out."""
+    """The M-step on τ_j at the new w, then steps on q_j; with the confidence of the new q_j."""
     start, confidence = _start(at.centre, personal, settings)
     z = features(at.unit, at.head, at.w)
     mean, sd = head_posterior(at.unit, at.head, z, start, at.centre, confidence, settings.head_steps, rng)
@@ -216,7 +213,7 @@ def _find_head(
 
 
 def _start(centre: Array, personal: HeadClientState | None, settings: _Settings) -> tuple[HeadClientState, float]:
-    """q_j to go on from, and its confidence."""
+    """q_j at the start of the round, and its confidence."""
     if personal is not None and len(personal.mean) == len(centre):
         return personal, _confidence(personal.mean, personal.sd, centre, settings)
     return HeadClientState(centre, np.full(len(centre), settings.spread)), settings.spread**-2
@@ -226,7 +223,7 @@ def _confidence(mean: Array, sd: Array, centre: Array, settings: _Settings) -> f
     return confidence_of(mean, sd**2, centre, settings.terms, (settings.strength, settings.spread))
 
 
-def _train(at: Here, q: HeadClientState, rng: Generator, settings: _Settings) -> Array:
+def _train(at: HeadAtClient, q: HeadClientState, rng: Generator, settings: _Settings) -> Array:
     """All weights, with q's mean for the head and the layers below after their steps."""
     w = at.w.copy()
     w[at.head.places] = q.mean
@@ -239,13 +236,15 @@ def _update_client(
     client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[HeadClientState]:
     """Head first, then the layers below it."""
-    at = here(client, message, settings.head)
+    at = at_client(client, message, settings.head)
     q, confidence = _find_head(at, personal, rng, settings)
     return _update(at, q, confidence, _train(at, q, rng, settings), blank=personal is None)
 
 
-def _update(at: Here, q: HeadClientState, confidence: float, w: Array, *, blank: bool) -> ClientUpdate[HeadClientState]:
-    """What a client keeps, sends and says."""
+def _update(
+    at: HeadAtClient, q: HeadClientState, confidence: float, w: Array, *, blank: bool
+) -> ClientUpdate[HeadClientState]:
+    """A client's state, reply and diagnostics."""
     reply, head = parted(at, w)
     deviation = float(np.mean((q.mean - at.centre) ** 2))
     info = {"confidence": confidence, "deviation": deviation, **({"blank": 1.0} if blank else {})}
@@ -255,54 +254,56 @@ def _update(at: Here, q: HeadClientState, confidence: float, w: Array, *, blank:
 def _update_unreported(
     client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> tuple[HeadClientState, Mapping[str, float]]:
-    """The head alone: layers below are the server's again in the next round."""
-    return _find_head(here(client, message, settings.head), personal, rng, settings)[0], {}
+    """The head alone: layers below are replaced by the server's in the next round."""
+    return _find_head(at_client(client, message, settings.head), personal, rng, settings)[0], {}
 
 
 def _find_heads(
     parts: Sequence[Part[HeadClientState]], settings: _Settings
-) -> tuple[list[Here], Stack, Array, Array, Flags]:
-    """`_find_head` at clients with one network: where, means and sds (K, d), and of which these are finite, (K,)."""
-    at = here_together([part.client for part in parts], [part.message for part in parts], settings.head)
-    starts = [_start(one.centre, part.personal, settings) for one, part in zip(at, parts, strict=True)]
-    stack, head = stacked([one.unit for one in at]), at[0].head
-    mean, sd, well = head_posteriors(
+) -> tuple[list[HeadAtClient], Stack, Array, Array, Flags]:
+    """`_find_head` at clients with one network: their heads, means and sds (K, d), and which are finite, (K,)."""
+    at = at_clients([part.client for part in parts], [part.message for part in parts], settings.head)
+    starts = [_start(place.centre, part.personal, settings) for place, part in zip(at, parts, strict=True)]
+    stack, head = stacked([place.unit for place in at]), at[0].head
+    mean, sd, finite = head_posteriors(
         stack,
         head,
-        features_together(stack, head, np.stack([one.w for one in at])),
+        features_together(stack, head, np.stack([place.w for place in at])),
         (np.stack([q.mean for q, _ in starts]), np.stack([q.sd for q, _ in starts])),
-        np.stack([one.centre for one in at]),
+        np.stack([place.centre for place in at]),
         np.array([confidence for _, confidence in starts]),
         settings.head_steps,
         [part.rng for part in parts],
     )
-    return at, stack, mean, sd, well
+    return at, stack, mean, sd, finite
 
 
 def _update_together(
     parts: Sequence[Part[HeadClientState]], *, settings: _Settings
 ) -> list[ClientUpdate[HeadClientState] | None]:
-    """`_update_client` at clients with one network; None for those whose steps run away."""
-    at, stack, mean, sd, well = _find_heads(parts, settings)
-    W = np.stack([one.w for one in at])
+    """`_update_client` at clients with one network; None for those whose steps diverge."""
+    at, stack, mean, sd, succeeded = _find_heads(parts, settings)
+    W = np.stack([place.w for place in at])
     W[:, at[0].head.places] = mean
     if len(at[0].below):
         rngs, draws = [part.rng for part in parts], settings.head_steps.draws
-        W, good = train_below_together(stack, at[0].head, W, at[0].below, (mean, sd), settings.training, draws, rngs)
-        well = well & good
-    found: list[ClientUpdate[HeadClientState] | None] = [None] * len(parts)
-    for k in np.flatnonzero(well).tolist():
+        W, below_succeeded = train_below_together(
+            stack, at[0].head, W, at[0].below, (mean, sd), settings.training, draws, rngs
+        )
+        succeeded = succeeded & below_succeeded
+    updates: list[ClientUpdate[HeadClientState] | None] = [None] * len(parts)
+    for k in np.flatnonzero(succeeded).tolist():
         q, blank = HeadClientState(mean[k], sd[k]), parts[k].personal is None
-        found[k] = _update(at[k], q, _confidence(*q, at[k].centre, settings), W[k], blank=blank)
-    return found
+        updates[k] = _update(at[k], q, _confidence(*q, at[k].centre, settings), W[k], blank=blank)
+    return updates
 
 
 def _update_unreported_together(
     parts: Sequence[Part[HeadClientState]], *, settings: _Settings
 ) -> list[ClientUpdate[HeadClientState] | None]:
     """`_update_unreported` at clients with one network."""
-    _, _, mean, sd, well = _find_heads(parts, settings)
-    return [ClientUpdate(HeadClientState(mean[k], sd[k]), {}) if well[k] else None for k in range(len(parts))]
+    _, _, mean, sd, finite = _find_heads(parts, settings)
+    return [ClientUpdate(HeadClientState(mean[k], sd[k]), {}) if finite[k] else None for k in range(len(parts))]
 
 
 def _update_server(
@@ -326,7 +327,7 @@ def _shapes(state: ConfidenceState) -> dict[str, tuple[int, ...]]:
 
 
 def _reject(state: ConfidenceState, reply: Message) -> str | None:
-    """Rows are counted, a confidence is a precision, and neither part has run away."""
+    """Why a reply is rejected: rows, the confidence or weights out of range; or None."""
     confidence = float(reply["weight"])
     if not 1.0 / _SURE <= confidence <= _SURE:
         return f"'weight' is {confidence:.3g}, and must be a precision from {1.0 / _SURE:.0e} to {_SURE:.0e}"
@@ -340,18 +341,18 @@ def _reject(state: ConfidenceState, reply: Message) -> str | None:
 def _own(
     client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> Own:
-    """One more round for the client alone, and nothing sent: q_j around the final w, and layers trained below it."""
-    at = here(client, message, settings.head)
+    """One more round for the client alone: q_j around the final w, and trained layers below it."""
+    at = at_client(client, message, settings.head)
     q, _ = _find_head(at, personal, rng, settings)
     w = _train(at, q, rng, settings)
     return Own(client, w, Subnetwork(w, at.head.places, q.sd**2))
 
 
-# What algorithms share whose clients have heads of their own, on layers below that are averaged by rows ---------------
+# Heads of clients on layers that are averaged by rows, for several algorithms -----------------------------------------
 
 
-class Here(NamedTuple):
-    """A client's view of the shared weights that it was sent."""
+class HeadAtClient(NamedTuple):
+    """The shared weights that a client received, with its network."""
 
     unit: NetworkUnit
     head: Head
@@ -371,7 +372,7 @@ def head_rule(head: Any) -> tuple[str, ...]:
 
 
 def last_layer(algorithm: str, head: tuple[str, ...]) -> Needs:
-    """Of a client's model: that it is a network, all of it shared, with this head for its last layer."""
+    """Needs of a client's model: a network, all of it shared, with this head for its last layer."""
 
     def check(client: ClientView) -> None:
         check_all_shared(client, algorithm, head)
@@ -385,28 +386,28 @@ def head_in(layout: Layout, head: tuple[str, ...]) -> Places:
     return np.concatenate([np.arange(at.start, at.stop) for name, at in layout.slices.items() if name in head])
 
 
-def here(client: ClientView, message: Message, head: tuple[str, ...]) -> Here:
-    """Read a broadcast at a client."""
+def at_client(client: ClientView, message: Message, head: tuple[str, ...]) -> HeadAtClient:
+    """A broadcast, read at a client."""
     network = client.view(network_of)
-    found, w = network.head(head), network.at(message["mean"])
+    layer, w = network.head(head), network.at(message["mean"])
     below = np.ones(len(w), dtype=bool)
-    below[found.places] = False
-    return Here(network.unit, found, w, w[found.places], np.flatnonzero(below))
+    below[layer.places] = False
+    return HeadAtClient(network.unit, layer, w, w[layer.places], np.flatnonzero(below))
 
 
-def here_together(clients: Sequence[ClientView], messages: Sequence[Message], head: tuple[str, ...]) -> list[Here]:
-    """`here` at clients with one network, for which places are looked up once."""
-    first = here(clients[0], messages[0], head)
-    found = []
+def at_clients(clients: Sequence[ClientView], messages: Sequence[Message], head: tuple[str, ...]) -> list[HeadAtClient]:
+    """`at_client` at clients with one network, for which places are looked up once."""
+    first = at_client(clients[0], messages[0], head)
+    places = []
     for client, message in zip(clients, messages, strict=True):
         network = client.view(network_of)
         w = network.at(message["mean"])
-        found.append(first._replace(unit=network.unit, w=w, centre=w[first.head.places]))
-    return found
+        places.append(first._replace(unit=network.unit, w=w, centre=w[first.head.places]))
+    return places
 
 
-def parted(at: Here, w: Array) -> tuple[dict[str, Array], Array]:
-    """What a client sends of the layers below, and its head in the order of φ."""
+def parted(at: HeadAtClient, w: Array) -> tuple[dict[str, Array], Array]:
+    """A client's reply on the layers below, and its head in the order of φ."""
     phi, rows = w[at.unit.shared_at], float(len(at.unit.X))
     is_head = np.isin(at.unit.shared_at, at.head.places)
     return {"below": rows * phi[~is_head], "rows": np.array(rows)}, phi[is_head]

@@ -22,9 +22,8 @@ from fedppl.nn.algorithms._common import (
     run_away,
     training_rule,
 )
-from fedppl.nn.algorithms.confidence import head_in, head_rule, here, joined, last_layer, parted
-from fedppl.nn.devices import generator_of, host, taken
-from fedppl.nn.functional import Places, gradients
+from fedppl.nn.algorithms.confidence import at_client, head_in, head_rule, joined, last_layer, parted
+from fedppl.nn.functional import Places, generator_of, gradients, host, taken
 from fedppl.nn.head import Head, expected_loss, features, without_head
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import RISE, Leaves, Training, arranged, loss_of, optimizer_of, require_bounded
@@ -42,7 +41,7 @@ class FedPopState(NamedTuple):
 
 
 class ChainClientState(NamedTuple):
-    """What a client keeps to itself: the state of its chain."""
+    """A client's personal state: that of its chain."""
 
     last: Array  # v_k, (d,)
 
@@ -105,7 +104,7 @@ def FedPop(
     -----
     *When this fails.* Steps are not corrected for their length: a `head_rate` beyond n s² gives draws of the
     population and not of the client, a large one with a wide `spread` diverges, and batches add noise of their own. A
-    short chain hardly leaves its start, and its sds tell how far it went, not how wide the posterior is.
+    short chain hardly leaves its start, and its sds are of its path, not of the posterior.
 
     References
     ----------
@@ -149,8 +148,8 @@ def _moved(
     *,
     below: bool = False,
 ) -> tuple[Array, Chain]:
-    """All weights with the head's mean, and the chain, around the β and on the θ of this message."""
-    at = here(client, message, settings.head)
+    """All weights with the head's mean, and the chain, for the β and θ of this message."""
+    at = at_client(client, message, settings.head)
     start = personal.last if personal is not None and len(personal.last) == len(at.centre) else at.centre
     w, chain = langevin_steps(
         at.unit,
@@ -172,7 +171,7 @@ def _update_client(
 ) -> ClientUpdate[ChainClientState]:
     """The chain and the layers below, batch by batch."""
     w, chain = _moved(client, personal, message, rng, settings, below=True)
-    reply, head = parted(here(client, message, settings.head), w)
+    reply, head = parted(at_client(client, message, settings.head), w)
     info = {"blank": 1.0} if personal is None else {}
     return ClientUpdate(ChainClientState(chain.last), {**reply, "heads": head, "count": np.array(1.0)}, info)
 
@@ -199,7 +198,7 @@ def _shapes(state: FedPopState) -> dict[str, tuple[int, ...]]:
 
 
 def _reject(state: FedPopState, reply: Message) -> str | None:
-    """Rows and clients are counted, and neither part has run away."""
+    """Why a reply is rejected: rows, clients or weights out of range; or None."""
     return (
         not_counted(reply, "rows", "count")
         or run_away("heads", reply["heads"] / reply["count"], state.phi)
@@ -210,10 +209,10 @@ def _reject(state: FedPopState, reply: Message) -> str | None:
 def _own(
     client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> Own:
-    """A longer run of the chain, on the layers that all share."""
+    """A longer run of the chain, on the shared layers."""
     longer = settings._replace(training=settings.training._replace(epochs=settings.draw_epochs))
     w, chain = _moved(client, personal, message, rng, longer)
-    return Own(client, w, Subnetwork(w, here(client, message, settings.head).head.places, chain.sd**2))
+    return Own(client, w, Subnetwork(w, at_client(client, message, settings.head).head.places, chain.sd**2))
 
 
 # Langevin dynamics of a network's last layer, beside gradient steps on the layers below it ----------------------------
@@ -250,47 +249,47 @@ def langevin_steps(
     β, along an axis, the chain's stationary mean is β − ρ γ g / (1 − ρ (1 − γ λ)) and its variance
     s² (1 − ρ²) / (1 − ρ² (1 − γ λ)²): the posterior's as γ falls.
 
-    Weights w (D,) hold those of the head aside; of the layers `below`, positions in w, none may move. The head starts
-    at v (d,), with the `prior` β (d,) and s and the step γ, `head_rate`, per unit of the mean loss. All weights with
-    the last v are returned, and the chain. Raises `LocalFailure` where the loss ends far above where it began, alone
-    and with the prior's part, or at what is not finite.
+    Of the weights w (D,) those at `below`, which may be none, move with the head. The head starts at v (d,), with the
+    `prior` β (d,) and s and the step γ, `head_rate`, per unit of the mean loss. Returns all weights with the last v,
+    and the chain. Raises `LocalFailure` where the loss ends far above its start, alone and with the prior's part, or is
+    not finite.
     """
     flat, rows = np.array(w, dtype=float), len(unit.X)
     flat[head.places] = start
     y = outcomes(unit, dtype)
-    held = None if len(below) else features(unit, head, flat, dtype=dtype)
+    fixed_features = None if len(below) else features(unit, head, flat, dtype=dtype)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
     X = arranged(leaves.net, unit.tensor(unit.X, dtype))
     body = without_head(leaves.net, head)
     optimizer = optimizer_of(leaves.moving, settings) if leaves.moving else None
     v = unit.tensor(np.array(start, dtype=float), dtype).requires_grad_()
     centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
-    kept = float(np.exp(-head_rate / (rows * spread**2)))
+    rho = float(np.exp(-head_rate / (rows * spread**2)))
     source = generator_of(rng)
-    before, drawn = np.array([_loss(unit, flat, X, y), _pull(flat[head.places], prior, rows)]), []
+    before, states = np.array([_loss(unit, flat, X, y), _pull(flat[head.places], prior, rows)]), []
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(rows)), settings.batch_size):
-                z = body(taken(X, batch)) if held is None else taken(held, batch)
+                z = body(taken(X, batch)) if fixed_features is None else taken(fixed_features, batch)
                 loss = expected_loss(unit, head, z, taken(y, batch), v[None])
                 *slopes, slope = gradients(loss, [*leaves.moving, v])
                 for leaf, gradient in zip(leaves.moving, slopes, strict=True):
-                    leaf.grad = gradient.contiguous()  # fused optimizers go through memory, see take_step
+                    leaf.grad = gradient.contiguous()  # for fused optimizers, see take_step
                 if optimizer is not None:
                     optimizer.step()
                 with torch.no_grad():
                     noise = torch.randn(len(v), generator=source, dtype=dtype).to(v.device)
-                    v.copy_(centre + kept * (v - head_rate * slope - centre) + spread * (1 - kept**2) ** 0.5 * noise)
-                    drawn.append(host(v).copy())
-    half = np.array(drawn[len(drawn) // 2 :])
-    found, mean = leaves.result(flat), half.mean(axis=0)
-    found[head.places] = mean
-    after = np.array([_loss(unit, found, X, y), _pull(mean, prior, rows)])
-    # The head is drawn to its population too, whose mean others may have moved far away.
+                    v.copy_(centre + rho * (v - head_rate * slope - centre) + spread * (1 - rho**2) ** 0.5 * noise)
+                    states.append(host(v).copy())
+    half = np.array(states[len(states) // 2 :])
+    moved, mean = leaves.result(flat), half.mean(axis=0)
+    moved[head.places] = mean
+    after = np.array([_loss(unit, moved, X, y), _pull(mean, prior, rows)])
+    # The head moves towards its population too, whose mean others may have moved far away.
     if not np.isfinite(after[0]) or (len(below) and not min(after[0] - before[0], sum(after - before)) <= RISE):
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or head_rate=")
-    found[head.places] = drawn[-1]
-    return require_bounded(found, flat), Chain(drawn[-1], mean, half.std(axis=0))
+    moved[head.places] = states[-1]
+    return require_bounded(moved, flat), Chain(states[-1], mean, half.std(axis=0))
 
 
 def _pull(v: Array, prior: tuple[Array, float], rows: int) -> float:

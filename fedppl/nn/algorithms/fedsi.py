@@ -41,8 +41,7 @@ from fedppl.nn.algorithms._common import (
     tuning_rule,
     unused_priors,
 )
-from fedppl.nn.batch import groups, stacked
-from fedppl.nn.batch_train import train_together
+from fedppl.nn.batch import groups, stacked, train_together
 from fedppl.nn.subnet import marginals
 from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
@@ -50,10 +49,10 @@ from fedppl.nn.view import network_of
 from fedppl.settings import between, described, flag, one_of, positive
 from fedppl.types import Array, Layout, LocalFailure, Message
 
-_FEW = 30  # weights: a posterior of so few is told
-_LEAST = 1e-30  # variance or sd of a weight that is no point; its inverse is a number in single precision
-_NARROW = 1e-20  # variance of the next round's prior: averages with clients where a weight is a point shrink it further
-_WIDE = 10.0  # times its prior's: rounding makes no posterior's variance so large
+_FEW = 30  # weights: the message says where a posterior has fewer
+_LEAST = 1e-30  # variance or sd of a weight that is no point, whose inverse is finite in single precision
+_NARROW = 1e-20  # least variance of the next round's prior, which clients where a weight is a point would shrink
+_WIDE = 10.0  # ratio of a posterior's variance to its prior's, which rounding does not reach
 
 
 class SubnetworkState(NamedTuple):
@@ -116,12 +115,11 @@ def FedSI(
         Prior variance that weights which are deterministic in the average have in the next round's training. The
         paper's 1e-4 holds them so tightly that training fails, and 1 still costs accuracy.
     prior_variance
-        Prior variance of the same weights in the next inference, 3 by default. A weight that the data hardly speak
-        about keeps its prior's variance, so that α, which lets training go, would be far too much uncertainty. The
+        Prior variance of the same weights in the next inference, 3 by default. A weight that the data hardly inform
+        keeps its prior's variance, for which α, made for training, is far too large. The
         first round has the declared prior in both. With `diagonal` no weight is deterministic, and neither this nor α
         plays a part in the rounds; no weight's prior in the last inference is wider than this, 0.03 by default. The
-        defaults are right for the networks of the paper, by the likelihood of rows that were held out; try others for
-        yours.
+        defaults suit the networks of the paper, by the likelihood of held-out rows; try others for yours.
     learning_rate, epochs, batch_size
         Adam's learning rate, passes over the rows, and rows a step, towards the mode.
     rule
@@ -145,9 +143,9 @@ def FedSI(
 
     Notes
     -----
-    *When this fails.* Predictions are too certain: a client's rows are counted once a round, in the average that is the
-    next prior, and once more in its last inference, which `fedppl.nn.predict` makes under that prior. So they count
-    twice after one round and R + 1 times after R. On a linear model where the posterior's sd of f is 0.135, that of
+    *When this fails.* Predictions are too certain: a client's rows count once a round, in the average that is the next
+    prior, and again in its last inference, which `fedppl.nn.predict` makes under that prior. So they count twice after
+    one round and R + 1 times after R. On a linear model where the posterior's sd of f is 0.135, that of
     `predict` was 0.096 after one round, as if there were twice the rows, and 0.055 after five. Variances are those of
     a continual learner and not of one posterior; compare them between clients, and calibrate them on rows that were
     held out. A fit runs for as many rounds as it is given and says "max_rounds". For accuracy alone `FedAvg` with the
@@ -206,13 +204,13 @@ def _check(client: ClientView, *, tuning: Tuning) -> None:
     check_unknowns(client, "nn.FedSI", "shared")
 
 
-def _believed(variance: Array, declared: float, settings: _Settings) -> Array:
-    """Prior variances to infer with: those of training, but for weights that α lets go."""
+def _prior_variance(variance: Array, declared: float, settings: _Settings) -> Array:
+    """Prior variances for the inference: those of training, but for weights whose prior has α."""
     return variance if declared else np.where(variance == settings.alpha, settings.prior_variance, variance)
 
 
 def _count(settings: _Settings, size: int) -> int:
-    """S, how many weights a client chooses."""
+    """S, the number of weights that a client chooses."""
     return max(1, round(settings.ratio * size))
 
 
@@ -232,7 +230,7 @@ def _broadcast(state: SubnetworkState, client_id: str) -> Message:
 def _update_client(
     client: ClientView, personal: None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[None]:
-    """The mode with local weights where all start them, then the subnetwork's variances around it."""
+    """The mode with local weights at their start, then the subnetwork's variances around it."""
     network, mean, variance = client.view(network_of), np.asarray(message["mean"]), np.asarray(message["variance"])
     unit, prior = network.unit, (mean, 1.0 / variance)
     w = train(unit, network.at(mean), unit.shared_at, settings.training, rng, prior=prior)
@@ -242,26 +240,26 @@ def _update_client(
 def _update(unit: NetworkUnit, w: Array, message: Message, settings: _Settings) -> ClientUpdate[None]:
     """The subnetwork's variances around trained weights."""
     mean, variance, shared = np.asarray(message["mean"]), np.asarray(message["variance"]), unit.shared_at
-    believed = _believed(variance, float(message["declared"]), settings)
+    prior = _prior_variance(variance, float(message["declared"]), settings)
     count = _count(settings, len(mean))
-    places, found = marginals(unit, w, believed, count, rule=settings.rule, diagonal=settings.diagonal)
+    places, variances = marginals(unit, w, prior, count, rule=settings.rule, diagonal=settings.diagonal)
     place = np.full(unit.size, -1)
     place[shared] = np.arange(len(shared))
     chosen, spread = place[places], np.zeros(len(mean))
-    spread[chosen] = found
+    spread[chosen] = variances
     reply = {
         "mean": w[shared],
         "spread": spread if settings.average == "variance" else np.sqrt(spread),
         "clients": np.array(1.0),
     }
-    return ClientUpdate(None, reply, {"variance_ratio": float(np.mean(spread[chosen] / believed[chosen]))})
+    return ClientUpdate(None, reply, {"variance_ratio": float(np.mean(spread[chosen] / prior[chosen]))})
 
 
 def _update_together(parts: Sequence[Part[None]], *, settings: _Settings) -> list[ClientUpdate[None] | None]:
     """`_update_client` at clients with one network, trained in a batch; None for those that fail."""
     networks = [part.client.view(network_of) for part in parts]
     units, means = [network.unit for network in networks], [np.asarray(part.message["mean"]) for part in parts]
-    W, well = train_together(
+    W, trained = train_together(
         stacked(units),
         np.stack([network.at(mean) for network, mean in zip(networks, means, strict=True)]),
         units[0].shared_at,
@@ -269,17 +267,17 @@ def _update_together(parts: Sequence[Part[None]], *, settings: _Settings) -> lis
         [part.rng for part in parts],
         priors=[(mean, 1.0 / np.asarray(part.message["variance"])) for mean, part in zip(means, parts, strict=True)],
     )
-    found: list[ClientUpdate[None] | None] = [None] * len(parts)
-    for k in np.flatnonzero(well).tolist():
+    updates: list[ClientUpdate[None] | None] = [None] * len(parts)
+    for k in np.flatnonzero(trained).tolist():
         with contextlib.suppress(LocalFailure):
-            found[k] = _update(units[k], W[k], parts[k].message, settings)
-    return found
+            updates[k] = _update(units[k], W[k], parts[k].message, settings)
+    return updates
 
 
 def _update_server(
     state: SubnetworkState, received: Received, *, settings: _Settings
 ) -> tuple[SubnetworkState, Report]:
-    """Average means and spreads; weights that nobody's subnetwork held get α."""
+    """Average means and spreads; weights in no client's subnetwork get α."""
     if not received.clients:
         return state, Report(SubnetworkInfo(np.nan, np.nan))
     total = received.total
@@ -300,10 +298,10 @@ def _update_server(
 
 
 def _reject(state: SubnetworkState, reply: Message, *, settings: _Settings) -> str | None:
-    """Somebody sent it, training has not run away, and no posterior is wider than its prior, or narrower than any."""
+    """Why a reply is rejected: clients, weights or variances out of range; or None."""
     if reason := not_counted(reply, "clients") or run_away("mean", reply["mean"] / reply["clients"], state.mean):
         return reason
-    spread, most = reply["spread"] / reply["clients"], _WIDE * _believed(state.variance, state.declared, settings)
+    spread, most = reply["spread"] / reply["clients"], _WIDE * _prior_variance(state.variance, state.declared, settings)
     if settings.average == "sd":
         most = np.sqrt(most)
     wrong = (spread < 0) | (spread > most) | ((spread > 0) & (spread < _LEAST))
@@ -315,7 +313,7 @@ def _reject(state: SubnetworkState, reply: Message, *, settings: _Settings) -> s
 
 def _final_message(state: SubnetworkState, client_id: str, *, settings: _Settings, tuning: Tuning) -> Message:
     """The shared weights, how to fine-tune, and the prior and the rule of the last inference."""
-    variance = _believed(state.variance, state.declared, settings)
+    variance = _prior_variance(state.variance, state.declared, settings)
     if settings.diagonal and not state.declared:
         variance = np.minimum(variance, settings.prior_variance)
     inference = [_count(settings, len(state.mean)), settings.rule == "variance", settings.diagonal]
@@ -323,5 +321,5 @@ def _final_message(state: SubnetworkState, client_id: str, *, settings: _Setting
 
 
 def _details(state: SubnetworkState) -> Details:
-    """Variances of the next round's prior, and which weights somebody's subnetwork held."""
+    """Variances of the next round's prior, and the weights in some client's subnetwork."""
     return {"variance": (("rows",), state.variance), "stochastic": (("rows",), state.uncertain)}

@@ -1,4 +1,4 @@
-"""pFedBayes: every client's posterior of all weights, held near a global one that is averaged."""
+"""Posteriors of all weights at clients, whose means and sds are averaged: pFedBayes and BPFed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from fedppl.contracts import (
 from fedppl.nn.algorithms._common import (
     AT_MEAN,
     NetworkInfo,
+    check_network,
     moved,
+    needs,
     network_result,
     run_away,
     training_rule,
@@ -41,7 +43,7 @@ from fedppl.types import Array, Layout, Message
 
 
 class NormalClientState(NamedTuple):
-    """What a client keeps to itself: q_k."""
+    """A client's personal state: q_k."""
 
     mean: Array  # (m,)
     sd: Array  # (m,)
@@ -84,9 +86,8 @@ def PFedBayes(
 
     Notes
     -----
-    *When this fails.* A `spread` much above what the weights themselves are drowns the network in noise, and nothing
-    is learned. Few rows are few steps of Adam: after 25 rounds of 15 to 60 rows sds can be `spread` still, and the
-    network a guess. The fit's message says so.
+    *When this fails.* With a `spread` much larger than the weights, noise prevents learning. Few rows are few steps of
+    Adam: after 25 rounds of 15 to 60 rows sds can still be `spread`, and the network a guess, as the message says.
 
     References
     ----------
@@ -98,17 +99,17 @@ def PFedBayes(
         settings=described(settings),
         init=functools.partial(init, spread=settings.spread),
         broadcast=broadcast,
-        update_client=functools.partial(_update_client, settings=settings),
+        update_client=functools.partial(_pfedbayes_update_client, settings=settings),
         update_server=functools.partial(update_server, settings=settings),
         replies=REPLIES,
-        result=result(functools.partial(_own, settings=settings)),
+        result=result(functools.partial(_pfedbayes_own, settings=settings)),
         needs=whole_network("nn.PFedBayes"),
         disclosure=AT_MEAN,
-        unreported=functools.partial(_update_unreported, settings=settings),
+        unreported=functools.partial(_pfedbayes_update_unreported, settings=settings),
     )
 
 
-def _steps(
+def _pfedbayes_steps(
     client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, settings: Settings
 ) -> tuple[Normal, Normal]:
     """q_k and p_k, in torch's order."""
@@ -118,33 +119,33 @@ def _steps(
     return bayes_steps(network.unit, mean, sd, settings.training, settings.zeta, settings.draws, rng, start=start)
 
 
-def _update_client(
+def _pfedbayes_update_client(
     client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, settings: Settings
 ) -> ClientUpdate[NormalClientState]:
     """Steps of q_k and of p_k; p_k travels."""
-    q, p = _steps(client, personal, message, rng, settings)
+    q, p = _pfedbayes_steps(client, personal, message, rng, settings)
     info = {"blank": 1.0} if personal is None else {}
     return ClientUpdate(NormalClientState(*q), reply_of(client, p, settings), info)
 
 
-def _update_unreported(
+def _pfedbayes_update_unreported(
     client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, settings: Settings
 ) -> tuple[NormalClientState, Mapping[str, float]]:
     """q_k around the p of this round."""
-    return NormalClientState(*_steps(client, personal, message, rng, settings)[0]), {}
+    return NormalClientState(*_pfedbayes_steps(client, personal, message, rng, settings)[0]), {}
 
 
-def _own(
+def _pfedbayes_own(
     client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, settings: Settings
 ) -> Own:
     """q_k after one more round for the client alone."""
-    return own_normal(client, _steps(client, personal, message, rng, settings)[0])
+    return own_normal(client, _pfedbayes_steps(client, personal, message, rng, settings)[0])
 
 
-# What algorithms share that average posteriors of independent normal weights: means and sds, each by itself -----------
+# Averages of posteriors of independent normal weights: means and sds, each by itself ----------------------------------
 
 P = TypeVar("P")
-_NEAR = 0.2  # of log sds: if nine in ten differ by less from the start, they are no posterior
+_NEAR = 0.2  # change of log sds: where nine in ten changed less, they are no posterior
 _LEAST = 1e-18  # sd of a weight: the square of a smaller one is 0 in single precision, or near it
 Normal = tuple[Array, Array]  # means and sds of independent weights
 
@@ -157,7 +158,7 @@ class PosteriorState(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How a client finds its posterior."""
+    """Settings of a client's steps."""
 
     training: Training
     zeta: float
@@ -180,7 +181,7 @@ def checked(
 
 
 def init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, spread: float) -> PosteriorState:
-    """The declared weights, hardly uncertain."""
+    """Start at the declared weights with sds of `spread`."""
     mean = gaussian.mean(layout.prior)
     return PosteriorState(mean, np.full(len(mean), spread))
 
@@ -190,10 +191,10 @@ def broadcast(state: PosteriorState, client_id: str) -> Message:
     return {"mean": state.mean, "sd": state.sd}
 
 
-def reply_of(client: ClientView, found: Normal, settings: Settings) -> Message:
-    """Terms of the weighted means, from what was found of all weights."""
+def reply_of(client: ClientView, q: Normal, settings: Settings) -> Message:
+    """Terms of the weighted means, from a posterior of all weights."""
     weight, shared = weight_of(client, settings.weights), client.view(network_of).unit.shared_at
-    return {"mean": weight * found[0][shared], "sd": weight * found[1][shared], "weight": np.array(weight)}
+    return {"mean": weight * q[0][shared], "sd": weight * q[1][shared], "weight": np.array(weight)}
 
 
 def own_normal(client: ClientView, q: Normal) -> Own:
@@ -203,7 +204,7 @@ def own_normal(client: ClientView, q: Normal) -> Own:
 
 
 def update_server(state: PosteriorState, received: Received, *, settings: Settings) -> tuple[PosteriorState, Report]:
-    """Average means and sds; say where these are still those of the start."""
+    """Average means and sds; the message says where sds are still those of the start."""
     if not received.clients:
         return state, Report(NetworkInfo(np.nan))
     total = received.total
@@ -218,7 +219,7 @@ def update_server(state: PosteriorState, received: Received, *, settings: Settin
 
 
 def _reject(state: PosteriorState, reply: Message) -> str | None:
-    """Rows are counted, sds are such as single precision can square, and training has not run away."""
+    """Why a reply is rejected: rows, sds or weights out of range; or None."""
     if reason := not_counted(reply, "weight"):
         return reason
     sd = reply["sd"] / reply["weight"]
@@ -241,3 +242,112 @@ def result(personalise: PersonaliseFn[P]) -> Result[PosteriorState, P]:
 REPLIES = Replies[PosteriorState](
     lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()}, _reject, always
 )
+
+
+# BPFed: shared and local weights have posteriors, and the last round's is the next one's prior ------------------------
+
+
+class LocalNormalClientState(NamedTuple):
+    """A client's personal state: q_k of its local weights."""
+
+    mean: Array  # (d_k,)
+    sd: Array  # (d_k,)
+
+
+def BPFed(
+    *,
+    zeta: float = 1.0,
+    spread: float = 0.05,
+    learning_rate: float = 1e-3,
+    epochs: int = 5,
+    batch_size: int = 50,
+    draws: int = 1,
+    weights: str = "rows",
+) -> Algorithm[PosteriorState, LocalNormalClientState]:
+    r"""Bayesian networks whose shared and local weights both have posteriors, learnt continually.
+
+    .. math:: q_k = \arg\min_q \, -E_q \log p(y_k \mid w) + \zeta\, \mathrm{KL}(q \,\|\, p_k), \qquad
+              p_k = q^{\text{server}}_{\text{shared}} \, q^{\text{last round}}_{k, \text{local}}
+
+    All posteriors are normal with independent weights. Means and sds of the shared weights are averaged; what
+    the declaration does not share stays at the client, and its posterior is its prior in the next round.
+
+    Parameters
+    ----------
+    zeta
+        ζ, strength with which q_k is held near p_k.
+    spread, learning_rate, epochs, batch_size, draws, weights
+        As in `PFedBayes`.
+
+    Returns
+    -------
+    Algorithm
+        Its fit has a point estimate, the shared means; `fedppl.nn.predict` gives predictions by q_k.
+
+    Notes
+    -----
+    *When this fails.* A posterior that becomes the prior of the same rows counts them again in every round: sds fall
+    with the number of rounds. With few rows, and so few steps, they can still be `spread`, as the message says.
+
+    References
+    ----------
+    .. [1] Chen, Liu, Cao and Zhang (2023), Bayesian personalized federated learning with shared and personalized
+       uncertainty representations.
+    """
+    settings = checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
+    return Algorithm[PosteriorState, LocalNormalClientState](
+        name="nn.BPFed",
+        settings=described(settings),
+        init=functools.partial(init, spread=settings.spread),
+        broadcast=broadcast,
+        update_client=functools.partial(_bpfed_update_client, settings=settings),
+        update_server=functools.partial(update_server, settings=settings),
+        replies=REPLIES,
+        result=result(functools.partial(_bpfed_own, settings=settings)),
+        needs=needs(lambda client: check_network(client, "nn.BPFed", "shared")),
+        disclosure=AT_MEAN,
+        unreported=functools.partial(_bpfed_update_unreported, settings=settings),
+    )
+
+
+def _bpfed_posterior(
+    client: ClientView, personal: LocalNormalClientState | None, message: Message, rng: Generator, settings: Settings
+) -> Normal:
+    """Mean and sd of q_k over all weights, in torch's order."""
+    network = client.view(network_of)
+    local: Normal = network.start, np.full(client.local_size, settings.spread)
+    if personal is not None and len(personal.mean) == client.local_size:
+        local = personal
+    mean, sd = (
+        network.unit.weights(np.asarray(message[name], dtype=float), part)
+        for name, part in zip(("mean", "sd"), local, strict=True)
+    )
+    return bayes_steps(network.unit, mean, sd, settings.training, settings.zeta, settings.draws, rng, follow=False)[0]
+
+
+def _bpfed_kept(client: ClientView, q: Normal) -> LocalNormalClientState:
+    local = client.view(network_of).unit.local_at
+    return LocalNormalClientState(q[0][local], q[1][local])
+
+
+def _bpfed_update_client(
+    client: ClientView, personal: LocalNormalClientState | None, message: Message, rng: Generator, *, settings: Settings
+) -> ClientUpdate[LocalNormalClientState]:
+    """q_k; its shared part travels."""
+    q = _bpfed_posterior(client, personal, message, rng, settings)
+    info = {"blank": 1.0} if personal is None and client.local_size else {}
+    return ClientUpdate(_bpfed_kept(client, q), reply_of(client, q, settings), info)
+
+
+def _bpfed_update_unreported(
+    client: ClientView, personal: LocalNormalClientState | None, message: Message, rng: Generator, *, settings: Settings
+) -> tuple[LocalNormalClientState, Mapping[str, float]]:
+    """q_k of the local weights around this round's shared ones."""
+    return _bpfed_kept(client, _bpfed_posterior(client, personal, message, rng, settings)), {}
+
+
+def _bpfed_own(
+    client: ClientView, personal: LocalNormalClientState | None, message: Message, rng: Generator, *, settings: Settings
+) -> Own:
+    """q_k after one more round for the client alone."""
+    return own_normal(client, _bpfed_posterior(client, personal, message, rng, settings))

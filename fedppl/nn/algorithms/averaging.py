@@ -1,4 +1,4 @@
-"""Averages of networks: which weights are trained in what order, and which travel, is data."""
+"""Averages of networks: FedAvg with its variants, and SCAFFOLD."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.fedavg import LocalClientState, average, kept_local, weight_of, weighted, weights_rule
+from fedppl.algorithms.averaging.fedavg import (
+    LocalClientState,
+    average,
+    kept_local,
+    not_counted,
+    weight_of,
+    weighted,
+    weights_rule,
+)
+from fedppl.algorithms.averaging.scaffold import Controls, correction, ends_of, entered, no_controls
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms._common import (
     AT_MEAN,
     NetworkInfo,
     OverRounds,
     Tuning,
+    broadcast,
     check_network,
     check_unknowns,
     names_in,
@@ -24,14 +34,15 @@ from fedppl.nn.algorithms._common import (
     network_result,
     reject_weighted,
     reported,
+    run_away,
     training_rule,
     tuned,
     tuning_message,
     tuning_rule,
+    whole_network,
     with_round,
 )
-from fedppl.nn.batch import groups, stacked
-from fedppl.nn.batch_train import train_together
+from fedppl.nn.batch import groups, stacked, train_together
 from fedppl.nn.functional import Places
 from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
@@ -99,7 +110,7 @@ def FedAvg(
         μ of FedProx, which adds μ/2 ‖φ' − φ‖² to a client's mean loss, φ being what the server sent. It holds shared
         weights.
     phases
-        Weights to train with their numbers of epochs, one after another: "shared", "local", "all" or torch's names.
+        Weights to train with their numbers of epochs, in order: "shared", "local", "all" or torch's names.
     batch_size
         Rows a step.
     weights
@@ -147,7 +158,7 @@ def FedAvg(
         name="nn.FedAvg",
         settings=described({"learning_rate": learning_rate, "batch_size": batch_size}, **settings._asdict()),
         init=_init,
-        broadcast=lambda state, client_id: {"mean": state.phi},
+        broadcast=broadcast,
         update_client=update_client,
         update_server=functools.partial(_update_server, smoothing=settings.smoothing),
         replies=Replies[AveragedState](
@@ -174,7 +185,7 @@ def FedAvg(
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> AveragedState:
-    """Start at the mean of the declared prior, which counts for nothing in the average."""
+    """Start at the mean of the declared prior, which has no weight in the average."""
     phi = gaussian.mean(layout.prior)
     return AveragedState(phi, OverRounds(phi, 0.0))
 
@@ -198,7 +209,7 @@ def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
     pairs = phases if isinstance(phases, tuple | list) else ()
     if not pairs or not all(isinstance(phase, tuple | list) and len(phase) == 2 for phase in pairs):
         raise DeclarationError(f'phases={phases!r} must be pairs of weights and epochs, for example (("all", 10),).')
-    found = []
+    checked = []
     for which, epochs in pairs:
         names = which if isinstance(which, str) else names_in(which)
         if names is None:
@@ -206,8 +217,8 @@ def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
                 f'phases={shown(phases)} trains {shown(which)}, which must be "shared", "local", "all" or a tuple of '
                 "torch's names, each once."
             )
-        found.append((names, epochs))
-    return found
+        checked.append((names, epochs))
+    return checked
 
 
 def _update_client(
@@ -225,7 +236,7 @@ def _update_client(
 
 
 def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> tuple[Array, Array] | None:
-    """Means and precisions that hold the shared weights among `free` where they were sent."""
+    """Means and precisions of the proximal term, for the shared weights among `free`."""
     if not proximal:
         return None
     centre, precision = np.zeros(unit.size), np.zeros(unit.size)
@@ -237,7 +248,7 @@ def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> tuple
 def _update_unreported(
     client: ClientView, personal: LocalClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> tuple[LocalClientState | None, Mapping[str, float]]:
-    """Train local weights, where there are any: nothing else outlives the round."""
+    """Train local weights, if there are any: the client keeps nothing else."""
     if not client.local_size:
         return personal, {}
     update = _update_client(client, personal, message, rng, settings=_kept_phases(client, settings))
@@ -245,7 +256,7 @@ def _update_unreported(
 
 
 def _kept_phases(client: ClientView, settings: _Settings) -> _Settings:
-    """Without the last phases that train shared weights alone: a client that does not report keeps nothing of them."""
+    """Settings without the last phases that train shared weights alone, of which a silent client keeps nothing."""
     network = client.view(network_of)
     local = [bool(np.isin(network.places(which), network.unit.local_at).any()) for which, _ in settings.phases]
     return settings._replace(phases=settings.phases[: len(local) - local[::-1].index(True)] if any(local) else ())
@@ -256,25 +267,25 @@ def _update_together(
 ) -> list[ClientUpdate[LocalClientState] | None]:
     """`_update_client` at clients with one network; None for those whose training fails."""
     networks = [part.client.view(network_of) for part in parts]
-    kept = [kept_local(part.client, part.personal and part.personal.local) for part in parts]
-    units, sent = [network.unit for network in networks], [np.asarray(part.message["mean"]) for part in parts]
-    W = np.stack([unit.weights(phi, local) for unit, phi, (local, _) in zip(units, sent, kept, strict=True)])
-    stack, rngs, well = stacked(units), [part.rng for part in parts], np.ones(len(parts), dtype=bool)
+    starts = [kept_local(part.client, part.personal and part.personal.local) for part in parts]
+    units, means = [network.unit for network in networks], [np.asarray(part.message["mean"]) for part in parts]
+    W = np.stack([unit.weights(phi, local) for unit, phi, (local, _) in zip(units, means, starts, strict=True)])
+    stack, rngs, trained = stacked(units), [part.rng for part in parts], np.ones(len(parts), dtype=bool)
     for which, training in settings.phases:
         free = networks[0].places(which)
-        pulls = [_pull(unit, free, phi, settings.proximal) for unit, phi in zip(units, sent, strict=True)]
+        pulls = [_pull(unit, free, phi, settings.proximal) for unit, phi in zip(units, means, strict=True)]
         priors = [pull for pull in pulls if pull is not None]
-        W, good = train_together(stack, W, free, training, rngs, priors=priors or None)
-        well &= good
+        W, succeeded = train_together(stack, W, free, training, rngs, priors=priors or None)
+        trained &= succeeded
     return [
         ClientUpdate(
             LocalClientState(w[unit.local_at]),
             weighted(w[unit.shared_at], weight_of(part.client, settings.weights)),
             info,
         )
-        if fine
+        if is_trained
         else None
-        for part, unit, w, (_, info), fine in zip(parts, units, W, kept, well, strict=True)
+        for part, unit, w, (_, info), is_trained in zip(parts, units, W, starts, trained, strict=True)
     ]
 
 
@@ -284,5 +295,110 @@ def _update_unreported_together(
     """`_update_unreported` at clients with one network."""
     if not parts[0].client.local_size:
         return [ClientUpdate(part.personal, {}) for part in parts]
-    found = _update_together(parts, settings=_kept_phases(parts[0].client, settings))
-    return [None if update is None else update._replace(reply={}) for update in found]
+    updates = _update_together(parts, settings=_kept_phases(parts[0].client, settings))
+    return [None if update is None else update._replace(reply={}) for update in updates]
+
+
+# SCAFFOLD: gradient steps corrected for the clients' drift, control variates in the server's ledger -------------------
+
+
+class ScaffoldState(NamedTuple):
+    """What the next round needs."""
+
+    phi: Array  # (m,)
+    where: Mapping[str, int]  # client id to its row
+    controls: Controls
+
+
+def SCAFFOLD(
+    *, learning_rate: float = 1e-2, epochs: int = 5, batch_size: int = 50, weights: str = "rows"
+) -> Algorithm[ScaffoldState, None]:
+    r"""Stochastic controlled averaging of whole networks, by plain gradient steps.
+
+    .. math:: w_k \leftarrow w_k - \eta (\nabla f_k(w_k) + c - c_k) \text{, T times from } \phi, \qquad
+              c_k \leftarrow c_k - c + \frac{\phi - w_k}{T \eta}, \qquad c = \frac{\sum_k n_k c_k}{\sum_k n_k}
+
+    The server computes c_k from the client's last weights, so that c is the mean of the c_k even if replies are lost.
+
+    Parameters
+    ----------
+    learning_rate, epochs, batch_size
+        Learning rate, passes over the rows and batches of the steps, which have no momentum: c_k is a mean gradient
+        only then.
+    weights
+        "rows" or "equal".
+
+    Returns
+    -------
+    Algorithm
+        Its fit has a point estimate.
+
+    Notes
+    -----
+    The server holds a vector of all weights for each client. `fedppl.SCAFFOLD` is the same for any declared model. c is
+    the mean over the clients that have replied, and a client that has not takes plain steps: as published all c_k
+    start at 0, c is the mean over all of them, and a first reply is corrected by c.
+
+    *When this fails.* Where few clients report, control variates are out of date, and corrections by them do harm.
+
+    References
+    ----------
+    .. [1] Karimireddy et al. (2020), SCAFFOLD, option II.
+    """
+    training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
+    rule, tuning = weights_rule(weights), tuning_rule(None, 1e-3, 1, 1)
+    return Algorithm[ScaffoldState, None](
+        name="nn.SCAFFOLD",
+        settings=described(training, weights=weights),
+        init=_scaffold_init,
+        broadcast=_scaffold_broadcast,
+        update_client=functools.partial(_scaffold_update_client, training=training, weights=rule),
+        update_server=functools.partial(_scaffold_update_server, rate=training.learning_rate),
+        replies=Replies(lambda state: {"phi": state.phi.shape, "weight": (), "steps": ()}, _scaffold_reject),
+        result=network_result(
+            lambda state, client_id: tuning_message(state.phi, tuning),
+            functools.partial(tuned, which=None),
+            Point(lambda state: state.phi),
+        ),
+        needs=whole_network("nn.SCAFFOLD"),
+    )
+
+
+def _scaffold_init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> ScaffoldState:
+    """Start at the mean of the declared prior, with no control variates."""
+    where = {client_id: k for k, client_id in enumerate(clients)}
+    return ScaffoldState(gaussian.mean(layout.prior), where, no_controls(len(clients), layout.size))
+
+
+def _scaffold_broadcast(state: ScaffoldState, client_id: str) -> Message:
+    """φ, and the correction of the client's gradient."""
+    return {"mean": state.phi, "correction": correction(state.controls, state.where[client_id])}
+
+
+def _scaffold_update_client(
+    client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
+) -> ClientUpdate[None]:
+    """Corrected steps from φ."""
+    network = client.view(network_of)
+    unit = network.unit
+    added = unit.weights(np.asarray(message["correction"]), np.zeros(client.local_size))
+    w = train(unit, network.at(message["mean"]), np.arange(unit.size), training, rng, linear=added)
+    steps = training.epochs * -(-len(unit.X) // training.batch_size)
+    weight = np.array(weight_of(client, weights))
+    return ClientUpdate(None, {"phi": w[unit.shared_at], "weight": weight, "steps": np.array(float(steps))})
+
+
+def _scaffold_update_server(state: ScaffoldState, received: Received, *, rate: float) -> tuple[ScaffoldState, Report]:
+    """Average the clients' last weights, and enter their mean gradients into the ledger."""
+    if not received.clients:
+        return state, Report(NetworkInfo(np.nan))
+    ends = ends_of(received, state.where)
+    steps = np.array([float(received.each[client_id]["steps"]) for client_id in sorted(received.each)])
+    controls = entered(state.controls, ends, state.phi, steps * rate)
+    phi = ends.weights @ ends.phi / ends.weights.sum()
+    return state._replace(phi=phi, controls=controls), reported(state.phi, phi)
+
+
+def _scaffold_reject(state: ScaffoldState, reply: Message) -> str | None:
+    """Rows and steps are counted, and training has not run away."""
+    return not_counted(reply, "weight", "steps") or run_away("phi", np.asarray(reply["phi"]), state.phi)

@@ -1,0 +1,358 @@
+"""Whole networks that are shared and personalised by gradient steps: Per-FedAvg, pFedMe and IFCA."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+
+from fedppl import gaussian
+from fedppl.algorithms.averaging.fedavg import not_counted, weight_of, weighted, weights_rule
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Disclosure, Received, Replies, Report
+from fedppl.local.target import at_points
+from fedppl.nn.algorithms._common import (
+    AT_MEAN,
+    ESTIMATE,
+    REPLIES,
+    NetworkState,
+    broadcast,
+    init,
+    moved,
+    network_result,
+    open_rows,
+    run_away,
+    training_rule,
+    tuned,
+    tuning_message,
+    tuning_rule,
+    update_server,
+    whole_network,
+)
+from fedppl.nn.personal import loss_at, meta_steps, moreau_steps
+from fedppl.nn.train import Training, train
+from fedppl.nn.view import Own, network_of
+from fedppl.settings import described, positive, whole
+from fedppl.types import Array, DeclarationError, Layout, Message
+
+
+def PerFedAvg(
+    *,
+    learning_rate: float = 1e-2,
+    inner_rate: float = 1e-2,
+    epochs: int = 5,
+    batch_size: int = 50,
+    weights: str = "rows",
+    tune_epochs: int = 1,
+) -> Algorithm[NetworkState, None]:
+    r"""Personalised federated averaging, Hessian-free: descend the loss after one gradient step.
+
+    .. math:: F_k(w) = f_k(w - \alpha \nabla f_k(w)), \qquad \phi \leftarrow \frac{\sum_k n_k w_k}{\sum_k n_k}
+
+    Parameters
+    ----------
+    learning_rate
+        β, learning rate of steps on F_k.
+    inner_rate
+        α, learning rate of the step inside, and of the steps that make the network a client's own in the end.
+    epochs, batch_size
+        Passes over the rows; each step takes three batches.
+    weights
+        "rows" or "equal".
+    tune_epochs
+        Passes of gradient steps that a client takes in the end.
+
+    Returns
+    -------
+    Algorithm
+        Its fit has a point estimate, where clients start from; `fedppl.nn.predict` takes their steps.
+
+    Notes
+    -----
+    A step takes five gradients. With ``inner_rate`` near 0 it is federated averaging by
+    plain gradient steps.
+
+    *When this fails.* The Hessian's product is a difference of gradients in float32, which is rough where the loss is
+    flat.
+
+    References
+    ----------
+    .. [1] Fallah et al. (2020), Personalized federated learning with theoretical guarantees, Per-FedAvg (HF).
+    """
+    training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
+    inner, rule = positive("inner_rate", inner_rate), weights_rule(weights)
+    tuning = tuning_rule("all", inner, tune_epochs, batch_size, momentum=0.0)
+    return Algorithm[NetworkState, None](
+        name="nn.PerFedAvg",
+        settings=described(training, inner_rate=inner, weights=weights, tune_epochs=tuning.training.epochs),
+        init=init,
+        broadcast=broadcast,
+        update_client=functools.partial(_per_fedavg_update_client, training=training, inner=inner, weights=rule),
+        update_server=update_server,
+        replies=REPLIES,
+        result=network_result(
+            lambda state, client_id: tuning_message(state.phi, tuning),
+            functools.partial(tuned, which="all", rate="inner_rate"),
+            ESTIMATE,
+        ),
+        needs=whole_network("nn.PerFedAvg"),
+        disclosure=AT_MEAN,
+    )
+
+
+def _per_fedavg_update_client(
+    client: ClientView,
+    personal: None,
+    message: Message,
+    rng: Generator,
+    *,
+    training: Training,
+    inner: float,
+    weights: str,
+) -> ClientUpdate[None]:
+    """Steps on F_k from φ."""
+    network = client.view(network_of)
+    w = meta_steps(network.unit, network.at(message["mean"]), training, inner, rng)
+    return ClientUpdate(None, weighted(w[network.unit.shared_at], weight_of(client, weights)))
+
+
+# pFedMe: personal networks near a shared one, which descends the envelope of their losses -----------------------------
+
+
+class MoreauClientState(NamedTuple):
+    """A client's personal state."""
+
+    own: Array  # θ_k, (m,)
+
+
+class _Moreau(NamedTuple):
+    training: Training
+    lam: float
+    inner: tuple[float, int]
+    weights: str
+
+
+def PFedMe(
+    *,
+    lam: float = 15.0,
+    learning_rate: float = 5e-3,
+    epochs: int = 5,
+    batch_size: int = 50,
+    inner_rate: float = 1e-2,
+    inner_steps: int = 5,
+    weights: str = "rows",
+) -> Algorithm[NetworkState, MoreauClientState]:
+    r"""Personalised networks by Moreau envelopes.
+
+    .. math:: \theta_k(w) = \arg\min_\theta f_k(\theta) + \tfrac\lambda2 \lVert \theta - w \rVert^2, \qquad
+              w_k \leftarrow w_k - \eta \lambda (w_k - \theta_k(w_k)), \qquad \phi \leftarrow \text{average of } w_k
+
+    Parameters
+    ----------
+    lam
+        λ, strength of the quadratic beside the mean loss.
+    learning_rate
+        η, below 1 / λ.
+    epochs, batch_size
+        Passes over the rows; every batch has its own θ_k.
+    inner_rate, inner_steps
+        Learning rate and number of the steps to θ_k: each one on the loss, then the proximal map of the quadratic, so
+        that large rates end at w − ∇f / λ.
+    weights
+        "rows" or "equal".
+
+    Returns
+    -------
+    Algorithm
+        Its fit has a point estimate, φ; `fedppl.nn.predict` gives predictions by θ_k.
+
+    Notes
+    -----
+    φ is replaced by the average (β = 1). A client that has no θ_k, or a new one, finds it from φ. With λ → ∞ θ_k is w_k
+    and λ (w_k − θ_k) the gradient: federated averaging.
+
+    *When this fails.* A large `lam` with few or short inner steps leaves θ_k at w_k, and nothing moves. With a small
+    `lam` and long inner steps θ_k fits the last batch alone: of 51 rows by 50 that is one row.
+
+    References
+    ----------
+    .. [1] Dinh, Tran and Nguyen (2020), Personalized federated learning with Moreau envelopes.
+    """
+    training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
+    lam = positive("lam", lam)
+    if training.learning_rate * lam > 1:
+        raise DeclarationError(f"learning_rate={learning_rate} times lam={lam} must be at most 1, or w steps beyond θ.")
+    inner = positive("inner_rate", inner_rate), whole("inner_steps", inner_steps)
+    settings = _Moreau(training, lam, inner, weights_rule(weights))
+    return Algorithm[NetworkState, MoreauClientState](
+        name="nn.PFedMe",
+        settings=described(settings),
+        init=init,
+        broadcast=broadcast,
+        update_client=functools.partial(_pfedme_update_client, settings=settings),
+        update_server=update_server,
+        replies=REPLIES,
+        result=network_result(broadcast, functools.partial(_pfedme_own, settings=settings), ESTIMATE),
+        needs=whole_network("nn.PFedMe"),
+        disclosure=AT_MEAN,
+    )
+
+
+def _pfedme_steps(client: ClientView, message: Message, rng: Generator, settings: _Moreau) -> tuple[Array, Array]:
+    """w_k and θ_k, in torch's order."""
+    network = client.view(network_of)
+    w = network.at(message["mean"])
+    return moreau_steps(network.unit, w, settings.training, settings.lam, settings.inner, rng)
+
+
+def _pfedme_update_client(
+    client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator, *, settings: _Moreau
+) -> ClientUpdate[MoreauClientState]:
+    """Steps of w_k from φ; θ_k stays."""
+    w, theta = _pfedme_steps(client, message, rng, settings)
+    shared = client.view(network_of).unit.shared_at
+    return ClientUpdate(MoreauClientState(theta), weighted(w[shared], weight_of(client, settings.weights)))
+
+
+def _pfedme_own(
+    client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator, *, settings: _Moreau
+) -> Own:
+    """θ_k around the last φ, computed again: it is not the client's personal state."""
+    return Own(client, _pfedme_steps(client, message, rng, settings)[1], None)
+
+
+# IFCA: several global networks, and every client trains the one with the lowest loss on its rows ----------------------
+
+
+class IFCAState(NamedTuple):
+    """What the next round needs."""
+
+    phi: Array  # (C, m)
+
+
+class IFCAInfo(NamedTuple):
+    """Diagnostics of this round."""
+
+    change: float  # root mean square of Δφ
+    used: int  # clusters that some client trained
+
+
+def IFCA(
+    *,
+    clusters: int = 2,
+    spread: float = 0.01,
+    learning_rate: float = 1e-2,
+    momentum: float | None = 0.9,
+    epochs: int = 5,
+    batch_size: int = 50,
+    weights: str = "rows",
+) -> Algorithm[IFCAState, None]:
+    r"""Iterative federated clustering: each client trains the network with the lowest loss on its rows.
+
+    .. math:: c_k = \arg\min_c f_k(\phi_c), \qquad
+              \phi_c \leftarrow \frac{\sum_{k : c_k = c} n_k w_k}{\sum_{k : c_k = c} n_k}
+
+    Parameters
+    ----------
+    clusters
+        Number of networks. One is federated averaging.
+    spread
+        Standard deviation of the random weights at which all networks but the first start, around the declared ones.
+    learning_rate, momentum, epochs, batch_size
+        Learning rate for the mean loss, momentum, passes over the rows and batches of a client's steps;
+        ``momentum=None`` for Adam.
+    weights
+        "rows" or "equal".
+
+    Returns
+    -------
+    Algorithm
+        Its fit has no single point: `fedppl.nn.predict` picks a client's network by its rows.
+
+    Notes
+    -----
+    Networks travel down all together, C times the bytes of averaging; one comes back.
+
+    *When this fails.* Networks with similar starts separate by chance, and all clients may end in one: try other
+    seeds and a larger `spread`, and judge on rows that were held out.
+
+    References
+    ----------
+    .. [1] Ghosh et al. (2020), An efficient framework for clustered federated learning.
+    """
+    clusters, spread = whole("clusters", clusters), positive("spread", spread)
+    training = training_rule(learning_rate, epochs, batch_size, momentum=momentum)
+    return Algorithm[IFCAState, None](
+        name="nn.IFCA",
+        settings=described({"clusters": clusters, "spread": spread}, **training._asdict(), weights=weights),
+        init=functools.partial(_ifca_init, clusters=clusters, spread=spread),
+        broadcast=_ifca_broadcast,
+        update_client=functools.partial(_ifca_update_client, training=training, weights=weights_rule(weights)),
+        update_server=_ifca_update_server,
+        replies=Replies(lambda state: {"phi": state.phi.shape[1:], "weight": state.phi.shape[:1]}, _ifca_reject),
+        result=network_result(_ifca_broadcast, _ifca_own),
+        needs=whole_network("nn.IFCA"),
+        disclosure=Disclosure(functools.partial(at_points, name="phi", several=True), by_row=open_rows),
+    )
+
+
+def _ifca_init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, clusters: int, spread: float) -> IFCAState:
+    """The declared weights, and others around them."""
+    start = gaussian.mean(layout.prior)
+    others = start + spread * rng.normal(size=(clusters - 1, len(start)))
+    return IFCAState(np.vstack([start[None], others]))
+
+
+def _ifca_broadcast(state: IFCAState, client_id: str) -> Message:
+    """All networks."""
+    return {"phi": state.phi}
+
+
+def _ifca_best(client: ClientView, message: Message) -> tuple[int, Array]:
+    """The cluster with the lowest loss, and its weights."""
+    network = client.view(network_of)
+    networks = [network.at(phi) for phi in np.asarray(message["phi"])]
+    losses = np.array([loss_at(network.unit, w) for w in networks])
+    chosen = int(np.argmin(np.where(np.isnan(losses), np.inf, losses)))  # NaN of a network that has diverged
+    return chosen, networks[chosen]
+
+
+def _ifca_update_client(
+    client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
+) -> ClientUpdate[None]:
+    """Choose a network, train it, and report which."""
+    unit, (chosen, w) = client.view(network_of).unit, _ifca_best(client, message)
+    w = train(unit, w, np.arange(unit.size), training, rng)
+    weight = np.zeros(len(message["phi"]))
+    weight[chosen] = weight_of(client, weights)
+    return ClientUpdate(None, {"phi": w[unit.shared_at], "weight": weight}, {"cluster": float(chosen)})
+
+
+def _ifca_update_server(state: IFCAState, received: Received) -> tuple[IFCAState, Report]:
+    """Average within clusters; a cluster without clients stays."""
+    if not received.clients:
+        return state, Report(IFCAInfo(np.nan, 0))
+    replies = [received.each[client_id] for client_id in sorted(received.each)]
+    weights, ends = (
+        np.stack([np.asarray(reply[name], dtype=float) for reply in replies]) for name in ("weight", "phi")
+    )
+    total = weights.sum(axis=0)
+    averages = weights.T @ ends / np.where(total > 0, total, 1.0)[:, None]
+    phi = np.where(total[:, None] > 0, averages, state.phi)
+    change, message = moved(state.phi, phi)
+    return IFCAState(phi), Report(IFCAInfo(change, int(np.sum(total > 0))), message=message)
+
+
+def _ifca_reject(state: IFCAState, reply: Message) -> str | None:
+    """Why a reply is rejected: several positive weights, rows or weights out of range; or None."""
+    weight = np.asarray(reply["weight"])
+    if np.sum(weight > 0) != 1 or np.any(weight < 0):
+        return f"'weight' is {weight.tolist()}, and must be positive for one cluster and 0 for the others"
+    before = state.phi[np.argmax(weight)]
+    return not_counted({"weight": weight.max()}, "weight") or run_away("phi", np.asarray(reply["phi"]), before)
+
+
+def _ifca_own(client: ClientView, personal: None, message: Message, rng: Generator) -> Own:
+    """The network with the lowest loss on the client's rows."""
+    return Own(client, _ifca_best(client, message)[1], None)
