@@ -9,8 +9,9 @@ from typing import Any
 
 from fedppl.data import frames, tables
 from fedppl.data import missing as gaps
+from fedppl.formulas.agreement import strange_arrays
 from fedppl.model.declaration import FederatedModel
-from fedppl.model.unseen import outcomes_of, require_rows_apart
+from fedppl.model.template import outcomes_of, require_rows_apart
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,6 @@ def _looked_at(found: tables.Table | None) -> tables.Table | None:
 
 def _said(clients: Any) -> Any:
     """Clients' data, after what is odd among them was named in the log."""
-    from fedppl.formulas.far import strange_arrays  # at its first use: it takes a while
-
     if isinstance(clients, Mapping) and (odd := strange_arrays(clients)):
         more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""
         logger.warning("columns may be swapped, or units differ: %s%s", "; ".join(odd[:5]), more)

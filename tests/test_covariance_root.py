@@ -12,7 +12,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import fedppl
-from fedppl.model._covariance_root import SdsAndPartials
+from fedppl.model.graph import SdsAndPartials
 from fedppl.types import Array
 
 

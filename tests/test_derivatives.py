@@ -12,7 +12,7 @@ from scipy.interpolate import BSpline
 
 import fedppl
 from fedppl import DeclarationError
-from fedppl.formulas.averages import derivatives, rows_of, slope
+from fedppl.formulas.predictor import derivatives, rows_of, slope
 
 _RNG = np.random.default_rng(6)
 _SMALL = np.concatenate([[1e-6, 0.02, 0.25, 0.25], np.exp(_RNG.normal(1, 1, 34)), [1500.0, 3e6]])  # positive

@@ -26,7 +26,7 @@ from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower.grid import GridEngine
 from fedppl.flower.messages import ASK, HELLO, from_content, to_content
-from fedppl.model._template import compilations
+from fedppl.model.template import compilations
 from fedppl.models import fedlmc_ss
 from fedppl.testing import normal_means
 from fedppl.types import Status

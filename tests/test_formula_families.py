@@ -19,8 +19,8 @@ import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
 from fedppl.engine.guard import holdings
 from fedppl.formulas import predictor
-from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.families import FAMILIES, _draw_level, _log_level
+from fedppl.formulas.predictor import at_levels, rows_of, slope
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.results import idata
 from fedppl.results.predicting import predictions

@@ -19,7 +19,7 @@ from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 
 from fedppl import FederatedModel
-from fedppl.model.graph_key import graph_key
+from fedppl.model.same import graph_key
 
 
 class Doubled(Op):

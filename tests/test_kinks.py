@@ -12,10 +12,10 @@ import pytest
 
 import fedppl
 from fedppl import FederatedModel
-from fedppl.model import enrolment as _checks
+from fedppl.model import checks as _checks
 from fedppl.model import interpreted
-from fedppl.model._declared import Declared, template_of
 from fedppl.model.client import find_kink, points
+from fedppl.model.template import Declared, template_of
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(2, 30))

@@ -18,7 +18,7 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian, structure
 from fedppl.contracts import Algorithm, Failure, Received, Reply, Request, always
 from fedppl.engine.inprocess import InProcessEngine
-from fedppl.model._template import compilations
+from fedppl.model.template import compilations
 from fedppl.run import progress
 from fedppl.testing import normal_means
 from fedppl.types import Status

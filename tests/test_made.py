@@ -15,8 +15,7 @@ import pytest
 import fedppl
 from fedppl import FederatedModel
 from fedppl.model import graph as graphs
-from fedppl.model._declared import Declared, content_of, made_of, parts_of
-from fedppl.model._template import compilations
+from fedppl.model.template import Declared, compilations, content_of, made_of, parts_of
 
 Y = np.array([0.3, -0.2, 1.1, 0.4])
 READ: dict[str, Any] = {"sd": 2.0, "list": [1.0, 2.0]}

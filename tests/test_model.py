@@ -18,10 +18,10 @@ from scipy.stats import norm, poisson
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
-from fedppl.model._template import compilations
-from fedppl.model.arrays import one_type
+from fedppl.model.checks import one_type
 from fedppl.model.client import ClientModel
 from fedppl.model.interpreted import PYTHON_MODE
+from fedppl.model.template import compilations
 from fedppl.testing import normal_means
 from tests.support import problems
 from tests.support.markers import slow_but

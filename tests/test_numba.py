@@ -17,8 +17,8 @@ from numpy.testing import assert_allclose
 
 from fedppl import FederatedModel
 from fedppl.local import nuts
-from fedppl.model import _declared, _template
-from fedppl.model.numba_mode import mode, without_notices
+from fedppl.model import template
+from fedppl.model.compiled import mode, without_notices
 from fedppl.numerics.pairs import site_outputs
 from fedppl.results import idata
 from tests.support import problems
@@ -166,9 +166,9 @@ def test_a_process_reads_what_one_before_it_compiled(monkeypatch: pytest.MonkeyP
     data = next(iter(clients.values()))
     kernels, values = [], []
     for _ in range(2):
-        monkeypatch.setattr(_template, "_kernels", [])
-        monkeypatch.setattr(_template, "_in_use", weakref.WeakKeyDictionary())
-        _declared._made.cache_clear()
+        monkeypatch.setattr(template, "_kernels", [])
+        monkeypatch.setattr(template, "_in_use", weakref.WeakKeyDictionary())
+        template._made.cache_clear()
         client = FederatedModel(problems.noise_builder, ["mu", "log_tau"]).enrol({"a": data})["a"]
         kernels.append(client.kernel)
         values.append(client.kernel(np.concatenate([np.zeros(client.shared_size), client.initial]), *client.packed))

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 from numpy.testing import assert_array_equal
 
-from fedppl.model.pack import Piece, pack, unpacking_kernel
+from fedppl.model.compiled import Piece, pack, unpacking_kernel
 
 
 def test_pack_lays_reals_and_integers_out_one_after_the_other() -> None:

@@ -19,8 +19,8 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel
 from fedppl.contracts import SharedReader
 from fedppl.model import _group, _public
-from fedppl.model._declared import template_of
 from fedppl.model.client import dims_and_coords
+from fedppl.model.template import template_of
 from fedppl.types import Variable
 
 X, Y = np.array([1.0, 2.5, -3.0, 0.5]), np.array([0.5, -1.0, 2.0, 0.25])
@@ -41,7 +41,7 @@ def told(builder: Callable[..., Any], data: Any, shared: Any = ("beta", "tau")) 
     x, inputs, names, outputs = fedppl.model.graph.constrained_graph(
         template.parts, variables, (), public.names, only_shared=True
     )
-    arrays = fedppl.model.enrolment.containers("a", template.parts, data)
+    arrays = fedppl.model.checks.containers("a", template.parts, data)
     size = sum(variable.size for variable in variables)
     draws = np.linspace(-1, 1, 3 * size).reshape(3, size)
     values = fedppl.model.interpreted.batched(x, inputs, outputs)(draws, *arrays[: len(inputs)])

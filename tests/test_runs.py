@@ -21,8 +21,8 @@ import fedppl
 from fedppl import FederatedModel, Round, gaussian
 from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Failure, Point, Posterior, Reply, Request
 from fedppl.engine.inprocess import InProcessEngine
-from fedppl.model import _template
-from fedppl.model._template import compilations
+from fedppl.model import template
+from fedppl.model.template import compilations
 from fedppl.numerics.streams import stream
 from fedppl.types import LocalFailure
 from tests.cases import CASES, noise, regression, rows
@@ -308,7 +308,7 @@ def test_a_declaration_made_anew_compiles_nothing(problem: Callable[[], Any], mo
     model, clients = problem()
     fedppl.fit(model, clients, fedppl.EP(), rounds=1, progressbar=False, random_seed=0)
     before = compilations()
-    monkeypatch.setattr(_template, "_kernels", [])  # as after many other fits: the model in use counts alone
+    monkeypatch.setattr(template, "_kernels", [])  # as after many other fits: the model in use counts alone
     fresh = FederatedModel(lambda X, y: model.builder(X, y), shared=model.shared)
     fit = fedppl.fit(fresh, clients, fedppl.EP(), rounds=1, progressbar=False, random_seed=0)
     assert sum(not record.preliminary for record in fit.records) == 1

@@ -11,8 +11,7 @@ import pytest
 
 import fedppl
 from fedppl import FederatedModel
-from fedppl.formulas.agreement import Told, tell
-from fedppl.formulas.far import strange, strange_arrays, strange_levels
+from fedppl.formulas.agreement import Told, strange, strange_arrays, strange_levels, tell
 from tests.support import problems
 
 Draw = Callable[[np.random.Generator, int], Any]

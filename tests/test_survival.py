@@ -18,10 +18,8 @@ import fedppl
 from fedppl import DataError, FederatedModel
 from fedppl.engine.guard import holdings
 from fedppl.engine.policy import Holdings
-from fedppl.formulas import survival
-from fedppl.formulas.families import FAMILIES
-from fedppl.formulas.family import Scales
-from fedppl.formulas.survival import NEVER
+from fedppl.formulas import families
+from fedppl.formulas.families import FAMILIES, NEVER, Scales
 from fedppl.model.interpreted import PYTHON_MODE
 from tests.support.tables import AT, CUTS, FRAME, agreed, log_densities, rows
 
@@ -82,7 +80,7 @@ def test_intervals_far_below_the_median_have_their_density(low: float, high: flo
     """There none has had an event, to all digits."""
     place = pt.dscalar()
     seen, until = (pt.constant(float(one)) for one in (low, high))
-    value = survival._between(survival._lognormal(()))(seen, place, pt.constant(sigma), seen, until)
+    value = families._between(families._lognormal_hazard(()))(seen, place, pt.constant(sigma), seen, until)
     found, slope = pytensor.function([place], [value, pt.grad(value, place)], mode=PYTHON_MODE)(eta)
     with np.errstate(divide="ignore"):
         z = (np.log([low, high]) - eta) / sigma

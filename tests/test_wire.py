@@ -23,7 +23,7 @@ from fedppl.flower import decode as _decode
 from fedppl.flower.decode import Malformed
 from fedppl.flower.wire import pack_hello, pack_reply, pack_request, unpack_hello, unpack_reply, unpack_request
 from fedppl.gaussian import Gaussian
-from fedppl.model.fingerprint import fingerprint
+from fedppl.model.checks import fingerprint
 from fedppl.run.one_round import why_not
 from fedppl.types import Layout, Variable
 from tests.support import malformed, problems

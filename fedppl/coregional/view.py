@@ -17,11 +17,10 @@ from fedppl.coregional.bound import Design, LogScale, Roles, density
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model import same as _same
-from fedppl.model.arrays import new_inputs
+from fedppl.model.checks import new_inputs
 from fedppl.model.client import ClientModel
-from fedppl.model.graph_key import graph_key
-from fedppl.model.numba_mode import inlined, mode, without_notices
-from fedppl.model.pack import unpacked_function
+from fedppl.model.compiled import inlined, mode, unpacked_function, without_notices
+from fedppl.model.same import graph_key
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable
 

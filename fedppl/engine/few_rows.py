@@ -16,8 +16,8 @@ from fedppl import gaussian
 from fedppl.contracts import Asked
 from fedppl.engine.policy import Policy, reached
 from fedppl.model.baked import Alteration, Reading, all_other, alterations, altered_at, reading
+from fedppl.model.compiled import pack
 from fedppl.model.graph import observed_through, values_read
-from fedppl.model.pack import pack
 from fedppl.model.row_scores import by_length, row_scores, rows_apart, slopes
 from fedppl.numerics import pairs
 from fedppl.types import Array

@@ -43,7 +43,7 @@ from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, Parcel, require
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
-from fedppl.model.graph_key import code_key
+from fedppl.model.same import code_key
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.at_client import client_posterior, pymc_groups, require_rows

@@ -31,7 +31,7 @@ from fedppl.flower.decode import (
 )
 from fedppl.formulas.agreement import Agreement, Column, Told
 from fedppl.gaussian import Gaussian
-from fedppl.model.fingerprint import PROBES, fingerprint
+from fedppl.model.checks import PROBES, fingerprint
 from fedppl.numerics.prior import DENSE
 from fedppl.run.one_round import MOST_INFOS, why_no_info
 from fedppl.settings import one_line

@@ -18,12 +18,10 @@ from fedppl.data import frames
 from fedppl.formulas import checks, expressions, predictor
 from fedppl.formulas import design as designs
 from fedppl.formulas.agreement import Agreement, as_texts, require_present
-from fedppl.formulas.averages import by_row, rows_of
-from fedppl.formulas.design import Design
-from fedppl.formulas.families import new_rows, outcome, weights
-from fedppl.formulas.family import Family, Scales, declare
-from fedppl.formulas.far import SUSPECT, far_from_zero
-from fedppl.formulas.predictor import Spec, effect_labels, has_intercept, tag
+from fedppl.formulas.checks import new_rows, outcome, weights
+from fedppl.formulas.design import SUSPECT, Design, far_from_zero
+from fedppl.formulas.families import Family, Scales, declare
+from fedppl.formulas.predictor import Spec, by_row, effect_labels, has_intercept, rows_of, tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Group, Terms, variable
 from fedppl.settings import between, shown

@@ -15,8 +15,7 @@ from fedppl.data import frames, missing
 from fedppl.formulas import checks
 from fedppl.formulas.agreement import OTHER, Agreement, Told, agreed, as_texts, is_text, tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.families import require_two, size_of
-from fedppl.formulas.far import standing_for_all
+from fedppl.formulas.design import standing_for_all
 from fedppl.formulas.predictor import coords, has_intercept
 from fedppl.formulas.terms import variable
 from fedppl.model.summaries import Estimate, Table, normal
@@ -80,7 +79,7 @@ def check_rows(built: Formula, rows: Mapping[str, Any], whose: str) -> None:
 def sized(built: Formula, rows: Mapping[str, Any]) -> Mapping[str, Any]:
     """A client's columns with times as they are on average, where an interval alone is known of them."""
     response = built.terms.response
-    return {**rows, response.columns[0]: size_of(response, rows)} if built.family.outcome == "time" else rows
+    return {**rows, response.columns[0]: checks.size_of(response, rows)} if built.family.outcome == "time" else rows
 
 
 def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[str, Told]:
@@ -134,7 +133,7 @@ def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: 
             list(found.columns[name].levels),
             name,
         )
-    require_two(built.family, outcomes[0], found, "all clients together")
+    checks.require_two(built.family, outcomes[0], found, "all clients together")
     return built.agreed(found)
 
 

@@ -2,22 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
+from scipy import special
 from scipy.special import expit, logit, softmax
 
-from fedppl.formulas.agreement import Agreement, coded, is_text
-from fedppl.formulas.family import Drawn, Family, Scales, log_mean, relative_variance
 from fedppl.formulas.priors import Prior
-from fedppl.formulas.survival import NEVER, SURVIVAL
-from fedppl.formulas.terms import Response
 from fedppl.settings import shown
-from fedppl.types import Array, DataError, DeclarationError
+from fedppl.types import Array, DeclarationError
+
+
+class Scales(NamedTuple):
+    """What is known of the outcome before the fit."""
+
+    mean: float
+    sd: float
+    levels: tuple[str, ...]
+    cuts: tuple[float, ...] = ()  # of time, where all clients know some
+
+
+def log_mean(scales: Scales) -> float:
+    """Log of the outcome's mean, however small; that of sites that round it may be 0."""
+    return float(np.log(scales.mean if scales.mean > 0 else 1e-6))
+
+
+def relative_variance(scales: Scales) -> float:
+    """Variance of the outcome in squares of its mean."""
+    return (scales.sd / scales.mean) ** 2 if scales.mean > 0 else 1.0
+
+
+class Drawn(NamedTuple):
+    """A distribution of PyMC, or one of our own where it has a `logp`."""
+
+    distribution: Any
+    parameters: Mapping[str, Any]
+    signature: str = ""  # of the parameters, where some are no scalars: "(k),()"
+    logp: Callable[..., Any] | None = None
+    random: Callable[..., Any] | None = None
+    name: str = ""  # of one of our own, by which what is observed is told apart
+    dtype: str = "floatX"  # of one of our own
+
+
+Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn]
+
+
+class Family(NamedTuple):
+    """A family of outcomes."""
+
+    name: str  # how users call it
+    likelihood: Likelihood  # ``likelihood(eta, parameters, data, scales)``: how outcomes are distributed
+    # ``mean(eta, parameters, scales, at)`` in NumPy: what outcomes are on average, (..., levels of an outcome); of
+    # times their median, or the probability that they are beyond `at`
+    mean: Callable[[Array, Mapping[str, Array], Scales, float | None], Array]
+    outcome: str  # kind of numbers that outcomes are: "real", "positive", "unit", "binary", "count", "level" or "time"
+    # priors of its other shared parameters, by name, from `Scales`
+    parameters: Callable[[Scales], Mapping[str, Prior]] = lambda scales: {}
+    # mean of the linear predictor that an intercept is expected near, from `Scales`
+    center: Callable[[Scales], float] = lambda scales: 0.0
+    # size of the linear predictor's changes that are expected, from `Scales`
+    unit: Callable[[Scales], float] = lambda scales: 1.0
+    responses: tuple[str, ...] = ("plain",)  # kinds of response that a formula may have
+    link: str = "identity"  # name of the function that the linear predictor is of the mean, or of what stands for it
+    intercept: bool = True  # whether there may be one
+    several: bool = False  # whether every level of the outcome but the first has a linear predictor of its own
+
+
+def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None:
+    """The outcome, in the model that is open; a row of weight w counts as w such rows."""
+    values, plain = tuple(drawn.parameters.values()), drawn.logp
+    if plain is None and weights is None:
+        drawn.distribution(name, **drawn.parameters, observed=observed)
+        return
+    names, count = tuple(drawn.parameters), len(values)
+    signature = drawn.signature or ",".join(["()"] * count)
+
+    def logp(value: Any, *given: Any) -> Any:
+        of_row = (
+            pm.logp(drawn.distribution.dist(**dict(zip(names, given, strict=False))), value)
+            if plain is None
+            else plain(value, *given[:count])
+        )
+        return of_row if weights is None else given[count] * of_row
+
+    given = values if weights is None else (*values, weights)
+    signature = f"{signature}{'' if weights is None else ',()'}->()"
+    known = drawn.name or drawn.distribution.rv_op.name
+    kind = {"class_name": known if weights is None else f"weighted_{known}", "signature": signature}
+    random = drawn.random
+    if random is None:  # draws have no weight
+
+        def dist(*given: Any) -> Any:
+            return drawn.distribution.dist(**dict(zip(names, given[:count], strict=True)), size=given[-1])
+
+        pm.CustomDist(name, *given, dist=dist, logp=logp, observed=observed, **kind)
+    else:
+
+        def draw(*given: Any, rng: Any = None, size: Any = None) -> Any:
+            return random(*given[:count], rng=rng, size=size)
+
+        pm.CustomDist(name, *given, logp=logp, random=draw, dtype=drawn.dtype, observed=observed, **kind)
+
 
 _Parameters = Mapping[str, Any]
 _Data = Mapping[str, Any]
@@ -150,6 +239,227 @@ def _logit_mean(scales: Scales) -> float:
     return float(logit(scales.mean)) if 0.0 < scales.mean < 1.0 else 0.0
 
 
+# Times until an event: right-censored, or known to lie between two times ----------------------------------------------
+
+# A row's log density is log h(t) - H(t) of an event at t, -H(t) of none until t, and
+# log(S(l) - S(u)) = -H(l) + log(1 - exp(-(H(u) - H(l)))) of one between l and u, H being the cumulative hazard.
+
+NEVER = 2.0**100  # a time that nothing is beyond: new inputs have to be finite
+_NO_TIME = 2.0**-1000  # before anything
+
+
+class _Hazard(NamedTuple):
+    """A distribution of times, of a linear predictor and shapes: in PyTensor, and what is drawn and read in NumPy.
+
+    `log_within` is log(1 − exp(H(a) − H(b))), of an event until b where there was none until a; where H is nothing to
+    all digits long before b, a distribution has one of its own.
+    """
+
+    log_hazard: Callable[..., Any]  # (t, eta, *shapes)
+    cumulative: Callable[..., Any]  # (t, eta, *shapes)
+    inverse: Callable[..., Array]  # (cumulative hazard, eta, *shapes), the time when it is reached
+    reached: Callable[..., Array]  # (t, eta, *shapes), the same in NumPy
+    log_within: Callable[..., Any] | None = None  # (a, b, eta, *shapes) for 0 < a < b
+
+
+def _exponential_hazard(cuts: Sequence[float]) -> _Hazard:
+    return _Hazard(
+        lambda t, eta: -eta + pt.zeros_like(t),
+        lambda t, eta: t * pt.exp(-eta),
+        lambda total, eta: total * np.exp(eta),
+        lambda t, eta: t * np.exp(-eta),
+    )
+
+
+def _weibull_hazard(cuts: Sequence[float]) -> _Hazard:
+    return _Hazard(
+        lambda t, eta, alpha: pt.log(alpha) + alpha * (pt.log(t) - eta) - pt.log(t),
+        lambda t, eta, alpha: pt.exp(alpha * (pt.log(t) - eta)),
+        lambda total, eta, alpha: np.exp(eta) * total ** (1 / alpha),
+        lambda t, eta, alpha: np.exp(alpha * (np.log(t) - eta)),
+    )
+
+
+def _lognormal_hazard(cuts: Sequence[float]) -> _Hazard:
+    def log_hazard(t: Any, eta: Any, sigma: Any) -> Any:
+        z = (pt.log(t) - eta) / sigma
+        return -0.5 * z**2 - 0.5 * np.log(2 * np.pi) - pt.log(sigma * t) + _minus_log_upper(z)
+
+    def log_within(a: Any, b: Any, eta: Any, sigma: Any) -> Any:
+        low, high = (pt.log(a) - eta) / sigma, (pt.log(b) - eta) / sigma
+        # Below the median by the tail below, which has digits where that above has none.
+        near, far = pt.switch(high < 0, -high, low), pt.switch(high < 0, -low, high)
+        tail = _minus_log_upper(near)
+        return pt.log(-pt.expm1(tail - _minus_log_upper(far))) - tail + _minus_log_upper(low)
+
+    return _Hazard(
+        log_hazard,
+        lambda t, eta, sigma: _minus_log_upper((pt.log(t) - eta) / sigma),
+        lambda total, eta, sigma: np.exp(eta - sigma * special.ndtri_exp(-total)),
+        lambda t, eta, sigma: -special.log_ndtr(-(np.log(t) - eta) / sigma),
+        log_within,
+    )
+
+
+def _minus_log_upper(z: Any) -> Any:
+    """−log Φ(−z), by erfcx(a) = exp(a²) erfc(a) of a = |z| / √2: finite with its slope on both sides of 0."""
+    above = z > 0
+    a = pt.switch(above, z, -z) / np.sqrt(2)
+    half = pt.erfcx(a) / 2
+    return pt.switch(above, a**2 - pt.log(half), -pt.log1p(-half * pt.exp(-(a**2))))
+
+
+def _loglogistic_hazard(cuts: Sequence[float]) -> _Hazard:
+    def log_hazard(t: Any, eta: Any, alpha: Any) -> Any:
+        z = alpha * (pt.log(t) - eta)
+        return pt.log(alpha) - pt.log(t) - pt.softplus(-z)
+
+    return _Hazard(
+        log_hazard,
+        lambda t, eta, alpha: pt.softplus(alpha * (pt.log(t) - eta)),
+        lambda total, eta, alpha: np.exp(eta + (total + np.log(-np.expm1(-total))) / alpha),
+        lambda t, eta, alpha: np.logaddexp(0.0, alpha * (np.log(t) - eta)),
+    )
+
+
+def _piecewise_hazard(cuts: Sequence[float]) -> _Hazard:
+    starts, ends = np.array([0.0, *cuts]), np.array([*cuts, np.inf])
+
+    def log_hazard(t: Any, eta: Any, piece: Any) -> Any:
+        within = (t[..., None] > starts[1:]) & (t[..., None] <= ends[1:])
+        return eta + (within * piece).sum(axis=-1)
+
+    def cumulative(t: Any, eta: Any, piece: Any) -> Any:
+        spent = pt.clip(t[..., None] - starts, 0.0, ends - starts)
+        return pt.exp(eta) * (spent[..., 0] + (spent[..., 1:] * pt.exp(piece)).sum(axis=-1))
+
+    def rates(eta: Array, piece: Array) -> Array:
+        first = np.zeros((*np.shape(piece)[:-1], 1))
+        return np.asarray(np.exp(np.asarray(eta)[..., None] + np.concatenate([first, piece], axis=-1)))
+
+    def reached(t: Any, eta: Array, piece: Array) -> Array:
+        spent = np.clip(np.asarray(t)[..., None] - starts, 0.0, ends - starts)
+        return np.asarray(np.sum(rates(eta, piece) * spent, axis=-1))
+
+    def inverse(total: Array, eta: Array, piece: Array) -> Array:
+        rate = rates(eta, piece)
+        at_starts = reached(starts, eta[..., None], piece[..., None, :])
+        place = np.sum(total[..., None] > at_starts, axis=-1, keepdims=True).clip(1) - 1
+        passed, rate = (np.take_along_axis(values, place, axis=-1)[..., 0] for values in (at_starts, rate))
+        return np.asarray(starts[place[..., 0]] + (total - passed) / rate)
+
+    return _Hazard(log_hazard, cumulative, inverse, reached)
+
+
+def _of_times(
+    name: str,
+    hazard: Callable[[Sequence[float]], _Hazard],
+    shapes: Callable[[Scales], Mapping[str, Prior]],
+    sign: float,
+    link: str,
+) -> Family:
+    def likelihood(eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any], scales: Scales) -> Drawn:
+        kind = hazard(scales.cuts)
+        beside = {"eta": eta, **parameters}
+        signature = ",".join(["()", *("(k)" if scales.cuts else "()" for _ in parameters), "()"])
+        if "upper" in data:
+            edges = {"lower": data["lower"], "upper": data["upper"]}
+            return Drawn(None, beside | edges, f"{signature},()", _between(kind), _draw_between(kind), "seen_between")
+        return Drawn(
+            None, beside | {"limit": data["limit"]}, signature, _right(kind), _draw_right(kind), "right_censored"
+        )
+
+    def mean(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
+        kind = hazard(scales.cuts)
+        if at is None:
+            return kind.inverse(np.full(np.shape(eta), np.log(2.0)), eta, *parameters.values())
+        return np.asarray(np.exp(-kind.reached(at, eta, *parameters.values())))
+
+    def center(scales: Scales) -> float:
+        return sign * log_mean(scales)
+
+    return Family(name, likelihood, mean, "time", shapes, center, responses=("survival", "interval"), link=link)
+
+
+def _right(kind: _Hazard) -> Callable[..., Any]:
+    """Events before the row's limit, and none before it."""
+
+    def logp(value: Any, eta: Any, *given: Any) -> Any:
+        *shapes, limit = given
+        event = pt.switch(value < limit, kind.log_hazard(value, eta, *shapes), 0.0)
+        return event - kind.cumulative(value, eta, *shapes)
+
+    return logp
+
+
+def _between(kind: _Hazard) -> Callable[..., Any]:
+    """Events that are seen at two times: the value is the last one when there was none yet, or the exact time."""
+
+    def logp(value: Any, eta: Any, *given: Any) -> Any:
+        *shapes, lower, upper = given
+        exact = pt.eq(lower, upper)
+        end = pt.switch(value < lower, lower, pt.switch(value < upper, upper, NEVER))
+        ends, starts = (end < NEVER) & ~exact, value > 0
+        before = pt.switch(starts, kind.cumulative(pt.switch(starts, value, 1.0), eta, *shapes), 0.0)
+        event = pt.switch(exact, kind.log_hazard(pt.switch(exact, value, 1.0), eta, *shapes), 0.0)
+        if kind.log_within is not None:
+            begin = pt.switch(starts, value, _NO_TIME)
+            within = kind.log_within(begin, pt.switch(ends, end, 2.0 * begin), eta, *shapes)
+        else:
+            width = pt.switch(ends, kind.cumulative(pt.switch(ends, end, 1.0), eta, *shapes) - before, 1.0)
+            within = pt.log(-pt.expm1(-width))
+        return event + pt.switch(ends, within, 0.0) - before
+
+    return logp
+
+
+def _times(kind: _Hazard, eta: Any, shapes: Sequence[Any], rng: Any, size: Any, *others: Any) -> Array:
+    shape = size if size is not None else np.broadcast_shapes(*(np.shape(x) for x in (eta, *others)))
+    return kind.inverse(rng.exponential(size=shape), np.broadcast_to(eta, shape), *shapes)
+
+
+def _draw_right(kind: _Hazard) -> Callable[..., Array]:
+    def random(eta: Any, *given: Any, rng: Any = None, size: Any = None) -> Array:
+        *shapes, limit = given
+        return np.asarray(np.minimum(_times(kind, eta, shapes, rng, size, limit), limit))
+
+    return random
+
+
+def _draw_between(kind: _Hazard) -> Callable[..., Array]:
+    def random(eta: Any, *given: Any, rng: Any = None, size: Any = None) -> Array:
+        *shapes, lower, upper = given
+        time = _times(kind, eta, shapes, rng, size, lower)
+        seen = np.where(time <= lower, 0.0, np.where(time <= upper, lower, upper))
+        return np.where(lower == upper, time, seen)
+
+    return random
+
+
+def _shape_of_times(scales: Scales) -> Mapping[str, Prior]:
+    # 1 / alpha is exponential: times may be as regular as they like. Of censored ones no sd of theirs is known.
+    return {"alpha": Prior("InverseGamma", alpha=1.0, beta=1.0)}
+
+
+def _sigma_of_times(scales: Scales) -> Mapping[str, Prior]:
+    return {"sigma": Prior("HalfNormal", sigma=2.0)}
+
+
+def _pieces(scales: Scales) -> Mapping[str, Prior]:
+    return {"piece": Prior("Normal", mu=0.0, sigma=2.5, shape=max(len(scales.cuts), 1))}
+
+
+SURVIVAL = (
+    _of_times("exponential", _exponential_hazard, lambda scales: {}, 1.0, "log of the mean time"),
+    _of_times("weibull", _weibull_hazard, _shape_of_times, 1.0, "log of the scale"),
+    _of_times("lognormal", _lognormal_hazard, _sigma_of_times, 1.0, "log of the median time"),
+    _of_times("loglogistic", _loglogistic_hazard, _shape_of_times, 1.0, "log of the median time"),
+    _of_times("piecewise", _piecewise_hazard, _pieces, -1.0, "log of the hazard"),
+)
+
+
+# All families ---------------------------------------------------------------------------------------------------------
+
 FAMILIES: Mapping[str, Family] = {
     one.name: one
     for one in (
@@ -196,159 +506,3 @@ def family(name: str) -> Family:
 def taking(kind: str) -> list[str]:
     """Names of the families that have a response of this kind."""
     return [one.name for one in FAMILIES.values() if kind in one.responses]
-
-
-# A client's outcomes in the numbers that a family takes, or what is wrong with them -----------------------------------
-
-_RULES: Mapping[str, tuple[str, Callable[[Array], Any]]] = {
-    "real": ("finite numbers", np.isfinite),
-    "positive": ("above 0", lambda y: y > 0),
-    "unit": ("between 0 and 1, both excluded", lambda y: (y > 0) & (y < 1)),
-    "binary": ("0 or 1", lambda y: (y == 0) | (y == 1)),
-    "count": ("whole numbers from 0", lambda y: (y >= 0) & (y == np.floor(y))),
-}
-
-
-def outcome(
-    family: Family, response: Response, data: Mapping[str, Any], agreement: Agreement, what: str
-) -> dict[str, Array]:
-    """Outcomes, and numbers of trials where the family has them, as arrays of the builder."""
-    absent = [name for name in response.columns if name not in data]
-    if absent:
-        raise DataError(f"{what} lacks {absent} of the response {list(response.columns)}.")
-    if family.outcome == "time":
-        return times(response, data, what)
-    name = response.columns[0]
-    values = np.asarray(data[name])
-    if family.outcome == "level":
-        column = agreement.columns[name]
-        texts = coded(column, values, agreement, f"{what}: column {name!r}")
-        places = {level: place for place, level in enumerate(column.levels)}
-        return {"outcome": np.array([places[text] for text in texts.tolist()])}
-    if family.outcome == "binary" and is_text(values):
-        column = agreement.columns[name]
-        return {"outcome": (coded(column, values, agreement, what) == column.levels[1]).astype(np.int64)}
-    if is_text(values):
-        raise DataError(
-            f"{what}: {name!r} has texts, and family {family.name!r} wants numbers; make numbers of them, or choose "
-            "family 'bernoulli' for two levels, 'ordinal' for more."
-        )
-    rule, holds = _RULES[family.outcome]
-    wrong = ~holds(values.astype(float))
-    if np.any(wrong):
-        where = int(np.argmax(wrong))
-        raise DataError(
-            f"{what}: {name!r} is {values[where]} in row {where}, and outcomes of family {family.name!r} are {rule}; "
-            "correct such rows, or choose another family."
-        )
-    found = {"outcome": values.astype(np.int64 if family.outcome in ("binary", "count") else float)}
-    if response.kind == "proportion":
-        found["trials"] = _trials(found["outcome"], np.asarray(data[response.columns[1]]), response, what)
-    return found
-
-
-def require_two(family: Family, name: str, agreement: Agreement, what: str) -> None:
-    """Refuse an outcome of texts that are more than two, or one, where a family has two."""
-    levels = agreement.columns[name].levels
-    if family.outcome == "binary" and levels and len(levels) != 2:
-        raise DataError(
-            f"{what}: {name!r} has the levels {list(levels)[:8]}, and family {family.name!r} wants two; recode its "
-            "rows to two, or choose family 'ordinal' where they have an order and 'categorical' where they have none."
-        )
-
-
-def new_rows(family: Family, response: Response, data: Mapping[str, Any], rows: int, what: str) -> dict[str, Array]:
-    """What the likelihood reads beside the outcome, at rows of which it is predicted."""
-    if family.outcome == "time":
-        return unlimited(response, rows)
-    if response.kind != "proportion":
-        return {}
-    name = response.columns[1]
-    if name not in data:
-        raise DataError(f"{what} lacks {name!r}, the numbers of trials, of which successes are predicted; add it.")
-    return {"trials": _trials(np.zeros(rows), np.asarray(data[name]), response, what)}
-
-
-def weights(name: str, data: Mapping[str, Any], what: str) -> Array:
-    """Numbers of rows that each row stands for."""
-    if name not in data:
-        raise DataError(f"{what} lacks the weights {name!r}.")
-    found = np.asarray(data[name])
-    if is_text(found):
-        raise DataError(f"{what}: the weights {name!r} are texts; give numbers above 0.")
-    wrong = ~((found > 0) & np.isfinite(found))
-    if np.any(wrong):
-        where = int(np.argmax(wrong))
-        raise DataError(
-            f"{what}: the weight {name!r} is {found[where]} in row {where}; weights are finite and above 0: leave out "
-            "rows that are to count for nothing."
-        )
-    return found.astype(float)
-
-
-def _trials(successes: Array, trials: Array, response: Response, what: str) -> Array:
-    if is_text(trials):
-        raise DataError(f"{what}: {response.columns[1]!r} has texts, and trials are whole numbers; correct the column.")
-    wrong = ~(trials >= np.maximum(successes, 1)) | (trials != np.floor(trials))
-    if np.any(wrong):
-        where = int(np.argmax(wrong))
-        raise DataError(
-            f"{what}: {response.columns[0]!r} is {successes[where]} of {response.columns[1]!r} {trials[where]} in row "
-            f"{where}; trials are whole numbers, at least 1 and at least the successes."
-        )
-    return trials.astype(np.int64)
-
-
-# A client's times until an event in the numbers that survival families take, or what is wrong with them ---------------
-
-
-def times(response: Response, data: Mapping[str, Any], what: str) -> dict[str, Array]:
-    """Times and their limits; or the times between which events are, and where in this each was seen."""
-    first, second = (_numbers(name, data[name], what) for name in response.columns)
-    return (_between if response.kind == "interval" else _right)(response.columns, first, second, what)
-
-
-def size_of(response: Response, data: Mapping[str, Any]) -> Array:
-    """Times as they are on average, for the scale that clients agree on: of an interval its middle."""
-    first, second = (np.asarray(data[name]) for name in response.columns)
-    if response.kind != "interval" or is_text(first) or is_text(second):
-        return first
-    return np.asarray(np.where(np.isfinite(second), (first + second) / 2.0, first))
-
-
-def unlimited(response: Response, rows: int) -> dict[str, Array]:
-    """What stands in the place of limits at new rows, of which the times themselves are predicted."""
-    if response.kind == "interval":
-        return {"lower": np.ones(rows), "upper": np.ones(rows)}
-    return {"limit": np.full(rows, NEVER)}
-
-
-def _right(names: tuple[str, ...], time: Array, event: Array, what: str) -> dict[str, Array]:
-    _refuse(~((time > 0) & (time < NEVER)), names[0], time, what, "times are above 0 and finite")
-    _refuse(~np.isin(event, (0, 1)), names[1], event, what, "events are 1, or 0 where there was none until the time")
-    return {"outcome": time, "limit": np.where(event == 1, NEVER, time)}
-
-
-def _between(names: tuple[str, ...], lower: Array, upper: Array, what: str) -> dict[str, Array]:
-    _refuse(~((lower >= 0) & (lower < NEVER)), names[0], lower, what, "times are from 0, and finite")
-    _refuse(
-        ~((upper > 0) & (upper >= lower)), names[1], upper, what, f"it is above 0 and not below {names[0]!r}", lower
-    )
-    far = (upper >= NEVER) & np.isfinite(upper)
-    _refuse(far, names[1], upper, what, f"times are below {NEVER:.2g}, or inf where there was no event", lower)
-    nothing = (lower == 0) & ~(upper < NEVER)
-    _refuse(nothing, names[1], upper, what, "from 0 to ever tells nothing of a time; leave the row out", lower)
-    return {"outcome": lower, "lower": lower, "upper": np.minimum(upper, NEVER)}
-
-
-def _refuse(wrong: Any, name: str, values: Array, what: str, rule: str, beside: Array | None = None) -> None:
-    if np.any(wrong):
-        where = int(np.argmax(wrong))
-        more = "" if beside is None else f" after {beside[where]:g}"
-        raise DataError(f"{what}: {name!r} is {values[where]:g}{more} in row {where}, and {rule}; correct such rows.")
-
-
-def _numbers(name: str, values: Any, what: str) -> Array:
-    if is_text(values):
-        raise DataError(f"{what}: {name!r} has texts, and a time or an event is a number; recode its rows.")
-    return np.asarray(values, dtype=float)

@@ -15,12 +15,12 @@ from fedppl.data import frames, tables
 from fedppl.data import missing as gaps
 from fedppl.data.tables import Table
 from fedppl.formulas import checks, families
-from fedppl.formulas.agreement import Agreement, Told, rare, tell
+from fedppl.formulas.agreement import Agreement, Told, rare, strange, strange_levels, strange_sizes, tell
 from fedppl.formulas.declare import Formula
+from fedppl.formulas.design import SAID
 from fedppl.formulas.exchange import KINDS, EstimateOf, as_rows, asked, check_rows, kind_of, sized, together
+from fedppl.formulas.families import Family
 from fedppl.formulas.families import family as family_of
-from fedppl.formulas.family import Family
-from fedppl.formulas.far import SAID, strange, strange_levels, strange_sizes
 from fedppl.formulas.predictor import spreads, tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Terms, parse, variable

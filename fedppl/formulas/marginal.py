@@ -11,8 +11,8 @@ import pandas as pd
 
 from fedppl.contracts import Posterior
 from fedppl.contracts.printed import CI_PROB, interval
-from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.declare import Formula
+from fedppl.formulas.predictor import at_levels, rows_of, slope
 from fedppl.results.at_client import has_rows, require_rows
 from fedppl.results.fit import Fit
 from fedppl.results.records import require_arrived

@@ -19,22 +19,23 @@ from fedppl.gaussian import Gaussian
 from fedppl.model import _public, interpreted
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
-from fedppl.model._declared import Declared, lengths_of, opened, parts_of, shapes, template_of
 from fedppl.model._public import altered, attempt
-from fedppl.model._template import Template, kernel_of
-from fedppl.model.arrays import fits_integers, require_not_negative
-from fedppl.model.client import EACH, ClientModel, is_written, unconstrained
-from fedppl.model.enrolment import (
+from fedppl.model.checks import (
     containers,
+    fingerprint,
+    fits_integers,
     ignored_data,
     mismatch,
     other_model,
     other_prior,
     private_prior,
+    probes,
+    require_not_negative,
     require_same_variables,
 )
-from fedppl.model.fingerprint import fingerprint, probes
-from fedppl.model.pack import pack
+from fedppl.model.client import EACH, ClientModel, is_written, unconstrained
+from fedppl.model.compiled import pack
+from fedppl.model.template import Declared, Template, kernel_of, lengths_of, opened, parts_of, shapes, template_of
 from fedppl.numerics.pairs import NO_DATA, site_outputs
 from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.settings import some_of

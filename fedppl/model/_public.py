@@ -17,7 +17,7 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
-from fedppl.model._covariance_root import says_where
+from fedppl.model.graph import says_where
 from fedppl.types import Variable
 
 Arrays = Mapping[str, Any]

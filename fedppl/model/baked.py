@@ -22,12 +22,11 @@ from pytensor.graph.traversal import toposort
 from pytensor.tensor.type import TensorType
 
 from fedppl.model import graph as _graph
-from fedppl.model._declared import parts_of
 from fedppl.model._public import attempt, is_whole
-from fedppl.model._template import Template
 from fedppl.model.client import ClientModel, is_written
-from fedppl.model.pack import pack
+from fedppl.model.compiled import pack
 from fedppl.model.same import has_own_gradient, operations, surely_same_model
+from fedppl.model.template import Template, parts_of
 from fedppl.types import Array
 
 _BYTES_KEPT = 2**27  # of inputs that were built anew, a client: those of a few thousand rows and ten columns

@@ -32,13 +32,12 @@ from fedppl import gaussian
 from fedppl.contracts import SharedReader
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.model._declared import Declared, built, parts_of
-from fedppl.model._template import Template
+from fedppl.model.compiled import pack
 from fedppl.model.graph import Parts, unnormalised
-from fedppl.model.graph_key import graph_key
 from fedppl.model.interpreted import quiet
-from fedppl.model.pack import pack
+from fedppl.model.same import graph_key
 from fedppl.model.summaries import tells_summary
+from fedppl.model.template import Declared, Template, built, parts_of
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable, coordinate_labels
 

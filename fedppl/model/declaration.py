@@ -18,14 +18,12 @@ from fedppl import gaussian
 from fedppl.contracts.printed import facts
 from fedppl.data import frames
 from fedppl.data.frames import require_clients
-from fedppl.model._declared import Declared, parts_of
 from fedppl.model._group import client_of, enrol_group, of_another_type, require_same_layout
-from fedppl.model._template import Template
-from fedppl.model.arrays import as_arrays, group_by_columns, needs_same_keys, one_type
+from fedppl.model.checks import argument_names, as_arrays, builder_name, group_by_columns, needs_same_keys, one_type
 from fedppl.model.client import ClientModel
-from fedppl.model.enrolment import argument_names, builder_name
 from fedppl.model.graph import Parts
 from fedppl.model.interpreted import PYTHON_MODE
+from fedppl.model.template import Declared, Template, parts_of
 from fedppl.settings import shown, takes
 from fedppl.types import DataError, DeclarationError, Layout
 

@@ -30,10 +30,9 @@ from pytensor.tensor.type import TensorType
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.model.graph_key import graph_key
+from fedppl.model.compiled import inlined, mode, unpacked_function, without_notices
 from fedppl.model.interpreted import look_for_blas
-from fedppl.model.numba_mode import inlined, mode, without_notices
-from fedppl.model.pack import unpacked_function
+from fedppl.model.same import graph_key
 from fedppl.types import Array
 
 _Along = Callable[..., Sequence[Array]]

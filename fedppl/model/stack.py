@@ -20,12 +20,11 @@ from pytensor.tensor.shape import Shape_i
 
 from fedppl.data.tables import Table
 from fedppl.model import graph as _graph
+from fedppl.model.checks import held_exactly
 from fedppl.model.client import ClientModel
+from fedppl.model.compiled import inlined, mode, vector_kernel, without_notices
 from fedppl.model.declaration import FederatedModel
-from fedppl.model.enrolment import held_exactly
-from fedppl.model.graph_key import graph_key
-from fedppl.model.numba_mode import inlined, mode, without_notices
-from fedppl.model.pack import vector_kernel
+from fedppl.model.same import graph_key
 from fedppl.numerics.pairs import Packs
 from fedppl.types import Array, DataError, Layout
 

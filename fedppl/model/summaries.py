@@ -19,7 +19,7 @@ from pymc.distributions.dist_math import check_parameters
 from pytensor.raise_op import Assert
 
 from fedppl.data import frames
-from fedppl.model.enrolment import builder_name
+from fedppl.model.checks import builder_name
 from fedppl.settings import shown
 from fedppl.types import Array, DataError, DeclarationError
 

@@ -14,7 +14,7 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.model.arrays import new_inputs
+from fedppl.model.checks import new_inputs
 from fedppl.nn.functional import (
     Places,
     call,

@@ -82,7 +82,7 @@ PACKS = types.Tuple((VECTOR, INTEGERS, types.int64[:, ::1], types.int64[:, ::1])
 
 
 class Packs(NamedTuple):
-    """Clients' arrays as `fedppl.model.pack.pack` has them, one after the other."""
+    """Clients' arrays as `fedppl.model.compiled.pack` has them, one after the other."""
 
     reals: Array
     integers: NDArray[np.int64]

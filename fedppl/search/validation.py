@@ -10,9 +10,9 @@ from scipy.special import logsumexp
 
 from fedppl.contracts import sum_replies
 from fedppl.data.frames import require_clients
-from fedppl.model.arrays import as_arrays
+from fedppl.model.checks import as_arrays
 from fedppl.model.client import ClientModel
-from fedppl.model.pack import pack
+from fedppl.model.compiled import pack
 from fedppl.numerics.streams import stream
 from fedppl.results.at_client import require_rows
 from fedppl.results.fit import Fit

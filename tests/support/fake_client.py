@@ -13,7 +13,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.model.pack import pack
+from fedppl.model.compiled import pack
 from fedppl.numerics.pairs import PACKED
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, Layout, Variable, coordinate_labels

@@ -13,7 +13,7 @@ import numpy as np
 from fedppl.contracts import Reply, Request, SharedReader
 from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian
-from fedppl.model.fingerprint import PROBES, fingerprint, probes
+from fedppl.model.checks import PROBES, fingerprint, probes
 from fedppl.types import Layout, Variable
 
 Raw = tuple[dict[Any, Any], dict[str, Any]]  # bytes of arrays, and texts

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fedppl
-from fedppl.model.graph_key import code_key
+from fedppl.model.same import code_key
 
 LIMIT = 3.0
 
