@@ -1,4 +1,4 @@
-"""What users call: data as they have them, and an algorithm unless they name one."""
+"""The functions that users call: `fit`, `rounds` and `load`, with an algorithm by default."""
 
 from __future__ import annotations
 
@@ -129,31 +129,29 @@ def fit(
         ``(clients, rng) -> clients``.
     reporting
         Clients among those asked that send a reply, given in the same ways; None for all. The others hear the
-        broadcast, update what they keep to themselves if the algorithm has such a thing, a personal head for example,
-        and send only word that they did.
+        broadcast, update personal state where the algorithm has some, such as a personal head, and send only a notice.
     checkpoint
         File to write the state to after every round, and to resume from when it exists. A resumed run gives
-        the same numbers as an uninterrupted one. A salted digest tells whether a client's data are still those that the
-        run began with: here it is in the file, and other data are refused, of a finished run too; a site keeps its own,
-        and then takes no part. Another algorithm, settings, `participation` or `reporting` are refused. Functions are
-        told apart by their names. `rounds` and `deadline` may change. The records of all rounds are beside it, in a
-        file with ``.records`` added to its name. They are signed with the owner's key (the file at
-        ``FEDPPL_KEY_FILE``, else ``fedppl/key`` in the user's configuration folder, made on first use) and read with
-        that key only. Both files are as confidential as what clients send and keep.
+        the same numbers as an uninterrupted one. A salted digest detects changed data of a client: in this process it
+        is in the file, and changed data are refused, also of a finished run; a site keeps its own digest, and with
+        changed data takes no part. Another algorithm, settings, `participation` or `reporting` are refused; functions
+        are compared by name. `rounds` and `deadline` may change. The records of all rounds are in a second file with
+        ``.records`` added to its name. Both files are signed with the owner's key (the file at ``FEDPPL_KEY_FILE``,
+        else ``fedppl/key`` in the user's configuration folder, made on first use) and read with that key only. Both
+        are as confidential as what clients send and keep.
     callback
         Function of a Round, called with each; it returns True to stop.
     deadline
         Seconds to wait for replies in a round.
     progressbar
         Whether to show progress, in a terminal or a notebook: clients that have answered, and the change against the
-        tolerance. The logger ``fedppl`` tells the same at level INFO in any case.
+        tolerance. The logger ``fedppl`` always logs the same at level INFO.
     random_seed
         Seed of every random stream.
     start
-        A fit of the same declaration by the same algorithm, whose clients may be others or have had other rows: what it
-        knows of those that are here is where this one begins. For `Sums`, whose one search begins at that posterior,
-        and `EP`, which then has no warm start, whatever `starts`. A run that goes on from a checkpoint goes on from
-        there.
+        A fit of the same declaration by the same algorithm, from whose state this one begins; its clients and their
+        rows may differ. For `Sums`, whose one search begins at that posterior, and `EP`, which then has no warm start,
+        whatever `starts`. A checkpoint that is resumed takes precedence.
 
     Returns
     -------
@@ -190,11 +188,11 @@ def fit(
     Notes
     -----
     Ctrl-C ends a run at once: the fit of its whole rounds is returned with status "interrupted", and with a checkpoint
-    the same call goes on. Clients that were computing finish in the background, and what they find is dropped. Before
-    the first round is over, and the second time, it is raised.
+    the same call goes on. Clients that are computing finish in the background, and their replies are dropped. Before
+    the first round is over, and the second time, KeyboardInterrupt is raised.
 
     *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
-    a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
+    a warning. A fit that was interrupted before there was a posterior refuses to give one.
     """
     options = Options(rounds, engine, participation, reporting, checkpoint, deadline, random_seed, start)
     model, clients, chosen = _read(model, data, algorithm, by, missing, options)
@@ -204,11 +202,11 @@ def fit(
 def _read(
     model: Any, data: Any, algorithm: AnyAlgorithm | None, by: Any, missing: str, options: Options
 ) -> tuple[Any, Any, AnyAlgorithm | Choice]:
-    """The declaration, clients' data as the algorithm takes them, and it, or those of which clients' models decide."""
-    found = by_call(Sums(), EP(), data, options) if algorithm is None else algorithm
-    first = found if not isinstance(found, Choice) else found.other if found.why_not else found.first
+    """The declaration, clients' data as the algorithm takes them, and the algorithm, or a choice that models decide."""
+    chosen = by_call(Sums(), EP(), data, options) if algorithm is None else algorithm
+    first = chosen if not isinstance(chosen, Choice) else chosen.other if chosen.why_not else chosen.first
     model, clients = given.clients(model, data, by, missing, one_table=lies_side_by_side(first, options.engine))
-    return model, clients, found
+    return model, clients, chosen
 
 
 def load(
@@ -230,9 +228,9 @@ def load(
         What was fitted, and how; by default one of the two that `fit` takes by itself, the file's.
     clients, by, missing
         Data of clients that took part, as for `fit`: then their posteriors and predictions can be drawn again, with the
-        same numbers. Without, there is what all clients share, `Fit.new_client`, and of clients the draws that
-        ``fit.save(path, include="clients")`` wrote. Where clients keep something to themselves that their posteriors
-        depend on, such as a personal head, it has to be in the file (``include="personal"``).
+        same numbers. Without them the fit has the shared posterior, `Fit.new_client`, and the clients' draws that
+        ``fit.save(path, include="clients")`` wrote. Personal state that clients' posteriors depend on, such as a
+        personal head, has to be in the file (``include="personal"``).
 
     Returns
     -------
@@ -259,52 +257,52 @@ def load(
 
     Notes
     -----
-    *When this fails.* That clients' data are the same as then is not known: only their ids and the declaration are
-    compared; of a builder, without `clients`, only the names of what is shared are, and one with another prior is
-    taken for the one that was fitted. A file that is cut off, damaged or none of ours is refused, and nothing in it is
-    run; but anyone who can write the file can write another result into it.
+    *When this fails.* Changed data of clients are not detected: only their ids and the declaration are compared.
+    Without `clients` a builder is compared by the names of its shared variables alone, so that another prior is not
+    detected. A file that is truncated, damaged or of another kind is refused, and no code in it is run; but anyone who
+    can write the file can write another result into it.
     """
     gaps.required(missing)
     require_declared(model, EP() if algorithm is None else algorithm)
-    held = saved.read(path)
+    stored = saved.read(path)
     if algorithm is None:
-        algorithm = Sums() if held.algorithm == Sums().name else EP()
-    from fedppl.formulas.formula import is_formula, remembering  # at its first use: it takes a while
+        algorithm = Sums() if stored.algorithm == Sums().name else EP()
+    from fedppl.formulas.formula import is_formula, remembering  # slow to import
 
     if is_formula(model):
-        model = remembering(model, held.agreement, clients)
-    saved.require_same(held, algorithm, model)
+        model = remembering(model, stored.agreement, clients)
+    saved.require_same(stored, algorithm, model)
     models: dict[str, Any] = {}
     if clients is not None:
         model, found_data = given.clients(model, clients, by, missing)
         models = model.enrol(found_data, kernel=algorithm.needs.kernel)
         model = model.knowing({name: client.kind for name, client in models.items()})
-        if unknown := sorted(set(models) - set(held.client_ids)):
-            known = settings.some_of(held.client_ids)
+        if unknown := sorted(set(models) - set(stored.client_ids)):
+            known = settings.some_of(stored.client_ids)
             raise DataError(f"clients {unknown[:5]} did not take part; those that did are {known}.")
-        if next(iter(models.values())).layout.fingerprint != held.layout.fingerprint:
+        if next(iter(models.values())).layout.fingerprint != stored.layout.fingerprint:
             raise DeclarationError("the file is of another declaration: the shared prior or its shapes differ.")
-    reader = reader_of(models.values()) if models else held.reader
-    found = Fit(
+    reader = reader_of(models.values()) if models else stored.reader
+    loaded = Fit(
         algorithm=algorithm,
-        state=held.state,
-        layout=held.layout,
+        state=stored.state,
+        layout=stored.layout,
         declaration=model,
-        client_ids=held.client_ids,
+        client_ids=stored.client_ids,
         clients=models,
         reader=reader,
-        records=held.records,
-        status=held.status,
-        message=held.message,
-        personal=held.personal,
-        seed=held.seed,
-        seconds=held.seconds,
-        told=held.told,
-        drawn=held.drawn,
+        records=stored.records,
+        status=stored.status,
+        message=stored.message,
+        personal=stored.personal,
+        seed=stored.seed,
+        seconds=stored.seconds,
+        told=stored.told,
+        drawn=stored.drawn,
     )
     try:
-        saved.require_sound(found)
+        saved.require_sound(loaded)
     except DataError as error:
         raise DataError(f"{str(path)!r} is damaged: {error}; take it from a copy, or fit again.") from error
-    found.__dict__["idata"] = idata.from_groups(held.groups)  # as it was: draws of it are not made again
-    return found
+    loaded.__dict__["idata"] = idata.from_groups(stored.groups)  # the saved draws
+    return loaded

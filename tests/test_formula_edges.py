@@ -53,7 +53,7 @@ def test_offsets_of_several_columns_are_refused_and_not_cut_to_the_first(text: s
 @pytest.mark.parametrize(("knots", "low"), [("w", 0), ("[2, x]", 0), ("f(w)", 0), ("[2]", "w"), ("[2]", "f(w)")])
 def test_knots_and_bounds_out_of_rows_are_refused(knots: str, low: Any) -> None:
     text = SPLINE.format(knots, low)
-    with pytest.raises(DeclarationError, match="rows of each client"):
+    with pytest.raises(DeclarationError, match="columns of each client"):
         fedppl.formula("y ~ " + text, constants={"f": np.sort} if "f(" in text else {})
 
 
@@ -83,7 +83,7 @@ def test_calls_whose_arguments_would_be_passed_over_are_refused(text: str) -> No
 @pytest.mark.parametrize("name", ["I", "C", "bs", "poly", "offset", "center", "scale"])
 def test_constants_are_not_called_as_functions_of_formulas(name: str) -> None:
     for text in (f"{name}(x)", f"{name}(k=x)", f"{name}()"):
-        with pytest.raises(DeclarationError, match="another name"):
+        with pytest.raises(DeclarationError, match="other names"):
             fedppl.formula(f"y ~ {text}", constants={name: np.exp})
 
 

@@ -209,7 +209,7 @@ ACROSS = {
     "text", ["f(x)", "I(f(x) * z)", "np.log(f(x) + 100)", "offset(f(x))", "arm:f(x)", "(f(x) | site)"]
 )
 def test_functions_of_the_user_s_that_look_across_rows_are_refused(name: str, text: str) -> None:
-    with pytest.raises(DeclarationError, match="looks at one row at a time"):
+    with pytest.raises(DeclarationError, match="function of single rows"):
         agreed("y ~ z + " + text, constants={"f": ACROSS[name]})
 
 

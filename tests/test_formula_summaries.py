@@ -122,5 +122,5 @@ def test_tables_and_estimates_that_cannot_be() -> None:
     model = fedppl.formula("age ~ arm + (1 | site)")
     with pytest.raises(DataError, match="family"):
         fedppl.fit(model, {"a": Table("arm", {"x": 1}, {"x": 3})}, progressbar=False)
-    with pytest.raises(DataError, match="none has rows"):
+    with pytest.raises(DataError, match="levels and scales need rows"):
         fedppl.fit(model, {"a": Estimate("arm", 1.0, 1.0)}, progressbar=False)

@@ -333,7 +333,7 @@ def test_one_client_and_a_name_that_is_no_column_are_told(caplog: pytest.LogCapt
 def test_rows_of_withheld_levels_are_refused_or_others() -> None:
     model = fedppl.formula("y ~ dose + (1 | site)")
     rare = FRAME.assign(dose=np.where(np.arange(len(FRAME)) == 3, "double", FRAME["dose"]))
-    with pytest.raises(DataError, match='too few rows have.*withheld="other"'):
+    with pytest.raises(DataError, match='levels of too few rows.*withheld="other"'):
         fedppl.agree(model, rare, by="site", min_count=2)
     found = fedppl.agree(model, rare, by="site", min_count=2, withheld="other")
     assert found.columns.loc["dose", "levels"] == ("high", "low", "none", "other")
@@ -445,7 +445,7 @@ def test_results_are_asked_with_data_frames() -> None:
         ("np.log(y) ~ age", {}, "column of its own"),
         ("y ~ (1 | site) + (1 | ward)", {}, "within the other"),
         ("y ~ site + (1 | site)", {}, "coefficients of their own too"),
-        ("y ~ bs(age, df=4)", {}, "knots that all know"),
+        ("y ~ bs(age, df=4)", {}, "from the rows of each client"),
         ("y ~ poly(age, 2)", {}, "raw=True"),
         ("y ~ center(np.log(age))", {}, "column of its own"),
         ("y ~ C(grade, levels=order)", {"constants": {"order": [1, 2]}}, "C\\(column\\) alone"),
@@ -466,8 +466,8 @@ def test_what_would_mean_another_thing_at_each_client_is_refused(formula: str, k
     ("formula", "family", "changes", "told"),
     [
         ("y ~ weight", "gaussian", {}, r"lacks the columns \['weight'\]"),
-        ("y ~ age", "gaussian", {"age": 3.0}, "leave it out of the formula"),
-        ("y ~ dose", "gaussian", {"dose": "low"}, "leave it out of the formula"),
+        ("y ~ age", "gaussian", {"age": 3.0}, "eave it out of the formula"),
+        ("y ~ dose", "gaussian", {"dose": "low"}, "eave it out of the formula"),
         ("age ~ dose", "bernoulli", {}, "are 0 or 1"),
         ("age ~ dose", "poisson", {}, "whole numbers from 0"),
         ("y ~ age", "gamma", {}, "above 0"),

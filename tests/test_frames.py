@@ -175,7 +175,7 @@ def test_masks_and_arrays_of_other_lengths_are_understood() -> None:
     data = {k: {"x": np.ma.array(v["x"], mask=np.arange(len(v["x"])) == 0), "y": v["y"]} for k, v in by_hand().items()}
     assert len(fit(data, missing="drop").clients["3"].arrays["y"]) == 4
     odd = {"a": {"x": np.array([1.0, np.nan]), "y": np.array([1.0, np.nan, 2.0])}}
-    with pytest.raises(DataError, match="which rows belong together"):
+    with pytest.raises(DataError, match="arrays of .* rows have missing values.*drop them"):
         fit(odd, missing="drop")
 
 

@@ -87,13 +87,13 @@ def test_what_is_left_out_is_the_rows_alone() -> None:
 
 @pytest.mark.parametrize("builder", [centred, by_row, weighted, joint])
 def test_rows_that_depend_on_each_other_are_refused(builder: Any) -> None:
-    with pytest.raises(DataError, match='rows stand.*missing="drop"'):
+    with pytest.raises(DataError, match='rows that are independent.*missing="drop"'):
         given(builder, {"a": {"x": X, "y": GAPS}})
 
 
 def test_predictors_that_are_missing_are_counted_and_refused() -> None:
     with pytest.raises(
-        DataError, match=r"'x' in 4 rows at client 'a', 'x' in 1 rows at client 'b';.*\['y'\].*predictor"
+        DataError, match=r"'x' in 4 rows at client 'a', 'x' in 1 rows at client 'b'.*\['y'\].*impute predictors"
     ):
         lacking = {k: {"x": np.where(np.arange(12) < n, np.nan, X), "y": Y} for k, n in {"a": 4, "b": 1}.items()}
         given(line, lacking)
@@ -129,7 +129,7 @@ def test_a_formula_leaves_out_rows_without_its_response(formula: str, family: st
         for key in read:
             assert_allclose(read[key], wanted[key])
     gaps.loc[[7, 8], "age"] = np.nan
-    with pytest.raises(DataError, match="'age' in 2 rows at client 'a'.*impute it before"):
+    with pytest.raises(DataError, match="'age' in 2 rows at client 'a'.*impute predictors before"):
         fedppl.given.clients(model, gaps, "site", "drop_outcomes")
 
 

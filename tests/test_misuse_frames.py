@@ -148,7 +148,7 @@ ROWS: dict[str, Mistake] = {
     "a DataArray for a client": row(arrays(xr.DataArray(Y)), "'a'", "DataArray", "mapping"),
     "too long a tuple": row(arrays((Y, Y, Y)), "tuple of 3", "['X', 'y']", "mapping"),
     "a mask": row(arrays({"X": Y, "y": np.ma.array(Y, mask=[0, 1, 0])}), "'y' in 1 rows", 'missing="drop"'),
-    "a name of bytes": row(start({"a": {b"X": Y, b"y": Y}}), "b'X'", "names are texts"),
+    "a name of bytes": row(start({"a": {b"X": Y, b"y": Y}}), "b'X'", "not a text"),
     # --- Datasets
     "an array without rows of clients": row(
         start(dataset(X=("time", [1.0, 2.0])), by="site"), "'X'", "('time',)", "{id: {name: array}}"

@@ -244,7 +244,7 @@ def test_the_larger_of_two_rules_holds(tmp_path: Path) -> None:
         "west": Policy(epsilon=1.0),
     }
     grid = FakeGrid({**nodes_of(data, tmp_path, policies=strict)})
-    with pytest.raises(DataError, match="no client tells of column 'age'"):
+    with pytest.raises(DataError, match="no client can send a summary of column 'age'"):
         agree(grid)
     silent = [0, 0.0, 0.0, {}, False, False]
     assert {name: one["age"] for name, one in told(grid).items()} == dict.fromkeys(data, silent)

@@ -1,6 +1,6 @@
-"""Clients' data as people have them: data frames with a grouping column, frames by client, tuples; to arrays by name.
+"""Read clients' data: data frames with a grouping column, frames by client or tuples become arrays by name.
 
-pandas, polars, pyarrow and whatever else narwhals reads, and xarray's Datasets.
+Frames are those of pandas, polars, pyarrow and whatever else narwhals reads, and xarray's Datasets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import narwhals.stable.v2 as nw
 
 _EPOCH = np.datetime64("1970-01-01", "us")
-_EXACT = 2**53  # from where on a real is no longer every whole number
+_EXACT = 2**53  # larger whole numbers are not all floats
 _DAY = np.timedelta64(1, "D")
 
 Categories = Mapping[str, tuple[Any, ...]]
@@ -34,14 +34,14 @@ Categories = Mapping[str, tuple[Any, ...]]
 
 @functools.cache
 def narwhals() -> Any:
-    """Loaded when the first table comes: it takes a tenth of what importing all of fedppl does."""
+    """Import narwhals when the first table comes: that takes a tenth of the time of importing fedppl."""
     import narwhals.stable.v2 as nw
 
     return nw
 
 
 def read(data: Any) -> Any:
-    """A frame as narwhals has it, what is none as it is; names that stand twice are refused."""
+    """Convert a frame to one of narwhals; other data stay as they are. Duplicate column names are refused."""
     from narwhals.exceptions import DuplicateError
 
     try:
@@ -51,9 +51,9 @@ def read(data: Any) -> Any:
 
 
 def eager(data: Any) -> Any:
-    """A frame as narwhals has it, collected where it is a lazy one."""
-    found = read(data)
-    return found.collect() if isinstance(found, narwhals().LazyFrame) else found
+    """Convert a frame to one of narwhals, and collect a lazy one."""
+    frame = read(data)
+    return frame.collect() if isinstance(frame, narwhals().LazyFrame) else frame
 
 
 def is_frame(data: Any) -> bool:
@@ -74,16 +74,16 @@ def names_of(data: Any) -> list[Any]:
 
 
 def categories(data: Any, names: Sequence[str] | None) -> Categories:
-    """By name the categories of those of a frame's columns that have some."""
+    """Categories of the categorical columns of a frame, by name."""
     if not is_frame(data) or isinstance(data, xr.Dataset):
         return {}
     table = eager(data)
-    found = {name: _categories_of(table[name]) for name in table.columns if names is None or name in names}
-    return {name: order for name, order in found.items() if order is not None}
+    by_name = {name: _categories_of(table[name]) for name in table.columns if names is None or name in names}
+    return {name: order for name, order in by_name.items() if order is not None}
 
 
 def common_categories(clients: Any, names: Sequence[str] | None) -> Categories:
-    """The categories of clients' frames, which have to be the same at all: else one number has several meanings."""
+    """Categories of clients' frames; refuse categories that differ, since one number would have several meanings."""
     if not isinstance(clients, Mapping):
         return {}
     known: dict[str, tuple[Any, tuple[Any, ...]]] = {}
@@ -93,56 +93,60 @@ def common_categories(clients: Any, names: Sequence[str] | None) -> Categories:
             if expected != order:
                 raise DataError(
                     f"column {name!r} has the categories {list(expected)[:8]} at client {str(first)!r} and "
-                    f"{list(order)[:8]} at client {str(client_id)!r}, and they are numbered in their order; give all "
-                    "the same, column.cat.set_categories([...])."
+                    f"{list(order)[:8]} at client {str(client_id)!r}; set the same everywhere, "
+                    "column.cat.set_categories([...])."
                 )
     return {name: order for name, (_, order) in known.items()}
 
 
 def order(data: Any, name: str) -> tuple[str, ...] | None:
-    """The order that a table, or the tables of all clients, give the categories of a column; None without one."""
+    """Order of the categories of a column in one table, or in the tables of all clients; None without an order."""
     tables = {"": data} if is_frame(data) else data if isinstance(data, Mapping) else {}
-    found: dict[str, tuple[str, ...]] = {}
-    for client_id, one in tables.items():
-        if not is_frame(one) or isinstance(one, xr.Dataset) or name not in names_of(one):
+    by_client: dict[str, tuple[str, ...]] = {}
+    for client_id, table in tables.items():
+        if not is_frame(table) or isinstance(table, xr.Dataset) or name not in names_of(table):
             continue
-        own = _order_of(eager(one)[name])
-        if own is None:
+        categories_here = _order_of(eager(table)[name])
+        if categories_here is None:
             return None
-        found[str(client_id)] = own
-    if len(set(found.values())) > 1:
+        by_client[str(client_id)] = categories_here
+    if len(set(by_client.values())) > 1:
         raise DataError(
-            f"clients have the categories of {name!r} in different orders, {found}; give all the same, "
+            f"clients have the categories of {name!r} in different orders, {by_client}; give all the same, "
             "column.cat.set_categories([...], ordered=True)."
         )
-    return next(iter(found.values()), None)
+    return next(iter(by_client.values()), None)
 
 
 def orders(data: Any, names: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
-    """The categories of columns in the order that a table, or the tables of all clients, give; None where they differ.
+    """Orders of the categories of columns in one table, or in the tables of all clients; None where they differ.
 
-    Columns that have none anywhere are left out; so are those whose categories are in the order of first appearance.
+    Columns without categories are left out, and columns whose categories are in the order of first appearance.
     """
     tables = {"": data} if is_frame(data) else data if isinstance(data, Mapping) else {}
-    found: dict[str, set[tuple[str, ...] | None]] = {name: set() for name in names}
+    by_name: dict[str, set[tuple[str, ...] | None]] = {name: set() for name in names}
     for one in tables.values():
         table = None if not is_frame(one) or isinstance(one, xr.Dataset) else eager(one)
         for name in names:
             if table is not None and name in table.columns:
-                found[name].add(_order_of(table[name], chosen=False))
-    return {name: next(iter(own)) if len(own) == 1 else None for name, own in found.items() if own - {None}}
+                by_name[name].add(_order_of(table[name], chosen=False))
+    return {
+        name: next(iter(all_orders)) if len(all_orders) == 1 else None
+        for name, all_orders in by_name.items()
+        if all_orders - {None}
+    }
 
 
 def known(client_id: str, data: Any, *, names: Sequence[str] | None, orders: Categories) -> Any:
-    """One client's data by name, categories and texts numbered in orders that are known."""
+    """One client's data by name; categories and texts are numbered in the given `orders`."""
     whose = f"client {client_id!r}"
     return columns(data, names, whose, orders=orders) if is_frame(data) else named(data, names, whose)
 
 
 def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
-    """One client's data by name: mappings as they are, columns of a frame, and tuples in the order of `names`.
+    """One client's data by name: a mapping as it is, the columns `names` of a frame, or a tuple in their order.
 
-    Of a frame these columns alone; None for whatever there is. Errors begin with `whose`.
+    With `names` None a frame gives all its columns. Errors begin with `whose`.
     """
     if is_frame(data):
         return columns(data, names, whose)
@@ -157,7 +161,7 @@ def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
 
 
 def raw(data: Any, names: Sequence[str] | None, whose: str) -> Any:
-    """One client's data by name with texts as they are, and categories as their texts; None where a text is missing."""
+    """One client's data by name, with texts and categories as texts; None where a text is missing."""
     if is_frame(data):
         return columns(data, names, whose, texts=True)
     return {name: np.asarray(value) for name, value in data.items()} if isinstance(data, Mapping) else data
@@ -166,21 +170,23 @@ def raw(data: Any, names: Sequence[str] | None, whose: str) -> Any:
 def columns(
     frame: Any, names: Sequence[str] | None, whose: str, *, texts: bool = False, orders: Categories | None = None
 ) -> dict[str, Array]:
-    """Columns of a frame as arrays of numbers or of booleans.
+    """Columns of a frame as arrays of numbers or booleans.
 
-    Categories are numbered in the order that they have; dates and times are days since 1970, durations days; what is
-    missing is NaN. Texts have no numbers that all clients would agree on, and are refused, unless `texts` are wanted:
-    then they, and categories, are arrays of objects. `orders` are of categories that are known.
+    Categories are numbered in their order, or in `orders` where given. Dates and times are days since 1970, durations
+    are days, missing values are NaN. Texts are refused, since clients would number them differently; with `texts` they
+    and categories are arrays of objects.
     """
     if isinstance(frame, xr.Dataset):
-        found = [str(name) for name in (*frame.data_vars, *frame.coords)]
-        table: Any = {name: frame[name].to_numpy() for name in found}
+        names_found = [str(name) for name in (*frame.data_vars, *frame.coords)]
+        table: Any = {name: frame[name].to_numpy() for name in names_found}
     else:
         table = eager(frame)
-        found = list(table.columns)
-    wanted = found if names is None else [name for name in names if name in found]
+        names_found = list(table.columns)
+    wanted = names_found if names is None else [name for name in names if name in names_found]
     if names is not None and not wanted:
-        raise DataError(f"{whose}: the frame has the columns {found[:20]}, and {list(names)} are wanted; rename them.")
+        raise DataError(
+            f"{whose}: the frame has the columns {names_found[:20]}, and {list(names)} are wanted; rename them."
+        )
     text = {name for name in wanted if texts and is_text(table[name])}
     return {
         name: as_texts(table[name])
@@ -193,10 +199,10 @@ def columns(
 def by_client(
     data: Any, by: Hashable | Sequence[Hashable] | None, names: Sequence[str] | None, *, texts: bool = False
 ) -> Any:
-    """Clients' data from one table and the column, or columns, that say whose each row is.
+    """Split one table into clients' data by the column, or columns, that identify clients.
 
-    Groups that pandas or polars have made already, and mappings from client to data, need no column. The order is that
-    of first appearance. Missing values in the column are an error.
+    Groups of pandas or polars, and mappings from client to data, need no column. Clients are in the order of first
+    appearance. Missing values in the column are an error.
     """
     if by is None:
         return _given(data)
@@ -212,13 +218,13 @@ def by_client(
     ends = np.flatnonzero(np.diff(ids[order])) + 1
     table = columns(data, wanted, "data", texts=texts)
     split = {name: np.split(values[order], ends) for name, values in table.items()}
-    found = {key: {name: parts[place] for name, parts in split.items()} for place, key in enumerate(first)}
-    require_ids(found)
-    return found
+    clients = {key: {name: parts[place] for name, parts in split.items()} for place, key in enumerate(first)}
+    require_ids(clients)
+    return clients
 
 
 def _given(data: Any) -> Any:
-    """Clients' data that need no column: a mapping from client to data, or groups made already."""
+    """Clients' data without a column of clients: a mapping from client to data, or groups of a frame."""
     if is_frame(data):
         raise DataError("data are one table; say by=, the column that tells clients apart, or pass {id: table}.")
     if type(data).__name__.endswith("GroupBy"):
@@ -232,45 +238,45 @@ def _given(data: Any) -> Any:
 
 
 def _of_groups(data: Any) -> dict[Any, Any]:
-    """Groups that pandas, polars or xarray have made; rows that are in none are no rows to leave out in silence."""
+    """Read the groups of pandas, polars or xarray; refuse rows that are in no group."""
     if not isinstance(data, Iterable):
         raise DataError(f"data are a {type(data).__name__}; collect() the frame before it is grouped.")
-    found = {key[0] if isinstance(key, tuple) and len(key) == 1 else key: frame for key, frame in data}
+    groups = {key[0] if isinstance(key, tuple) and len(key) == 1 else key: frame for key, frame in data}
     whole = getattr(data, "obj", None)
-    if whole is not None and (lost := len(whole) - sum(len(frame) for frame in found.values())) > 0:
+    if whole is not None and (lost := len(whole) - sum(len(frame) for frame in groups.values())) > 0:
         raise DataError(
             f"{lost} of {len(whole)} rows are in no group, where the grouping column is missing; say whose they are, "
             "or drop them before they are grouped."
         )
-    return found
+    return groups
 
 
 def _rows_first(data: xr.Dataset, keys: Sequence[Any], names: Sequence[str]) -> xr.Dataset:
-    """A Dataset whose arrays have the dim of the clients' column first."""
+    """Transpose a Dataset so that the dim of the clients' column comes first."""
     dims = {data[key].dims for key in keys}
-    if len(dims) != 1 or len(one := next(iter(dims))) != 1:
+    if len(dims) != 1 or len(dim := next(iter(dims))) != 1:
         raise DataError(f"by={list(keys)} has the dims {sorted(dims)}; in a Dataset it has one, that of the rows.")
     for name in names:
-        if name in data and one[0] not in data[name].dims:
+        if name in data and dim[0] not in data[name].dims:
             raise DataError(
-                f"{name!r} has the dims {data[name].dims}, and by={list(keys)} runs over {one[0]!r}; give every client "
+                f"{name!r} has the dims {data[name].dims}, and by={list(keys)} runs over {dim[0]!r}; give every client "
                 "its own data, {id: {name: array}}, where an array has no rows of clients."
             )
-    return data.transpose(one[0], ...)
+    return data.transpose(dim[0], ...)
 
 
 def require_by_client(clients: Mapping[Any, Any], names: Sequence[str] | None) -> None:
-    """Refuse one client's arrays where clients by id are wanted."""
+    """Refuse the arrays of one client in place of a mapping from client to data."""
     plain = not any(isinstance(value, Mapping) or is_frame(value) for value in clients.values())
     if names and clients and plain and set(clients) <= set(names):
         raise DataError(
-            f"data have the names {list(clients)}, which the model's data have, where ids of clients are wanted; pass "
+            f"data have the model's names {list(clients)} in place of clients' ids; pass "
             '{"some client": data}, or a data frame with by=.'
         )
 
 
 def require_alignment(client_id: Any, data: Any) -> None:
-    """Refuse Series whose indices have the same labels in another order: arrays go by position."""
+    """Refuse Series whose indices have the same labels in different orders: rows are matched by position."""
     if not isinstance(data, Mapping):
         return
     series = {name: value for name, value in data.items() if isinstance(value, pd.Series)}
@@ -279,13 +285,13 @@ def require_alignment(client_id: Any, data: Any) -> None:
         a, b = other.index, value.index
         if len(a) == len(b) and not a.equals(b) and a.is_unique and b.is_unique and a.symmetric_difference(b).empty:
             raise DataError(
-                f"client {str(client_id)!r}: {first!r} and {name!r} have the same index in another order, and rows go "
-                "by position; make one frame of them, pandas.DataFrame({...}), or pass .to_numpy()."
+                f"client {str(client_id)!r}: {first!r} and {name!r} have the same index in different orders, and rows "
+                "are matched by position; make one frame, pandas.DataFrame({...}), or pass .to_numpy()."
             )
 
 
 def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:
-    """For each row the number of its group, in the order of first appearance, and the groups' names."""
+    """Group number of each row, in the order of first appearance, and the ids of the groups."""
     if isinstance(data, xr.Dataset):
         lists = {key: data[key].to_numpy().tolist() for key in keys}
     else:
@@ -302,11 +308,11 @@ def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:
     return ids, [id_of(row, keys) for row in numbers]
 
 
-# Columns as arrays of numbers, or what is wrong with them -------------------------------------------------------------
+# Columns as arrays of numbers ----------------------------------------------------------------------------------------
 
 
 def is_text(column: Any) -> bool:
-    """Whether a column holds texts, categories among them."""
+    """Whether a column holds texts or categories."""
     nw = narwhals()
     if not isinstance(column, nw.Series):
         return np.asarray(column).dtype.kind in "OUS"
@@ -319,19 +325,19 @@ def as_texts(column: Any) -> Array:
     """Texts, None where one is missing."""
     nw = narwhals()
     values = column.to_list() if isinstance(column, nw.Series) else np.asarray(column).tolist()
-    found = np.empty(len(values), dtype=object)
-    found[:] = [None if is_missing(value) else as_level(value) for value in values]
-    return found
+    array = np.empty(len(values), dtype=object)
+    array[:] = [None if is_missing(value) else as_level(value) for value in values]
+    return array
 
 
 def as_level(value: Any) -> str:
-    """A level as a text: whole numbers and truths as whole numbers, as those of columns of numbers are."""
+    """A level as a text; whole numbers and booleans become whole numbers, as levels of numeric columns are."""
     number = float(value) if isinstance(value, numbers.Real | np.bool_) else np.nan
     return str(int(number)) if number.is_integer() and abs(number) < _EXACT else str(value)
 
 
 def _categories_of(column: Any) -> tuple[Any, ...] | None:
-    """The categories of a column in their order; None where it has none."""
+    """Categories of a column in their order; None without categories."""
     nw = narwhals()
     if isinstance(column, nw.Series) and isinstance(column.dtype, nw.Categorical | nw.Enum):
         return tuple(column.cat.get_categories().to_list())
@@ -339,9 +345,9 @@ def _categories_of(column: Any) -> tuple[Any, ...] | None:
 
 
 def _order_of(column: Any, *, chosen: bool = True) -> tuple[str, ...] | None:
-    """The categories of a column in their order, such as pandas' ordered ones; None where nobody chose it.
+    """Categories of a column whose order was chosen, such as pandas' ordered ones; else None.
 
-    Where it need not be `chosen`, pandas' categories without an order have one too: that in which they are listed.
+    Without `chosen`, categories of pandas that are not ordered count as well, in the order in which they are listed.
     """
     nw = narwhals()
     if not isinstance(column, nw.Series):
@@ -352,7 +358,7 @@ def _order_of(column: Any, *, chosen: bool = True) -> tuple[str, ...] | None:
 
 
 def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array:
-    """Numbers of a column; `known` are categories in the order that all clients have."""
+    """Numbers of a column; `known` are categories in the order of all clients."""
     nw = narwhals()
     if not isinstance(column, nw.Series):
         return _of_numpy(np.asarray(column), what)
@@ -370,8 +376,8 @@ def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array
     values = column.to_list()
     if all(map(is_missing, values)):
         return np.full(len(values), np.nan)
-    if kind == nw.Unknown and (found := np.asarray(column.to_native())).dtype.kind in "biufc":  # sparse, complex
-        return found
+    if kind == nw.Unknown and (array := np.asarray(column.to_native())).dtype.kind in "biufc":  # sparse, complex
+        return array
     plain = [np.nan if is_missing(value) else value for value in values]
     if kind == nw.Object and all(isinstance(value, numbers.Real | decimal.Decimal | np.generic) for value in plain):
         return _of_numpy(np.array(plain, dtype=float), what)
@@ -400,8 +406,8 @@ def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
     unknown = sorted({repr(v) for v in values if v is not None and v == v and v not in places})
     if unknown:
         raise DataError(
-            f"{what} has the categories {', '.join(unknown[:4])}, and clients were given with {list(order)[:10]}; give "
-            "it those, or fit again with all of them."
+            f"{what} has the unknown categories {', '.join(unknown[:4])}; known are {list(order)[:10]}: recode the "
+            "rows, or fit again with all categories."
         )
     codes = np.array([places.get(value, np.nan) for value in values])  # what is missing is no category
     return codes if np.any(np.isnan(codes)) else codes.astype(np.int64)
@@ -409,32 +415,27 @@ def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
 
 def _not_numeric(what: str, kind: str, values: Sequence[Any]) -> DataError:
     present = [value for value in values if not is_missing(value)]
-    shown = sorted({repr(value) for value in present})[:4]
-    return DataError(
-        f"{what} has the type {kind} ({', '.join(shown)}), and a model computes with numbers: {_remedy(present)}."
-    )
+    examples = sorted({repr(value) for value in present})[:4]
+    return DataError(f"{what} has the type {kind} ({', '.join(examples)}), which is not numeric; {_remedy(present)}.")
 
 
 def _remedy(values: Sequence[Any]) -> str:
     odd = [value for value in values if not is_number(value)]
     if values and not odd:
-        return "its texts are numbers; convert the column, .astype(float) in pandas"
+        return "convert its texts to numbers, .astype(float) in pandas"
     if len(odd) < len(values) and all(isinstance(value, str) for value in odd):
-        return (
-            f"{sorted(set(odd))[:4]} are none; correct them, or have pandas.to_numeric(column, errors='coerce') take "
-            "them for missing"
-        )
+        return f"correct {sorted(set(odd))[:4]}, or make them missing by pandas.to_numeric(column, errors='coerce')"
     if any(isinstance(value, datetime.date) for value in values):
-        return "make times of one zone of it, pandas.to_datetime(column, utc=True)"
+        return "convert it to times of one zone, pandas.to_datetime(column, utc=True)"
     if any(isinstance(value, list | tuple | np.ndarray | dict) or hasattr(value, "to_list") for value in values):
-        return "give one number a row, in as many columns as there are numbers, or an array of them by name"
+        return "give one number a row, in several columns, or an array by name"
     if any(hasattr(value, "to_timestamp") for value in values):
-        return "make times of its periods, column.dt.to_timestamp()"
-    return "declare the model by fedppl.formula, which agrees on levels, or number its values alike at all clients"
+        return "convert its periods to times, column.dt.to_timestamp()"
+    return "number its values alike at all clients, or use fedppl.formula, which agrees on levels"
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value, or what a text says, is a number."""
+    """Whether a value, or a text, is a number."""
     try:
         float(value if not isinstance(value, bytes) else "")
     except (TypeError, ValueError):
@@ -442,11 +443,11 @@ def is_number(value: Any) -> bool:
     return True
 
 
-# Clients' ids: what may be one, which columns of a table have them, and what rows they belong to ----------------------
+# Clients' ids, and the columns of a table that hold them --------------------------------------------------------------
 
 
 def require_clients(clients: Any, of_a_table: str) -> None:
-    """Refuse what is no mapping from ids to data, or has none; `of_a_table` says what to do with a data frame."""
+    """Refuse clients that are not a mapping, or empty; `of_a_table` says what to do with a data frame."""
     if not isinstance(clients, Mapping):
         raise DataError(
             f"clients are {type(clients).__name__}; pass a mapping from client id to its data, {of_a_table}."
@@ -457,7 +458,7 @@ def require_clients(clients: Any, of_a_table: str) -> None:
 
 
 def require_ids(clients: Mapping[Any, Any]) -> None:
-    """Refuse ids that are none, and those that are told apart by nothing that their texts have.
+    """Refuse invalid ids, and ids whose texts are equal or differ by blanks alone.
 
     >>> require_ids({"a": {}, 1: {}})
     """
@@ -482,17 +483,17 @@ def _require_id(client_id: Any) -> None:
         if is_missing(part):
             raise DataError(f"a client's id is {client_id!r}; name the client, or drop its rows.")
         if isinstance(part, bytes):
-            raise DataError(f"client id {client_id!r} is of bytes, and ids are texts; decode them: {part!r}.decode().")
+            raise DataError(f"client id {client_id!r} is of bytes; decode it: {part!r}.decode().")
         if isinstance(part, frozenset):
             raise DataError(f"client id {client_id!r} is a set, which has no order; pass a text or a tuple.")
     if odd := [sign for sign in str(client_id) if unicodedata.category(sign) in ("Cc", "Cs")]:
-        raise DataError(f"client id {client_id!r} has {odd[0]!r}, which is no letter or sign; leave it out.")
+        raise DataError(f"client id {client_id!r} has the control character {odd[0]!r}; leave it out.")
     if not str(client_id).strip():
         raise DataError(f"a client's id is {client_id!r}, an empty text; name the client, or drop its rows.")
 
 
 def is_missing(value: Any) -> bool:
-    """None, NaN, NaT and NA: the last has no truth."""
+    """Whether a value is None, NaN, NaT or NA, whose truth value is undefined."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
     try:
@@ -501,9 +502,9 @@ def is_missing(value: Any) -> bool:
         return False
 
 
-def keys_of(by: Any, found: Sequence[Any], index: Iterable[Any] = ()) -> list[Any]:
-    """The columns that by= names, out of those that were found."""
-    if isinstance(by, tuple) and by in found:  # of a pandas table with several levels of names
+def keys_of(by: Any, known: Sequence[Any], index: Iterable[Any] = ()) -> list[Any]:
+    """Columns that by= names, among the `known` columns of a table."""
+    if isinstance(by, tuple) and by in known:  # of a pandas table with several levels of names
         return [by]
     keys = [by] if isinstance(by, str) or not isinstance(by, Sequence) else list(by)
     if not keys:
@@ -511,25 +512,25 @@ def keys_of(by: Any, found: Sequence[Any], index: Iterable[Any] = ()) -> list[An
     for key in keys:
         if not _is_name(key):
             raise DataError(
-                f"by= is of type {type(key).__name__}, which is no name of a column; put the values into a column of "
-                "the table, and pass its name."
+                f"by= is of type {type(key).__name__}, not the name of a column; put the values into a column of the "
+                "table, and pass its name."
             )
-    absent = [key for key in keys if key not in found]
+    absent = [key for key in keys if key not in known]
     if absent:
         levels = [name for name in absent if name in list(index)]
-        close = difflib.get_close_matches(str(absent[0]).casefold(), [str(name).casefold() for name in found], n=1)
-        meant = [name for name in found if close and str(name).casefold() == close[0]]
+        close = difflib.get_close_matches(str(absent[0]).casefold(), [str(name).casefold() for name in known], n=1)
+        meant = [name for name in known if close and str(name).casefold() == close[0]]
         remedy = f"name one of them{f', such as {meant[0]!r}' if meant else ''}"
         if levels:
             remedy = f"{levels} is in its index: pass frame.reset_index()"
-        raise DataError(f"by={shown(absent)} is no column of the table; its columns are {list(found)[:20]}; {remedy}.")
+        raise DataError(f"by={shown(absent)} is no column of the table; its columns are {list(known)[:20]}; {remedy}.")
     if len(set(keys)) < len(keys):
         raise DataError(f"by={keys} names a column twice; name each once.")
     return keys
 
 
 def _is_name(key: Any) -> bool:
-    """What can be looked up: no array or Series, which have a hash of no use or none."""
+    """Whether a key can be looked up; arrays and Series cannot."""
     if getattr(key, "ndim", 0) != 0:
         return False
     try:
@@ -540,11 +541,11 @@ def _is_name(key: Any) -> bool:
 
 
 def id_of(key: tuple[Any, ...], by: Sequence[Any]) -> Any:
-    """A group's values as a client's id: whole numbers without a fraction, one value alone without its tuple."""
-    plain = tuple(int(one) if isinstance(one, float) and one == int(one) else one for one in key)
-    if any(isinstance(one, float) for one in plain):
+    """A client's id from a group's values: floats become whole numbers, a single value stands without its tuple."""
+    plain = tuple(int(part) if isinstance(part, float) and part == int(part) else part for part in key)
+    if any(isinstance(part, float) for part in plain):
         raise DataError(
-            f"by={list(by)} holds the number {next(one for one in plain if isinstance(one, float))!r}, and clients are "
-            "told apart by texts, whole numbers or dates; name a column of these."
+            f"by={list(by)} holds the number {next(part for part in plain if isinstance(part, float))!r}; name a "
+            "column of texts, whole numbers or dates."
         )
     return plain[0] if len(plain) == 1 else plain

@@ -1,4 +1,4 @@
-"""Values that are missing: counted and refused, left out with their rows, or left to the model where it says how."""
+"""Missing values: count and refuse them, drop their rows, or drop rows whose outcome is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedppl.types import Array, DataError
 
 logger = logging.getLogger(__name__)
 
-OUTCOMES = "drop_outcomes"  # leaves out rows whose outcome is missing, and no others
+OUTCOMES = "drop_outcomes"  # drop rows whose outcome is missing, and no others
 _RULES = ("error", "drop", OUTCOMES)
 
 
@@ -27,22 +27,22 @@ def required(missing: Any) -> str:
 
 
 def complete(clients: Any, names: Sequence[str] | None, missing: str, *, texts: bool = False) -> Any:
-    """Clients' data without rows in which something is missing: refused with counts, or dropped and said.
+    """Clients' data without rows that have missing values: refuse such rows with counts, or drop and log them.
 
-    What is no mapping from client to data that can be read is handed on as it is.
+    Data that are not a mapping from client to data are returned as they are.
     """
     if not isinstance(clients, Mapping) or isinstance(clients, xr.Dataset):
         return clients
-    found = read(clients, names, texts=texts)
-    counts = {k: gaps(data) for k, data in found.items()}
+    by_client = read(clients, names, texts=texts)
+    counts = {k: gaps(data) for k, data in by_client.items()}
     if not any(counts.values()):
-        return found
+        return by_client
     if missing == "error":
         raise DataError(
             f"values are missing: {_listed(counts)}; drop or impute them before the fit, or let "
             'missing="drop" leave those rows out.'
         )
-    return {k: dropped(k, data) if counts[k] else data for k, data in found.items()}
+    return {k: dropped(k, data) if counts[k] else data for k, data in by_client.items()}
 
 
 def _listed(counts: Mapping[Any, Mapping[str, int]]) -> str:
@@ -53,7 +53,7 @@ def _listed(counts: Mapping[Any, Mapping[str, int]]) -> str:
 
 
 def gaps(data: Any) -> dict[str, int]:
-    """By name of an array the number of rows in which values are missing."""
+    """Number of rows with missing values, by name of the array."""
     if not isinstance(data, Mapping):
         return {}
     missing = {name: missing_rows(value) for name, value in data.items()}
@@ -61,7 +61,7 @@ def gaps(data: Any) -> dict[str, int]:
 
 
 def missing_rows(value: Any) -> Array | None:
-    """Whether something is missing in each row; None of what is no array of reals."""
+    """Whether each row has a missing value; None if the value is not an array of floats or objects."""
     if np.ma.is_masked(value):
         rows = np.ma.getmaskarray(value)
     else:
@@ -73,37 +73,37 @@ def missing_rows(value: Any) -> Array | None:
 
 
 def _array(value: Any) -> Array | None:
-    """Values as an array, of pandas' own kinds with NA as it is; None of what is none."""
+    """Values as an array, NA of pandas kept as it is; None if they are not an array."""
     try:
-        own = isinstance(getattr(value, "dtype", None), pd.api.extensions.ExtensionDtype)
-        return np.asarray(value, dtype=object) if own else np.asarray(value)
-    except (ValueError, TypeError, RuntimeError):  # said where arrays are made
+        is_extension = isinstance(getattr(value, "dtype", None), pd.api.extensions.ExtensionDtype)
+        return np.asarray(value, dtype=object) if is_extension else np.asarray(value)
+    except (ValueError, TypeError, RuntimeError):  # refused where arrays are made
         return None
 
 
 def _is_gone(array: Array) -> Array:
-    """None, NaN, NaT and NA, entry by entry."""
-    found = pd.isna(array) if array.dtype.kind in "fOMm" else np.zeros(array.shape, dtype=bool)
-    return np.asarray(found, dtype=bool)
+    """Whether each entry is None, NaN, NaT or NA."""
+    gone = pd.isna(array) if array.dtype.kind in "fOMm" else np.zeros(array.shape, dtype=bool)
+    return np.asarray(gone, dtype=bool)
 
 
 def dropped(client_id: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A client's data without rows in which anything is missing."""
+    """A client's data without rows that have missing values."""
     missing = {name: missing_rows(value) for name, value in data.items()}
-    rows = {len(data[name]) for name, found in missing.items() if found is not None and found.any()}
+    rows = {len(data[name]) for name, mask in missing.items() if mask is not None and mask.any()}
     arrays = {name: value if np.ma.isMaskedArray(value) else np.asarray(value) for name, value in data.items()}
     if len(rows) != 1:
         raise DataError(
-            f'client {str(client_id)!r}: arrays of {sorted(rows)} rows have missing values, and missing="drop" cannot '
-            "tell which rows belong together; drop them before the fit."
+            f"client {str(client_id)!r}: arrays of {sorted(rows)} rows have missing values, so that rows cannot be "
+            "matched; drop them before the fit."
         )
     (count,) = rows
-    parts = [found for found in missing.values() if found is not None and len(found) == count]
+    parts = [mask for mask in missing.values() if mask is not None and len(mask) == count]
     kept = ~np.logical_or.reduce(parts)
     if not kept.any():
         raise DataError(
-            f'client {str(client_id)!r}: values are missing in each of its {count} rows, and missing="drop" leaves '
-            "none; leave the client out."
+            f'client {str(client_id)!r}: each of its {count} rows has missing values, and missing="drop" leaves none; '
+            "leave the client out."
         )
     logger.warning("client %s: %d of %d rows are left out, values are missing", client_id, count - kept.sum(), count)
     return {
@@ -112,45 +112,45 @@ def dropped(client_id: Any, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Kept(NamedTuple):
-    """What is left of a client's rows, and what has to be held against the model: rows that say nothing should not."""
+    """Rows of a client that have outcomes, and all rows, with which the model is checked."""
 
     data: dict[str, Any]
-    filled: dict[str, Any]  # all rows, those that are left out with the values of another
-    rows: Array  # of `filled`, those that are kept
+    filled: dict[str, Any]  # all rows; dropped ones have the values of another row
+    rows: Array  # which rows of `filled` are kept, (n,) bool
     outcomes: tuple[str, ...]
 
 
 def read(clients: Mapping[Any, Any], names: Sequence[str] | None, *, texts: bool = False) -> dict[Any, Any]:
-    """Clients' data by name, whatever is missing in them."""
+    """Clients' data by name, with their missing values."""
     frames.require_by_client(clients, names)
     by_name = frames.raw if texts else frames.named
-    found = {k: by_name(data, names, f"client {str(k)!r}") for k, data in clients.items()}
-    for k, data in found.items():
+    by_client = {k: by_name(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+    for k, data in by_client.items():
         frames.require_alignment(k, data)
-    return found
+    return by_client
 
 
 def without_outcomes(clients: Mapping[Any, Mapping[str, Any]], outcomes: Sequence[str]) -> dict[Any, Kept | None]:
-    """Clients' data without rows in which all outcomes are missing; None of a client where nothing is.
+    """Clients' data without rows whose outcomes are all missing; None for a client without missing values.
 
-    A row without outcome says nothing of the model's variables, where its being missing depends on no outcome. What is
-    missing in other rows is refused, with counts of all clients.
+    A row without outcome has no information on the model's variables if it is missing at random. Missing values in
+    other rows are refused, with counts over all clients.
     """
     masks, elsewhere = {}, {}
     for client_id, data in clients.items():
-        found: dict[str, Any] = {}
+        gone: dict[str, Any] = {}
         for name, value in data.items():
             rows = missing_rows(value)
             if rows is not None and rows.any():
-                found[name] = rows
-        of_outcomes = [rows for name, rows in found.items() if name in outcomes]
+                gone[name] = rows
+        of_outcomes = [rows for name, rows in gone.items() if name in outcomes]
         mask: Any = None
         if len({len(rows) for rows in of_outcomes}) == 1:
             mask = np.logical_or.reduce(of_outcomes)
         masks[client_id] = mask
         left = {
             name: int(np.sum(rows & ~mask) if mask is not None and len(rows) == len(mask) else rows.sum())
-            for name, rows in found.items()
+            for name, rows in gone.items()
             if name not in outcomes or mask is None
         }
         if any(left.values()):
@@ -167,8 +167,7 @@ def _without(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str], m
         if np.any(~entries[mask]):
             raise DataError(
                 f"client {str(client_id)!r}: {int((~entries[mask]).any(axis=1).sum())} rows have a part of their "
-                f'outcomes {alike} and lack others; missing="drop_outcomes" leaves out rows without any. Impute the '
-                'others before the fit, or say missing="drop".'
+                f'outcomes {alike} and lack others; impute these before the fit, or say missing="drop".'
             )
     if mask.all():
         raise DataError(
@@ -196,7 +195,6 @@ def _missing_entries(value: Any) -> Array:
 
 def _not_outcomes(counts: Mapping[Any, Mapping[str, int]], outcomes: Sequence[str]) -> DataError:
     return DataError(
-        f'values are missing: {_listed(counts)}; missing="drop_outcomes" leaves out rows whose outcome is missing, and '
-        f"the outcomes that the model declares are {list(outcomes)}. What a predictor was only a model of it could "
-        'say: impute it before the fit, or say missing="drop".'
+        f"values are missing: {_listed(counts)}, which are not among the model's outcomes {list(outcomes)}; impute "
+        'predictors before the fit, or say missing="drop".'
     )

@@ -1,4 +1,4 @@
-"""Divide rows among clients: by label, by subclass, by quantity, by Dirichlet shares, by source. Every row once."""
+"""Divide rows among clients by label, subclass, quantity, Dirichlet shares or source; each row goes to one client."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ def dirichlet(
             ends = np.round(np.cumsum(rng.dirichlet(np.full(clients, float(alpha)))) * len(places)).astype(np.int64)
             owner[places] = np.searchsorted(ends, np.arange(len(places)), side="right").clip(max=clients - 1)
         if np.bincount(owner, minlength=clients).min() >= least:
-            held = {name: np.flatnonzero(owner == k) for k, name in enumerate(_names_of(clients))}
-            return Partition(held, {name: tuple(np.unique(y[at]).tolist()) for name, at in held.items()})
+            rows = {name: np.flatnonzero(owner == k) for k, name in enumerate(_names_of(clients))}
+            return Partition(rows, {name: tuple(np.unique(y[at]).tolist()) for name, at in rows.items()})
     raise DeclarationError(
         f"1,000 draws left a client with fewer than least={least} rows; raise alpha={alpha} or lower clients={clients}."
     )
@@ -300,17 +300,17 @@ def feature_skew(
     pairs: list[tuple[Any, Any]] = []
     numbers = np.empty(len(y), dtype=np.int64)
     for i, source in enumerate(known):
-        own, members = np.unique(y[where == source]).tolist(), range(i, clients, len(known))
-        if not each <= len(own) <= each * len(members):
+        classes, members = np.unique(y[where == source]).tolist(), range(i, clients, len(known))
+        if not each <= len(classes) <= each * len(members):
             raise DeclarationError(
-                f"{len(members)} clients with each={each} cannot hold all {len(own)} labels of {source!r}, none twice; "
+                f"{len(members)} clients with each={each} cannot hold all {len(classes)} labels of {source!r} once; "
                 "change clients= or each=."
             )
-        for number, label in enumerate(own, len(pairs)):
+        for number, label in enumerate(classes, len(pairs)):
             numbers[(where == source) & (y == label)] = number
-        held = _kinds_of(range(len(pairs), len(pairs) + len(own)), len(members), each, rng)
-        drawn = [held[k // len(known)] if k in members else kinds for k, kinds in enumerate(drawn)]
-        pairs += [(source, label) for label in own]
+        kinds_here = _kinds_of(range(len(pairs), len(pairs) + len(classes)), len(members), each, rng)
+        drawn = [kinds_here[k // len(known)] if k in members else kinds for k, kinds in enumerate(drawn)]
+        pairs += [(source, label) for label in classes]
     parts = _sliced([drawn], [numbers], "independent", rng)
     return Partition(
         parts.rows, {name: tuple(pairs[number] for number in kinds) for name, kinds in parts.kinds.items()}
@@ -360,16 +360,16 @@ def table(partition: Partition, labels: Any) -> pd.DataFrame:
             f"partition is {type(partition).__name__}; pass what label_skew and its like return, then the labels."
         )
     y = _require_column("labels", labels)
-    held = sum(len(at) for at in partition.rows.values())
-    if len(y) != held:
-        raise DataError(f"{len(y)} labels for a partition of {held} rows; pass those of the rows that were divided.")
+    total = sum(len(at) for at in partition.rows.values())
+    if len(y) != total:
+        raise DataError(f"{len(y)} labels for a partition of {total} rows; pass those of the rows that were divided.")
     known = np.unique(y)
     counts = {name: [int(np.sum(y[at] == label)) for label in known] for name, at in partition.rows.items()}
-    found = pd.DataFrame.from_dict(counts, orient="index", columns=known.tolist())
-    if "rows" in found:
+    counts_table = pd.DataFrame.from_dict(counts, orient="index", columns=known.tolist())
+    if "rows" in counts_table:
         raise DataError("a label is called 'rows', as the column of counts is; call it something else.")
-    found.insert(0, "rows", [len(at) for at in partition.rows.values()])
-    return found.rename_axis(index="client", columns="label")
+    counts_table.insert(0, "rows", [len(at) for at in partition.rows.values()])
+    return counts_table.rename_axis(index="client", columns="label")
 
 
 def plot(partition: Partition, labels: Any, ax: Any = None) -> Any:
@@ -424,20 +424,20 @@ def plot(partition: Partition, labels: Any, ax: Any = None) -> Any:
     return axes
 
 
-# What partitions have in common: labels drawn from a pile, and rows cut into slices -----------------------------------
+# What all partitions share: labels drawn from a pile, and rows cut into slices ----------------------------------------
 
 Rows = NDArray[np.int64]
 
 
 class Partition(NamedTuple):
-    """Who holds which rows, and what kinds of rows a client was meant to hold."""
+    """Rows of each client, and the kinds of rows that were drawn for it."""
 
     rows: Mapping[str, Rows]  # client id to positions, in rising order
     kinds: Mapping[str, tuple[Any, ...]]  # labels, subclasses or sources of each client
 
 
 def _generator(random_seed: Any) -> np.random.Generator:
-    """A generator, or an error that names the seed."""
+    """A generator of this seed."""
     try:
         return np.random.default_rng(random_seed)
     except (TypeError, ValueError) as error:
@@ -447,25 +447,25 @@ def _generator(random_seed: Any) -> np.random.Generator:
 
 
 def _require_column(name: str, values: Any) -> NDArray[Any]:
-    """One value for every row, numbers or strings, all of one type, and none of them missing."""
+    """Check a column: one value for each row, numbers or strings of one type, none missing."""
     if np.ma.is_masked(values):
         raise DataError(f"{name} hold masked values; drop these rows.")
     try:
-        found = np.asarray(values)
+        column = np.asarray(values)
     except ValueError as error:  # rows of several lengths
         raise DataError(f"{name} are no column; pass one value for every row.") from error
-    if found.ndim != 1 or not len(found):
-        raise DataError(f"{name} have shape {found.shape}; pass one for every row.")
-    # NumPy makes strings of all values of a list that has one, of NaN too.
-    given = list(values) if found.dtype.kind in "US" and isinstance(values, list | tuple) else found.tolist()
-    if found.dtype.kind in "OUS" and len({_kind(value) for value in given}) > 1:
+    if column.ndim != 1 or not len(column):
+        raise DataError(f"{name} have shape {column.shape}; pass one for every row.")
+    # NumPy makes strings of all values, NaN too, where one is a string.
+    given = list(values) if column.dtype.kind in "US" and isinstance(values, list | tuple) else column.tolist()
+    if column.dtype.kind in "OUS" and len({_kind(value) for value in given}) > 1:
         raise DataError(f"{name} are of several types, {shown(given[:3])} ...; pass numbers, or strings.")
-    if found.dtype.kind not in "OUSbiuf" or not isinstance(given[0], str | bytes | int | float):
-        raise DataError(f"{name} are of type {type(found[0]).__name__}; pass numbers, or strings.")
-    numbers = found.astype(float) if found.dtype.kind == "O" and isinstance(given[0], float) else found
+    if column.dtype.kind not in "OUSbiuf" or not isinstance(given[0], str | bytes | int | float):
+        raise DataError(f"{name} are of type {type(column[0]).__name__}; pass numbers, or strings.")
+    numbers = column.astype(float) if column.dtype.kind == "O" and isinstance(given[0], float) else column
     if numbers.dtype.kind == "f" and not np.all(np.isfinite(numbers)):
         raise DataError(f"{name} hold missing or infinite values; drop these rows.")
-    return found
+    return column
 
 
 def _kind(value: Any) -> type:
@@ -474,28 +474,28 @@ def _kind(value: Any) -> type:
 
 
 def _require_whole(**numbers: Any) -> None:
-    """Whole numbers, each by its name."""
+    """Check that numbers are whole, by name."""
     for name, value in numbers.items():
         whole(name, value)
 
 
 def _names_of(clients: int) -> list[str]:
-    """Ids of so many clients."""
+    """Ids of clients by number."""
     return [f"client {k}" for k in range(clients)]
 
 
 def _kinds_of(known: Sequence[Any], clients: int, each: int, rng: np.random.Generator) -> list[tuple[Any, ...]]:
-    """Draw kinds for every client from a pile that is refilled, none twice."""
+    """Draw different kinds for each client from a pile that is refilled."""
     pile: list[Any] = []
-    found = []
+    drawn = []
     for _ in range(clients):
-        own: list[Any] = []
-        while len(own) < each:
-            if not any(kind not in own for kind in pile):
+        drawn_here: list[Any] = []
+        while len(drawn_here) < each:
+            if not any(kind not in drawn_here for kind in pile):
                 pile = pile + [known[i] for i in rng.permutation(len(known))]
-            own.append(pile.pop(next(i for i, kind in enumerate(pile) if kind not in own)))
-        found.append(tuple(own))
-    return found
+            drawn_here.append(pile.pop(next(i for i, kind in enumerate(pile) if kind not in drawn_here)))
+        drawn.append(tuple(drawn_here))
+    return drawn
 
 
 def _sliced(
@@ -504,11 +504,11 @@ def _sliced(
     """Slice the rows of every kind among the clients that drew it."""
     one_of("cuts", cuts, ("same", "independent", "equal"))
     names = _names_of(len(drawn[0]))
-    held: dict[str, list[Rows]] = {name: [] for name in names}
+    slices: dict[str, list[Rows]] = {name: [] for name in names}
     known_cuts: dict[int, NDArray[np.float64]] = {}
     for kinds, column in zip(drawn, columns, strict=True):
-        for kind in dict.fromkeys(kind for own in kinds for kind in own):
-            owners = [name for name, own in zip(names, kinds, strict=True) if kind in own]
+        for kind in dict.fromkeys(kind for kinds_held in kinds for kind in kinds_held):
+            owners = [name for name, kinds_held in zip(names, kinds, strict=True) if kind in kinds_held]
             places = rng.permutation(np.flatnonzero(column == kind))
             if len(places) < len(owners):
                 raise DataError(f"{len(places)} rows of {kind!r} for {len(owners)} clients; lower clients=.")
@@ -521,15 +521,17 @@ def _sliced(
                 known_cuts[parts] = chosen / len(places)
             ends = _places_of(known_cuts[parts], len(places))
             for owner, part in zip(owners, np.split(places, ends), strict=True):
-                held[owner].append(part)
-    rows = {name: np.sort(np.concatenate(parts)).astype(np.int64) for name, parts in held.items()}
-    return Partition(rows, {name: tuple(kind for own in drawn for kind in own[k]) for k, name in enumerate(names)})
+                slices[owner].append(part)
+    rows = {name: np.sort(np.concatenate(parts)).astype(np.int64) for name, parts in slices.items()}
+    return Partition(
+        rows, {name: tuple(kind for kinds_held in drawn for kind in kinds_held[k]) for k, name in enumerate(names)}
+    )
 
 
 def _places_of(fractions: NDArray[np.float64], rows: int) -> Rows:
-    """Cut points of N rows at these fractions, none of them equal, so that no slice is empty."""
+    """Different cut points of N rows at these fractions, so that no slice is empty."""
     ends = np.round(fractions * rows).astype(np.int64)
-    for k in range(len(ends)):  # push up what collides, then down what ran over
+    for k in range(len(ends)):  # push up equal cut points, then down those past the end
         ends[k] = max(ends[k], 1 if k == 0 else ends[k - 1] + 1)
     for k in reversed(range(len(ends))):
         ends[k] = min(ends[k], rows - (len(ends) - k))

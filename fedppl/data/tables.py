@@ -1,4 +1,4 @@
-"""Rows of many clients as one table, a client's one after the other: nothing is done for each client."""
+"""Rows of many clients as one table, grouped by client, without an object per client."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedppl.types import Array
 
 logger = logging.getLogger(__name__)
 
-FEWEST = 50  # clients from which they are read as one table
-MANY = 1000  # clients from which not each is looked at alone
+FEWEST = 50  # clients from which on data are read as one table
+MANY = 1000  # clients from which on each is not examined by itself
 _NAMED = 8  # clients in a line of the log
 
 
@@ -65,10 +65,10 @@ def of_frame(
     *,
     texts: bool = False,
 ) -> Table | None:
-    """One table whose rows are grouped by a column, or columns; None where it is to be read client by client.
+    """Group the rows of one data frame by a column, or columns; None where it has to be read client by client.
 
-    That is where there are fewer clients, the data are no table with rows, or values are missing that are not dropped.
-    Where `texts` are wanted, columns of them are arrays of objects; else they are refused.
+    That is with fewer clients than `fewest`, with data that are not a data frame, and with missing values that are not
+    dropped. With `texts` columns of texts become arrays of objects; without, they are refused.
     """
     if isinstance(data, xr.Dataset) or not frames.is_frame(data) or missing == OUTCOMES:
         return None
@@ -80,7 +80,7 @@ def of_frame(
         return None
     columns = frames.columns(table, wanted, "data", texts=texts)
     whose = zip(*(table.get_column(key)[first].to_list() for key in keys), strict=True)
-    ids = [id_of(one, keys) for one in whose]
+    ids = [id_of(key_values, keys) for key_values in whose]
     gone = np.any([_missing(column) for column in columns.values()], axis=0)
     if np.any(gone):
         if missing != "drop":
@@ -103,14 +103,14 @@ def of_frame(
     order = np.argsort(numbers, kind="stable")
     begins = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=len(first)))])
     require_ids(dict.fromkeys(ids))
-    held = {name: np.ascontiguousarray(column[order]) for name, column in columns.items()}
-    return Table(tuple(map(str, ids)), begins, held)
+    arrays = {name: np.ascontiguousarray(column[order]) for name, column in columns.items()}
+    return Table(tuple(map(str, ids)), begins, arrays)
 
 
 def of_clients(clients: Mapping[Any, Any]) -> Table | None:
-    """Clients' arrays by id, one after the other; None where they are no rows of one table."""
+    """Concatenate the arrays of clients; None where they are not rows of one table."""
     first = next(iter(clients.values()), None)
-    if not isinstance(first, Mapping) or any(set(first) != set(one) for one in clients.values() if one is not first):
+    if not isinstance(first, Mapping) or any(set(first) != set(data) for data in clients.values() if data is not first):
         return None
     parts: dict[str, list[Array]] = {str(name): [] for name in first}
     counts = []
@@ -120,12 +120,15 @@ def of_clients(clients: Mapping[Any, Any]) -> Table | None:
         if len(lengths) != 1 or -1 in lengths or 0 in lengths:
             return None
         counts.append(lengths.pop())
-        for own, array in zip(parts.values(), arrays, strict=True):
-            own.append(array)
-    for own in parts.values():
-        if len({(array.dtype.kind, array.shape[1:]) for array in own}) > 1 or own[0].dtype.kind not in "biuf":
+        for arrays_of_name, array in zip(parts.values(), arrays, strict=True):
+            arrays_of_name.append(array)
+    for arrays_of_name in parts.values():
+        if (
+            len({(array.dtype.kind, array.shape[1:]) for array in arrays_of_name}) > 1
+            or arrays_of_name[0].dtype.kind not in "biuf"
+        ):
             return None
-    columns = {name: np.concatenate(own) for name, own in parts.items()}
+    columns = {name: np.concatenate(arrays_of_name) for name, arrays_of_name in parts.items()}
     if any(np.any(_missing(column)) for column in columns.values()):
         return None
     require_ids(clients)
@@ -133,16 +136,16 @@ def of_clients(clients: Mapping[Any, Any]) -> Table | None:
 
 
 def _missing(column: Array) -> NDArray[np.bool_]:
-    """Rows in which something is missing."""
+    """Which rows have a missing value."""
     if column.dtype.kind not in "fO":
         return np.zeros(len(column), dtype=bool)
     return np.asarray(pd.isna(column).any(axis=tuple(range(1, column.ndim))))
 
 
 def _numbered(keys: Sequence[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each row the number of its group, in the order of first appearance, and each group's first row.
+    """Group number of each row, in the order of first appearance, and the first row of each group.
 
-    Rows in which a key is missing have number -1.
+    Rows with a missing key have the number -1.
     """
     codes = [pd.factorize(key)[0] for key in keys]
     numbers = codes[0].astype(np.int64)
@@ -150,11 +153,11 @@ def _numbered(keys: Sequence[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]
         gone = (numbers < 0) | (code < 0)
         numbers = pd.factorize(numbers * (code.max(initial=0) + 1) + code)[0].astype(np.int64)
         numbers[gone] = -1
-    found, first = np.unique(numbers, return_index=True)
-    first = first[found >= 0]
+    groups, first = np.unique(numbers, return_index=True)
+    first = first[groups >= 0]
     order = np.argsort(first)
     if len(codes) > 1:  # numbers may have gaps where a key is missing
         again = np.full(int(numbers.max(initial=0)) + 1, -1)
-        again[found[found >= 0][order]] = np.arange(len(order))
+        again[groups[groups >= 0][order]] = np.arange(len(order))
         numbers = np.where(numbers < 0, -1, again[numbers])
     return numbers, first[order]

@@ -1,6 +1,6 @@
-"""What clients agree on before a formula means the same at all: levels, and constants to centre and scale by.
+"""Agreement of clients on levels, and on means and sds to centre and scale by, so that a formula means the same at all.
 
-One exchange: counts of levels, and of numeric columns counts, sums and sums of squares.
+One exchange: clients send counts of levels, and counts, sums and sums of squares of numeric columns.
 """
 
 from __future__ import annotations
@@ -15,88 +15,90 @@ import pandas as pd
 
 from fedppl.types import Array, DataError
 
-_LARGEST = 1e150  # of a mean square, whose own square is a number still
+_LARGEST = 1e150  # largest mean square whose square does not overflow
 OTHER = "other"
-_MOST_TIMES = 10.0  # as many rows as the others' median a client may tell of, and count for
-_MEDIANS = 5  # clients, from where on one of them that lies is left out by a median
-_MAD = 1.4826  # sds of a normal distribution in a median of distances
-_TAIL = 10  # a part so large at each end of a column counts as what is next
-_SMALLEST = 1e-150  # of a sd
-_FEWEST_PARTS = 4  # times as many rows as are told of, so that sums leave
+_MOST_TIMES = 10.0  # times the others' median of rows that a client counts for at most
+_MEDIANS = 5  # clients from which on medians bound the influence of one that lies
+_MAD = 1.4826  # sd of a normal distribution per median absolute deviation
+_TAIL = 10  # one value in so many at each end of a column is clipped
+_SMALLEST = 1e-150  # smallest sd
+_FEWEST_PARTS = 4  # times `min_count` rows that a client needs to send sums
 
 
 class Told(NamedTuple):
-    """What one client tells of one column; of fewer rows than the policy wants, nothing but its kind."""
+    """Summary of one column at one client; of fewer rows than the policy requires, its kind alone."""
 
-    rows: int  # 0 where they are too few to be told
+    rows: int  # 0 where they are too few
     total: float  # Σ x of a numeric column
     squares: float  # Σ x²
-    levels: Mapping[str, int]  # of another column, with at least so many rows as the policy wants
-    withheld: bool  # whether so many rows have levels that are not told, or a numeric column's sums are not told
+    levels: Mapping[str, int]  # rows by level of another column, of levels with enough rows
+    withheld: bool  # whether enough rows have levels that are not listed, or sums of a numeric column are withheld
     text: bool = False
 
 
 class Column(NamedTuple):
-    """What all know of a column."""
+    """The agreed levels, or mean and sd, of a column."""
 
-    levels: tuple[str, ...]  # none of a numeric column; the first is the reference
-    shares: tuple[float, ...]  # of all rows, by level
+    levels: tuple[str, ...]  # empty for a numeric column; the first is the reference
+    shares: tuple[float, ...]  # shares of all rows, by level
     mean: float
     sd: float
 
 
 class Agreement(NamedTuple):
-    """What all clients know, by column."""
+    """Agreed columns by name."""
 
     columns: Mapping[str, Column]
     rows: int
-    others: bool  # whether rows of withheld levels are of the level "other"
+    others: bool  # whether rows of withheld levels get the level "other"
 
 
 def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float) -> dict[str, Told]:
-    """What a client tells of its columns; of `levels` those of numbers too.
+    """Summaries of a client's columns; columns named in `levels` are levels though they be numbers.
 
-    What fewer than `min_count` rows have leaves no trace: whether no row has a level, or some but fewer, the same is
-    told. Rows of such levels are as if they were not there, unless those of all of them together are so many. Rows are
-    told in whole multiples of `min_count`, rounded down; those of levels in multiples of twice as many, which the rows
-    of a rare level do not move where they are taken from a level with a round number of rows.
+    Levels of fewer than `min_count` rows leave no trace: the summary is the same whether no row or a few rows have
+    them, unless rows of all such levels together reach `min_count`. Numbers of rows are rounded down to multiples of
+    `min_count`; those of levels are rounded to multiples of twice `min_count`, so that moving the rows of a rare level
+    from a level with a round number of rows does not change its count.
 
-    Of numbers the `min_count` - 1 largest count as the next, and the smallest likewise; a tenth of them, where they
-    then still differ. Their sd is told as a power of the square root of 2, their mean in halves of it: constants to
-    centre and scale by need no more. With a `min_count` of 1 all is exact.
+    Of numbers the `min_count` - 1 largest are clipped to the next one, and the smallest likewise; a tenth of them
+    where they then still differ. The sd is rounded to a power of the square root of 2, and the mean to halves of it,
+    which is enough to centre and scale by. With a `min_count` of 1 all is exact.
     """
-    found = {}
+    summaries = {}
     for name in names:
         values = np.asarray(data[name])
         text = is_text(values) or name in levels
         if len(values) < min_count:
-            found[name] = Told(0, 0.0, 0.0, {}, False, text)
+            summaries[name] = Told(0, 0.0, 0.0, {}, False, text)
         elif text:
             labels, counts = np.unique(as_texts(values), return_counts=True)
-            seen = {
+            counted = {
                 str(label): _window(int(n), min_count)
                 for label, n in zip(labels, counts, strict=True)
                 if n >= min_count
             }
             many = int(counts[counts < min_count].sum()) >= min_count
-            found[name] = Told(max(_whole(len(values), min_count), sum(seen.values())), 0.0, 0.0, seen, many, True)
+            summaries[name] = Told(
+                max(_whole(len(values), min_count), sum(counted.values())), 0.0, 0.0, counted, many, True
+            )
         else:
-            found[name] = _sums(np.asarray(values, dtype=float), min_count)
-    return found
+            summaries[name] = _sums(np.asarray(values, dtype=float), min_count)
+    return summaries
 
 
-def rare(told: Told, values: Array) -> Told:
-    """The same where rows are here: `withheld` says whether any has a level that is not told."""
-    few = told.text and told.rows > 0 and not set(np.unique(as_texts(values)).tolist()) <= set(told.levels)
-    return told._replace(withheld=few) if told.text else told
+def rare(summary: Told, values: Array) -> Told:
+    """The summary with `withheld` set exactly, from a client's rows in this process."""
+    few = summary.text and summary.rows > 0 and not set(np.unique(as_texts(values)).tolist()) <= set(summary.levels)
+    return summary._replace(withheld=few) if summary.text else summary
 
 
 def _sums(reals: Array, min_count: float) -> Told:
-    with np.errstate(over="ignore", invalid="ignore"):  # who puts them together refuses what is no number
+    with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite are refused when pooled
         if min_count <= 1:
             return Told(len(reals), float(reals.sum()), float(np.sum(reals**2)), {}, False)
         rows, few = _whole(len(reals), min_count), int(min_count) - 1
-        if len(reals) < _FEWEST_PARTS * min_count:  # of so few rows, those that count as others are most
+        if len(reals) < _FEWEST_PARTS * min_count:  # most of so few rows would be clipped
             return Told(rows, 0.0, 0.0, {}, True)
         ordered = np.sort(reals)
         for beyond_them in (max(few, len(reals) // _TAIL), few):
@@ -111,31 +113,31 @@ def _sums(reals: Array, min_count: float) -> Told:
         return Told(rows, rows * mean, rows * (sd**2 + mean**2), {}, False)
 
 
-def raised(told: Told, min_count: float) -> Told:
-    """What was told before, as far as a larger `min_count` lets it be told again."""
-    if told.rows < min_count:
-        return Told(0, 0.0, 0.0, {}, False, told.text)
-    levels = {level: _window(n, min_count) for level, n in told.levels.items() if n >= min_count}
-    rows = max(_whole(told.rows, min_count), sum(levels.values()))
-    part = rows / told.rows if told.rows else 1.0
-    withheld = told.withheld or len(levels) < len(told.levels)
-    return Told(rows, told.total * part, told.squares * part, levels, withheld, told.text)
+def raised(summary: Told, min_count: float) -> Told:
+    """An earlier summary, reduced to a larger `min_count`."""
+    if summary.rows < min_count:
+        return Told(0, 0.0, 0.0, {}, False, summary.text)
+    levels = {level: _window(n, min_count) for level, n in summary.levels.items() if n >= min_count}
+    rows = max(_whole(summary.rows, min_count), sum(levels.values()))
+    part = rows / summary.rows if summary.rows else 1.0
+    withheld = summary.withheld or len(levels) < len(summary.levels)
+    return Told(rows, summary.total * part, summary.squares * part, levels, withheld, summary.text)
 
 
 def _whole(count: int, min_count: float) -> int:
-    """The largest multiple of `min_count` that is not larger."""
+    """Round down to a multiple of `min_count`."""
     step = max(int(min_count), 1)
     return count // step * step
 
 
 def _window(count: int, min_count: float) -> int:
-    """The multiple of 2 `min_count` whose window holds a count; windows end `min_count` - 1 below their multiples."""
+    """Round to the multiple of 2 `min_count` whose window has a count; windows end `min_count` - 1 below multiples."""
     few = int(min_count)
     return count if few <= 1 else max(2 * few, (count + few - 1) // (2 * few) * 2 * few)
 
 
 def agreed(
-    told: Mapping[str, Mapping[str, Told]],
+    clients: Mapping[str, Mapping[str, Told]],
     order: Mapping[str, Sequence[str]] | None = None,
     *,
     others: bool = False,
@@ -145,114 +147,114 @@ def agreed(
     listed: Mapping[str, Sequence[str] | None] | None = None,
     believed: bool = True,
 ) -> Agreement:
-    """What comes of it: the same levels in the same order at all clients, means and sds over all rows that were told.
+    """Pool clients' summaries: the same levels in the same order at all clients, and means and sds over all rows.
 
-    What is told is by client, and column. Known before are levels in their `order`, and orders of those that are
-    `listed`, of which rows need not have all, by column. Rows of withheld levels are of the level "other" with
-    `others`, but for columns that are `closed`, which are outcomes. Nobody needs mean and sd of columns that are
-    `unscaled`; those that may be `constant` may have the same value in all rows.
+    Summaries are by client and column. By column, `order` has all levels in their order, and `listed` an order of
+    levels of which some may not occur. With `others` rows of withheld levels get the level "other", except in `closed`
+    columns, which are outcomes. Columns that are `unscaled` need no mean and sd; `constant` ones may have one value.
 
-    Clients' numbers of rows are what they say where these are `believed`, as where all are here. Else none counts for
-    more than ten times the median of the others, from five clients on for no more than it, and means and sds are
-    medians.
+    Clients' numbers of rows are used as they are if `believed`, as in one process. Else a client counts for at most ten
+    times the median of the others, from five clients on for at most the median, and means and sds are medians over
+    clients.
 
-    Raises `DataError` if a column is numeric at one client and text at another, rows are of levels that were withheld
-    and have no other, a column has one value alone, or no client tells of it.
+    Raises `DataError` if a column is numeric at one client and text at another, levels are withheld without "other", a
+    column has one value only, or no client sends a summary of it.
     """
     columns = {}
-    for name in next(iter(told.values())):
-        parts = {client_id: one[name] for client_id, one in told.items()}
+    for name in next(iter(clients.values())):
+        parts = {client_id: summary[name] for client_id, summary in clients.items()}
         parts = parts if believed else bounded(parts)
-        text = [client_id for client_id, one in parts.items() if one.text]
+        text = [client_id for client_id, summary in parts.items() if summary.text]
         if text and len(text) < len(parts):
-            odd = sorted(set(parts) - set(text))
+            numeric = sorted(set(parts) - set(text))
             raise DataError(
-                f"column {name!r} has numbers at {odd[:3]} and texts at {text[:3]}; give all clients one kind."
+                f"column {name!r} has numbers at {numeric[:3]} and texts at {text[:3]}; give all clients one kind."
             )
         if name in (order or {}):
             columns[name] = _ordered(name, parts, list(map(str, (order or {})[name])))
         elif text:
-            own = list((listed or {}).get(name) or ())
-            columns[name] = _levels(name, parts, own, others=others, closed=name in closed)
+            known_order = list((listed or {}).get(name) or ())
+            columns[name] = _levels(name, parts, known_order, others=others, closed=name in closed)
         else:
             middle = not believed and len(parts) >= _MEDIANS
             columns[name] = _constants(
                 name, parts, needed=name not in unscaled, varies=name not in constant, middle=middle
             )
-    first = {client_id: next(iter(one.values())) for client_id, one in told.items()} if columns else {}
-    rows = sum(one.rows for one in (first if believed else bounded(first)).values())
+    firsts = {client_id: next(iter(summary.values())) for client_id, summary in clients.items()} if columns else {}
+    rows = sum(summary.rows for summary in (firsts if believed else bounded(firsts)).values())
     return Agreement(columns, rows, others)
 
 
 def bounded(parts: Mapping[str, Told]) -> dict[str, Told]:
-    """What clients tell of a column, each scaled down to the rows that it may count for beside the others."""
+    """Clients' summaries of a column, scaled down to the rows that each may count for."""
     most = _MOST_TIMES if len(parts) < _MEDIANS else 1.0
-    return {client_id: _scaled(one, most * _others_rows(parts, client_id)) for client_id, one in parts.items()}
+    return {client_id: _scaled(summary, most * _others_rows(parts, client_id)) for client_id, summary in parts.items()}
 
 
 def beyond(parts: Mapping[str, Told]) -> dict[str, tuple[int, float]]:
-    """Clients that tell of more than ten times as many rows as the median of the others: theirs, and that."""
-    found = {client_id: (one.rows, _others_rows(parts, client_id)) for client_id, one in parts.items()}
-    return {client_id: (own, others) for client_id, (own, others) in found.items() if own > _MOST_TIMES * others}
+    """Clients with more than ten times as many rows as the median of the others, and both numbers."""
+    by_client = {client_id: (summary.rows, _others_rows(parts, client_id)) for client_id, summary in parts.items()}
+    return {
+        client_id: (count, median) for client_id, (count, median) in by_client.items() if count > _MOST_TIMES * median
+    }
 
 
 def _others_rows(parts: Mapping[str, Told], client_id: str) -> float:
-    rows = [one.rows for other, one in parts.items() if other != client_id and one.rows]
+    rows = [summary.rows for other, summary in parts.items() if other != client_id and summary.rows]
     return float(np.median(rows)) if rows else np.inf
 
 
-def _scaled(told: Told, most: float) -> Told:
-    if told.rows <= most:
-        return told
-    part = most / told.rows
-    levels = {level: max(round(n * part), 1) for level, n in told.levels.items()}
-    return told._replace(rows=round(most), total=told.total * part, squares=told.squares * part, levels=levels)
+def _scaled(summary: Told, most: float) -> Told:
+    if summary.rows <= most:
+        return summary
+    part = most / summary.rows
+    levels = {level: max(round(n * part), 1) for level, n in summary.levels.items()}
+    return summary._replace(rows=round(most), total=summary.total * part, squares=summary.squares * part, levels=levels)
 
 
 def _counts(parts: Mapping[str, Told]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for one in parts.values():
-        for level, n in one.levels.items():
+    for summary in parts.values():
+        for level, n in summary.levels.items():
             counts[level] = counts.get(level, 0) + n
     return counts
 
 
 def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, others: bool, closed: bool) -> Column:
     counts = _counts(parts)
-    # Of how many rows is not known: those that are not told among the levels, and one where that is none.
+    # The number of withheld rows is not known: it is estimated by rows without a listed level, and is at least one.
     withheld = {
-        client_id: max(one.rows - sum(one.levels.values()), 1)
-        for client_id, one in parts.items()
-        if one.withheld or not one.rows
+        client_id: max(item.rows - sum(item.levels.values()), 1)
+        for client_id, item in parts.items()
+        if item.withheld or not item.rows
     }
     if withheld and not others:
         raise DataError(
-            f"column {name!r} has rows of levels that too few rows have, at clients {list(withheld)[:5]}. Say "
-            'withheld="other" to make one level of them, lower min_count, say the levels in formula(levels=...), or '
-            "merge some before."
+            f"column {name!r} has levels of too few rows, at clients {list(withheld)[:5]}. Pass "
+            'withheld="other" to make one level of them, lower min_count, or name the levels in formula(levels=...).'
         )
-    levels = [one for one in listed if one in counts] + sorted(set(counts) - set(listed), key=_order)
+    levels = [item for item in listed if item in counts] + sorted(set(counts) - set(listed), key=_order)
     if withheld and not closed:
         levels = [*(level for level in levels if level != OTHER), OTHER]
         counts[OTHER] = counts.get(OTHER, 0) + sum(withheld.values())
     if len(levels) < 2:
         raise DataError(
-            f"column {name!r} has the levels {levels} alone that enough rows have, at all clients; leave it out of the "
-            "formula, an outcome has to vary. Where others are rare say all of them in formula(levels=...), or lower "
-            "min_count, at sites that of their policies too."
+            f"column {name!r} has only the levels {levels} with enough rows at all clients. leave it out of the "
+            "formula (an outcome has to vary), name rare levels in formula(levels=...), or lower min_count, also of "
+            "sites' policies."
         )
     total = sum(counts.values())
     return Column(tuple(levels), tuple(counts[level] / total for level in levels), 0.0, 1.0)
 
 
 def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
-    """Levels that the user named, in that order; those that nobody has stay."""
+    """Levels in the user's order, with those that do not occur."""
     counts = _counts(parts)
     if missing := sorted(set(counts) - set(order)):
-        if any(re.fullmatch(r"-?\d*\.\d*[1-9]\d*(e-?\d+)?", one) for one in missing):
+        if any(re.fullmatch(r"-?\d*\.\d*[1-9]\d*(e-?\d+)?", level) for level in missing):
             raise DataError(
                 f"levels={{{name!r}: {order}}}, and {name!r} holds numbers with fractions; leave it out of levels=, or "
-                "cut it into levels as a column before."
+                "cut it into levels before the fit."
             )
         raise DataError(
             f"levels={{{name!r}: {order}}} lacks {missing[:8]}, which clients have; name them too, or "
@@ -260,56 +262,55 @@ def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
         )
     total = sum(counts.values())
     return Column(
-        tuple(order), tuple(counts.get(one, 0) / total if total else 1 / len(order) for one in order), 0.0, 1.0
+        tuple(order), tuple(counts.get(level, 0) / total if total else 1 / len(order) for level in order), 0.0, 1.0
     )
 
 
 def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bool, middle: bool = False) -> Column:
-    telling = [one for one in parts.values() if one.rows and not one.withheld]
+    telling = [summary for summary in parts.values() if summary.rows and not summary.withheld]
     if not telling:
         if not needed:
             return Column((), (), 0.0, 1.0)
         raise DataError(
-            f"no client tells of column {name!r}: all have too few rows, or too few with another value than most. "
-            "Lower min_count, at sites that of their policies too, or bring several together as one client."
+            f"no client can send a summary of column {name!r}: all have too few rows, or too few distinct values. "
+            "Lower min_count, also of sites' policies, or join several clients to one."
         )
     mean, square = _middle(telling) if middle and len(telling) >= _MEDIANS else _pooled(telling)
     if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):
         raise DataError(
-            f"column {name!r} has a mean square of {square:.3g}, which leaves no digits for products; give it in "
-            "another unit."
+            f"column {name!r} has a mean square of {square:.3g}, whose products over- or underflow; give it in another "
+            "unit."
         )
     variance = max(square - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:
         if not needed or not varies:
             return Column((), (), float(mean), 1.0)
         raise DataError(
-            f"column {name!r} is {mean:.6g} in all rows of all clients, as far as their sums and sums of squares tell; "
-            "where it varies about that, subtract the same constant everywhere. Else leave it out of the formula, "
-            "which has an intercept; as a response it leaves nothing to be explained."
+            f"column {name!r} is {mean:.6g} in all rows of all clients, up to rounding; leave it out of the formula "
+            "(a response has to vary). If it varies about that, subtract the same constant everywhere."
         )
     return Column((), (), float(mean), float(np.sqrt(variance)))
 
 
 def _pooled(telling: Sequence[Told]) -> tuple[float, float]:
     """Mean and mean square over all rows."""
-    rows = sum(one.rows for one in telling)
-    return sum(one.total for one in telling) / rows, sum(one.squares for one in telling) / rows
+    rows = sum(summary.rows for summary in telling)
+    return sum(summary.total for summary in telling) / rows, sum(summary.squares for summary in telling) / rows
 
 
 def _middle(telling: Sequence[Told]) -> tuple[float, float]:
-    """The same by medians over clients, which none of them moves far: of means, of variances, and of distances."""
-    means = np.array([one.total / one.rows for one in telling])
-    within = np.array([one.squares / one.rows for one in telling]) - means**2
+    """Mean and mean square by medians over clients, which no single client moves far."""
+    means = np.array([summary.total / summary.rows for summary in telling])
+    within = np.array([summary.squares / summary.rows for summary in telling]) - means**2
     mean = float(np.median(means))
     variance = float(np.median(np.maximum(within, 0.0))) + float(_MAD * np.median(np.abs(means - mean))) ** 2
-    if not variance > 1e-12 * mean**2:  # one that few clients have in another way
+    if not variance > 1e-12 * mean**2:  # the column varies at few clients only
         return _pooled(telling)
     return mean, variance + mean**2
 
 
 def coded(column: Column, values: Array, agreement: Agreement, what: str) -> Array:
-    """A client's texts as the levels that all know."""
+    """A client's texts as agreed levels."""
     require_present(values, what)
     texts = as_texts(values)
     unknown = sorted(set(np.unique(texts).tolist()) - set(column.levels))
@@ -318,16 +319,16 @@ def coded(column: Column, values: Array, agreement: Agreement, what: str) -> Arr
     if unknown:
         raise DataError(
             f"{what} has the levels {unknown[:4]}, and clients agreed on {list(column.levels)[:10]}; agree again with "
-            "this client among them, or recode its rows."
+            "this client, or recode its rows."
         )
     return np.asarray(texts)
 
 
 def require_present(values: Any, what: str) -> None:
-    """Refuse rows whose level is missing: what stands for it would be taken for a level."""
+    """Refuse rows whose level is missing."""
     gone = np.asarray(pd.isna(np.asarray(values)))
     if np.any(gone):
-        raise DataError(f"{what} has no value in row {int(np.argmax(gone))}; drop such rows, or impute them before.")
+        raise DataError(f"{what} has no value in row {int(np.argmax(gone))}; drop such rows, or impute them.")
 
 
 def is_text(values: Any) -> bool:
@@ -336,7 +337,7 @@ def is_text(values: Any) -> bool:
 
 
 def as_texts(values: Array) -> Array:
-    """Levels as texts; whole numbers without a fraction, whatever numbers stand beside them."""
+    """Levels as texts; whole numbers without a decimal point, also in a column of reals."""
     if is_text(values):
         return values.astype(str)
     reals = values.astype(float)
@@ -350,21 +351,21 @@ def _order(level: str) -> tuple[float, str]:
         size = float(level)
     except ValueError:
         return np.inf, level
-    return (np.inf if np.isnan(size) else size), level  # "nan" is a text: no number would have a place beside it
+    return (np.inf if np.isnan(size) else size), level  # "nan" is sorted as a text
 
 
-# Columns that are other ones at one client than at the others: swapped, in another unit, or of other levels -----------
+# Columns that differ at one client from the others: swapped, in another unit, or with other levels --------------------
 
 
-# Between a client's mean and the others', in sds within clients and between them; and in its own standard errors.
+# Distance of a client's mean from the others', in sds within or between clients, and in its standard errors.
 _AWAY = 6.0
-_APART, _NEAR = 4.0, 1.5  # the same of logarithms of sizes and sds, and of means, where few make the second wide
-_SCALE = 30.0  # between sizes
-_SPREAD = 10.0  # between sds within clients
-_BEYOND = 3.0  # any of them
-_MANY = 30  # clients: of more, one does not move their medians
-_WIDEST = 100  # columns of an array
-_FEW = 8  # clients: of fewer, a median of deviations says nothing
+_APART, _NEAR = 4.0, 1.5  # the same for logarithms of sizes and sds, and of means, with few clients
+_SCALE = 30.0  # ratio of sizes
+_SPREAD = 10.0  # ratio of sds within clients
+_BEYOND = 3.0  # ratio to the most extreme sd of the others
+_MANY = 30  # clients above which one does not move medians
+_WIDEST = 100  # columns of an array that is examined
+_FEW = 8  # clients below which a median of deviations is useless
 _SHOWN = 5  # levels in a message
 
 
@@ -377,7 +378,7 @@ class _Moments(NamedTuple):
 
 
 class _Others(NamedTuple):
-    """What a client is held against."""
+    """Moments of the other clients, with which one is compared."""
 
     size: float
     mean: float
@@ -385,74 +386,74 @@ class _Others(NamedTuple):
     between: float
     least: float  # sds
     most: float
-    apart: tuple[float, float, float]  # of their sizes, means and sds, as `_apart` has it
+    apart: tuple[float, float, float]  # `_apart` of their sizes, means and sds
 
 
-def strange(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
-    """Numeric columns of a client that are on another scale than at the others, or elsewhere, in words.
+def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
+    """Messages on numeric columns of a client with another scale or location than at the others.
 
-    Named is who has a mean farther from the others' median than 6 of the larger of two sds, within clients and between
-    the others' means, and than 6 standard errors of its own; who has a sd a tenth or ten times the median of the
-    others', beyond what so few rows do by chance, and a third or three times any of them; and whose root mean square is
-    a thirtieth or thirty times as large; and in none of these only another multiple than others are of each other, as
-    counts and what else has a logarithm for a link are. Two clients are too few to tell which of them is odd.
+    A client is named if its mean is farther from the others' median than 6 times the larger of the sd within clients
+    and the sd between their means, and than 6 of its standard errors; if its sd is below a tenth or above ten times the
+    others' median, beyond chance, and below a third or above three times each of them; or if its root mean square is
+    below a thirtieth or above thirty times theirs. It is not named if the ratio is within those between other clients,
+    as happens for counts. With two clients none is named.
     """
-    found = []
-    for name in next(iter(told.values()), {}):
-        kept = {k: one[name] for k, one in told.items() if not one[name].text}
-        kept = {k: one for k, one in kept.items() if one.rows and not one.withheld}
-        if len(kept) < 3:
+    messages = []
+    for name in next(iter(summaries.values()), {}):
+        numeric = {k: summary[name] for k, summary in summaries.items() if not summary[name].text}
+        numeric = {k: summary for k, summary in numeric.items() if summary.rows and not summary.withheld}
+        if len(numeric) < 3:
             continue
-        rows = np.array([one.rows for one in kept.values()], dtype=float)
-        mean = np.array([one.total for one in kept.values()]) / rows
-        square = np.array([one.squares for one in kept.values()]) / rows
+        rows = np.array([summary.rows for summary in numeric.values()], dtype=float)
+        mean = np.array([summary.total for summary in numeric.values()]) / rows
+        square = np.array([summary.squares for summary in numeric.values()]) / rows
         variance = np.maximum(square - mean**2, 0.0) * rows / np.maximum(rows - 1, 1)
-        # What is left where two large numbers were taken from each other says nothing.
+        # A difference of two large numbers is rounding.
         sd = np.where(variance > 1e-12 * square, np.sqrt(variance), 0.0)
-        moments = _Moments(list(kept), rows, mean, sd, np.sqrt(square))
+        moments = _Moments(list(numeric), rows, mean, sd, np.sqrt(square))
         everyone = _others(moments, np.ones(len(rows), dtype=bool)) if len(rows) > _MANY else None
         for place, client_id in enumerate(moments.clients):
             others = everyone or _others(moments, np.arange(len(rows)) != place)
             if why := _odd(moments, place, others):
-                found.append(f"{name!r} at client {client_id!r} {why}")
-    return found
+                messages.append(f"{name!r} at client {client_id!r} {why}")
+    return messages
 
 
-def strange_levels(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
-    """Columns of which a client has no level that another has, while all the others have some in common, in words."""
-    found = []
-    for name in next(iter(told.values()), {}):
-        kept = {k: one[name].levels for k, one in told.items() if one[name].levels}
+def strange_levels(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
+    """Messages on columns of which one client has no level of another, while all others share some."""
+    messages = []
+    for name in next(iter(summaries.values()), {}):
+        kept = {k: own[name].levels for k, own in summaries.items() if own[name].levels}
         clients = Counter(level for levels in kept.values() for level in levels)
         apart = [k for k, levels in kept.items() if all(clients[level] == 1 for level in levels)]
         if len(apart) == 1 and len(kept) > 2:
-            here = sorted(kept[apart[0]])
-            others = sorted(set(clients) - set(here))
-            found.append(
-                f"{name!r} at client {apart[0]!r} has the levels {here[:_SHOWN]}, and no other has one of them: "
+            levels_here = sorted(kept[apart[0]])
+            others = sorted(set(clients) - set(levels_here))
+            messages.append(
+                f"{name!r} at client {apart[0]!r} has the levels {levels_here[:_SHOWN]}, and no other has one of them: "
                 f"{others[:_SHOWN]}"
             )
-    return found
+    return messages
 
 
-def strange_sizes(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
-    """Clients that tell of many times as many rows as the others, in words; each once."""
-    found: dict[str, str] = {}
-    for name in next(iter(told.values()), {}):
-        for client_id, (own, others) in beyond({k: one[name] for k, one in told.items()}).items():
-            found.setdefault(
-                client_id, f"client {client_id!r} tells of {own} rows, the median of the others is {others:g}"
+def strange_sizes(clients: Mapping[str, Mapping[str, Told]]) -> list[str]:
+    """Messages on clients that report many times as many rows as the others, one per client."""
+    messages: dict[str, str] = {}
+    for name in next(iter(clients.values()), {}):
+        for client_id, (rows, others) in beyond({k: summaries[name] for k, summaries in clients.items()}).items():
+            messages.setdefault(
+                client_id, f"client {client_id!r} tells of {rows} rows, the median of the others is {others:g}"
             )
-    return list(found.values())
+    return list(messages.values())
 
 
 def strange_arrays(clients: Mapping[Any, Any]) -> list[str]:
-    """The same of arrays by client and name: of reals, in one dimension, or with few columns in two."""
+    """Messages on arrays by client and name: real vectors, and real matrices with few columns."""
     if len(clients) < 3 or not all(isinstance(data, Mapping) for data in clients.values()):
         return []
-    told: dict[str, dict[str, Told]] = {}
+    summaries: dict[str, dict[str, Told]] = {}
     for client_id, data in clients.items():
-        told[str(client_id)] = {}
+        summaries[str(client_id)] = {}
         for name, value in data.items():
             array = value if isinstance(value, np.ndarray) else np.zeros(0)
             if array.dtype.kind != "f" or array.ndim not in (1, 2) or len(array) < 2:
@@ -462,18 +463,18 @@ def strange_arrays(clients: Mapping[Any, Any]) -> list[str]:
                 names = [str(name)] if array.ndim == 1 else [f"{name}[:, {k}]" for k in range(table.shape[1])]
                 with np.errstate(over="ignore"):
                     sums = zip(names, table.sum(axis=0), (table**2).sum(axis=0), strict=True)
-                told[str(client_id)] |= {
+                summaries[str(client_id)] |= {
                     key: Told(len(array), float(x), float(xx), {}, False) for key, x, xx in sums if np.isfinite(xx)
                 }
-    common = set.intersection(*(set(one) for one in told.values()))
-    return strange({k: {name: one[name] for name in one if name in common} for k, one in told.items()})
+    common = set.intersection(*(set(columns) for columns in summaries.values()))
+    return strange({k: {name: columns[name] for name in columns if name in common} for k, columns in summaries.items()})
 
 
-def _others(all_of: _Moments, chosen: Array) -> _Others:
-    size, mean, sd = all_of.size[chosen], all_of.mean[chosen], all_of.sd[chosen]
+def _others(moments: _Moments, chosen: Array) -> _Others:
+    size, mean, sd = moments.size[chosen], moments.mean[chosen], moments.sd[chosen]
     some, spread = size[size > 0], sd[sd > 0]
     relative = np.minimum(sd, 1e3 * np.abs(mean)) / np.where(mean != 0, np.abs(mean), 1.0)
-    within = min(float(np.sqrt(np.log1p(np.median(relative) ** 2))), 1.0)  # of logarithms of a client's rows
+    within = min(float(np.sqrt(np.log1p(np.median(relative) ** 2))), 1.0)  # sd of logarithms of a client's rows
     return _Others(
         float(np.median(some)) if len(some) else 0.0,
         float(np.median(mean)),
@@ -481,7 +482,7 @@ def _others(all_of: _Moments, chosen: Array) -> _Others:
         _between(mean),
         float(spread.min(initial=np.inf)),
         float(spread.max(initial=0.0)),
-        # Means near 0 are multiples of each other by chance; where all grows by multiples sds do, too.
+        # Means near 0 have large ratios by chance; real ratios show in sds, too.
         (
             _apart(size, within, _APART),
             min(_apart(mean, within, _NEAR), _apart(sd, within, _NEAR)),
@@ -491,10 +492,10 @@ def _others(all_of: _Moments, chosen: Array) -> _Others:
 
 
 def _apart(values: Array, within: float, few: float) -> float:
-    """How many times as large or small as their median one may be, as a logarithm, where all have one sign.
+    """Log of the largest plausible ratio of a value to the median of `values` of one sign.
 
-    Counts and what grows exponentially differ by multiples, some by many, and where rows of a client do its moments are
-    of few of them. 0 where signs differ, or few are there.
+    Counts and exponentially growing values differ by factors, and moments of a client may come from few large rows. 0
+    where signs differ, or with fewer than two values.
     """
     some = values[values != 0]
     if len(some) < 2 or np.ptp(np.sign(some)):
@@ -504,22 +505,23 @@ def _apart(values: Array, within: float, few: float) -> float:
     return 2.0 * within + max((_AWAY if len(logs) >= _FEW else few) * _between(logs), 2.0 * farthest)
 
 
-def _odd(all_of: _Moments, place: int, others: _Others) -> str | None:
-    """What is odd about one client's column, or None."""
-    rows, mean, sd, size = (float(part[place]) for part in all_of[1:])
+def _odd(moments: _Moments, place: int, others: _Others) -> str | None:
+    """Describe an odd column of one client; None if it is not odd."""
+    rows, mean, sd, size = (float(part[place]) for part in moments[1:])
     ratios = [
-        own / of if of else 0.0 for own, of in zip((size, mean, sd), (others.size, others.mean, others.sd), strict=True)
+        value / reference if reference else 0.0
+        for value, reference in zip((size, mean, sd), (others.size, others.mean, others.sd), strict=True)
     ]
     as_others = [r > 0 and abs(np.log(r)) <= apart for r, apart in zip(ratios, others.apart, strict=True)]
     if others.size > 0 and size > 0 and not as_others[0] and not 1 / _SCALE < size / others.size < _SCALE:
         return f"is of size {size:.3g}, at most others of {others.size:.3g}"
-    if others.sd == 0:  # a column of clients, not of rows: nothing says how far two may be apart
+    if others.sd == 0:  # constant within clients: there is no scale for differences
         return None
     wide = max(others.sd, others.between, sd / np.sqrt(rows))
     if abs(mean - others.mean) > _AWAY * wide and rows > 1 and not as_others[1]:
         return f"has the mean {mean:.3g}, at most others {others.mean:.3g} with sds of {others.sd:.3g}"
-    slack = _SPREAD * np.exp(4.0 / np.sqrt(max(rows - 1, 1)))  # log of a sd has this error, four times over
-    few = len(all_of.clients) <= _MANY  # of many, all are among the others
+    slack = _SPREAD * np.exp(4.0 / np.sqrt(max(rows - 1, 1)))  # four standard errors of a log sd
+    few = len(moments.clients) <= _MANY  # with many, `others` includes the client
     alone = not few or sd > _BEYOND * others.most or sd < others.least / _BEYOND
     if sd > 0 and alone and not as_others[2] and not 1 / slack < sd / others.sd < slack:
         return f"has the sd {sd:.3g}, at most others {others.sd:.3g}"
@@ -527,7 +529,7 @@ def _odd(all_of: _Moments, place: int, others: _Others) -> str | None:
 
 
 def _between(means: Array) -> float:
-    """How far means of the others lie apart: robustly where there are enough of them, and more where they are few."""
+    """Sd between the others' means: robust with enough of them, and inflated with few."""
     if len(means) < _FEW:
         return float(np.std(means, ddof=1)) * (1.0 + 4.0 / (len(means) - 1))
-    return float(1.5 * 1.4826 * np.median(np.abs(means - np.median(means))))
+    return float(1.5 * _MAD * np.median(np.abs(means - np.median(means))))

@@ -1,4 +1,4 @@
-"""What is wrong with a formula's names, priors and rows, before anything is computed from them."""
+"""Checks of a formula's names, priors and rows, and outcomes in the numbers that a family takes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fedppl.types import Array, DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
 
-_CLIENTS = ("client", "site")  # what clients are called where they are in no column
-_MANY = 20  # levels, from where on a column looks like an identifier or like numbers
+_CLIENTS = ("client", "site")  # names of clients in formulas that need no column
+_MANY = 20  # levels above which a column looks like an identifier or numbers
 
 
 def mapping(name: str, value: Any, example: str) -> dict[str, Any]:
@@ -36,22 +36,22 @@ def mapping(name: str, value: Any, example: str) -> dict[str, Any]:
 
 
 def order_of(name: str, levels: Any) -> tuple[str, ...]:
-    """An order of levels as the user gave it: texts, each once."""
+    """Check an order of levels: texts, each once."""
     if isinstance(levels, str) or not isinstance(levels, Iterable):
         raise DeclarationError(f"levels={{{name!r}: {shown(levels)}}} must be a list of levels in their order.")
-    found = tuple(map(as_level, levels))
-    if len(set(found)) < len(found):
-        raise DeclarationError(f"levels={{{name!r}: {list(found)}}} names a level twice; name each once.")
-    return found
+    order = tuple(map(as_level, levels))
+    if len(set(order)) < len(order):
+        raise DeclarationError(f"levels={{{name!r}: {list(order)}}} names a level twice; name each once.")
+    return order
 
 
 def prior(name: str, given: Prior, default: Prior | None) -> None:
-    """Refuse a prior that the variable of this name cannot have."""
+    """Refuse a prior that does not fit the variable."""
     if given.is_discrete:
         raise DeclarationError(f"priors[{name!r}]={given!r} is discrete; choose a continuous distribution.")
     extra = sorted({"observed", "dims", "shape", "size", "total_size"} & set(given.parameters))
     if extra:
-        raise DeclarationError(f"priors[{name!r}] has {extra}, which the formula itself knows; leave them out.")
+        raise DeclarationError(f"priors[{name!r}] has {extra}, which the formula sets; leave them out.")
     if default is not None and default.name == "Beta" and not given.is_of_shares:
         raise DeclarationError(
             f"priors[{name!r}]={given!r} has values beyond 0 and 1, and {name!r} is (1 + r) / 2 of correlations r; "
@@ -65,15 +65,15 @@ def prior(name: str, given: Prior, default: Prior | None) -> None:
 
 
 def lengths(name: str, given: Prior, labels: Sequence[str], levels: Sequence[str] = ()) -> None:
-    """Refuse parameters of a prior that are for another number of coefficients, each of which has all `levels`."""
+    """Refuse parameters of a prior for another number of coefficients (each has all `levels`)."""
     for parameter, value in given.parameters.items():
         if not isinstance(value, np.ndarray | list | tuple):
             continue
         if np.ndim(value) > 1 and np.shape(value) not in itertools.product({1, len(labels)}, {1, len(levels)} - {0}):
-            more = f", or an array with a column for each of {list(levels)[:8]}" if levels else ""
+            or_array = f", or an array with a column for each of {list(levels)[:8]}" if levels else ""
             raise DeclarationError(
                 f"priors[{name!r}] has {parameter!r} of shape {np.shape(value)}; give one value, or a list of "
-                f"{len(labels)}, for {list(labels)[:8]}{more}."
+                f"{len(labels)}, for {list(labels)[:8]}{or_array}."
             )
         of_levels = len(labels) == 1 and len(value) == len(levels)
         if np.ndim(value) == 1 and len(value) not in (1, len(labels)) and not of_levels:
@@ -94,12 +94,12 @@ def columns(absent: Sequence[str], found: Iterable[Any], what: str) -> None:
     raise DataError(
         f"{what} lacks the columns {list(absent)} of the formula; it has {sorted(known)[:20]}"
         + (f": {', '.join(meant)}" if meant else "")
-        + ". Rename them, or give what is no column by fedppl.formula(..., constants={...})."
+        + ". Rename them, or give constants by fedppl.formula(..., constants={...})."
     )
 
 
 def rows(client_id: str, data: Mapping[str, Any], wanted: Sequence[str]) -> None:
-    """Refuse columns that have not one value a row, no row, or numbers that are infinite or complex."""
+    """Refuse columns without one value per row, without rows, or with infinite or complex numbers."""
     what, count = f"client {client_id!r}", {}
     for name in wanted:
         values = np.asarray(data[name])
@@ -118,9 +118,9 @@ def rows(client_id: str, data: Mapping[str, Any], wanted: Sequence[str]) -> None
 
 
 def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collection[str]) -> None:
-    """Refuse True and False, which are the numbers 1 and 0, where two levels would have a column each.
+    """Refuse booleans, which count as the numbers 1 and 0, where two levels would have a column each.
 
-    Of `0 + flag`, `x:flag` without x, or `a:flag` without a, numbers span less than the levels that R makes of truths.
+    In `0 + flag`, `x:flag` without x, or `a:flag` without a, numbers span less than the levels of booleans in R.
     """
     columns = {name: np.asarray(data[name]) for name in terms.columns if isinstance(terms.trees.get(name), ast.Name)}
     flags = {name for name, values in columns.items() if values.dtype == bool and name not in levels}
@@ -135,78 +135,80 @@ def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collec
                 name = both[0] if both[0].isidentifier() else f"`{both[0]}`"
                 remedy = f"write C({name})" if both[0] in columns else "compute a column of texts before"
                 raise DataError(
-                    f"client {client_id!r}: {both[0]!r} is True or False, and {':'.join(term)!r} would have a column "
-                    f"for either in this formula; {remedy} for these two, or give the numbers 0 and 1 for one."
+                    f"client {client_id!r}: {both[0]!r} is True or False, and {':'.join(term)!r} needs a column for "
+                    f"each; {remedy} for two columns, or give the numbers 0 and 1 for one."
                 )
 
 
 def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Refuse an ordinal outcome whose order is not known: of texts without levels=, or of fractions."""
-    found: set[str] = set()
+    """Refuse an ordinal outcome of unknown order: of texts without levels=, or of fractions."""
+    levels: set[str] = set()
     for client_id, data in clients.items():
         values = np.asarray(data[name])
         if is_text(values):
-            found |= set(values.astype(str).tolist())
+            levels |= set(values.astype(str).tolist())
         elif np.any(wrong := values.astype(float) != np.floor(values.astype(float))):
             raise DataError(
                 f"client {str(client_id)!r}: {name!r} is {values[wrong][0]} in row {int(np.argmax(wrong))}, and levels "
                 "of an ordinal outcome are whole numbers or texts; cut it into levels, or choose another family."
             )
-    if any(not is_number(level) for level in found):
+    if any(not is_number(level) for level in levels):
         raise DeclarationError(
-            f"the ordinal response {name!r} has the levels {sorted(found)[:8]}, whose order is not known; say it, "
+            f"the ordinal response {name!r} has the levels {sorted(levels)[:8]}, whose order is not known; pass "
             f"fedppl.formula(..., levels={{{name!r}: [lowest, ..., highest]}})."
         )
 
 
-def require_no_numbers(agreement: Agreement, told_as: Iterable[str]) -> None:
-    """Refuse a column of many numbers that came as texts, as where one cell is "72 y"; `told_as` are meant as levels.
+def require_no_numbers(agreement: Agreement, declared: Iterable[str]) -> None:
+    """Refuse a column of texts with many levels of which most are numbers, unless `declared` names it.
 
-    Raises `DataError` if most of a column's levels, and many, are numbers.
+    Such a column is one of numbers with a typing error, such as "72 y" in one cell.
     """
     for name, column in agreement.columns.items():
         others = [level for level in column.levels if not is_number(level)]
-        if name in told_as or len(column.levels) <= _MANY or len(others) > len(column.levels) // 5:
+        if name in declared or len(column.levels) <= _MANY or len(others) > len(column.levels) // 5:
             continue
         which = f"all but {shown(others[:3])} are numbers" if others else "all are numbers"
         raise DataError(
-            f"{name!r} is of texts with {len(column.levels)} levels, of which {which}; make numbers of it "
-            f"(pandas.to_numeric), or say that it is of levels, fedppl.formula(..., levels={{{name!r}: [...]}})."
+            f"{name!r} is of texts with {len(column.levels)} levels, of which {which}; convert it to numbers "
+            f"(pandas.to_numeric), or name its levels, fedppl.formula(..., levels={{{name!r}: [...]}})."
         )
 
 
-def odd_levels(agreement: Agreement, told_as: Iterable[str]) -> list[str]:
-    """Columns whose levels look like a mistake, in words; `told_as` were meant to be levels."""
-    found = []
+def odd_levels(agreement: Agreement, declared: Iterable[str]) -> list[str]:
+    """Messages on columns whose levels look like a mistake; those that are `declared` are levels."""
+    messages = []
     for name, column in agreement.columns.items():
         groups: dict[str, list[str]] = {}
         for level in column.levels:
             groups.setdefault(level.strip().casefold(), []).append(level)
         alike = [same for same in groups.values() if len(same) > 1]
         if alike:
-            found.append(f"levels {alike[0]} of {name!r} differ by blanks or capitals alone; recode what is one level")
-        if name not in told_as and any("." in level and is_number(level) for level in column.levels):
-            found.append(
+            messages.append(
+                f"levels {alike[0]} of {name!r} differ by blanks or capitals alone; recode what is one level"
+            )
+        if name not in declared and any("." in level and is_number(level) for level in column.levels):
+            messages.append(
                 f"{name!r} is of texts that are numbers, and has {len(column.levels)} levels; make numbers of it"
             )
         elif len(column.levels) > max(_MANY, agreement.rows // 2):
-            found.append(f"{name!r} has {len(column.levels)} levels in {agreement.rows} rows; is it an identifier?")
-    return found
+            messages.append(f"{name!r} has {len(column.levels)} levels in {agreement.rows} rows; is it an identifier?")
+    return messages
 
 
 def collinear(parts: Iterable[Array], labels: Sequence[str], has_intercept: bool) -> list[str]:
-    """Names of columns that the others, and the intercept, determine over all rows; none where all tell."""
+    """Names of columns that are linearly dependent on others, and the intercept, over all rows."""
     size, count, total = len(labels), 0, np.zeros(len(labels))
     gram = np.zeros((size, size))
     for part in parts:
         count, total, gram = count + len(part), total + part.sum(axis=0), gram + part.T @ part
-        if count > size and not (found := _dependent(gram, total, count, has_intercept)):
+        if count > size and not (dependent := _dependent(gram, total, count, has_intercept)):
             return []
-    return [labels[i] for i in found] if count > size else []
+    return [labels[i] for i in dependent] if count > size else []
 
 
 def _dependent(gram: Array, total: Array, count: int, has_intercept: bool) -> list[int]:
-    """Columns with weight in a direction in which nothing varies."""
+    """Columns with weight in a direction without variance."""
     spread = gram - np.outer(total, total) / count if has_intercept else gram
     size = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     values, vectors = np.linalg.eigh(spread / np.outer(size, size))
@@ -215,7 +217,7 @@ def _dependent(gram: Array, total: Array, count: int, has_intercept: bool) -> li
 
 
 def tables(built: Any, data: Any, by: Any) -> None:
-    """Refuse tables without the columns or limits of a formula, and clients told apart by others than effects are."""
+    """Refuse tables without the columns or limits of a formula, and a by= that is not the factor of the effects."""
     factor = built.terms.client
     tables = {"the table": data} if frames.is_frame(data) else data if isinstance(data, Mapping) else {}
     for client_id, table in tables.items():
@@ -223,26 +225,28 @@ def tables(built: Any, data: Any, by: Any) -> None:
         if not frames.is_frame(table):
             limits(built, table, what)
             continue
-        found = frames.names_of(table)
-        columns([name for name in built.columns if name not in found], found, what)
+        names = frames.names_of(table)
+        columns([name for name in built.columns if name not in names], names, what)
         limits(built, frames.raw(table, [built.terms.response.columns[-1]], what), what)
-        if table is data and factor in found and by not in (factor, [factor], (factor,)):
+        if table is data and factor in names and by not in (factor, [factor], (factor,)):
             raise DataError(
-                f"effects of {built.text!r} vary by {factor!r}, and by={by!r} tells clients apart; effects vary by "
-                f"client: write (1 | {by if isinstance(by, str) else 'client'}), or by={factor!r}. Groups within a "
-                "client are written (1 | client/group)."
+                f"effects of {built.text!r} vary by {factor!r}, and clients by by={by!r}; write "
+                f"(1 | {by if isinstance(by, str) else 'client'}), or by={factor!r}; groups within a client are "
+                "(1 | client/group)."
             )
 
 
 def one_factor_a_client(built: Any, clients: Any) -> None:
-    """Refuse clients that have a column of the factor's name with several values: effects would vary by client."""
+    """Refuse clients with several values in a column of the factor's name, since effects vary by client."""
     factor, seen = built.terms.client, dict[str, str]()
     for client_id, data in clients.items() if factor is not None and isinstance(clients, Mapping) else ():
         if not (factor in frames.names_of(data) if frames.is_frame(data) else isinstance(data, Mapping)):
             continue
         what = f"client {str(client_id)!r}"
-        held = frames.raw(data, [factor], what).get(factor) if frames.is_frame(data) else data.get(factor)
-        values = sorted({str(one) for one in np.ravel(np.asarray([] if held is None else held)).tolist() if one == one})
+        column = frames.raw(data, [factor], what).get(factor) if frames.is_frame(data) else data.get(factor)
+        values = sorted(
+            {str(one) for one in np.ravel(np.asarray([] if column is None else column)).tolist() if one == one}
+        )
         remedy = f"write (1 | client/{factor}) for groups within clients"
         if len(values) > 1:
             raise DataError(
@@ -252,12 +256,12 @@ def one_factor_a_client(built: Any, clients: Any) -> None:
         if values and seen.setdefault(values[0], str(client_id)) != str(client_id):
             raise DataError(
                 f"clients {seen[values[0]]!r} and {str(client_id)!r} have the same {factor!r}, {values[0]!r}, and "
-                f"effects of {built.text!r} vary by client: bring them together as one, or {remedy}."
+                f"effects of {built.text!r} vary by client: join them to one client, or {remedy}."
             )
 
 
 def say_who_clients_are(built: Any, data: Any, by: Any) -> None:
-    """Tell that effects vary by clients where the formula's name of them is no column: it may be a slip."""
+    """Warn that effects vary by client where the formula's factor is not a column, which may be a typing error."""
     factor = built.terms.client
     if frames.is_frame(data) and factor not in (None, by, *_CLIENTS, *frames.names_of(data)):
         logger.warning(
@@ -268,13 +272,13 @@ def say_who_clients_are(built: Any, data: Any, by: Any) -> None:
         )
 
 
-def limits(built: Any, held: Any, what: str) -> None:
-    """Refuse intervals without an upper limit: left out with missing values, those who had no event yet would be."""
+def limits(built: Any, data: Any, what: str) -> None:
+    """Refuse missing upper limits of intervals, since dropping them would drop rows without an event."""
     response = built.terms.response
     name = response.columns[-1]
-    if response.kind != "interval" or not isinstance(held, Mapping) or name not in held:
+    if response.kind != "interval" or not isinstance(data, Mapping) or name not in data:
         return
-    gone = missing.missing_rows(held[name])
+    gone = missing.missing_rows(data[name])
     if gone is not None and gone.any():
         raise DataError(
             f"{what}: {name!r} is missing in {int(gone.sum())} rows; the upper limit of an interval is inf where there "
@@ -283,9 +287,9 @@ def limits(built: Any, held: Any, what: str) -> None:
 
 
 def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any], *, many: bool = False) -> None:
-    """Warn of coefficients that no row tells apart, where the clients' rows are here: priors alone do.
+    """Warn of coefficients that the data do not identify, so that their priors decide.
 
-    With `many` the one entry is of all clients.
+    With `many` the one entry has the rows of all clients.
     """
     design, terms, names_of = built.design, built.terms, built.containers
     read = functools.cache(lambda client_id: built.read(str(client_id), clients[client_id]))
@@ -297,7 +301,7 @@ def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any], *, many: boo
         )
     labels = [label for name in terms.common for label in design.labels[name]]
     has_intercept = predictor.has_intercept(terms, built.family)
-    center = design.center if has_intercept else 0.0  # else rounding of what all rows have in common looks like it
+    center = design.center if has_intercept else 0.0  # without it rounding of a large mean looks like dependence
     common = (read(client_id)[names_of["common"]] for client_id in clients) if labels else ()
     parts = ((one - center) / design.scale for one in common)
     if flat := collinear(parts, labels, has_intercept):
@@ -320,7 +324,7 @@ def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any], *, many: boo
             )
 
 
-# A client's outcomes in the numbers that a family takes, or what is wrong with them -----------------------------------
+# A client's outcomes in the numbers that a family takes ---------------------------------------------------------------
 
 
 _OUTCOMES: Mapping[str, tuple[str, Callable[[Array], Any]]] = {
@@ -335,7 +339,7 @@ _OUTCOMES: Mapping[str, tuple[str, Callable[[Array], Any]]] = {
 def outcome(
     family: Family, response: Response, data: Mapping[str, Any], agreement: Agreement, what: str
 ) -> dict[str, Array]:
-    """Outcomes, and numbers of trials where the family has them, as arrays of the builder."""
+    """Outcomes, and numbers of trials where the family has some, as arrays of the builder."""
     absent = [name for name in response.columns if name not in data]
     if absent:
         raise DataError(f"{what} lacks {absent} of the response {list(response.columns)}.")
@@ -353,8 +357,8 @@ def outcome(
         return {"outcome": (coded(column, values, agreement, what) == column.levels[1]).astype(np.int64)}
     if is_text(values):
         raise DataError(
-            f"{what}: {name!r} has texts, and family {family.name!r} wants numbers; make numbers of them, or choose "
-            "family 'bernoulli' for two levels, 'ordinal' for more."
+            f"{what}: {name!r} has texts, and family {family.name!r} needs numbers; convert them, or choose family "
+            "'bernoulli' for two levels, 'ordinal' for more."
         )
     rule, holds = _OUTCOMES[family.outcome]
     wrong = ~holds(values.astype(float))
@@ -364,49 +368,49 @@ def outcome(
             f"{what}: {name!r} is {values[where]} in row {where}, and outcomes of family {family.name!r} are {rule}; "
             "correct such rows, or choose another family."
         )
-    found = {"outcome": values.astype(np.int64 if family.outcome in ("binary", "count") else float)}
+    arrays = {"outcome": values.astype(np.int64 if family.outcome in ("binary", "count") else float)}
     if response.kind == "proportion":
-        found["trials"] = _trials(found["outcome"], np.asarray(data[response.columns[1]]), response, what)
-    return found
+        arrays["trials"] = _trials(arrays["outcome"], np.asarray(data[response.columns[1]]), response, what)
+    return arrays
 
 
 def require_two(family: Family, name: str, agreement: Agreement, what: str) -> None:
-    """Refuse an outcome of texts that are more than two, or one, where a family has two."""
+    """Refuse an outcome of texts without exactly two levels where a family has two."""
     levels = agreement.columns[name].levels
     if family.outcome == "binary" and levels and len(levels) != 2:
         raise DataError(
-            f"{what}: {name!r} has the levels {list(levels)[:8]}, and family {family.name!r} wants two; recode its "
-            "rows to two, or choose family 'ordinal' where they have an order and 'categorical' where they have none."
+            f"{what}: {name!r} has the levels {list(levels)[:8]}, and family {family.name!r} needs two; recode its "
+            "rows, or choose family 'ordinal' for levels with an order and 'categorical' for others."
         )
 
 
 def new_rows(family: Family, response: Response, data: Mapping[str, Any], rows: int, what: str) -> dict[str, Array]:
-    """What the likelihood reads beside the outcome, at rows of which it is predicted."""
+    """Arrays that the likelihood reads beside the outcome, at rows whose outcome is predicted."""
     if family.outcome == "time":
         return unlimited(response, rows)
     if response.kind != "proportion":
         return {}
     name = response.columns[1]
     if name not in data:
-        raise DataError(f"{what} lacks {name!r}, the numbers of trials, of which successes are predicted; add it.")
+        raise DataError(f"{what} lacks {name!r}, the numbers of trials of predicted successes; add it.")
     return {"trials": _trials(np.zeros(rows), np.asarray(data[name]), response, what)}
 
 
 def weights(name: str, data: Mapping[str, Any], what: str) -> Array:
-    """Numbers of rows that each row stands for."""
+    """Weights of rows: the number of rows that each stands for."""
     if name not in data:
         raise DataError(f"{what} lacks the weights {name!r}.")
-    found = np.asarray(data[name])
-    if is_text(found):
+    values = np.asarray(data[name])
+    if is_text(values):
         raise DataError(f"{what}: the weights {name!r} are texts; give numbers above 0.")
-    wrong = ~((found > 0) & np.isfinite(found))
+    wrong = ~((values > 0) & np.isfinite(values))
     if np.any(wrong):
         where = int(np.argmax(wrong))
         raise DataError(
-            f"{what}: the weight {name!r} is {found[where]} in row {where}; weights are finite and above 0: leave out "
-            "rows that are to count for nothing."
+            f"{what}: the weight {name!r} is {values[where]} in row {where}; weights are finite and above 0: drop rows "
+            "of weight 0."
         )
-    return found.astype(float)
+    return values.astype(float)
 
 
 def _trials(successes: Array, trials: Array, response: Response, what: str) -> Array:
@@ -422,17 +426,17 @@ def _trials(successes: Array, trials: Array, response: Response, what: str) -> A
     return trials.astype(np.int64)
 
 
-# A client's times until an event in the numbers that survival families take, or what is wrong with them ---------------
+# A client's times until an event in the numbers that survival families take -------------------------------------------
 
 
 def times(response: Response, data: Mapping[str, Any], what: str) -> dict[str, Array]:
-    """Times and their limits; or the times between which events are, and where in this each was seen."""
+    """Times and their limits; or the times between which events are, and the times that were observed."""
     first, second = (_time_numbers(name, data[name], what) for name in response.columns)
     return (_between if response.kind == "interval" else _right)(response.columns, first, second, what)
 
 
 def size_of(response: Response, data: Mapping[str, Any]) -> Array:
-    """Times as they are on average, for the scale that clients agree on: of an interval its middle."""
+    """Times for the scale that clients agree on; for an interval its middle."""
     first, second = (np.asarray(data[name]) for name in response.columns)
     if response.kind != "interval" or is_text(first) or is_text(second):
         return first
@@ -440,7 +444,7 @@ def size_of(response: Response, data: Mapping[str, Any]) -> Array:
 
 
 def unlimited(response: Response, rows: int) -> dict[str, Array]:
-    """What stands in the place of limits at new rows, of which the times themselves are predicted."""
+    """Limits at new rows, whose times are predicted."""
     if response.kind == "interval":
         return {"lower": np.ones(rows), "upper": np.ones(rows)}
     return {"limit": np.full(rows, NEVER)}
@@ -460,7 +464,7 @@ def _between(names: tuple[str, ...], lower: Array, upper: Array, what: str) -> d
     far = (upper >= NEVER) & np.isfinite(upper)
     _refuse(far, names[1], upper, what, f"times are below {NEVER:.2g}, or inf where there was no event", lower)
     nothing = (lower == 0) & ~(upper < NEVER)
-    _refuse(nothing, names[1], upper, what, "from 0 to ever tells nothing of a time; leave the row out", lower)
+    _refuse(nothing, names[1], upper, what, "an interval from 0 to inf has no information; drop the row", lower)
     return {"outcome": lower, "lower": lower, "upper": np.minimum(upper, NEVER)}
 
 

@@ -1,4 +1,4 @@
-"""A formula as one client's PyMC model, and a client's rows as the arrays that it takes."""
+"""A formula as the builder of one client's PyMC model, and a client's rows as its arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedppl.types import Array, DataError, DeclarationError
 
 
 class Expected(NamedTuple):
-    """Outcomes on average: what they are called, draws (S, n, ...), and labels of what stands after the rows."""
+    """Mean outcomes: their name, draws (S, n, ...), and labels of the dims after the rows."""
 
     name: str
     draws: Array
@@ -38,7 +38,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """A formula with its family and priors; once clients agree, the builder of a model."""
+    """A formula with its family and priors, and the builder of a model once clients agreed."""
 
     text: str  # text, terms and family are what was declared
     terms: Terms
@@ -46,20 +46,20 @@ class Formula:
     priors: Mapping[str, Prior] = field(default_factory=dict)  # the user's own, by name of a variable
     correlated: bool = True  # whether effects of one factor have a correlation
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # orders of levels, by column
-    # orders of categories that clients' tables have, by column; None where they differ
+    # orders of categories in clients' tables, by column; None where they differ
     orders: Mapping[str, Sequence[str] | None] = field(default_factory=dict, kw_only=True)
-    constants: Mapping[str, Any] = field(default_factory=dict)  # what the formula names that is no column
-    weights: str | None = None  # the column of weights, if there is one
-    design: Design | None = None  # what clients agreed on; None before
+    constants: Mapping[str, Any] = field(default_factory=dict)  # names in the formula that are not columns
+    weights: str | None = None  # the column of weights
+    design: Design | None = None  # None before clients agreed
 
     @property
     def __name__(self) -> str:
-        """How messages call the builder."""
+        """Name of the builder in messages."""
         return f"formula({self.text!r}, family={self.family.name!r})"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that are read: right of ~, of the response, of nested factors, and the weights."""
+        """All columns that are read: right of ~, the response, nested factors, and weights."""
         nested = [name for group in self.terms.groups for name in group.factor[1:]]
         more = [] if self.weights is None else [self.weights]
         return tuple(dict.fromkeys([*self.terms.columns, *self.terms.response.columns, *nested, *more]))
@@ -71,7 +71,7 @@ class Formula:
             spec = self.spec
             spreads = [name for n in range(len(self.terms.groups)) for name in predictor.spreads_of(spec, n)]
             beside = self.family.parameters(spec.scales)
-        else:  # an outcome with predictors for its levels has two of them or more
+        else:  # an outcome whose levels have predictors has at least two of these
             spreads = [
                 name
                 for one in self.terms.groups
@@ -85,7 +85,7 @@ class Formula:
 
     @property
     def behind(self) -> tuple[str, ...]:
-        """Partial correlations, of which correlations are what is read."""
+        """Partial correlations, in whose place results show correlations."""
         return tuple(f"{predictor.tag(group)}_partial" for group in self.terms.groups)
 
     @property
@@ -95,70 +95,70 @@ class Formula:
 
     @property
     def varying(self) -> list[str]:
-        """Names of the coefficients that a client's own effects are added to."""
+        """Names of the coefficients that clients' effects are added to."""
         return varying(self.spec)
 
     def effect(self, name: str, *, exponentiate: bool) -> str:
-        """What a coefficient, or exp of it, is called in a paper."""
+        """Name of a coefficient, or of exp of it, in a paper."""
         return ratio(self.spec, name) if exponentiate else effect(self.spec, name)
 
     def totals(self, group: Any) -> Any:
-        """A client's own coefficients, common ones and its effects together, from draws of its posterior."""
+        """A client's coefficients, the sums of common ones and its effects, from draws of its posterior."""
         return totals(self.spec, group)
 
     @property
     def written(self) -> dict[str, str]:
-        """What was declared, in texts that are equal where declarations are; but levels, which clients agree on."""
-        own = {name: [one.name, _plain(one.parameters)] for name, one in sorted(self.priors.items())}
-        found = {"formula": self.text, "family": self.family.name, "priors": str(own), "weights": str(self.weights)}
-        return {**found, "correlated": str(self.correlated), "constants": str(_plain(self.constants))}
+        """The declaration as texts, equal for equal declarations, without levels, which clients agree on."""
+        priors = {name: [prior.name, _plain(prior.parameters)] for name, prior in sorted(self.priors.items())}
+        texts = {"formula": self.text, "family": self.family.name, "priors": str(priors), "weights": str(self.weights)}
+        return {**texts, "correlated": str(self.correlated), "constants": str(_plain(self.constants))}
 
     @property
     def outcome_levels(self) -> dict[str, list[str]]:
-        """Levels of an outcome that is one of several: draws of it are their places, from 0."""
+        """Levels of an outcome with levels, whose draws are places of levels from 0."""
         response = self.terms.response
         levels = self._agreed().agreement.columns[response.columns[0]].levels
         return {response.variable: list(levels)} if levels else {}
 
     @property
     def cuts(self) -> tuple[float, ...]:
-        """Times between which the hazard is constant, where the family has it so."""
+        """Times between which a piecewise hazard is constant."""
         return tuple(map(float, self.constants["cuts"])) if self.family.name == "piecewise" else ()
 
     @property
     def advice(self) -> str:
-        """What to look at first where a fit has not arrived."""
+        """Advice for a fit that has not converged."""
         return "; ".join(self.far(SUSPECT)[:3])
 
     def far(self, least: float) -> list[str]:
-        """Columns with a mean of more than `least` sds that are to be centred, in words."""
+        """Messages on columns with a mean above `least` sds that should be centred."""
         if (one := self.design) is None:
             return []
         return far_from_zero(self.terms, one.agreement, one.left, one.scale, least)
 
     @property
     def spec(self) -> predictor.Spec:
-        """What the linear predictor is made of."""
+        """The definition of the linear predictor."""
         design = self._agreed()
         column = design.agreement.columns[self.terms.response.columns[0]]
         scales = Scales(column.mean, column.sd, column.levels, self.cuts)
         return predictor.Spec(self.terms, self.family, design, scales, self.priors, self.correlated)
 
     def agreed(self, agreement: Agreement) -> Formula:
-        """The same with what clients agreed on."""
+        """The same formula with the clients' agreement."""
         design = designs.build(self.terms, agreement, self.constants)
-        found = dataclasses.replace(self, design=design)
-        if unknown := sorted(set(self.priors) - set(found.shared)):
+        built = dataclasses.replace(self, design=design)
+        if unknown := sorted(set(self.priors) - set(built.shared)):
             raise DeclarationError(
                 f"priors of {unknown}: with the levels that clients agreed on, the shared variables are "
-                f"{list(found.shared)}."
+                f"{list(built.shared)}."
             )
-        spreads = predictor.spread_labels(found.spec)
+        spreads = predictor.spread_labels(built.spec)
         labels = {**design.labels, **spreads}
         for name in self.priors:
             if name in labels:
-                checks.lengths(name, self.priors[name], labels[name], () if name in spreads else found.spec.levels)
-        return found
+                checks.lengths(name, self.priors[name], labels[name], () if name in spreads else built.spec.levels)
+        return built
 
     def describe(self) -> pd.DataFrame:
         """A row for each shared variable: its prior, entries, reference and meaning."""
@@ -167,25 +167,25 @@ class Formula:
         return after(self.spec, self.shared)
 
     def read(self, client_id: str, data: Any) -> dict[str, Any]:
-        """A client's rows as the builder takes them; what is such already stays as it is."""
+        """The builder's arrays from a client's rows; such arrays are returned as they are."""
         return self._read(client_id, data, None)
 
     def read_new(self, client_id: str, data: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """New rows of a client with these arrays: their outcome is predicted, and one that is there is not read."""
+        """The builder's arrays from new rows of a client with known arrays; an outcome in them is not read."""
         names = self.containers
         return self._read(client_id, data, {key: known[name] for key, name in names.items() if name in known})
 
     def read_unseen(self, client_id: str, data: Any) -> dict[str, Any]:
-        """Rows of a client of which none was seen, with zeros for outcomes: its groups are numbered by these rows."""
-        found = self._read(client_id, data, {}, unseen=True)
+        """The builder's arrays from rows of a new client, with zeros for outcomes; groups are numbered anew."""
+        arrays = self._read(client_id, data, {}, unseen=True)
         whole = self.family.outcome in ("binary", "count", "level")
-        zeros = np.zeros(len(next(iter(found.values()))), dtype=np.int64 if whole else float)
-        return {self.containers["outcome"]: zeros, **found}
+        zeros = np.zeros(len(next(iter(arrays.values()))), dtype=np.int64 if whole else float)
+        return {self.containers["outcome"]: zeros, **arrays}
 
     def expected(self, arrays: Mapping[str, Any], draws: Mapping[str, Array], at: Any = None) -> Expected:
-        """What outcomes are on average at every row and draw (S, ...): risks, rates, probabilities of levels.
+        """Mean outcomes at each row and draw (S, ...): risks, rates, probabilities of levels.
 
-        Of times they are medians, or the probability of no event until `at`, of several times at once.
+        For times they are medians, or the probability of no event until `at`, which may be several times.
         """
         if at is not None and self.family.outcome != "time":
             raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {self.family.name!r} are none.")
@@ -193,14 +193,14 @@ class Formula:
         rows = rows_of(spec, {key: arrays[name] for key, name in names.items() if name in arrays})
         name = self.terms.response.variable
         if at is None:
-            found, levels = by_row(spec, rows, draws, None), spec.scales.levels
+            means, levels = by_row(spec, rows, draws, None), spec.scales.levels
             what = "median" if self.family.outcome == "time" else "mean"
-            by_level = {f"{name}_level": list(levels)} if found.ndim > 2 else {}
-            return Expected(f"{name}_{what}", found, by_level)
-        times = [between("at", one, 0.0, np.inf) for one in np.ravel(at).tolist()]
-        found = np.stack([by_row(spec, rows, draws, one) for one in times], axis=-1)
+            by_level = {f"{name}_level": list(levels)} if means.ndim > 2 else {}
+            return Expected(f"{name}_{what}", means, by_level)
+        times = [between("at", time, 0.0, np.inf) for time in np.ravel(at).tolist()]
+        means = np.stack([by_row(spec, rows, draws, time) for time in times], axis=-1)
         alone = np.ndim(at) == 0
-        return Expected(f"{name}_survival", found[..., 0] if alone else found, {} if alone else {"time": times})
+        return Expected(f"{name}_survival", means[..., 0] if alone else means, {} if alone else {"time": times})
 
     def _read(
         self, client_id: str, data: Any, known: Mapping[str, Any] | None, *, unseen: bool = False
@@ -208,38 +208,38 @@ class Formula:
         if isinstance(data, Mapping) and set(data) <= set(self.containers.values()) and len(data) > 0:
             return dict(data)
         design, what, response = self._agreed(), f"client {client_id!r}", self.terms.response
-        held = frames.raw(data, None, what)
-        if not isinstance(held, Mapping) or not held:
+        columns = frames.raw(data, None, what)
+        if not isinstance(columns, Mapping) or not columns:
             raise DataError(f"{what}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
-        held = held if known is None else _as_rows(held)
-        _require_rows({name: held[name] for name in self.columns if name in held}, what)
-        table = designs.table(held, self.terms, design.agreement, what)
+        columns = columns if known is None else _as_rows(columns)
+        _require_rows({name: columns[name] for name in self.columns if name in columns}, what)
+        table = designs.table(columns, self.terms, design.agreement, what)
         rows = len(table)
         if rows == 0:
             raise DataError(f"{what}: the data have no rows; give one row or more, or leave the client out.")
-        found: dict[str, Any] = {"rows": np.zeros(rows)}
+        arrays: dict[str, Any] = {"rows": np.zeros(rows)}
         if self.terms.common:
-            found = {"common": design.common(table, what)}
+            arrays = {"common": design.common(table, what)}
         if self.terms.offsets:
-            found["offset"] = design.offset(table, what)
+            arrays["offset"] = design.offset(table, what)
         for name in self.terms.columns:
-            found[f"column_{name}"] = designs.plain(table[name])
+            arrays[f"column_{name}"] = designs.plain(table[name])
         for number, group in enumerate(self.terms.groups):
-            found[f"effects_{number}"] = design.group(number, table, what)
+            arrays[f"effects_{number}"] = design.group(number, table, what)
             if len(group.factor) > 1:
-                found |= numbered(number, group, held, None if unseen else known, what)
+                arrays |= numbered(number, group, columns, None if unseen else known, what)
         if known is not None:
-            found |= new_rows(self.family, response, held, rows, what)
-            found |= {} if self.weights is None else {"weights": np.ones(rows)}
+            arrays |= new_rows(self.family, response, columns, rows, what)
+            arrays |= {} if self.weights is None else {"weights": np.ones(rows)}
         else:
-            found |= outcome(self.family, response, held, design.agreement, what)
-            found |= {} if self.weights is None else {"weights": weights(self.weights, held, what)}
+            arrays |= outcome(self.family, response, columns, design.agreement, what)
+            arrays |= {} if self.weights is None else {"weights": weights(self.weights, columns, what)}
         names = self.containers
-        return {names[name]: value for name, value in found.items()}
+        return {names[name]: value for name, value in arrays.items()}
 
     @property
     def positive(self) -> dict[str, Prior]:
-        """Default priors of the variables that are sds or other parameters, by name."""
+        """Default priors of sds and other parameters of restricted range, by name."""
         spreads: dict[str, Prior] = {}
         for one in self.terms.groups:
             sd, partial = predictor.spreads(one, 2, correlated=True)
@@ -248,21 +248,21 @@ class Formula:
 
     @property
     def may_be_constant(self) -> frozenset[str]:
-        """Columns that tell something though all rows have the same value: offsets, trials."""
+        """Columns that may have the same value in all rows: offsets, trials."""
         return frozenset({*self.terms.columns, *self.terms.response.columns[1:]} - self.terms.varying)
 
     @functools.cached_property
     def containers(self) -> dict[str, str]:
-        """Arrays that the builder takes, by what they are: with another name where a column or variable has theirs."""
+        """Names of the builder's arrays by role; another name where a column or a variable has it."""
         kind = self.terms.response.kind
-        found = ["common" if self.terms.common else "rows", *(["offset"] if self.terms.offsets else []), "outcome"]
-        found += {"proportion": ["trials"], "survival": ["limit"], "interval": ["lower", "upper"]}.get(kind, [])
-        found += [f"column_{name}" for name in self.terms.columns]
-        found += [] if self.weights is None else ["weights"]
+        roles = ["common" if self.terms.common else "rows", *(["offset"] if self.terms.offsets else []), "outcome"]
+        roles += {"proportion": ["trials"], "survival": ["limit"], "interval": ["lower", "upper"]}.get(kind, [])
+        roles += [f"column_{name}" for name in self.terms.columns]
+        roles += [] if self.weights is None else ["weights"]
         for number, group in enumerate(self.terms.groups):
-            found += [f"effects_{number}", *([f"row_{number}", f"of_{number}"] if len(group.factor) > 1 else [])]
+            roles += [f"effects_{number}", *([f"row_{number}", f"of_{number}"] if len(group.factor) > 1 else [])]
         taken = {*self.columns, *self.shared}
-        return {name: variable(f"{name}_of_rows" if name in taken else name) for name in found}
+        return {name: variable(f"{name}_of_rows" if name in taken else name) for name in roles}
 
     def __call__(self, **data: Any) -> pm.Model:
         """One client's model."""
@@ -270,18 +270,18 @@ class Formula:
         if names["outcome"] not in data:
             raise DataError(f"the data lack {list(self.terms.response.columns)}, the response of {self.text!r}.")
         with pm.Model(coords=predictor.coords(self.spec)) as model:
-            held = {key: pm.Data(name, data[name]) for key, name in names.items() if name in data}
-            eta, parameters = self.variables(held)
-            drawn = self.family.likelihood(eta, parameters, held, self.spec.scales)
-            declare(self.terms.response.variable, drawn, held["outcome"], held.get("weights"))
+            containers = {key: pm.Data(name, data[name]) for key, name in names.items() if name in data}
+            eta, parameters = self.variables(containers)
+            drawn = self.family.likelihood(eta, parameters, containers, self.spec.scales)
+            declare(self.terms.response.variable, drawn, containers["outcome"], containers.get("weights"))
         return model
 
-    def variables(self, held: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Declare all but the outcome in the model that is open: the linear predictor, and parameters beside it."""
+    def variables(self, data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Declare the linear predictor, and the parameters beside it, in the open model."""
         spec = self.spec
-        eta, at_means = predictor.linear_predictor(spec, held)
+        eta, at_means = predictor.linear_predictor(spec, data)
         beside = self.family.parameters(spec.scales)
-        if "threshold" in beside:  # as an intercept's: of where columns are at their means
+        if "threshold" in beside:  # as for an intercept, at the means of the columns
             beside = {"threshold": beside["threshold"].with_(mu=at_means)}
         return eta, {name: self.priors.get(name, prior).declared(name) for name, prior in beside.items()}
 
@@ -289,23 +289,23 @@ class Formula:
         if self.design is None:
             raise DeclarationError(
                 f"clients have not agreed on the levels and scales of {self.text!r} yet; call fedppl.fit with their "
-                "data, fedppl.agree, or fedppl.Flower.agree where clients are sites of their own."
+                "data, fedppl.agree, or fedppl.Flower.agree for sites."
             )
         return self.design
 
 
-def _as_rows(held: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One patient's values as a row; beside columns of several rows, a value is of all of them."""
-    lengths = {np.shape(value)[0] for value in held.values() if np.ndim(value)} or {1}
-    if len(lengths) > 1 or all(np.ndim(value) for value in held.values()):
-        return held
+def _as_rows(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Single values as a row; beside columns of several rows a value is repeated."""
+    lengths = {np.shape(value)[0] for value in columns.values() if np.ndim(value)} or {1}
+    if len(lengths) > 1 or all(np.ndim(value) for value in columns.values()):
+        return columns
     count = lengths.pop()
-    return {name: value if np.ndim(value) else np.repeat(np.asarray(value), count) for name, value in held.items()}
+    return {name: value if np.ndim(value) else np.repeat(np.asarray(value), count) for name, value in columns.items()}
 
 
-def _require_rows(held: Mapping[str, Any], what: str) -> None:
-    """Refuse columns that have not one value a row."""
-    shapes = {name: np.shape(values) for name, values in held.items()}
+def _require_rows(columns: Mapping[str, Any], what: str) -> None:
+    """Refuse columns without one value per row."""
+    shapes = {name: np.shape(values) for name, values in columns.items()}
     if odd := {name: shape for name, shape in shapes.items() if len(shape) != 1}:
         name, shape = next(iter(odd.items()))
         raise DataError(f"{what}: column {name!r} has shape {shape}; give one value a row, in a list or an array.")
@@ -315,22 +315,22 @@ def _require_rows(held: Mapping[str, Any], what: str) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and texts, in lists where there are several, and of other values their names."""
-    found = {}
+    """Values as numbers, texts or lists of them; other values by name."""
+    plain = {}
     for name, value in sorted(values.items()):
         array = np.asarray(value)
         named = getattr(value, "__qualname__", type(value).__qualname__)
-        found[name] = array.tolist() if array.dtype.kind in "biufU" else named
-    return found
+        plain[name] = array.tolist() if array.dtype.kind in "biufU" else named
+    return plain
 
 
-# Groups within a client, numbered; new rows find those that the client has by their names -----------------------------
+# Groups within a client, numbered; new rows find known groups by name -------------------------------------------------
 
 
 def numbered(
     number: int, group: Group, data: Mapping[str, Any], known: Mapping[str, Any] | None, what: str
 ) -> dict[str, Array]:
-    """The group of each row, and a mark of each group's name; of new rows the place among the groups that are known."""
+    """The group of each row, and a hash of each group's name; for new rows the place among known groups."""
     absent = [name for name in group.factor[1:] if name not in data]
     if absent:
         raise DataError(f"{what} lacks the columns {absent}, by which effects vary.")
@@ -342,16 +342,16 @@ def numbered(
     if known is None:
         return {f"row_{number}": rows, f"of_{number}": marks}
     places = {mark: place for place, mark in enumerate(np.asarray(known[f"of_{number}"], dtype=float).tolist())}
-    if strange := [name for name, mark in zip(names.tolist(), marks.tolist(), strict=True) if mark not in places]:
+    if unknown := [name for name, mark in zip(names.tolist(), marks.tolist(), strict=True) if mark not in places]:
         raise DataError(
-            f"{what}: the groups {strange[:4]} of {':'.join(group.factor[1:])} have no rows among its data, and what "
-            "is theirs cannot be predicted; leave their rows out."
+            f"{what}: the groups {unknown[:4]} of {':'.join(group.factor[1:])} have no rows among its data, so that "
+            "their effects are unknown; leave their rows out."
         )
     return {f"row_{number}": np.array([places[mark] for mark in marks.tolist()])[rows]}
 
 
 def _joined(levels: Sequence[str]) -> str:
-    """A group's name, another one for each group: a colon in a level is not the one between two."""
+    """A unique name of a group: colons in levels are escaped."""
     return (
         str(levels[0])
         if len(levels) == 1
@@ -360,11 +360,11 @@ def _joined(levels: Sequence[str]) -> str:
 
 
 def _mark(name: str) -> float:
-    """A whole number that a real holds exactly, by which a name is found again."""
+    """Hash of a name as a whole number that a float holds exactly."""
     return float(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little"))
 
 
-# A formula's model in words: every variable with its prior, and what coefficients are called in a paper ---------------
+# Description of a formula's model: variables with their priors, and names of coefficients in a paper ------------------
 
 _COLUMNS = ["prior", "entries", "reference", "meaning", "from"]
 _MEANINGS = {
@@ -378,7 +378,7 @@ _MEANINGS = {
 
 
 def before(terms: Terms, family: Family, shared: Sequence[str], priors: Mapping[str, Prior]) -> pd.DataFrame:
-    """What is known before clients agree."""
+    """Description before clients agreed."""
     default = "by default wide, on the scales that clients agree on"
     rows = {
         name: (repr(priors[name]) if name in priors else default, None, None, _meaning(terms, family, name), None)
@@ -388,13 +388,13 @@ def before(terms: Terms, family: Family, shared: Sequence[str], priors: Mapping[
 
 
 def after(spec: Spec, shared: Sequence[str]) -> pd.DataFrame:
-    """A row for each shared variable, under the name that ``priors`` has for it."""
+    """Description after the agreement: a row for each shared variable, by its name in ``priors``."""
     rows = {name: (*_told(spec, name), _meaning(spec.terms, spec.family, name), _from(spec, name)) for name in shared}
     return pd.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS, dtype=object)
 
 
 def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
-    """Prior, entries and reference."""
+    """Prior, entries and reference of a variable."""
     groups = {name: n for n in range(len(spec.terms.groups)) for name in predictor.spreads_of(spec, n)}
     beside = spec.family.parameters(spec.scales)
     if name in groups:
@@ -422,7 +422,7 @@ def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
 
 
 def _from(spec: Spec, name: str) -> str:
-    """What of the agreement a prior comes from."""
+    """The part of the agreement that a prior comes from."""
     if name in spec.priors:
         return "priors="
     outcome, family, scales = spec.terms.response.columns[0], spec.family, spec.scales
@@ -446,7 +446,7 @@ def _from(spec: Spec, name: str) -> str:
 
 
 def _depends(of: Callable[[Scales], Any], scales: Scales) -> bool:
-    """Whether something is another one where outcomes are."""
+    """Whether a function of `scales` depends on them."""
     other = scales._replace(mean=0.5 * scales.mean + 0.1, sd=0.7 * scales.sd)
     return bool(of(scales) != of(other))
 
@@ -477,12 +477,12 @@ def _predicted(family: Family) -> str:
 
 
 def _shown(prior: Prior) -> str:
-    """Without what is for PyMC alone."""
+    """Text of a prior without settings for PyMC."""
     hidden = ("initval", "default_transform", "shape")
     return repr(Prior(prior.name, **{key: value for key, value in prior.parameters.items() if key not in hidden}))
 
 
-# What exp of a coefficient is, and exp of the intercept, by the link and the kind of outcomes.
+# Names of exp of a coefficient, and of exp of the intercept, by link and kind of outcomes.
 _RATIOS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("logit", "binary"): ("odds ratio", "odds"),
     ("logit", "count"): ("odds ratio", "odds"),
@@ -499,10 +499,7 @@ _RATIOS: Mapping[tuple[str, str], tuple[str, str]] = {
 
 
 def effect(spec: Spec, name: str) -> str:
-    """What a coefficient is of the outcome.
-
-    Of an interaction on a scale of ratios it is a ratio of ratios.
-    """
+    """Interpretation of a coefficient; an interaction on a scale of ratios is a ratio of ratios."""
     family = spec.family
     if family.link == "identity":
         return "mean" if name == "Intercept" else "difference"
@@ -510,18 +507,18 @@ def effect(spec: Spec, name: str) -> str:
 
 
 def ratio(spec: Spec, name: str) -> str:
-    """What exp of a coefficient is of the outcome."""
+    """Interpretation of exp of a coefficient."""
     family = spec.family
     if (family.link, family.outcome) not in _RATIOS:
         raise DeclarationError(
-            f"exponentiate=True: coefficients of family {family.name!r} are differences of means, and exp of them is "
-            "nothing; leave it out."
+            f"exponentiate=True: coefficients of family {family.name!r} are differences of means, whose exp has no "
+            "meaning; leave it out."
         )
     of_slope, of_intercept = _RATIOS[family.link, family.outcome]
     several = f"ratio of {of_slope.replace('ratio', 'ratios', 1)}"
     products = {variable(":".join(term)) for term in spec.terms.sums[0].terms if len(term) > 1}
-    found = of_intercept if name == "Intercept" else several if name in products else of_slope
-    return found.format(spec.scales.levels[0] if spec.scales.levels else "")
+    text = of_intercept if name == "Intercept" else several if name in products else of_slope
+    return text.format(spec.scales.levels[0] if spec.scales.levels else "")
 
 
 def coefficients(spec: Spec) -> list[str]:
@@ -530,30 +527,30 @@ def coefficients(spec: Spec) -> list[str]:
 
 
 def varying(spec: Spec) -> list[str]:
-    """Names of the coefficients that a client's own effects are added to."""
-    own = {label for labels in _of_clients(spec).values() for label in labels}
-    return [name for name in coefficients(spec) if own & {*_labels(spec, name)}]
+    """Names of the coefficients that clients' effects are added to."""
+    effects = {label for labels in _of_clients(spec).values() for label in labels}
+    return [name for name in coefficients(spec) if effects & {*_labels(spec, name)}]
 
 
 def totals(spec: Spec, group: Any) -> xr.Dataset:
-    """A client's own coefficients, common ones and its effects together, from draws of its posterior."""
-    found = {}
+    """A client's coefficients, the sums of common ones and its effects, from draws of its posterior."""
+    by_name = {}
     for name in coefficients(spec):
         total, labels = group[name], _labels(spec, name)
         flat = np.array(total.transpose("chain", "draw", ...).values, dtype=float)
         shape = flat.shape
         flat = flat.reshape(*shape[:2], -1)
         for effects, known in _of_clients(spec).items():
-            own = group[effects].transpose("chain", "draw", ...).values
+            own_effects = group[effects].transpose("chain", "draw", ...).values
             for place, label in enumerate(labels):
                 if label in known:
-                    flat[..., place] += own[..., known.index(label)]
-        found[name] = total.transpose("chain", "draw", ...).copy(data=flat.reshape(shape))
-    return xr.Dataset(found, attrs=dict(group.attrs))
+                    flat[..., place] += own_effects[..., known.index(label)]
+        by_name[name] = total.transpose("chain", "draw", ...).copy(data=flat.reshape(shape))
+    return xr.Dataset(by_name, attrs=dict(group.attrs))
 
 
 def _of_clients(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """Labels of effects that vary by client, by name of the variable."""
+    """Labels of effects that vary by client, by name of their variable."""
     return {
         f"{tag(one)}_effects": effect_labels(spec, number)
         for number, one in enumerate(spec.terms.groups)
@@ -562,6 +559,6 @@ def _of_clients(spec: Spec) -> dict[str, tuple[str, ...]]:
 
 
 def _labels(spec: Spec, name: str) -> list[str]:
-    """Entries of a coefficient by the names that effects have, in the order of the flat array."""
+    """Entries of a coefficient by the names of effects, in the order of the flat array."""
     labels = ["Intercept"] if name == "Intercept" else list(spec.design.labels[name])
     return [f"{label}:{level}" for label in labels for level in spec.levels] if spec.levels else labels

@@ -1,4 +1,4 @@
-"""From a client's rows to the columns that coefficients belong to, the same at all clients."""
+"""From a client's rows to the columns of coefficients, with the same meaning at all clients."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fedppl.formulas.expressions import unquoted
 from fedppl.formulas.terms import Product, Terms, variable
 from fedppl.types import Array, DataError, DeclarationError
 
-# Values of a formula's factors at rows: its trees are walked, nothing is given to Python to run -----------------------
+# Values of a formula's factors at rows, by walking syntax trees: no text is executed as Python ------------------------
 
 _CUBIC = 3
 _SAME = 1e-9  # relative to the largest value
 
 
 class Rows(NamedTuple):
-    """Rows of a client, or those that stand for all clients' and may lie beyond the bounds of splines.
+    """Rows of a client, or made-up rows that stand for all clients' and may lie beyond the bounds of splines.
 
-    Without a `what` to name in errors no row is refused, and there is no number where a function ends.
+    Without a `what` for error messages no row is refused, and values outside of a function's domain are NaN.
     """
 
     frame: pd.DataFrame
@@ -41,27 +41,27 @@ class Rows(NamedTuple):
 
 
 def columns(tree: ast.expr, rows: Rows) -> Array:
-    """Columns of a factor, (n, its own): one, but of splines, polynomials and a user's function that has more."""
+    """Columns of a factor, (n, width): one, or several of a spline, a polynomial or a user's function."""
     match expressions.calls(tree), tree:
         case (expressions.SPLINE, ast.Call()):
-            found = _spline(tree, rows)
+            values = _spline(tree, rows)
         case (expressions.POLYNOMIAL, ast.Call()):
             given = expressions.arguments(tree)
             degree = int(_literal(given.get("degree"), 1))
-            found = np.vander(_vector(given["x"], rows), degree + 1, increasing=True)[:, 1:]
+            values = np.vander(_vector(given["x"], rows), degree + 1, increasing=True)[:, 1:]
         case _:
-            found = np.asarray(_number(tree, rows), dtype=float)
-            found = np.broadcast_to(found, (len(rows.frame),)) if found.ndim == 0 else found
-    if found.ndim > 2 or len(found) != len(rows.frame):
+            values = np.asarray(_number(tree, rows), dtype=float)
+            values = np.broadcast_to(values, (len(rows.frame),)) if values.ndim == 0 else values
+    if values.ndim > 2 or len(values) != len(rows.frame):
         raise DeclarationError(
-            f"{expressions.written(tree)} has shape {found.shape} at {len(rows.frame)} rows; functions have one value, "
-            "or a row of values, for each row."
+            f"{expressions.written(tree)} has shape {values.shape} at {len(rows.frame)} rows; functions return "
+            "one value per row, or a row of values."
         )
-    return found.reshape(len(found), -1)
+    return values.reshape(len(values), -1)
 
 
 def require_rowwise(tree: ast.expr, rows: Rows) -> None:
-    """Refuse a user's function that looks at other rows than its own: it would be of one client's rows alone."""
+    """Refuse a user's function whose value at a row depends on other rows, since these differ between clients."""
     if not {*map(expressions.calls, ast.walk(tree))} & {*rows.constants}:
         return
     whole, order = columns(tree, rows), np.random.default_rng(0).permutation(len(rows.frame))
@@ -72,14 +72,13 @@ def require_rowwise(tree: ast.expr, rows: Rows) -> None:
             part, whole[some], rtol=_SAME, atol=_SAME * size, equal_nan=True
         ):
             raise DeclarationError(
-                f"{expressions.written(tree)} has another value at a row where other rows are beside it, and each "
-                "client has its own rows alone: give a function that looks at one row at a time, write center(x) or "
-                "scale(x), by the mean and sd of all clients' rows, or compute a column before."
+                f"{expressions.written(tree)} depends on other rows than its own, which differ between clients: give a "
+                "function of single rows, write center(x) or scale(x), or compute a column before."
             )
 
 
 def _number(node: ast.expr, rows: Rows) -> Any:
-    """A number, or one for each row."""
+    """A number, or one per row."""
     match node:
         case ast.Constant(value=value):
             return np.float64(value)  # type: ignore[arg-type]
@@ -113,24 +112,24 @@ def _called(call: ast.Call, rows: Rows) -> Any:
 
 
 def _of_user(call: ast.Call, rows: Rows) -> Any:
-    """A function among the constants: it is given columns as pandas has them."""
+    """Call a function among the constants with pandas' columns."""
     given = rows.constants[expressions.calls(call)]
     if not callable(given):
-        raise DeclarationError(f"{ast.unparse(call)} calls a constant that is no function.")
-    values = [_argument(one, rows) for one in call.args]
-    words = {str(one.arg): _argument(one.value, rows) for one in call.keywords}
-    found = np.asarray(given(*values, **words))
-    if found.dtype.kind == "c":
+        raise DeclarationError(f"{ast.unparse(call)} calls a constant that is not a function.")
+    values = [_argument(argument, rows) for argument in call.args]
+    words = {str(argument.arg): _argument(argument.value, rows) for argument in call.keywords}
+    result = np.asarray(given(*values, **words))
+    if result.dtype.kind == "c":
         raise DeclarationError(f"{expressions.written(call)} is complex; give a function of real values.")
-    return found.astype(float)
+    return result.astype(float)
 
 
 def _argument(node: ast.expr, rows: Rows) -> Any:
     if isinstance(node, ast.Name):
         name = unquoted(node.id)
         return rows.constants[name] if name in rows.constants else rows.frame[name]
-    found = _number(node, rows)
-    return pd.Series(found, index=rows.frame.index) if np.ndim(found) == 1 else found
+    value = _number(node, rows)
+    return pd.Series(value, index=rows.frame.index) if np.ndim(value) == 1 else value
 
 
 def _named(name: str, rows: Rows) -> Any:
@@ -139,11 +138,11 @@ def _named(name: str, rows: Rows) -> Any:
         try:
             return np.asarray(rows.constants[name], dtype=float)[()]
         except (TypeError, ValueError) as error:
-            raise DeclarationError(f"the constant {name!r} is no number; functions are called, {name}(x).") from error
+            raise DeclarationError(f"the constant {name!r} is not a number; call functions, {name}(x).") from error
     column = rows.frame[name]
     if isinstance(column.dtype, pd.CategoricalDtype):
         raise DeclarationError(
-            f"{name!r} has levels, and functions and offsets take columns of numbers; give a column of numbers."
+            f"{name!r} has levels, and functions and offsets take columns of numbers; give it as numbers."
         )
     return column.to_numpy(dtype=float)
 
@@ -157,13 +156,13 @@ def _literal(node: ast.expr | None, default: Any) -> Any:
 
 
 def _spline(call: ast.Call, rows: Rows) -> Array:
-    """A basis of B-splines with knots that all know, without its first column as in R, or whole."""
+    """A basis of B-splines with constant knots, without its first column as in R, or whole."""
     given, text = expressions.arguments(call), expressions.written(call)
     low, high = (float(_number(given[name], rows)) for name in ("lower_bound", "upper_bound"))
     degree = int(_literal(given.get("degree"), _CUBIC))
-    found = given["knots"]
-    values = [_number(one, rows) for one in found.elts] if isinstance(found, ast.List | ast.Tuple) else None
-    knots = np.sort(np.asarray(np.ravel(_number(found, rows)) if values is None else values, dtype=float))
+    knots_given = given["knots"]
+    values = [_number(one, rows) for one in knots_given.elts] if isinstance(knots_given, ast.List | ast.Tuple) else None
+    knots = np.sort(np.asarray(np.ravel(_number(knots_given, rows)) if values is None else values, dtype=float))
     if not (low < high and np.all(np.isfinite(knots)) and np.all((knots > low) & (knots < high))):
         raise DeclarationError(
             f"{text} has the knots {knots.tolist()} and bounds {low:g}, {high:g}; knots lie between the bounds."
@@ -186,7 +185,7 @@ _AGREED = "the agreed columns"
 
 
 class Coded(NamedTuple):
-    """Columns of a term: products of those of its factors; none of an intercept."""
+    """Columns of a term as products of its factors' columns; an intercept has no factors."""
 
     term: tuple[str, ...]
     products: tuple[Product, ...]
@@ -194,21 +193,21 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True)
 class Design:
-    """How rows become columns."""
+    """Computes columns of terms from rows."""
 
     terms: Terms
     agreement: Agreement
-    constants: Mapping[str, Any]  # what the formula names that is no column
-    # terms of the common part, and of the effects of each group, with the products that their columns are
+    constants: Mapping[str, Any]  # names in the formula that are not columns
+    # terms of the common part, and of the effects of each group, as products of columns
     coding: tuple[tuple[Coded, ...], ...]
     labels: Mapping[str, tuple[str, ...]]  # names of the columns of each common term, by term
-    entries: Mapping[str, tuple[str, ...]]  # what tells them apart: levels and places alone where these do, by term
+    entries: Mapping[str, tuple[str, ...]]  # short names: levels and places alone if these are distinct, by term
     group_labels: tuple[tuple[str, ...], ...]  # names of the effects of each group
-    center: Array  # and scale: means and sds of the columns of the common terms over rows that stand for all, (p,)
+    center: Array  # and scale: means and sds of the columns of common terms over `standing_for_all`, (p,)
     scale: Array
     group_scale: tuple[Array, ...]  # sizes of the effects' columns, by group
     offset_center: float  # mean of the sum of the offsets over these rows
-    # what other columns leave of `scale` where columns in products are far from 0; elsewhere `scale`, (p,)
+    # residual sds given the other columns where columns in products are far from 0; elsewhere `scale`, (p,)
     left: Array = dataclasses.field(default_factory=lambda: np.ones(0))
 
     def common(self, frame: pd.DataFrame, what: str | None) -> Array:
@@ -217,8 +216,8 @@ class Design:
 
     def offset(self, frame: pd.DataFrame, what: str | None) -> Array:
         """Sum of the offsets, (n,)."""
-        found = [self._factor(name, frame, what)[:, 0] for name in self.terms.offsets]
-        return np.asarray(np.sum(found, axis=0))
+        parts = [self._factor(name, frame, what)[:, 0] for name in self.terms.offsets]
+        return np.asarray(np.sum(parts, axis=0))
 
     def group(self, number: int, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of the effects of a group, (n, q)."""
@@ -227,7 +226,7 @@ class Design:
     def side_by_side(self, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of the common terms, the sum of the offsets, and columns of the effects of all groups, (n, all).
 
-        Without a `what` nothing is refused, and they are no numbers where a function ends.
+        Without a `what` nothing is refused, and values outside of a function's domain are NaN.
         """
         offset = [self.offset(frame, what)[:, None]] if self.terms.offsets else []
         groups = [self.group(number, frame, what) for number in range(len(self.terms.groups))]
@@ -235,7 +234,7 @@ class Design:
             return np.concatenate([self.common(frame, what), *offset, *groups], axis=1)
 
     def _columns(self, terms: Sequence[Coded], frame: pd.DataFrame, what: str | None) -> Array:
-        """Columns of terms, (n, theirs)."""
+        """Columns of terms, (n, width)."""
         factors = {
             name: self._factor(name, frame, what) for name in dict.fromkeys(itertools.chain(*(t.term for t in terms)))
         }
@@ -243,7 +242,7 @@ class Design:
         return np.concatenate([np.zeros((len(frame), 0)), *products], axis=1)
 
     def _factor(self, name: str, frame: pd.DataFrame, what: str | None) -> Array:
-        """Columns of a factor, (n, its own): of levels one for each."""
+        """Columns of a factor, (n, width): one per level of a column with levels."""
         column = self.agreement.columns.get(name)
         if column is not None and column.levels and isinstance(self.terms.trees[name], ast.Name):
             codes = frame[name].cat.codes.to_numpy()
@@ -253,63 +252,64 @@ class Design:
 
 
 def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> Design:
-    """The design that all clients share, from what they agreed on."""
+    """The design that all clients share, from their agreement."""
     frame = standing_for_all(terms, agreement)
     levels = {name: column.levels for name, column in agreement.columns.items() if column.levels}
-    coding = tuple(tuple(itertools.starmap(Coded, one.products(levels))) for one in terms.sums)
+    coding = tuple(tuple(itertools.starmap(Coded, part.products(levels))) for part in terms.sums)
     design = Design(terms, agreement, constants, coding, {}, {}, (), np.zeros(0), np.ones(0), (), 0.0)
+    common = [term for term in coding[0] if term.term]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # of functions at rows that nobody has
+        warnings.simplefilter("ignore")  # of functions at made-up rows
         widths = _require_rowwise(design, frame)
-        common = [_moments(design, one) for one in coding[0] if one.term]
-        groups = [[_moments(design, one) for one in part] for part in coding[1:]]
+        of_common = [_moments(design, term) for term in common]
+        of_groups = [[_moments(design, term) for term in group] for group in coding[1:]]
         offset = _mean_offset(design, frame) if terms.offsets else 0.0
-    own = [tuple(label for one in part for label in _labels(one, levels, widths)) for part in coding[1:]]
-    of_terms = [_labels(one, levels, widths) for one in coding[0] if one.term]
-    for part in ([one for term in of_terms for one in term], *own):
+    group_labels = [tuple(label for term in group for label in _labels(term, levels, widths)) for group in coding[1:]]
+    long = [_labels(term, levels, widths) for term in common]
+    for part in ([label for labels in long for label in labels], *group_labels):
         _require_distinct(part)
-    labels = dict(zip(terms.common, of_terms, strict=True))
-    parts = [_labels(one, levels, widths, whole=False) for one in coding[0] if one.term]
-    apart = [own if all(own) and len(set(own)) == len(own) else long for own, long in zip(parts, of_terms, strict=True)]
-    entries = dict(zip(terms.common, apart, strict=True))
-    center, scale = (np.concatenate([np.zeros(0), *(one[k] for one in common)]) for k in range(2))
-    sizes = tuple(np.concatenate([one.size for one in group]) for group in groups)
+    short = [_labels(term, levels, widths, whole=False) for term in common]
+    entries = [s if all(s) and len(set(s)) == len(s) else whole for s, whole in zip(short, long, strict=True)]
+    by_term, entries_by_term = (dict(zip(terms.common, part, strict=True)) for part in (long, entries))
+    center, scale = (np.concatenate([np.zeros(0), *(part[k] for part in of_common)]) for k in range(2))
+    sizes = tuple(np.concatenate([part.size for part in group]) for group in of_groups)
     offset = offset if np.isfinite(offset) else 0.0
-    found = Design(terms, agreement, constants, coding, labels, entries, tuple(own), center, scale, sizes, offset)
-    return dataclasses.replace(found, left=_left(found))
+    names = (by_term, entries_by_term, tuple(group_labels))
+    built = Design(terms, agreement, constants, coding, *names, center, scale, sizes, offset)
+    return dataclasses.replace(built, left=_left(built))
 
 
 def _require_distinct(labels: Sequence[str]) -> None:
-    """Refuse columns that are called alike, by a level of one and the name of another."""
-    if twice := sorted({one for one in labels if labels.count(one) > 1}):
+    """Refuse columns with one name, from a level of one and the name of another."""
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise DeclarationError(
             f"two coefficients of the formula are called {twice[0]!r}; rename the column, or a level of it."
         )
 
 
 def _left(design: Design) -> Array:
-    some = touched(design.terms, design.agreement)
-    if not some:
+    names_touched = touched(design.terms, design.agreement)
+    if not names_touched:
         return design.scale
     names = [name for name in design.terms.common for _ in design.labels[name]]
-    those = np.isin(names, some)
+    those = np.isin(names, names_touched)
     with np.errstate(all="ignore"):
-        found = left_by_others(
-            some, design.terms, design.agreement, lambda frame: design.common(frame, _AGREED)[:, those]
+        residual_sd = left_by_others(
+            names_touched, design.terms, design.agreement, lambda frame: design.common(frame, _AGREED)[:, those]
         )
     left = np.array(design.scale)
-    left[those] = np.where(np.isfinite(found), np.minimum(found, left[those]), left[those])
+    left[those] = np.where(np.isfinite(residual_sd), np.minimum(residual_sd, left[those]), left[those])
     return left
 
 
 def _moments(design: Design, term: Coded) -> Moments:
-    """Moments of a term's columns over rows that stand for all."""
+    """Moments of a term's columns from the agreement."""
     read = {name for one in term.term for name in expressions.columns(design.terms.trees[one], design.constants)}
     return moments(read, design.terms, design.agreement, lambda frame: design._columns([term], frame, _AGREED))
 
 
 def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
-    """Refuse factors that cannot be computed, or look at other rows than their own; the widths of the others."""
+    """Refuse factors that cannot be computed, or depend on other rows; return the widths of the others."""
     widths = {}
     for name, tree in design.terms.trees.items():
         column = design.agreement.columns.get(name)
@@ -323,14 +323,14 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
             require_rowwise(tree, rows)
         except Exception as error:
             raise DeclarationError(
-                f"{name} cannot be evaluated: {error}; functions take columns of numbers, what is no column is given "
-                "by constants={...}, and what needs more is computed as a column before."
+                f"{name} cannot be evaluated: {error}; give functions columns of numbers and constants={...}, or "
+                "compute a column before."
             ) from error
     return widths
 
 
 def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
-    """Mean of the sum of the offsets, of log-normal columns where it is not known of uniform ones below 0."""
+    """Mean of the sum of the offsets; from log-normal columns where it is not finite for uniform ones."""
     values = design.offset(frame, _AGREED)
     if not np.all(np.isfinite(values)):
         values = design.offset(standing_for_all(design.terms, design.agreement, positive=True), _AGREED)
@@ -338,26 +338,26 @@ def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
 
 
 def table(data: Mapping[str, Any], terms: Terms, agreement: Agreement, what: str) -> pd.DataFrame:
-    """The columns that a formula reads right of ~, texts as levels that were agreed on."""
+    """The columns that a formula reads right of ~, texts as agreed levels."""
     absent = [name for name in terms.columns if name not in data]
     if absent:
         raise DataError(f"{what} lacks the columns {absent} of the formula; it has {sorted(data)[:20]}.")
-    held = {}
+    columns_of_table = {}
     for name in terms.columns:
         column, values = agreement.columns[name], np.asarray(data[name])
         if column.levels:
             levels = coded(column, values, agreement, f"{what}: column {name!r}")
-            held[name] = pd.Categorical(levels, categories=list(column.levels), ordered=True)
+            columns_of_table[name] = pd.Categorical(levels, categories=list(column.levels), ordered=True)
         elif is_text(values):
             raise DataError(f"{what}: column {name!r} has texts, and clients agreed on numbers; recode its rows.")
         else:
-            held[name] = values.astype(float)
+            columns_of_table[name] = values.astype(float)
     rows = len(next(iter(data.values())))
-    return pd.DataFrame(held, index=np.arange(rows))
+    return pd.DataFrame(columns_of_table, index=np.arange(rows))
 
 
 def plain(column: pd.Series) -> Array:
-    """A column of the table as numbers: of levels their places."""
+    """A column of the table as numbers; levels become their places."""
     return np.asarray(column.cat.codes if isinstance(column.dtype, pd.CategoricalDtype) else column, dtype=float)
 
 
@@ -371,17 +371,19 @@ def from_plain(name: str, values: Array, agreement: Agreement) -> pd.Series:
 
 def _product(product: Product, factors: Mapping[str, Array], rows: int) -> Array:
     """Products of the columns of factors, the first factor's running fastest."""
-    found = None
+    product_columns = None
     for name, is_short in zip(*product, strict=True):
-        own = factors[name][:, int(is_short) :]
-        found = own if found is None else (own[:, :, None] * found[:, None, :]).reshape(rows, -1)
-    return np.ones((rows, 1)) if found is None else found
+        factor = factors[name][:, int(is_short) :]
+        product_columns = (
+            factor if product_columns is None else (factor[:, :, None] * product_columns[:, None, :]).reshape(rows, -1)
+        )
+    return np.ones((rows, 1)) if product_columns is None else product_columns
 
 
 def _labels(
     term: Coded, levels: Mapping[str, Sequence[str]], widths: Mapping[str, int], *, whole: bool = True
 ) -> tuple[str, ...]:
-    """Names of a term's columns; levels and places alone where it is not the `whole`."""
+    """Names of a term's columns; without `whole` levels and places alone."""
 
     def own(name: str, is_short: bool) -> Iterable[str]:
         several = widths.get(name, 2) > 1
@@ -400,37 +402,37 @@ def _labels(
 
 
 def _evaluated(name: str, tree: ast.expr, rows: Rows) -> Array:
-    """Columns of a factor, (n, its own), that are finite."""
+    """Columns of a factor, (n, width); refuse values that are not finite."""
     try:
-        with np.errstate(all="ignore"):  # what is not finite is told below
-            found = columns(tree, rows)
+        with np.errstate(all="ignore"):  # values that are not finite are refused below
+            values = columns(tree, rows)
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"{rows.what or _AGREED}: {name!r} cannot be computed: {error}") from error
-    if rows.what is not None and not rows.stand_for_all and np.any(wrong := ~np.isfinite(found).all(axis=1)):
+    if rows.what is not None and not rows.stand_for_all and np.any(wrong := ~np.isfinite(values).all(axis=1)):
         where = int(np.argmax(wrong))
         frame = rows.frame
-        value = found[where][~np.isfinite(found[where])][0]
+        value = values[where][~np.isfinite(values[where])][0]
         if isinstance(tree, ast.Name):
             raise DataError(f"{rows.what}: {name!r} is {value} in row {where}; correct or drop such rows.")
-        read = [f"{one} is {frame[one].iloc[where]}" for one in sorted(expressions.columns(tree, rows.constants))]
+        inputs = [f"{one} is {frame[one].iloc[where]}" for one in sorted(expressions.columns(tree, rows.constants))]
         raise DataError(
-            f"{rows.what}: {name!r} is {value} in row {where}, where {', '.join(read)}; correct such rows, or change "
+            f"{rows.what}: {name!r} is {value} in row {where}, where {', '.join(inputs)}; correct such rows, or change "
             "the function."
         )
-    return found
+    return values
 
 
-# Rows that stand for all clients' and are nobody's, and moments of columns over them, from what was agreed on ---------
+# Made-up rows that stand for all clients', and moments of columns over them, from the agreement -----------------------
 
 
-_ROWS = 256  # of the rows that stand for all
-_MOST = 4096  # of those on a grid, where its levels alone are not more
+_ROWS = 256  # that stand for all clients'
+_MOST = 4096  # rows of a grid, unless its levels alone need more
 
 
 class Moments(NamedTuple):
-    """Of the columns of a term, (p,) each."""
+    """Moments of the columns of a term, (p,) each."""
 
     mean: Array
     sd: Array
@@ -440,11 +442,11 @@ class Moments(NamedTuple):
 def moments(
     read: Collection[str], terms: Terms, agreement: Agreement, columns: Callable[[pd.DataFrame], Array]
 ) -> Moments:
-    """Moments of what `columns` computes from the columns `read` of a formula, (rows, p), these being independent.
+    """Moments of the outputs (rows, p) of `columns`, which reads the columns `read` of a formula as independent ones.
 
-    On a grid of all their levels, however rare, and of numbers with their mean and sd, each row with the product of
-    its levels' shares for a weight: exact of levels, of numbers, and of products of them. Rows at which a function is
-    no number count for nothing.
+    They are computed on a grid of all levels, and of numbers with the agreed mean and sd; the weight of a row is the
+    product of its levels' shares. They are exact for levels, numbers and products of these. Rows where a function is
+    NaN are left out.
     """
     frame, weight = grid(read, terms, agreement)
     values = columns(frame)
@@ -455,112 +457,111 @@ def moments(
     values = np.where(counted, values, 0.0)
     mean = np.sum(weights * values, axis=0)
     sd, size = (np.sqrt(np.sum(weights * of**2, axis=0)) for of in (values - mean, values))
-    # What is left of a constant is rounding, and says nothing of a scale.
+    # The sd of a constant is rounding.
     return Moments(mean, np.where(sd > 1e-12 * size, sd, 1.0), np.where(size > 0, size, 1.0))
 
 
 def standing_for_all(terms: Terms, agreement: Agreement, positive: bool = False) -> pd.DataFrame:
-    """Rows with the means, sds, levels and shares that clients agreed on, their columns independent of each other.
+    """Rows with independent columns and the agreed means, sds, levels and shares.
 
-    Numbers are uniform, or log-normal where the mean is above 0 and they shall be `positive`.
+    Numbers are uniform; with `positive` they are log-normal if the mean is above 0.
     """
-    rng, held = np.random.default_rng(0), {}
+    rng, data = np.random.default_rng(0), {}
     for name in terms.columns:
         column = agreement.columns[name]
         if column.levels:
             ends = np.cumsum(column.shares) * _ROWS
             codes = rng.permutation(np.searchsorted(ends, np.arange(_ROWS) + 0.5).clip(max=len(ends) - 1))
-            held[name] = _categories(column, codes)
+            data[name] = _categories(column, codes)
         else:
             z = rng.permutation(np.linspace(-1.0, 1.0, _ROWS))
             if positive and column.mean > 0:
                 spread = np.log1p((column.sd / column.mean) ** 2)
                 quantiles = special.ndtri(np.argsort(np.argsort(z)) / _ROWS + 0.5 / _ROWS)
-                held[name] = np.exp(np.log(column.mean) - 0.5 * spread + np.sqrt(spread) * quantiles)
+                data[name] = np.exp(np.log(column.mean) - 0.5 * spread + np.sqrt(spread) * quantiles)
             else:
-                held[name] = column.mean + column.sd * z / np.std(z)  # so that center and scale find what was agreed
-    return _with_factors(held, _ROWS, terms)
+                data[name] = column.mean + column.sd * z / np.std(z)  # with exactly the agreed mean and sd
+    return _with_factors(data, _ROWS, terms)
 
 
 def grid(read: Collection[str], terms: Terms, agreement: Agreement) -> tuple[pd.DataFrame, Array]:
-    """Rows with all combinations of the columns that are read, others as they may be, and their weights."""
-    of_levels = [name for name in terms.columns if name in read and agreement.columns[name].levels]
-    of_numbers = [name for name in terms.columns if name in read and not agreement.columns[name].levels]
-    combined = np.prod([len(agreement.columns[name].levels) for name in of_levels], initial=1)
-    width = int(np.clip((_MOST / combined) ** (1 / max(len(of_numbers), 1)), 2, _ROWS))
+    """Rows with all combinations of the columns that are read, and their weights."""
+    with_levels = [name for name in terms.columns if name in read and agreement.columns[name].levels]
+    numeric = [name for name in terms.columns if name in read and not agreement.columns[name].levels]
+    combined = np.prod([len(agreement.columns[name].levels) for name in with_levels], initial=1)
+    width = int(np.clip((_MOST / combined) ** (1 / max(len(numeric), 1)), 2, _ROWS))
     z = np.linspace(-1.0, 1.0, width)
     z = z / np.std(z)
-    ranges = [*(range(len(agreement.columns[name].levels)) for name in of_levels), *(range(width) for _ in of_numbers)]
-    places = dict(zip([*of_levels, *of_numbers], np.array(list(itertools.product(*ranges)), dtype=int).T, strict=True))
-    rows = int(np.prod([len(one) for one in ranges], initial=1))
-    held, weight = {}, np.ones(rows)
+    ranges = [*(range(len(agreement.columns[name].levels)) for name in with_levels), *(range(width) for _ in numeric)]
+    places = dict(zip([*with_levels, *numeric], np.array(list(itertools.product(*ranges)), dtype=int).T, strict=True))
+    rows = int(np.prod([len(values_of_column) for values_of_column in ranges], initial=1))
+    data, weight = {}, np.ones(rows)
     for name in terms.columns:
         column, place = agreement.columns[name], places.get(name)
         if column.levels:
             codes = np.zeros(rows, dtype=int) if place is None else place
-            held[name] = _categories(column, codes)
+            data[name] = _categories(column, codes)
             weight = weight if place is None else weight * np.array(column.shares)[codes]
         else:
-            held[name] = column.mean + column.sd * (np.zeros(rows) if place is None else z[place])
-    return _with_factors(held, rows, terms), weight
+            data[name] = column.mean + column.sd * (np.zeros(rows) if place is None else z[place])
+    return _with_factors(data, rows, terms), weight
 
 
 def _categories(column: Column, codes: Array) -> pd.Categorical:
     return pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
 
 
-def _with_factors(held: dict[str, object], rows: int, terms: Terms) -> pd.DataFrame:
-    for name in {name for group in terms.groups for name in group.factor} - set(held):
-        held[name] = np.full(rows, "all", dtype=object)
-    return pd.DataFrame(held, index=np.arange(rows))
+def _with_factors(data: dict[str, object], rows: int, terms: Terms) -> pd.DataFrame:
+    for name in {name for group in terms.groups for name in group.factor} - set(data):
+        data[name] = np.full(rows, "all", dtype=object)
+    return pd.DataFrame(data, index=np.arange(rows))
 
 
-# Columns so far from 0 that what they are multiplied with cannot be told from what stands alone -----------------------
+# Columns so far from 0 that their products are nearly collinear with other terms --------------------------------------
 
-SAID = 8.0  # means, in sds, that are said before a fit, and with which priors reckon
-SUSPECT = 3.0  # and where it did not arrive
+SAID = 8.0  # means in sds of which users are warned before a fit, and from which on priors take account of them
+SUSPECT = 3.0  # means in sds that are named if a fit did not converge
 _POWERS = (expressions.POLYNOMIAL, "np.square", "np.power")
-_ALL_BUT_NOTHING = 1e-7  # of a column, which the others determine
+_COLLINEAR = 1e-7  # relative residual of a column that the others determine
 
 
 def far_from_zero(terms: Terms, agreement: Agreement, left: Array, scale: Array, least: float) -> list[str]:
-    """Numeric columns with a mean of more than `least` sds, in effects or in products without `center`, in words.
+    """Messages on numeric columns with a mean above `least` sds in effects, or in products without `center`.
 
-    Effects (1 + x | site) of such a column have an intercept at x = 0, far from all rows, which see but the sum of it
-    and of the slope's part: two sds and a correlation are all but one number. So it is with coefficients of x and of
-    x² or x:z, of which others leave `left` of the sd `scale` of a column.
+    Effects (1 + x | site) of such a column have their intercept at x = 0, far from all rows, which identify only the
+    sum with the slope's part: two sds and a correlation are nearly one number. So it is for coefficients of x and of x²
+    or x:z, where `left` is the residual sd given other columns, and `scale` the sd.
     """
-    found = []
+    messages = []
     for name in _far(terms, agreement, least):
         column = agreement.columns[name]
         far = f"{name!r} is far from 0, {column.mean:.6g} on average with an sd of {column.sd:.3g}"
-        for group, own in zip(terms.groups, terms.sums[1:], strict=True):
-            if any(_stands_in(name, one, terms) for one in own.terms):
+        for group, group_sum in zip(terms.groups, terms.sums[1:], strict=True):
+            if any(_stands_in(name, term, terms) for term in group_sum.terms):
                 of = "/".join(group.factor)
-                found.append(
-                    f"{far}, and has effects by {of!r}, which cannot be told from those of the intercept there: write "
+                messages.append(
+                    f"{far}, so that its effects by {of!r} are collinear with those of the intercept: write "
                     f"(1 + center({name}) | {of})"
                 )
         products = _products(name, terms)
         if products and np.any(scale > least * left):
-            found.append(
-                f"{far}, and stands in {products[:4]}, whose coefficients cannot be told from others' there: write "
-                f"center({name}) in its place"
+            messages.append(
+                f"{far}, so that {products[:4]} are collinear with other terms: write center({name}) in its place"
             )
-    return found
+    return messages
 
 
 def touched(terms: Terms, agreement: Agreement) -> list[str]:
-    """Common terms of columns that stand in powers or products far from 0."""
-    products = {one for name in _far(terms, agreement, SAID) for one in _products(name, terms)}
-    read = {name for one in products for name in _read(terms, terms.factors[one])}
-    return [one for one in terms.common if products and _read(terms, terms.factors[one]) <= read]
+    """Common terms whose columns are far from 0 and stand in powers or products."""
+    products = {term for name in _far(terms, agreement, SAID) for term in _products(name, terms)}
+    read = {name for term in products for name in _read(terms, terms.factors[term])}
+    return [term for term in terms.common if products and _read(terms, terms.factors[term]) <= read]
 
 
 def left_by_others(
     some: list[str], terms: Terms, agreement: Agreement, columns: Callable[[pd.DataFrame], Array]
 ) -> Array:
-    """Sds of what others and a constant leave of each column of `some` terms, (p,); NaN of what they determine."""
+    """Residual sds of columns of `some` terms given the others and a constant, (p,); NaN for collinear ones."""
     read = {name for one in some for name in _read(terms, terms.factors[one])}
     frame, weight = grid(read, terms, agreement)
     values = columns(frame)
@@ -568,23 +569,23 @@ def left_by_others(
     values, weight = values[usable], weight[usable] / max(weight[usable].sum(), 1e-300)
     apart = values - weight @ values
     sd = np.sqrt(weight @ apart**2)
-    found = np.full(len(sd), np.nan)
+    residual_sd = np.full(len(sd), np.nan)
     if len(values) > len(sd) and np.all(sd > 0):
         root = np.linalg.qr(np.sqrt(weight)[:, None] * apart / sd, mode="r")
-        if np.min(np.abs(np.diag(root))) > _ALL_BUT_NOTHING:
-            found = sd / np.linalg.norm(np.linalg.inv(root), axis=1)
-    return found
+        if np.min(np.abs(np.diag(root))) > _COLLINEAR:
+            residual_sd = sd / np.linalg.norm(np.linalg.inv(root), axis=1)
+    return residual_sd
 
 
 def _far(terms: Terms, agreement: Agreement, least: float) -> list[str]:
     columns = {name: agreement.columns[name] for name in terms.columns}
-    return [name for name, one in columns.items() if not one.levels and abs(one.mean) > least * one.sd]
+    return [name for name, column in columns.items() if not column.levels and abs(column.mean) > least * column.sd]
 
 
 def _products(name: str, terms: Terms) -> list[str]:
-    """Common terms with a column as it is, where it stands in powers or with others."""
-    those = [one for one, factors in terms.factors.items() if _stands_in(name, factors, terms)]
-    return those if any(_is_product(terms.factors[one], terms) for one in those) else []
+    """Common terms that read a column uncentred, if one of them is a power or a product."""
+    those = [term for term, factors in terms.factors.items() if _stands_in(name, factors, terms)]
+    return those if any(_is_product(terms.factors[term], terms) for term in those) else []
 
 
 def _read(terms: Terms, factors: Sequence[str]) -> set[str]:
@@ -592,7 +593,7 @@ def _read(terms: Terms, factors: Sequence[str]) -> set[str]:
 
 
 def _stands_in(name: str, factors: Sequence[str], terms: Terms) -> bool:
-    """Whether a term reads a column as it is, and not its distance from the mean."""
+    """Whether a term reads a column uncentred."""
     return any(name in expressions.columns(terms.trees[one], (), without=expressions.CENTRED) for one in factors)
 
 

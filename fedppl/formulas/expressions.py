@@ -1,6 +1,6 @@
-"""What a factor of a formula may be: names, numbers, signs and calls of known functions, and nothing that runs code.
+"""Factors of a formula: names, numbers, operators and calls of known functions.
 
-Factors are never given to Python to run: they are read into a tree, whose every node has to be on a list, and values
+Factors are never executed as Python: they are parsed to a syntax tree whose nodes all have to be on a list, and values
 are computed by walking the tree.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from fedppl.types import DeclarationError
 
-# The text right of ~ cut into names, calls, numbers and signs; what stands in parentheses with a bar, by itself -------
+# The text right of ~, cut into names, calls, numbers, signs and effects in parentheses --------------------------------
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<quoted>`[^`]*`)|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
@@ -33,21 +33,21 @@ OF_ROWS = "offset"
 
 
 class Token(NamedTuple):
-    """A piece of a formula: a factor, that is a name or a call in Python, a number, or a sign."""
+    """A token of a formula: a factor (a name or a call in Python), a number, or a sign."""
 
     kind: str
     text: str
 
 
 class Effects(NamedTuple):
-    """What stands in ``(effects | factor)``."""
+    """The two sides of ``(effects | factor)``."""
 
     effects: tuple[Token, ...]
     factor: tuple[Token, ...]
 
 
 class Pieces(NamedTuple):
-    """A formula's right-hand side: the common terms, the offsets' arguments and the effects in parentheses."""
+    """A formula's right-hand side: common terms, arguments of offsets, and effects in parentheses."""
 
     common: tuple[Token, ...]
     offsets: tuple[str, ...]
@@ -55,56 +55,53 @@ class Pieces(NamedTuple):
 
 
 def quoted(name: str) -> str:
-    """A name that Python reads as it is, for any column's name."""
+    """A valid Python name for any column's name."""
     plain = name.isidentifier() and not keyword.iskeyword(name) and unicodedata.normalize("NFKC", name) == name
     return name if plain and not name.startswith(_MARK) else _MARK + name.encode().hex()
 
 
 def unquoted(name: str) -> str:
-    """The column's name again."""
+    """The column's name of a `quoted` one."""
     return bytes.fromhex(name.removeprefix(_MARK)).decode() if name.startswith(_MARK) else name
 
 
 def cut(formula: str, right: str) -> Pieces:
-    """Cut what stands right of ~ into its pieces.
-
-    Raises `DeclarationError` if it has signs or an order of signs that formulas do not have.
-    """
-    found = _tokens(formula, right)
-    _require_syntax(formula, found)
+    """Cut the text right of ~ into its pieces; refuse syntax that formulas do not have."""
+    tokens = _tokens(formula, right)
+    _require_syntax(formula, tokens)
     common: list[Token] = []
     offsets: list[str] = []
     effects: list[Effects] = []
     at = 0
-    while at < len(found):
-        end = at + 1 + (_depths(found[at:]).index(0) if found[at].text == "(" else 0)
-        inside = found[at + 1 : end - 1]
+    while at < len(tokens):
+        end = at + 1 + (_depths(tokens[at:]).index(0) if tokens[at].text == "(" else 0)
+        inside = tokens[at + 1 : end - 1]
         bars = _bars(inside)
-        is_offset = found[at].kind == "factor" and found[at].text.startswith(f"{OF_ROWS}(")
+        is_offset = tokens[at].kind == "factor" and tokens[at].text.startswith(f"{OF_ROWS}(")
         if bars or is_offset:
-            _require_summand(formula, found, at, end, "(1 | site)" if bars else "offset(x)")
+            _require_summand(formula, tokens, at, end, "(1 | site)" if bars else "offset(x)")
             if bars:
                 effects.append(Effects(tuple(inside[: bars[0]]), tuple(inside[bars[0] + 1 :])))
             else:
-                offsets.append(found[at].text.removeprefix(OF_ROWS))
+                offsets.append(tokens[at].text.removeprefix(OF_ROWS))
             if common and common[-1].text == "+":
                 common.pop()
-            elif end < len(found) and found[end].text == "+":
+            elif end < len(tokens) and tokens[end].text == "+":
                 end += 1
             at = end
             continue
-        if any(one.text == "|" for one in found[at:end]):
+        if any(token.text == "|" for token in tokens[at:end]):
             raise _unreadable(formula, "write effects in parentheses of their own, + (1 | site)")
-        common += found[at:end]
+        common += tokens[at:end]
         at = end
-    rest = [*common, *(one for part in effects for one in part.effects)]
-    if any(one.kind == "factor" and one.text.startswith(f"{OF_ROWS}(") for one in rest):
+    rest = [*common, *(token for part in effects for token in part.effects)]
+    if any(token.kind == "factor" and token.text.startswith(f"{OF_ROWS}(") for token in rest):
         raise _unreadable(formula, "offset(...) is a summand of its own; write + offset(x)")
     return Pieces(tuple(common), tuple(offsets), tuple(effects))
 
 
 def _tokens(formula: str, text: str) -> list[Token]:
-    found: list[Token] = []
+    tokens: list[Token] = []
     at = 0
     text = text.rstrip()
     while at < len(text):
@@ -112,22 +109,22 @@ def _tokens(formula: str, text: str) -> list[Token]:
         assert match is not None
         at = match.end()
         if match["quoted"]:
-            found.append(Token("factor", quoted(_named(formula, match["quoted"][1:-1]))))
+            tokens.append(Token("factor", quoted(_named(formula, match["quoted"][1:-1]))))
         elif match["number"]:
-            found.append(Token("number", match["number"]))
+            tokens.append(Token("number", match["number"]))
         elif match["name"] and (end := _called(formula, text, at)):
             begin, at = match.start("name"), end
-            found.append(Token("factor", _python(formula, text[begin:at])))
+            tokens.append(Token("factor", _python(formula, text[begin:at])))
         elif match["name"] and "." in match["name"]:
             raise _unreadable(formula, f"a name with a full stop is one in backquotes, `{match['name']}`")
         elif match["name"]:
-            found.append(Token("factor", quoted(match["name"])))
+            tokens.append(Token("factor", quoted(match["name"])))
         elif match["brace"]:
             begin, at = match.start("brace"), _closed(formula, text, match.start("brace"))
-            found.append(Token("factor", f"I({_python(formula, text[begin + 1 : at - 1])})"))
+            tokens.append(Token("factor", f"I({_python(formula, text[begin + 1 : at - 1])})"))
         else:
-            found.append(Token("sign" if match["sign"] else "other", match["sign"] or match["other"]))
-    return found
+            tokens.append(Token("sign" if match["sign"] else "other", match["sign"] or match["other"]))
+    return tokens
 
 
 def _named(formula: str, name: str) -> str:
@@ -137,14 +134,14 @@ def _named(formula: str, name: str) -> str:
 
 
 def _called(formula: str, text: str, at: int) -> int:
-    """Where the parenthesis of a call ends that follows a name; 0 where none does, but blanks and effects may."""
+    """End of the parenthesis of a call after a name; 0 if there is none, or effects follow after a blank."""
     match = re.compile(r"(\s*)\(").match(text, at)
     end = 0 if match is None else _closed(formula, text, match.end() - 1)
     return 0 if match is not None and match[1] and "|" in text[at:end] else end
 
 
 def _closed(formula: str, text: str, begin: int) -> int:
-    """Where the parenthesis that opens at `begin` is closed, and one more."""
+    """Place after the parenthesis that closes the one at `begin`."""
     open_: list[str] = []
     at = begin
     while at < len(text):
@@ -164,7 +161,7 @@ def _closed(formula: str, text: str, begin: int) -> int:
 
 
 def _python(formula: str, text: str) -> str:
-    """A call with columns' names as Python reads them."""
+    """A call with valid Python names for columns."""
     parts = re.split(r"(`[^`]*`)", text)
     names = [
         quoted(_named(formula, part[1:-1])) if part.startswith("`") else _NAME.sub(_as_written, part) for part in parts
@@ -173,53 +170,53 @@ def _python(formula: str, text: str) -> str:
 
 
 def _as_written(match: re.Match[str]) -> str:
-    """A name that would be read as another one: a unit with a Greek letter by Python, one with our mark by us."""
+    """Quote a name that Python would normalise, or that begins like a quoted one."""
     name = match[0]
     is_same = unicodedata.normalize("NFKC", name) == name and not name.startswith(_MARK)
     return name if is_same else quoted(name)
 
 
-def _require_syntax(formula: str, found: Sequence[Token]) -> None:
-    """Refuse what other packages read, and what would be read as something else without a word."""
-    texts, depths = [one.text for one in found], [0, *_depths(found)]
+def _require_syntax(formula: str, tokens: Sequence[Token]) -> None:
+    """Refuse syntax of other packages, and syntax that would silently mean something else."""
+    texts, depths = [token.text for token in tokens], [0, *_depths(tokens)]
     not_closed = min(depths) < 0 or depths[-1] != 0
-    pairs = list(zip(found, found[1:], strict=False))
+    pairs = list(zip(tokens, tokens[1:], strict=False))
     wrong = {
-        "it has nothing right of ~; write 'y ~ 1' for an intercept alone": not found,
+        "it has nothing right of ~; write 'y ~ 1' for an intercept alone": not tokens,
         "write (... | site), with correlated=False, for ||": "||" in texts,
         "write I(x**2) for a power, a * b or (a + b)**2 for interactions": "^" in texts,
         "write a:b, or a/b for nested factors": "%in%" in texts or "%" in texts,
         "name the columns that . stands for": "." in texts,
         "it has signs that no formula has; there are + - * / : | ** and functions": any(
-            one.kind == "other" for one in found
+            token.kind == "other" for token in tokens
         ),
         "put an operator between two terms, and a name of several words into backquotes, `a b`": any(
-            (one.kind != "sign" or one.text == ")") and (other.kind != "sign" or other.text == "(")
-            for one, other in pairs
+            (token.kind != "sign" or token.text == ")") and (after.kind != "sign" or after.text == "(")
+            for token, after in pairs
         ),
         "its parentheses do not match; write it like 'y ~ age + arm + (1 | site)'": not_closed,
         "write I(x**2) for a power of a column": any(
-            other.text == "**" and one.kind == "factor" for one, other in pairs
+            after.text == "**" and token.kind == "factor" for token, after in pairs
         ),
-        "write effects in parentheses, + (1 | site)": bool(_bars(found)),
+        "write effects in parentheses, + (1 | site)": bool(_bars(tokens)),
     }
     for remedy, is_so in wrong.items():
         if is_so:
             raise _unreadable(formula, remedy)
 
 
-def _depths(found: Sequence[Token]) -> list[int]:
-    """How many parentheses are open after each of some tokens."""
-    return list(itertools.accumulate((one.text == "(") - (one.text == ")") for one in found))
+def _depths(tokens: Sequence[Token]) -> list[int]:
+    """Number of open parentheses after each token."""
+    return list(itertools.accumulate((token.text == "(") - (token.text == ")") for token in tokens))
 
 
-def _bars(found: Sequence[Token]) -> list[int]:
-    """Places of bars in no parentheses."""
-    return [place for place, depth in enumerate(_depths(found)) if found[place].text == "|" and depth == 0]
+def _bars(tokens: Sequence[Token]) -> list[int]:
+    """Places of bars outside of parentheses."""
+    return [place for place, depth in enumerate(_depths(tokens)) if tokens[place].text == "|" and depth == 0]
 
 
-def _require_summand(formula: str, found: Sequence[Token], at: int, end: int, example: str) -> None:
-    before, after = found[at - 1].text if at else "+", found[end].text if end < len(found) else "+"
+def _require_summand(formula: str, tokens: Sequence[Token], at: int, end: int, example: str) -> None:
+    before, after = tokens[at - 1].text if at else "+", tokens[end].text if end < len(tokens) else "+"
     if before != "+" or after not in ("+", "-"):
         raise _unreadable(formula, f"{example} is a summand of its own; write + {example}")
 
@@ -228,7 +225,7 @@ def _unreadable(formula: str, remedy: str) -> DeclarationError:
     return DeclarationError(f"formula={formula!r} cannot be read: {remedy}.")
 
 
-# Of NumPy, what has one value for each row and reads that row alone.
+# Functions of NumPy with one value per row that depends on this row alone.
 FUNCTIONS: dict[str, np.ufunc] = {
     name: getattr(np, name)
     for name in (
@@ -242,9 +239,9 @@ FUNCTIONS: dict[str, np.ufunc] = {
 NUMBERS = {"pi": float(np.pi), "e": float(np.e)}
 CENTRED = ("center", "scale", "standardize")
 OF_SEVERAL = SPLINE, POLYNOMIAL, LEVELS = "bs", "poly", "C"
-RESERVED = ("I", OF_ROWS, *CENTRED, *OF_SEVERAL)  # what no constant may be called
+RESERVED = ("I", OF_ROWS, *CENTRED, *OF_SEVERAL)  # names that constants may not have
 _OTHERS: dict[str, Callable[..., Any]] = {"where": np.where, "clip": np.clip}  # with three arguments
-_AGREED = ("knots", "lower_bound", "upper_bound")  # of a spline, the same at all clients
+_AGREED = ("knots", "lower_bound", "upper_bound")  # of a spline, equal at all clients
 _FLAGS = ("include_intercept", "intercept", "center")
 _KEYWORDS = {SPLINE: (*_AGREED, "degree", *_FLAGS), POLYNOMIAL: ("degree", "raw")}
 SIGNS: dict[type, Callable[..., Any]] = {
@@ -266,61 +263,58 @@ SIGNS: dict[type, Callable[..., Any]] = {
     ast.Eq: np.equal,
     ast.NotEq: np.not_equal,
 }
-_DEEPEST = 40  # nodes within nodes
+_DEEPEST = 40  # nested nodes
 
 
 def read(source: str, constants: Collection[str]) -> ast.expr:
-    """The tree of a factor, each of whose nodes is on a list.
-
-    Raises `DeclarationError` if it has anything else than names, numbers, signs and calls of known functions.
-    """
+    """The syntax tree of a factor; refuse all but names, numbers, operators and calls of known functions."""
     try:
         tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DeclarationError(
-            f"{_shown(source)} cannot be read: {getattr(error, 'msg', error)}; write functions like np.log(x), and a "
-            "column's name that is no word into backquotes."
+            f"{_shown(source)} cannot be read: {getattr(error, 'msg', error)}; write functions like np.log(x), and "
+            "columns' names with other signs in backquotes."
         ) from error
     _require(tree, tree, tuple(constants), 0)
     return tree
 
 
 def written(tree: ast.expr) -> str:
-    """A factor as it is called: a column's name, or a call."""
+    """Name of a factor: a column's name, or a call."""
     return unquoted(tree.id) if isinstance(tree, ast.Name) else _shown(ast.unparse(tree))
 
 
 def columns(tree: ast.expr, constants: Collection[str], without: Collection[str] = ()) -> tuple[str, ...]:
-    """Names of the columns that a factor reads, in their order; but those in calls of functions `without`."""
+    """Names of the columns that a factor reads in order, except in calls of the functions `without`."""
     return tuple(dict.fromkeys(name for name in map(unquoted, _names(tree, without)) if name not in constants))
 
 
 def calls(tree: ast.AST) -> str:
-    """The function that a factor calls; "" of a name."""
+    """The function that a factor calls; "" for a name."""
     return ast.unparse(tree.func) if isinstance(tree, ast.Call) else ""
 
 
 def arguments(call: ast.Call) -> dict[str, ast.expr]:
-    """What a spline or a polynomial is called with, by name; the first is "x"."""
+    """Arguments of a spline or a polynomial by name; the first is "x"."""
     second = {SPLINE: "df", POLYNOMIAL: "degree"}[calls(call)]
-    found = dict(zip(("x", second), call.args, strict=False))
-    return found | {str(one.arg): one.value for one in call.keywords}
+    by_name = dict(zip(("x", second), call.args, strict=False))
+    return by_name | {str(keyword_argument.arg): keyword_argument.value for keyword_argument in call.keywords}
 
 
 def level_column(tree: ast.expr) -> str | None:
-    """The column of ``C(column)``; None of another factor."""
+    """The column of ``C(column)``; None for another factor."""
     if calls(tree) != LEVELS or not isinstance(tree, ast.Call) or not isinstance(column := tree.args[0], ast.Name):
         return None
     return unquoted(column.id)
 
 
 def operands(node: ast.AST) -> list[ast.expr]:
-    """What a sign stands before, or between."""
+    """Operands of an operator."""
     return [below for below in ast.iter_child_nodes(node) if isinstance(below, ast.expr)]
 
 
 def function(callee: str) -> Callable[..., Any] | None:
-    """A function of NumPy that formulas know; None where it is none of them."""
+    """A function of NumPy that formulas know; None for another name."""
     name = callee.removeprefix("np.")
     known: Callable[..., Any] | None = FUNCTIONS.get(name) or _OTHERS.get(name)
     return known if callee.startswith("np.") else None
@@ -341,7 +335,7 @@ def _names(tree: ast.AST, without: Collection[str]) -> Iterator[str]:
 
 
 def is_truth(tree: ast.expr) -> bool:
-    """Whether an expression is True or False at a row, by itself or in I().
+    """Whether an expression is boolean, by itself or in I().
 
     >>> is_truth(ast.parse("I((x > 1) & (z < 2))", mode="eval").body)
     True
@@ -357,7 +351,7 @@ def is_truth(tree: ast.expr) -> bool:
 
 
 def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: int) -> None:
-    """Refuse a node that is not on the list, and all below it that are not."""
+    """Refuse a node, or one below it, that is not on the list."""
     if depth > _DEEPEST:
         raise DeclarationError(f"{_shown(ast.unparse(whole))[:80]} is nested too deeply; compute a column before.")
     below = functools.partial(_require, whole=whole, constants=constants, depth=depth + 1)
@@ -379,14 +373,14 @@ def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: 
                     below(one)
         case _:
             raise DeclarationError(
-                f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}, and formulas compute with names, "
-                "numbers, + - * / // % ** < <= > >= == != & |, np.pi and functions of single values alone, such as "
-                "np.log(x); compute a column before."
+                f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}, and formulas have names, numbers, "
+                "+ - * / // % ** < <= > >= == != & |, np.pi and functions of single values, such as np.log(x); compute "
+                "a column before."
             )
 
 
 def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -> None:
-    """Refuse functions that nobody knows, and those whose constants would come from one client's rows."""
+    """Refuse unknown functions, and functions whose constants would come from one client's rows."""
     name, text, count = calls(call), _shown(ast.unparse(call)), len(call.args)
     words = [one.arg for one in call.keywords]
     if isinstance(call.func, ast.Name) and call.func.id in constants:
@@ -401,8 +395,8 @@ def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -
     elif name in CENTRED:
         if words or count != 1 or not isinstance(call.args[0], ast.Name):
             raise DeclarationError(
-                f"{text} needs the mean of something that is computed at each client; give that a column of its own, "
-                f"or write {name}(column)."
+                f"{text} needs the mean of a computed value over all clients; compute a column of its own, or write "
+                f"{name}(column)."
             )
     elif name == "I":
         if words or count != 1:
@@ -414,7 +408,7 @@ def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -
 
 
 def _require_several(call: ast.Call, name: str, text: str, outermost: bool, constants: Collection[str]) -> None:
-    """The rules of what has several columns: levels, splines and polynomials."""
+    """Check functions with several columns: levels, splines and polynomials."""
     if name == LEVELS and (call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name)):
         raise DeclarationError(
             f"{text}: all clients agree on levels and their reference; write C(column) alone, and the order of its "
@@ -422,7 +416,7 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
         )
     if not outermost:
         raise DeclarationError(
-            f"{text} calls {name}() within another function, and it has several columns; write it as a term of its "
+            f"{text} calls {name}(), which has several columns, within another function; write it as a term of its "
             "own, or compute the column before."
         )
     if name == LEVELS:
@@ -436,14 +430,13 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
     of_rows = sorted({column for one in _AGREED if one in given for column in columns(given[one], constants)})
     if of_rows and name == SPLINE:
         raise DeclarationError(
-            f"{text} reads knots or bounds from {of_rows}, and as columns they would be of the rows of each client "
-            f"alone; say what all know, formula(..., constants={{{of_rows[0]!r}: ...}})."
+            f"{text} reads knots or bounds from {of_rows}, which would be columns of each client; pass constants, "
+            f"formula(..., constants={{{of_rows[0]!r}: ...}})."
         )
     if name == SPLINE and (strange or not set(_AGREED) <= set(given)):
         raise DeclarationError(
-            f"{text} would take its knots and bounds from the rows of each client, and a coefficient would mean "
-            "another thing at each; use bs(x, knots=knots, lower_bound=0, upper_bound=90), and say knots that all know "
-            "in formula(..., constants=...)."
+            f"{text} would take its knots and bounds from the rows of each client; use bs(x, knots=knots, "
+            "lower_bound=0, upper_bound=90), and pass knots in formula(..., constants=...)."
         )
     flags = [given[one] for one in _FLAGS if one in given]
     if not all(isinstance(one, ast.Constant) and isinstance(one.value, bool) for one in flags):
@@ -460,9 +453,8 @@ def _unknown(name: str, text: str) -> DeclarationError:
         return DeclarationError(f"{text}: all clients agree on levels and their reference; write C(column) alone.")
     if name.startswith("np."):
         return DeclarationError(
-            f"{text} calls {name!r}, which is none of NumPy's functions of single values that formulas know. What "
-            "looks at several rows would be of one client's rows alone: compute a column before, or write center(x) or "
-            "scale(x), by the mean and sd of all clients' rows."
+            f"{text} calls {name!r}, which is none of NumPy's functions of single values that formulas know. Compute a "
+            "column before, or write center(x) or scale(x), by the mean and sd of all clients' rows."
         )
     numpy = f"np.{name}" if name in FUNCTIONS else "np.log"
     root = unquoted(name.partition(".")[0])
@@ -474,5 +466,5 @@ def _unknown(name: str, text: str) -> DeclarationError:
 
 
 def _shown(text: str) -> str:
-    """Python with columns' names in backquotes where they are no words."""
+    """Python with columns' names in backquotes where they were quoted."""
     return re.sub(r"quoted__[0-9a-f]+", lambda match: f"`{unquoted(match[0])}`", text)

@@ -1,4 +1,4 @@
-"""Families of outcomes by name: their likelihood as PyMC declares it, and the shared parameters beside the mean."""
+"""Families of outcomes by name: their likelihoods in PyMC, and their shared parameters beside the mean."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from fedppl.types import Array, DeclarationError
 
 
 class Scales(NamedTuple):
-    """What is known of the outcome before the fit."""
+    """Agreed moments and levels of the outcome."""
 
     mean: float
     sd: float
     levels: tuple[str, ...]
-    cuts: tuple[float, ...] = ()  # of time, where all clients know some
+    cuts: tuple[float, ...] = ()  # of times, of a piecewise hazard
 
 
 def log_mean(scales: Scales) -> float:
-    """Log of the outcome's mean, however small; that of sites that round it may be 0."""
+    """Log of the outcome's mean, which may be 0 after rounding by sites."""
     return float(np.log(scales.mean if scales.mean > 0 else 1e-6))
 
 
 def relative_variance(scales: Scales) -> float:
-    """Variance of the outcome in squares of its mean."""
+    """Variance of the outcome over the square of its mean."""
     return (scales.sd / scales.mean) ** 2 if scales.mean > 0 else 1.0
 
 
 class Drawn(NamedTuple):
-    """A distribution of PyMC, or one of our own where it has a `logp`."""
+    """A distribution of PyMC, or one of fedppl with a `logp`."""
 
     distribution: Any
     parameters: Mapping[str, Any]
-    signature: str = ""  # of the parameters, where some are no scalars: "(k),()"
+    signature: str = ""  # of the parameters, if some are not scalars: "(k),()"
     logp: Callable[..., Any] | None = None
     random: Callable[..., Any] | None = None
-    name: str = ""  # of one of our own, by which what is observed is told apart
-    dtype: str = "floatX"  # of one of our own
+    name: str = ""  # of a distribution of fedppl
+    dtype: str = "floatX"  # of a distribution of fedppl
 
 
 Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn]
@@ -56,24 +56,24 @@ class Family(NamedTuple):
 
     name: str  # how users call it
     likelihood: Likelihood  # ``likelihood(eta, parameters, data, scales)``: how outcomes are distributed
-    # ``mean(eta, parameters, scales, at)`` in NumPy: what outcomes are on average, (..., levels of an outcome); of
-    # times their median, or the probability that they are beyond `at`
+    # ``mean(eta, parameters, scales, at)`` in NumPy: mean of outcomes, (..., levels of an outcome); for times their
+    # median, or the probability that they exceed `at`
     mean: Callable[[Array, Mapping[str, Array], Scales, float | None], Array]
     outcome: str  # kind of numbers that outcomes are: "real", "positive", "unit", "binary", "count", "level" or "time"
     # priors of its other shared parameters, by name, from `Scales`
     parameters: Callable[[Scales], Mapping[str, Prior]] = lambda scales: {}
-    # mean of the linear predictor that an intercept is expected near, from `Scales`
+    # prior mean of the linear predictor, from `Scales`
     center: Callable[[Scales], float] = lambda scales: 0.0
-    # size of the linear predictor's changes that are expected, from `Scales`
+    # expected size of changes of the linear predictor, from `Scales`
     unit: Callable[[Scales], float] = lambda scales: 1.0
     responses: tuple[str, ...] = ("plain",)  # kinds of response that a formula may have
-    link: str = "identity"  # name of the function that the linear predictor is of the mean, or of what stands for it
+    link: str = "identity"  # function of the mean (or median, hazard, ...) that the linear predictor is
     intercept: bool = True  # whether there may be one
-    several: bool = False  # whether every level of the outcome but the first has a linear predictor of its own
+    several: bool = False  # whether each level of the outcome except the first has its own linear predictor
 
 
 def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None:
-    """The outcome, in the model that is open; a row of weight w counts as w such rows."""
+    """Declare the outcome in the open model; a row of weight w counts as w such rows."""
     values, plain = tuple(drawn.parameters.values()), drawn.logp
     if plain is None and weights is None:
         drawn.distribution(name, **drawn.parameters, observed=observed)
@@ -151,7 +151,7 @@ def _ordinal(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> 
 
 def _log_level(value: Any, eta: Any, cuts: Any) -> Any:
     """log(σ(b − η) − σ(a − η)) = log σ(b − η) + log σ(η − a) + log(1 − exp(a − b)), of a row's own thresholds a < b."""
-    cuts = cuts.reshape((cuts.shape[-1],))  # the same of all rows
+    cuts = cuts.reshape((cuts.shape[-1],))  # equal for all rows
     last = cuts.shape[0]
     is_first, is_last = pt.eq(value, 0), pt.eq(value, last)
     above = pt.switch(is_last, 0.0, pt.softplus(eta - cuts[pt.minimum(value, last - 1)]))
@@ -201,7 +201,7 @@ def _sigma_and_nu(scales: Scales) -> Mapping[str, Prior]:
 
 
 def _precise(name: str, relative: float) -> Mapping[str, Prior]:
-    """Of a precision whose inverse is `relative` without predictors, which leave less: a factor of 20 is one sd."""
+    """Prior of a precision: median 1 / `relative`, where predictors are ignored; one sd is a factor of 20."""
     return {name: Prior("LogNormal", mu=-float(np.log(relative)), sigma=3.0)}
 
 
@@ -210,7 +210,7 @@ def _alpha(scales: Scales) -> Mapping[str, Prior]:
 
 
 def _alpha_of_counts(scales: Scales) -> Mapping[str, Prior]:
-    # What is beyond Poisson's variance; of sums that are rounded, a quarter may be.
+    # Share of the variance beyond Poisson's; at least a quarter, since moments may be rounded.
     beyond = 1.0 - scales.mean / scales.sd**2 if scales.mean > 0 else 1.0
     return _precise("alpha", relative_variance(scales) * max(beyond, 0.25))
 
@@ -239,26 +239,26 @@ def _logit_mean(scales: Scales) -> float:
     return float(logit(scales.mean)) if 0.0 < scales.mean < 1.0 else 0.0
 
 
-# Times until an event: right-censored, or known to lie between two times ----------------------------------------------
+# Times until an event: right-censored, or between two times -----------------------------------------------------------
 
-# A row's log density is log h(t) - H(t) of an event at t, -H(t) of none until t, and
-# log(S(l) - S(u)) = -H(l) + log(1 - exp(-(H(u) - H(l)))) of one between l and u, H being the cumulative hazard.
+# With the cumulative hazard H, a row's log density is log h(t) - H(t) for an event at t, -H(t) for none until t, and
+# log(S(l) - S(u)) = -H(l) + log(1 - exp(-(H(u) - H(l)))) for one between l and u.
 
-NEVER = 2.0**100  # a time that nothing is beyond: new inputs have to be finite
-_NO_TIME = 2.0**-1000  # before anything
+NEVER = 2.0**100  # stands for infinity, since inputs have to be finite
+_NO_TIME = 2.0**-1000  # stands for 0
 
 
 class _Hazard(NamedTuple):
-    """A distribution of times, of a linear predictor and shapes: in PyTensor, and what is drawn and read in NumPy.
+    """A distribution of times with a linear predictor and shapes: densities in PyTensor, quantiles in NumPy.
 
-    `log_within` is log(1 − exp(H(a) − H(b))), of an event until b where there was none until a; where H is nothing to
-    all digits long before b, a distribution has one of its own.
+    `log_within` is log(1 − exp(H(a) − H(b))) for an event until b without one until a; a distribution has its own where
+    H underflows long before b.
     """
 
     log_hazard: Callable[..., Any]  # (t, eta, *shapes)
     cumulative: Callable[..., Any]  # (t, eta, *shapes)
-    inverse: Callable[..., Array]  # (cumulative hazard, eta, *shapes), the time when it is reached
-    reached: Callable[..., Array]  # (t, eta, *shapes), the same in NumPy
+    inverse: Callable[..., Array]  # (cumulative hazard, eta, *shapes): the time when it is reached
+    reached: Callable[..., Array]  # (t, eta, *shapes): `cumulative` in NumPy
     log_within: Callable[..., Any] | None = None  # (a, b, eta, *shapes) for 0 < a < b
 
 
@@ -287,7 +287,7 @@ def _lognormal_hazard(cuts: Sequence[float]) -> _Hazard:
 
     def log_within(a: Any, b: Any, eta: Any, sigma: Any) -> Any:
         low, high = (pt.log(a) - eta) / sigma, (pt.log(b) - eta) / sigma
-        # Below the median by the tail below, which has digits where that above has none.
+        # Below the median use the lower tail, which keeps its digits there.
         near, far = pt.switch(high < 0, -high, low), pt.switch(high < 0, -low, high)
         tail = _minus_log_upper(near)
         return pt.log(-pt.expm1(tail - _minus_log_upper(far))) - tail + _minus_log_upper(low)
@@ -302,7 +302,7 @@ def _lognormal_hazard(cuts: Sequence[float]) -> _Hazard:
 
 
 def _minus_log_upper(z: Any) -> Any:
-    """−log Φ(−z), by erfcx(a) = exp(a²) erfc(a) of a = |z| / √2: finite with its slope on both sides of 0."""
+    """−log Φ(−z) by erfcx(a) = exp(a²) erfc(a) with a = |z| / √2, finite with its slope on both sides of 0."""
     above = z > 0
     a = pt.switch(above, z, -z) / np.sqrt(2)
     half = pt.erfcx(a) / 2
@@ -382,7 +382,7 @@ def _of_times(
 
 
 def _right(kind: _Hazard) -> Callable[..., Any]:
-    """Events before the row's limit, and none before it."""
+    """Log density of an event before the row's limit, or of none until it."""
 
     def logp(value: Any, eta: Any, *given: Any) -> Any:
         *shapes, limit = given
@@ -393,7 +393,7 @@ def _right(kind: _Hazard) -> Callable[..., Any]:
 
 
 def _between(kind: _Hazard) -> Callable[..., Any]:
-    """Events that are seen at two times: the value is the last one when there was none yet, or the exact time."""
+    """Log density of an event between two times: the value is the last time without an event, or the exact time."""
 
     def logp(value: Any, eta: Any, *given: Any) -> Any:
         *shapes, lower, upper = given
@@ -437,7 +437,7 @@ def _draw_between(kind: _Hazard) -> Callable[..., Array]:
 
 
 def _shape_of_times(scales: Scales) -> Mapping[str, Prior]:
-    # 1 / alpha is exponential: times may be as regular as they like. Of censored ones no sd of theirs is known.
+    # 1 / alpha is exponential, so that times may be arbitrarily regular: the sd of censored times is unknown.
     return {"alpha": Prior("InverseGamma", alpha=1.0, beta=1.0)}
 
 
@@ -478,7 +478,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-# How other packages call them.
+# Names in other packages.
 _ALIASES = {
     "normal": "gaussian",
     "t": "student",
@@ -494,7 +494,7 @@ _ALIASES = {
 
 
 def family(name: str) -> Family:
-    """The family of a name."""
+    """The family with a name."""
     if not isinstance(name, str) or name not in FAMILIES:
         lower = name.casefold() if isinstance(name, str) else ""
         close = [_ALIASES[lower]] if lower in _ALIASES else get_close_matches(lower, FAMILIES, n=1)
@@ -504,5 +504,5 @@ def family(name: str) -> Family:
 
 
 def taking(kind: str) -> list[str]:
-    """Names of the families that have a response of this kind."""
+    """Names of the families with a response of this kind."""
     return [one.name for one in FAMILIES.values() if kind in one.responses]

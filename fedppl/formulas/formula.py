@@ -1,4 +1,4 @@
-"""What users call: a formula as a declaration, what clients agree on, and what was declared in words."""
+"""The functions that users call: declare a model by a formula, and have clients agree on its columns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedppl.types import DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
 
-_ALL_ROWS = "all rows"  # whose they are, in errors
+_ALL_ROWS = "all rows"  # in error messages
 
 
 def formula(
@@ -57,42 +57,42 @@ def formula(
     formula
         Such as ``"y ~ age * arm + (1 + arm | site)"``. The response is a column, ``prop(successes, trials)``, or for
         survival ``Surv(time, event)``, event being 1, or 0 where there was none until then, or
-        ``Surv(lower, upper, "interval")``: an event after lower and not after upper, which is ``inf`` where there was
-        none yet, lower being 0 where it was there at first, and both being equal where the time is known. Right of ~
-        stand terms as R, patsy and formulaic read them, ``offset(x)``, functions of NumPy (``np.log(x)``),
-        ``center(x)`` and ``scale(x)`` by the mean and sd of all clients' rows, ``C(x)`` for numbers that are levels,
-        ``bs(x, knots=knots, lower_bound=0, upper_bound=90)`` with `constants`. Effects ``(... | site)`` vary by client;
-        those of groups within a client are written ``(1 | site/ward)``.
+        ``Surv(lower, upper, "interval")``: an event after lower and not after upper. Upper is ``inf`` where there was
+        none yet, lower is 0 where it had happened at the first look, and both are equal where the time is known. Right
+        of ~ are terms as in R, patsy and formulaic, ``offset(x)``, functions of NumPy (``np.log(x)``), ``center(x)``
+        and ``scale(x)`` by the mean and sd of all clients' rows, ``C(x)`` for numbers that are levels, and
+        ``bs(x, knots=knots, lower_bound=0, upper_bound=90)`` with `constants`. Effects ``(... | site)`` vary by client,
+        and ``(1 | site/ward)`` also by groups within a client.
     family
         "gaussian", "student", "bernoulli", "binomial", "poisson", "negativebinomial", "gamma", "beta", "ordinal" or
-        "categorical"; of times "exponential", "weibull", "lognormal", "loglogistic", whose coefficients are of the
-        logarithm of time, or "piecewise", whose are of the logarithm of the hazard, which is constant between times
-        ``constants={"cuts": [30, 90]}`` that all know. Links are the identity, the logit and the logarithm.
+        "categorical"; for times "exponential", "weibull", "lognormal", "loglogistic", with coefficients of the
+        logarithm of time, or "piecewise", with coefficients of the logarithm of the hazard, which is constant between
+        the times ``constants={"cuts": [30, 90]}``. Links are the identity, the logit and the logarithm.
     priors
-        Other priors, ``{"age": fedppl.Prior("Normal", mu=0, sigma=1)}``, by the names that
-        `FederatedModel.describe` shows. By default they are wide on the scales that clients agreed on.
+        Priors by the names that `FederatedModel.describe` shows, ``{"age": fedppl.Prior("Normal", mu=0, sigma=1)}``.
+        By default they are wide on the scales that clients agreed on.
     levels
-        Orders of levels, by column: the first is the reference. By default levels are in the order of the tables'
-        categories where all clients' are the same, else of their numbers or letters. An ordinal response whose levels
-        are texts needs it, unless tables have ordered categories (pandas' ``ordered=True``, polars' ``Enum``). Of a
-        categorical response too the first is the reference, which the others' logits are against.
+        Orders of levels, by column: the first is the reference, also of a categorical response. By default levels are
+        in the order of the tables' categories if these are equal at all clients, else in numerical or alphabetical
+        order. An ordinal response of texts needs an order, unless tables have ordered categories (pandas'
+        ``ordered=True``, polars' ``Enum``).
     constants
-        What the formula names that is no column, ``{"knots": [30, 50, 70]}``: numbers, and functions of single rows.
+        Names in the formula that are not columns, ``{"knots": [30, 50, 70]}``: numbers, and functions of single rows.
     weights
-        A column of weights above 0, which each row's log likelihood is multiplied by: how many such rows it stands for.
+        A column of weights above 0, which multiply the log likelihood of each row: the number of rows it stands for.
     correlated
         Whether several effects of one factor have a correlation.
 
     Returns
     -------
     FederatedModel
-        Its data are frames, or columns by name; of some clients a `fedppl.summaries.Estimate` of coefficients, or a
-        `fedppl.summaries.Table` of events.
+        Its data are frames, or columns by name; some clients may have a `fedppl.summaries.Estimate` of coefficients, or
+        a `fedppl.summaries.Table` of events.
 
     Raises
     ------
     DeclarationError
-        If the formula cannot be read, or means something else at each client.
+        If the formula cannot be read, or has another meaning at each client.
 
     Examples
     --------
@@ -103,27 +103,27 @@ def formula(
 
     Notes
     -----
-    *When this fails.* Levels and scales are agreed on by `agree`, which `fedppl.fit` calls where the data are here:
-    a level that no client has cannot be learnt, and a client that comes later may not bring a new one.
+    *When this fails.* Clients agree on levels and scales by `agree`, which `fedppl.fit` calls if the data are in this
+    process: a level that no client has cannot be learnt, and a client that comes later may not have a new one.
 
-    With weights that are no whole numbers the product of powers of likelihoods is no probability of data: the posterior
-    is as wide as their sum says, and evidence, and rows left out, are of these powers. A row that is left out takes all
-    that it stands for with it. Weights of a survey, which say how rare a row was in the sample, give too narrow
-    intervals so; scale them to their effective number of rows.
+    With weights that are not whole numbers the product of powers of likelihoods is not a probability of data: the width
+    of the posterior follows from their sum, and evidence and leave-one-out results are of these powers. A row that is
+    left out is left out with its weight. Survey weights, inverse to the probability of being sampled, give intervals
+    that are too narrow; scale them to their effective number of rows.
     """
-    held = checks.mapping("constants", constants, '{"knots": [30, 50, 70]}')
-    found, declared = family_of(family), parse(formula, tuple(held))
+    known = checks.mapping("constants", constants, '{"knots": [30, 50, 70]}')
+    outcomes, declared = family_of(family), parse(formula, tuple(known))
     flag("correlated", correlated)
-    require_family(found, declared, formula, held)
+    require_family(outcomes, declared, formula, known)
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise DeclarationError(f'weights={shown(weights)} is no name of a column; give one, such as "n".')
-    own = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
-    given = {variable(str(name)): prior for name, prior in own.items()}
+    by_name = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
+    given = {variable(str(name)): prior for name, prior in by_name.items()}
     order = {
-        name: checks.order_of(name, one)
-        for name, one in checks.mapping("levels", levels, '{"dose": ["low", "high"]}').items()
+        name: checks.order_of(name, listed)
+        for name, listed in checks.mapping("levels", levels, '{"dose": ["low", "high"]}').items()
     }
-    built = Formula(formula, declared, found, given, correlated, order, held, weights)
+    built = Formula(formula, declared, outcomes, given, correlated, order, known, weights)
     require_names(built)
     for name, prior in given.items():
         checks.prior(name, prior, built.positive.get(name))
@@ -132,19 +132,19 @@ def formula(
 
 @dataclass(frozen=True)
 class Agreed:
-    """What clients agreed on.
+    """The agreement of clients.
 
     Attributes
     ----------
     model
-        The declaration, which means the same at all clients.
+        The declaration, with the same meaning at all clients.
     columns
-        A row for every column: its levels or its mean and sd.
+        A row for each column: its levels, or its mean and sd.
     strange
-        Columns that are on another scale at one client than at most others, or elsewhere, and levels that look like a
-        mistake, in words.
+        Messages on columns with another scale or location at one client than at most others, and on levels that look
+        like a mistake.
     clients
-        Ids of those who agreed.
+        Ids of the clients that agreed.
     """
 
     model: FederatedModel
@@ -164,23 +164,22 @@ def agree(
 ) -> Agreed:
     """Have clients agree on levels, reference levels and scales, so that coefficients mean the same at all.
 
-    Every client tells, of each column of the formula, how many rows it has, of numbers their sum and sum of squares,
-    of texts the levels that at least `min_count` of its rows have, and whether rows have others. Nothing else leaves.
-    With a `min_count` above 1 rows are counted in its multiples, means and sds are rough, values that fewer rows have
-    count as others, and a client with fewer rows tells nothing and takes the constants of the others. Where clients
-    are sites of their own `fedppl.Flower.agree` asks them, under their own policies, and nothing at all tells whether
-    some rows but fewer than that have a level.
+    Each client sends, for each column of the formula, its number of rows; for numbers their sum and sum of squares; for
+    texts the levels of at least `min_count` rows, and whether there are others. With a `min_count` above 1 numbers of
+    rows are rounded to its multiples, means and sds are rounded, extreme values of fewer rows are clipped, and a client
+    with fewer rows sends nothing and takes the constants of the others. For sites `fedppl.Flower.agree` asks them under
+    their own policies, and does not disclose whether some rows, but fewer than `min_count`, have a level.
 
     Parameters
     ----------
     model
-        What `formula` returned.
+        The declaration by `formula`.
     data, by, missing
-        As for `fedppl.fit`. Clients that give estimates take no part.
+        As for `fedppl.fit`. Clients with estimates take no part.
     min_count
-        Rows that a client needs of a level, and in all, to tell of them.
+        Rows that a client needs to send a level, or anything.
     withheld
-        What becomes of rows of levels that were not told: "error", or "other" for a level of that name.
+        What to do with rows of levels that were not sent: "error", or "other" for a level of that name.
 
     Returns
     -------
@@ -200,7 +199,7 @@ def agree(
 
     Notes
     -----
-    *When this fails.* Counts of levels and sums are of a client's rows: where a client has few, they tell much.
+    *When this fails.* Counts of levels and sums disclose much of a client with few rows.
     """
     model = with_order(model, data)
     built = _formula(model)
@@ -208,33 +207,31 @@ def agree(
     one_of("withheld", withheld, ("error", "other"))
     gaps.required(missing)
     clients = clients_of(built, data, by, missing)
-    what, told = asked(built), {}
-    with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
-    for client_id, one in with_rows.items():
-        checks.columns([name for name in built.columns if name not in one], one, f"client {str(client_id)!r}")
-        check_rows(built, one, str(client_id))
-        rows = sized(built, one)
+    what, summaries = asked(built), {}
+    with_rows = {client_id: given for client_id, given in clients.items() if not isinstance(given, Estimate)}
+    for client_id, given in with_rows.items():
+        checks.columns([name for name in built.columns if name not in given], given, f"client {str(client_id)!r}")
+        check_rows(built, given, str(client_id))
+        rows = sized(built, given)
         parts = tell(rows, what.names, what.levels, min_count)
-        told[str(client_id)] = {name: rare(part, np.asarray(rows[name])) for name, part in parts.items()}
-    if not told:
-        raise DataError(
-            "all clients gave estimates, and none has rows to agree on levels and scales with; one client's rows do."
-        )
+        summaries[str(client_id)] = {name: rare(part, np.asarray(rows[name])) for name, part in parts.items()}
+    if not summaries:
+        raise DataError("all clients gave estimates, and levels and scales need rows; give those of one client.")
     if built.family.name == "ordinal" and built.terms.response.columns[0] not in built.levels:
         checks.ordered(built.terms.response.columns[0], with_rows)
-    return of_told(model, told, withheld)
+    return of_told(model, summaries, withheld)
 
 
 def of_told(
-    model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withheld: str, *, believed: bool = True
+    model: FederatedModel, summaries: Mapping[str, Mapping[str, Told]], withheld: str, *, believed: bool = True
 ) -> Agreed:
-    """What clients agree on who have told this; sites of their own are not `believed` whatever they say."""
-    built = together(_formula(model), told, others=withheld == "other", believed=believed)
+    """The agreement from clients' summaries, whose numbers of rows are bounded unless `believed`."""
+    built = together(_formula(model), summaries, others=withheld == "other", believed=believed)
     assert built.design is not None
     checks.require_no_numbers(built.design.agreement, asked(built).levels)
-    units = strange(told)
-    sizes = [] if believed else strange_sizes(told)
-    levels = [*strange_levels(told), *checks.odd_levels(built.design.agreement, asked(built).levels)]
+    units = strange(summaries)
+    sizes = [] if believed else strange_sizes(summaries)
+    levels = [*strange_levels(summaries), *checks.odd_levels(built.design.agreement, asked(built).levels)]
     if units:
         logger.warning(
             "columns may be swapped, or units differ: %s; bring all clients to one unit", "; ".join(units[:5])
@@ -246,11 +243,11 @@ def of_told(
     if levels:
         logger.warning("levels may be mistaken: %s", "; ".join(levels[:5]))
     odd = (*units, *sizes, *levels)
-    return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(told)))
+    return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(summaries)))
 
 
 def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
-    """Clients' rows by id with the columns of the formula, texts among them."""
+    """Clients' rows by id with the columns of the formula."""
     factor = built.terms.client
     if by is None and frames.is_frame(data) and factor is not None:
         by = factor
@@ -274,7 +271,7 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
 
 
 def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[FederatedModel, Any]:
-    """A formula's model that clients agreed on, by what is here, and their rows."""
+    """The agreed model of a formula, and clients' rows."""
     model = with_order(model, data)
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
@@ -289,9 +286,9 @@ def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[Fede
 def one_table(
     model: FederatedModel, data: Any, by: Hashable | Sequence[Hashable] | None, missing: str
 ) -> tuple[FederatedModel, Table] | None:
-    """The declaration that many clients agreed on, and the arrays of its builder; None where they are read one by one.
+    """The declaration that many clients agreed on, and its builder's arrays as one table.
 
-    That is where there are few clients, data are no table, or effects vary by groups within a client.
+    None where clients are read one by one: few clients, other data than a frame, or groups within clients.
     """
     built = _formula(model)
     factor = built.terms.client
@@ -305,12 +302,12 @@ def one_table(
     if table is None:
         return None
     try:
-        found = _read_at_once(model, built, table)
+        declared = _read_at_once(model, built, table)
     except DataError:
         return None  # read client by client, errors name the client and its row
-    if found is not None:
+    if declared is not None:
         checks.say_who_clients_are(built, data, by)
-    return found
+    return declared
 
 
 def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
@@ -318,11 +315,11 @@ def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[
     check_rows(built, table.columns, _ALL_ROWS)
     if built.design is None:
         if built.family.name == "ordinal" and response not in built.levels:
-            return None  # its order is looked for client by client
+            return None  # its order is checked client by client
         what = asked(built)
         parts = table.each() if len(table.client_ids) < tables.MANY else {_ALL_ROWS: table.columns}
-        told = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
-        model = of_told(model, told, "error").model
+        summaries = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
+        model = of_told(model, summaries, "error").model
         built = _formula(model)
         checks.say_what_cannot_be_told(built, {_ALL_ROWS: table.columns}, many=True)
     arrays = built.read(_ALL_ROWS, table.columns)
@@ -332,9 +329,9 @@ def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[
 
 
 def with_order(model: FederatedModel, data: Any) -> FederatedModel:
-    """The model with the orders of categories that tables have and the formula does not say.
+    """The model with orders of categories from tables, for columns whose order the formula does not give.
 
-    Of an ordinal outcome all have to be there; of another column those that rows have, the first being the reference.
+    An ordinal outcome has all categories; another column has those that occur in rows, the first as the reference.
     """
     built = _formula(model)
     if built.design is not None or built.orders:
@@ -349,23 +346,23 @@ def with_order(model: FederatedModel, data: Any) -> FederatedModel:
 
 
 def remembering(model: FederatedModel, agreement: Any, data: Any = None) -> FederatedModel:
-    """A formula's model with what clients agreed on before, as a file has it; data may have an order of levels."""
+    """A formula's model with the agreement of a file; data may have an order of levels."""
     built = _formula(model)
     if built.design is not None:
         return model
     known = () if agreement is None else agreement.columns
     if unknown := [name for name in asked(built).names if name not in known]:
         raise DeclarationError(
-            f"the file is of another declaration: {built.text!r} reads the columns {unknown}, on which its clients did "
-            f"not agree; they did on {sorted(known)}."
+            f"the file is of another declaration: {built.text!r} reads the columns {unknown}, and clients agreed on "
+            f"{sorted(known)}; pass what was fitted."
         )
     ordered = built if data is None else _formula(with_order(model, data))
     for name, order in ordered.levels.items():
-        held = agreement.columns[name].levels
-        if [one for one in order if one in held] != [one for one in held if one in order]:
+        agreed = agreement.columns[name].levels
+        if [level for level in order if level in agreed] != [level for level in agreed if level in order]:
             raise DeclarationError(
-                f"the file is of another declaration: {name!r} has the levels {list(held)} there, in this order, and "
-                f"{list(order)} here; pass what was fitted."
+                f"the file is of another declaration: {name!r} has the levels {list(agreed)} there and {list(order)} "
+                "here; pass what was fitted."
             )
     return _model(built.agreed(agreement))
 
@@ -398,7 +395,7 @@ def _table(agreement: Agreement) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index", columns=["levels", "mean", "sd"])
 
 
-# What a formula, its family and the names in it have to be, before any data are seen ----------------------------------
+# Checks of a formula, its family and names before any data are seen ---------------------------------------------------
 
 _RESPONSES = {
     "plain": "a column",
@@ -413,14 +410,13 @@ def _require_cuts(cuts: Any) -> None:
     numbers = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
     if not numbers or not np.all(np.diff([0.0, *numbers, np.inf]) > 0):
         raise DeclarationError(
-            f"family='piecewise' has a hazard that is constant between cut points, and constants={{'cuts': "
-            f"{shown(cuts)}}} are none: give times above 0 that rise, the same for all clients: "
-            "constants={'cuts': [30, 90]}."
+            f"family='piecewise' needs cut points, and constants={{'cuts': {shown(cuts)}}} are none; give increasing "
+            "times above 0, constants={'cuts': [30, 90]}."
         )
 
 
 def require_family(family: Family, terms: Terms, text: str, constants: Mapping[str, Any]) -> None:
-    """Refuse a response, cut points or offsets that the family has no use for."""
+    """Refuse a response, cut points or offsets that do not fit the family."""
     if terms.response.kind not in family.responses:
         wanted = " or ".join(_RESPONSES[kind] for kind in family.responses)
         raise DeclarationError(
@@ -430,23 +426,23 @@ def require_family(family: Family, terms: Terms, text: str, constants: Mapping[s
     if family.name == "piecewise":
         _require_cuts(constants.get("cuts"))
     if family.several and terms.offsets:
-        raise DeclarationError(f"offset() is added to one linear predictor, and family={family.name!r} has several.")
+        raise DeclarationError(f"offset() needs one linear predictor, and family={family.name!r} has several.")
 
 
 def _dims(built: Formula, names: Sequence[str]) -> set[str]:
-    """Names that dims of draws and of tables have."""
-    groups = {f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effect", "pair")}
-    own = {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")}
+    """Names of dims of draws and of tables."""
+    groups = {f"{tag(group)}_{what}" for group in built.terms.groups for what in ("effect", "pair")}
+    own_dims = {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")}
     levels = {f"{built.terms.response.variable}_level"} if built.family.several else set()
-    return {"chain", "draw", "sample", *levels, *groups, *own}
+    return {"chain", "draw", "sample", *levels, *groups, *own_dims}
 
 
 def require_names(built: Formula) -> None:
-    """Refuse one name for two things, and priors and levels of what is not there."""
+    """Refuse ambiguous names, and priors, constants and levels of unknown names."""
     response = built.terms.response.columns
     right = {*built.terms.columns, *built.terms.common, *(one for group in built.terms.groups for one in group.factor)}
     if both := sorted(set(response) & right):
-        raise DeclarationError(f"{both} stand on both sides of {built.text!r}; leave them out of one.")
+        raise DeclarationError(f"{both} are on both sides of {built.text!r}; leave them out of one.")
     of_groups = [f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effects", "z")]
     # One column may be several effects, once its levels are known.
     several = [one for one in built.terms.groups if built.correlated and set(one.expressions) - {"1"}]
@@ -476,6 +472,6 @@ def require_names(built: Formula) -> None:
     words = {*re.findall(r"[^\W\d]\w*", built.text), *re.findall("`([^`]*)`", built.text)}
     words |= {"cuts"} if built.family.name == "piecewise" else set()
     if unused := sorted(set(built.constants) - words):
-        raise DeclarationError(f"constants {unused} are not in {built.text!r}; write them in, or leave them out.")
+        raise DeclarationError(f"constants {unused} are not in {built.text!r}; use them there, or leave them out.")
     if unknown := sorted(set(built.levels) - set(built.columns)):
         raise DeclarationError(f"levels of {unknown}: the formula's columns are {list(built.columns)}; name some.")

@@ -1,4 +1,4 @@
-"""What a column does to the outcome on average, at each client and at all together."""
+"""Marginal effects of a column on the mean outcome, at each client and over all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def marginal_effects(
     chains: int = 4,
     random_seed: int | None = None,
 ) -> pd.DataFrame:
-    r"""Average over rows of what the outcome would be with another value of a column (g-computation).
+    r"""Average over rows of the expected outcome at another value of a column (g-computation).
 
     .. math:: \frac1{n_k}\sum_i \mathrm E[y_{ki} \mid x_{ki}, \text{column} = a], \qquad
               \frac1{n_k}\sum_i \frac{\partial}{\partial x} \mathrm E[y_{ki} \mid x_{ki}]
@@ -45,10 +45,10 @@ def marginal_effects(
     fit
         A fit of a formula, whose clients are in this process.
     column
-        A column of the formula. Of one with levels the result has the mean outcome were all rows of each level, and
-        differences from the reference; of a numeric one the mean derivative, per unit of the column.
+        A column of the formula. For one with levels the result has the mean outcome with all rows at each level, and
+        differences from the reference; for a numeric one the mean derivative, per unit of the column.
     at
-        For times until an event, a time: then outcomes are probabilities of none until it. By default they are
+        For times until an event, a time: then outcomes are probabilities of no event until it. By default they are
         median times.
     clients
         Ids of clients; by default all.
@@ -60,15 +60,15 @@ def marginal_effects(
     Returns
     -------
     pandas.DataFrame
-        Rows (client, what), or (client, what, outcome) where outcomes are levels, whose probabilities these are; the
-        client "all" is the mean over these clients, weighted by their numbers of rows. Columns ``mean``, ``sd``,
-        ``ci_low``, ``ci_high``, on the scale of the outcome; of a binomial one per trial.
+        Rows (client, what), or (client, what, outcome) for probabilities of an outcome's levels; the client "all" is
+        the mean over these clients, weighted by their numbers of rows. Columns ``mean``, ``sd``, ``ci_low``,
+        ``ci_high``, on the scale of the outcome, per trial for a binomial one.
 
     Raises
     ------
     DeclarationError
-        If the fit is of no formula or has no posterior, the column is none of the formula or has no slope at a row, or
-        `at` does not fit.
+        If the fit has no formula or no posterior, the column is not in the formula or has no slope at a row, or `at`
+        does not fit.
 
     Examples
     --------
@@ -83,18 +83,18 @@ def marginal_effects(
 
     Notes
     -----
-    The rows are a client's own with all that is theirs, its effects among it; the other columns stay as they are. That
-    is the effect of a treatment where nothing that is left out of the formula decides who is treated.
+    The rows are a client's own, with its effects; the other columns stay as they are. This is the effect of a treatment
+    if the formula has all confounders.
 
-    Draws of the mean over clients take one draw of what all share for every client. Where clients have effects of their
-    own, their draws come with draws of the shared variables that differ between clients: a client's average is moved to
-    the common draw along its regression on the shared variables. Their mean is that of the clients' means; their sd is
-    exact where averages are linear in the shared variables.
+    A draw of the mean over clients has one draw of the shared variables. Where clients have effects, their draws come
+    with draws of the shared variables that differ between clients: a client's average is moved to the common draw along
+    its regression on the shared variables. The mean is that of the clients' means; the sd is exact where averages are
+    linear in the shared variables.
 
-    *When this fails.* The average derivative by a column that takes few whole numbers is none of the steps between
-    them; write ``C(column)``. A function that has no slope at a row, as ``np.sqrt(x)`` at 0 and ``np.floor(x)`` at
-    whole numbers, is refused there; one that ends there, as a spline at its bounds, has the slope of the side where it
-    is. Median times beyond the last one that was seen are told by the family alone.
+    *When this fails.* The average derivative by a column of few whole numbers differs from the steps between them;
+    write ``C(column)``. A function without a slope at a row, as ``np.sqrt(x)`` at 0 and ``np.floor(x)`` at whole
+    numbers, is refused; where its domain ends, as that of a spline at its bounds, the one-sided slope is used. Median
+    times beyond the last observed one follow from the family alone.
     """
     built = _formula_of(fit, column)
     if at is not None and built.family.outcome != "time":
@@ -131,8 +131,8 @@ def _formula_of(fit: Any, column: Any) -> Formula:
     built = getattr(declared, "builder", None)
     if not isinstance(fit, Fit) or not isinstance(built, Formula):
         raise DeclarationError(
-            "marginal effects are of columns, which a fit of fedppl.formula knows alone; of another declaration "
-            "compute them from fit.client(id, predict=...)."
+            "marginal effects need a fit of fedppl.formula; for another declaration compute them from "
+            "fit.client(id, predict=...)."
         )
     if column not in built.terms.columns:
         raise DeclarationError(
@@ -146,48 +146,48 @@ def _formula_of(fit: Any, column: Any) -> Formula:
 
 def _ids(fit: Fit, clients: Any) -> list[str]:
     ids = chosen("clients", clients, fit.client_ids, "the fit's clients")
-    if absent := [one for one in ids if one not in fit.clients]:
+    if absent := [client_id for client_id in ids if client_id not in fit.clients]:
         raise DeclarationError(
-            f"the rows of clients {absent[:5]} are not here. Of a fit from a file give them, "
-            "fedppl.load(path, model, clients=...); of sites of their own call it where their data are."
+            f"the rows of clients {absent[:5]} are not here. For a fit from a file pass them, "
+            "fedppl.load(path, model, clients=...); for sites call it where their data are."
         )
     if clients is not None:
-        for one in ids:
-            require_rows(fit.clients[one], "marginal effects")
+        for client_id in ids:
+            require_rows(fit.clients[client_id], "marginal effects")
         return ids
-    kept = [one for one in ids if has_rows(fit.clients[one])]
-    if left_out := [one for one in ids if one not in kept]:
+    kept = [client_id for client_id in ids if has_rows(fit.clients[client_id])]
+    if left_out := [client_id for client_id in ids if client_id not in kept]:
         logger.info("clients %s brought no rows, and are left out of marginal effects", left_out[:10])
     return kept
 
 
 def _stacked(posterior: Any) -> dict[str, Array]:
     """Draws (S, ...) by name."""
-    found = {str(name): np.asarray(posterior[name]) for name in posterior.data_vars}
-    return {name: value.reshape(-1, *value.shape[2:]) for name, value in found.items()}
+    draws = {str(name): np.asarray(posterior[name]) for name in posterior.data_vars}
+    return {name: value.reshape(-1, *value.shape[2:]) for name, value in draws.items()}
 
 
 def _phi(draws: dict[str, Array], built: Formula) -> Array:
-    """Draws of what all share, side by side, (S, m)."""
+    """Draws of the shared variables, side by side, (S, m)."""
     return np.concatenate([draws[name].reshape(len(draws[name]), -1) for name in built.shared], axis=1)
 
 
-def _moved(value: Array, own: Array, common: Array) -> Array:
-    """A client's averages at the common draws of φ, along their regression on φ; what φ does not tell stays theirs."""
-    if len(own) < 5 * own.shape[1]:
+def _moved(value: Array, phi: Array, common_phi: Array) -> Array:
+    """A client's averages at the common draws of φ, moved along their regression on φ; residuals stay."""
+    if len(phi) < 5 * phi.shape[1]:
         raise DeclarationError(
-            f"{len(own)} draws are too few to tell clients' averages from {own.shape[1]} shared numbers; pass draws= "
-            f"for {5 * own.shape[1]} or more over all chains."
+            f"{len(phi)} draws are too few for a regression of clients' averages on {phi.shape[1]} shared numbers; "
+            f"pass draws= for {5 * phi.shape[1]} or more over all chains."
         )
-    centred = own - own.mean(axis=0)
+    centred = phi - phi.mean(axis=0)
     slopes, *_ = np.linalg.lstsq(centred, value - value.mean(axis=0), rcond=None)
-    return np.asarray(value + (common - common.mean(axis=0) - centred) @ slopes)
+    return np.asarray(value + (common_phi - common_phi.mean(axis=0) - centred) @ slopes)
 
 
 def _table(parts: dict[str, dict[str, Array]], levels: tuple[str, ...], ci_prob: float) -> pd.DataFrame:
     rows: dict[tuple[str, ...], dict[str, float]] = {}
-    for client_id, found in parts.items():
-        for what, value in found.items():
+    for client_id, averages in parts.items():
+        for what, value in averages.items():
             if value.ndim == 1:
                 rows[client_id, what] = _row(value, ci_prob)
             else:

@@ -1,4 +1,4 @@
-"""The linear predictor in PyMC: common coefficients shared, a client's own effects local. Priors by default."""
+"""The linear predictor in PyMC, with default priors, and mean outcomes at draws in NumPy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CORRELATION = 2.0  # η of LKJ
 
 
 class Spec(NamedTuple):
-    """All that the predictor of a formula is made of, once clients agree."""
+    """All that defines the predictor of a formula, once clients agreed."""
 
     terms: Terms
     family: Family
@@ -35,7 +35,7 @@ class Spec(NamedTuple):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """Levels of the outcome that have a predictor of their own, none where there is one for all."""
+        """Levels of the outcome that have their own predictors; empty with one predictor."""
         return self.scales.levels[1:] if self.family.several else ()
 
     @property
@@ -45,48 +45,48 @@ class Spec(NamedTuple):
 
 
 def has_intercept(terms: Terms, family: Family) -> bool:
-    """Whether there is one."""
+    """Whether there is an intercept."""
     return terms.intercept and family.intercept
 
 
 def tag(group: Group) -> str:
-    """How the variables of a group begin."""
+    """First part of the names of a group's variables."""
     return variable("_".join(group.factor))
 
 
 def spreads(group: Group, count: int, *, correlated: bool) -> tuple[str, ...]:
-    """Names of the shared variables of a group's sds, and of their correlations where it has some."""
+    """Names of the shared variables of a group: sds, and partial correlations if there are several effects."""
     return (f"{tag(group)}_sd", *([f"{tag(group)}_partial"] if correlated and count > 1 else []))
 
 
 def effect_labels(spec: Spec, number: int) -> tuple[str, ...]:
-    """Names of the effects of a group; of each level of the outcome where these have predictors of their own."""
+    """Names of the effects of a group, by level of the outcome where levels have their own predictors."""
     labels = spec.design.group_labels[number]
     return tuple(f"{label}:{level}" for label in labels for level in spec.levels) if spec.levels else labels
 
 
 def coefficients(spec: Spec) -> dict[str, Prior]:
     """Priors of the common terms."""
-    unit, at, found = spec.family.unit(spec.scales), 0, {}
+    unit, start, priors = spec.family.unit(spec.scales), 0, {}
     for name in spec.terms.common:
         count = len(spec.design.labels[name])
-        sd: Any = _WIDE * unit / spec.design.left[at : at + count]
+        sd: Any = _WIDE * unit / spec.design.left[start : start + count]
         sd = float(sd[0]) if count == 1 else sd[:, None] if spec.levels else sd
-        own = spec.priors.get(name)
+        given = spec.priors.get(name)
         default = Prior("Normal", mu=0.0, sigma=sd)
-        found[name] = default if own is None else own.by_rows() if spec.levels and count > 1 else own
-        at += count
-    return found
+        priors[name] = default if given is None else given.by_rows() if spec.levels and count > 1 else given
+        start += count
+    return priors
 
 
 def intercept(spec: Spec) -> Prior:
-    """Prior of the predictor where columns and offsets are at their means; a user's is of the intercept itself."""
+    """Default prior of the predictor at the means of columns and offsets, or a user's prior of the intercept."""
     default = Prior("Normal", mu=spec.family.center(spec.scales), sigma=_WIDE * spec.family.unit(spec.scales))
     return spec.priors.get("Intercept", default)
 
 
 def at_means(spec: Spec) -> str:
-    """Where the predictor has the prior of `intercept`, wherever 0 of columns and offsets may be."""
+    """Text: the point where the predictor has the prior of `intercept`."""
     moved = [*(["columns"] if spec.terms.common else []), *(["offsets"] if spec.terms.offsets else [])]
     return f" where {' and '.join(moved)} are at their means" if moved else ""
 
@@ -117,46 +117,46 @@ def spreads_of(spec: Spec, number: int) -> tuple[str, ...]:
 
 def spread_labels(spec: Spec) -> dict[str, tuple[str, ...]]:
     """What the entries of sds and partial correlations belong to, by their names."""
-    found: dict[str, tuple[str, ...]] = {}
+    labels: dict[str, tuple[str, ...]] = {}
     for number, group in enumerate(spec.terms.groups):
         names, pairs = spreads_of(spec, number), coords(spec).get(f"{tag(group)}_pair", [])
-        found |= dict(zip(names, (effect_labels(spec, number), tuple(pairs)), strict=False))
-    return found
+        labels |= dict(zip(names, (effect_labels(spec, number), tuple(pairs)), strict=False))
+    return labels
 
 
 def coords(spec: Spec) -> dict[str, list[str]]:
     """Labels of all dims."""
-    found = {f"{k}_dim": list(spec.design.entries[k]) for k, own in spec.design.labels.items() if is_labelled(k, own)}
-    found |= {dim: list(spec.levels) for dim in spec.level_dim}
+    by_dim = {f"{k}_dim": list(spec.design.entries[k]) for k, own in spec.design.labels.items() if is_labelled(k, own)}
+    by_dim |= {dim: list(spec.levels) for dim in spec.level_dim}
     for number, group in enumerate(spec.terms.groups):
         labels = effect_labels(spec, number)
-        found[f"{tag(group)}_effect"] = list(labels)
+        by_dim[f"{tag(group)}_effect"] = list(labels)
         if len(spreads_of(spec, number)) > 1:
             pairs = zip(*np.tril_indices(len(labels), -1), strict=True)
-            found[f"{tag(group)}_pair"] = [f"{labels[j]}, {labels[i]}" for i, j in pairs]
-    return found
+            by_dim[f"{tag(group)}_pair"] = [f"{labels[j]}, {labels[i]}" for i, j in pairs]
+    return by_dim
 
 
 def is_labelled(name: str, labels: Sequence[str]) -> bool:
-    """Whether a coefficient has several entries, or one that is named like a level and not like itself."""
+    """Whether a coefficient has several entries, or one that is named after a level."""
     return tuple(labels) != (name,)
 
 
-def linear_predictor(spec: Spec, held: Mapping[str, Any]) -> tuple[Any, Any]:
-    """η in the model that is open, (n,), or (n, levels) where levels have one each; and its part `at_means`."""
+def linear_predictor(spec: Spec, data: Mapping[str, Any]) -> tuple[Any, Any]:
+    """η in the open model, (n,) or (n, levels), and its value without intercept at the means of the columns."""
     beta = _beta(spec)
     middle: Any = spec.design.offset_center
     if beta is not None:
         middle = middle + pt.dot(spec.design.center, beta)
-    eta = held["rows"] if beta is None else held["common"] @ beta
+    eta = data["rows"] if beta is None else data["common"] @ beta
     if beta is None and spec.levels:
         eta = eta[:, None]
     if has_intercept(spec.terms, spec.family):
         eta = eta + _intercept(spec, middle)
-    if "offset" in held:
-        eta = eta + held["offset"]
+    if "offset" in data:
+        eta = eta + data["offset"]
     for number in range(len(spec.terms.groups)):
-        eta = eta + _effects(spec, number, held)
+        eta = eta + _effects(spec, number, data)
     return eta, middle
 
 
@@ -180,15 +180,14 @@ def _intercept(spec: Spec, middle: Any) -> Any:
 
 
 def _rotated(root: Any, z: Any) -> Any:
-    """Rows of z as effects with covariance L Lᵀ."""
+    """Effects with covariance L Lᵀ from rows of z."""
     return z @ root.T
 
 
 def _correlation_root(partial: Any, count: int) -> Any:
     """The lower triangular root of a correlation matrix from (1 + r) / 2 of its partial correlations.
 
-    Of numbers one by one: arrays of constants in a graph may be a client's data, and what depends on them is not
-    shared.
+    It uses single numbers: arrays of constants in a graph may be a client's data, and are not shared.
     """
     rows, at = [], 0
     for i in range(count):
@@ -201,8 +200,8 @@ def _correlation_root(partial: Any, count: int) -> Any:
     return pt.stack(rows)
 
 
-def _effects(spec: Spec, number: int, held: Mapping[str, Any]) -> Any:
-    """What varies by a factor: local, with shared sds and correlation."""
+def _effects(spec: Spec, number: int, data: Mapping[str, Any]) -> Any:
+    """Effects that vary by a factor: local, with shared sds and correlations."""
     group, labels = spec.terms.groups[number], effect_labels(spec, number)
     names, start = spreads_of(spec, number), tag(group)
     dims = {"dims": f"{start}_effect"} if len(labels) > 1 else {}
@@ -215,27 +214,27 @@ def _effects(spec: Spec, number: int, held: Mapping[str, Any]) -> Any:
         correlations = pt.stack([(root[i] * root[j]).sum() for i, j in pairs])
         pm.Deterministic(f"{start}_corr", correlations, dims=f"{start}_pair")
         scaled = functools.partial(_rotated, sd[:, None] * root)
-    columns, width = held[f"effects_{number}"], len(spec.design.group_labels[number])
+    columns, width = data[f"effects_{number}"], len(spec.design.group_labels[number])
     if len(group.factor) == 1:
         z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=len(labels))
         effects = pm.Deterministic(f"{start}_effects", scaled(z), dims=f"{start}_effect")
         return columns @ (effects.reshape((width, len(spec.levels))) if spec.levels else effects)
-    z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=(held[f"of_{number}"].shape[0], len(labels)))
-    effects = pm.Deterministic(f"{start}_effects", scaled(z))[held[f"row_{number}"]]
+    z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=(data[f"of_{number}"].shape[0], len(labels)))
+    effects = pm.Deterministic(f"{start}_effects", scaled(z))[data[f"row_{number}"]]
     if spec.levels:
         return (columns[:, :, None] * effects.reshape((-1, width, len(spec.levels)))).sum(axis=1)
     return (columns * effects).sum(axis=1)
 
 
-# Outcomes that a formula expects, averaged over rows, in NumPy: at draws of its variables and at changed columns ------
+# Mean outcomes over rows in NumPy, at draws of the variables and at changed columns -----------------------------------
 
-_AT_ONCE = 2_000_000  # numbers
+_AT_ONCE = 2_000_000  # numbers in memory
 _WHOSE = "rows of a client"
-_STEP = 1e-5  # of the linear predictor, in its size and at least in 1
+_STEP = 1e-5  # of the linear predictor, relative to its size (at least 1)
 
 
 class Rows(NamedTuple):
-    """A client's rows: the columns right of ~, the groups, and how many rows each stands for."""
+    """A client's rows: the columns right of ~, the groups, and the weights."""
 
     table: pd.DataFrame
     groups: Mapping[int, Array]  # places in nested groups, by number of the group
@@ -254,17 +253,17 @@ def rows_of(spec: Spec, arrays: Mapping[str, Any]) -> Rows:
 
 
 def at_levels(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: float | None) -> dict[str, Array]:
-    """Mean outcome were all rows of each level, and differences from the reference: name to (S,) or (S, K)."""
+    """Mean outcome with all rows at each level, and differences from the reference: name to (S,) or (S, K)."""
     levels = spec.design.agreement.columns[column].levels
-    found = {}
+    means = {}
     for level in levels:
-        same = pd.Categorical([level] * len(rows.table), categories=list(levels), ordered=True)
-        found[level] = averaged(spec, rows._replace(table=rows.table.assign(**{column: same})), draws, at)
-    return found | {f"{level} - {levels[0]}": found[level] - found[levels[0]] for level in levels[1:]}
+        at_level = pd.Categorical([level] * len(rows.table), categories=list(levels), ordered=True)
+        means[level] = averaged(spec, rows._replace(table=rows.table.assign(**{column: at_level})), draws, at)
+    return means | {f"{level} - {levels[0]}": means[level] - means[levels[0]] for level in levels[1:]}
 
 
 def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: float | None) -> dict[str, Array]:
-    """Mean derivative of the outcome by a column: that of the linear predictor, and the outcome's along it."""
+    """Mean derivative of the outcome by a column, along the derivative of the linear predictor."""
     columns = spec.design.side_by_side(rows.table, _WHOSE)
     sd = spec.design.agreement.columns[column].sd
     slopes = derivatives(spec.design.side_by_side, rows.table, column, sd, _WHOSE)
@@ -273,7 +272,7 @@ def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: f
         places = {number: one[part] for number, one in rows.groups.items()}
         eta = _eta(spec, columns[part], places, draws) + _intercept_at(spec, draws)
         along = _eta(spec, slopes[part], places, draws)
-        # Of several predictors the direction: the step is theirs together.
+        # With several predictors the step is in the direction of their derivatives.
         size = np.max(np.abs(along), axis=-1, keepdims=True) if spec.levels else np.abs(along)
         step = _STEP * np.maximum(1.0, np.abs(eta).max(axis=-1, keepdims=True) if spec.levels else np.abs(eta))
         step = step * along / np.where(size > 0, size, 1.0)
@@ -286,7 +285,7 @@ def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: f
 
 
 def averaged(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | None) -> Array:
-    """Mean outcome over rows at every draw, (S,), or (S, K) of each level of an outcome that has levels."""
+    """Mean outcome over rows at each draw, (S,), or (S, K) for an outcome with levels."""
     columns = spec.design.side_by_side(rows.table, _WHOSE)
 
     def of(part: slice) -> Array:
@@ -297,7 +296,7 @@ def averaged(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | Non
 
 
 def _over_rows(spec: Spec, rows: Rows, draws: Mapping[str, Array], of: Callable[[slice], Array]) -> Array:
-    """Weighted mean over rows of what is (S, n, ...) for some of them."""
+    """Weighted mean over rows of a function that is (S, n, ...) for a part of the rows."""
     count, size = len(rows.table), len(next(iter(draws.values())))
     width = max(len(spec.scales.levels), 1) * max(len(spec.scales.cuts), 1)
     step = max(1, _AT_ONCE // (size * width))
@@ -307,43 +306,43 @@ def _over_rows(spec: Spec, rows: Rows, draws: Mapping[str, Array], of: Callable[
 
 
 def by_row(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | None) -> Array:
-    """Mean outcome of every row at every draw, (S, n), or (S, n, K) of each level of an outcome that has levels."""
+    """Mean outcome of each row at each draw, (S, n), or (S, n, K) for an outcome with levels."""
     columns = spec.design.side_by_side(rows.table, _WHOSE)
     return _mean(spec, _eta(spec, columns, rows.groups, draws) + _intercept_at(spec, draws), draws, at)
 
 
 def _mean(spec: Spec, eta: Array, draws: Mapping[str, Array], at: float | None) -> Array:
-    """Outcomes at these linear predictors, (S, n) or (S, n, K)."""
+    """Mean outcomes at linear predictors, (S, n) or (S, n, K)."""
     parameters = {name: draws[name][:, None] for name in spec.family.parameters(spec.scales)}
     return spec.family.mean(eta, parameters, spec.scales, at)
 
 
 def _intercept_at(spec: Spec, draws: Mapping[str, Array]) -> Any:
-    """Draws of it, (S, 1) or (S, 1, levels)."""
+    """Draws of the intercept, (S, 1) or (S, 1, levels)."""
     tail = (len(spec.levels),) if spec.levels else ()
     return draws["Intercept"].reshape(-1, 1, *tail) if has_intercept(spec.terms, spec.family) else 0.0
 
 
 def _eta(spec: Spec, columns: Array, places: Mapping[int, Array], draws: Mapping[str, Array]) -> Array:
-    """The linear predictor without its intercept, (S, n) or (S, n, levels), of all columns side by side."""
+    """The linear predictor without its intercept, (S, n) or (S, n, levels), from `Design.side_by_side`."""
     size, count = len(next(iter(draws.values()))), len(columns)
     tail = (len(spec.levels),) if spec.levels else ()
-    eta, at = np.zeros((size, count, *tail)), 0
+    eta, start = np.zeros((size, count, *tail)), 0
     for name in spec.terms.common:
         width = len(spec.design.labels[name])
-        eta = eta + _times(columns[:, at : at + width], draws[name].reshape(size, width, *tail))
-        at += width
+        eta = eta + _times(columns[:, start : start + width], draws[name].reshape(size, width, *tail))
+        start += width
     if spec.terms.offsets:
-        eta, at = eta + columns[:, at], at + 1
+        eta, start = eta + columns[:, start], start + 1
     for number, group in enumerate(spec.terms.groups):
         width = len(effect_labels(spec, number)) // max(len(spec.levels), 1)
-        own, effects = columns[:, at : at + width], draws[f"{tag(group)}_effects"]
-        at += width
+        own_columns, effects = columns[:, start : start + width], draws[f"{tag(group)}_effects"]
+        start += width
         if len(group.factor) == 1:
-            eta = eta + _times(own, effects.reshape(size, width, *tail))
+            eta = eta + _times(own_columns, effects.reshape(size, width, *tail))
         else:
-            of_rows = effects[:, places[number]].reshape(size, count, width, *tail)
-            eta = eta + np.sum(own.reshape(*own.shape, *(1 for _ in tail)) * of_rows, axis=2)
+            effects_of_rows = effects[:, places[number]].reshape(size, count, width, *tail)
+            eta = eta + np.sum(own_columns.reshape(*own_columns.shape, *(1 for _ in tail)) * effects_of_rows, axis=2)
     return eta
 
 
@@ -362,31 +361,30 @@ def derivatives(
 ) -> Array:
     """Derivatives of ``columns(table, what)`` by a column, (n, q).
 
-    A function has a length of its own at every row, as the logarithm does, and may end there, as the square root does
-    at 0 and a spline at its bounds. So each row is given, of many steps, the one that agrees best with a step ten times
-    as long, rounding being counted; to one side alone where the other is beyond the function's domain.
+    A function's length scale differs between rows, as that of the logarithm does, and its domain may end at a row, as
+    that of the square root at 0 or of a spline at its bounds. So each row takes, of many steps, the one that agrees
+    best with a step ten times as long, with an allowance for rounding; one-sided where the domain ends.
 
-    Raises `DeclarationError` if none is small enough in a row: a function rises without bound there, or jumps.
+    Raises `DeclarationError` if no step is accurate in a row: the function is unbounded there, or jumps.
     """
     x = table[column].to_numpy(dtype=float)
     here = columns(table, what)
     best, error, before = np.zeros_like(here), np.full(here.shape, np.inf), np.full(here.shape, np.nan)
-    nothing = 1e-2 * (np.abs(here) + 1.0) / sd  # of a slope, beside those that count
+    negligible = 1e-2 * (np.abs(here) + 1.0) / sd  # slope
     for step in _STEPS * sd:
         with np.errstate(all="ignore"):
-            found, size = _difference(columns, table, column, x, here, step)
-            wrong = np.abs(found - before) + _ROUNDING * (size + np.abs(x[:, None] * found)) / step
-            wrong = wrong / (np.abs(found) + nothing)
-        better = wrong < error
-        best, error, before = np.where(better, found, best), np.where(better, wrong, error), found
+            quotient, size = _difference(columns, table, column, x, here, step)
+            estimate = np.abs(quotient - before) + _ROUNDING * (size + np.abs(x[:, None] * quotient)) / step
+            estimate = estimate / (np.abs(quotient) + negligible)
+        better = estimate < error
+        best, error, before = np.where(better, quotient, best), np.where(better, estimate, error), quotient
     unknown = ~(error <= _EXACT)
     if np.any(unknown):
         row = int(np.argmax(unknown.any(axis=1)))
         raise DeclarationError(
-            f"{what}: a function of {column!r} has no finite slope in row {row}, where {column!r} is {x[row]:.6g}: it "
-            "rises without bound there, or jumps. Marginal effects are mean slopes; use a function that has one "
-            "everywhere, such as np.log1p, or compare outcomes at two values of the column, by fit.client(id, "
-            "predict=...)."
+            f"{what}: a function of {column!r} has no finite slope in row {row}, where {column!r} is {x[row]:.6g}. Use "
+            "a function with a slope everywhere, such as np.log1p, or compare outcomes at two values of the column by "
+            "fit.client(id, predict=...)."
         )
     return best
 
@@ -394,24 +392,24 @@ def derivatives(
 def _difference(
     columns: Any, table: pd.DataFrame, column: str, x: Array, here: Array, step: float
 ) -> tuple[Array, Array]:
-    """A difference quotient of each row, and the size of what it is of; NaN where no side is in the domain."""
+    """Difference quotients of rows, and sizes of the values; NaN where neither side is in the domain."""
     ends = {k: x + k * step for k in (1, -1)}
     sides = {k: _within(columns, table, column, end) for k, end in ends.items()}
     size = np.maximum(np.abs(here), np.fmax(np.abs(sides[1]), np.abs(sides[-1])))
-    found = (sides[1] - sides[-1]) / (ends[1] - ends[-1])[:, None]
+    quotient = (sides[1] - sides[-1]) / (ends[1] - ends[-1])[:, None]
     for k in (1, -1):
-        alone = np.isfinite(sides[k]).all(axis=1) & ~np.isfinite(sides[-k]).all(axis=1)
-        if not np.any(alone):
+        one_sided = np.isfinite(sides[k]).all(axis=1) & ~np.isfinite(sides[-k]).all(axis=1)
+        if not np.any(one_sided):
             continue
-        rows = table[alone].reset_index(drop=True)
-        far = _within(columns, rows, column, x[alone] + 2 * k * step)
-        # Of second order from one side.
-        found[alone] = (4.0 * sides[k][alone] - far - 3.0 * here[alone]) / (2.0 * k * step)
-    return found, size
+        rows = table[one_sided].reset_index(drop=True)
+        far = _within(columns, rows, column, x[one_sided] + 2 * k * step)
+        # Second order, one-sided.
+        quotient[one_sided] = (4.0 * sides[k][one_sided] - far - 3.0 * here[one_sided]) / (2.0 * k * step)
+    return quotient, size
 
 
 def _within(columns: Any, table: pd.DataFrame, column: str, values: Array) -> Array:
-    """Columns at other values of one; NaN in rows that lie outside of a function's domain."""
-    found = np.asarray(columns(table.assign(**{column: values}), None))
-    found[~np.isfinite(found).all(axis=1)] = np.nan
-    return found
+    """Columns at other values of one; NaN in rows outside of a function's domain."""
+    values_there = np.asarray(columns(table.assign(**{column: values}), None))
+    values_there[~np.isfinite(values_there).all(axis=1)] = np.nan
+    return values_there

@@ -1,4 +1,4 @@
-"""Priors of a formula's shared variables: those that it has by default, and a user's own."""
+"""Priors of a formula's shared variables."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pymc.distributions.distribution import Discrete
 
 from fedppl.types import DeclarationError
 
-# Parameters of PyMC's continuous distributions that are positive in all of them.
+# Parameters that are positive in all of PyMC's continuous distributions.
 _POSITIVE = ("sigma", "tau", "nu", "lam", "b", "beta", "kappa", "s")
 _SHAPES = ("shape", "size")
-_BESIDE = ("default_transform", "transform", "initval", "dims", "observed", "total_size")  # not of a distribution alone
+_BESIDE = ("default_transform", "transform", "initval", "dims", "observed", "total_size")  # of a variable
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -29,7 +29,7 @@ class Prior:
     name
         Name of a distribution of PyMC, such as "Laplace".
     parameters
-        Its parameters, numbers or arrays; also what PyMC takes beside them, such as ``default_transform``.
+        Its parameters, numbers or arrays; also other arguments of PyMC, such as ``default_transform``.
 
     Raises
     ------
@@ -47,15 +47,15 @@ class Prior:
     parameters: Mapping[str, Any]
 
     def __init__(self, name: str, *values: Any, **parameters: Any) -> None:
-        found = getattr(pm, name, None) if isinstance(name, str) else None
+        distribution = getattr(pm, name, None) if isinstance(name, str) else None
         if name in ("LKJCholeskyCov", "LKJCorr"):
             raise DeclarationError(
-                f"Prior({name!r}): correlations of effects are LKJ(2) by themselves, and sds have their own prior. "
-                'Give those of both by name: {"site_sd": fedppl.Prior("HalfNormal", sigma=1), "site_partial": '
-                'fedppl.Prior("Beta", alpha=2, beta=2)}, of (1 + r) / 2 of their partial correlations r. '
-                "Two effects are LKJ(eta) where alpha and beta are eta."
+                f"Prior({name!r}): sds and correlations, which are LKJ(2) by default, have separate priors. "
+                'Give both by name: {"site_sd": fedppl.Prior("HalfNormal", sigma=1), "site_partial": '
+                'fedppl.Prior("Beta", alpha=2, beta=2)}, the second of (1 + r) / 2 of partial correlations r: for two '
+                "effects Beta(eta, eta) is LKJ(eta)."
             )
-        if not (isinstance(found, type) and issubclass(found, pm.Distribution)):
+        if not (isinstance(distribution, type) and issubclass(distribution, pm.Distribution)):
             raise DeclarationError(
                 f"Prior({getattr(name, '__name__', name)!r}): PyMC has no distribution of this name; pass one like "
                 "'Normal'."
@@ -74,43 +74,43 @@ class Prior:
         return f"{self.name}({', '.join(f'{k}={_shown(v)}' for k, v in self.parameters.items())})"
 
     def with_(self, **parameters: Any) -> Prior:
-        """The same with other parameters."""
+        """Replace some parameters."""
         return Prior(self.name, **{**self.parameters, **parameters})
 
     def by_rows(self) -> Prior:
-        """The same where lists are of the first dimension of two: PyMC takes them for the last one's."""
+        """Put lists along the first of two dimensions; PyMC broadcasts them along the last."""
         lists = {k: np.asarray(v) for k, v in self.parameters.items() if isinstance(v, list | tuple | np.ndarray)}
         return self.with_(**{k: v[:, None] for k, v in lists.items() if v.ndim == 1})
 
     @property
     def is_discrete(self) -> bool:
-        """Whether it is of whole numbers."""
+        """Whether its values are whole numbers."""
         return issubclass(getattr(pm, self.name), Discrete)
 
     @property
     def has_negative(self) -> bool:
-        """Whether it has negative values, as far as its kind and a lower bound tell."""
+        """Whether it may have negative values, by its class and a lower bound."""
         if self.name == "Pareto" or issubclass(getattr(pm, self.name), PositiveContinuous | UnitContinuous):
             return False
         return not np.all(self._bound("lower") >= 0)
 
     @property
     def is_of_shares(self) -> bool:
-        """Whether all its values are between 0 and 1, as far as its kind and its bounds tell."""
+        """Whether all its values are between 0 and 1, by its class and its bounds."""
         if issubclass(getattr(pm, self.name), UnitContinuous):
             return True
         low, high = self._bound("lower"), self._bound("upper")
         return bool(np.all(low >= 0) and np.all(high <= 1))
 
     def _bound(self, name: str) -> Any:
-        """A bound as given or as PyMC has it by default, NaN where it is no number."""
+        """A bound, given or PyMC's default; NaN if it is not a number."""
         default = inspect.signature(getattr(pm, self.name).dist).parameters.get(name)
         given = self.parameters.get(name, None if default is None else default.default)
-        found = np.asarray(given) if _are_numbers(given) else np.nan
-        return found if np.asarray(found).dtype.kind in "biuf" else np.nan
+        bound = np.asarray(given) if _are_numbers(given) else np.nan
+        return bound if np.asarray(bound).dtype.kind in "biuf" else np.nan
 
     def declared(self, name: str, **more: Any) -> Any:
-        """A variable of this prior in the model that is open."""
+        """Declare a variable with this prior in the open model."""
         return getattr(pm, self.name)(name, **self.parameters, **more)
 
     def distribution(self, **more: Any) -> Any:
@@ -119,7 +119,7 @@ class Prior:
 
 
 def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse parameters that the distribution does not take, that are no numbers, or below zero where none may be."""
+    """Refuse parameters that are unknown, not numbers, or negative where they must be positive."""
     for key, value in parameters.items():
         numbers = np.asarray(value) if _are_numbers(value) else None
         if isinstance(value, str) or (numbers is not None and numbers.dtype.kind not in "biuf"):
@@ -151,7 +151,7 @@ def _are_numbers(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     if isinstance(value, np.ndarray | list):
-        return "[" + ", ".join(f"{one:.3g}" for one in np.ravel(value)) + "]"
+        return "[" + ", ".join(f"{number:.3g}" for number in np.ravel(value)) + "]"
     if isinstance(value, float | np.floating):
         return f"{value:.3g}"
     return repr(value) if isinstance(value, int | str | bool) else type(value).__name__

@@ -1,4 +1,4 @@
-"""A formula taken apart: its response, the terms that all clients share, offsets, and effects by groups."""
+"""Parse a formula: its response, common terms, offsets, and effects by groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TILDE = re.compile(r"~(?=(?:[^`]*`[^`]*`)*[^`]*$)")  # in no backquotes
 
 
 class Response(NamedTuple):
-    """What is modelled: its kind ("plain", "proportion", "survival" or "interval") and its columns."""
+    """The response: its kind ("plain", "proportion", "survival" or "interval") and its columns."""
 
     kind: str
     columns: tuple[str, ...]
@@ -36,24 +36,24 @@ class Response(NamedTuple):
 class Group(NamedTuple):
     """Effects that vary by a factor."""
 
-    factor: tuple[str, ...]  # columns of it: a client's own first
+    factor: tuple[str, ...]  # its columns, that of clients first
     expressions: tuple[str, ...]  # "1" and names of terms, in the order of the formula
 
 
 class Terms(NamedTuple):
-    """A formula."""
+    """A parsed formula."""
 
     response: Response
-    common: tuple[str, ...]  # names of terms whose coefficients all clients share, without intercept and offset
+    common: tuple[str, ...]  # names of terms with shared coefficients, without intercept and offset
     intercept: bool
     offsets: tuple[str, ...]
-    client: str | None  # the column that tells clients apart, where effects vary by it
+    client: str | None  # the factor of clients, if effects vary by it
     groups: tuple[Group, ...]
-    columns: tuple[str, ...]  # read right of ~, without those that are factors alone
-    levels: tuple[str, ...]  # of these, those that are levels though they be written as numbers: C(x)
+    columns: tuple[str, ...]  # read right of ~, without those that are only factors of groups
+    levels: tuple[str, ...]  # columns of these that are levels even if they hold numbers: C(x)
     sums: tuple[Sum, ...]  # of the common terms, and of the effects of each group
-    trees: Mapping[str, ast.expr]  # what factors and offsets compute, by name
-    varying: frozenset[str]  # columns of all but offsets
+    trees: Mapping[str, ast.expr]  # syntax trees of factors and offsets, by name
+    varying: frozenset[str]  # columns that are read by more than offsets
 
     @property
     def factors(self) -> dict[str, tuple[str, ...]]:
@@ -62,7 +62,7 @@ class Terms(NamedTuple):
 
 
 def variable(name: str) -> str:
-    """How a term or a column is called among the variables of a model, where no name has a slash.
+    """Name of a term or a column as a variable of a model, where names have no slash.
 
     >>> variable("I(x / 100)")
     'I(x ∕ 100)'
@@ -71,7 +71,7 @@ def variable(name: str) -> str:
 
 
 def parse(formula: str, constants: Collection[str] = ()) -> Terms:
-    """Take a formula apart, and refuse what would mean another thing at each client; constants are no columns.
+    """Parse a formula; refuse terms whose meaning would differ between clients. `constants` are not columns.
 
     >>> parse("y ~ age * arm + (1 + arm | site) + (1 | site:ward)").groups
     (Group(factor=('site',), expressions=('1', 'arm')), Group(factor=('site', 'ward'), expressions=('1',)))
@@ -80,7 +80,7 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     if len(sides) != 2:
         raise DeclarationError(f"formula={formula!r} is no formula; write one like 'y ~ age + arm + (1 | site)'.")
     if taken := sorted({*map(str, constants)} & {*expressions.RESERVED}):
-        raise DeclarationError(f"constants {taken} are called as what formulas know already; give them another name.")
+        raise DeclarationError(f"constants {taken} have names that formulas reserve; give them other names.")
     response = _response(sides[0])
     pieces = cut(formula, sides[1])
     tokens = [*pieces.common, *(one for part in pieces.effects for one in part.effects)]
@@ -118,7 +118,7 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
 def _factors(
     tokens: Sequence[Token], constants: Collection[str]
 ) -> tuple[dict[str, ast.expr], dict[str, str], tuple[str, ...]]:
-    """Trees of factors by name, names by what was written, and the columns that are written as levels."""
+    """Syntax trees of factors by name, names by text, and the columns that are written as levels."""
     trees: dict[str, ast.expr] = {}
     names: dict[str, str] = {}
     levels: list[str] = []
@@ -137,8 +137,8 @@ def _factors(
         {column for tree in trees.values() for column in expressions.columns(tree, constants)} & {*levels}
     ):
         raise DeclarationError(
-            f"{both} are of levels in one place, C({both[0]}), and not in another; write C({both[0]}) in all, or give "
-            "the numbers as a column of another name."
+            f"{both} are levels in one place, C({both[0]}), and numbers in another; write C({both[0]}) everywhere, or "
+            "give the numbers as a column of another name."
         )
     return trees | {column: ast.Name(id=quoted(column)) for column in levels}, names, tuple(levels)
 
@@ -147,9 +147,8 @@ def _response(left: str) -> Response:
     match = _RESPONSE.match(left)
     if match is None:
         raise DeclarationError(
-            f"the response {left.strip()!r} is none; give the name of a column, prop(successes, trials), "
-            'Surv(time, event) or Surv(lower, upper, "interval"). What has to be computed first, such as a logarithm, '
-            "is a column of its own."
+            f"the response {left.strip()!r} is not valid; give the name of a column, prop(successes, trials), "
+            'Surv(time, event) or Surv(lower, upper, "interval"), and compute columns such as logarithms before.'
         )
     if match["call"] is None:
         return Response("plain", (match["name"].strip("`"),))
@@ -172,58 +171,57 @@ def _response(left: str) -> Response:
 def _groups(
     formula: str, pieces: Sequence[Effects], names: Mapping[str, str]
 ) -> tuple[tuple[Group, ...], tuple[Sum, ...]]:
-    """Groups and what varies by each; of a/b effects vary by a, and by b within a."""
+    """Groups and the effects of each; with a/b effects vary by a, and by b within a."""
     written: set[tuple[str, ...]] = set()
-    found: dict[tuple[str, ...], Sum] = {}
+    by_factor: dict[tuple[str, ...], Sum] = {}
     for piece in pieces:
         inner = _nested(piece.factor)
-        own = sum_of(formula, piece.effects, names) if piece.effects else None
-        if own is None or not own.terms:
+        effects = sum_of(formula, piece.effects, names) if piece.effects else None
+        if effects is None or not effects.terms:
             raise DeclarationError(f"formula={formula!r} has parentheses without effects; write (1 | {inner[0][0]}).")
         for factor in inner:
-            before = found.get(factor)
-            kept, new = ({*map(frozenset, one.terms)} for one in (before or own, own))
+            before = by_factor.get(factor)
+            kept, new = ({*map(frozenset, one.terms)} for one in (before or effects, effects))
             if factor in written & {inner[-1]} or not (kept <= new or new <= kept):
                 shown = ":".join(factor)
                 raise DeclarationError(
-                    f"effects vary by [{shown!r}] in two parentheses; write (1 + x | {shown}), and formula(..., "
-                    "correlated=False) where they are independent; what varies by groups within it is "
-                    f"(1 | {shown}:group)."
+                    f"effects vary by [{shown!r}] in two parentheses; write (1 + x | {shown}), with formula(..., "
+                    f"correlated=False) for independent ones; for groups within it write (1 | {shown}:group)."
                 )
-            found[factor] = own if before is None or len(own.terms) > len(before.terms) else before
+            by_factor[factor] = effects if before is None or len(effects.terms) > len(before.terms) else before
         written.add(inner[-1])
     groups = tuple(
         Group(factor, tuple(variable(":".join(term)) if term else "1" for term in one.terms))
-        for factor, one in found.items()
+        for factor, one in by_factor.items()
     )
-    return groups, tuple(found.values())
+    return groups, tuple(by_factor.values())
 
 
 def _nested(tokens: Sequence[Token]) -> list[tuple[str, ...]]:
     """Factors of ``a/b``: a, and b within a."""
-    kinds = [one.kind == "factor" and "(" not in one.text for one in tokens]
-    signs = {one.text for one in tokens[1::2]}
+    kinds = [token.kind == "factor" and "(" not in token.text for token in tokens]
+    signs = {token.text for token in tokens[1::2]}
     if not tokens or len(tokens) % 2 == 0 or not all(kinds[::2]) or not signs <= {"/", ":"}:
-        shown = " ".join(unquoted(one.text) for one in tokens)
+        shown = " ".join(unquoted(token.text) for token in tokens)
         raise DeclarationError(f"effects vary by {shown!r}; name columns: (1 | site), (1 | site/ward).")
-    found: list[tuple[str, ...]] = []
+    factors: list[tuple[str, ...]] = []
     names: tuple[str, ...] = ()
     for place in range(0, len(tokens), 2):
         names = (*names, unquoted(tokens[place].text))
         if place + 1 == len(tokens) or tokens[place + 1].text == "/":
-            found.append(names)
-    return found
+            factors.append(names)
+    return factors
 
 
 def _client(groups: Sequence[Group], formula: str) -> str | None:
-    """The factor that all others are within."""
+    """The factor of clients, within which all other factors are."""
     if not groups:
         return None
     outer = {group.factor[0] for group in groups}
     if len(outer) > 1:
         raise DeclarationError(
-            f"effects of {formula!r} vary by {sorted(outer)}, and one of them has to be within the other: clients "
-            "share no group but themselves. Write nested groups as (1 | site/ward)."
+            f"effects of {formula!r} vary by {sorted(outer)}, and one of them has to be within the other; write nested "
+            "groups as (1 | site/ward)."
         )
     return outer.pop()
 
@@ -236,11 +234,10 @@ def _require_apart(
     read: Collection[str],
     constants: Collection[str],
 ) -> None:
-    """Refuse a client's differences in two places. A treatment has an effect, and one that varies by centre."""
+    """Refuse factors of groups that also have coefficients, or effects that vary by themselves."""
     if client in read:
         raise DeclarationError(
-            f"{[client]} are factors of effects and have coefficients of their own too; clients' differences are "
-            "in one or the other, leave one out."
+            f"{[client]} are factors of effects and have coefficients of their own too; leave one out."
         )
     for group, own in zip(groups, sums, strict=True):
         inside = {column for term in own.terms for one in term for column in expressions.columns(trees[one], constants)}
@@ -253,30 +250,30 @@ def _require_apart(
             raise DeclarationError(f"effects vary by {':'.join(group.factor)}, which names {twice} twice.")
 
 
-# The algebra of formulas and the coding of factors, by formulaic: which terms there are, and which columns each has
+# The algebra of formulas and the coding of factors, by formulaic: terms and their columns -----------------------------
 
-# The edge to formulaic. It is given names of ours for factors, never the user's text, and computes nothing from rows.
+# The edge to formulaic. It is given placeholders for factors, never the user's text, and computes nothing from rows.
 
 _MOST = 10_000  # products of terms before duplicates are dropped
 _ALIAS = "v{}"
 
 
 class Product(NamedTuple):
-    """Columns that are products of those of factors, of which some are without their reference."""
+    """Products of factors' columns, some of them without their reference level."""
 
     factors: tuple[str, ...]
     without_reference: tuple[bool, ...]
 
 
 class Sum(NamedTuple):
-    """Terms that are added."""
+    """A sum of terms."""
 
-    text: str  # what formulaic reads, with names of ours
-    factors: tuple[str, ...]  # that these names stand for
-    terms: tuple[tuple[str, ...], ...]  # factors of the terms, in their order; none of the intercept
+    text: str  # for formulaic, with placeholders
+    factors: tuple[str, ...]  # in the order of the placeholders
+    terms: tuple[tuple[str, ...], ...]  # factors of the terms in order; none for the intercept
 
     def products(self, levels: Mapping[str, Sequence[str]]) -> list[tuple[tuple[str, ...], tuple[Product, ...]]]:
-        """Terms with the products that their columns are, by the levels of the factors that have some."""
+        """Terms with the products of their columns, from the levels of factors that have some."""
         table: dict[str, Any] = {}
         rows = max([1, *map(len, levels.values())])
         for number, name in enumerate(self.factors):
@@ -302,21 +299,20 @@ class Sum(NamedTuple):
 
 
 def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> Sum:
-    """Terms of a formula's tokens; `names` are those of factors, by their text."""
-    factors = tuple(dict.fromkeys(names[one.text] for one in tokens if one.kind == "factor"))
+    """Terms of a formula's tokens; `names` are names of factors by text."""
+    factors = tuple(dict.fromkeys(names[token.text] for token in tokens if token.kind == "factor"))
     _require_numbers(formula, tokens)
     alias = {name: _ALIAS.format(number) for number, name in enumerate(factors)}
-    text = " ".join(alias[names[one.text]] if one.kind == "factor" else one.text for one in tokens)
+    text = " ".join(alias[names[token.text]] if token.kind == "factor" else token.text for token in tokens)
     text = text.removeprefix("+ ").strip() or "1"
     try:
         _require_few(formula, text, len(factors))
         return Sum(text, factors, tuple(_named(term, factors) for term in Formula(text)))
     except DeclarationError:
         raise
-    except Exception as error:  # of formulaic's own kinds, and what it did not think of
+    except Exception as error:  # of any kind, from formulaic
         raise DeclarationError(
-            f"formula={formula!r} cannot be read: a sign stands where a term is expected, or none is left; write it "
-            "like 'y ~ age + arm + (1 | site)'."
+            f"formula={formula!r} cannot be read: a term is missing; write it like 'y ~ age + arm + (1 | site)'."
         ) from error
 
 
@@ -325,29 +321,29 @@ def _named(term: Any, factors: Sequence[str]) -> tuple[str, ...]:
 
 
 def _require_numbers(formula: str, tokens: Sequence[Token]) -> None:
-    """Refuse a number where a column is named."""
+    """Refuse numbers in place of columns."""
     depth = 0
-    for place, one in enumerate(tokens):
-        depth += (one.text == "(") - (one.text == ")")
-        if one.kind != "number":
+    for place, token in enumerate(tokens):
+        depth += (token.text == "(") - (token.text == ")")
+        if token.kind != "number":
             continue
         before = tokens[place - 1].text if place else "+"
         after = tokens[place + 1].text if place + 1 < len(tokens) else "+"
         if before == "**":
-            if not (one.text.isdigit() and int(one.text) >= 1):
+            if not (token.text.isdigit() and int(token.text) >= 1):
                 raise DeclarationError(
-                    f"formula={formula!r} has the power {one.text}; powers of sums are whole numbers from 1."
+                    f"formula={formula!r} has the power {token.text}; powers of sums are whole numbers from 1."
                 )
-        elif one.text not in ("0", "1") or not {before, after} <= {"+", "-"}:
+        elif token.text not in ("0", "1") or not {before, after} <= {"+", "-"}:
             within = "; 0 and 1 stand outside of parentheses" if depth else ""
             raise DeclarationError(
-                f"formula={formula!r} has the number {one.text} where a column is named; write I(5*x) for a multiple, "
+                f"formula={formula!r} has the number {token.text} in place of a column; write I(5*x) for a multiple, "
                 f"0 or 1 for the intercept{within}."
             )
 
 
 def _require_few(formula: str, text: str, factors: int) -> None:
-    """Refuse products of so many terms that writing them out takes long."""
+    """Refuse products of too many terms."""
     nodes: list[Any] = [DefaultFormulaParser().get_ast(text)]
     for node in nodes:  # grows: a node comes before those below it
         nodes += getattr(node, "args", ())
@@ -363,7 +359,6 @@ def _require_few(formula: str, text: str, factors: int) -> None:
                 made = sum(below) or 1.0
         if made > _MOST:
             raise DeclarationError(
-                f"formula={formula!r} has products of more terms than can be written out; write the interactions that "
-                "are meant."
+                f"formula={formula!r} has products of more than {_MOST} terms; write the interactions that are meant."
             )
         sizes[id(node)] = min(made, 2.0 ** min(factors, 60))

@@ -1,4 +1,4 @@
-"""Enrolling a group of clients whose data have the same columns: one build serves all where it can."""
+"""Enrol a group of clients whose data have the same columns: one build serves all where possible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Clients = Mapping[str, Mapping[str, Any]]
 
 
 def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str | None:
-    """Where one client's fractions made reals of others' integers and the builder takes integers only: whose."""
+    """Name the client whose fractions turn integers of others into reals, where the builder needs integers."""
     for name in next(iter(given.values())):
         odd = [k for k in given if not np.all(fits_integers(given[k][name]))]
         whole = [k for k in given if given[k][name].dtype.kind in "biu" and np.all(fits_integers(given[k][name]))]
@@ -53,7 +53,7 @@ def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str |
             continue
         try:
             template_of(declared, whole[0], typed[whole[0]])
-            continue  # reals are not what the builder fails on
+            continue  # the builder accepts reals
         except (DataError, DeclarationError):
             pass
         try:
@@ -62,10 +62,9 @@ def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str |
             continue
         where = tuple(int(i) for i in np.argwhere(~fits_integers(given[odd[0]][name]))[0])
         return (
-            f"client {odd[0]!r}: {name!r} holds {given[odd[0]][name][where]} at index {where}. At client "
-            f"{whole[0]!r} it holds integers of at most 32 bits, which the builder needs, as an index for example, "
-            f"and a name has one type at all clients. Correct the values of client {odd[0]!r}, or let the builder "
-            f"make integers of {name!r}."
+            f"client {odd[0]!r}: {name!r} holds {given[odd[0]][name][where]} at index {where}, and the builder needs "
+            f"integers of at most 32 bits, as at client {whole[0]!r}. Correct the values of client {odd[0]!r}, or let "
+            f"the builder make integers of {name!r}."
         )
     return None
 
@@ -75,37 +74,37 @@ def enrol_group(
 ) -> Iterable[ClientModel]:
     """Enrol clients whose data have the same numbers of columns.
 
-    Templates for which two clients' builds were found equal are in `compared`, by columns: none need be built again.
+    `compared` has templates by columns for which two clients' builds were equal, so that no further one is built.
     """
     ids = list(group)
     columns = tuple((name, array.dtype.str, array.shape[1:]) for name, array in sorted(group[ids[0]].items()))
-    seen = compared.get(columns)
-    if seen and not _builds(declared, seen, ids[0], group[ids[0]]):  # what it reads beside its arguments has changed
-        seen = None
-    first = seen or template_of(declared, ids[0], group[ids[0]])
-    if not seen and _ignores(declared, first.parts, group):
+    known = compared.get(columns)
+    if known and not _builds(declared, known, ids[0], group[ids[0]]):  # the builder reads state that has changed
+        known = None
+    first = known or template_of(declared, ids[0], group[ids[0]])
+    if not known and _ignores(declared, first.parts, group):
         raise ignored_data(ids[0], declared.builder, first.parts, group[ids[0]])
     templates = {ids[0]: first}
-    own = not first.parts.data
-    if not own and not seen and len(ids) > 1 and is_written(declared.builder):
-        first.functions["compared"] = True  # ours: with all data in containers, and no length but of these
+    separate = not first.parts.data
+    if not separate and not known and len(ids) > 1 and is_written(declared.builder):
+        first.functions["compared"] = True  # a formula has all data and lengths in containers
         compared[columns] = first
-    elif not own and not seen and len(ids) > 1:
+    elif not separate and not known and len(ids) > 1:
         first, other, parts = _pair(declared, group, first)
         templates = {ids[0]: first}
-        own = not _same.surely_same_model(first.parts, parts)
-        if own:
+        separate = not _same.surely_same_model(first.parts, parts)
+        if separate:
             second = templates[other] = opened(other, group[other], parts, first.parts.open)
             require_same_variables(ids[0], first.variables[0], other, second.variables[0], group[other])
             if not _same.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
                 raise other_prior(ids[0], other)
             same = first.same_density(second)
-            own = not (same and _same.same_outputs(first.parts, first.variables, second.parts, second.variables))
-        if not own:
+            separate = not (same and _same.same_outputs(first.parts, first.variables, second.parts, second.variables))
+        if not separate:
             compared[columns] = first
-    if (own or len(ids) == 1) and not seen and not _builds(declared, first, ids[0], group[ids[0]]):
+    if (separate or len(ids) == 1) and not known and not _builds(declared, first, ids[0], group[ids[0]]):
         raise other_model(ids[0])
-    if own and len(ids) > 1:
+    if separate and len(ids) > 1:
         missing = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
         warnings.warn(
             f"the builder {missing}, so each of {len(ids)} clients is compiled on its own, which takes seconds "
@@ -121,7 +120,7 @@ def enrol_group(
         containers(client_id, first.parts, group[client_id])
     for client_id in ids:
         template = first
-        if own:
+        if separate:
             template = templates.get(client_id) or template_of(declared, client_id, group[client_id])
             template.functions.update(own=True, public=first.public)
         client = client_of(declared, client_id, template, group[client_id], reference, kernel=kernel)
@@ -131,10 +130,10 @@ def enrol_group(
 
 
 def _pair(declared: Declared, group: Clients, first: Template) -> tuple[Template, str, _graph.Parts]:
-    """The first client's template, another client and its build; lengths that differ between the two are open."""
+    """The first client's template, a second client and its build; lengths that differ between the two are open."""
     ids = list(group)
     sizes = {client_id: [np.shape(array)[:1] for array in arrays.values()] for client_id, arrays in group.items()}
-    # A client with other numbers of rows tells which lengths follow them.
+    # A client with other numbers of rows shows which lengths depend on them.
     other = max(ids[1:], key=lambda name: sum(a != b for a, b in zip(sizes[name], sizes[ids[0]], strict=True)))
     parts = parts_of(declared, other, group[other])
     lengths = _graph.open_lengths(first.parts, parts.model)
@@ -159,7 +158,7 @@ def _builds(declared: Declared, template: Template, client_id: str, arrays: Mapp
 
 
 def _ignores(declared: Declared, first: _graph.Parts, group: Clients) -> bool:
-    """Whether no client's data change anything of what is observed."""
+    """Whether no client's data reach the observed variables."""
     parts: _graph.Parts | None = first
     for client_id, arrays in group.items():
         with warnings.catch_warnings():
@@ -172,11 +171,11 @@ def _ignores(declared: Declared, first: _graph.Parts, group: Clients) -> bool:
 
 
 def _judge(declared: Declared, client_id: str, arrays: Mapping[str, Any], template: Template, *, alone: bool) -> None:
-    """Decide what of this model may leave a client, and name what stays."""
+    """Decide what may leave a client, and warn of what is withheld."""
 
     @functools.cache
     def rebuild() -> _public.Built:
-        if is_written(declared.builder):  # ours: other data change what is in containers alone
+        if is_written(declared.builder):  # a formula has all data in containers
             return (template.parts,)
         return _public.rebuilt(lambda data: parts_of(declared, client_id, data), arrays)
 
@@ -186,11 +185,10 @@ def _judge(declared: Declared, client_id: str, arrays: Mapping[str, Any], templa
     public = template.functions["public"] = _public.read_public(parts, shared, rebuild)
     stay = [*map(repr, public.withheld), *(f"labels of {dim!r}" for dim in public.unlabelled)]
     if stay:
-        known = "" if rebuild() is not None else " (the builder fails on altered data, so that nothing is known)"
+        known = "" if rebuild() is not None else " (the builder fails on altered data)"
         warnings.warn(
-            f"left out of the shared result: {', '.join(stay)}. Constants in them may hold a client's data: "
-            f"arrays, or numbers that change with the data{known}. They are in fit.client(...); for the shared "
-            "result compute them from fit.idata, and give coords that do not depend on data.",
+            f"left out of the shared result: {', '.join(stay)}, since constants in them may hold a client's "
+            f"data{known}. They are in fit.client(...); compute them from fit.idata, and give coords without data.",
             UserWarning,
             stacklevel=5,
         )
@@ -205,13 +203,13 @@ def client_of(
     *,
     kernel: bool,
 ) -> ClientModel:
-    """A client of a template, in which its lengths are opened; evaluated once, at the start."""
+    """A client of a template, whose lengths are opened as needed; its density is checked at the start."""
     template, alone = lengths_of(declared, client_id, template, arrays)
     parts, functions = template.parts, template.functions
     data = (*containers(client_id, parts, arrays), *alone)
     sizes = (*(np.shape(value) for value in data), *map(int, alone))
     starts = functions.setdefault("initial", {})
-    if sizes not in starts:  # a starting value may depend on data; for a start, equal shapes are enough
+    if sizes not in starts:  # clients with equal shapes share starting values, though these may depend on data
         try:
             starts[sizes] = template.start(*data)
         except (ValueError, TypeError, IndexError, AssertionError) as error:
@@ -254,14 +252,14 @@ def client_of(
 
 Build = Callable[[Mapping[str, Any]], _graph.Parts]
 
-_FAR = 1e9  # past what data are compared with, and within 32 bits
+_FAR = 1e9  # beyond the thresholds of models, and within 32 bits
 
 
 def _ignores_data(build: Build, parts: _graph.Parts, arrays: Mapping[str, Any]) -> bool:
-    """Whether log p of the observed variables and potentials is the same whatever the data are.
+    """Whether log p of the observed variables and potentials does not depend on the data.
 
-    A container that stands above them is enough. Arrays that went straight into the model show when the builder is
-    called with others; where it fails on those nothing is known, and nothing is said.
+    It does if a container is an ancestor, or if the builder called with other arrays gives another graph. False where
+    the builder fails on these.
     """
     ends, above = _ends(parts)
     if not above.isdisjoint(parts.data):
@@ -269,20 +267,20 @@ def _ignores_data(build: Build, parts: _graph.Parts, arrays: Mapping[str, Any]) 
     logp, inputs = _likelihood(parts, ends, above)
     if not set(ancestors([logp])).isdisjoint(parts.data):
         return False
-    for other in _others(arrays):
-        built = attempt(build, other)
-        if built is None:
+    for other_arrays in _others(arrays):
+        other_parts = attempt(build, other_arrays)
+        if other_parts is None:
             return False
-        their_logp, their_inputs = _likelihood(built, *_ends(built))
-        if [v.type for v in inputs] != [v.type for v in their_inputs]:
+        other_logp, other_inputs = _likelihood(other_parts, *_ends(other_parts))
+        if [v.type for v in inputs] != [v.type for v in other_inputs]:
             return False
-        if not equal_computations([logp], [their_logp], in_xs=inputs, in_ys=their_inputs):
+        if not equal_computations([logp], [other_logp], in_xs=inputs, in_ys=other_inputs):
             return False
     return True
 
 
 def _others(arrays: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Altered data, all arrays at once, and data far from these."""
+    """Altered data, all arrays at once, and data far away."""
     for step in altered(arrays):
         yield {name: one[name] for name, one in zip(arrays, step, strict=True)} if len(step) > 1 else step[0]
     for far in (-_FAR, _FAR):
@@ -290,27 +288,27 @@ def _others(arrays: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _ends(parts: _graph.Parts) -> tuple[list[Any], set[Any]]:
-    """What is observed, and all that stands above it as it was declared."""
+    """Observed variables and potentials, and all their ancestors as declared."""
     model = parts.model
     ends = [term for term in parts.site_terms if term not in parts.local]
     return ends, set(ancestors([*ends, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]))
 
 
 def _likelihood(parts: _graph.Parts, ends: list[Any], above: set[Any]) -> tuple[Any, list[Any]]:
-    """log p of what is observed with the locals above it, and the variables it is a function of."""
+    """log p of observed variables, with the local variables above them, and its inputs."""
     model = parts.model
     logp = model.logp(vars=[*(rv for rv in parts.local if rv in above), *ends], sum=True)
     values = [model.rvs_to_values[rv] for rv in model.free_RVs]
     return logp, [*values, *parts.data, *model.dim_lengths.values()]
 
 
-# Checks of a client whose model is built: at its start, and against the other clients ---------------------------------
+# Checks of a client's model at its start, and against the other clients -----------------------------------------------
 
 
 def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
-    """Evaluate the log density once: shapes that do not fit and impossible data show here, not in round 7.
+    """Evaluate the log density once, so that unfit shapes and impossible data are refused before the first round.
 
-    With `kernel` its gradient too, compiled; without, nothing is compiled for this call alone.
+    With `kernel` the compiled gradient is evaluated too; without, nothing is compiled.
     """
     require_whole(client)
     infinite = _infinite(client.arrays)
@@ -321,13 +319,13 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
             possible = infinite is None or np.isfinite(_density(client, phi, known))
         if infinite is not None and not possible:
             raise _holds_infinite(client, infinite)
-        large = client.layout.prior.precision.ndim == 1  # for algorithms that bring gradients of their own, or for none
+        large = client.layout.prior.precision.ndim == 1  # of a network, whose algorithms have gradients of their own
         if kernel and not client.layout.binary and not large:
             value, gradient, _ = client.log_site(phi, client.initial)
         else:
             value, gradient = _density(client, phi, known), np.zeros(0)
     except DataError:
-        raise  # said already
+        raise
     except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
         if infinite is not None:
             raise _holds_infinite(client, infinite) from error
@@ -337,12 +335,11 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
         if outcome := _impossible_outcome(client, phi):
             raise DataError(
                 f"client {client.client_id!r}: the log density at the starting point is {value}: {outcome}. Correct "
-                "the data (a covariate or an exposure of that row, where the outcome is possible), or declare a "
-                "distribution that has such outcomes; if one is possible elsewhere, set `initval=` on the variable."
+                "the data of that row, declare a distribution that has such outcomes, or set `initval=`."
             )
         raise DataError(
-            f"client {client.client_id!r}: the log density at the starting point is {value}; this client's data are "
-            "impossible under the model (a negative count, a class that does not exist?) or the start is. "
+            f"client {client.client_id!r}: the log density at the starting point is {value}; the data or the start are "
+            "impossible under the model (a negative count, a class that does not exist?). "
             f"Check the data{_whole_numbers(client.arrays)}, or set `initval=` on the variable."
         )
 
@@ -350,9 +347,9 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
 def _holds_infinite(client: ClientModel, infinite: tuple[str, tuple[int, ...]]) -> DataError:
     name, where = infinite
     return DataError(
-        f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and with "
-        "it the log density is not finite; drop or impute such values (a bound that binds no row may be "
-        "infinite: then another value of this client is impossible under the model)."
+        f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and the log "
+        "density is not finite; drop or impute such values (where a bound may be infinite, another value is impossible "
+        "under the model)."
     )
 
 
@@ -362,7 +359,7 @@ def _density(client: ClientModel, phi: Array, known: float | None) -> float:
 
 
 def require_whole(client: ClientModel) -> None:
-    """Refuse fractions where a discrete distribution is observed: PyMC cuts them off, and the fit is of other data."""
+    """Refuse fractions where a discrete distribution is observed, since PyMC would truncate them."""
     model = client.template.parts.model
     for rv in model.observed_RVs:
         node = model.rvs_to_values[rv].owner
@@ -380,19 +377,19 @@ def require_whole(client: ClientModel) -> None:
 def _infinite(arrays: Mapping[str, Any]) -> tuple[str, tuple[int, ...]] | None:
     """Name and place of the first infinite value."""
     for name, value in arrays.items():
-        if np.any(found := np.isinf(value)):
-            return name, tuple(int(i) for i in np.argwhere(found)[0])
+        if np.any(infinite := np.isinf(value)):
+            return name, tuple(int(i) for i in np.argwhere(infinite)[0])
     return None
 
 
 def _whole_numbers(arrays: Mapping[str, Any]) -> str:
-    """Between what the integers among a client's data lie: a class that does not exist shows there."""
-    found = [
+    """Ranges of the integers among a client's data, where a class that does not exist shows."""
+    ranges = [
         f"{name!r} holds integers from {np.min(value)} to {np.max(value)}"
         for name, value in arrays.items()
         if np.issubdtype(np.asarray(value).dtype, np.integer) and np.size(value)
     ]
-    return f" ({'; '.join(found)})" if found else ""
+    return f" ({'; '.join(ranges)})" if ranges else ""
 
 
 def require_same_layout(reference: ClientModel | None, client: ClientModel) -> None:
@@ -404,8 +401,8 @@ def require_same_layout(reference: ClientModel | None, client: ClientModel) -> N
     raise other_prior(reference.client_id, client.client_id)
 
 
-# What outcomes of a distribution are, by the name of PyTensor's random variable, and which values break that: where
-# none does, a parameter is at fault, as an exposure of 0 is.
+# Support of distributions by the name of PyTensor's random variable, and values outside of it. Else a parameter is at
+# fault, such as an exposure of 0.
 _COUNTS: tuple[str, Callable[[float], bool]] = "counts are not negative", lambda y: y < 0
 _POSITIVE: tuple[str, Callable[[float], bool]] = "outcomes are positive", lambda y: y <= 0
 _RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -429,20 +426,20 @@ _RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def _impossible_outcome(client: ClientModel, phi: Array) -> str:
-    """The first outcome whose log density is minus infinity, with its place and the rule; "" where none is found."""
+    """The first outcome whose log density is minus infinity, with its place and the rule; "" if none."""
     template, layout = client.template, client.layout
     try:
         x, inputs, outputs = _graph.observed_graph(template.parts, layout.variables, client.local)
         function = interpreted.python_function([x, *inputs], outputs)
-        found = function(np.concatenate([phi, client.initial]), *client.inputs)
-    except Exception:  # a reason is looked for, of a failure that is told in any case
+        densities = function(np.concatenate([phi, client.initial]), *client.inputs)
+    except Exception:  # the failure is raised in any case
         return ""
     names = {rv: container.name for container, rv in _graph.observed_through(template.parts).items()}
-    for rv, each in zip(template.parts.model.observed_RVs, found, strict=True):
+    for rv, density in zip(template.parts.model.observed_RVs, densities, strict=True):
         values = client.arrays.get(names.get(rv, ""))
-        if not np.any(np.isneginf(each)) or values is None or np.shape(values) != np.shape(each):
+        if not np.any(np.isneginf(density)) or values is None or np.shape(values) != np.shape(density):
             continue
-        place = tuple(int(i) for i in np.argwhere(np.isneginf(each))[0])
+        place = tuple(int(i) for i in np.argwhere(np.isneginf(density))[0])
         value = np.asarray(values)[place]
         at = f" in row {place[0] if len(place) == 1 else place}" if place else ""
         rule, breaks = _RULES.get(getattr(rv.owner.op, "name", None) or "", ("", lambda y: False))
@@ -453,12 +450,12 @@ def _impossible_outcome(client: ClientModel, phi: Array) -> str:
 
 
 def _apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
-    """Name an observed variable whose values have another shape than its distribution has; "" where none shows.
+    """Describe an observed variable whose values have another shape than its distribution; "" if none.
 
     Parameters
     ----------
     parts
-        The model; lengths of dims are those that it was built with.
+        The model, with the lengths of dims that it was built with.
     arrays
         The client's data.
     """
@@ -466,29 +463,33 @@ def _apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
         if rv.owner is None or getattr(rv.owner.op, "ndim_supp", None) != 0:
             continue
         parameters = rv.owner.op.dist_params(rv.owner)
-        behind = rv.owner.op.ndims_params
+        core_dims = rv.owner.op.ndims_params
         try:
             replace, inputs = _graph._inputs_for(parts)
             if len(inputs) != len(parts.data):
                 continue
-            shown = [parts.model.rvs_to_values[rv].shape, *(one.shape for one in parameters)]
+            shown = [parts.model.rvs_to_values[rv].shape, *(size.shape for size in parameters)]
             function = interpreted.python_function(inputs, clone_replace(shown, replace, rebuild_strict=False))
             given = (np.asarray(arrays[v.name]).astype(v.type.dtype) for v in parts.data)
-            value, *found = (tuple(int(n) for n in one) for one in function(*given))
-            batches = [one[: len(one) - inner] for one, inner in zip(found, behind, strict=True)]
-            wanted = np.broadcast_shapes(*batches)
-        except Exception:  # what says more about an error is no error itself
+            observed_shape, *sizes = (tuple(int(n) for n in size) for size in function(*given))
+            batches = [size[: len(size) - core] for size, core in zip(sizes, core_dims, strict=True)]
+            expected = np.broadcast_shapes(*batches)
+        except Exception:  # this only describes another error
             continue
-        while wanted[:1] == (1,) and value[:1] != (1,) and all(one[:1] == (1,) for one in found):  # axes that PyMC adds
-            wanted, found = wanted[1:], [one[1:] for one in found]
-        if wanted != value:
-            widest = max(found, key=len)
-            has = f"{wanted}" if widest == wanted else f"{wanted} (of a parameter of shape {widest})"
-            return f"{rv.name!r} is observed with shape {value}, and its distribution has outcomes of shape {has}"
+        while (
+            expected[:1] == (1,) and observed_shape[:1] != (1,) and all(size[:1] == (1,) for size in sizes)
+        ):  # axes that PyMC adds
+            expected, sizes = expected[1:], [size[1:] for size in sizes]
+        if expected != observed_shape:
+            widest = max(sizes, key=len)
+            has = f"{expected}" if widest == expected else f"{expected} (of a parameter of shape {widest})"
+            return (
+                f"{rv.name!r} is observed with shape {observed_shape}, and its distribution has outcomes of shape {has}"
+            )
     return ""
 
 
-# Layout and prior of what clients share: the exact Gaussian, or one with its moments ----------------------------------
+# Layout and prior of the shared parameters: the exact Gaussian, or one with the same moments --------------------------
 
 _PRIOR_DRAWS = 4000
 
@@ -529,25 +530,24 @@ def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array)
         kernel=kernel,
     )
     density = tuple(float(value) for value in of_points(probes(variables, n0)))
-    told = fingerprint(variables, n0, exact is not None, density)
-    return Layout(variables, n0, exact is not None, told, density), prior
+    digest = fingerprint(variables, n0, exact is not None, density)
+    return Layout(variables, n0, exact is not None, digest, density), prior
 
 
 def _draws(parts: _graph.Parts, size: int) -> Array:
-    """Draws that are enough for moments of `size` shared numbers."""
+    """Draws for the moments of `size` shared numbers."""
     if _PRIOR_DRAWS < EACH * (size + 1):
         names = [rv.name for rv in parts.shared if getattr(rv.owner.op, "name", None) not in ("normal", "lognormal")]
         raise DeclarationError(
             f"{size} numbers are shared, and the prior of {some_of(names or [rv.name for rv in parts.shared])} is not "
-            f"normal: then moments of {_PRIOR_DRAWS} draws stand in for the prior of all, which do for "
-            f"{_PRIOR_DRAWS // EACH - 1} numbers. Declare what is shared by pm.Normal, and scales by pm.LogNormal, or "
-            "share less."
+            f"normal: moments by {_PRIOR_DRAWS} draws are for at most {_PRIOR_DRAWS // EACH - 1} numbers. Declare "
+            "shared variables by pm.Normal, and scales by pm.LogNormal, or share less."
         )
     return unconstrained(parts, _PRIOR_DRAWS, 0)
 
 
 def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array, log_density: _AtMany) -> None:
-    """Refuse a prior that has no density where it starts, and name the variables that have none."""
+    """Refuse a prior whose density is not finite at the start, and name the variables at fault."""
     value = float(log_density(origin[None])[0])
     if np.isfinite(value):
         return
@@ -563,14 +563,14 @@ def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origi
     )
 
 
-# With more shared coordinates than this, many calls of an interpreted prior take longer than compiling it once.
+# With more shared coordinates, many calls of an interpreted prior take longer than compiling it once.
 _INTERPRETED = 30
-_FEW = 32  # points, for which a gradient that nobody asks for costs less than a function without it
+_FEW = 32  # points for which an unneeded gradient costs less than a second function
 _AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
 
 
 def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
-    """log p(φ) and its gradient at many φ, of one vectorised function; nothing is compiled."""
+    """log p(φ) and its gradient at many φ by an interpreted vectorised function."""
     slopes = pt.grad(logp, phi, disconnected_inputs="ignore")
     both = interpreted.batched(phi, [], [logp, slopes], interpreted.AS_WRITTEN)
     alone = functools.cache(lambda: interpreted.batched(phi, [], [logp]))  # a gradient takes PyTensor a loop over rows
@@ -581,7 +581,7 @@ def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
 
 
 def _compiled(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMany]:
-    """The same by a loop that is compiled at its first call."""
+    """log p(φ) and its gradient at many φ by a loop that is compiled at its first call."""
 
     def both(draws: Array) -> Array:
         return site_outputs(kernel(), np.asarray(draws, dtype=np.float64), NO_DATA)
@@ -590,7 +590,7 @@ def _compiled(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMan
 
 
 def _by_row(function: Callable[..., list[Array]], which: int, draws: Array, outside: float) -> Array:
-    """One of both at draws (S, m); where one of these has a parameter outside its domain, each by itself."""
+    """Output `which` of a function at draws (S, m); row by row if a parameter leaves its domain at some draw."""
     try:
         return function(draws)[which]
     except ParameterValueError:
@@ -604,17 +604,17 @@ def _refuse_flat(parts: _graph.Parts) -> None:
     bounded = any(term not in parts.shared for term in parts.prior_terms)  # a potential may make the prior proper
     if flat and not bounded:
         remedies = {False: "pm.Normal(0, 10)", True: "pm.HalfNormal(1)"}
-        told = [f"{rv.name!r} ({remedies[isinstance(rv.owner.op, HalfFlatRV)]} for example)" for rv in flat]
+        examples = [f"{rv.name!r} ({remedies[isinstance(rv.owner.op, HalfFlatRV)]} for example)" for rv in flat]
         raise DeclarationError(
-            f"the prior of shared {', '.join(told)} is flat, so the shared prior is improper, and the server needs a "
-            "proper prior. Give every shared variable one."
+            f"the prior of shared {', '.join(examples)} is flat, and the server needs a proper prior. Give every "
+            "shared variable one."
         )
 
 
 def _gaussian_beside_binary(
     log_density: Callable[[Array], Array], gradient: Callable[[Array], Array], origin: Array, binary: Any, owners: Any
 ) -> Gaussian | None:
-    """N_0 if the continuous coordinates have a Gaussian prior: theirs, with mean and variance of each indicator."""
+    """N_0 if the continuous coordinates have a Gaussian prior; with mean and variance of each indicator."""
 
     def filled(continuous: Array) -> Array:
         point = origin.copy()

@@ -1,8 +1,8 @@
-"""What of a client's model may leave it: deterministics, and labels of dims, that hold nothing of its data.
+"""Which deterministics and labels of dims may leave a client, since they contain none of its data.
 
-One client's build is all that a site has, so nothing here compares clients. The builder is called again with other
-data of the same kind: a number that changes with them came from data. What a builder takes from elsewhere (a global
-table, a file) does not change, so that a constant array is trusted only if its pattern says all that it holds.
+A site has the build of one client only, so nothing here compares clients. The builder is called again with other data
+of the same kind: a number that changes with them came from data. Numbers from elsewhere (a global table, a file) do not
+change, so a constant array is trusted only if its pattern determines it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
-from fedppl.model.graph import says_where
+from fedppl.model.graph import is_mask
 from fedppl.types import Variable
 
 Arrays = Mapping[str, Any]
@@ -25,7 +25,7 @@ Built = tuple[_graph.Parts, ...] | None  # models on altered data; None where th
 
 
 class Public(NamedTuple):
-    """Names of deterministics that may stand in the shared result, of those that may not, and dims likewise."""
+    """Names of deterministics that may be in the shared result, and of those withheld; dims likewise."""
 
     names: tuple[str, ...]
     withheld: tuple[str, ...]
@@ -34,9 +34,9 @@ class Public(NamedTuple):
 
 
 def altered(arrays: Arrays) -> Iterator[list[dict[str, Any]]]:
-    """Other data of the same kind, in steps; a step is a list of data sets that move one array each.
+    """Other data of the same kind, in steps; a step is a list of data sets that change one array each.
 
-    Integers keep to the values that they have, for they may be indices, and rows are repeated and not left out.
+    Integers keep their range, since they may be indices, and rows are repeated rather than dropped.
     """
     yield [{name: _more_rows(value) for name, value in arrays.items()}]
     for way in (_lower, _higher):
@@ -62,7 +62,7 @@ def _higher(value: Any) -> Any:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether numbers are whole ones, in any type."""
+    """Whether numbers are whole, in any type."""
     return value.dtype.kind != "f" or bool(np.all(value == np.floor(value)))
 
 
@@ -81,43 +81,45 @@ def _steps(value: Any) -> Any:
 
 
 def rebuilt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> Built:
-    """Models on altered data; arrays move together where the builder allows it, else one at a time."""
-    found = []
+    """Models on altered data; arrays change together where the builder allows it, else one at a time."""
+    models = []
     for step in altered(arrays):
-        together = {name: one[name] for name, one in zip(arrays, step, strict=True)} if len(step) > 1 else step[0]
+        together = (
+            {name: changed[name] for name, changed in zip(arrays, step, strict=True)} if len(step) > 1 else step[0]
+        )
         for tried in ([together], step):
-            built = [parts for one in tried if (parts := attempt(build, one)) is not None]
-            if len(built) == len(tried):
-                found += built
+            built_here = [parts for changed in tried if (parts := attempt(build, changed)) is not None]
+            if len(built_here) == len(tried):
+                models += built_here
                 break
         else:
             return None
-    return tuple(found)
+    return tuple(models)
 
 
 def attempt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> _graph.Parts | None:
-    """Build a model on a copy of other data, without a word; None where the builder fails on them."""
+    """Build a model on a copy of other data, without warnings; None where the builder fails on them."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return build({name: np.array(value) for name, value in arrays.items()})
-    except Exception:  # whatever the builder does with data that nobody has: then nothing is known
+    except Exception:  # the builder may refuse made-up data
         return None
 
 
 def prior_of_data(parts: _graph.Parts, shared: tuple[Variable, ...], built: Built) -> bool:
-    """Whether the shared prior is another one on altered data."""
+    """Whether the shared prior changes with altered data."""
     for other in built or ():
         try:
             if not _same.same_prior(parts, shared, other, shared):
                 return True
-        except (TypeError, ValueError):  # shapes that follow data: another layout, to which other clients are held
+        except (TypeError, ValueError):  # shapes that follow data: layouts of clients are compared elsewhere
             continue
     return False
 
 
 def read_public(parts: _graph.Parts, shared: tuple[Variable, ...], rebuild: Callable[[], Built]) -> Public:
-    """Decide; `rebuild` is called only where a decision needs it."""
+    """Decide what may leave a client; `rebuild` is called only where needed."""
     model = parts.model
     candidates = {v.name: v for v in _graph.computed_from_shared(parts)}
     plain = [name for name, v in candidates.items() if _holds_no_array(model, v)]
@@ -148,12 +150,12 @@ def _dims_of(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def _counts(labels: Any) -> bool:
-    """Whether labels are 0, 1, 2, ...: no more than their number."""
+    """Whether labels are 0, 1, 2, ..., and disclose only their number."""
     return list(labels) == list(range(len(labels)))
 
 
-def _same_labels(ours: Any, theirs: Any) -> bool:
-    return theirs is not None and len(ours) == len(theirs) and list(ours) == list(theirs)
+def _same_labels(labels: Any, others: Any) -> bool:
+    return others is not None and len(labels) == len(others) and list(labels) == list(others)
 
 
 Outputs = tuple[Any, dict[str, Any]]
@@ -161,24 +163,24 @@ Outputs = tuple[Any, dict[str, Any]]
 
 def _outputs(parts: _graph.Parts, shared: tuple[Variable, ...], names: list[str]) -> Outputs | None:
     try:
-        x, _, found, outputs = _graph.constrained_graph(parts, shared, (), names, only_shared=True)
+        x, _, names_found, outputs = _graph.constrained_graph(parts, shared, (), names, only_shared=True)
     except (TypeError, ValueError):
         return None
-    return x, dict(zip(found, outputs, strict=True))
+    return x, dict(zip(names_found, outputs, strict=True))
 
 
-def _unchanged(name: str, ours: Outputs, built: tuple[_graph.Parts, ...], shared: tuple[Variable, ...]) -> bool:
+def _unchanged(name: str, outputs: Outputs, built: tuple[_graph.Parts, ...], shared: tuple[Variable, ...]) -> bool:
     for parts in built:
-        theirs = _outputs(parts, shared, [name])
-        if theirs is None or name not in theirs[1]:
+        other = _outputs(parts, shared, [name])
+        if other is None or name not in other[1]:
             return False
-        if not _same.same_computations([ours[1][name]], [theirs[1][name]], [ours[0]], [theirs[0]]):
+        if not _same.same_computations([outputs[1][name]], [other[1][name]], [outputs[0]], [other[0]]):
             return False
     return True
 
 
 def _holds_no_array(model: Any, deterministic: Any) -> bool:
-    """Whether nothing stands in the graph but φ, numbers, and arrays that their pattern tells."""
+    """Whether a graph contains only φ, numbers, and arrays that are determined by their pattern."""
     (output,) = model.replace_rvs_by_values([deterministic])
     known = {*model.rvs_to_values.values(), *model.dim_lengths.values()}
     return _plain_graph([output], known)
@@ -192,7 +194,7 @@ def _plain_graph(outputs: list[Any], known: set[Any]) -> bool:
                 return False
             continue
         if not type(node.op).__module__.startswith(("pytensor.", "pymc.")) or hasattr(node.op, "fn"):
-            return False  # what an Op of somebody else holds is not known
+            return False  # an Op of another package may contain data
         inner = getattr(node.op, "fgraph", None)
         if inner is not None and not _plain_graph(list(inner.outputs), {*inner.inputs}):
             return False
@@ -200,27 +202,27 @@ def _plain_graph(outputs: list[Any], known: set[Any]) -> bool:
 
 
 def _is_plain(data: Any) -> bool:
-    """Whether a constant is a single number, or an array that says no more than its size and two numbers."""
+    """Whether a constant is a single number, or an array that its size and two numbers determine."""
     if data is None or isinstance(data, slice | str):
         return True
     array = np.asarray(data)
     if array.dtype.kind not in "biuf":
         return False
-    if array.size <= 1 or np.all(array == array.flat[0]) or says_where(array):
+    if array.size <= 1 or np.all(array == array.flat[0]) or is_mask(array):
         return True
     if array.ndim != 1 or array.dtype == bool:
         return False
     steps = np.diff(array)
-    if len(array) < 4:  # two or three numbers are always nearly a sequence
+    if len(array) < 4:  # two or three numbers are nearly always a sequence
         return bool(np.all(steps == 1) and array[0] in (0, 1)) or _is_triangular(array)
     return bool(np.allclose(steps, steps[0], rtol=1e-9, atol=0.0)) or _is_triangular(array)
 
 
 def _is_triangular(array: Any) -> bool:
-    """Rows or columns of a packed triangle, or where its diagonal lies, as PyMC's Cholesky factors have them."""
+    """Whether an array has the rows, columns or diagonal of a packed triangle, as PyMC's Cholesky factors do."""
     for n in range(2, len(array) + 1):
         triangles = (*np.tril_indices(n), *np.triu_indices(n), np.arange(1, n + 1).cumsum() - 1)
-        if any(np.array_equal(array, one) for one in triangles):
+        if any(np.array_equal(array, indices) for indices in triangles):
             return True
         if n * (n + 1) // 2 > len(array) and n > len(array):
             break

@@ -1,7 +1,7 @@
-"""What a builder makes constants of: found by building the model again on other data, and made data of its graph.
+"""Find constants of a graph that a builder computes from data, and make them inputs.
 
-A graph says what it computes of its containers, and nothing of what NumPy computed before: `H @ y` or `float(y[7])` are
-numbers in it like any other. Built on other data of the same kind, those of them are others that came from data.
+A graph shows what is computed from containers, and not what NumPy computed before: `H @ y` or `float(y[7])` are
+constants in it like any others. In a build on other data of the same kind, constants that come from data differ.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from fedppl.model.same import has_own_gradient, operations, surely_same_model
 from fedppl.model.template import Template, parts_of
 from fedppl.types import Array
 
-_BYTES_KEPT = 2**27  # of inputs that were built anew, a client: those of a few thousand rows and ten columns
-_KNOWN = ("pytensor.", "pymc.", "fedppl.")  # whose operations say by what they are equal all that they compute
+_BYTES_KEPT = 2**27  # of rebuilt inputs per client: a few thousand rows and ten columns
+_KNOWN = ("pytensor.", "pymc.", "fedppl.")  # whose operations compute the same where they are equal
 
-_Step = tuple[Any, list[int], list[Any]]  # an operation, what it reads, and types; no operation: something given
+_Step = tuple[Any, list[int], list[Any]]  # an operation (None: an input), the places that it reads, and types
 
 
 class Reading(NamedTuple):
     """How a client's density reads its data."""
 
-    client: Any  # the same client, of whose graph what was baked is data too
-    inputs: Callable[[Mapping[str, Any]], Sequence[Any] | None] | None  # at other arrays; None where not known
+    client: Any  # the same client, with constants from data as inputs of its graph
+    inputs: Callable[[Mapping[str, Any]], Sequence[Any] | None] | None  # at other arrays; None where unknown
 
 
 class _Flat(NamedTuple):
-    """Graphs in the order in which they compute: operations with what they read by place, and constants."""
+    """Graphs in topological order: operations with the places that they read, and constants."""
 
     steps: list[_Step]
     constants: list[Any]
 
 
 def reading(client: ClientModel) -> Reading:
-    """Found once a client, by one more build where nothing is baked."""
+    """The reading of a client, found once; one more build where no data are constants."""
     return client.view(_read)
 
 
@@ -61,7 +61,7 @@ def _read(client: ClientModel) -> Reading:
     build = functools.partial(parts_of, client.declared, client.client_id)
     looked = False
     for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], repeated_rows(client.arrays))):
-        if looked and number == 1:  # the others are for builders that check what a row has together
+        if looked and number == 1:  # other arrays are for builders that check combinations in a row
             break
         other = attempt(build, arrays)
         looked = looked or other is not None
@@ -72,10 +72,10 @@ def _read(client: ClientModel) -> Reading:
 
 
 def _inputs(client: ClientModel, arrays: Mapping[str, Any], constants: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """A client's inputs, with other arrays in the containers, and with what else is data beside these."""
+    """A client's inputs with other arrays in the containers, and with other data beside them."""
     data, inputs = client.template.parts.data, client.inputs
-    held = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in data[: len(client.arrays)] if v.name in arrays]
-    return (*held, *inputs[len(held) : len(data)], *constants, *inputs[len(data) :])
+    values = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in data[: len(client.arrays)] if v.name in arrays]
+    return (*values, *inputs[len(values) : len(data)], *constants, *inputs[len(data) :])
 
 
 def _surely_same(a: _graph.Parts, b: _graph.Parts) -> bool:
@@ -83,9 +83,9 @@ def _surely_same(a: _graph.Parts, b: _graph.Parts) -> bool:
 
 
 def _same_strange(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether operations of graphs that are not known are the very same: they may hold what no equality tells.
+    """Whether unknown operations of two graphs are identical objects: equal ones may hold different data.
 
-    None are inside of a frozen graph: there PyTensor from 3 on takes what an earlier build had, if the two are equal.
+    False for an unknown operation in a frozen graph: PyTensor from 3 on shares equal frozen graphs between builds.
     """
     frozen = [op.fgraph for op in operations(a) if hasattr(getattr(op, "fgraph", None), "unfreeze")]
     if not all(_is_known(op) for graph in frozen for op in operations(graph.outputs)):
@@ -100,12 +100,12 @@ def _outputs(parts: _graph.Parts) -> list[Any]:
 
 
 def _is_known(op: Any) -> bool:
-    """Whether an operation holds nothing that its equality does not tell; those of `CustomDist` are looked at below."""
+    """Whether equality of an operation covers all that it holds; those of `CustomDist` are compared below."""
     return isinstance(op, CustomDistRV | CustomSymbolicDistRV) or f"{type(op).__module__}.".startswith(_KNOWN)
 
 
 def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _graph.Parts) -> Reading:
-    """The client with what differs in another build as data; not known where the two differ in more than constants."""
+    """The client with constants that differ in another build as inputs; unknown if more than constants differ."""
     first = attempt(build, client.arrays)
     if first is None:
         return Reading(client, None)
@@ -114,8 +114,8 @@ def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _
         return Reading(client, None)
     differ = [i for i, pair in enumerate(zip(here.constants, there.constants, strict=True)) if not _equal(*pair)]
     template, again = (
-        _template(client, _as_data(parts, flat, differ), _inputs(client, own, _constants(flat, differ)))
-        for parts, flat, own in ((first, here, client.arrays), (other, there, arrays))
+        _template(client, _as_data(parts, flat, differ), _inputs(client, arrays_of_build, _constants(flat, differ)))
+        for parts, flat, arrays_of_build in ((first, here, client.arrays), (other, there, arrays))
     )
     densities = [template.graph.logp], [again.graph.logp]
     if not (_same_strange(*densities) and template.same_density(again)):
@@ -131,7 +131,7 @@ def _constants(flat: _Flat, places: Sequence[int]) -> list[Any]:
 
 
 def _remembered(rebuilt: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """The same, which calls no builder again for arrays that it was given at another point."""
+    """Cache by arrays, so that the builder is not called again for the same ones."""
     known: dict[bytes, tuple[Any, ...]] = {}
 
     def again(arrays: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -145,7 +145,7 @@ def _remembered(rebuilt: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mappin
 
 
 def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int], arrays: Any) -> Any:
-    """Inputs that the graph has where the builder is given other arrays."""
+    """Inputs of the graph for other arrays of the builder."""
     parts = attempt(build, arrays)
     flat = None if parts is None else _flat(_outputs(parts))
     if flat is None or not _same_steps(known, flat):
@@ -163,24 +163,24 @@ def _template(client: ClientModel, parts: _graph.Parts, inputs: tuple[Any, ...])
 
 
 def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.Parts:
-    """A build, which is nobody else's, with variables in the place of some of its constants."""
-    given = {}
+    """Replace some constants of a build by variables; the build is changed in place."""
+    replacements = {}
     for place in places:
         constant = flat.constants[place]
-        # An axis of length one is one that others are stretched along.
+        # An axis of length one is broadcast.
         shape = tuple(1 if length == 1 else None for length in constant.type.shape)
-        given[constant] = TensorType(constant.type.dtype, shape=shape)(f"constant {place}")
-    changed = set(given.values())
+        replacements[constant] = TensorType(constant.type.dtype, shape=shape)(f"constant {place}")
+    changed = set(replacements.values())
     for node in toposort(_outputs(parts)):
-        node.inputs[:] = [given.get(one, one) for one in node.inputs]
-        if not changed.isdisjoint(node.inputs):  # what is known of shapes beforehand is that of containers, too
-            for one, like in zip(node.outputs, node.op.make_node(*node.inputs).outputs, strict=True):
-                one.type = like.type
+        node.inputs[:] = [replacements.get(variable, variable) for variable in node.inputs]
+        if not changed.isdisjoint(node.inputs):  # static shapes have to be inferred anew
+            for variable, inferred in zip(node.outputs, node.op.make_node(*node.inputs).outputs, strict=True):
+                variable.type = inferred.type
             changed.update(node.outputs)
     values = parts.model.rvs_to_values
-    values.update({rv: given[value] for rv, value in values.items() if value in given})
+    values.update({rv: replacements[value] for rv, value in values.items() if value in replacements})
     parts.model.values_to_rvs.update({values[rv]: rv for rv in parts.model.observed_RVs})
-    return parts._replace(data=(*parts.data, *given.values()))
+    return parts._replace(data=(*parts.data, *replacements.values()))
 
 
 def _flat(outputs: Sequence[Any], known: Sequence[Any] = ()) -> _Flat:
@@ -197,17 +197,17 @@ def _flat(outputs: Sequence[Any], known: Sequence[Any] = ()) -> _Flat:
             places[variable] = len(places)
             constants += [variable] if isinstance(variable, Constant) else []
             steps.append((None, [], [variable.type]))
-        elif before := [one for one in node.inputs if one not in places]:
+        elif before := [item for item in node.inputs if item not in places]:
             waiting.extend(reversed(before))
         else:
-            steps.append((node.op, [places[one] for one in node.inputs], [one.type for one in node.outputs]))
-            for one in node.outputs:
-                places[one] = len(places)
+            steps.append((node.op, [places[item] for item in node.inputs], [item.type for item in node.outputs]))
+            for item in node.outputs:
+                places[item] = len(places)
     return _Flat([*steps, (None, [places[variable] for variable in outputs], [])], constants)
 
 
 def _same_steps(a: _Flat, b: _Flat) -> bool:
-    """Whether two graphs are the same but for their constants."""
+    """Whether two graphs are the same except for their constants."""
     return len(a.steps) == len(b.steps) and all(
         read == also_read and types == other_types and _same_operation(op, other)
         for (op, read, types), (other, also_read, other_types) in zip(a.steps, b.steps, strict=True)
@@ -222,42 +222,45 @@ def _same_operation(a: Any, b: Any) -> bool:
     if isinstance(a, OpFromGraph) and isinstance(b, OpFromGraph) and type(a).__name__ == type(b).__name__:
         inside, inside_b = (_flat(op.fgraph.outputs, op.fgraph.inputs) for op in (a, b))
         return _same_steps(inside, inside_b) and all(map(_equal, inside.constants, inside_b.constants))
-    if isinstance(a, CustomDistRV) and isinstance(b, CustomDistRV):  # a class in each build; densities are compared too
+    if isinstance(a, CustomDistRV) and isinstance(b, CustomDistRV):  # a new class per build; densities are compared
         return type(a).__name__ == type(b).__name__
     return bool(a == b)
 
 
 def _equal(a: Any, b: Any) -> bool:
-    one, other = a.data, b.data
-    if isinstance(one, np.ndarray | np.generic) or isinstance(other, np.ndarray | np.generic):
-        return np.array_equal(one, other, equal_nan=np.asarray(one).dtype.kind == "f")
-    return bool(one == other) if isinstance(one, int | float | str | slice | type(None)) else one is other
+    value, other_value = a.data, b.data
+    if isinstance(value, np.ndarray | np.generic) or isinstance(other_value, np.ndarray | np.generic):
+        return np.array_equal(value, other_value, equal_nan=np.asarray(value).dtype.kind == "f")
+    return (
+        bool(value == other_value)
+        if isinstance(value, int | float | str | slice | type(None))
+        else value is other_value
+    )
 
 
-# Other values that entries of a client's arrays might have had, column by column, of the size of what rows differ by
+# Other values that entries of a client's arrays might have, column by column, of the size of differences between rows -
 
-# What follows from a column's tails would tell of few rows whatever is computed of it: no value moves out of the bulk
-# of its column, and none further than that is wide.
+# Tails of a column depend on few rows: no value moves out of the bulk of its column, nor further than its width.
 
-_FEW_VALUES = 10  # of a column that tells levels apart, rather than sizes
-_TIMES = 16  # of a rare outcome half of the rows without it are to have it once
-_TAIL = 0.05  # of the different values of a column, at each end
-_FAINT, _FAINTER = 1e-3, 1e-6  # of the largest direction: below are squares of changes; of little ones, rounding
-_LITTLE = 1e-7  # sds of a column: less than what lies between two of 2,000 values, and nine digits above rounding
+_FEW_VALUES = 10  # a column with at most so many values is one of levels
+_TIMES = 16  # half of the rows without a rare outcome should have it once
+_TAIL = 0.05  # share of the distinct values of a column at each end
+_FAINT, _FAINTER = 1e-3, 1e-6  # of the largest direction: below are squares of changes; of small changes, rounding
+_LITTLE = 1e-7  # sds of a column: less than the distance between two of 2,000 values, and far above rounding
 
 
 class Alteration(NamedTuple):
-    """An array as it is looked at, and with all of its entries changed; (n, ...) both."""
+    """An array before and after all of its entries have changed, (n, ...) both."""
 
     name: str
     before: Array
     after: Array
-    far: bool  # whether values go far from where they are
-    faint: float  # of the largest direction of what changes: below it are powers of changes, and rounding
+    far: bool  # whether values move far
+    faint: float  # share of the largest direction, below which are powers of changes, and rounding
 
 
 def alterations(name: str, value: Array) -> list[Alteration]:
-    """Ways to change an array, each in columns whose changes are of one size; none where nothing changes."""
+    """Ways to change an array, each with changes of one size; none where nothing changes."""
     changed = []
     for change in (_levels, _sizes, _steps, _little):
         before, after = value.copy(), value.copy()
@@ -270,9 +273,9 @@ def alterations(name: str, value: Array) -> list[Alteration]:
 
 
 def all_other(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Data of the same kind in which every entry has changed that has another value in its column to change to.
+    """Data of the same kind in which every entry has changed if its column has another value.
 
-    Whole numbers keep to the values that there are, for they may be levels that a builder counts.
+    Whole numbers keep to the values of their column, since they may be levels that a builder counts.
     """
     others = {}
     for name, value in arrays.items():
@@ -288,7 +291,7 @@ def all_other(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def repeated_rows(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Data in which rows have what others have, several times: in their order, then half of them what the others do."""
+    """Data with repeated rows: rows take the values of following ones, then half of the rows those of others."""
     rng = np.random.default_rng(3)
     lengths = {len(value) for value in arrays.values() if np.ndim(value)}
     for number in range(2 * _TIMES):
@@ -302,7 +305,7 @@ def repeated_rows(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _levels(column: Array) -> tuple[Array, Array]:
-    """Of few values each goes to the next."""
+    """Each of few distinct values becomes the next one."""
     known, place = np.unique(column, return_inverse=True)
     if len(known) > _FEW_VALUES:
         return column, column
@@ -310,7 +313,7 @@ def _levels(column: Array) -> tuple[Array, Array]:
 
 
 def _sizes(column: Array) -> tuple[Array, Array]:
-    """Of many values each goes to one that is far from it in order, both within the bulk."""
+    """Each of many distinct values becomes one that is far from it in order, both within the bulk."""
     known, place = np.unique(column, return_inverse=True)
     count = len(known)
     if count <= _FEW_VALUES or not np.all(np.isfinite(known)):
@@ -320,7 +323,7 @@ def _sizes(column: Array) -> tuple[Array, Array]:
 
 
 def _steps(column: Array) -> tuple[Array, Array]:
-    """Of many whole numbers each goes one towards the middle, where order statistics stay what they are but for it."""
+    """Each of many whole numbers moves by one towards the median."""
     if not is_whole(column) or len(np.unique(column)) <= _FEW_VALUES:
         return column, column
     inwards = np.where(column < np.median(column), 1, -1)
@@ -328,9 +331,9 @@ def _steps(column: Array) -> tuple[Array, Array]:
 
 
 def _little(column: Array) -> tuple[Array, Array]:
-    """Reals move up or down, each by itself, by so little that they stay in their order, and outlying ones by less.
+    """Reals move up or down at random, by so little that their order stays, and outlying ones by less.
 
-    What a square of theirs changes by is then of the size of the others'.
+    Changes of squares are then of one size.
     """
     if is_whole(column) or not np.all(np.isfinite(column)):
         return column, column
@@ -341,7 +344,7 @@ def _little(column: Array) -> tuple[Array, Array]:
 
 
 def altered_at(alteration: Alteration, rows: Any) -> Array:
-    """The array in which these rows have changed."""
+    """The array after these rows have changed."""
     value = alteration.before.copy()
     value[rows] = alteration.after[rows]
     return value

@@ -21,12 +21,12 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
-_EXACT = 2**53  # whole numbers that a float holds
-_INTEGERS = 2.0**31  # PyMC keeps integers in 32 bits, and cuts larger ones down without a word
+_EXACT = 2**53  # a float holds all whole numbers up to here
+_INTEGERS = 2.0**31  # PyMC keeps integers in 32 bits, and truncates larger ones silently
 
 
 def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
-    """Turn one client's data into numeric arrays without missing values, or say what is wrong with them."""
+    """Convert one client's data to numeric arrays without missing values; refuse other data."""
     if not isinstance(data, Mapping):
         raise DataError(
             f"client {client_id!r}: data are {type(data).__name__}, not a mapping from name to array; "
@@ -38,7 +38,7 @@ def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
     for name, value in data.items():
         if not isinstance(name, str):
             raise DataError(
-                f"client {client_id!r}: data have the name {name!r}, and names are texts; pass {str(name)!r}."
+                f"client {client_id!r}: data have the name {name!r}, which is not a text; pass {str(name)!r}."
             )
         if np.ma.is_masked(value):
             raise DataError(f"client {client_id!r}: {name!r} has masked values; drop or impute them before the fit.")
@@ -73,8 +73,7 @@ def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
             where = tuple(int(i) for i in np.argwhere(big)[0])
             raise DataError(
                 f"client {client_id!r}: {name!r} holds {array[where]} at index {where}, and whole numbers are exact "
-                "up to 2**53; give it in larger units or from another origin, number identifiers 0 to n - 1, or drop "
-                "it if the model has no use for it."
+                "up to 2**53; use larger units or another origin, number identifiers 0 to n - 1, or drop it."
             )
         arrays[name] = array
     return arrays
@@ -104,33 +103,33 @@ def group_by_columns(clients: Mapping[str, Mapping[str, Any]]) -> list[list[str]
 
 
 def one_type(clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Give every name one type at all clients, one that holds the values of all exactly.
+    """Give each name one type at all clients that holds all values exactly.
 
-    Integers at one client and reals at another become integers where all values are whole: what indexes must stay an
-    integer, and a column that had missing values once is a column of reals. Integers of more than 32 bits become reals.
+    Integers at one client and reals at another become integers where all values are whole: an index must stay an
+    integer, and a column that had missing values is a column of reals. Integers of more than 32 bits become reals.
     """
     changed = {client_id: dict(arrays) for client_id, arrays in clients.items()}
     for name in next(iter(clients.values())):
-        found = {arrays[name].dtype for arrays in clients.values()}
-        dtype = _common(found, [arrays[name] for arrays in clients.values()])
-        if found == {dtype}:
+        dtypes = {arrays[name].dtype for arrays in clients.values()}
+        dtype = _common(dtypes, [arrays[name] for arrays in clients.values()])
+        if dtypes == {dtype}:
             continue
         for arrays in changed.values():
             arrays[name] = arrays[name].astype(dtype)
     return changed
 
 
-def _common(found: set[Any], arrays: list[Any]) -> Any:
-    reals = {dtype for dtype in found if dtype.kind == "f"}
-    if reals == found or any(dtype.kind == "c" for dtype in found):
-        return np.result_type(*found)
+def _common(dtypes: set[Any], arrays: list[Any]) -> Any:
+    reals = {dtype for dtype in dtypes if dtype.kind == "f"}
+    if reals == dtypes or any(dtype.kind == "c" for dtype in dtypes):
+        return np.result_type(*dtypes)
     if not all(np.all(fits_integers(a)) for a in arrays if a.dtype.kind != "b"):
         return np.dtype(np.float64)
-    if len(found) == 1:
-        return next(iter(found))
-    if found - reals == {np.dtype(bool)} and all(np.all((a == 0) | (a == 1)) for a in arrays):
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    if dtypes - reals == {np.dtype(bool)} and all(np.all((a == 0) | (a == 1)) for a in arrays):
         return np.dtype(bool)
-    integers = np.result_type(*(found - reals))
+    integers = np.result_type(*(dtypes - reals))
     return np.dtype(np.int64) if reals or integers.kind != "i" else integers
 
 
@@ -140,27 +139,27 @@ def fits_integers(array: Any) -> Any:
     return whole & (array >= -_INTEGERS) & (array < _INTEGERS)
 
 
-# Checks of new inputs at which a family of models predicts: one rule for all families ---------------------------------
+# Checks of new inputs for predictions, one rule for all families ------------------------------------------------------
 
 
 def new_inputs(
     inputs: Any, dtypes: Mapping[str, str], held: Mapping[str, Any], unread: Collection[str] = ()
 ) -> dict[str, Any]:
-    """New inputs by name, in the types of the model's containers, or an error that says what is wrong with them.
+    """New inputs by name, in the types of the model's containers; refuse inputs that do not fit.
 
-    `dtypes` are of the containers that are needed; new inputs have the columns of the client's own arrays, `held`. What
-    is `unread`, such as the outcome, may be there.
+    `dtypes` are of the containers that predictions read. New inputs have the columns of the client's arrays `held`, and
+    may have `unread` ones, such as the outcome.
     """
     if not isinstance(inputs, Mapping):
         raise DataError(f'new inputs are {type(inputs).__name__}; pass a mapping from name to array: {{"X": ...}}.')
     if set(inputs) - set(unread) != set(dtypes):
         names = sorted(map(str, inputs))
         raise DataError(f"new inputs {names} must be {sorted(dtypes)}, the containers that predictions are made from.")
-    return {name: _one(name, inputs[name], dtype, np.shape(held[name])) for name, dtype in dtypes.items()}
+    return {name: _new_input(name, inputs[name], dtype, np.shape(held[name])) for name, dtype in dtypes.items()}
 
 
-def _one(name: str, value: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """One input: real, finite, without a mask, with the columns of the client's and a row or more."""
+def _new_input(name: str, value: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    """Check one input: real, finite, not masked, one row or more, and the client's columns."""
     what = f"new inputs {name!r}"
     if np.ma.is_masked(value):
         raise DataError(f"{what} have masked values; drop or impute them.")
@@ -183,13 +182,13 @@ def _one(name: str, value: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return held_exactly(what, new, dtype) if np.dtype(dtype).kind in "biu" else new.astype(dtype)
 
 
-# Indices that a model computes from data: a negative one is the entry counted from the end, and no error --------------
+# Indices that a model computes from data: a negative one counts from the end and raises no error ----------------------
 
 
 class Indices(NamedTuple):
-    """Index expressions, the containers that each is computed from, and their values as a function of the inputs.
+    """Index expressions: the containers that each is computed from, and their values as a function of the inputs.
 
-    A constant array has no container: it may be a client's array that went straight into the model, or the model's own.
+    A constant array has no container: it is the model's own, or a client's array that the builder put into the graph.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -199,28 +198,32 @@ class Indices(NamedTuple):
 def site_indices(graph: _graph.SiteGraph, parts: _graph.Parts) -> Indices:
     """Indices in log p(y, θ | φ) and in deterministics, as a function of the graph's inputs."""
     data = dict(zip(graph.inputs, (v.name for v in parts.data), strict=False))
-    found = _expressions([graph.logp], data, {graph.x})
-    beside = _expressions(parts.model.deterministics, {v: v.name for v in parts.data}, set(parts.model.basic_RVs))
+    indices = _expressions([graph.logp], data, {graph.x})
+    of_deterministics = _expressions(
+        parts.model.deterministics, {v: v.name for v in parts.data}, set(parts.model.basic_RVs)
+    )
     replace = dict(zip(parts.data, graph.inputs, strict=False))
-    found |= dict(zip(clone_replace(list(beside), replace), beside.values(), strict=True)) if beside else {}
-    values = interpreted.python_function(graph.inputs, list(found)) if found else _no_values
-    return Indices(tuple(found.values()), values)
-
-
-def _no_values(*inputs: Any) -> Sequence[Any]:
-    return ()
+    indices |= (
+        dict(zip(clone_replace(list(of_deterministics), replace), of_deterministics.values(), strict=True))
+        if of_deterministics
+        else {}
+    )
+    values = interpreted.python_function(graph.inputs, list(indices)) if indices else lambda *inputs: ()
+    return Indices(tuple(indices.values()), values)
 
 
 def read_indices(model: Any) -> Indices:
-    """Indices in a PyMC model of what its containers hold now; the function has no arguments."""
+    """Indices in a PyMC model at its containers' present values; the function has no arguments."""
     read = [*model.basic_RVs, *model.deterministics]
-    found = _expressions(read, {v: v.name for v in model.data_vars}, set(model.basic_RVs))
-    return Indices(tuple(found.values()), interpreted.python_function([], list(found)))
+    indices = _expressions(read, {v: v.name for v in model.data_vars}, set(model.basic_RVs))
+    return Indices(tuple(indices.values()), interpreted.python_function([], list(indices)))
 
 
-def _expressions(outputs: Iterable[Any], data: Mapping[Any, str], parameters: set[Any]) -> dict[Any, tuple[str, ...]]:
-    """Indices that no parameter decides, each with the containers whose values, not only whose shapes, it reads."""
-    found: dict[Any, tuple[str, ...]] = {}
+def _expressions(
+    outputs: Iterable[Any], containers: Mapping[Any, str], parameters: set[Any]
+) -> dict[Any, tuple[str, ...]]:
+    """Indices that depend on no parameter, each with the containers whose values (not only shapes) it reads."""
+    indices: dict[Any, tuple[str, ...]] = {}
     for variable in ancestors(list(outputs)):
         node = variable.owner
         if node is None or "Subtensor" not in type(node.op).__name__:
@@ -229,14 +232,14 @@ def _expressions(outputs: Iterable[Any], data: Mapping[Any, str], parameters: se
             if not getattr(index.type, "dtype", "").startswith("int") or parameters & set(ancestors([index])):
                 continue
             read = _graph.values_read([index])
-            names = tuple(sorted(data[v] for v in read if v in data))
+            names = tuple(sorted(containers[v] for v in read if v in containers))
             if names or (isinstance(index, Constant) and np.ndim(index.data) and np.any(index.data < 0)):
-                found[index if hasattr(index.type, "ndim") else pt.tensor_from_scalar(index)] = names
-    return found
+                indices[index if hasattr(index.type, "ndim") else pt.tensor_from_scalar(index)] = names
+    return indices
 
 
 def _of_entries(node: Any) -> list[Any]:
-    """Inputs of an indexing operation that name entries; bounds of slices may count from the end."""
+    """Inputs of an indexing operation that select entries; bounds of slices may be negative."""
     given = list(node.inputs[2 if "Inc" in type(node.op).__name__ else 1 :])
     entries = []
     for item in getattr(node.op, "idx_list", None) or [None] * len(given):
@@ -263,8 +266,8 @@ def require_not_negative(client_id: str, indices: Indices, arrays: Mapping[str, 
         else:
             continue  # the model's own constant
         raise DataError(
-            f"client {client_id!r}: {what}. A negative index counts from the end, which data seldom mean: number "
-            "groups 0 to n - 1; where it stands for none, index by pt.maximum(index, 0) and mask those rows."
+            f"client {client_id!r}: {what}, and a negative index counts from the end. Number groups 0 to n - 1; where "
+            "it stands for no group, index by pt.maximum(index, 0) and mask those rows."
         )
 
 
@@ -272,13 +275,13 @@ def require_not_negative(client_id: str, indices: Indices, arrays: Mapping[str, 
 
 
 def builder_name(builder: Any) -> str:
-    """What a reader would call a builder: a function, a partial of one, or an object that is called."""
+    """Name of a builder for messages: of a function, a partial, or a callable object."""
     inner = getattr(builder, "func", builder)
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
 def argument_names(builder: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names of the builder's arguments, in order; None where it takes any, or cannot be read."""
+    """Names of the builder's arguments in order; None if it takes any name, or has no signature."""
     try:
         parameters = inspect.signature(builder).parameters.values()
     except (TypeError, ValueError):
@@ -287,7 +290,7 @@ def argument_names(builder: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def require_arguments(client_id: str, builder: Callable[..., Any], arrays: Mapping[str, Any]) -> None:
-    """Refuse data that the builder's arguments do not fit, before it is called; what cannot be read is called."""
+    """Refuse data that do not fit the builder's arguments; a builder without a signature is not checked."""
     try:
         signature = inspect.signature(builder)
     except (TypeError, ValueError):
@@ -313,7 +316,7 @@ def require_arguments(client_id: str, builder: Callable[..., Any], arrays: Mappi
         lower = {name.casefold(): name for name in missing}
         close = {name: difflib.get_close_matches(name.casefold(), lower, n=1) for name in unknown}
         problems.append(f"has no argument for {_quoted(unknown)} of its data")
-        spelt = [f"rename {name!r} to {lower[found[0]]!r}" for name, found in close.items() if found]
+        spelt = [f"rename {name!r} to {lower[matches[0]]!r}" for name, matches in close.items() if matches]
         remedies.append(
             "; ".join(spelt) or f"drop {_quoted(unknown)} from the data, or add it to the builder's arguments"
         )
@@ -329,7 +332,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Order a client's arrays like the model's containers, in the containers' types."""
+    """A client's arrays in the order and the types of the model's containers."""
     ordered = []
     observed = _graph.observed_through(parts)
     for container in parts.data:
@@ -346,21 +349,20 @@ def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -
 
 
 def held_exactly(what: str, value: Any, dtype: str) -> Any:
-    """The values in a container's type, which cuts off no fraction, sign or digit."""
+    """Cast values to a container's type; refuse if that changes a value."""
     with np.errstate(invalid="ignore"):
         cast = value.astype(dtype)
     if not np.array_equal(cast, value):
         where = tuple(int(i) for i in np.argwhere(cast != value)[0])
         raise DataError(
             f"{what} holds {value[where]} at index {where}, which the container's type, {dtype}, cannot hold exactly. "
-            "It has its type from the builder and from the data that the model was built with; give such numbers as "
-            "these hold, or one type at all clients."
+            "The type comes from the builder and its first data; give numbers of that type, or one type at all clients."
         )
     return cast
 
 
 def _require_finite(client_id: str, name: str, value: Any, rv: Any) -> None:
-    """Outcomes are finite; bounds and inputs need not be."""
+    """Refuse outcomes that are not finite; bounds and inputs need not be."""
     if not np.all(np.isfinite(value)):
         where = tuple(int(i) for i in np.argwhere(~np.isfinite(value))[0])
         raise DataError(
@@ -370,9 +372,9 @@ def _require_finite(client_id: str, name: str, value: Any, rv: Any) -> None:
 
 
 def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception, apart: str = "") -> DataError:
-    """Say that the model could not be evaluated on a client's data, with the shapes and what to look at.
+    """Error of a model that cannot be evaluated on a client's data, with the shapes and a remedy.
 
-    `apart` says which outcomes do not have the shape of their distribution, where that is known.
+    `apart` says which outcomes differ in shape from their distribution, where that is known.
     """
     shapes = {name: np.shape(value) for name, value in arrays.items()}
     message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
@@ -404,57 +406,56 @@ def require_same_variables(
     arrays: Mapping[str, Any],
 ) -> None:
     """Refuse a client whose shared variables differ in shape, transform or dims."""
-    for ours, theirs in zip(reference, variables, strict=True):
-        if ours != theirs:
-            what = next(f for f in ours._fields if getattr(ours, f) != getattr(theirs, f))
+    for known, variable in zip(reference, variables, strict=True):
+        if known != variable:
+            field = next(f for f in known._fields if getattr(known, f) != getattr(variable, f))
             shapes = {name: np.shape(value) for name, value in arrays.items()}
             raise DataError(
-                f"client {client_id!r}: shared variable {ours.name!r} has {what} {getattr(theirs, what)}, but "
-                f"{getattr(ours, what)} at client {reference_id!r}; shared layouts must be equal. This client's "
-                f"data have shapes {shapes}: give it the same columns as the others, or make {ours.name!r} local."
+                f"client {client_id!r}: shared variable {known.name!r} has {field} {getattr(variable, field)}, but "
+                f"{getattr(known, field)} at client {reference_id!r}. This client's data have shapes {shapes}: give it "
+                f"the same columns as the others, or make {known.name!r} local."
             )
 
 
 def private_prior(client_id: str) -> DeclarationError:
-    """Say that a client's prior of the shared variables changes with its data; this text travels, so without them."""
+    """Error of a shared prior that changes with a client's data. The text travels, so it has no data."""
     return DeclarationError(
-        f"client {client_id!r}: the shared prior changes when this client's data are changed; the builder lets client "
-        "data into the prior of a shared variable, and a prior leaves the client. Use constants that are the same at "
-        "all clients."
+        f"client {client_id!r}: the shared prior changes when this client's data are changed, which it "
+        "would disclose. Use constants that are the same at all clients."
     )
 
 
 def ignored_data(client_id: str, builder: Any, parts: _graph.Parts, names: Iterable[str]) -> DeclarationError:
-    """Say that a fit would be the same whatever the data are."""
+    """Error of a model whose observed variables do not depend on the data."""
     free = [rv.name for rv in parts.local if any(v in parts.data for v in ancestors([rv]))]
     hint = f" {_quoted(free)} has no observed=, and is a local variable." if free else ""
     return DeclarationError(
         f"client {client_id!r}: the builder {builder_name(builder)} makes no use of its data: none of {_quoted(names)} "
-        f"reaches what is observed ({_quoted(rv.name for rv in parts.model.observed_RVs)}), so that the fit would be "
-        f"the same for any data.{hint} Pass the data on, with observed=y for example."
+        f"reaches what is observed ({_quoted(rv.name for rv in parts.model.observed_RVs)}).{hint} Pass the data on, "
+        "with observed=y for example."
     )
 
 
 def other_model(client_id: str) -> DeclarationError:
-    """Say that two builds on the same data differ."""
+    """Error of two builds that differ on the same data."""
     return DeclarationError(
-        f"client {client_id!r}: the builder, called twice on the same data, gives two models; it draws random numbers, "
-        "or keeps or changes something between calls. Give it all that it needs as arguments, or fixed beforehand."
+        f"client {client_id!r}: the builder, called twice on the same data, gives two models; it draws random numbers "
+        "or has state. Give it all that it needs as arguments, or fix it beforehand."
     )
 
 
 def other_prior(reference_id: str, client_id: str) -> DeclarationError:
-    """Say that two clients' builds differ in the prior of the shared variables."""
+    """Error of two clients' builds that differ in the shared prior."""
     return DeclarationError(
-        f"client {client_id!r}: the shared prior differs from the one at client {reference_id!r}; "
-        "the builder lets client data, or numbers drawn at random, into the prior of a shared variable. Use the same "
-        "constants at all clients, and make what starts at random, such as a network, outside of the builder."
+        f"client {client_id!r}: the shared prior differs from the one at client {reference_id!r}; it depends on client "
+        "data or on random numbers. Use the same constants at all clients, and make random starting values, such as a "
+        "network's, outside of the builder."
     )
 
 
-# The digest by which sites and server tell whether they declare one model; a server computes it anew ------------------
+# The digest by which sites and server compare declarations; a server computes it from what a site sends ---------------
 
-PROBES = 3  # points at which the density of the shared prior is told
+PROBES = 3  # points at which densities of the shared prior are compared
 
 
 def probes(variables: Sequence[Variable], prior: Gaussian) -> Array:
@@ -469,8 +470,8 @@ def probes(variables: Sequence[Variable], prior: Gaussian) -> Array:
 def fingerprint(variables: Sequence[Variable], prior: Gaussian, is_gaussian: bool, density: Sequence[Any]) -> str:
     """Digest of the shared variables, N_0, whether that is the prior, and log p(φ) at `probes`.
 
-    In units of the prior and rounded, so that two builds of the same model on two machines agree. 128 bits, so that
-    nobody can look for another prior that has it.
+    Numbers are in units of the prior and rounded, so that builds of one model on two machines agree. The digest has 128
+    bits, so that nobody can search for another prior with the same one.
     """
     digest = hashlib.sha256()
     for variable in variables:
@@ -479,7 +480,7 @@ def fingerprint(variables: Sequence[Variable], prior: Gaussian, is_gaussian: boo
     center, sd = gaussian.mean(prior), gaussian.standard_deviations(prior)
     scaled = sd[:, None] * prior.precision * sd if prior.precision.ndim == 2 else prior.precision * sd**2
     for numbers in (np.ravel(scaled), center / sd, np.asarray(density, dtype=np.float64)):
-        with np.errstate(over="ignore", invalid="ignore"):  # of an implausible density
+        with np.errstate(over="ignore", invalid="ignore"):  # an implausible density
             digest.update((np.round(numbers, 5) + 0.0).astype("<f8").tobytes())
     mantissa, exponent = np.frexp(sd)
     digest.update(np.ldexp(np.round(mantissa, 6), exponent).astype("<f8").tobytes())

@@ -1,7 +1,4 @@
-"""What a local inference sees of a declaration: pure functions of flat unconstrained vectors, at one client's data.
-
-They are compiled once, and shared by clients of every size.
-"""
+"""One client's model: pure functions of flat unconstrained vectors, compiled once for clients of all sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ _KINKS_SOUGHT = 3  # clients of one template
 
 @dataclass(frozen=True, eq=False)
 class ClientModel:
-    """One client's log site factor log p(y_k, θ | φ), its gradient, and what is needed to read results.
+    """One client's log site factor log p(y_k, θ | φ), its gradient, and functions to read results.
 
     Attributes
     ----------
@@ -73,7 +70,7 @@ class ClientModel:
     declared
         Builder and names of the shared variables.
     template
-        What is compiled, shared with other clients.
+        The compiled model, shared with other clients.
     """
 
     client_id: str
@@ -97,7 +94,7 @@ class ClientModel:
 
     @property
     def kind(self) -> str:
-        """The kind of clients that its builder is for; empty where there is one."""
+        """The kind of clients of its builder; empty where there is one."""
         return self.declared.kind
 
     @property
@@ -107,7 +104,7 @@ class ClientModel:
 
     @functools.cached_property
     def declaration(self) -> str:
-        """What `Policy.declarations` lists: the digest of all that the declaration's density computes."""
+        """Digest of all that the declaration's density computes, as `Policy.declarations` lists it."""
         return _declaration_digest(self)
 
     @property
@@ -129,14 +126,14 @@ class ClientModel:
     def kink(self) -> str | None:
         """What makes the log density kink or jump in θ or φ (the absolute value in a Laplace prior does), or None.
 
-        Looked for with the data of a template's first clients only: what one of them has, all have.
+        It is looked for at the data of a template's first clients, and holds for all.
         """
         functions = self.template.functions
         if functions.get("kink") is None and functions.setdefault("kinks sought", 0) < _KINKS_SOUGHT:
             functions["kinks sought"] += 1
             functions["kink"] = find_kink(self.template.graph, self.inputs, self._value_and_gradient, self._reach)
-        found: str | None = functions.get("kink")
-        return found
+        kink_found: str | None = functions.get("kink")
+        return kink_found
 
     @property
     def has_proper_prior(self) -> bool:
@@ -170,7 +167,7 @@ class ClientModel:
         return float(self.template.density(np.concatenate([phi, theta]), *self.inputs))
 
     def trace(self) -> Array:
-        """log p(y_k, θ | φ) beside the start, to six digits: another model has others. Empty where φ has indicators."""
+        """log p(y_k, θ | φ) near the start to six digits, to compare models. Empty where φ has indicators."""
         if self.layout.binary:
             return np.zeros(0)
         sd = gaussian.standard_deviations(self.layout.prior)
@@ -189,21 +186,21 @@ class ClientModel:
 
     @property
     def rows(self) -> int:
-        """Number of observations, n_k: the length of the arrays that are observed."""
-        return _count(self.template.parts, self.arrays)
+        """Number of observations, n_k: the length of observed arrays, summed over different lengths."""
+        return sum(_observed_lengths(self.template.parts, self.arrays))
 
     @property
     def brought(self) -> str:
-        """What it brought, in a word: its number of rows, or that it gave a summary of them."""
+        """Its number of rows, or "summary" for a client that gave a summary of them."""
         return "summary" if tells_summary(self.template.parts.model) else str(self.rows)
 
     def batch(self, rows: Any) -> tuple[Any, Any, Any]:
-        """Packed data of some of the observations, for the kernel; none at all where `rows` is empty."""
+        """Packed data of some of the observations, for the kernel; `rows` may be empty."""
         packed: tuple[Any, Any, Any] = pack(_take(self.client_id, self.template, self.arrays, self.inputs, rows))
         return packed
 
     def batches(self, rows: Any) -> tuple[Any, Any, Any]:
-        """Packed data of many batches of observations at once, rows (T, b): T places instead of one."""
+        """Packed data of many batches of observations, rows (T, b), with the places of T batches."""
         return _batches(self.client_id, self.template, self.arrays, self.inputs, rows)
 
     def constrain_shared(self, phi: Array) -> dict[str, Array]:
@@ -211,7 +208,7 @@ class ClientModel:
         return self._constrain(np.atleast_2d(phi), only_shared=True)
 
     def constrain(self, phi: Array, theta: Array) -> dict[str, Array]:
-        """Local variables, and deterministics that stay here, on the constrained space from draws (S, m), (S, d_k)."""
+        """Local variables and deterministics on the constrained space from draws (S, m) and (S, d_k)."""
         return self._constrain(np.concatenate([np.atleast_2d(phi), np.atleast_2d(theta)], axis=1), only_shared=False)
 
     def _constrain(self, draws: Array, *, only_shared: bool) -> dict[str, Array]:
@@ -228,8 +225,8 @@ class ClientModel:
         return dict(zip(names, values, strict=True))
 
     def reader(self) -> SharedReader:
-        """How draws of φ are read; nothing of the local variables comes along."""
-        # Coords of a formula are of what clients agreed on, alike at all of them.
+        """How draws of φ are read, without the local variables."""
+        # Coords of a formula come from the agreement, and are equal at all clients.
         alike = is_written(self.declared.builder)
         dims, coords = dims_and_coords(self.template.parts.model if alike else self.pymc_model())
         public = self.template.public
@@ -242,11 +239,11 @@ class ClientModel:
         return draw_prior(self.template.parts, draws, random_seed)
 
     def view(self, read: Callable[[ClientModel], T]) -> T:
-        """What a family's reader makes of this client's model: read once, and kept."""
+        """The result of a family's reader for this client's model, cached."""
         if read not in self._views:
             self._views[read] = read(self)
-        found: T = self._views[read]
-        return found
+        result: T = self._views[read]
+        return result
 
     @functools.cached_property
     def _views(self) -> dict[Any, Any]:
@@ -258,17 +255,17 @@ class ClientModel:
 
 
 def reader_of(models: Iterable[ClientModel]) -> SharedReader:
-    """How draws of φ are read, by the client whose model computes most of them: of several kinds some declare more."""
+    """How draws of φ are read, by the client whose model declares most deterministics of them."""
     return max(models, key=lambda model: len(model.template.public.names)).reader()
 
 
 def model_at(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:
-    """The PyMC model of a client that is not enrolled, or at other rows; its errors name the client."""
+    """The PyMC model of a client that is not enrolled, or of other rows; errors name the client."""
     return built(builder, client_id, arrays)
 
 
 def _no_kernel(*arguments: Any) -> Any:
-    """In the place of a compiled density where indicators are shared: no algorithm walks along its gradient."""
+    """The kernel of a model with shared indicators, which has no gradient."""
     raise DeclarationError("a log density with 0/1 indicators has no gradient to follow.")
 
 
@@ -282,66 +279,60 @@ _WRITTEN = ("fedppl.formulas.declare", "Formula")
 
 
 def is_written(builder: Any) -> bool:
-    """Whether a builder is one of ours that a formula writes, and which holds all data in containers."""
+    """Whether a builder is a formula, which has all data in containers."""
     return (type(builder).__module__, type(builder).__qualname__) == _WRITTEN
 
 
 def _declaration_digest(client: Any) -> str:
-    """Digest of the declaration of a client's model; empty where an operation's text does not say what it computes.
+    """Digest of the declaration of a client's model; empty where an operation has no key.
 
-    Of a builder: the graphs of its densities, with every constant in them. Data in containers do not count, nor how
-    many rows they have; data that a builder makes constants of do. Of a formula: what was written, since columns and
-    priors follow from that and from what sites agree on under `Policy.agreement`.
+    For a builder it covers the graphs of the densities with all constants, also data that a builder makes constants,
+    but not data in containers or their numbers of rows. For a formula it covers the text, since columns and priors
+    follow from that and from the agreement of the sites under `Policy.agreement`.
     """
     declared, template = client.declared, client.template
     if is_written(declared.builder):
-        told = [sorted(declared.builder.written.items())]
+        content = [sorted(declared.builder.written.items())]
     else:
         shared, _ = template.variables
         prior = _graph.prior_graph(template.parts, shared)
-        graphs = [graph_key([one.x, *one.inputs], [one.logp]) for one in (template.graph, prior)]
+        graphs = [graph_key([graph.x, *graph.inputs], [graph.logp]) for graph in (template.graph, prior)]
         if None in graphs:
             return ""
         named = [(tuple(variable), rv.name) for variable, rv in zip(shared, template.parts.shared, strict=True)]
-        told = [declared.kind, named, [v.name for v in template.parts.data], graphs]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
-
-
-def _count(parts: Parts, arrays: Mapping[str, Any]) -> int:
-    """Number of observations: the length of what is observed, summed where observed arrays differ in length."""
-    lengths = _observed_lengths(parts, arrays)
-    return lengths.pop() if len(lengths) == 1 else sum(lengths)
+        content = [declared.kind, named, [v.name for v in template.parts.data], graphs]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
 
 def _take(
     client_id: str, template: Template, arrays: Mapping[str, Any], inputs: Sequence[Any], rows: Any
 ) -> tuple[Any, ...]:
-    """The kernel's inputs with some of the rows of every array that has a row per observation."""
+    """The kernel's inputs with some rows of all arrays that have a row per observation."""
     parts = template.parts
     lengths = _observed_lengths(parts, arrays)
-    held, free = inputs[: len(parts.data)], inputs[len(parts.data) :]
-    if len(lengths) > 1 or not parts.data or _has_local_per_row(template, held, lengths):
+    values, free = inputs[: len(parts.data)], inputs[len(parts.data) :]
+    if len(lengths) > 1 or not parts.data or _has_local_per_row(template, values, lengths):
         raise DataError(
-            f"client {client_id!r}: observations of lengths {sorted(lengths)} cannot be taken in batches; that "
-            "needs pm.Data containers, observed arrays of one length, and no local variable with an entry per row. "
+            f"client {client_id!r}: observations of lengths {sorted(lengths)} cannot be taken in batches, which need "
+            "pm.Data containers, observed arrays of one length, and no local variable with an entry per row. "
             "Use batch_size=None."
         )
     (length,) = lengths
-    return (*_rows_of(held, length, rows), *free)
+    return (*_rows_of(values, length, rows), *free)
 
 
-def _rows_of(held: Sequence[Any], length: int, rows: Any) -> tuple[Any, ...]:
-    return tuple(value[rows] if np.ndim(value) and len(value) == length else value for value in held)
+def _rows_of(values: Sequence[Any], length: int, rows: Any) -> tuple[Any, ...]:
+    return tuple(value[rows] if np.ndim(value) and len(value) == length else value for value in values)
 
 
-def _has_local_per_row(template: Template, held: Sequence[Any], lengths: set[int]) -> bool:
-    """Whether a local variable changes its shape with the number of rows: held against the model of one row less."""
+def _has_local_per_row(template: Template, values: Sequence[Any], lengths: set[int]) -> bool:
+    """Whether the shape of a local variable depends on the number of rows, by comparison with one row less."""
     free, (length, *_) = template.graph.free_shapes, (*lengths, 0)
     if not free or length < 2:
         return bool(free)
 
     def shapes_of(rows: int) -> list[Any]:
-        return [np.shape(value) for value in template.start(*_rows_of(held, length, np.arange(rows)))]
+        return [np.shape(value) for value in template.start(*_rows_of(values, length, np.arange(rows)))]
 
     return template.once("local per row", lambda: shapes_of(length) != shapes_of(length - 1))
 
@@ -349,14 +340,14 @@ def _has_local_per_row(template: Template, held: Sequence[Any], lengths: set[int
 def _batches(
     client_id: str, template: Template, arrays: Mapping[str, Any], inputs: Sequence[Any], rows: Any
 ) -> tuple[Any, Any, Any]:
-    """Packed data of many batches at once, rows (T, b): reals, integers, and (T, w) where each batch's arrays lie."""
+    """Packed data of many batches, rows (T, b): reals, integers, and the places (T, w) of each batch's arrays."""
     steps, size = rows.shape
     reals, integers, where = pack(_take(client_id, template, arrays, inputs, rows.ravel()))
     wheres = np.tile(where, (steps, 1))
     place = 0
     without = _take(client_id, template, arrays, inputs, np.arange(0))
     for value, whole in zip(without, inputs, strict=True):
-        if np.ndim(value) and len(value) != len(whole):  # of this array nothing is left without rows: it has them
+        if np.ndim(value) and len(value) != len(whole):  # this array has a row per observation
             stride = size * int(np.prod(value.shape[1:], dtype=np.int64))
             wheres[:, place] = where[place] + stride * np.arange(steps)
             wheres[:, place + 1] = wheres[:, place] + stride
@@ -367,20 +358,20 @@ def _batches(
 
 def _observed_lengths(parts: Parts, arrays: Mapping[str, Any]) -> set[int]:
     names = {parts.model.rvs_to_values[rv].name for rv in parts.model.observed_RVs} & set(arrays)
-    if not names:  # observed through an expression: the longest array is taken for it
+    if not names:  # observed through an expression: use the longest array
         return {max((len(value) for value in arrays.values() if np.ndim(value)), default=1)}
     return {len(arrays[name]) if np.ndim(arrays[name]) else 1 for name in names}
 
 
-# Draws of what clients share from its prior, on the unconstrained space -----------------------------------------------
+# Draws from the shared prior on the unconstrained space ---------------------------------------------------------------
 
-EACH = 10  # draws for each shared number, and ten more, of which moments can be taken
+EACH = 10  # draws per shared number (and ten more) that moments need
 
 
 def draw_prior(parts: _graph.Parts, count: int, seed: int) -> Array:
-    """Draws (S, m) of the shared prior on the unconstrained space, for who looks at it.
+    """Draws (S, m) of the shared prior on the unconstrained space.
 
-    Of variables that are defined for some of their draws only, as ordered ones are, there are fewer than `count`.
+    There are fewer than `count` if a transform is defined for some draws only, as that of an ordered vector is.
     """
     if any(term not in parts.shared for term in parts.prior_terms):
         raise DeclarationError("the shared prior has a pm.Potential, from which nothing can be drawn.")
@@ -388,28 +379,30 @@ def draw_prior(parts: _graph.Parts, count: int, seed: int) -> Array:
 
 
 def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
-    """Draws (S, m) of the shared variables, a pm.Potential among their terms left out."""
+    """Draws (S, m) of the shared variables, without a pm.Potential among their terms."""
     model = parts.model
     values = []
     for rv in parts.shared:
         transform = model.rvs_to_transforms[rv]
-        alone = isinstance(transform, Ordered) and not any(rv in ancestors(one.owner.inputs) for one in parts.shared)
-        drawn = pt.sort(rv, axis=-1) if alone and _has_like_entries(rv) else rv
+        may_be_sorted = isinstance(transform, Ordered) and not any(
+            rv in ancestors(other.owner.inputs) for other in parts.shared
+        )
+        drawn = pt.sort(rv, axis=-1) if may_be_sorted and _has_like_entries(rv) else rv
         values.append(rv if transform is None else transform.forward(drawn, *rv.owner.inputs))
     try:
         with quiet():
             draws = _at_once(values, parts.shared, count, seed)
             if draws is None:
                 draws = pm.draw(values, draws=count, random_seed=seed, mode=interpreted.PYTHON_MODE)
-    except NotImplementedError as error:  # a flat one that a potential bounds, or one of the user's own
+    except NotImplementedError as error:  # a flat prior that a potential bounds, or a user's own distribution
         names = [rv.name for rv in parts.shared]
         raise DeclarationError(
-            f"the shared prior of {names} cannot be drawn from ({error}); the server needs a proper prior that can. "
-            "Give every shared variable a distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
+            f"the shared prior of {names} cannot be drawn from ({error}). Give every shared variable a proper "
+            "distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
         ) from error
     flat = np.concatenate([np.reshape(value, (count, -1)) for value in draws], axis=1)
-    # An ordered vector whose entries differ, or that others depend on, is drawn without its order: draws that happen
-    # to have it are the prior's.
+    # An ordered vector whose entries are not exchangeable, or that others depend on, is drawn without its order; draws
+    # that happen to be in order are draws of the prior.
     inside = flat[np.all(np.isfinite(flat), axis=1)]
     if len(inside) < min(count, EACH * (flat.shape[1] + 1)):
         names = [rv.name for rv in parts.shared]
@@ -421,41 +414,41 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
 
 
 def _has_like_entries(rv: Any) -> bool:
-    """Whether entries along the last axis are independent and of one distribution: ordered ones are those sorted."""
+    """Whether entries along the last axis are independent and identically distributed, so that sorting orders them."""
     op = rv.owner.op
     if not isinstance(op, RandomVariable) or op.ndim_supp or any(op.ndims_params):
         return False
-    for one in op.dist_params(rv.owner):
+    for parameter in op.dist_params(rv.owner):
         if (
-            one.type.ndim
-            and not one.type.broadcastable[-1]
-            and not (isinstance(one, Constant) and np.all(one.data == one.data[..., :1]))
+            parameter.type.ndim
+            and not parameter.type.broadcastable[-1]
+            and not (isinstance(parameter, Constant) and np.all(parameter.data == parameter.data[..., :1]))
         ):
             return False
     return True
 
 
 def _at_once(values: list[Any], rvs: tuple[Any, ...], count: int, seed: int) -> list[Array] | None:
-    """All draws in one call, ten times as fast; None where a distribution is the user's own or cannot be so drawn."""
+    """All draws in one call, ten times as fast; None for a user's own distribution, or one without a batch shape."""
     if any(isinstance(rv.owner.op, CustomDistRV | CustomSymbolicDistRV) for rv in rvs):
         return None
-    many: dict[Any, Any] = {}
+    batched_rvs: dict[Any, Any] = {}
     try:
-        for rv in rvs:  # one that depends on others is as many as they are
+        for rv in rvs:  # a dependent one gets its batch shape from its parents
             if {*rvs}.isdisjoint(ancestors(rv.owner.inputs)):
-                many[rv] = change_dist_size(rv, (count,), expand=True)
-        drawn = pm.draw(vectorize_graph(values, many), random_seed=seed, mode=interpreted.PYTHON_MODE)
+                batched_rvs[rv] = change_dist_size(rv, (count,), expand=True)
+        drawn = pm.draw(vectorize_graph(values, batched_rvs), random_seed=seed, mode=interpreted.PYTHON_MODE)
     except (NotImplementedError, TypeError, ValueError):
         return None
-    shapes = [(np.shape(one)[:1], np.ndim(one) - 1) for one in drawn]
+    shapes = [(np.shape(draws)[:1], np.ndim(draws) - 1) for draws in drawn]
     return drawn if shapes == [((count,), value.type.ndim) for value in values] else None
 
 
-# Kinks and steps of a log density, which approximations by a Gaussian at a mode cannot see ----------------------------
+# Kinks and steps of a log density, which a Gaussian approximation at a mode cannot show -------------------------------
 
-# |u| is smooth where u keeps its sign, and a switch may join two forms of one smooth function. So the graph says only
-# where to look: at what absolute values, maxima, comparisons and roundings turn on. Where that crosses zero between two
-# points that the prior reaches, the density and its gradient are held side by side on both sides of the crossing.
+# |u| is smooth where u keeps its sign, and a switch may join two forms of one smooth function. So the graph shows only
+# where to look: at the arguments of absolute values, maxima, comparisons and roundings. Where one crosses zero between
+# two points that the prior reaches, the density and its gradient are compared on both sides of the crossing.
 
 _PRIOR_DRAWS = 48
 _CROSSINGS = 3  # looked at for each place in the graph
@@ -465,7 +458,7 @@ _ROUNDINGS = (scalar.Floor, scalar.Ceil, scalar.Trunc, scalar.RoundHalfToEven, s
 
 
 class _Turn(NamedTuple):
-    """What to call it, the values that it turns on, and whether it turns where their sign changes or where they do."""
+    """A place where a density may kink: where `values` change sign (`by_sign`), or where they change."""
 
     name: str
     values: Any
@@ -475,31 +468,31 @@ class _Turn(NamedTuple):
 def find_kink(
     graph: _graph.SiteGraph, inputs: Sequence[Any], density: Callable[[Array], Array], reach: Callable[[], Array]
 ) -> str | None:
-    """Name what makes the log density kink or jump in a parameter, None where nothing was found to.
+    """Name what makes the log density kink or jump in a parameter; None if nothing does.
 
-    The graph is of log p(y, θ | φ) at x = (φ, θ), and `density` gives that and its gradient, (1 + d,). Crossings are
-    sought among the points (P, d) of `reach`, nearest to the start first, which is called where there is what to seek.
+    The graph is of log p(y, θ | φ) at x = (φ, θ), and `density` gives its value and gradient, (1 + d,). Crossings are
+    sought between the points (P, d) of `reach`, nearest to the start first; `reach` is called only if needed.
     """
     turns = _turns(graph)
     if not turns:
         return None
     with np.errstate(all="ignore"):
-        at = reach()
+        reached = reach()
         for turn in turns:
             function = interpreted.python_function([graph.x, *graph.inputs], turn.values)
-            values = np.stack([np.ravel(function(x, *inputs)) for x in at])
-            looked = 0
+            values = np.stack([np.ravel(function(x, *inputs)) for x in reached])
+            compared = 0
             for element, before, after in _crossings(values, turn.by_sign):
 
-                def side(x: Array, of: Any = function, element: int = element, turn: _Turn = turn) -> float:
-                    value = float(np.ravel(of(x, *inputs))[element])
+                def side(x: Array, function: Any = function, element: int = element, turn: _Turn = turn) -> float:
+                    value = float(np.ravel(function(x, *inputs))[element])
                     return float(np.sign(value)) if turn.by_sign else value
 
-                found = _breaks(side, density, at[before], at[after])
-                if found:
+                breaks_here = _breaks(side, density, reached[before], reached[after])
+                if breaks_here:
                     return turn.name
-                looked += found is not None
-                if looked == _CROSSINGS:
+                compared += breaks_here is not None
+                if compared == _CROSSINGS:
                     break
     return None
 
@@ -517,19 +510,19 @@ def points(parts: _graph.Parts, start: Array) -> Array:
         return around  # a flat prior, or one that fails at its own extremes
     far = np.concatenate([np.reshape(value, (_PRIOR_DRAWS, -1)) for value in drawn], axis=1)
     far = far[np.all(np.isfinite(far), axis=1)]
-    # Draws keep inside an edge of a prior that is not transformed; on the other side of the start they pass it.
+    # Draws stay within the bounds of a prior without a transform; mirrored at the start they cross them.
     free = np.concatenate([np.full(value[0].size, t is None) for value, t in zip(drawn, transforms, strict=True)])
     mirrored = np.where(free, start - 2 * (far - start), far)
     return np.vstack([around[:24], far, mirrored[::2]])
 
 
 def _turns(graph: _graph.SiteGraph) -> list[_Turn]:
-    """Where the graph turns on a parameter. What stands in a check of a parameter's domain is left out."""
+    """Places where the graph may kink in a parameter, without those in checks of a parameter's domain."""
     of_x = {graph.x}
     for node in io_toposort([graph.x, *graph.inputs], [graph.logp]):
         if not of_x.isdisjoint(node.inputs):
             of_x.update(node.outputs)
-    found: list[_Turn] = []
+    turns: list[_Turn] = []
     seen: set[Any] = set()
     waiting = [graph.logp]
     while waiting:
@@ -538,9 +531,9 @@ def _turns(graph: _graph.SiteGraph) -> list[_Turn]:
         if variable in seen or variable not in of_x or node is None or isinstance(node.op, Shape | Shape_i):
             continue
         seen.add(variable)
-        found += _turns_of(node)
+        turns += _turns_of(node)
         waiting.extend(node.inputs[:1] if isinstance(node.op, CheckAndRaise) else node.inputs)
-    return found
+    return turns
 
 
 def _turns_of(node: Any) -> list[_Turn]:
@@ -571,9 +564,9 @@ def _turns_of(node: Any) -> list[_Turn]:
 
 
 def _crossings(values: Array, by_sign: bool) -> Any:
-    """(element, one point, another): elements on two sides of a turn, at the points nearest to the start."""
+    """(element, one point, another): elements on two sides of a crossing, at the points nearest to the start."""
     sides = np.nan_to_num(np.sign(values) if by_sign else values, nan=0.0, posinf=0.0, neginf=0.0)
-    if by_sign:  # zero is no side: a positive number may underflow
+    if by_sign:  # zero is on no side: a positive number may underflow
         low, high = sides < 0, sides > 0
     else:
         low = sides == sides[0]
@@ -587,10 +580,10 @@ def _breaks(
     side: Callable[[Array], float], density: Callable[[Array], Array], before: Array, after: Array
 ) -> bool | None:
     """Whether density or gradient jump where the side changes between two points; None where neither is finite."""
-    here, low, high = side(before), 0.0, 1.0
+    first_side, low, high = side(before), 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if side(before + middle * (after - before)) == here else (low, middle)
+        low, high = (middle, high) if side(before + middle * (after - before)) == first_side else (low, middle)
     step = 1e-7
 
     def at(steps: float) -> Array:
@@ -599,10 +592,10 @@ def _breaks(
     left, right = at(-1), at(1)
     if not np.isfinite(left[0]) and not np.isfinite(right[0]):
         return None
-    if np.isfinite(left[0]) != np.isfinite(right[0]):  # an edge, unless the density goes to zero there
+    if np.isfinite(left[0]) != np.isfinite(right[0]):  # a jump, unless the density goes to zero there
         inside = -1 if np.isfinite(left[0]) else 1
         return bool(at(inside)[0] > at(inside * 1e4)[0] - 3.0)
-    beside = np.maximum(np.abs(left - at(-3)), np.abs(at(3) - right))
+    change_beside = np.maximum(np.abs(left - at(-3)), np.abs(at(3) - right))
     size = np.maximum(np.abs(left), np.abs(right))
     floor = 1e-8 * size + 1e-10 * np.max(size[np.isfinite(size)], initial=0.0)
-    return bool(np.any(~(np.abs(right - left) <= 10 * beside + floor) & np.isfinite(beside)))
+    return bool(np.any(~(np.abs(right - left) <= 10 * change_beside + floor) & np.isfinite(change_beside)))

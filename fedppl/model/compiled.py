@@ -31,10 +31,10 @@ from fedppl.numerics.pairs import PACKED
 
 
 def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:
-    """Copy a batch that is a view with other axes before it is multiplied.
+    """Copy a batch with permuted axes before it is multiplied.
 
-    The gradients of Cholesky factors and of triangular systems multiply transposes. One transposed matrix is an array
-    in Fortran's order; a batch of them is in no order that Numba knows, so that it copies each matrix, and warns.
+    The gradients of Cholesky factors and of triangular systems multiply transposes. One transposed matrix is in
+    Fortran's order; a batch of them is in no order that Numba knows, so that it copies each matrix, and warns.
     """
     inputs = [tensor_copy(x) if x.owner and isinstance(x.owner.op, DimShuffle) else x for x in node.inputs]
     return None if inputs == node.inputs else [node.op(*inputs)]
@@ -46,11 +46,11 @@ _OTHER_SHAPE = "an array has another shape than the model declares"
 
 
 class _OfShape(SpecifyShape):  # type: ignore[misc]
-    """The same, but its compiled error has no numbers in it: what writes them out takes seconds to compile."""
+    """`SpecifyShape` whose compiled error has no numbers, which would take seconds to compile."""
 
 
 class _View(Op):  # type: ignore[misc]
-    """New axes, none of length one, or a transpose, by indexing: views by strides take longer to compile."""
+    """`DimShuffle` by indexing: views by strides take longer to compile."""
 
     __props__ = ("input_ndim", "new_order")
     view_map = {0: [0]}
@@ -60,29 +60,29 @@ class _View(Op):  # type: ignore[misc]
         self.same = DimShuffle(input_ndim=input_ndim, new_order=new_order)
 
     def make_node(self, x: Any) -> Any:
-        """Of the same type."""
+        """Output of the same type."""
         return Apply(self, [x], [self.same(x).type()])
 
     def perform(self, node: Any, inputs: Any, outputs: Any) -> None:
-        """As the other does."""
+        """As `DimShuffle` does."""
         self.same.perform(node, inputs, outputs)
 
 
 class _Full(Alloc):  # type: ignore[misc]
-    """The same for one number, which needs no error of shapes."""
+    """`Alloc` of one number, which needs no check of shapes."""
 
 
 class _Cut(Split):  # type: ignore[misc]
-    """The same by indexing."""
+    """`Split` by indexing."""
 
 
 def _plain(fgraph: Any, node: Any) -> list[Any] | None:
-    """What compiles faster in its place."""
+    """Replace an operation by one that compiles faster."""
     if isinstance(node.op, (_OfShape, _View, _Cut, _Full)):
         return None
     if isinstance(node.op, DimShuffle):
-        # A transpose is copied: Numba would know that it is in Fortran's order, in which some of PyTensor's code for
-        # batches is wrong. By strides it would be in no order, and be copied for every product.
+        # A transpose is copied: in Fortran's order some of PyTensor's code for batches is wrong, and a view by strides
+        # would be copied for every product.
         if node.op.shuffle != sorted(node.op.shuffle) and tuple(node.op.new_order) != _TRANSPOSE:
             return None
         return [_View(input_ndim=node.op.input_ndim, new_order=node.op.new_order)(*node.inputs)]
@@ -95,7 +95,7 @@ def _plain(fgraph: Any, node: Any) -> list[Any] | None:
 
 
 def _code_of_shape(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
-    """Numba's code of a check of a shape."""
+    """Numba code of `_OfShape`."""
     lengths = [f"length_{axis}" for axis in range(len(node.inputs) - 1)]
     known = [axis for axis, v in enumerate(node.inputs[1:]) if not isinstance(v.type, NoneTypeT)]
     differs = " or ".join(f"x.shape[{axis}] != {lengths[axis]}.item()" for axis in known) or "False"
@@ -103,8 +103,8 @@ def _code_of_shape(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
 
 
 def _code_of_view(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
-    """Numba's code of other axes: those of length one are dropped, then there are new ones."""
-    if not op.input_ndim:  # a number, for all that Numba knows
+    """Numba code of `_View`: axes of length one are dropped, then new ones are added."""
+    if not op.input_ndim:  # a scalar in Numba
         return _function("dimshuffle(x)", f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
     lines = [f"assert x.shape[{axis}] == 1, '{_OTHER_SHAPE}'" for axis in op.same.drop]
     if op.same.drop:
@@ -119,7 +119,7 @@ def _code_of_view(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
 
 
 def _code_of_full(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
-    """Numba's code of an array of one number."""
+    """Numba code of `_Full`."""
     lengths = [f"length_{axis}" for axis in range(len(node.inputs) - 1)]
     shape = "".join(f"{length}.item(), " for length in lengths)
     number = f"x[{', '.join('0' * node.inputs[0].type.ndim)}]" if node.inputs[0].type.ndim else "x.item()"
@@ -128,7 +128,7 @@ def _code_of_full(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
 
 
 def _code_of_cut(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
-    """Numba's code of parts along an axis."""
+    """Numba code of `_Cut`."""
     axis, ends = int(node.inputs[1].data) % node.inputs[0].type.ndim, [f"end_{i}" for i in range(op.len_splits)]
     lines = [f"{end} = {start} + sizes[{i}]" for i, (start, end) in enumerate(zip(["0", *ends], ends, strict=False))]
     lines += [f"assert 0 <= {' <= '.join(ends)} == x.shape[{axis}], '{_OTHER_SHAPE}'"]
@@ -137,13 +137,13 @@ def _code_of_cut(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
 
 
 def _function(head: str, *lines: str) -> tuple[Any, str]:
-    """A function of this source, and its name in PyTensor's cache: two sources of one Op are two functions."""
+    """A function of this source, and its key in PyTensor's cache, which differs between sources of one Op."""
     from pytensor.link.numba.dispatch.basic import numba_njit
 
-    found: dict[str, Any] = {"np": np}
+    namespace: dict[str, Any] = {"np": np}
     source = "\n    ".join([f"def {head}:", *lines])
-    exec(source, found)  # as PyTensor does it
-    return numba_njit(found[head.split("(")[0]]), hashlib.sha256(f"{__name__}\n{source}".encode()).hexdigest()
+    exec(source, namespace)  # as PyTensor does it
+    return numba_njit(namespace[head.split("(")[0]]), hashlib.sha256(f"{__name__}\n{source}".encode()).hexdigest()
 
 
 @functools.cache
@@ -153,38 +153,37 @@ def mode() -> Any:
 
     for op, code in ((_OfShape, _code_of_shape), (_View, _code_of_view), (_Cut, _code_of_cut), (_Full, _code_of_full)):
         register_funcify_and_cache_key(op)(code)
-    # After all of PyTensor's own rewrites, which would take the copies out.
-    ours = (
+    # After all of PyTensor's own rewrites, which would remove the copies.
+    rewrites = (
         in2out(node_rewriter([BatchedDot])(_contiguous)),
         in2out(node_rewriter([SpecifyShape, DimShuffle, Split, Alloc])(_plain)),
     )
-    return get_mode("NUMBA").register(*((one, 1000 + place) for place, one in enumerate(ours)))
+    return get_mode("NUMBA").register(*((rewrite, 1000 + place) for place, rewrite in enumerate(rewrites)))
 
 
 def inlined(compiled: Any) -> tuple[Any, bool]:
-    """What PyTensor has Numba compile, to be compiled into what calls it, and whether it may be kept on disk.
+    """PyTensor's function for Numba, to be inlined into its caller, and whether it may be cached on disk.
 
-    PyTensor calls it by way of another function, under whose name it is kept. LLVM would go through all of the code
-    once for each of the two, and again for what calls them. What holds pointers, which mean nothing in another process,
-    has no name.
+    PyTensor wraps it into another function, under whose name it is cached. LLVM would optimise the code once for each
+    of the two, and again for their caller. Code with pointers, which are invalid in another process, has no name.
     """
     outer = compiled.py_func
     inner = outer.__globals__.get("jitable_func", compiled) if outer in cache.CACHED_SRC_FUNCTIONS else compiled
     function = getattr(inner, "py_func", outer)
-    # Python passes more arguments than these as a tuple, which Numba does not take apart where it inlines.
+    # Python passes more arguments than these as a tuple, which Numba cannot unpack where it inlines.
     inline = "always" if function.__code__.co_argcount <= _MOST_ARGUMENTS else "never"
     return numba.njit(inline=inline)(function), outer in cache.CACHED_SRC_FUNCTIONS
 
 
 @contextlib.contextmanager
 def without_notices() -> Iterator[None]:
-    """Leave out what Numba says of speed about a model that somebody else wrote; the rest is said.
+    """Suppress Numba's warnings about the speed of a user's model; other warnings pass.
 
-    An Op without Numba's own code runs in object mode, and a product with some columns of a matrix copies them: slower,
-    still right. Numba changes the warning filters of the whole process while it compiles, as this does; under its own
-    lock, neither puts back what the other had set.
+    An Op without Numba code runs in object mode, and a product with some columns of a matrix copies them: slower, but
+    right. Numba changes the warning filters of the whole process while it compiles, as this does; under Numba's lock
+    neither restores what the other had set.
     """
-    import pytensor.link.numba.dispatch  # noqa: F401  # sets filters of its own, which are to last
+    import pytensor.link.numba.dispatch  # noqa: F401  # sets filters that are to last
 
     with global_compiler_lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*object mode.*", category=UserWarning)
@@ -192,9 +191,9 @@ def without_notices() -> Iterator[None]:
         yield
 
 
-# A client's arrays as two flat buffers and x as one, so that every kernel has one signature ---------------------------
+# A client's arrays in two flat buffers and x in one, so that all kernels have one signature ---------------------------
 
-_CODE = 3  # another where Ops have other code, so that what was compiled before is not taken for it
+_CODE = 3  # version of the Ops' code: a new one invalidates what is cached on disk
 
 
 def pack(arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -213,11 +212,11 @@ def pack(arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 
 class Piece(NamedTuple):
-    """A part of the flat vector x that a kernel takes for a variable of its own."""
+    """A part of the flat vector x that is an argument of a kernel."""
 
     ndim: int
-    shape: tuple[int, ...] | int  # or which of the arrays has it
-    has_slope: bool  # whether the kernel gives the gradient in it; else it is 0
+    shape: tuple[int, ...] | int  # or the number of the array that has it
+    has_slope: bool  # whether the kernel returns its gradient; else that is 0
 
 
 def unpacking_kernel(
@@ -228,10 +227,10 @@ def unpacking_kernel(
 ) -> Callable[..., Any]:
     """Wrap kernel(*pieces, *arrays) -> (value, *slopes) as kernel(x, reals, integers, where) -> [value, gradient].
 
-    `compiled` gives the jitted function where it is not found on disk, and whether it may be kept there, under a digest
-    of its `name`. x consists of `pieces`; `types` are dtype and dimensions of each array, in the order of `pack`.
+    `compiled` makes the jitted function where there is none on disk, and says whether it may be cached there under a
+    digest of its `name`. x consists of `pieces`; `types` are dtypes and dimensions of arrays, in the order of `pack`.
     """
-    # Numba cannot loop over arrays of different types, so all is written out for these types.
+    # Numba cannot loop over arrays of different types, so the source is written out for these.
     lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), "    start = 0"]
     for i, piece in enumerate(pieces):
         lines += _cut(i, piece)
@@ -266,7 +265,7 @@ def vector_kernel(
 def unpacked_function(
     compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
 ) -> Callable[..., Any]:
-    """Wrap kernel(*arrays) as a function of arrays, or what can be made arrays, that gives all outputs in a tuple.
+    """Wrap kernel(*arrays) as a function of array-likes that returns all outputs in a tuple.
 
     Parameters
     ----------
@@ -288,7 +287,7 @@ def _found_or_compiled(
 ) -> Callable[..., Any]:
     key = _key(name, source) if name is not None and config.numba__cache else None
     if key is not None:
-        try:  # with nothing to compile: it is read from disk, or it fails at once
+        try:  # without a kernel: read from disk, or fail at once
             return _jitted(source, None, key, signature)
         except TypingError:
             pass
@@ -297,7 +296,7 @@ def _found_or_compiled(
 
 
 def _jitted(source: str, kernel: Any, key: str | None, signature: Any) -> Callable[..., Any]:
-    """The function that unpacks for a kernel."""
+    """The function that unpacks arguments and calls a kernel."""
     unpacked = cache.compile_numba_function_src(
         source, "unpacked", {"kernel": kernel, "np": np, "__name__": __name__}, cache_key=key
     )
@@ -306,7 +305,7 @@ def _jitted(source: str, kernel: Any, key: str | None, signature: Any) -> Callab
 
 
 def _arrays(types: Sequence[tuple[str, int]]) -> list[str]:
-    """Lines that take a client's arrays out of its buffers."""
+    """Source lines that read a client's arrays from its buffers."""
     lines, place = [], 0
     for i, (dtype, ndim) in enumerate(types):
         buffer = "reals" if dtype.startswith("float") else "integers"
@@ -324,7 +323,7 @@ def _arrays(types: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def _cut(i: int, piece: Piece) -> list[str]:
-    """Lines that take a piece out of x, and remember where it was."""
+    """Source lines that read a piece from x, and keep its place."""
     of = piece.shape
     lengths = [str(length) for length in of] if isinstance(of, tuple) else [f"a{of}[{j}]" for j in range(piece.ndim)]
     lines = [f"    at{i} = start", f"    start += {' * '.join(lengths) or 1}"]
@@ -335,7 +334,7 @@ def _cut(i: int, piece: Piece) -> list[str]:
 
 
 def _filled(i: int, given: int, ndim: int) -> list[str]:
-    """Lines that put the slope in a piece where the piece was."""
+    """Source lines that write the gradient in a piece to the place of the piece."""
     lines = [f"    s{i} = outputs[{given}]", f"    at = 1 + at{i}"]
     if not ndim:
         return [*lines, f"    found[at] = np.asarray(s{i}).item()"]
@@ -346,8 +345,8 @@ def _filled(i: int, given: int, ndim: int) -> list[str]:
 
 
 def _key(name: str, source: str) -> str:
-    """Name of the compiled code in PyTensor's cache on disk.
+    """Key of compiled code in PyTensor's cache on disk.
 
-    What is read from there imports the module that it was compiled in: where that has another name, it is another's.
+    Cached code imports the module that it was compiled in, so the module's name is a part of the key.
     """
     return hashlib.sha256(f"{_CODE}\n{name}\n{__name__}\n{source}".encode()).hexdigest()

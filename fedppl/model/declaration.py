@@ -1,4 +1,4 @@
-"""One client's posterior, declared as a PyMC model and compiled once for every client."""
+"""The declaration: one client's posterior as a PyMC model, compiled once for all clients."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class FederatedModel:
     ----------
     builder
         Function from one client's data, as keyword arguments, to a ``pm.Model``. Put the data into ``pm.Data``
-        containers named like the keywords: then one compiled function serves clients of every size. Where clients are
-        of several kinds, such functions by kind, ``{"full": ..., "summary": ...}``: all declare the shared variables
-        alike, and each its own local variables and likelihood. `fedppl.summaries` has some.
+        containers named like the keywords: then one compiled function serves clients of every size. For clients of
+        several kinds, functions by kind, ``{"full": ..., "summary": ...}``: all declare the same shared variables, and
+        each its own local variables and likelihood. `fedppl.summaries` has some.
     shared
         Names of the free random variables that all clients share, φ. Every other free variable is local, θ_k.
     kind
         The kind of each client where there are several: client id to kind, or a function ``kind(client_id, data)``. A
-        client that is not in it, or for which the function returns None, has the one builder whose arguments are its
-        data; where that is not exactly one, it is refused.
+        client without a kind, or for which the function returns None, has the builder whose arguments are its data; it
+        is refused unless exactly one fits.
     reads
-        ``reads(client_id, data) -> arrays``: what the builder takes from a client's data as they are given. By default
-        arrays by name, columns of a data frame that are named like the builder's arguments, or a tuple in their order.
+        ``reads(client_id, data) -> arrays``: the builder's arguments from a client's data. By default arrays by name,
+        columns of a data frame that are named like the builder's arguments, or a tuple in their order.
     reads_new
-        ``reads_new(client_id, data, arrays) -> arrays``: what it takes from new rows of a client that has these arrays,
-        outcomes not among them. By default as `reads` has it.
+        ``reads_new(client_id, data, arrays) -> arrays``: the builder's arguments, without outcomes, from new rows of a
+        client with these arrays. By default as `reads`.
     agreement
-        What clients agreed on before they were declared so, in arrays, texts and named tuples; saved with a fit.
+        What clients agreed on before the declaration, in arrays, texts and named tuples; saved with a fit.
 
     Raises
     ------
@@ -78,10 +78,10 @@ class FederatedModel:
 
     Notes
     -----
-    *When this fails.* A builder that turns data into Python numbers (``float(y.mean())``) bakes one client's
-    data into the model. The first clients are built and compared to find that, and it is compiled per
-    client with a warning; wrap such numbers in ``pm.Data`` or compute them from the container. Where the first two
-    models are the same the builder is not called for further clients: checks of data inside it do not see those.
+    *When this fails.* A builder that turns data into Python numbers (``float(y.mean())``) makes one client's data
+    constants of the model. The models of the first clients are compared to find that; then each client is compiled by
+    itself, with a warning. Wrap such numbers in ``pm.Data``, or compute them from the container. Where the first two
+    models are equal the builder is not called for further clients, so that its own checks do not see their data.
     """
 
     builders: Builders
@@ -90,7 +90,7 @@ class FederatedModel:
     reads: Callable[[str, Any], Mapping[str, Any]] | None
     reads_new: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]] | None
     agreement: Any
-    # Templates by kind and columns, for which two clients' builds were found equal: later fits need not build again.
+    # Templates by kind and columns for which two clients' builds were equal, so that later fits need not build again.
     _compared: dict[str, dict[Any, Template]] = field(init=False, repr=False)
 
     def __init__(
@@ -105,9 +105,8 @@ class FederatedModel:
     ) -> None:
         builders = as_builders(builder)
         names = (shared,) if isinstance(shared, str) else tuple(shared) if isinstance(shared, Iterable) else (shared,)
-        if not all(isinstance(name, str) for name in names) or isinstance(
-            shared, set | frozenset | Mapping
-        ):  # sets are unordered, and a mapping's values would go nowhere
+        unordered = isinstance(shared, set | frozenset | Mapping)
+        if unordered or not all(isinstance(name, str) for name in names):
             raise DeclarationError(f'shared={shared!r} must be a list of names of variables, such as ["mu", "tau"].')
         if not names:
             raise DeclarationError("shared=[] names no variable; name at least one free random variable to share.")
@@ -129,7 +128,7 @@ class FederatedModel:
         object.__setattr__(self, "_compared", {})
 
     def __repr__(self) -> str:
-        """The builder by name, and what is shared."""
+        """The name of the builder, and the shared variables."""
         return f"FederatedModel({listed(self.builders)}, shared={list(self.shared)})"
 
     def _repr_html_(self) -> str:
@@ -140,44 +139,44 @@ class FederatedModel:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the declaration alone; what was compiled stays in its process."""
+        """Pickle the declaration without compiled functions."""
         one = self.builder if list(self.builders) == [ONLY] else self.builders
         settings = {"kind": self.kind, "reads": self.reads, "reads_new": self.reads_new, "agreement": self.agreement}
         return functools.partial(FederatedModel, **settings), (one, self.shared)
 
     @property
     def advice(self) -> str:
-        """What to look at first where a fit has not arrived, where its builder says so."""
+        """The builder's advice for a fit that has not converged, if any."""
         return str(getattr(self.builder, "advice", ""))
 
     @property
     def builder(self) -> Callable[..., Any]:
-        """The builder, of the kind that is declared first."""
+        """The builder of the kind that is declared first."""
         return next(iter(self.builders.values()))
 
     @property
     def declared(self) -> Declared:
-        """The builder, and what is shared."""
+        """The builder and the shared variables."""
         return self.declared_as(next(iter(self.builders)))
 
     def declared_as(self, kind: str) -> Declared:
-        """The builder of a kind, and what is shared."""
+        """The builder of a kind and the shared variables."""
         return Declared(self.builders[kind], self.shared, kind)
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """What the builders call their data, in order; None where one takes any name."""
+        """Names of the builders' arguments in order; None where one takes any name."""
         return names_of(self.builders)
 
     def kind_of(self, client_id: str, data: Any, said: str | None = None) -> str:
-        """The kind of a client: as it was said, as `kind` says, or by the names of its data."""
+        """The kind of a client: `said`, else by `kind`, else by the names of its data."""
         return kind_of(client_id, data, self.builders, self.kind, said)
 
     def knowing(self, kinds: Mapping[str, str]) -> FederatedModel:
-        """The same declaration, in which the kinds of these clients are known. What was compiled is kept."""
+        """The same declaration with the kinds of these clients; compiled functions are kept."""
         if len(self.builders) == 1:
             return self
-        found = FederatedModel(
+        declaration = FederatedModel(
             self.builders,
             self.shared,
             kind=knowing(kinds, self.kind),
@@ -185,13 +184,13 @@ class FederatedModel:
             reads_new=self.reads_new,
             agreement=self.agreement,
         )
-        object.__setattr__(found, "_compared", self._compared)
-        return found
+        object.__setattr__(declaration, "_compared", self._compared)
+        return declaration
 
     def by_kind(self, clients: Mapping[Any, Any], *, one_table: bool) -> tuple[FederatedModel, dict[Any, Any]]:
-        """Clients' data by the names of each one's builder, and the declaration that knows their kinds.
+        """The declaration with clients' kinds, and their data by the names of each one's builder.
 
-        In one table of all kinds, a column without a value at a client is none of that client's.
+        In one table of all kinds a column without values at a client is not read there.
         """
         given = {k: without_empty(data) if one_table else data for k, data in clients.items()}
         kinds = {str(k): self.kind_of(str(k), data) for k, data in given.items()}
@@ -201,37 +200,37 @@ class FederatedModel:
         return frames.named(data, argument_names(self.builders[kind]), f"client {client_id!r}")
 
     def read(self, client_id: str, data: Any, kind: str | None = None) -> Any:
-        """A client's data by the builder's arguments; what is no data is handed on, and refused where it is checked."""
+        """A client's data by the builder's arguments; invalid data are returned as they are, and refused later."""
         if self.reads is not None:
             return self.reads(client_id, data)
         kind = self.kind_of(client_id, data, kind)
-        own = getattr(self.builders[kind], "read", None)  # of what is more than a function: fedppl.summaries, formulas
-        return self._named(client_id, data, kind) if own is None else own(client_id, data)
+        read_by_builder = getattr(self.builders[kind], "read", None)  # of builders in fedppl.summaries and formulas
+        return self._named(client_id, data, kind) if read_by_builder is None else read_by_builder(client_id, data)
 
     def read_new(self, client_id: str, data: Any, arrays: Mapping[str, Any], kind: str) -> Any:
-        """New rows of a client that has these arrays, by the builder's arguments; of which outcomes are predicted."""
-        own = self.reads_new or getattr(self.builders[kind], "read_new", None)
-        return self.read(client_id, data, kind) if own is None else own(client_id, data, arrays)
+        """New rows of a client with these arrays, by the builder's arguments, for predictions."""
+        read_by_builder = self.reads_new or getattr(self.builders[kind], "read_new", None)
+        return self.read(client_id, data, kind) if read_by_builder is None else read_by_builder(client_id, data, arrays)
 
     def describe(self, data: Any = None) -> pd.DataFrame:
-        """Say what all clients share: names, priors and entries, by which ``priors=`` of a formula are given.
+        """List the shared variables: their names, priors and entries, as ``priors=`` of a formula takes them.
 
         Parameters
         ----------
         data
-            Any one client's data, from which the builder makes a model. A formula needs none: once clients agreed, as
-            in ``fit.declaration``, priors are shown on the scales that they agreed on.
+            Any client's data, from which the builder makes a model. A formula needs none: once clients agreed, as in
+            ``fit.declaration``, priors are on the agreed scales.
 
         Returns
         -------
         pandas.DataFrame
-            A row for each shared variable: ``prior``, and ``entries``, labels or a shape, None of a scalar. Of a
-            formula also ``reference``, the level that others are against, and ``meaning``.
+            A row for each shared variable: ``prior``, and ``entries`` (labels or a shape, None for a scalar). For a
+            formula also ``reference``, the level that others are compared with, and ``meaning``.
 
         Raises
         ------
         DeclarationError
-            If a builder that is no formula is described without data.
+            If a builder other than a formula is described without data.
 
         Examples
         --------
@@ -244,24 +243,24 @@ class FederatedModel:
             return pd.DataFrame(self.builder.describe())
         if data is None:
             raise DeclarationError(
-                f"what {builder_name(self.builder)} declares is known once it is called; pass one client's data: "
+                f"{builder_name(self.builder)} has to be called to know its variables; pass one client's data: "
                 "model.describe(data)."
             )
         arrays = as_arrays("described", self.read("described", data))
         return _describe(parts_of(self.declared, "described", arrays))
 
     def reading(self, reads: Callable[[str, Any], Mapping[str, Any]]) -> FederatedModel:
-        """The same declaration, whose clients' data are read in another way; it keeps what was compiled."""
-        found = FederatedModel(
+        """The same declaration with another `reads`; compiled functions are kept."""
+        declaration = FederatedModel(
             self.builders, self.shared, kind=self.kind, reads=reads, reads_new=self.reads_new, agreement=self.agreement
         )
-        object.__setattr__(found, "_compared", self._compared)
-        return found
+        object.__setattr__(declaration, "_compared", self._compared)
+        return declaration
 
     def enrol(
         self, clients: Mapping[str, Any], *, kernel: bool = True, kinds: Mapping[str, str | None] | None = None
     ) -> dict[str, ClientModel]:
-        """Check every client's data against the declaration and compile what is not compiled yet.
+        """Check every client's data against the declaration, and compile it if needed.
 
         Parameters
         ----------
@@ -269,7 +268,7 @@ class FederatedModel:
             Client id to that client's data: name to array, a data frame, or a tuple in the order of the builder.
         kernel
             Whether the compiled log density and its gradient are checked at the start. Without, as for algorithms that
-            never call them, the value alone is, and no log density is compiled.
+            never call them, only the value is checked, and nothing is compiled.
         kinds
             Kinds of some of the clients, whatever `kind` says.
 
@@ -285,24 +284,24 @@ class FederatedModel:
         """
         require_clients(clients, "or to fedppl.fit one data frame and by=, the column that tells clients apart")
         given = {str(client_id): data for client_id, data in clients.items()}
-        of = {name: self.kind_of(name, data, (kinds or {}).get(name)) for name, data in given.items()}
-        checked = {name: as_arrays(name, self.read(name, data, of[name])) for name, data in given.items()}
+        kind_of_client = {name: self.kind_of(name, data, (kinds or {}).get(name)) for name, data in given.items()}
+        checked = {name: as_arrays(name, self.read(name, data, kind_of_client[name])) for name, data in given.items()}
         enrolled: dict[str, ClientModel] = {}
         for kind in self.builders:
-            known = len(enrolled)
-            own = {name: checked[name] for name in checked if of[name] == kind}
+            before = len(enrolled)
+            of_this_kind = {name: checked[name] for name in checked if kind_of_client[name] == kind}
             try:
-                enrolled |= self._of_kind(kind, own, kernel)
+                enrolled |= self._of_kind(kind, of_this_kind, kernel)
             except DeclarationError as error:
-                if len(own) == len(of):
+                if len(of_this_kind) == len(kind_of_client):
                     raise
                 raise DeclarationError(f"kind {kind!r}: {error}") from error
-            if 0 < known < len(enrolled):
-                require_one_layout(*(list(enrolled.values())[place] for place in (0, known)))
+            if 0 < before < len(enrolled):
+                require_one_layout(*(list(enrolled.values())[place] for place in (0, before)))
         return {client_id: enrolled[client_id] for client_id in checked}
 
     def _of_kind(self, kind: str, checked: Mapping[str, Any], kernel: bool) -> dict[str, ClientModel]:
-        """Clients of one kind; a shared layout that is theirs alone is not looked for here."""
+        """Enrol clients of one kind; kinds are compared afterwards."""
         if not checked:
             return {}
         declared, compared = self.declared_as(kind), self._compared.setdefault(kind, {})
@@ -323,9 +322,9 @@ class FederatedModel:
         return enrolled
 
     def with_data(self, like: ClientModel, client_id: str, arrays: Any, *, kernel: bool = True) -> ClientModel:
-        """Another client's model by way of an enrolled one's: same compiled functions, other data."""
+        """Another client's model from an enrolled one: same compiled functions, other data."""
         kind = like.declared.kind
-        if like.template.functions.get("own"):  # data stand in the graph: nothing can be exchanged
+        if like.template.functions.get("own"):  # data are constants of the graph
             return self.enrol({client_id: arrays}, kernel=kernel, kinds={client_id: kind})[client_id]
         checked = as_arrays(client_id, self.read(client_id, arrays, kind))
         needs_same_keys({f"{like.client_id} as enrolled": like.arrays, client_id: checked})
@@ -335,11 +334,11 @@ class FederatedModel:
 
 
 def declaration_of(models: Mapping[str, ClientModel]) -> FederatedModel:
-    """The declaration of clients that are enrolled, with their kinds and without what reads data."""
+    """The declaration of enrolled clients, with their kinds and without `reads`."""
     builders = {model.kind: model.declared.builder for model in models.values()}
     shared = next(iter(models.values())).declared.shared
-    one = next(iter(builders.values())) if len(builders) == 1 else builders
-    return FederatedModel(one, shared, kind={k: m.kind for k, m in models.items()} if len(builders) > 1 else None)
+    builder = next(iter(builders.values())) if len(builders) == 1 else builders
+    return FederatedModel(builder, shared, kind={k: m.kind for k, m in models.items()} if len(builders) > 1 else None)
 
 
 def _describe(parts: Parts) -> pd.DataFrame:
@@ -350,16 +349,16 @@ def _describe(parts: Parts) -> pd.DataFrame:
 
 def _prior(rv: Any) -> str:
     text = str(str_for_dist(rv, formatting="plain", include_params=True)).partition("~")[2].strip()
-    name, _, inside = text.partition("(")
-    told, parameters = _apart(inside.removesuffix(")")), rv.owner.op.dist_params(rv.owner)
-    if len(told) != len(parameters):
+    name, _, arguments = text.partition("(")
+    texts, parameters = _apart(arguments.removesuffix(")")), rv.owner.op.dist_params(rv.owner)
+    if len(texts) != len(parameters):
         return text
-    shown = [_numbers(p) if _is_constant(p) else one for one, p in zip(told, parameters, strict=True)]
+    shown = [_numbers(p) if _is_constant(p) else shown_text for shown_text, p in zip(texts, parameters, strict=True)]
     return f"{name}({', '.join(shown)})"
 
 
 def _apart(text: str) -> list[str]:
-    """What stands between commas outside of all parentheses."""
+    """Split at commas outside of all parentheses."""
     depth, parts = 0, [""]
     for sign in text:
         depth += (sign in "([<") - (sign in ")]>")
@@ -368,30 +367,30 @@ def _apart(text: str) -> list[str]:
 
 
 def _is_constant(parameter: Any) -> bool:
-    return all(isinstance(one, Constant) for one in ancestors([parameter]) if one.owner is None)
+    return all(isinstance(root, Constant) for root in ancestors([parameter]) if root.owner is None)
 
 
 def _numbers(parameter: Any) -> str:
-    """One number where all are equal; else all of them, or of many the first and last."""
+    """A single number where all are equal; else all numbers, or the first and last of many."""
     array = np.asarray(parameter.eval(mode=PYTHON_MODE))
     first = array.flat[0]
     if np.all(array == first):
         return f"{first:.4g}"
-    told = np.array2string(array, precision=4, separator=", ", threshold=8, edgeitems=2)
-    return " ".join(told.split())
+    text = np.array2string(array, precision=4, separator=", ", threshold=8, edgeitems=2)
+    return " ".join(text.split())
 
 
 def _entries(model: Any, rv: Any) -> Any:
     dims = model.named_vars_to_dims.get(rv.name)
     labels = [model.coords.get(dim) for dim in dims or ()]
-    if labels and all(one is not None for one in labels):
-        grid = np.stack(np.meshgrid(*(np.asarray(one).astype(str) for one in labels), indexing="ij"), axis=-1)
+    if labels and all(values is not None for values in labels):
+        grid = np.stack(np.meshgrid(*(np.asarray(values).astype(str) for values in labels), indexing="ij"), axis=-1)
         return tuple(", ".join(row) for row in grid.reshape(-1, len(labels)).tolist())
     shape = tuple(int(n) for n in rv.shape.eval(mode=PYTHON_MODE))
     return shape or None
 
 
-# Builders of several kinds of clients: which of them a client has, and that all of them share one layout --------------
+# Builders of several kinds of clients: choose a client's builder, and require one shared layout -----------------------
 
 Builders = Mapping[str, Callable[..., Any]]
 Kind = Mapping[str, str] | Callable[[str, Any], str | None] | None
@@ -400,18 +399,18 @@ ONLY = ""  # the kind of clients where there is one
 
 
 def as_builders(builder: Any) -> dict[str, Callable[..., Any]]:
-    """Builders by kind; one alone is of the kind `ONLY`."""
-    found = dict(builder) if isinstance(builder, Mapping) else {ONLY: builder}
-    if not found or not all(isinstance(kind, str) for kind in found):
+    """Builders by kind; a single one has the kind `ONLY`."""
+    builders = dict(builder) if isinstance(builder, Mapping) else {ONLY: builder}
+    if not builders or not all(isinstance(kind, str) for kind in builders):
         raise DeclarationError(f'builder={shown(builder)} must be a function, or functions by kind: {{"full": ...}}.')
-    for kind, one in found.items():
-        if not callable(one):
+    for kind, function in builders.items():
+        if not callable(function):
             whose = f" of kind {kind!r}" if isinstance(builder, Mapping) else ""
             raise DeclarationError(
-                f"builder{whose} is {type(one).__name__}, not a function; pass a function from one client's data to a "
-                "pm.Model, not the model itself."
+                f"builder{whose} is {type(function).__name__}, not a function; pass a function from one client's data "
+                "to a pm.Model."
             )
-    return found
+    return builders
 
 
 def as_kind(kind: Any, builders: Builders) -> Kind:
@@ -421,14 +420,14 @@ def as_kind(kind: Any, builders: Builders) -> Kind:
     if len(builders) == 1:
         raise DeclarationError('kind= is for several builders: FederatedModel({"full": ..., "summary": ...}, ...).')
     if isinstance(kind, Mapping):
-        found = {str(client_id): one for client_id, one in kind.items()}
-        for client_id, one in found.items():
-            _known(one, builders, f"kind of client {client_id!r}")
-        return found
+        by_client = {str(client_id): kind_of_client for client_id, kind_of_client in kind.items()}
+        for client_id, kind_of_client in by_client.items():
+            _known(kind_of_client, builders, f"kind of client {client_id!r}")
+        return by_client
     if not (callable(kind) and takes(kind, 2)):
         raise DeclarationError(f"kind={shown(kind)} is neither kinds by client id nor a function of (client_id, data).")
-    found_by: Callable[[str, Any], str | None] = kind
-    return found_by
+    rule: Callable[[str, Any], str | None] = kind
+    return rule
 
 
 def _known(kind: Any, builders: Builders, what: str) -> str:
@@ -438,7 +437,7 @@ def _known(kind: Any, builders: Builders, what: str) -> str:
 
 
 def kind_of(client_id: str, data: Any, builders: Builders, kind: Kind, said: str | None = None) -> str:
-    """The kind of a client: as it was `said`, as the declaration says, or by the names of its data."""
+    """The kind of a client: `said`, else by the declaration's `kind`, else by the names of its data."""
     if said is not None:
         return _known(said, builders, f"client {client_id!r}: kind")
     if len(builders) == 1:
@@ -446,19 +445,21 @@ def kind_of(client_id: str, data: Any, builders: Builders, kind: Kind, said: str
     named = kind.get(client_id) if isinstance(kind, Mapping) else None if kind is None else kind(client_id, data)
     if named is not None:
         return _known(named, builders, f"client {client_id!r}: kind")
-    fitting = [one for one, builder in builders.items() if _fits(data, builder)]
+    fitting = [candidate for candidate, builder in builders.items() if _fits(data, builder)]
     if len(fitting) == 1:
         return fitting[0]
-    takes_names = "; ".join(f"{one!r} takes {list(argument_names(b) or ['any'])}" for one, b in builders.items())
-    which = "no builder" if not fitting else f"the builders of kinds {fitting}"
+    takes_names = "; ".join(
+        f"{candidate!r} takes {list(argument_names(b) or ['any'])}" for candidate, b in builders.items()
+    )
+    which = "no builder fits" if not fitting else f"the builders of kinds {fitting} fit"
     raise DataError(
-        f"client {client_id!r}: {which} can be told by its data, which are {_about(data)} ({takes_names}); give it the "
-        f'arrays of one, or say kind={{"{client_id}": ...}}.'
+        f"client {client_id!r}: {which} its data, which are {_about(data)} ({takes_names}); give it the arrays of "
+        f'one, or pass kind={{"{client_id}": ...}}.'
     )
 
 
 def _fits(data: Any, builder: Callable[..., Any]) -> bool:
-    """Whether a builder's arguments are these data; other columns of a frame are left alone."""
+    """Whether data have a builder's arguments; a frame may have other columns."""
     try:
         parameters = inspect.signature(builder).parameters.values()
     except (TypeError, ValueError):
@@ -491,7 +492,7 @@ def _about(data: Any) -> str:
 
 
 def knowing(kinds: Mapping[str, str], kind: Kind) -> Kind:
-    """The same rule for kinds, with these clients' known."""
+    """A rule for kinds with the known kinds of these clients."""
     if kind is None or isinstance(kind, Mapping):
         return {**(kind or {}), **kinds}
     if isinstance(kind, functools.partial) and kind.func is _remembered:
@@ -505,7 +506,7 @@ def _remembered(kinds: Mapping[str, str], kind: Callable[[str, Any], str | None]
 
 
 def without_empty(data: Any) -> Any:
-    """A client's part of one table of all kinds, without the columns that have no value there."""
+    """A client's part of one table of all kinds, without columns that have no value there."""
     if not isinstance(data, Mapping):
         return data
     return {name: values for name, values in data.items() if not _empty(np.asarray(values))}
@@ -516,16 +517,16 @@ def _empty(values: Any) -> bool:
 
 
 def names_of(builders: Builders) -> tuple[str, ...] | None:
-    """What all builders call their data; None where one takes any name."""
-    found = [argument_names(builder) for builder in builders.values()]
-    if any(names is None for names in found):
+    """Names of all builders' arguments; None where one takes any name."""
+    names_by_builder = [argument_names(builder) for builder in builders.values()]
+    if any(names is None for names in names_by_builder):
         return None
-    return tuple(dict.fromkeys(name for names in found for name in names or ()))
+    return tuple(dict.fromkeys(name for names in names_by_builder for name in names or ()))
 
 
 def listed(builders: Builders) -> str:
-    """How a declaration shows its builders."""
-    names = {kind: builder_name(one) for kind, one in builders.items()}
+    """Text of the builders in a declaration's repr."""
+    names = {kind: builder_name(builder) for kind, builder in builders.items()}
     if len(set(names.values())) == 1:
         return next(iter(names.values()))
     return "{" + ", ".join(f"{k!r}: {v}" for k, v in names.items()) + "}"
@@ -536,29 +537,29 @@ def require_one_layout(first: ClientModel, other: ClientModel) -> None:
     if first.layout.fingerprint == other.layout.fingerprint:
         return
     kinds = f"kinds {first.declared.kind!r} and {other.declared.kind!r}"
-    for ours, theirs in zip(first.layout.variables, other.layout.variables, strict=True):
-        for part in ours._fields:
-            mine, another = getattr(ours, part), getattr(theirs, part)
-            if mine != another:
+    for variable, second in zip(first.layout.variables, other.layout.variables, strict=True):
+        for part in variable._fields:
+            a, b = getattr(variable, part), getattr(second, part)
+            if a != b:
                 raise DeclarationError(
-                    f"{kinds} differ: shared variable {ours.name!r} has {part} {mine} in the first and {another} in "
-                    "the second; declare what is shared by one function that all builders call."
+                    f"{kinds} differ: shared variable {variable.name!r} has {part} {a} in the first and {b} in "
+                    "the second; declare shared variables by one function that all builders call."
                 )
     raise DeclarationError(
-        f"{kinds} differ in the prior of what is shared: {_kinds_apart(first.layout, other.layout)}; declare what is "
-        "shared by one function that all builders call."
+        f"{kinds} differ in the shared prior: {_kinds_apart(first.layout, other.layout)}; declare shared variables by "
+        "one function that all builders call."
     )
 
 
-def _kinds_apart(ours: Layout, theirs: Layout) -> str:
-    """Where two priors of one shape differ most."""
-    mean, sd = gaussian.mean(ours.prior), gaussian.standard_deviations(ours.prior)
-    others, other_sd = gaussian.mean(theirs.prior), gaussian.standard_deviations(theirs.prior)
-    apart = np.abs(others - mean) / sd + np.abs(np.log(other_sd / sd))
+def _kinds_apart(first: Layout, second: Layout) -> str:
+    """The coordinate in which two priors of one shape differ most."""
+    mean, sd = gaussian.mean(first.prior), gaussian.standard_deviations(first.prior)
+    second_mean, second_sd = gaussian.mean(second.prior), gaussian.standard_deviations(second.prior)
+    apart = np.abs(second_mean - mean) / sd + np.abs(np.log(second_sd / sd))
     place = int(np.argmax(apart))
     if not apart[place] > 1e-5:
         return "its density about one mean and covariance, or correlations"
     return (
-        f"{ours.labels[place]} has mean {mean[place]:.6g} and sd {sd[place]:.6g} in the first, {others[place]:.6g} and "
-        f"{other_sd[place]:.6g} in the second"
+        f"{first.labels[place]} has mean {mean[place]:.6g} and sd {sd[place]:.6g} in the first, "
+        f"{second_mean[place]:.6g} and {second_sd[place]:.6g} in the second"
     )

@@ -1,4 +1,4 @@
-"""From a PyMC model to graphs over one flat unconstrained vector x = (φ, θ). The only file that cuts graphs."""
+"""From a PyMC model to graphs over one flat unconstrained vector x = (φ, θ). The only module that cuts graphs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Parts(NamedTuple):
     data: tuple[Any, ...]
     prior_terms: tuple[Any, ...]
     site_terms: tuple[Any, ...]
-    # Dims whose length is a client's own, with the place in `data` of a container of that many rows, if any
+    # Dims whose length differs from client to client, with the place in `data` of a container of that length, if any
     open: Mapping[str, int | None] = MappingProxyType({})
 
 
 class Piece(NamedTuple):
-    """A variable of its own in place of a part of the flat vector x."""
+    """A variable in place of a part of the flat vector x."""
 
     variable: Any
     shape: tuple[int, ...] | Any  # or the input that has it
@@ -76,7 +76,7 @@ def _find_shared(model: Any, shared: Sequence[str]) -> tuple[Any, ...]:
 
 
 def dissect(model: Any, shared: Sequence[str]) -> Parts:
-    """Sort a model's variables and log-density terms, and refuse what cannot be federated."""
+    """Sort a model's variables and log-density terms; refuse models that cannot be federated."""
     if not isinstance(model, pm.Model):
         raise DeclarationError(
             f"the builder returned {type(model).__name__}, not a pm.Model; end it with `return model`."
@@ -93,15 +93,15 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
                 "(for example with pm.Mixture) or replace it by a continuous variable."
                 + (indicator if _is_binary(rv) else "")
             )
-        if "CircularTransform" in [type(one).__name__ for one in parts_of_transform(model.rvs_to_transforms[rv])]:
+        if "CircularTransform" in [type(part).__name__ for part in parts_of_transform(model.rvs_to_transforms[rv])]:
             raise DeclarationError(
-                f"{rv.name!r} is an angle, and its density repeats itself with every turn, so that it has no integral. "
-                "Bound it to one turn, default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi), about a "
-                "direction in which the posterior has next to nothing at ±π."
+                f"{rv.name!r} is an angle, whose periodic density has no integral over the real line. Bound it to one "
+                "turn, default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi), about a direction where "
+                "the posterior is near 0 at ±π."
             )
     data = tuple(model.data_vars)
-    read = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
-    if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in ancestors(read) if v.owner is not None):
+    outputs = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
+    if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in ancestors(outputs) if v.owner is not None):
         raise DeclarationError(
             "the model reads its data through pm.Minibatch; every evaluation uses all rows of a client. Remove "
             "pm.Minibatch and total_size=; algorithms that take batches have batch_size=."
@@ -110,34 +110,13 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
         kinds = {kind.__name__ for kind in type(rv.owner.op).__mro__}
         if "MinibatchRandomVariable" in kinds:
             raise DeclarationError(
-                f"{rv.name!r} has total_size=, which counts every row several times over; every evaluation uses all "
-                "rows of a client. Remove total_size=."
+                f"{rv.name!r} has total_size=, and every evaluation uses all rows of a client. Remove total_size=."
             )
         if "SimulatorRV" in kinds:
             raise DeclarationError(
                 f"{rv.name!r} is a pm.Simulator, which has no density; declare a distribution that has one."
             )
-    for rv in shared_rvs:
-        above = set(ancestors([rv])) - {rv}
-        for other in local_rvs:
-            if other in above:
-                raise DeclarationError(
-                    f"the prior of shared variable {rv.name!r} depends on local variable {other.name!r}; a shared "
-                    f"prior may depend only on shared variables. Share {other.name!r} too, or turn the arrow round."
-                )
-        for container in data:
-            if container in above:
-                raise DeclarationError(
-                    f"the prior of shared variable {rv.name!r} depends on client data {container.name!r}; then every "
-                    "client would have another prior. Use a constant that is the same at all clients."
-                )
-        for observed in model.observed_RVs:
-            if observed in above:
-                raise DeclarationError(
-                    f"the prior of shared variable {rv.name!r} depends on observed variable {observed.name!r}, whose "
-                    "values are a client's own; then every client would have another prior. Use a constant that is the "
-                    "same at all clients."
-                )
+    _require_shared_priors(shared_rvs, local_rvs, data, model.observed_RVs)
     prior_terms: list[Any] = list(shared_rvs)
     site_terms: list[Any] = [*local_rvs, *model.observed_RVs]
     for potential in model.potentials:
@@ -152,12 +131,39 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
     return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
 
 
+def _require_shared_priors(
+    shared_rvs: Sequence[Any], local_rvs: Sequence[Any], data: Sequence[Any], observed_rvs: Sequence[Any]
+) -> None:
+    """Refuse a shared prior that depends on local variables, data or observed variables."""
+    for rv in shared_rvs:
+        above = set(ancestors([rv])) - {rv}
+        for other in local_rvs:
+            if other in above:
+                raise DeclarationError(
+                    f"the prior of shared variable {rv.name!r} depends on local variable {other.name!r}; a shared "
+                    f"prior may depend only on shared variables. Share {other.name!r} too, or turn the arrow round."
+                )
+        for container in data:
+            if container in above:
+                raise DeclarationError(
+                    f"the prior of shared variable {rv.name!r} depends on client data {container.name!r}; then every "
+                    "client would have another prior. Use a constant that is the same at all clients."
+                )
+        for observed in observed_rvs:
+            if observed in above:
+                raise DeclarationError(
+                    f"the prior of shared variable {rv.name!r} depends on observed variable {observed.name!r}, whose "
+                    "values are a client's own; then every client would have another prior. Use a constant that is the "
+                    "same at all clients."
+                )
+
+
 def _is_binary(rv: Any) -> bool:
     return getattr(rv.owner.op, "name", "") == "bernoulli"
 
 
 def lengths(model: Any) -> dict[str, int]:
-    """Lengths of the dims with coords, which PyMC keeps in shared variables."""
+    """Lengths of the dims with coords."""
     return {name: int(length.get_value()) for name, length in model.dim_lengths.items() if hasattr(length, "get_value")}
 
 
@@ -166,7 +172,7 @@ def _constants(model: Any) -> dict[Any, Any]:
 
 
 def _inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
-    """What stands for containers and lengths of dims; the inputs are the data, then lengths that no container has."""
+    """Replacements of containers and of lengths of dims; inputs are the data, then lengths that no container has."""
     inputs = tuple(pt.TensorType(v.type.dtype, shape=(None,) * v.type.ndim)(f"data_{v.name}") for v in parts.data)
     replace: dict[Any, Any] = dict(zip(parts.data, inputs, strict=True))
     replace.update(_constants(parts.model))
@@ -177,36 +183,36 @@ def _inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
 
 
 def alone(parts: Parts, model: Any = None) -> tuple[Any, ...]:
-    """Values of the open lengths that no container has, in the template's own model or in a client's."""
-    found = lengths(parts.model if model is None else model)
-    return tuple(np.asarray(found[name]) for name, place in parts.open.items() if place is None)
+    """Values of the open lengths that no container has, in the template's model or in a client's `model`."""
+    sizes = lengths(parts.model if model is None else model)
+    return tuple(np.asarray(sizes[name]) for name, place in parts.open.items() if place is None)
 
 
 def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
-    """Dims whose length is a client's own: those of containers' rows, and what differs in another client's model."""
-    model, found = parts.model, lengths(parts.model)
+    """Dims whose length may differ between clients: rows of containers, or dims that differ in the `other` model."""
+    model, sizes = parts.model, lengths(parts.model)
     shared = {dim for rv in parts.shared for dim in _dims(model, rv.name) or ()}
     rows: dict[str, int | None] = {}
     observed = {model.rvs_to_values[rv]: rv.name for rv in model.observed_RVs}
     for place, container in enumerate(parts.data):
         for name in (container.name, observed.get(container)):
             dims = _dims(model, name) if name and container.type.ndim else None
-            if dims and found.get(dims[0]) == len(container.get_value()):
+            if dims and sizes.get(dims[0]) == len(container.get_value()):
                 rows.setdefault(dims[0], place)
     if other is not None:
-        now = lengths(other)
-        for name in found.keys() & now.keys() - rows.keys():
-            if found[name] != now[name]:
+        other_sizes = lengths(other)
+        for name in sizes.keys() & other_sizes.keys() - rows.keys():
+            if sizes[name] != other_sizes[name]:
                 pairs = [
                     (len(v.get_value()), len(other[v.name].get_value())) if v.type.ndim else () for v in parts.data
                 ]
-                same = [place for place, pair in enumerate(pairs) if pair == (found[name], now[name])]
+                same = [place for place, pair in enumerate(pairs) if pair == (sizes[name], other_sizes[name])]
                 rows[name] = same[0] if same else None
-    return {name: place for name, place in sorted(rows.items()) if name in found and name not in shared}
+    return {name: place for name, place in sorted(rows.items()) if name in sizes and name not in shared}
 
 
 def initial_values(parts: Parts) -> Callable[..., list[Array]]:
-    """Function of the data arrays: unconstrained initial values of the shared, then the local variables."""
+    """Unconstrained initial values of the shared, then the local variables, as a function of the data."""
     return python_function(*initial_graphs(parts))
 
 
@@ -222,8 +228,8 @@ def initial_graphs(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
     by_rv = dict(zip(model.free_RVs, expressions, strict=True))
     replace, inputs = _inputs_for(parts)
     wanted = [by_rv[rv] for rv in (*parts.shared, *parts.local)]
-    # PyMC clones the graph, shared variables included: find the containers again by name.
-    # A dim may have a container's name, so the number of axes tells them apart; of two scalars the container counts.
+    # PyMC clones the graph with its shared variables: find the containers again by name.
+    # A dim may have a container's name: the number of axes tells them apart, and of two scalars the container counts.
     known = {(v.name, v.type.ndim): value for v, value in reversed(replace.items())}
     above = {v: (v.name, v.type.ndim) for v in ancestors(wanted) if hasattr(v, "get_value") and hasattr(v.type, "ndim")}
     clones = {v: known[key] for v, key in above.items() if key in known}
@@ -254,7 +260,7 @@ def _dims(model: Any, name: str) -> tuple[str, ...] | None:
 def flat_values(
     parts: Parts, x: Any, shared: Sequence[Variable], local: Sequence[Variable]
 ) -> tuple[dict[Any, Any], tuple[Any, ...], tuple[int, ...]]:
-    """Map each value variable to its piece of x. Local shapes that PyMC leaves open become inputs."""
+    """Map each value variable to its part of x. Local shapes that PyMC leaves open become inputs."""
     _, of_x, shape_inputs, free = _in_pieces(parts, x, shared, local)
     return of_x, shape_inputs, free
 
@@ -262,24 +268,24 @@ def flat_values(
 def _in_pieces(
     parts: Parts, x: Any, shared: Sequence[Variable], local: Sequence[Variable]
 ) -> tuple[dict[Any, Piece], dict[Any, Any], tuple[Any, ...], tuple[int, ...]]:
-    """Of each value variable a piece by itself, and its part of x; inputs for open shapes, and whose these are."""
+    """A piece and a part of x for each value variable; inputs for open shapes, and whose shapes these are."""
     pieces: dict[Any, Piece] = {}
     replace: dict[Any, Any] = {}
     shape_inputs: list[Any] = []
     free: list[int] = []
-    start: Any = 0
+    begin: Any = 0
     for variable, rv in zip(shared, parts.shared, strict=True):
         value = parts.model.rvs_to_values[rv]
-        piece = x[start : start + variable.size].reshape(variable.shape)
+        piece = x[begin : begin + variable.size].reshape(variable.shape)
         if variable.binary:
             piece = pt.cast(piece, value.type.dtype)
         replace[value] = pt.specify_shape(piece, variable.shape) if variable.shape else piece
-        own = pt.TensorType(value.type.dtype, shape=variable.shape)(f"piece_{variable.name}")
-        pieces[value] = Piece(own, variable.shape)
-        start += variable.size
+        piece_variable = pt.TensorType(value.type.dtype, shape=variable.shape)(f"piece_{variable.name}")
+        pieces[value] = Piece(piece_variable, variable.shape)
+        begin += variable.size
     for position, (variable, rv) in enumerate(zip(local, parts.local, strict=True)):
         value = parts.model.rvs_to_values[rv]
-        own = pt.TensorType(value.type.dtype, shape=value.type.shape)(f"piece_{variable.name}")
+        piece_variable = pt.TensorType(value.type.dtype, shape=value.type.shape)(f"piece_{variable.name}")
         if None not in value.type.shape:
             shape: Any = tuple(value.type.shape)
             size: Any = int(np.prod(shape, dtype=np.int64))
@@ -288,21 +294,21 @@ def _in_pieces(
             size = pt.prod(shape)
             shape_inputs.append(shape)
             free.append(position)
-        replace[value] = x[start : start + size].reshape(shape, ndim=value.type.ndim)
-        pieces[value] = Piece(own, shape)
-        start = start + size
+        replace[value] = x[begin : begin + size].reshape(shape, ndim=value.type.ndim)
+        pieces[value] = Piece(piece_variable, shape)
+        begin = begin + size
     return pieces, replace, tuple(shape_inputs), tuple(free)
 
 
 def _of_both(terms: Any, pieces: Mapping[Any, Piece], flat: Mapping[Any, Any], replace: Any) -> tuple[Any, Any]:
-    """A log density as a graph of x, and of pieces of it."""
+    """A log density as a graph of x, and as a graph of pieces of x."""
     (of_pieces,) = clone_replace([terms], {**replace, **{value: piece.variable for value, piece in pieces.items()}})
     (of_x,) = clone_replace([of_pieces], {piece.variable: flat[value] for value, piece in pieces.items()})
     return of_x, of_pieces
 
 
 def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]) -> SiteGraph:
-    """Graph of log p(y, θ | φ): every term but the shared prior, Jacobians of θ's transforms included."""
+    """Graph of log p(y, θ | φ): every term except the shared prior, with the Jacobians of θ's transforms."""
     x = pt.vector("x")
     replace, inputs = _inputs_for(parts)
     pieces, values, shape_inputs, free = _in_pieces(parts, x, shared, local)
@@ -317,7 +323,7 @@ def _log_density(model: Any, terms: Sequence[Any]) -> Any:
 
 
 def prior_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
-    """Graph of the shared prior's log density on the unconstrained space, log p(φ), which has no data."""
+    """Graph of the shared prior's log density on the unconstrained space, log p(φ)."""
     phi = pt.vector("phi")
     pieces, values, _, _ = _in_pieces(parts._replace(local=()), phi, shared, ())
     logp = _log_density(parts.model, parts.prior_terms)
@@ -334,7 +340,7 @@ def computed_from_shared(parts: Parts) -> tuple[Any, ...]:
 def constrained_graph(
     parts: Parts, shared: Sequence[Variable], local: Sequence[Variable], public: Sequence[str], *, only_shared: bool
 ) -> tuple[Any, tuple[Any, ...], tuple[str, ...], list[Any]]:
-    """Graphs of constrained variables and deterministics: (x, inputs, names, outputs); the shared ones are `public`."""
+    """Graphs of constrained variables and deterministics; `public` ones are shared: (x, inputs, names, outputs)."""
     x = pt.vector("x")
     extra = [v for v in parts.model.deterministics if (v.name in public) == only_shared]
     if only_shared:
@@ -349,7 +355,7 @@ def constrained_graph(
 def observed_graph(
     parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]
 ) -> tuple[Any, tuple[Any, ...], list[Any]]:
-    """Graphs of each outcome's log density, not summed: (x, inputs, one output an observed variable)."""
+    """Graphs of log densities of outcomes, not summed: (x, inputs, one output per observed variable)."""
     x = pt.vector("x")
     replace, inputs = _inputs_for(parts)
     values, shape_inputs, _ = flat_values(parts, x, shared, local)
@@ -358,19 +364,19 @@ def observed_graph(
 
 
 def observed_through(parts: Parts) -> dict[Any, Any]:
-    """Containers that are observed, as they are or in another type, with the variable observed through them."""
-    found = {}
+    """Containers that are observed, as they are or cast, with their observed variables."""
+    observed = {}
     for rv in parts.model.observed_RVs:
         value = parts.model.rvs_to_values[rv]
         while value.owner is not None and isinstance(getattr(value.owner.op, "scalar_op", None), Cast):
             value = value.owner.inputs[0]
         if value in parts.data:
-            found[value] = rv
-    return found
+            observed[value] = rv
+    return observed
 
 
 def values_read(outputs: Iterable[Any], known: Collection[Any] = ()) -> set[Any]:
-    """Variables whose values, and not only whose shapes, outputs are computed from, not through what is `known`."""
+    """Variables whose values (not only shapes) outputs are computed from, without looking behind `known` ones."""
     seen: set[Any] = set()
     waiting = list(outputs)
     while waiting:
@@ -395,9 +401,9 @@ def indexes_by_data(graph: SiteGraph) -> bool:
     return False
 
 
-# Whether declared priors integrate to one, as an evidence needs, and the constants that PyMC's densities leave out ----
+# Whether priors integrate to one, as an evidence needs, and constants that PyMC leaves out ----------------------------
 
-_WITHOUT_CONSTANT = {"CARRV", "ICARRV", "CustomDistRV"}  # PyMC leaves it out, or nobody knows it
+_WITHOUT_CONSTANT = {"CARRV", "ICARRV", "CustomDistRV"}  # the constant is left out, or unknown
 
 
 def unnormalised(model: Any) -> list[str]:
@@ -406,9 +412,9 @@ def unnormalised(model: Any) -> list[str]:
 
 
 def left_out(model: Any, variables: Iterable[Any]) -> float:
-    """Log of what the densities of these have to be multiplied by.
+    """Log of the factor by which PyMC's densities of these variables are too small.
 
-    Of K independent values of one distribution, in order, PyMC has the density of any order, K! times too small.
+    PyMC's density of K ordered independent values of one distribution is that of unordered ones, K! times too small.
     """
     return sum(_of_order(rv) for rv in variables if rv in model.free_RVs and _is_in_order(model, rv))
 
@@ -419,12 +425,12 @@ def _of_order(rv: Any) -> float:
 
 
 def _is_in_order(model: Any, rv: Any) -> bool:
-    """Whether values are put into an order, of which all orders are equally probable, and are of a known number."""
-    if [type(one).__name__ for one in parts_of_transform(model.rvs_to_transforms[rv])] != ["Ordered"]:
+    """Whether a variable is an ordered vector of known length whose orders are all equally probable."""
+    if [type(part).__name__ for part in parts_of_transform(model.rvs_to_transforms[rv])] != ["Ordered"]:
         return False
     if None in rv.type.shape or not hasattr(rv.owner.op, "dist_params") or rv.owner.op.ndim_supp:
         return False
-    return all(all(one.type.broadcastable) for one in rv.owner.op.dist_params(rv.owner))
+    return all(all(part.type.broadcastable) for part in rv.owner.op.dist_params(rv.owner))
 
 
 def _is_density(model: Any, rv: Any) -> bool:
@@ -439,29 +445,29 @@ def _is_density(model: Any, rv: Any) -> bool:
 
 
 def _is_usual(model: Any, rv: Any) -> bool:
-    """Whether the transform is that of the distribution's support: another one may cut a part of it off."""
+    """Whether the transform is the default one of the distribution; another one may truncate its support."""
     transform = model.rvs_to_transforms[rv]
     if transform is None or isinstance(transform, SdsAndPartials):
         return True
     try:
-        usual = _default_transform(rv.owner.op, rv)
+        default = _default_transform(rv.owner.op, rv)
     except NotImplementedError:
         return False
-    if type(transform) is not type(usual):
+    if type(transform) is not type(default):
         return False
-    # Bounds of one's own may be narrower than those of the distribution, whose transform reads them off its parameters.
-    reads = [getattr(getattr(one, "args_fn", None), "__code__", None) for one in (transform, usual)]
-    return reads[0] is reads[1]
+    # A user's bounds may be narrower than those of the distribution, whose transform reads them from its parameters.
+    codes = [getattr(getattr(of, "args_fn", None), "__code__", None) for of in (transform, default)]
+    return codes[0] is codes[1]
 
 
 def parts_of_transform(transform: Any) -> list[Any]:
-    """A transform, or those that it is a chain of."""
+    """The transforms of a chain, or a single one."""
     return list(getattr(transform, "transform_list", [transform]))
 
 
 # Coordinates of a covariance matrix whose density is bounded: sds, and partial correlations ---------------------------
 
-_MOST_ROWS = 30  # of more, matrices of entries by entries are large
+_MOST_ROWS = 30  # masks of entries by entries of more rows are large
 
 
 class SdsAndPartials(Transform):  # type: ignore[misc]  # PyMC has no types
@@ -478,7 +484,7 @@ class SdsAndPartials(Transform):  # type: ignore[misc]  # PyMC has no types
     name = SDS_AND_PARTIALS
 
     def __init__(self, n: int) -> None:
-        """Keep what says which of p = n (n + 1) / 2 entries lies where, (p, p)."""
+        """Masks (p, p) of the rows and columns of p = n (n + 1) / 2 entries."""
         row, column = np.tril_indices(n)
         same = row[:, None] == row
         self.own_sd = (same & (row == column)).astype(float)
@@ -487,18 +493,18 @@ class SdsAndPartials(Transform):  # type: ignore[misc]  # PyMC has no types
         self.behind = (same & (column[:, None] < column)).astype(float)
 
     def backward(self, value: Any, *inputs: Any) -> Any:
-        """Rows of the root."""
+        """Entries of the root from coordinates."""
         log_scale = _times(self.own_sd, value) - _times(self.before, self._log_cosh(value))
         return pt.exp(log_scale) * pt.switch(self._is_partial(), pt.tanh(value), 1.0)
 
     def forward(self, value: Any, *inputs: Any) -> Any:
-        """Coordinates of rows."""
+        """Coordinates from entries of the root."""
         is_partial, squares = self._is_partial(), value**2
         partial = pt.arcsinh(value / pt.sqrt(pt.switch(is_partial, _times(self.behind, squares), 1.0)))
         return pt.switch(is_partial, partial, 0.5 * pt.log(_times(self.own_row, squares)))
 
     def log_jac_det(self, value: Any, *inputs: Any) -> Any:
-        """Of rows by coordinates."""
+        """Log Jacobian determinant of the entries by the coordinates."""
         of_partials = -pt.sum(pt.constant(self.behind), axis=1) * self._log_cosh(value)
         of_sds = pt.sum(pt.constant(self.own_row), axis=1) * value
         return pt.sum(pt.switch(self._is_partial(), of_partials, of_sds), axis=-1)
@@ -511,14 +517,14 @@ class SdsAndPartials(Transform):  # type: ignore[misc]  # PyMC has no types
         return pt.switch(self._is_partial(), pt.softplus(2.0 * value) - value - np.log(2.0), 0.0)
 
 
-def says_where(array: Any) -> bool:
-    """Whether an array is one of those by which coordinates know where entries lie, which hold no data."""
+def is_mask(array: Any) -> bool:
+    """Whether an array is a mask of `SdsAndPartials`, which holds no data."""
     count = _rows(array.shape[-1]) if array.ndim == 2 else 0
-    return count > 0 and any(np.array_equal(array, one) for one in vars(SdsAndPartials(count)).values())
+    return count > 0 and any(np.array_equal(array, mask) for mask in vars(SdsAndPartials(count)).values())
 
 
 def _rows(entries: int) -> int:
-    """Of a packed root of so many entries; 0 where there is none."""
+    """Number of rows of a packed root with so many entries; 0 where there is none."""
     count = round((np.sqrt(8 * entries + 1) - 1) / 2)
     return count if count * (count + 1) // 2 == entries and count <= _MOST_ROWS else 0
 
@@ -528,7 +534,7 @@ def _times(matrix: Any, vector: Any) -> Any:
 
 
 def with_sds(model: Any) -> None:
-    """Give every root of a covariance these coordinates, in place of PyMC's; it has a size that is declared."""
+    """Give roots of covariances, whose size is declared, these coordinates in place of PyMC's."""
     for rv in model.free_RVs:
         if type(model.rvs_to_transforms[rv]) is CholeskyCovPacked and (count := _rows(rv.type.shape[-1] or 0)):
             model.rvs_to_transforms[rv] = transform = SdsAndPartials(count)

@@ -1,4 +1,4 @@
-"""PyTensor without a word: its settings and warnings held back, and functions of graphs that are interpreted."""
+"""Interpreted functions of PyTensor's graphs, without its log messages and warnings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pytensor.graph.replace import vectorize_graph
 
 from fedppl.types import Array
 
-# What PyTensor sets while it compiles or builds a graph, and sets back.
+# Settings that PyTensor changes while it compiles or builds a graph, and restores.
 _SET = ("mode", "cxx", "optdb__max_use_ratio", "compute_test_value", "traceback__limit")
 _NO_BLAS = "PyTensor could not link to a BLAS"
 
 
 @contextlib.contextmanager
 def at_level(name: str, level: int) -> Iterator[None]:
-    """Hold back what a logger says below a level."""
+    """Suppress a logger's messages below a level."""
     log = logging.getLogger(name)
     before = log.level
     log.setLevel(max(before, level))
@@ -38,7 +38,7 @@ def at_level(name: str, level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back which variables PyMC draws, which the caller asked for, and that PyTensor's C code would find no BLAS.
+    """Suppress PyMC's messages on which variables it draws, and PyTensor's warning that C code would find no BLAS.
 
     Nothing is compiled to C here; errors and other warnings pass.
     """
@@ -49,21 +49,21 @@ def quiet() -> Iterator[None]:
 
 @functools.cache
 def look_for_blas() -> None:
-    """Have PyTensor look for a BLAS now, without a word, and remember what it found; that takes half a second."""
+    """Have PyTensor look for a BLAS once, without its warning; that takes half a second."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _NO_BLAS, UserWarning)
         _ = pytensor.config.blas__ldflags
 
 
 def settings() -> dict[str, Any]:
-    """What PyTensor sets while it compiles or builds a graph, as it is now."""
+    """Present values of the settings that PyTensor changes while it compiles or builds a graph."""
     return {name: getattr(pytensor.config, name) for name in _SET if hasattr(pytensor.config, name)}
 
 
 def set_back(before: Mapping[str, Any]) -> None:
-    """Set PyTensor's settings back, in a thread whose work is over.
+    """Restore PyTensor's settings in a thread whose work is over.
 
-    Of two threads that compile, the one that ends last sets back what the other had set: without this a user's own
+    Of two threads that compile, the last one restores values that the other had set: without this call a user's own
     models might be interpreted from then on.
     """
     for name, value in before.items():
@@ -71,18 +71,18 @@ def set_back(before: Mapping[str, Any]) -> None:
             setattr(pytensor.config, name, value)
 
 
-# Functions of PyTensor's graphs that are interpreted: nothing is compiled for what is called a few times a fit --------
+# Interpreted functions of graphs, for what is called a few times per fit ----------------------------------------------
 
-# Functions that run once per fit are interpreted: compiling them would take longer than every call together.
+# Compiling these functions would take longer than all their calls.
 PYTHON_MODE = Mode(linker="py", optimizer="fast_compile")
-# For what is called at a few points: graphs as they were written, which take longer to simplify than to call.
+# For calls at a few points: simplifying the graph would take longer than the calls.
 AS_WRITTEN = Mode(linker="py", optimizer="merge")
 
 
 def python_function(inputs: Sequence[Any], outputs: Any, mode: Mode = PYTHON_MODE) -> Callable[..., Any]:
     """Build an interpreted function: no compilation, slow per call, fast with large arrays.
 
-    PyTensor keeps a function's intermediate values in the function, so threads take turns.
+    PyTensor keeps intermediate values in the function, so threads take turns.
     """
     function = pytensor.function(list(inputs), outputs, mode=mode, on_unused_input="ignore")
     if any(isinstance(node.op, OpFromGraph) for node in function.maker.fgraph.apply_nodes):
@@ -90,7 +90,7 @@ def python_function(inputs: Sequence[Any], outputs: Any, mode: Mode = PYTHON_MOD
     lock = threading.Lock()
 
     def call(*values: Any) -> Any:
-        # Far from a density's mass numbers overflow; who asked there looks at what comes back.
+        # Far from a density's mass numbers overflow; callers check the result.
         with lock, np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             return function(*values)
 
@@ -113,8 +113,8 @@ def over_draws(variables: Sequence[Any], outputs: Sequence[Any]) -> Callable[...
 
 
 def _vectorised(many: dict[Any, Any], outputs: Sequence[Any], count: Any) -> list[Any]:
-    found = []
-    for one, output in zip(outputs, vectorize_graph(list(outputs), many), strict=True):
-        constant = output.type.ndim == one.type.ndim  # without parameters: the same for every draw
-        found.append(pt.broadcast_to(output, (count, *output.shape)) if constant else output)
-    return found
+    vectorised = []
+    for single, output in zip(outputs, vectorize_graph(list(outputs), many), strict=True):
+        constant = output.type.ndim == single.type.ndim  # without parameters: the same for every draw
+        vectorised.append(pt.broadcast_to(output, (count, *output.shape)) if constant else output)
+    return vectorised

@@ -1,4 +1,4 @@
-"""What single rows say of the parameters: slopes of each row's log density, exact, along directions of φ and θ."""
+"""Scores of single rows: exact derivatives of each row's log density along directions of φ and θ."""
 
 from __future__ import annotations
 
@@ -36,25 +36,24 @@ from fedppl.model.same import graph_key
 from fedppl.types import Array
 
 _Along = Callable[..., Sequence[Array]]
-# Calls that are interpreted before slopes are compiled, as after three or four requests. Compiling takes two seconds
-# and spares nine tenths of each call: not worth it for who asks at a point or two, as most tests do, and once a
-# declaration where a site is asked in run after run, which finds it on disk.
+# Interpreted calls before slopes are compiled, as after three or four requests. Compiling takes two seconds and saves
+# nine tenths of each call: too much for one or two points. A later run of a site finds the compiled code on disk.
 _OFTEN = 150
-_SAME = 1e-9  # relative, of the same sums in another order
+_SAME = 1e-9  # relative difference of equal sums in another order
 _ALGEBRA = ("canonicalize", "stabilize", "uncanonicalize")
 
 
 class RowScores(NamedTuple):
-    """Of a template: which terms of its density are not of single rows, and slopes of those that are."""
+    """Terms of a template's density that are not sums over rows, and slopes of those that are."""
 
     joint: tuple[str, ...]
-    along: _Along | None  # along(x, V (k, p), *inputs): slopes (k, n) of each outcome; inputs but these are a client's
-    elsewhere: _Along | None  # the same of other inputs, which may index what is not there: that has to be an error
-    graph: tuple[Sequence[Any], Sequence[Any]]  # its inputs, and densities of outcomes
+    along: _Along | None  # along(x, V (k, p), *inputs): slopes (k, n) of each outcome; inputs are a client's
+    elsewhere: _Along | None  # the same for other inputs; indices out of bounds raise an error
+    graph: tuple[Sequence[Any], Sequence[Any]]  # inputs, and densities of outcomes
 
 
 def row_scores(client: ClientModel) -> RowScores:
-    """Built once a template; interpreted, and compiled where it is called often or an earlier process has done so."""
+    """Row scores of a template, interpreted; compiled if called often, or if compiled code is on disk."""
     return client.template.once("row scores", lambda: _build(client))
 
 
@@ -67,9 +66,9 @@ def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
 
 
 def by_length(along: _Along | None, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
-    """The same by length of outcomes, from what is `along` or `elsewhere` in `row_scores`.
+    """Slopes by the length of outcomes, with `along` or `elsewhere` of `row_scores`.
 
-    Entries that stand in one row of an outcome are one, and so are those of outcomes with as many rows.
+    Entries of one row are added, over outcomes with equal numbers of rows too.
     """
     rows: dict[int, Array] = {}
     for terms in along(x, directions, *inputs) if along else ():
@@ -103,14 +102,14 @@ def _build(client: ClientModel) -> RowScores:
 
 
 def _graphs(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Directional slopes, by way of a product that is linear in its weights, whose own slopes they are."""
+    """Directional slopes of each row, as gradients of a weighted sum by its weights."""
     direction, many = pt.vector("direction"), pt.matrix("directions")
     outputs = []
     for density in by_row:
         weights = pt.vector("weights")
         gradient = pt.grad(pt.dot(weights, density), x, disconnected_inputs="ignore")
         slope = pt.grad(pt.dot(gradient, direction), weights, disconnected_inputs="ignore")
-        (slope,) = clone_replace([slope], {weights: pt.zeros_like(density)})  # on which no slope depends
+        (slope,) = clone_replace([slope], {weights: pt.zeros_like(density)})  # the slopes do not depend on weights
         (along,) = vectorize_graph([slope], {direction: many})
         outputs.append(pt.broadcast_to(along, (many.shape[0], density.shape[0])))
     return [x, many, *inputs], outputs
@@ -125,7 +124,7 @@ def _interpreted(arguments: Sequence[Any], outputs: Sequence[Any], simpler: Call
         if len(known) == 1:
             try:
                 return known[0](*values)
-            except Exception:  # of a rewrite that does not hold: as the graph was written, and slower
+            except Exception:  # a rewrite failed: use the graph as it was written, which is slower
                 known.append(interpreted.python_function(arguments, outputs, interpreted.AS_WRITTEN))
         return known[1](*values)
 
@@ -133,7 +132,7 @@ def _interpreted(arguments: Sequence[Any], outputs: Sequence[Any], simpler: Call
 
 
 def _compiled_in_time(slowly: _Along, compiled: Callable[[bool], list[_Along]]) -> tuple[_Along, _Along]:
-    """The same, compiled at a call where that is worth it, or kept on disk; and whatever of both is there."""
+    """A function that is compiled after many calls or read from disk, and one that uses the compiled code if any."""
     known: list[_Along] = []
     calls = itertools.count()
 
@@ -142,48 +141,48 @@ def _compiled_in_time(slowly: _Along, compiled: Callable[[bool], list[_Along]]) 
 
     def along(*values: Any) -> Sequence[Array]:
         if not known and (number := next(calls)) in (0, _OFTEN):
-            known.extend(found for found in compiled(number == _OFTEN) if _agree(found, slowly, values))
+            known.extend(function for function in compiled(number == _OFTEN) if _agree(function, slowly, values))
         return either(*values)
 
     return along, either
 
 
 def _agree(one: _Along, other: _Along, values: Sequence[Any]) -> bool:
-    """Whether two say the same at a point: some rewrites do not hold, and say so at a call."""
+    """Whether two functions agree at a point; some rewrites are wrong, or fail at a call."""
     try:
         pairs = zip(one(*values), other(*values), strict=True)
         return all(np.allclose(a, b, rtol=_SAME, atol=_SAME * np.max(np.abs(b), initial=0.0)) for a, b in pairs)
-    except Exception:  # of code that somebody else wrote
+    except Exception:  # of compiled code
         return False
 
 
 def _compiled(
     arguments: Sequence[Any], outputs: Sequence[Any], simpler: Callable[[], list[Any]], anew: bool
 ) -> list[_Along]:
-    """One function; none where there is none on disk, or Numba has no code for one of the operations."""
+    """One compiled function; none if there is none on disk, or Numba has no code for an operation."""
     types, key = [(v.type.dtype, v.type.ndim) for v in arguments], graph_key(arguments, outputs)
-    # What rewrites algebra has been at work, and begun again it does not end on slopes of a formula with two effects.
-    # Of these the first way makes an operation of more parts than Numba takes; the second has a third of the speed.
-    for left_out in (_ALGEBRA, (*_ALGEBRA, "specialize"))[: 2 if anew else 1]:
+    # Algebraic rewrites were applied before; again they do not terminate on slopes of a formula with two effects. For
+    # these the first way makes an operation with too many inputs for Numba; the second has a third of the speed.
+    for excluded in (_ALGEBRA, (*_ALGEBRA, "specialize"))[: 2 if anew else 1]:
 
-        def compiled(left_out: tuple[str, ...] = left_out) -> tuple[Callable[..., Any], bool]:
+        def compiled(excluded: tuple[str, ...] = excluded) -> tuple[Callable[..., Any], bool]:
             if not anew:
                 raise LookupError
-            ours = mode().excluding(*left_out)
-            return inlined(pytensor.function(arguments, simpler(), mode=ours, on_unused_input="ignore").vm.jit_fn)
+            numba_mode = mode().excluding(*excluded)
+            return inlined(pytensor.function(arguments, simpler(), mode=numba_mode, on_unused_input="ignore").vm.jit_fn)
 
         try:
             with without_notices():
                 return [unpacked_function(compiled, types, key)]
-        except Exception:  # whatever PyTensor or Numba says of an operation, interpreted it is computed
+        except Exception:  # an operation that PyTensor or Numba cannot compile is interpreted
             continue
     return []
 
 
 def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
-    """Graphs in their stable form, of what NumPy computes for whole arrays: what it has not, Python does by element."""
-    # Two shapes of nothing but zeros need not be equal, which the one takes for granted; the other does not end on
-    # slopes of censored outcomes with a scale, nor the third where outcomes are constants.
+    """Numerically stable graphs of operations that NumPy has: others would be computed element by element in Python."""
+    # The first assumes that arrays of zeros have equal shapes; the second does not terminate on slopes of censored
+    # outcomes with a scale, nor the third where outcomes are constants.
     excluded = ("local_merge_alloc", "local_greedy_distributor", "local_mul_zero")
     wanted = {"include": ("canonicalize", "stabilize"), "exclude": excluded}
     simpler = rewrite_graph(clone_replace(list(outputs)), **wanted)  # a copy: rewrites change the graph itself
@@ -198,23 +197,22 @@ def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
             graph.replace(node.outputs[0], same, import_missing=True)
         elif isinstance(scalar, Cast):
             given, wanted = (v.type.dtype for v in (*node.inputs, *node.outputs))
-            if wanted in ("float64", "int64") and np.can_cast(given, wanted):  # where a product with one casts
+            if wanted in ("float64", "int64") and np.can_cast(given, wanted):  # a product with 1 casts
                 same = node.inputs[0] * pt.constant(1, dtype=wanted)
                 graph.replace(node.outputs[0], same, import_missing=True)
     return list(graph.outputs)
 
 
-# Whether each row's term reads no row but its own: by the graph, and so at all points and for all data ----------------
+# Whether each row's term reads its own row alone, by the graph and so for all points and data -------------------------
 
-_MIXED = -1  # in the place of the axis along which a variable has rows; None where it reads none of them
+_MIXED = -1  # in place of the axis of rows of a variable; None for a variable that reads no rows
 _WHOLE = slice(None, None, None)
 
 
 def rows_apart(client: ClientModel, lengths: Collection[int]) -> bool:
-    """Whether outcomes' terms are f(row, x) of the containers with so many rows, and other terms read none of these.
+    """Whether outcomes' terms are f(row, x) of the containers with `lengths` rows, and other terms read none of these.
 
-    Constants that have an entry for each row are no part of f. Of what is not known to keep rows apart it is said that
-    it does not.
+    Constants with an entry per row are not allowed in f. An unknown operation counts as one that mixes rows.
     """
     values = client.inputs[: len(client.template.parts.data)]
     places = tuple(place for place, value in enumerate(values) if value.ndim and len(value) in lengths)
@@ -236,15 +234,15 @@ def _rows_apart(client: ClientModel, places: Collection[int]) -> bool:
 
 
 def _axis(node: Apply[Any], axes: list[int | None]) -> int | None:
-    """Along which axis what is computed has rows, from those of what it is computed from."""
+    """Axis of rows of a node's outputs, from those of its inputs."""
     op, (first, *others) = node.op, axes or [None]
     if all(axis is None for axis in axes):
         return None
-    if not type(op).__module__.startswith(("pytensor.", "pymc.")):  # of a class that says it is one of these
+    if not type(op).__module__.startswith(("pytensor.", "pymc.")):  # a subclass of another package
         return _MIXED
     if isinstance(op, Shape | Shape_i):
         return None
-    if isinstance(op, CheckAndRaise):  # what is checked of all rows together is no part of the value
+    if isinstance(op, CheckAndRaise):  # a check of all rows does not change the value
         return first
     if type(op) is Elemwise:
         return _beside(node.inputs, axes)
@@ -277,7 +275,7 @@ def _axis(node: Apply[Any], axes: list[int | None]) -> int | None:
 
 
 def _beside(variables: Sequence[Variable], axes: Sequence[int | None]) -> int:
-    """Rows beside rows, or beside what is the same for all of them."""
+    """Axis of rows of an elementwise operation or a join: other inputs are equal for all rows."""
     (axis, *more) = {axis for axis in axes if axis is not None}
     if more or axis == _MIXED:
         return _MIXED
@@ -294,7 +292,7 @@ def _is_same(variable: Variable, axis: int) -> bool:
 
 
 def _of_index(node: Apply[Any], axes: list[int | None]) -> int:
-    """Entries of what has no rows, each chosen by one row: indices of the first axes, a number a row."""
+    """Axis of entries that are selected by one index per row from an array without rows."""
     indices = node.inputs[1:]
     is_whole = any(isinstance(index, slice) for index in getattr(node.op, "idx_list", None) or ())
     known = all(isinstance(v.type, TensorType) and v.type.ndim == 1 and v.type.dtype != "bool" for v in indices)

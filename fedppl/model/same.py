@@ -39,112 +39,116 @@ _SharedAndLocal = tuple[Sequence[Variable], Sequence[Variable]]
 
 
 def _inlined(outputs: Sequence[Any]) -> list[Any]:
-    """The same graphs with what PyTensor made of several operations (`pt.diag`, `kron`) taken apart."""
-    found = list(outputs)
+    """Inline operations that are graphs themselves (`pt.diag`, `kron`)."""
+    graphs = list(outputs)
     while True:
-        nodes = [v.owner for v in ancestors(found) if v.owner is not None and isinstance(v.owner.op, OpFromGraph)]
+        nodes = [v.owner for v in ancestors(graphs) if v.owner is not None and isinstance(v.owner.op, OpFromGraph)]
         if not nodes:
-            return found
+            return graphs
         op, inputs = nodes[0].op, nodes[0].inputs
         graph = op.fgraph.unfreeze() if hasattr(op.fgraph, "unfreeze") else op.fgraph
         inner = clone_replace(graph.outputs, dict(zip(graph.inputs, inputs, strict=True)))
-        found = clone_replace(found, dict(zip(nodes[0].outputs, inner, strict=True)))
+        graphs = clone_replace(graphs, dict(zip(nodes[0].outputs, inner, strict=True)))
 
 
 def same_computations(a: Sequence[Any], b: Sequence[Any], in_a: Sequence[Any], in_b: Sequence[Any]) -> bool:
-    """Whether graphs a of inputs in_a compute what graphs b of inputs in_b do, and have the same gradients.
+    """Whether graphs a of inputs in_a and graphs b of inputs in_b compute the same values and gradients.
 
-    PyTensor before 3 takes no two operations that are graphs themselves for equal: those are compared by their inside,
-    where this is all that they are.
+    PyTensor before 3 never finds operations equal that are graphs themselves: these are inlined and compared, where
+    the inner graph is all of their meaning.
     """
-    ours, theirs = operations(a), operations(b)
-    if any(has_own_gradient(op) for op in (*ours, *theirs)):
+    ops_a, ops_b = operations(a), operations(b)
+    if any(has_own_gradient(op) for op in (*ops_a, *ops_b)):
         return False
     if equal_computations(list(a), list(b), in_xs=list(in_a), in_ys=list(in_b)):
         return True
-    inside, inside_b = ([op for op in ops if isinstance(op, OpFromGraph)] for ops in (ours, theirs))
-    if not any(not hasattr(op.fgraph, "unfreeze") for op in (*inside, *inside_b)):
+    inner_a, inner_b = ([op for op in ops if isinstance(op, OpFromGraph)] for ops in (ops_a, ops_b))
+    if not any(not hasattr(op.fgraph, "unfreeze") for op in (*inner_a, *inner_b)):
         return False
-    # Of a random variable the inside is how it is drawn; its density depends on its class, which of a distribution of
-    # the user's own is another one in each model.
-    drawn, drawn_b = ([type(op) for op in ops if isinstance(op, SymbolicRandomVariable)] for ops in (inside, inside_b))
-    if Counter(drawn) != Counter(drawn_b):
+    # The inner graph of a random variable draws it; its density depends on its class, and a user's distribution has a
+    # new class in each model.
+    drawn_a, drawn_b = (
+        [type(op) for op in ops if isinstance(op, SymbolicRandomVariable)] for ops in (inner_a, inner_b)
+    )
+    if Counter(drawn_a) != Counter(drawn_b):
         return False
     return bool(equal_computations(_inlined(a), _inlined(b), in_xs=list(in_a), in_ys=list(in_b)))
 
 
 def operations(outputs: Sequence[Any]) -> list[Any]:
-    """All operations of graphs, and those that operations are made of: of graphs, of numbers, of single entries."""
+    """All operations of graphs, and the inner operations of these."""
     waiting = list({v.owner: v.owner.op for v in ancestors(list(outputs)) if v.owner is not None}.values())
-    found = []
+    ops = []
     while waiting:
         op = waiting.pop()
-        found.append(op)
+        ops.append(op)
         waiting += [getattr(op, name) for name in ("scalar_op", "core_op") if hasattr(op, name)]
-        found += operations(op.fgraph.outputs) if hasattr(op, "fgraph") else []
-    return found
+        ops += operations(op.fgraph.outputs) if hasattr(op, "fgraph") else []
+    return ops
 
 
 _OVERRIDES = ("lop_overrides", "grad_overrides", "rop_overrides", "pullback_overrides", "pushforward_overrides")
 
 
 def has_own_gradient(op: Any) -> bool:
-    """Whether an operation may have another gradient than one that PyTensor takes for equal."""
+    """Whether an operation may have another gradient than one that PyTensor finds equal to it."""
     if isinstance(op, GradClip | GradScale):
         return True
     return isinstance(op, OpFromGraph) and any(getattr(op, name, None) is not None for name in _OVERRIDES)
 
 
 def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
-    """Whether two builds declare the same variables of their containers; False where that cannot be seen at once.
+    """Whether two builds declare the same variables of their containers; False where this quick test cannot tell.
 
-    The declared graphs are compared, random variables in them. A log density need not be derived for that, which takes
-    ten times as long as building the model does. Dims that are open in `a` may differ in length.
+    The declared graphs with their random variables are compared, without deriving a log density, which takes ten times
+    as long as building the model. Dims that are open in `a` may differ in length.
     """
-    one, other = a.model, b.model
-    if names(a) != names(b) or one.named_vars_to_dims != other.named_vars_to_dims:
+    model_a, model_b = a.model, b.model
+    if names(a) != names(b) or model_a.named_vars_to_dims != model_b.named_vars_to_dims:
         return False
-    ours, theirs = _graph.lengths(one), _graph.lengths(other)
-    if ours.keys() != theirs.keys() or any(ours[dim] != theirs[dim] for dim in ours.keys() - a.open.keys()):
+    lengths_a, lengths_b = _graph.lengths(model_a), _graph.lengths(model_b)
+    if lengths_a.keys() != lengths_b.keys() or any(
+        lengths_a[dim] != lengths_b[dim] for dim in lengths_a.keys() - a.open.keys()
+    ):
         return False
-    pairs = list(zip(one.basic_RVs, other.basic_RVs, strict=True))
-    if any(one.rvs_to_values[rv].type.dtype != other.rvs_to_values[as_rv].type.dtype for rv, as_rv in pairs):
+    pairs = list(zip(model_a.basic_RVs, model_b.basic_RVs, strict=True))
+    if any(model_a.rvs_to_values[rv_a].type.dtype != model_b.rvs_to_values[rv_b].type.dtype for rv_a, rv_b in pairs):
         return False
-    if not all(_alike(one.rvs_to_transforms[rv], other.rvs_to_transforms[as_rv]) for rv, as_rv in pairs):
+    if not all(_alike(model_a.rvs_to_transforms[rv_a], model_b.rvs_to_transforms[rv_b]) for rv_a, rv_b in pairs):
         return False
-    declared, as_declared = declared_outputs(one), declared_outputs(other)
-    random, as_random = streams(declared), streams(as_declared)
-    if len(random) != len(as_random):
+    outputs_a, outputs_b = declared_outputs(model_a), declared_outputs(model_b)
+    streams_a, streams_b = streams(outputs_a), streams(outputs_b)
+    if len(streams_a) != len(streams_b):
         return False
-    inputs = [*a.data, *random, *(one.dim_lengths[dim] for dim in ours)]
-    as_inputs = [*b.data, *as_random, *(other.dim_lengths[dim] for dim in ours)]
-    return same_computations(declared, as_declared, inputs, as_inputs)
+    inputs_a = [*a.data, *streams_a, *(model_a.dim_lengths[dim] for dim in lengths_a)]
+    inputs_b = [*b.data, *streams_b, *(model_b.dim_lengths[dim] for dim in lengths_a)]
+    return same_computations(outputs_a, outputs_b, inputs_a, inputs_b)
 
 
 def _surely_same_prior(a: _graph.Parts, b: _graph.Parts) -> bool:
-    """Whether two builds declare the prior of what is shared alike; False where that cannot be seen at once."""
-    terms, as_terms = list(a.prior_terms), list(b.prior_terms)
-    if [v.name for v in terms] != [v.name for v in as_terms]:
+    """Whether two builds declare the same shared prior; False where this quick test cannot tell."""
+    terms_a, terms_b = list(a.prior_terms), list(b.prior_terms)
+    if [v.name for v in terms_a] != [v.name for v in terms_b]:
         return False
     pairs = list(zip(a.shared, b.shared, strict=True))
     if not all(_alike(a.model.rvs_to_transforms[rv], b.model.rvs_to_transforms[as_rv]) for rv, as_rv in pairs):
         return False
-    lengths, as_lengths = _lengths_read(a, terms), _lengths_read(b, as_terms)
-    if [name for name, _ in lengths] != [name for name, _ in as_lengths]:
+    lengths_a, lengths_b = _lengths_read(a, terms_a), _lengths_read(b, terms_b)
+    if [name for name, _ in lengths_a] != [name for name, _ in lengths_b]:
         return False
-    inputs = [*streams(terms), *(length for _, length in lengths)]
-    as_inputs = [*streams(as_terms), *(length for _, length in as_lengths)]
-    return len(inputs) == len(as_inputs) and same_computations(terms, as_terms, inputs, as_inputs)
+    inputs_a = [*streams(terms_a), *(length for _, length in lengths_a)]
+    inputs_b = [*streams(terms_b), *(length for _, length in lengths_b)]
+    return len(inputs_a) == len(inputs_b) and same_computations(terms_a, terms_b, inputs_a, inputs_b)
 
 
 def _lengths_read(parts: _graph.Parts, outputs: Sequence[Any]) -> list[tuple[tuple[str, int], Any]]:
-    """Dims whose lengths outputs are computed from, with these lengths as they are now."""
+    """Dims whose lengths outputs are computed from, with their present lengths."""
     read, sizes = set(ancestors(outputs)), _graph.lengths(parts.model)
     return [((dim, sizes[dim]), v) for dim, v in parts.model.dim_lengths.items() if v in read and dim in sizes]
 
 
 def names(parts: _graph.Parts) -> list[Any]:
-    """Names of a model's variables, by what they are, and types of its containers."""
+    """Names of a model's variables by their role, and types of its containers."""
     model = parts.model
     groups = (model.basic_RVs, model.potentials, model.deterministics, parts.shared, parts.local, model.observed_RVs)
     named = [[v.name for v in group] for group in groups]
@@ -152,18 +156,18 @@ def names(parts: _graph.Parts) -> list[Any]:
 
 
 def declared_outputs(model: Any) -> list[Any]:
-    """All that a model computes, as it was declared."""
+    """All outputs that a model declares."""
     observed = [model.rvs_to_values[rv] for rv in model.observed_RVs]
     return [*model.basic_RVs, *model.potentials, *model.deterministics, *observed]
 
 
 def streams(outputs: Sequence[Any]) -> list[Any]:
-    """Random variables' streams, in the order of the graph: each build has its own, and no density reads them."""
+    """Generators of random variables in the order of the graph: each build has its own, and no density reads them."""
     return [v for v in ancestors(outputs) if v.owner is None and isinstance(v.type, RandomType)]
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether transforms, or what they hold, are the same as far as can be seen."""
+    """Whether transforms, or their attributes, are surely the same."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -188,9 +192,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _reads_globals(function: FunctionType) -> bool:
-    """Whether a function reads what may have been another value when another one of its code was made."""
+    """Whether a function reads global values, which may have changed between two functions of the same code."""
     named = inspect.getclosurevars(function).globals.values()
-    return any(not isinstance(one, ModuleType | FunctionType | BuiltinFunctionType | type) for one in named)
+    return any(not isinstance(value, ModuleType | FunctionType | BuiltinFunctionType | type) for value in named)
 
 
 def same_graph(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
@@ -204,7 +208,7 @@ def same_types(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
 
 
 def same_prior(a: _graph.Parts, shared_a: Sequence[Variable], b: _graph.Parts, shared_b: Sequence[Variable]) -> bool:
-    """Whether two builds give the shared variables one prior, to the last constant."""
+    """Whether two builds give the shared variables the same prior, with equal constants."""
     if list(shared_a) == list(shared_b) and _surely_same_prior(a, b):
         return True
     of_a, of_b = _graph.prior_graph(a, shared_a), _graph.prior_graph(b, shared_b)
@@ -212,7 +216,7 @@ def same_prior(a: _graph.Parts, shared_a: Sequence[Variable], b: _graph.Parts, s
 
 
 def same_outputs(a: _graph.Parts, variables_a: _SharedAndLocal, b: _graph.Parts, variables_b: _SharedAndLocal) -> bool:
-    """Whether two builds compute the same constrained variables and deterministics of their data containers."""
+    """Whether two builds compute the same constrained variables and deterministics."""
     public = [v.name for v in _graph.computed_from_shared(a)]
     for only_shared in (True, False):
         x_a, inputs_a, names_a, outputs_a = _graph.constrained_graph(a, *variables_a, public, only_shared=only_shared)
@@ -223,9 +227,11 @@ def same_outputs(a: _graph.Parts, variables_a: _SharedAndLocal, b: _graph.Parts,
 
 
 def same_constants(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two graphs hold the same numbers, but for the small integers that shapes and axes are computed with."""
-    ours, theirs = ({_number(v) for v in ancestors(_inlined(graph)) if isinstance(v, Constant)} for graph in (a, b))
-    return (ours ^ theirs) <= {None}
+    """Whether two graphs have the same constants, except small integers, which shapes and axes are computed with."""
+    numbers_a, numbers_b = (
+        {_number(v) for v in ancestors(_inlined(graph)) if isinstance(v, Constant)} for graph in (a, b)
+    )
+    return (numbers_a ^ numbers_b) <= {None}
 
 
 def _number(constant: Any) -> tuple[str, tuple[int, ...], bytes] | None:
@@ -238,25 +244,25 @@ def _number(constant: Any) -> tuple[str, tuple[int, ...], bytes] | None:
 def same_values(a: Callable[..., Any], b: Callable[..., Any], examples: Sequence[tuple[int, tuple[Any, ...]]]) -> bool:
     """Whether two log densities of x agree at random points, for each number of coordinates and inputs.
 
-    For graphs of one function in several forms: the shapes that PyTensor infers come in an order that changes from
-    build to build (a covariance matrix over a client's rows).
+    One function may have graphs in several forms: the order in which PyTensor infers shapes changes from build to build
+    (a covariance matrix over a client's rows).
     """
     rng = np.random.default_rng(0)
-    seen = False
+    compared = False
     for size, inputs in examples:
         for _ in range(_POINTS):
             x: Array = rng.normal(size=size)
             try:
-                ours, theirs = float(a(x, *inputs)), float(b(x, *inputs))
+                value_a, value_b = float(a(x, *inputs)), float(b(x, *inputs))
             except (ValueError, TypeError, IndexError, AssertionError, ArithmeticError, np.linalg.LinAlgError):
                 continue
-            if not np.isclose(ours, theirs, rtol=1e-9, atol=1e-9, equal_nan=True):
+            if not np.isclose(value_a, value_b, rtol=1e-9, atol=1e-9, equal_nan=True):
                 return False
-            seen = seen or bool(np.isfinite(ours))
-    return seen
+            compared = compared or bool(np.isfinite(value_a))
+    return compared
 
 
-# A key for a graph as it was declared, by which code that an earlier process compiled is found again ------------------
+# Keys of graphs as they were declared, by which a process finds code that an earlier one compiled ---------------------
 
 # PyTensor names what it compiles by the graph after its rewrites. These take most of a second, and their order, and so
 # the name, may depend on the seed of Python's hashes, which each process draws anew.
@@ -267,48 +273,48 @@ _TYPES = (TensorType, ScalarType, NoneTypeT, SliceType, RandomGeneratorType)  # 
 _NUMPY_TYPES = (np.ndarray, np.generic)
 
 
-class Untold(Exception):
-    """Something in a graph whose text says too little of what it does."""
+class NoKey(Exception):
+    """A part of a graph whose text does not determine what it computes."""
 
 
 def graph_key(inputs: Sequence[PyTensorVariable], outputs: Sequence[PyTensorVariable]) -> str | None:
-    """Digest of graphs and of all that decides what is compiled of them; None where that cannot be told."""
+    """Digest of graphs and of all that determines their compiled code; None where a part has no key."""
     places: dict[PyTensorVariable, str] = {variable: f"input {i}" for i, variable in enumerate(inputs)}
     try:
         digest = hashlib.sha256(repr((_compiled_by(), [_of_type(variable.type) for variable in inputs])).encode())
         for number, node in enumerate(io_toposort(list(inputs), list(outputs))):
             for variable in node.inputs:
                 if isinstance(variable, Constant) and variable not in places:
-                    places[variable] = f"{_of_type(variable.type)} {told(variable.data)}"
-            read = (told(node.op), [places[variable] for variable in node.inputs])
+                    places[variable] = f"{_of_type(variable.type)} {value_key(variable.data)}"
+            read = (value_key(node.op), [places[variable] for variable in node.inputs])
             digest.update(repr((read, [_of_type(variable.type) for variable in node.outputs])).encode())
             places |= {variable: f"{number} {i}" for i, variable in enumerate(node.outputs)}
         digest.update(repr([places[variable] for variable in outputs]).encode())
-    except (Untold, KeyError):  # a variable that is neither given nor computed has a value of its own
+    except (NoKey, KeyError):  # such as a shared variable, which has a value
         return None
     return digest.hexdigest()
 
 
 @functools.cache
 def _compiled_by() -> tuple[str, ...]:
-    """Versions and settings, and our own code that has a say in it."""
+    """Versions, settings, and digests of our code that determine compiled code."""
     import pymc
 
     here = Path(__file__).parent
-    own = [hashlib.sha256((here / name).read_bytes()).hexdigest() for name in ("compiled.py", "template.py")]
+    digests = [hashlib.sha256((here / name).read_bytes()).hexdigest() for name in ("compiled.py", "template.py")]
     flags = [str(getattr(config, name)) for name in ("floatX", "numba__fastmath", "cast_policy")]
-    return (pytensor.__version__, pymc.__version__, *flags, *own)
+    return (pytensor.__version__, pymc.__version__, *flags, *digests)
 
 
 def _of_type(of: Type) -> str:
     """A type of tensors by its dtype and static shape."""
     if type(of) not in _TYPES:
-        raise Untold
+        raise NoKey
     return f"{type(of).__name__} {getattr(of, 'dtype', '')} {getattr(of, 'shape', '')}"
 
 
-def told(value: Any) -> str:
-    """A value in words that are the same in each process, and different for what computes something else."""
+def value_key(value: Any) -> str:
+    """A text of a value that is the same in each process, and differs where something else is computed."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | slice):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, np.dtype):
@@ -317,62 +323,59 @@ def told(value: Any) -> str:
         array = np.ascontiguousarray(value)
         return f"{array.dtype.str} {np.shape(value)} {hashlib.sha256(array.tobytes()).hexdigest()}"
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(told, value))}]"
+        return f"[{', '.join(map(value_key, value))}]"
     if isinstance(value, frozenset | set):
-        return f"{{{', '.join(sorted(map(told, value)))}}}"
+        return f"{{{', '.join(sorted(map(value_key, value)))}}}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{told(key)}: {told(one)}' for key, one in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{value_key(key)}: {value_key(item)}' for key, item in value.items()))}}}"
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        return named(value)
+        return name_key(value)
     if isinstance(value, Type):
         return _of_type(value)
-    if (
-        isinstance(value, OpFromGraph) and type(value) is not OpFromGraph
-    ):  # such as `pt.diag`, whose class says the rest
+    if isinstance(value, OpFromGraph) and type(value) is not OpFromGraph:  # such as `pt.diag`: class and inner graph
         inner = graph_key(value.fgraph.inputs, value.fgraph.outputs)
         if inner is None or has_own_gradient(value):
-            raise Untold
-        return f"{named(type(value))} {inner} {_props(value)}"
+            raise NoKey
+        return f"{name_key(type(value))} {inner} {_props(value)}"
     if isinstance(value, Op) and not isinstance(value, HasInnerGraph) and hasattr(value, "__props__"):
-        # What makes two operations of a class equal, and so does of what is compiled of them.
-        return f"{named(type(value))} {_props(value)}"
-    # Of anything else only what an object of PyTensor or PyMC holds in plain sight says what it does: not a method, nor
-    # a class that keeps what it has where it cannot be read.
-    hidden = any(vars(one).get("__slots__") for one in type(value).__mro__)
+        # Operations of a class are equal, compiled too, where these attributes are.
+        return f"{name_key(type(value))} {_props(value)}"
+    # Any other object has a key only if it is of PyTensor or PyMC, and all its state is in __dict__.
+    hidden = any(vars(item).get("__slots__") for item in type(value).__mro__)
     in_sight = type(value).__module__.startswith(_OPEN) and hasattr(value, "__dict__") and not hidden
     if isinstance(value, HasInnerGraph | PyTensorVariable) or not in_sight:
-        raise Untold
-    held = {name: one for name, one in vars(value).items() if name not in ("tag", "name")}
-    return f"{named(type(value))} {told(held)}"
+        raise NoKey
+    attributes = {name: item for name, item in vars(value).items() if name not in ("tag", "name")}
+    return f"{name_key(type(value))} {value_key(attributes)}"
 
 
 def _props(op: Any) -> str:
-    return told({name: getattr(op, name) for name in getattr(op, "__props__", ())})
+    return value_key({name: getattr(op, name) for name in getattr(op, "__props__", ())})
 
 
-def named(value: Any) -> str:
-    """A class or a function by its name, where that says what it is."""
+def name_key(value: Any) -> str:
+    """Name of a class or a function, where the name determines it."""
     module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
     if not name or "<" in name or not f"{module}.".startswith(_OURS):
-        raise Untold
-    found: Any = sys.modules.get(module)
+        raise NoKey
+    target: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not value:  # it was given the name of another
-        raise Untold
+        target = getattr(target, part, None)
+    if target is not value:  # another object has this name
+        raise NoKey
     return f"{module}.{name}"
 
 
-# A name for what a builder does, by its code and what that reads: known before it is called on anybody's rows ---------
+# A key of a builder by its code and what the code reads, known before it is called on data ----------------------------
 
 _OUR_CODE = "fedppl"  # known by its version
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis))
 
 
 def code_key(builder: Any) -> str:
-    """Digest of a function's code, defaults, closure and the globals of its own package; of an object its attributes.
+    """Digest of a function's code, defaults, closure and globals of its own package, or of an object's attributes.
 
-    The same in every process. Two builders with one key may still differ in what they read of files.
+    It is the same in every process. Builders with one key may still differ in files that they read.
 
     >>> one, same, other = (functools.partial(np.power, exponent) for exponent in (2, 2, 3))
     >>> code_key(one) == code_key(same), code_key(one) == code_key(other)
@@ -389,7 +392,7 @@ def _package(value: Any) -> str:
 
 
 def _parts(value: Any, package: str, seen: dict[int, Any]) -> Iterator[bytes]:
-    """Bytes that tell a value from others; what was met before, and what other packages have, by name."""
+    """Bytes that identify a value; values met before, and those of other packages, are identified by name."""
     if isinstance(value, _PLAIN):
         yield repr(value).encode(errors="surrogatepass")
         return
@@ -406,29 +409,29 @@ def _parts(value: Any, package: str, seen: dict[int, Any]) -> Iterator[bytes]:
         yield repr((array.dtype.str, array.shape)).encode()
         yield repr(array.tolist()).encode(errors="surrogatepass") if array.dtype.hasobject else array.tobytes()
     elif isinstance(value, FunctionType) and _package(value) == package and package != _OUR_CODE:
-        known = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
-        # What a module fills while it runs, such as a cache, is another at each call.
-        found = {name: one for name, one in known if not isinstance(one, dict | list | set)}
+        global_values = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
+        # Containers that a module fills while it runs, such as a cache, change between calls.
+        read = {name: item for name, item in global_values if not isinstance(item, dict | list | set)}
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        for part in (value.__code__, value.__defaults__, value.__kwdefaults__, cells, found):
+        for part in (value.__code__, value.__defaults__, value.__kwdefaults__, cells, read):
             yield from _parts(part, package, seen)
     elif isinstance(value, functools.partial):
         yield from _parts([value.func, value.args, value.keywords], _package(value.func), seen)
     elif isinstance(value, MethodType):
         yield from _parts([value.__func__, value.__self__], package, seen)
     elif isinstance(value, Mapping):
-        for name, one in value.items():
+        for name, item in value.items():
             yield from _parts(name, package, seen)
-            yield from _parts(one, package, seen)
+            yield from _parts(item, package, seen)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _parts(one, package, seen)
+        for item in value:
+            yield from _parts(item, package, seen)
     elif isinstance(value, set | frozenset):
         yield repr(sorted(map(repr, value))).encode()
     elif isinstance(value, type | ModuleType | FunctionType):
         yield f"{_package(value)} {getattr(value, '__qualname__', getattr(value, '__name__', ''))}".encode()
     elif dataclasses.is_dataclass(value):
-        yield from _parts([getattr(value, one.name) for one in dataclasses.fields(value)], package, seen)
+        yield from _parts([getattr(value, item.name) for item in dataclasses.fields(value)], package, seen)
     elif type(value).__module__.partition(".")[0] == package and package != _OUR_CODE:
         yield from _parts(getattr(value, "__dict__", {}), package, seen)
     else:
@@ -438,5 +441,5 @@ def _parts(value: Any, package: str, seen: dict[int, Any]) -> Iterator[bytes]:
 def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # of a variable that is set later
+    except ValueError:  # a variable that is set later
         return False

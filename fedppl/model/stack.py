@@ -1,8 +1,7 @@
-"""Many clients of one template, their arrays one after the other: what a model of each would hold, without an object
-for each.
+"""Many clients of one template with concatenated arrays, without an object per client.
 
-Some of the clients are enrolled one by one, with all checks; what these share, and what may differ from client to
-client only by rows, holds for the others, whose arrays are checked as one.
+Some clients are enrolled one by one with all checks. The others have the same model and differ in their rows alone;
+their arrays are checked together.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Stack:
 
     table: Table  # their rows
     declaration: FederatedModel  # what was declared
-    like: ClientModel  # one of them, enrolled
-    packs: Packs  # their arrays as the kernel reads them
-    starts: Array  # where searches for modes of θ begin, (K, d)
+    like: ClientModel  # an enrolled client of them
+    packs: Packs  # their packed arrays
+    starts: Array  # starting values of searches for modes of θ, (K, d)
 
     @property
     def client_ids(self) -> tuple[str, ...]:
@@ -54,31 +53,31 @@ class Stack:
         return len(self.table.client_ids)
 
     def some(self, places: Sequence[int] | NDArray[np.int64]) -> Sequence[ClientModel]:
-        """Clients at these places as others know them."""
+        """Models of the clients at these places."""
         return [self.model(int(k)) for k in places]
 
     def model(self, k: int) -> ClientModel:
-        """The client in place k as others know it."""
+        """Model of the client in place k."""
         return self.declaration.with_data(self.like, self.table.client_ids[k], self.table.rows(k))
 
 
-# Means and sds (K, r) of what a kernel makes of (φ, θ), over points (S, m) of φ about a center (m,).
+# Means and sds (K, r) of a kernel's outputs at (φ, θ), over points (S, m) of φ about a center (m,).
 MomentsFn = Callable[[Stack, Callable[..., Any], int, Array, Array], tuple[Array, Array]]
 
 
 class ClientsOf(Mapping[str, ClientModel]):
-    """Clients of a stack by id; each is made when it is asked for. `moments` computes those of all at once."""
+    """Models of a stack's clients by id, made on demand. `moments` computes moments at all clients at once."""
 
     def __init__(self, stack: Stack, moments: MomentsFn) -> None:
         self._stack, self._moments = stack, moments
         self._where = {client_id: k for k, client_id in enumerate(stack.table.client_ids)}
 
     def __getitem__(self, client_id: str) -> ClientModel:
-        """Make the client."""
+        """Make the client's model."""
         return self._stack.model(self._where[client_id])
 
     def __contains__(self, client_id: object) -> bool:
-        """Whether there is such a client; none is made."""
+        """Whether there is such a client; no model is made."""
         return client_id in self._where
 
     def __iter__(self) -> Iterator[str]:
@@ -91,44 +90,46 @@ class ClientsOf(Mapping[str, ClientModel]):
 
     @property
     def like(self) -> ClientModel:
-        """One of them, that was enrolled."""
+        """An enrolled client of them."""
         return self._stack.like
 
     @property
     def stack(self) -> Stack:
-        """All of them, side by side."""
+        """The stack."""
         return self._stack
 
     def arrays(self) -> dict[str, Any]:
-        """All their rows, and where each one's begin."""
+        """Rows of all clients, and where each client's rows begin."""
         return {**self._stack.table.columns, "": self._stack.table.begins}
 
     def observed(self) -> dict[str, Any]:
-        """Columns that are observed, with a row for each of all clients'."""
+        """Observed columns with the rows of all clients."""
         parts, table = self._stack.like.template.parts, self._stack.table
         names = sorted(container.name for container in _graph.observed_through(parts))
         return {"begins": table.begins, **{name: np.asarray(table.columns[name]) for name in names}}
 
     def moments(self, points: Array, center: Array) -> dict[str, tuple[Array, Array]]:
-        """By variable the means and sds (K, ...) at all clients, over points (S, m) of φ with equal weights."""
+        """Means and sds (K, ...) at all clients by variable, over points (S, m) of φ with equal weights."""
         counts = self._stack.table.counts
         outputs = _outputs_of(self._stack.some([int(np.argmin(counts)), int(np.argmax(counts))]))
         if not outputs.names:
             return {}
         sizes = [int(np.prod(shape, dtype=int)) for shape in outputs.shapes]
-        found = self._moments(self._stack, outputs.kernel, sum(sizes), points, center)
+        both = self._moments(self._stack, outputs.kernel, sum(sizes), points, center)
         ends = np.cumsum(sizes)[:-1]
-        of = zip(outputs.names, outputs.shapes, *(np.split(one, ends, axis=1) for one in found), strict=True)
-        return {name: (mean.reshape(-1, *shape), sd.reshape(-1, *shape)) for name, shape, mean, sd in of}
+        by_variable = zip(
+            outputs.names, outputs.shapes, *(np.split(array, ends, axis=1) for array in both), strict=True
+        )
+        return {name: (mean.reshape(-1, *shape), sd.reshape(-1, *shape)) for name, shape, mean, sd in by_variable}
 
 
 def samples(clients: Mapping[str, Any]) -> Iterable[Any]:
-    """Clients that tell what does not hang on rows: of those that lie side by side one, else all."""
+    """Clients for what does not depend on rows: one of a stack, else all."""
     return (clients.like,) if isinstance(clients, ClientsOf) else clients.values()
 
 
 def why_not(clients: Sequence[ClientModel]) -> str:
-    """What keeps clients like these from being one stack, in the words of a log; nothing where nothing does."""
+    """Why clients like these cannot be one stack, for a log; empty if they can."""
     first = clients[0]
     if any(client.template is not first.template for client in clients) or not first.template.parts.data:
         return "clients do not share one compiled density"
@@ -142,7 +143,7 @@ def why_not(clients: Sequence[ClientModel]) -> str:
     if len(first.inputs) > len(first.template.parts.data) + free or (
         free and _shapes_follow_values(first.template.parts)
     ):
-        return "shapes of variables depend on data, which of clients that are not enrolled nobody computes"
+        return "shapes of variables depend on data, and are computed for enrolled clients alone"
     if any(
         len({len(np.atleast_1d(one)) for one in client.inputs[: len(client.inputs) - free]}) > 1 for client in clients
     ):
@@ -151,7 +152,7 @@ def why_not(clients: Sequence[ClientModel]) -> str:
 
 
 def _shapes_follow_values(parts: _graph.Parts) -> bool:
-    """Whether the shape of a local variable may depend on what data hold, or on how many rows, not on columns alone."""
+    """Whether the shape of a local variable may depend on values or numbers of rows of data, not on columns alone."""
     inputs, wanted = _graph.initial_graphs(parts)
     of_local = [value.shape for value in wanted[len(parts.shared) :] if value.type.ndim]
     waiting, seen = list(rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()), set()
@@ -163,20 +164,20 @@ def _shapes_follow_values(parts: _graph.Parts) -> bool:
         if variable in seen or node is None:
             continue
         if isinstance(node.op, Shape_i) and node.op.i and node.inputs[0] in inputs:
-            continue  # all clients of a table have as many columns
+            continue  # all clients of a table have the same columns
         seen.add(variable)
         waiting.extend(node.inputs)
     return False
 
 
 def stacked(declaration: FederatedModel, table: Table, like: ClientModel) -> Stack:
-    """Put clients' arrays one after the other, as the kernel reads them.
+    """Pack the arrays of all clients of a table.
 
     Raises `DataError` where a column holds what its container cannot, naming the client.
     """
     parts = like.template.parts
     observed = _graph.observed_through(parts)
-    held = []
+    arrays = []
     for container in parts.data:
         column = np.asarray(table.columns[container.name])
         if container in observed and not np.all(np.isfinite(column)):
@@ -188,40 +189,40 @@ def stacked(declaration: FederatedModel, table: Table, like: ClientModel) -> Sta
                 odd = np.argwhere(column.astype(container.type.dtype) != column)
             _refuse(declaration, table, int(odd[0][0]))
             raise
-        held.append(np.ascontiguousarray(cast))
+        arrays.append(np.ascontiguousarray(cast))
     starts = np.tile(like.initial, (len(table.client_ids), 1))
-    return Stack(table, declaration, like, _packed(held, table.begins, like.inputs[len(held) :]), starts)
+    return Stack(table, declaration, like, _packed(arrays, table.begins, like.inputs[len(arrays) :]), starts)
 
 
 def _refuse(declaration: FederatedModel, table: Table, row: int) -> None:
-    """Have the client of a row refused with the words of whoever enrols it alone."""
+    """Raise the error of enrolling the client of this row alone."""
     k = int(np.searchsorted(table.begins, row, side="right")) - 1
     declaration.enrol({table.client_ids[k]: table.rows(k)})
 
 
-def _packed(held: Sequence[Array], begins: NDArray[np.int64], shapes: Sequence[Array]) -> Packs:
-    """Arrays (N, ...) of all clients as `pack` packs one client's, each followed by shapes that all have alike."""
+def _packed(arrays: Sequence[Array], begins: NDArray[np.int64], shapes: Sequence[Array]) -> Packs:
+    """Pack arrays (N, ...) of all clients as `pack` does one client's, with shapes that all share at the end."""
     count, rows = len(begins) - 1, np.diff(begins)
-    kinds = [bool(np.issubdtype(array.dtype, np.floating)) for array in held]
-    widths = [int(np.prod(array.shape[1:], dtype=int)) for array in held]
+    kinds = [bool(np.issubdtype(array.dtype, np.floating)) for array in arrays]
+    widths = [int(np.prod(array.shape[1:], dtype=int)) for array in arrays]
     filled = {True: np.zeros(count, dtype=np.int64), False: np.zeros(count, dtype=np.int64)}
     where, firsts = [], []
-    for array, real, width in zip(held, kinds, widths, strict=True):
+    for array, real, width in zip(arrays, kinds, widths, strict=True):
         firsts.append(filled[real])
         where += [filled[real], filled[real] + rows * width, rows, *(np.full(count, n) for n in array.shape[1:])]
         filled[real] = filled[real] + rows * width
-    alike = np.concatenate([np.zeros(0, dtype=np.int64), *shapes])
+    tail = np.concatenate([np.zeros(0, dtype=np.int64), *shapes])
     begin = filled[False]
     for shape in shapes:
         where += [filled[False], filled[False] + len(shape), np.full(count, len(shape))]
         filled[False] = filled[False] + len(shape)
     at = {real: np.concatenate([[0], np.cumsum(filled[real])]) for real in (True, False)}
     reals, integers = np.zeros(at[True][-1]), np.zeros(at[False][-1], dtype=np.int64)
-    for array, real, width, first in zip(held, kinds, widths, firsts, strict=True):
-        # A client's rows stay together: where they begin in its buffer, less where they begin in the table.
+    for array, real, width, first in zip(arrays, kinds, widths, firsts, strict=True):
+        # Offset of a client's rows: where they begin in its buffer, less where they begin in the table.
         moved = np.repeat(at[real][:-1] + first - begins[:-1] * width, rows * width)
         (reals if real else integers)[moved + np.arange(begins[-1] * width)] = array.reshape(-1)
-    integers[(at[False][:-1] + begin)[:, None] + np.arange(len(alike))] = alike
+    integers[(at[False][:-1] + begin)[:, None] + np.arange(len(tail))] = tail
     places = np.stack(where, axis=1)
     return Packs(
         reals,
@@ -232,26 +233,33 @@ def _packed(held: Sequence[Array], begins: NDArray[np.int64], shapes: Sequence[A
 
 
 class Outputs(NamedTuple):
-    """Variables whose shapes are the same at all clients."""
+    """Variables whose shapes are equal at all clients."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    kernel: Callable[..., Any]  # of x = (φ, θ) and a client's packed data: all entries, one after the other
+    kernel: Callable[..., Any]  # of x = (φ, θ) and a client's packed data: all entries, concatenated
 
 
 def _outputs_of(clients: Sequence[ClientModel]) -> Outputs:
-    """Local variables and deterministics of clients like these, but those that have an entry for each row."""
+    """Local variables and deterministics whose shapes are equal at these clients, which no entry per row has."""
     first = clients[0]
     shapes = [
-        {name: value.shape[1:] for name, value in one.constrain(np.zeros((1, one.shared_size)), one.initial).items()}
-        for one in clients
+        {
+            name: value.shape[1:]
+            for name, value in shapes_of.constrain(np.zeros((1, shapes_of.shared_size)), shapes_of.initial).items()
+        }
+        for shapes_of in clients
     ]
     parts, shared = first.template.parts, first.layout.variables
     x, inputs, names, outputs = _graph.constrained_graph(
         parts, shared, first.local, first.template.public.names, only_shared=False
     )
-    told = [name for name in names if all(one[name] == shapes[0][name] for one in shapes)]
-    flat = [pt.as_tensor(one).ravel().astype("float64") for n, one in zip(names, outputs, strict=True) if n in told]
+    same_names = [name for name in names if all(shapes_of[name] == shapes[0][name] for shapes_of in shapes)]
+    flat = [
+        pt.as_tensor(shapes_of).ravel().astype("float64")
+        for n, shapes_of in zip(names, outputs, strict=True)
+        if n in same_names
+    ]
     vector = pt.concatenate([pt.zeros(0), *flat])
 
     def compiled() -> tuple[Callable[..., Any], bool]:
@@ -260,4 +268,4 @@ def _outputs_of(clients: Sequence[ClientModel]) -> Outputs:
     types = [(v.type.dtype, v.type.ndim) for v in inputs]
     with without_notices():
         kernel = vector_kernel(compiled, types, graph_key([x, *inputs], [vector]))
-    return Outputs(tuple(told), tuple(shapes[0][name] for name in told), kernel)
+    return Outputs(tuple(same_names), tuple(shapes[0][name] for name in same_names), kernel)

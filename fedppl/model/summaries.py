@@ -1,7 +1,7 @@
-"""Clients that give a summary of their rows: builders for them, likelihoods for your own, and summaries for formulas.
+"""Clients that give a summary of their rows: builders, likelihoods for your own builders, and summaries for formulas.
 
-A builder here is made of one function of yours, which declares in an open PyMC model what all clients share and what is
-this client's own, and returns the quantity that the summary is of. The builder for clients with rows calls it too.
+A builder here is made from one function of yours. It declares shared and local variables in the open PyMC model, and
+returns the quantity that the summary estimates. The builder for clients with rows calls it too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Effects = Callable[[], Any]
 
 @dataclass(frozen=True, eq=False)
 class _Builder:
-    """A builder by what it calls its data, how these are checked, and the likelihood of what `effects` returns."""
+    """A builder: names and checks of its data, and the likelihood of what `effects` returns."""
 
     kind: str
     effects: Effects
@@ -42,16 +42,16 @@ class _Builder:
 
     @property
     def __name__(self) -> str:
-        """How messages call it."""
+        """Name in messages."""
         return f"summaries.{self.kind}({builder_name(self.effects)})"
 
     @property
     def __signature__(self) -> Any:
-        """The names of its data."""
+        """Arguments: the names of its data."""
         return inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in self.names])
 
     def read(self, client_id: str, data: Any) -> Any:
-        """A client's summary, checked; what is none is refused where clients are."""
+        """A client's summary, checked; other data are refused when clients enrol."""
         what = f"client {client_id!r}"
         named = frames.named(data, self.names, what)
         if not isinstance(named, Mapping) or set(named) != set(self.names):
@@ -61,22 +61,22 @@ class _Builder:
     def __call__(self, **data: Any) -> pm.Model:
         """One client's model."""
         with pm.Model(coords=None if self.coords is None else dict(self.coords)) as model:
-            held = [pm.Data(name, data[name]) for name in self.names]
-            self.likelihood(self.effects(), *held)
+            containers = [pm.Data(name, data[name]) for name in self.names]
+            self.likelihood(self.effects(), *containers)
         return model
 
 
 def estimate(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = None) -> Callable[..., pm.Model]:
     """Builder for clients that give an estimate and its covariance.
 
-    Their data are ``estimate``, a number or (p,), and ``covariance``, a variance, the variances (p,) of independent
-    estimates, or (p, p). A standard error is squared before.
+    Their data are ``estimate``, a number or (p,), and ``covariance``: a variance (a squared standard error), the
+    variances (p,) of independent estimates, or (p, p).
 
     Parameters
     ----------
     effects
-        Function without arguments: it declares what all share and a client's own variables in the open model, and
-        returns what is estimated, a scalar, (p,), or a list of scalars.
+        Function without arguments that declares shared and local variables in the open model, and returns what is
+        estimated: a scalar, (p,), or a list of scalars.
     coords
         Coords of the model.
 
@@ -107,8 +107,8 @@ def estimate(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = N
 
     Notes
     -----
-    *When this fails.* An estimate that was shrunk, by a prior or a penalty, has had that prior already: give maximum
-    likelihood estimates, or a posterior's divided by its prior.
+    *When this fails.* An estimate that was shrunk by a prior or a penalty counts that prior twice: give maximum
+    likelihood estimates, or divide a posterior by its prior.
     """
     return _Builder("estimate", _function(effects), coords, ("estimate", "covariance"), _checked_estimate, normal)
 
@@ -117,7 +117,7 @@ def grid(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = None)
     """Builder for clients that give the log-likelihood of one quantity on a grid.
 
     Their data are ``grid``, increasing values of the quantity (n,), at least five, and ``log_likelihood``, (n,), up to
-    a constant; `interpolated` says what it is between and beyond them. A profile or partial likelihood may stand there.
+    a constant; `interpolated` describes it between and beyond them. A profile or partial likelihood is allowed.
 
     Parameters
     ----------
@@ -175,8 +175,8 @@ def two_by_two(
     effects
         As in `estimate`; it returns the log odds ratio, a scalar.
     baseline
-        Function without arguments that declares the log odds of the reference arm, where the builder for rows gives
-        it another prior than N(0, 2.5²), or shares something about it.
+        Function without arguments that declares the log odds of the reference arm, where the builder for rows has
+        another prior than N(0, 2.5²), or shared parameters of it.
     coords
         Coords of the model.
 
@@ -204,10 +204,10 @@ def two_by_two(
 
     Notes
     -----
-    *When this fails.* A table is not adjusted: where other clients bring rows, and their effect is adjusted for what
-    the arms differ in, the two log odds ratios are not the same quantity. With few events the prior of the reference
-    arm has a say, N(0, 2.5²) by default. Small counts may tell who is meant: a client's rules on disclosure hold for
-    tables, too.
+    *When this fails.* A table is not adjusted: where other clients have rows, and their effect is adjusted for
+    differences between the arms, the two log odds ratios are different quantities. With few events the prior of the
+    reference arm matters, N(0, 2.5²) by default. Small counts may identify persons: a client's rules on disclosure hold
+    for tables, too.
     """
     start = None if baseline is None else _function(baseline)
     arms = functools.partial(_arms, baseline=start)
@@ -222,33 +222,33 @@ def _function(effects: Any) -> Effects:
     if not callable(effects):
         raise DeclarationError(
             f"{shown(effects)} is no function; pass one without arguments that declares the variables and returns the "
-            "quantity that the summary is of."
+            "quantity of the summary."
         )
-    found: Effects = effects
-    return found
+    function: Effects = effects
+    return function
 
 
 def _numbers(values: Any, name: str, what: str) -> Array:
-    """Finite numbers."""
+    """Check that values are finite numbers."""
     try:
-        found = np.asarray(values, dtype=float)
+        array = np.asarray(values, dtype=float)
     except (TypeError, ValueError) as error:
         raise DataError(f"{what}: {name!r} is {shown(values)}; give numbers.") from error
-    if not np.all(np.isfinite(found)):
-        raise DataError(f"{what}: {name!r} holds {found[~np.isfinite(found)][0]}; give finite numbers.")
-    return found
+    if not np.all(np.isfinite(array)):
+        raise DataError(f"{what}: {name!r} holds {array[~np.isfinite(array)][0]}; give finite numbers.")
+    return array
 
 
 def _checked_estimate(data: Mapping[str, Array], what: str) -> dict[str, Array]:
-    """An estimate (p,) and its covariance (p, p)."""
-    told, spread = np.atleast_1d(data["estimate"]), data["covariance"]
-    if told.ndim > 1 or told.size == 0:
-        raise DataError(f"{what}: 'estimate' has shape {told.shape}; give a number, or a vector of them.")
-    matrix = np.diag(np.atleast_1d(spread)) if spread.ndim < 2 else spread
-    if matrix.shape != (len(told), len(told)):
+    """Check an estimate (p,) and its covariance, and return the covariance as (p, p)."""
+    vector, variances = np.atleast_1d(data["estimate"]), data["covariance"]
+    if vector.ndim > 1 or vector.size == 0:
+        raise DataError(f"{what}: 'estimate' has shape {vector.shape}; give a number, or a vector of them.")
+    matrix = np.diag(np.atleast_1d(variances)) if variances.ndim < 2 else variances
+    if matrix.shape != (len(vector), len(vector)):
         raise DataError(
-            f"{what}: 'covariance' has shape {spread.shape} and 'estimate' {told.shape}; give a variance for each, or "
-            f"a matrix of shape {(len(told), len(told))}."
+            f"{what}: 'covariance' has shape {variances.shape} and 'estimate' {vector.shape}; give variances, or "
+            f"a matrix of shape {(len(vector), len(vector))}."
         )
     if not np.allclose(matrix, matrix.T, rtol=0.0, atol=1e-8 * np.max(np.abs(matrix))):
         raise DataError(f"{what}: 'covariance' is not symmetric.")
@@ -258,14 +258,13 @@ def _checked_estimate(data: Mapping[str, Array], what: str) -> dict[str, Array]:
     if not (np.all(np.diag(matrix) > 0) and smallest > 1e-12):
         raise DataError(
             f"{what}: 'covariance' is not positive definite (the smallest variance is {np.min(np.diag(matrix)):.3g}, "
-            f"the smallest eigenvalue of its correlations {smallest:.3g}); leave out coefficients that others "
-            "determine."
+            f"the smallest eigenvalue of its correlations {smallest:.3g}); drop redundant coefficients."
         )
-    return {"estimate": told, "covariance": matrix}
+    return {"estimate": vector, "covariance": matrix}
 
 
 def _checked_grid(data: Mapping[str, Array], what: str) -> dict[str, Array]:
-    """A grid that increases and covers where the likelihood is largest."""
+    """Check that a grid increases and covers the maximum of the likelihood."""
     points, values = data["grid"], data["log_likelihood"]
     if points.ndim != 1 or points.shape != values.shape or len(points) < POINTS:
         raise DataError(
@@ -276,7 +275,7 @@ def _checked_grid(data: Mapping[str, Array], what: str) -> dict[str, Array]:
         where = int(np.argmin(falls))
         raise DataError(
             f"{what}: 'grid' does not increase: {points[where]:.6g} stands before {points[where + 1]:.6g}, at index "
-            f"{where}; sort it, with its log-likelihood, and leave out what is there twice."
+            f"{where}; sort it with its log-likelihood, and drop duplicates."
         )
     rises = rises_beyond(points, values)
     if max(rises) > RISE:
@@ -289,7 +288,7 @@ def _checked_grid(data: Mapping[str, Array], what: str) -> dict[str, Array]:
 
 
 def _checked_table(data: Mapping[str, Array], what: str) -> dict[str, Array]:
-    """Events and totals of two arms, as whole numbers."""
+    """Check events and totals of two arms, as whole numbers."""
     events, totals = data["events"], data["totals"]
     if events.shape != (2,) or totals.shape != (2,):
         raise DataError(
@@ -313,13 +312,13 @@ def _require_counts(events: Array, totals: Array, what: str) -> None:
 
 @dataclass(frozen=True, eq=False, init=False)
 class Estimate:
-    """What a client of a formula gives in place of rows: an estimate of some of its coefficients.
+    """An estimate of coefficients that a client of a formula gives in place of rows.
 
     Parameters
     ----------
     names
-        Names of the coefficients, as `fedppl.Fit.summary` lists them: ``"Intercept"``, ``"age"``, ``"dose[low]"``; of a
-        term that has one, its name is enough.
+        Names of the coefficients, as `fedppl.Fit.summary` lists them: ``"Intercept"``, ``"age"``, ``"dose[low]"``; the
+        name of a term is enough if it has one coefficient.
     estimate
         Their estimates, (p,).
     covariance
@@ -338,9 +337,9 @@ class Estimate:
 
     Notes
     -----
-    *When this fails.* An estimate that was shrunk, by a prior or a penalty, has had that prior already. One that was
-    adjusted for other columns than the formula's is of another quantity, though it has the same name. With few events
-    the likelihood is skewed, and a normal one with this covariance is not close to it: give a `Table` then.
+    *When this fails.* An estimate that was shrunk by a prior or a penalty counts that prior twice. One that was
+    adjusted for other columns than the formula's is another quantity under the same name. With few events the
+    likelihood is skewed and far from a normal one: give a `Table` then.
     """
 
     names: tuple[str, ...]
@@ -348,39 +347,39 @@ class Estimate:
     covariance: Array
 
     def __init__(self, names: Sequence[str] | str, estimate: Any, covariance: Any) -> None:
-        told = (names,) if isinstance(names, str) else tuple(names)
-        if not all(isinstance(name, str) for name in told) or len(set(told)) < len(told):
+        labels = (names,) if isinstance(names, str) else tuple(names)
+        if not all(isinstance(name, str) for name in labels) or len(set(labels)) < len(labels):
             raise DataError(f"names={shown(names)} must be different names of coefficients.")
         given = {"estimate": estimate, "covariance": covariance}
-        found = _checked_estimate({name: _numbers(v, name, "an estimate") for name, v in given.items()}, "an estimate")
-        if len(found["estimate"]) != len(told):
-            raise DataError(f"{len(told)} names {list(told)} are given, and {len(found['estimate'])} estimates.")
-        object.__setattr__(self, "names", told)
-        object.__setattr__(self, "estimate", found["estimate"])
-        object.__setattr__(self, "covariance", found["covariance"])
+        valid = _checked_estimate({name: _numbers(v, name, "an estimate") for name, v in given.items()}, "an estimate")
+        if len(valid["estimate"]) != len(labels):
+            raise DataError(f"{len(labels)} names {list(labels)} are given, and {len(valid['estimate'])} estimates.")
+        object.__setattr__(self, "names", labels)
+        object.__setattr__(self, "estimate", valid["estimate"])
+        object.__setattr__(self, "covariance", valid["covariance"])
 
     def __repr__(self) -> str:
-        """What it is of."""
+        """List the names of the coefficients."""
         return f"Estimate({list(self.names)})"
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class Table:
-    """What a client of a formula gives in place of rows: numbers of events by one column, a 2 x 2 table for example.
+    """Numbers of events by one column that a client of a formula gives in place of rows, such as a 2 x 2 table.
 
-    It says all that rows of this column would say, and counts as such rows, also where clients agree on levels.
+    It is equivalent to rows with this column, also where clients agree on levels.
 
     Parameters
     ----------
     column
-        The column, the only one that the formula has right of ~.
+        The column, the only one right of ~ in the formula.
     events, totals
-        Level of the column to number of events, and of subjects.
+        Numbers of events, and of subjects, by level of the column.
 
     Raises
     ------
     DataError
-        If the levels of both differ, or counts are none.
+        If the levels of both differ, or values are no counts.
 
     Examples
     --------
@@ -391,7 +390,7 @@ class Table:
 
     Notes
     -----
-    *When this fails.* A table is of one column, and adjusts for nothing else. Small counts may tell who is meant.
+    *When this fails.* A table has one column, and adjusts for nothing else. Small counts may identify persons.
     """
 
     column: str
@@ -400,7 +399,7 @@ class Table:
 
     def __init__(self, column: str, events: Mapping[Any, int], totals: Mapping[Any, int]) -> None:
         if not (isinstance(events, Mapping) and isinstance(totals, Mapping)) or list(events) != list(totals):
-            raise DataError("events and totals of a table are mappings with the same levels in the same order.")
+            raise DataError("events and totals of a table must be mappings with the same levels in the same order.")
         counts = [_numbers(list(one.values()), column, "a table") for one in (events, totals)]
         _require_counts(counts[0], counts[1], "a table")
         object.__setattr__(self, "column", column)
@@ -414,21 +413,21 @@ class Table:
         return {self.column: levels, response: np.array(happened)}
 
 
-# Likelihoods of what a client tells of its rows in their place, declared in the PyMC model that is open ---------------
+# Likelihoods of summaries, declared in the open PyMC model ------------------------------------------------------------
 
 _MARK, _GRID = "fedppl_summary", "grid"
-_ALIKE = Assert("the estimate and what it is of have different lengths")
+_SAME_LENGTH = Assert("the estimate and its quantity have different lengths")
 
 
 def normal(quantity: Any, estimate: Any, covariance: Any, *, name: str = "summary") -> Any:
-    r"""Declare that an estimate is normal about a quantity of the open model.
+    r"""Declare a normal likelihood of an estimate of a quantity of the open model.
 
     .. math:: \hat c \mid c \sim \mathrm N(c, V)
 
     Parameters
     ----------
     quantity
-        What is estimated, a scalar or (p,): a variable, a computation, or a list of scalars.
+        The estimated quantity, a scalar or (p,): a variable, a computation, or a list of scalars.
     estimate
         Its estimate, a scalar or (p,), in a ``pm.Data`` container.
     covariance
@@ -459,20 +458,20 @@ def normal(quantity: Any, estimate: Any, covariance: Any, *, name: str = "summar
 
     Notes
     -----
-    *When this fails.* A likelihood that is skewed, as with few events, is no normal one: give it on a grid.
+    *When this fails.* A skewed likelihood, as with few events, is not normal: give it on a grid.
     """
-    about, told, spread = _stacked(quantity), pt.as_tensor(estimate), pt.as_tensor(covariance)
-    if told.ndim > 1 or about.ndim > 1 or spread.ndim > 2 or (spread.ndim == 2 and told.ndim == 0):
+    about, center, spread = _stacked(quantity), pt.as_tensor(estimate), pt.as_tensor(covariance)
+    if center.ndim > 1 or about.ndim > 1 or spread.ndim > 2 or (spread.ndim == 2 and center.ndim == 0):
         raise DataError(
-            f"an estimate of {told.ndim} dimensions and its covariance of {spread.ndim}, of a quantity of "
+            f"an estimate of {center.ndim} dimensions and its covariance of {spread.ndim}, of a quantity of "
             f"{about.ndim}: give numbers, or a vector with its variances or covariance matrix."
         )
     mean = about
-    if told.ndim:  # PyTensor would repeat the one entry of a scalar
+    if center.ndim:  # PyTensor would broadcast a scalar
         whole = pt.atleast_1d(about)
-        mean = _ALIKE(whole, pt.eq(whole.shape[0], told.shape[0]))
+        mean = _SAME_LENGTH(whole, pt.eq(whole.shape[0], center.shape[0]))
     elif about.ndim:
-        raise DataError("an estimate that is a number is of a quantity that is a vector; give an estimate of each.")
+        raise DataError("the estimate is a number and its quantity a vector; give an estimate of each entry.")
     if spread.ndim < 2:
         return _marked(pm.Normal(name, mean, pt.sqrt(spread), observed=estimate))
     even = pt.all(pt.le(pt.abs(spread - spread.T), 1e-8 * pt.max(pt.abs(spread))))
@@ -481,10 +480,10 @@ def normal(quantity: Any, estimate: Any, covariance: Any, *, name: str = "summar
 
 
 def interpolated(quantity: Any, grid: Any, log_likelihood: Any, *, name: str = "summary") -> Any:
-    """Declare the likelihood of one quantity of the open model, known on a grid.
+    """Declare the likelihood of one quantity of the open model, given on a grid.
 
-    Between the points a smooth interpolation, exact for parabolas, twice differentiable everywhere; beyond the ends it
-    goes on with their slope and curvature, and flattens out where it still rises.
+    Between the points the log-likelihood is interpolated, exactly for parabolas and twice differentiable everywhere.
+    Beyond the ends it continues with their slope and curvature, and flattens out where it still rises.
 
     Parameters
     ----------
@@ -500,7 +499,7 @@ def interpolated(quantity: Any, grid: Any, log_likelihood: Any, *, name: str = "
     Returns
     -------
     TensorVariable
-        The observed variable: `fedppl.Fit.log_evidence` counts the likelihood with the constant that it has.
+        The observed variable; `fedppl.Fit.log_evidence` includes the constant of the log-likelihood.
 
     Raises
     ------
@@ -519,7 +518,7 @@ def interpolated(quantity: Any, grid: Any, log_likelihood: Any, *, name: str = "
     Notes
     -----
     *When this fails.* A grid that is coarse where the likelihood bends, or that ends before the likelihood has fallen:
-    what is beyond it is not known, and goes on as it ends.
+    beyond its ends the likelihood is extrapolated.
     """
     about = _stacked(quantity)
     if about.ndim:
@@ -527,8 +526,8 @@ def interpolated(quantity: Any, grid: Any, log_likelihood: Any, *, name: str = "
     for what, values in (("the grid", grid), ("the log-likelihood", log_likelihood)):
         if pt.as_tensor(values).ndim != 1:
             raise DataError(f"{what} has {pt.as_tensor(values).ndim} dimensions; give a vector.")
-    found = pm.CustomDist(name, about, grid, logp=_on_grid, signature="(),(n)->(n)", observed=log_likelihood)
-    return _marked(found, _GRID)
+    rv = pm.CustomDist(name, about, grid, logp=_on_grid, signature="(),(n)->(n)", observed=log_likelihood)
+    return _marked(rv, _GRID)
 
 
 def binomials(effect: Any, events: Any, totals: Any, *, baseline: Any = None, name: str = "summary") -> Any:
@@ -551,7 +550,7 @@ def binomials(effect: Any, events: Any, totals: Any, *, baseline: Any = None, na
     Returns
     -------
     TensorVariable
-        The observed variable. Its density is that of the counts: of rows, it lacks the binomial coefficients.
+        The observed variable, with the density of the counts; that of rows has no binomial coefficients.
 
     Raises
     ------
@@ -569,9 +568,9 @@ def binomials(effect: Any, events: Any, totals: Any, *, baseline: Any = None, na
 
     Notes
     -----
-    *When this fails.* The table adjusts for nothing: where arms differ in age or severity, θ holds that, too. With few
-    events the default prior of ``baseline`` has a say: give one that fits rare outcomes. Where one arm has no events or
-    nothing but events, θ is bounded by the table on one side alone, and its prior decides the other.
+    *When this fails.* The table adjusts for nothing: differences of the arms in age or severity are part of θ. With few
+    events the default prior of ``baseline`` matters: give one for rare outcomes. Where one arm has no events, or only
+    events, the table bounds θ on one side alone, and its prior on the other.
     """
     about = _stacked(effect)
     if about.ndim:
@@ -581,12 +580,12 @@ def binomials(effect: Any, events: Any, totals: Any, *, baseline: Any = None, na
 
 
 def tells_summary(model: Any) -> bool:
-    """Whether all that is observed in a model is a summary of rows."""
+    """Whether all observed variables of a model are summaries of rows."""
     return bool(model.observed_RVs) and all(hasattr(rv.tag, _MARK) for rv in model.observed_RVs)
 
 
 def tells_grid(model: Any) -> bool:
-    """Whether a likelihood on a grid is observed, from which nothing can be drawn."""
+    """Whether a model has a likelihood on a grid, from which nothing can be drawn."""
     return any(getattr(rv.tag, _MARK, "") == _GRID for rv in model.observed_RVs)
 
 
@@ -596,25 +595,25 @@ def _marked(rv: Any, kind: str = "drawn") -> Any:
 
 
 def _stacked(quantity: Any) -> Any:
-    """One tensor of what a user wrote."""
+    """A quantity as one tensor."""
     if isinstance(quantity, Mapping):
         quantity = list(quantity.values())
     return pt.stack(list(quantity)) if isinstance(quantity, list | tuple) else pt.as_tensor(quantity)
 
 
 def _on_grid(log_likelihood: Any, quantity: Any, grid: Any) -> Any:
-    """Log density that PyMC asks for: the interpolated log-likelihood."""
+    """Log density for PyMC: the interpolated log-likelihood."""
     value = interpolated_logs(quantity, grid, log_likelihood)
     return check_parameters(value, pt.all(pt.gt(grid[1:], grid[:-1])), msg="an increasing grid")
 
 
-# A function that is known at points of one variable, as a graph that is twice differentiable everywhere ---------------
+# Interpolation of a function of one variable, as a graph that is twice differentiable everywhere ----------------------
 
-# Between two points a polynomial of degree five, which has the values, slopes and curvatures at both; slope and
-# curvature at a point are those of the polynomial of degree four through five points around it. So all parabolas, and
-# polynomials up to degree four, come back exactly, no system of equations is solved, and what is far away says nothing.
+# Between two points: the polynomial of degree five with the values, slopes and curvatures at both. Slope and curvature
+# at a point are those of the polynomial of degree four through five points around it. So polynomials up to degree four
+# are reproduced exactly, no system of equations is solved, and distant points have no influence.
 
-POINTS = 5  # as many as a grid needs
+POINTS = 5  # that a grid needs at least
 RISE = 0.1  # the most that a log-likelihood may still rise beyond an end of its grid
 _LEAST = 1e-100
 
@@ -622,8 +621,8 @@ _LEAST = 1e-100
 def interpolated_logs(at: Any, grid: Any, values: Any) -> Any:
     """Value at a scalar `at` of the function that has `values` (n,) at the increasing points `grid` (n,).
 
-    Beyond the grid it goes on with the value, slope and curvature of its end: as a parabola where it falls and is
-    concave, bending into a line where it falls and is convex, and flattening out exponentially where it rises.
+    Beyond the grid it continues with the value, slope and curvature of the end: as a parabola where it falls and is
+    concave, bending into a line where it falls and is convex, flattening out exponentially where it rises.
     """
     place = pt.clip(pt.sum(pt.ge(at, grid)) - 1, 0, grid.shape[0] - 2)
     ends = _derivatives(pt.stack([place, place + 1]), grid, values)
@@ -675,21 +674,21 @@ def _beyond(way: Any, value: Any, slope: Any, curvature: Any, span: Any) -> Any:
     line = slope * way + pt.maximum(curvature, 0.0) * length**2 * (pt.expm1(-way / length) + way / length)
     parabola = slope * way + pt.minimum(curvature, 0.0) * way**2 / 2
     rises = pt.gt(slope, _LEAST)
-    upwards = pt.switch(rises, slope, 1.0)  # what is not chosen below has to have a gradient all the same
+    upwards = pt.switch(rises, slope, 1.0)  # keeps the gradient of the other branch finite
     rate = pt.maximum(-curvature / upwards, 1.0 / span)
     rise = -upwards / rate * pt.expm1(-rate * way)
     return value + pt.switch(rises, rise, pt.switch(pt.gt(curvature, 0.0), line, parabola))
 
 
 def rises_beyond(grid: Array, values: Array) -> tuple[float, float]:
-    """What the function would still rise by beyond the first and the last point; infinite where it bends upwards."""
-    found = []
+    """Rise of the function beyond the first and the last point; infinite where it bends upwards."""
+    rises = []
     for way, points in ((-1.0, slice(None, POINTS)), (1.0, slice(-POINTS, None))):
         ends = grid[points] - grid[0 if way < 0 else -1]
         slope, curvature = divided(values[points], ends)
         outwards, span = way * float(slope), float(grid[-1] - grid[0])
         if outwards * span <= 0.01 * RISE:
-            found.append(0.0)  # a plateau, and what rounding makes of it
+            rises.append(0.0)  # a plateau up to rounding
         else:
-            found.append(outwards**2 / -float(curvature) if curvature < 0 else np.inf)
-    return found[0], found[1]
+            rises.append(outwards**2 / -float(curvature) if curvature < 0 else np.inf)
+    return rises[0], rises[1]

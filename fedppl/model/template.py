@@ -1,4 +1,4 @@
-"""From the user's builder to templates: models of clients, built, taken apart and compiled. Clients share templates."""
+"""From the user's builder to templates: build a client's model, take it apart, compile it. Clients share templates."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fedppl.model._public import Public
 from fedppl.model.checks import containers, mismatch, require_arguments
 from fedppl.model.compiled import Piece, inlined, mode, unpacking_kernel, without_notices
 from fedppl.model.graph import SdsAndPartials, with_sds
-from fedppl.model.same import Untold, graph_key, named, told
+from fedppl.model.same import NoKey, graph_key, name_key, value_key
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 
 class Declared(NamedTuple):
-    """The user's builder, the names of the free variables that all clients share, and the kind of clients it is of."""
+    """The user's builder, the names of the shared free variables, and the kind of its clients."""
 
     builder: Callable[..., Any]
     shared: tuple[str, ...]
@@ -39,28 +39,28 @@ class Declared(NamedTuple):
 
 
 def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:
-    """Call the builder on one client's data; its errors name the client."""
+    """Call the builder on one client's data; errors name the client."""
     require_arguments(client_id, builder, arrays)
     try:
         model = builder(**arrays)
         if isinstance(model, pm.Model):
             with_sds(model)
         return model
-    except DeclarationError as error:  # the builder's own word on its settings
+    except DeclarationError as error:  # the builder refuses its settings
         raise DeclarationError(f"client {client_id!r}: {error}") from error
     except Exception as error:
         shapes = {name: np.shape(value) for name, value in arrays.items()}
         remedy = "Check this client's data against the builder's arguments."
         reals = [name for name, value in arrays.items() if np.asarray(value).dtype.kind == "f"]
         if isinstance(error, TypeError) and "integers" in str(error) and reals:
-            remedy = f"Of reals there are {', '.join(map(repr, reals))}: give as integers what is an index."
+            remedy = f"{', '.join(map(repr, reals))} are real numbers: give an index as integers."
         if "Size length is incompatible" in str(error):
             remedy = (
-                "Outcomes have fewer axes than a parameter of their distribution: give outcomes with as many, (n, 1) "
-                "beside an output (n, 1), or take a column of it, f[:, 0]."
+                "Outcomes have fewer axes than a parameter of their distribution: give outcomes of shape (n, 1) for an "
+                "output (n, 1), or take a column of it, f[:, 0]."
             )
         if twice := [name for name in arrays if f"Variable name {name} already exists" in str(error)]:
-            remedy = f"pm.Data({twice[0]!r}) has that name, as the data do: call the other variable something else."
+            remedy = f"pm.Data({twice[0]!r}) has that name: rename the other variable."
         raise DataError(
             f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: "
             f"{str(error).rstrip('.')}. {remedy}"
@@ -68,7 +68,7 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
 
 
 def parts_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:
-    """Build a client's model and sort it; its containers have to be named like the data."""
+    """Build a client's model and sort its parts; refuse containers that are not named like the data."""
     model = built(declared.builder, client_id, arrays)
     try:
         parts = _graph.dissect(model, declared.shared)
@@ -90,15 +90,15 @@ def parts_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> _
 
 
 def _require_as_given(client_id: str, container: Any, given: Array) -> None:
-    """A client's data are put into the containers, whatever the builder put there: it may not be something else."""
-    held = np.asarray(container.get_value())
-    if held.shape == given.shape and np.allclose(held, given, rtol=1e-6, atol=0.0):
+    """Refuse containers with other values than the data: clients' data replace what the builder put there."""
+    values = np.asarray(container.get_value())
+    if values.shape == given.shape and np.allclose(values, given, rtol=1e-6, atol=0.0):
         return
     name = container.name
     raise DataError(
-        f"client {client_id!r}: the builder puts other values into pm.Data({name!r}) than the data {name!r} have, and "
-        f"those would be lost. Hold the data as they are, {name} = pm.Data({name!r}, {name}), and compute from that, "
-        "or change the data before the fit."
+        f"client {client_id!r}: the builder puts other values into pm.Data({name!r}) than the data {name!r} have. Hold "
+        f"the data as they are, {name} = pm.Data({name!r}, {name}), and compute from that, or change the data before "
+        "the fit."
     )
 
 
@@ -111,14 +111,14 @@ def template_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -
 def opened(
     client_id: str, arrays: Mapping[str, Any], parts: _graph.Parts, lengths: Mapping[str, int | None]
 ) -> Template:
-    """Template of a model in which these lengths are a client's own."""
+    """Template of a model in which these lengths may differ from client to client."""
     parts = parts._replace(open=lengths)
     made = made_of(parts)
     start = make_once(made, "start", lambda: _graph.initial_values(parts))
-    held = containers(client_id, parts, arrays)
+    values = containers(client_id, parts, arrays)
     try:
-        initial = start(*held, *_graph.alone(parts))
-    except NotImplementedError as error:  # of an initial value that would be a draw
+        initial = start(*values, *_graph.alone(parts))
+    except NotImplementedError as error:  # an initial value that would be a draw
         why = str(error).strip().partition("\n")[0]
         raise DeclarationError(
             f"client {client_id!r}: a variable has no starting point ({why}). Declare a prior that can be drawn from, "
@@ -136,17 +136,17 @@ def opened(
             "pm.CustomDist(..., logp=function)."
         ) from error
     except ValueError as error:
-        once = " Give each observed variable data of its own." if "More than one logprob" in str(error) else ""
+        remedy = " Give each observed variable data of its own." if "More than one logprob" in str(error) else ""
         raise DeclarationError(
-            f"client {client_id!r}: PyMC cannot put the model's log density together: {error}.{once}"
+            f"client {client_id!r}: PyMC cannot put the model's log density together: {error}.{remedy}"
         ) from error
-    return Template(parts, (shared, local), graph, start, (*held, *_graph.alone(parts), *shapes(graph, local)), made)
+    return Template(parts, (shared, local), graph, start, (*values, *_graph.alone(parts), *shapes(graph, local)), made)
 
 
 def lengths_of(
     declared: Declared, client_id: str, template: Template, arrays: Mapping[str, Any]
 ) -> tuple[Template, tuple[Any, ...]]:
-    """The template in which this client's lengths are open, and those lengths that no container has."""
+    """The template in which this client's lengths are open, and the lengths that no container has."""
     if template.may_hold_rows(arrays):
         model = parts_of(declared, client_id, arrays).model
         lengths = _graph.open_lengths(template.parts, model)
@@ -165,7 +165,7 @@ def lengths_of(
 
 
 def shapes(graph: _graph.SiteGraph, local: tuple[Variable, ...]) -> tuple[Array, ...]:
-    """Shapes of the local variables that the graph takes for inputs."""
+    """Shapes of the local variables that are inputs of the graph."""
     return tuple(np.asarray(local[i].shape, dtype=np.int64) for i in graph.free_shapes)
 
 
@@ -181,16 +181,16 @@ _lock = threading.Lock()
 
 
 def compilations() -> int:
-    """How many times this process compiled a client's log density. Tests hold it constant over refits."""
+    """Number of log densities that this process compiled. Tests require that refits compile none."""
     return _compiled
 
 
 def make_once(made: dict[Any, Any], name: Any, make: Callable[[], T]) -> T:
-    """What stands under a name, made at first use."""
+    """The value under a name, made at first use."""
     if name not in made:
         made[name] = make()
-    found: T = made[name]
-    return found
+    value: T = made[name]
+    return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,31 +202,31 @@ class Template:
     graph: _graph.SiteGraph
     start: Callable[..., list[Array]]
     example: tuple[Any, ...]  # inputs of the graph at the client built for
-    # What follows from the declaration alone, the same of all builds of one content; what follows from a build.
+    # Caches: what follows from the declaration alone, for all builds of one content; what follows from this build.
     made: dict[Any, Any] = field(default_factory=dict)
     functions: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, name: Any, make: Callable[[], T]) -> T:
-        """What is made at first use, for all clients."""
+        """A value that is made at first use, for all clients."""
         return make_once(self.functions, name, make)
 
     def of_declaration(self, name: Any, make: Callable[[], T]) -> T:
-        """What is made at first use, for all builds that declare the same: it may hold nothing of a client's data."""
+        """A value that is made at first use, for all builds of one content; it may hold no client's data."""
         return make_once(self.made, (name, self.variables[0]), make)
 
     @property
     def kernel(self) -> Callable[..., Any]:
-        """Compiled at first use, so that what can be refused is refused before."""
+        """The compiled log density with its gradient, compiled at first use, after all checks."""
         return self.of_declaration("kernel", lambda: kernel_of(self.graph))
 
     @property
     def density(self) -> Callable[..., Any]:
-        """The log density as a function of x and the arrays themselves, interpreted, for the few calls of checks."""
+        """The log density of x and the arrays, interpreted, for the few calls of checks."""
         arguments = [self.graph.x, *self.graph.inputs]
         return self.of_declaration("density", lambda: interpreted.python_function(arguments, self.graph.logp))
 
     def same_density(self, other: Template) -> bool:
-        """Whether two templates have one log density: by their graphs, or where both can be computed, by values."""
+        """Whether two templates have one log density: by their graphs, else by their values."""
         if _same.same_graph(self.graph, other.graph):
             return True
         if not _same.same_types(self.graph, other.graph):
@@ -240,28 +240,28 @@ class Template:
     def check_indices(self, x: Array, inputs: tuple[Any, ...]) -> float | None:
         """Raise IndexError where data index out of bounds: compiled code would read foreign memory instead.
 
-        The log density there, where it had to be computed for that.
+        Returns the log density at x, where it had to be computed for that.
         """
         return float(self.density(x, *inputs)) if self.indexes_by_data else None
 
     @property
     def indexes_by_data(self) -> bool:
-        """Whether what is compiled may read where nothing is."""
+        """Whether compiled code could read out of bounds."""
         return self.of_declaration("by data", lambda: _graph.indexes_by_data(self.graph))
 
     @property
     def indices(self) -> checks.Indices:
-        """What the model takes from data for an index."""
+        """Indices that the model computes from data."""
         return self.once("indices", lambda: checks.site_indices(self.graph, self.parts))
 
     @property
     def public(self) -> Public:
-        """What of this model may leave a client."""
-        found: Public = self.functions["public"]
-        return found
+        """Deterministics and labels of this model that may leave a client."""
+        public: Public = self.functions["public"]
+        return public
 
     def may_hold_rows(self, arrays: Mapping[str, Any]) -> bool:
-        """Whether the length of a dim may be a client's number of rows: of one build alone that cannot be told."""
+        """Whether the length of a dim may be a client's number of rows, which one build alone does not show."""
         if "compared" in self.functions:
             return False
         fixed = {length for name, length in _graph.lengths(self.parts.model).items() if name not in self.parts.open}
@@ -273,8 +273,8 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
     """Compile x, packed data -> [log density, gradient] in NUMBA mode, callable from other jitted loops."""
     global _compiled
     _compiled += 1
-    # Of pieces of x in place of x itself: what cuts it up, and puts a gradient together, takes as long to compile as
-    # many a model, and is written out in few lines where the data are unpacked.
+    # A graph of pieces of x: cutting x and joining the gradient take as long to compile as many a model, and are a few
+    # lines of the source that unpacks the data.
     variables = [piece.variable for piece in graph.pieces]
     slopes = pt.grad(graph.of_pieces, variables, disconnected_inputs="ignore", return_disconnected="none")
     outputs = [graph.of_pieces, *(slope for slope in slopes if slope is not None)]
@@ -287,57 +287,57 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
     types = [(v.type.dtype, v.type.ndim) for v in graph.inputs]
 
     def compiled() -> tuple[Callable[..., Any], bool]:
-        # A parameter outside its domain is a point of zero density, not an exception in the middle of a search.
-        ours = mode().including("local_check_parameter_to_ninf_switch")
-        return inlined(pytensor.function(inputs, outputs, mode=ours, on_unused_input="ignore").vm.jit_fn)
+        # A parameter outside its domain has zero density, and raises no exception in the middle of a search.
+        numba_mode = mode().including("local_check_parameter_to_ninf_switch")
+        return inlined(pytensor.function(inputs, outputs, mode=numba_mode, on_unused_input="ignore").vm.jit_fn)
 
     with without_notices():
         return unpacking_kernel(compiled, pieces, types, graph_key(inputs, outputs))
 
 
 def kernel_of(graph: _graph.SiteGraph) -> Callable[..., Any]:
-    """Find or compile: a builder made anew (a closure, a factory) does not compile again.
+    """Find the kernel of an equal graph, or compile: a builder that is made anew (a closure) does not compile again.
 
-    Only the site factor is looked up. Names, priors, transforms and deterministics are of each build its own.
+    Only the site factor is looked up. Each build has its own names, priors, transforms and deterministics.
     """
-    # Graphs that compute the same, written differently (one term twice, or once and read twice), may give other last
-    # digits. Names tell them apart, so that a model gives the same bits whatever the process compiled before.
+    # Equal computations that are written differently (one term twice, or once and read twice) may differ in the last
+    # digits. Keys tell them apart, so that a model gives the same bits whatever the process compiled before.
     key = graph_key([graph.x, *graph.inputs], [graph.logp])
     with _lock:
         known = [*_in_use.items(), *_kernels]
-        found = next((k for other, k in known if k[0] == key and _same.same_graph(other, graph)), None)
-        if found is None:
-            found = (key, _compile(graph))
-            _kernels.append((graph, found))
+        entry = next((k for other, k in known if k[0] == key and _same.same_graph(other, graph)), None)
+        if entry is None:
+            entry = (key, _compile(graph))
+            _kernels.append((graph, entry))
             del _kernels[:-_KERNELS_KEPT]
-        _in_use[graph] = found
-        return found[1]
+        _in_use[graph] = entry
+        return entry[1]
 
 
-# What was made of a declaration, kept for other builds of the same: by what they declare, not by who declares it ------
+# Cache of graphs and functions by what a build declares ---------------------------------------------------------------
 
-# A builder is called in every fit, since no look at code tells what it reads: what it gives is looked up, and only the
-# graphs and functions that follow from that alone are not made again. They hold no client's data, which are inputs, but
-# for what a builder makes constants of beside its containers.
+# A builder is called in every fit, since its code does not show what it reads. Its model is looked up, and graphs and
+# functions that follow from the model alone are not made again. They hold no client's data, which are inputs, except
+# data that a builder makes constants.
 
 _KEPT = 32  # declarations, of 1.6 MB each for two priors and a likelihood; a study compares few dozen models
 
 
 def made_of(parts: _graph.Parts) -> dict[Any, Any]:
-    """What was made of this content before, to which more may be added; of what cannot be told, nothing."""
+    """The cache of a build with this content, to which more may be added; an empty one where content has no key."""
     content = content_of(parts)
     return {} if content is None else _made(content)
 
 
-@functools.lru_cache(maxsize=_KEPT)  # it lets threads take turns
+@functools.lru_cache(maxsize=_KEPT)  # thread-safe
 def _made(content: tuple[Any, ...]) -> dict[Any, Any]:
     return {}
 
 
 def content_of(parts: _graph.Parts) -> tuple[Any, ...] | None:
-    """All that a build declares but for the values in its containers; None where something cannot be told.
+    """Key of all that a build declares except its containers' values; None where something has no key.
 
-    Not told are data that are constants of their own in the graph, code of the user's (operations, transforms, log
+    No key have data that are constants in the graph without a container, the user's code (operations, transforms, log
     densities), and starting values that are computed.
     """
     model = parts.model
@@ -348,51 +348,49 @@ def content_of(parts: _graph.Parts) -> tuple[Any, ...] | None:
     inputs = [*parts.data, *_same.streams(outputs), *(model.dim_lengths[dim] for dim in lengths)]
     values = [model.rvs_to_values[rv].type for rv in model.basic_RVs]
     try:
-        held = (
+        keys = (
             graph_key(inputs, outputs),
-            told([[value.dtype, list(value.shape)] for value in values]),
+            value_key([[value.dtype, list(value.shape)] for value in values]),
             tuple(_transform(model.rvs_to_transforms[rv]) for rv in model.basic_RVs),
-            told([model.rvs_to_initial_values[rv] for rv in model.free_RVs]),
+            value_key([model.rvs_to_initial_values[rv] for rv in model.free_RVs]),
         )
-    except Untold:
+    except NoKey:
         return None
-    if held[0] is None:
+    if keys[0] is None:
         return None
     fixed = {dim: length for dim, length in lengths.items() if dim not in parts.open}
-    beside = [_same.names(parts), dict(model.named_vars_to_dims), list(lengths), fixed, dict(parts.open)]
+    more = [_same.names(parts), dict(model.named_vars_to_dims), list(lengths), fixed, dict(parts.open)]
     # A class of the user's may have given one of PyMC's distributions another density.
     densities = tuple(_logprob.dispatch(type(rv.owner.op)) for rv in model.basic_RVs)
-    return (*held, densities, repr([*beside, [v.name for v in parts.prior_terms], bool(model.check_bounds)]))
+    return (*keys, densities, repr([*more, [v.name for v in parts.prior_terms], bool(model.check_bounds)]))
 
 
 def _transform(value: Any) -> Any:
-    """A transform, or what it holds, as something that is equal where it computes the same."""
+    """Key of a transform or an attribute of it; equal keys compute the same."""
     if isinstance(value, list | tuple):
         return tuple(map(_transform, value))
     if isinstance(value, SdsAndPartials):
         return value.name, len(value.own_sd)
     if isinstance(value, Transform):
-        return named(type(value)), tuple((name, _transform(one)) for name, one in sorted(vars(value).items()))
+        return name_key(type(value)), tuple((name, _transform(item)) for name, item in sorted(vars(value).items()))
     if isinstance(value, Constant):
-        return told([value.type, value.data])
+        return value_key([value.type, value.data])
     if isinstance(value, Mapping):
-        return tuple((name, _transform(one)) for name, one in value.items())
-    if isinstance(
-        value, FunctionType
-    ):  # bounds of an interval, written inside of PyMC: its code, and what it closes over
+        return tuple((name, _transform(item)) for name, item in value.items())
+    if isinstance(value, FunctionType):  # bounds of an interval, defined in PyMC: its code, and its closure
         module = sys.modules.get(value.__module__)
         if not f"{value.__module__}.".startswith(f"{pm.__name__}.") or value.__globals__ is not vars(module):
-            raise Untold
+            raise NoKey
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return value.__code__, _transform([*cells, value.__defaults__, value.__kwdefaults__])
-    return told(value)
+    return value_key(value)
 
 
-# Which containers are outcomes, and whether rows without one may be left out: the model is asked, not the user --------
+# Which containers are outcomes, and whether rows without an outcome may be dropped ------------------------------------
 
 
 def outcomes_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the containers that a client's model declares as observed, as they are."""
+    """Names of the containers that are observed in a client's model."""
     parts = parts_of(declared, client_id, arrays)
     return tuple(str(variable.name) for variable in _graph.observed_through(parts))
 
@@ -405,9 +403,9 @@ def require_rows_apart(
     rows: Array,
     outcomes: Sequence[str],
 ) -> None:
-    """Refuse to leave out rows of a model in which the others would then have another density.
+    """Refuse to drop rows if that changes the density of the other rows.
 
-    `filled` are arrays of all rows, and `kept` of those that stay, (n,) bool in `rows`; `outcomes` are observed by row.
+    `filled` are arrays of all rows, `kept` of the rows that stay, (n,) bool in `rows`; `outcomes` are observed by row.
     """
     whole, part = (parts_of(declared, client_id, arrays) for arrays in (filled, kept))
     start, other = whole.model.initial_point(), part.model.initial_point()
@@ -419,7 +417,7 @@ def require_rows_apart(
     try:
         of_rows, rest = _densities(whole, outcomes, point)
         of_kept, rest_of_kept = _densities(part, outcomes, point)
-    except Exception as error:  # of somebody's own model, whose shapes do not go with fewer rows
+    except Exception as error:  # of a user's model that does not accept fewer rows
         raise _refused(client_id, f"there is no density without them ({type(error).__name__})") from error
     for name in outcomes:
         same = of_rows[name].shape[:1] == rows.shape and of_rows[name][rows].shape == of_kept[name].shape
@@ -432,19 +430,18 @@ def require_rows_apart(
 def _densities(
     parts: _graph.Parts, outcomes: Sequence[str], point: Mapping[str, Any]
 ) -> tuple[dict[str, Array], float]:
-    """Log densities of outcomes by container, and of all else."""
+    """Log densities of outcomes by container, and the log density of all else."""
     through = {str(variable.name): rv for variable, rv in _graph.observed_through(parts).items()}
     compiled = parts.model.compile_logp(
-        vars=[through[one] for one in outcomes], sum=False, mode=interpreted.PYTHON_MODE
+        vars=[through[outcome] for outcome in outcomes], sum=False, mode=interpreted.PYTHON_MODE
     )
-    found = {name: np.asarray(value) for name, value in zip(outcomes, compiled(point), strict=True)}
+    densities = {name: np.asarray(value) for name, value in zip(outcomes, compiled(point), strict=True)}
     total = float(parts.model.compile_logp(mode=interpreted.PYTHON_MODE)(point))
-    return found, total - float(sum(np.sum(value) for value in found.values()))
+    return densities, total - float(sum(np.sum(value) for value in densities.values()))
 
 
 def _refused(client_id: str, why: str) -> DataError:
     return DataError(
-        f'client {client_id!r}: missing="drop_outcomes" leaves out rows whose outcome is missing, which is exact where '
-        f"rows stand for themselves, and in this model {why}. Impute outcomes before the fit, declare them as "
-        'variables of the model, or say missing="drop" where that is meant.'
+        f'client {client_id!r}: missing="drop_outcomes" needs rows that are independent, and in this model {why}. '
+        'Impute outcomes before the fit, declare them as variables of the model, or say missing="drop".'
     )
