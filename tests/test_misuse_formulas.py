@@ -87,7 +87,7 @@ ROWS: dict[str, Mistake] = {
     "a number times a column": row(text("y ~ x + 5*z"), "number 5", "I(5*x)"),
     "a smooth of mgcv": row(text("y ~ s(x)"), "'s'", "bs(x", "constants={'s': function}"),
     "a logarithm without np": row(text("y ~ log(x)"), "'log'", "np.log(x)"),
-    "a function that NumPy lacks": row(text("y ~ np.logg(x)"), "'np.logg'", "compute a column"),
+    "a function that NumPy lacks": row(text("y ~ np.logg(x)"), "'np.logg'", "Compute a column"),
     "a quoted column of patsy": row(text("y ~ Q('x')"), "'Q'", "compute a column"),
     "splines of each client": row(text("y ~ bs(x, df=4)"), "knots=", "constants="),
     "splines within a function": row(
@@ -161,7 +161,7 @@ ROWS: dict[str, Mistake] = {
     "effects of a constant": row(of("y ~ (one | site)"), "'one' is 1", "leave it out"),
     "a response of no size": row(of("y ~ x", data=FRAME.assign(y=FRAME["y"] * 1e-200)), "'y'", "another unit"),
     "a constant response": row(of("one ~ x"), "'one' is 1", "response"),
-    "one level": row(of("y ~ arm", data=FRAME.assign(arm="c")), "['c'] alone", "leave it out"),
+    "one level": row(of("y ~ arm", data=FRAME.assign(arm="c")), "only the levels ['c']", "leave it out"),
     "infinity": row(of("y ~ x", data=FRAME.assign(x=[np.inf, *FRAME["x"][1:]])), "client 'a'", "'x' is inf", "drop"),
     "complex numbers": row(of("y ~ x", data=FRAME.assign(x=FRAME["x"] + 1j)), "'x' is complex", "real"),
     "numbers here, texts there": row(

@@ -239,7 +239,7 @@ def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, othe
         counts[OTHER] = counts.get(OTHER, 0) + sum(withheld.values())
     if len(levels) < 2:
         raise DataError(
-            f"column {name!r} has only the levels {levels} with enough rows at all clients. leave it out of the "
+            f"column {name!r} has only the levels {levels} with enough rows at all clients; leave it out of the "
             "formula (an outcome has to vary), name rare levels in formula(levels=...), or lower min_count, also of "
             "sites' policies."
         )

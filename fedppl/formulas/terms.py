@@ -148,7 +148,7 @@ def _response(left: str) -> Response:
     if match is None:
         raise DeclarationError(
             f"the response {left.strip()!r} is not valid; give the name of a column, prop(successes, trials), "
-            'Surv(time, event) or Surv(lower, upper, "interval"), and compute columns such as logarithms before.'
+            'Surv(time, event) or Surv(lower, upper, "interval"); a logarithm is a column of its own.'
         )
     if match["call"] is None:
         return Response("plain", (match["name"].strip("`"),))
