@@ -117,7 +117,6 @@ def judged(
     )
     more_would_do = (
         not trusted
-        and sure
         and is_told
         and max(error, grown) <= _NEAR * most
         and on_declared.chance <= _NEAR * MOST_ERROR
