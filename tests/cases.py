@@ -1,7 +1,7 @@
 """The table of local inferences and the table of algorithms: what is in them is held to what all of them promise.
 
-A new one joins by a row. Calls by hand are held in tests/unit/test_contract.py and tests/test_conformance.py, runs
-through the loop in tests/test_runs.py; what an algorithm promises of its own is tested in its own file.
+A new one joins by a row. Calls by hand are held in tests/unit/test_contract.py and tests/promises/test_conformance.py,
+runs through the loop in tests/promises/test_runs.py; what an algorithm promises of its own is tested in its own file.
 """
 
 from __future__ import annotations

@@ -1,0 +1,276 @@
+"""The example app deployed on loopback with TLS and SuperNode authentication: killed servers, killed sites."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+pytest.importorskip("flwr")
+
+import fedppl
+from fedppl import audit, gaussian
+from fedppl.gaussian import Gaussian
+from tests.support import problems
+
+# In one worker: both tests use the same SuperLink, and ports are taken one after the other.
+pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("deployment")]
+
+APP = Path(__file__).parents[2] / "examples" / "flower_app"
+SITES = ("north", "south", "west")
+
+
+class Deployment(NamedTuple):
+    """A SuperLink and three SuperNodes on loopback."""
+
+    work: Path
+    port: int
+    environment: dict[str, str]
+
+    def shell(self, command: str, timeout: float = 120.0) -> str:
+        """Run a command in the app's folder, with its environment."""
+        done = subprocess.run(
+            ["bash", "-c", f"source ./environment.sh; {command}"],
+            cwd=APP,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def submit(self, name: str, app: Path = APP, **config: Any) -> Path:
+        """Submit a run of an app; its results come to the folder returned."""
+        results = self.work / name
+        values = {"results": str(results), "wait": 120.0, **config}
+        text = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
+        self.shell(f"flwr run {app} loopback --run-config '{text}'")
+        return results
+
+    def status(self) -> str:
+        """Flower's word for the newest run."""
+        listed = json.loads(self.shell("flwr ls loopback --format json"))
+        return str(max(listed["runs"], key=lambda run: run["pending-at"])["status"])
+
+    def log(self, name: str) -> str:
+        """What a process has written so far."""
+        return (self.work / f"{name}.log").read_text(errors="replace")
+
+
+def wait_for(what: str, ready: Callable[[], Any], deployment: Deployment, seconds: float) -> Any:
+    """Look until something is there; if it does not come, say what the logs say."""
+    end = time.monotonic() + seconds
+    while not (found := ready()):
+        if time.monotonic() > end:
+            logs = {name: deployment.log(name)[-3000:] for name in ("superlink", *SITES)}
+            raise AssertionError(f"{what} did not happen within {seconds} s; {logs}")
+        time.sleep(0.5)
+    return found
+
+
+def free_ports(count: int) -> int:
+    """The first of some neighbouring ports that nobody uses."""
+    for first in range(18_200, 19_000, 10):
+        probes = [socket.socket() for _ in range(count)]
+        try:
+            for i, probe in enumerate(probes):
+                probe.bind(("127.0.0.1", first + i))
+            return first
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+    raise AssertionError("no free ports")
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    yield from _deployed(tmp_path_factory.mktemp("deployment"))
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[Deployment]:
+    """Another, whose sites have warm workers."""
+    yield from _deployed(tmp_path, WARM="600")
+
+
+def _deployed(work: Path, **more: str) -> Iterator[Deployment]:
+    root = str(Path(__file__).parents[2])
+    environment = {
+        **os.environ,
+        "WORK": str(work),
+        "PORT": str(port := free_ports(4)),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        **more,
+    }
+    deployed = Deployment(work, port, environment)
+    deployed.shell(f"python make_data.py {work}/data && python make_keys.py {work}/keys")
+    deployed.shell(f"python make_policies.py {work}/policies")
+    for policy in (work / "policies").iterdir():  # all tests together ask more often than a clinic would stand
+        policy.write_text(re.sub("^requests.*", "requests = inf", policy.read_text(), flags=re.MULTILINE))
+    deployed.shell("./start.sh")
+    yield deployed
+    deployed.shell("./stop.sh")
+
+
+@pytest.fixture(scope="module")
+def reference(deployment: Deployment) -> fedppl.Fit:
+    return embedded(deployment.work)
+
+
+def embedded(work: Path) -> fedppl.Fit:
+    """The same declaration, data and seed with the embedded engine, whose clients keep to a policy as sites do."""
+    spec = importlib.util.spec_from_file_location("clinics_declaration", APP / "clinics" / "declaration.py")
+    assert spec is not None and spec.loader is not None
+    declaration = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(declaration)
+    data = {name: declaration.load_csv(work / "data" / f"{name}.csv") for name in SITES}
+    engine = fedppl.InProcess(policy=fedppl.policy.NO_RULES)
+    return fedppl.fit(declaration.MODEL, data, declaration.ALGORITHM, engine=engine, random_seed=1, progressbar=False)
+
+
+def posterior(results: Path) -> tuple[dict[str, Any], Gaussian]:
+    """What the server app wrote."""
+    found = json.loads((results / "fit.json").read_text())
+    return found, Gaussian(np.array(found["linear"]), np.array(found["precision"]))
+
+
+def distance(q: Gaussian, reference: Gaussian) -> float:
+    """Largest difference of means and of sds, in sds of the reference."""
+    sd = gaussian.standard_deviations(reference)
+    means = np.abs(gaussian.mean(q) - gaussian.mean(reference)) / sd
+    return float(max(means.max(), np.abs(gaussian.standard_deviations(q) / sd - 1).max()))
+
+
+@pytest.mark.slow
+def test_a_killed_server_goes_on_in_a_new_run(deployment: Deployment, reference: fedppl.Fit) -> None:
+    """Killed after two rounds, resumed from its checkpoint: equal to the embedded engine's uninterrupted run."""
+    checkpoint = deployment.work / "run.ckpt"
+    deployment.submit("killed", checkpoint=str(checkpoint))
+    wait_for("round 2", lambda: _rounds(checkpoint) >= 2, deployment, 240)
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    servers = [line for line in listed if "flwr-serverapp" in line and f"127.0.0.1:{deployment.port} " in line]
+    assert len(servers) == 1, [line for line in listed if "flwr" in line]
+    server = servers[0]
+    os.kill(int(server.split()[0]), signal.SIGKILL)
+    before = _rounds(checkpoint)
+    results = deployment.submit("resumed", checkpoint=str(checkpoint))
+    wait_for("the end of the resumed run", (results / "fit.json").exists, deployment, 400)
+    found, q = posterior(results)
+    assert found["status"] == "converged"
+    assert found["rounds"] == len(reference.records) > before
+    assert not any(found["failures"])
+    assert_allclose(q.linear, reference.posterior.linear, rtol=1e-12)
+    assert_allclose(q.precision, reference.posterior.precision, rtol=1e-12, atol=1e-14)
+    wait_for("Flower's word", lambda: deployment.status() == "finished:completed", deployment, 60)
+    for site in SITES:  # each has drawn its own posterior, at home
+        assert (deployment.work / "sites" / site / f"{site}.nc").stat().st_size > 10_000
+        assert audit.head(deployment.work / "sites" / site / "audit.jsonl").length > 2 * len(reference.records)
+
+
+def _rounds(checkpoint: Path) -> int:
+    return len(fedppl.storage.checkpoint.read(checkpoint)["records"]) if checkpoint.exists() else 0
+
+
+def _kill_west_in_mid_round(deployment: Deployment, results: Path, checkpoint: Path) -> int:
+    """Kill one of the sites while it computes, restart it blank, wait for the end; returns the round of its death."""
+    seen = deployment.log("west").count("Receiving: train.fedppl")
+    wait_for(
+        "a request of round 2 or later",
+        lambda: deployment.log("west").count("Receiving: train.fedppl") >= seen + 2,
+        deployment,
+        240,
+    )
+    os.kill(int((deployment.work / "west.pid").read_text()), signal.SIGKILL)
+    round_of_death = _rounds(checkpoint) + 1
+    wait_for("a round without the site", lambda: _rounds(checkpoint) >= round_of_death, deployment, 120)
+
+    def ended() -> bool:
+        # refused as long as the SuperLink believes that the old one lives: a supervisor tries again, too
+        if not _lives(int((deployment.work / "west.pid").read_text())):
+            deployment.shell("start_site west $((PORT + 3))")
+        return (results / "fit.json").exists()
+
+    wait_for("the end of the run", ended, deployment, 500)
+    return round_of_death
+
+
+def _lives(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def _went_on_without_west(found: dict[str, Any], round_of_death: int) -> None:
+    failures = [sorted(each) for each in found["failures"]]
+    assert failures[round_of_death - 1] == ["west"]
+    assert failures[-1] == []  # it is back
+    assert found["status"] == "converged"
+
+
+@pytest.mark.slow
+def test_a_killed_site_is_missed_and_comes_back(deployment: Deployment) -> None:
+    """SIGKILL in mid-round: the others go on; restarted blank, it takes part again; the posterior is exact."""
+    checkpoint = deployment.work / "means.ckpt"
+    app = Path(__file__).parents[1] / "deployed"
+    results = deployment.submit("means", app, checkpoint=str(checkpoint), rounds=60, deadline=60.0)
+    round_of_death = _kill_west_in_mid_round(deployment, results, checkpoint)
+    found, q = posterior(results)
+    _went_on_without_west(found, round_of_death)
+    data = {name: _column(deployment.work / "data" / f"{name}.csv") for name in SITES}
+    mean, variance = problems.normal_means_posterior(data)
+    assert_allclose(q.linear / q.precision[0], mean, rtol=1e-8)
+    assert_allclose(1 / q.precision[0, 0], variance, rtol=1e-8)
+    wait_for("Flower's word", lambda: deployment.status() == "finished:completed", deployment, 60)
+    for site in SITES:  # each has drawn its own posterior, at home
+        assert (deployment.work / "sites" / site / f"{site}.nc").stat().st_size > 10_000
+
+
+def _column(path: Path) -> dict[str, Any]:
+    return {"y": np.loadtxt(path, delimiter=",", skiprows=1, usecols=2) / 8.0}
+
+
+@pytest.mark.slow
+def test_a_killed_site_does_not_change_the_example(deployment: Deployment, reference: fedppl.Fit) -> None:
+    """The same with the example's model, which is not Gaussian."""
+    checkpoint = deployment.work / "sites.ckpt"
+    results = deployment.submit("sites", checkpoint=str(checkpoint), rounds=40, deadline=25.0)
+    round_of_death = _kill_west_in_mid_round(deployment, results, checkpoint)
+    found, q = posterior(results)
+    _went_on_without_west(found, round_of_death)
+    assert distance(q, reference.posterior) < 0.02
+
+
+@pytest.mark.slow
+def test_warm_workers_do_not_change_the_example(warm: Deployment, reference: fedppl.Fit) -> None:
+    """One process a site answers all messages: equal to the embedded engine's run."""
+    results = warm.submit("warm")
+    wait_for("the end of the run", (results / "fit.json").exists, warm, 400)
+    found, q = posterior(results)
+    assert found["status"] == "converged" and not any(found["failures"])
+    assert_allclose(q.linear, reference.posterior.linear, rtol=1e-12)
+    assert_allclose(q.precision, reference.posterior.precision, rtol=1e-12, atol=1e-14)
+    wait_for("Flower's word", lambda: warm.status() == "finished:completed", warm, 60)
+    for site in SITES:
+        folder = warm.work / "sites" / site
+        assert (folder / f"{site}.nc").stat().st_size > 10_000
+        assert (folder / "worker" / "log").exists() and not (folder / "worker" / "key").exists()  # concluded
+        assert "no warm worker answers" not in warm.log(site)
+        assert "is replaced" not in warm.log(site)
