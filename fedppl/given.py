@@ -95,6 +95,6 @@ def _with_outcomes(model: FederatedModel, split: Any) -> Any:
     first = str(incomplete[0])
     outcomes = outcomes_of(model.declared, first, whole or gaps.dropped(incomplete[0], by_client[incomplete[0]]))
     kept = gaps.without_outcomes({k: by_client[k] for k in incomplete}, outcomes)
-    part = next(part for part in kept.values() if part is not None)
-    require_rows_apart(model.declared, first, part.filled, part.data, part.rows, part.outcomes)
+    first_kept = next(part for part in kept.values() if part is not None)
+    require_rows_apart(model.declared, first, first_kept.filled, first_kept.data, first_kept.rows, first_kept.outcomes)
     return {k: data if (part := kept.get(k)) is None else part.data for k, data in by_client.items()}
