@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from fedppl.algorithms.sums.estimates import Unit, chance_of_draws, moments_of, tilted
+from fedppl.algorithms.sums.phases import Unit, chance_of_draws, moments_of, tilted
 from fedppl.numerics import surrogate
 from fedppl.numerics.reweighting import declared
 from fedppl.numerics.surrogate import Drawn, Places, Surrogate

@@ -13,18 +13,23 @@ from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.algorithms.ep.correction import uncertain
-from fedppl.algorithms.sums.estimates import (
+from fedppl.algorithms.sums.phases import (
     BY_CHANCE,
+    MOST_DRAWS,
     Estimate,
+    Judged,
     Unit,
+    Weighed,
+    Weighing,
     chance_of,
     chance_of_draws,
+    effort_of,
     moments_of,
     pooled,
     sizes,
     tilted,
+    values_of_batch,
 )
-from fedppl.algorithms.sums.phases import MOST_DRAWS, Judged, Weighed, Weighing, effort_of, values_of_batch
 from fedppl.numerics import importance, region, surrogate
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails

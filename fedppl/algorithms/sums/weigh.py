@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from fedppl import gaussian
-from fedppl.algorithms.sums.estimates import Unit, chance_of_draws, widens
 from fedppl.algorithms.sums.phases import (
     FEW,
     MANY,
@@ -28,10 +27,13 @@ from fedppl.algorithms.sums.phases import (
     Judged,
     Rule,
     Shape,
+    Unit,
     Weighed,
     Weighing,
+    chance_of_draws,
     effort_of,
     values_of_batch,
+    widens,
 )
 from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
 from fedppl.gaussian import Gaussian
