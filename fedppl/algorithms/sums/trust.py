@@ -71,6 +71,18 @@ class _Declared(NamedTuple):
     differ: float  # largest difference of the draws' moments from the stage's estimate
 
 
+class _Errors(NamedTuple):
+    """How far moments may be off, in posterior sds or of log sds."""
+
+    estimate: Estimate
+    heavy: bool  # tails
+    grown: float  # by the last stage, along a heavy tail
+    differ: float  # the draws' moments from the estimate
+    error: float
+    is_off: bool  # draws, by more than chance
+    on_declared: _Declared
+
+
 def judged(
     state: Weighing, through: Surrogate, posterior: Drawn, signed: Array, squares: Array, stream: int, remedy: str
 ) -> Judged:
@@ -81,8 +93,44 @@ def judged(
     assert state.draws is not None
     weights = _weights(state)
     of_stage = _estimate(state, weights, state.draws.posterior.u, state.batch.u, state.shape.unit)
-    shape = state.shape._replace(estimates=(*state.shape.estimates, of_stage))
-    state = state._replace(shape=shape)
+    state = state._replace(shape=state.shape._replace(estimates=(*state.shape.estimates, of_stage)))
+    errors = _errors(state, posterior, weights)
+    tail = second_k(weights.posterior, state.batch.u, weights.posterior)
+    sure = weights.effective > _EVEN or (
+        weights.pareto_k <= importance.limit(len(weights.posterior)) and tail <= MOST_SECOND_K
+    )
+    largest, most = max(errors.error, errors.grown), _most_error(state)
+    chance = errors.on_declared.chance
+    trusted = sure and largest <= most and chance <= MOST_ERROR and weights.effective >= _LEAST
+    noise, moved = float(np.sqrt(weights.posterior @ squares)), _moved(state, weights, signed, squares)
+    # With more points at which θ is integrated, the residuals at the others are predicted better.
+    is_told = noise <= _NOISE and moved <= _MOVED
+    is_small = largest <= _ENOUGH and chance <= _MOST_OF_MANY and weights.effective >= _EFFECTIVE
+    enough = trusted and is_told and is_small and not (errors.heavy and not state.shape.outer)
+    is_near = largest <= _NEAR * most and chance <= _NEAR * MOST_ERROR and weights.effective >= _LEAST
+    more_would_do = not trusted and is_told and is_near
+    if not enough and state.stage < (_MORE_STAGES if more_would_do else _STAGES):
+        return Judged(state, "")
+    if trusted:
+        posterior, error, by_draws = _put_right(state, through, posterior, weights, errors, stream)
+        trusted = max(error, by_draws) <= MOST_ERROR
+    else:
+        error, by_draws = _with_declared(errors.error, errors.on_declared), chance_of_draws(posterior)
+    lost = float(np.mean(~np.isfinite(values_of_batch(state))))
+    weighted = _reweighted(state, posterior, weights, max(error, by_draws), tail)
+    problems = [
+        "" if trusted else _not_known(state, posterior, weights, weighted, errors.grown, remedy),
+        _unreached(lost) if lost > _LOST else "",
+        "" if is_told else uncertain(noise, moved, _BY_NUTS),
+    ]
+    message = "; ".join(filter(None, problems))
+    about = state.about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
+    end = Weighed(about, state.evaluated, state.shape, weighted, False, not message, weighted.log_ratio_error)
+    return Judged(end, message)
+
+
+def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
+    """Errors by the estimates of all stages, and by how the draws differ from these."""
     # Where values were asked for in the tails, a tail that these do not have is the surrogate's own.
     heavy = has_heavy_tails(posterior.u, posterior.weights) and (
         not state.shape.outer or has_heavy_tails(state.batch.u, weights.posterior)
@@ -91,69 +139,49 @@ def judged(
     # Each stage reaches farther into a heavy tail. The sum of many clients has no tails that the last stage may have
     # missed, and its first surrogates may be so rough that their estimates add nothing.
     estimate = last if heavy or (state.about.many and chance_of(last) < chance_of(together)) else together
-    grown = _grown(state, posterior, estimate) if heavy else 0.0
     chance = chance_of(estimate)
     of_draws = moments_of(posterior.u, posterior.weights, state.shape.unit)
     differ = float(np.max(np.abs(sizes(estimate.moments, of_draws))))
-    by_draws = chance_of_draws(posterior)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
     on_declared = _on_declared_scales(state, posterior, weights)
     is_off = differ > max(min(BY_CHANCE * chance, MOST_ERROR), _ENOUGH)
     is_off = is_off or on_declared.differ > max(min(BY_CHANCE * on_declared.chance, MOST_ERROR), _MOST_OF_MANY)
     may_be_off = max(_MOST_OFF * max(chance, 0.2 * _ENOUGH), _PUT_RIGHT if weights.effective >= _EFFECTIVE else 0.0)
-    error = differ if differ > may_be_off else chance
-    lost = float(np.mean(~np.isfinite(values_of_batch(state))))
-    tail = second_k(weights.posterior, state.batch.u, weights.posterior)
-    sure = weights.effective > _EVEN or (
-        weights.pareto_k <= importance.limit(len(weights.posterior)) and tail <= MOST_SECOND_K
+    return _Errors(
+        estimate,
+        heavy,
+        _grown(state, posterior, estimate) if heavy else 0.0,
+        differ,
+        differ if differ > may_be_off else chance,
+        is_off,
+        on_declared,
     )
-    most = _most_error(state)
-    trusted = sure and max(error, grown) <= most and on_declared.chance <= MOST_ERROR and weights.effective >= _LEAST
-    noise, moved = float(np.sqrt(weights.posterior @ squares)), _moved(state, weights, signed, squares)
-    # With more points at which θ is integrated, the residuals at the others are predicted better.
-    is_told = noise <= _NOISE and moved <= _MOVED
-    enough = (
-        trusted
-        and is_told
-        and max(error, grown) <= _ENOUGH
-        and on_declared.chance <= _MOST_OF_MANY
-        and weights.effective >= _EFFECTIVE
-        and not (heavy and not state.shape.outer)
-    )
-    more_would_do = (
-        not trusted
-        and is_told
-        and max(error, grown) <= _NEAR * most
-        and on_declared.chance <= _NEAR * MOST_ERROR
-        and weights.effective >= _LEAST
-    )
-    if not enough and state.stage < (_MORE_STAGES if more_would_do else _STAGES):
-        return Judged(state, "")
-    if trusted and by_draws > BY_DRAWS:
+
+
+def _put_right(
+    state: Weighing, through: Surrogate, posterior: Drawn, weights: _Weights, errors: _Errors, stream: int
+) -> tuple[Drawn, float, float]:
+    """Draws with the moments of the estimate, their error, and what of it is their number's."""
+    by_draws, error, on_declared = chance_of_draws(posterior), errors.error, errors.on_declared
+    if by_draws > BY_DRAWS:
         by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, state.shape.outer)
         more = surrogate.drawn(through, by, state.shape.folded, stream)
         pairs = (posterior, by_draws), (more, chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
-    if trusted and is_off:
-        tilt = tilted(posterior, estimate.moments, state.shape.unit)
+    if errors.is_off:
+        tilt = tilted(posterior, errors.estimate.moments, state.shape.unit)
         if tilt is None:
-            error = max(differ, on_declared.differ)
+            error = max(errors.differ, on_declared.differ)
         else:
             posterior = tilt
         on_declared = _on_declared_scales(state, posterior, weights)
+    return posterior, _with_declared(error, on_declared), by_draws
+
+
+def _with_declared(error: float, on_declared: _Declared) -> float:
+    """The larger of an error and that on the scales that variables are declared on."""
     off = on_declared.differ if on_declared.differ > BY_CHANCE * on_declared.chance else 0.0
-    error = max(error, on_declared.chance, off)
-    trusted = trusted and max(error, by_draws) <= MOST_ERROR
-    weighted = _reweighted(state, posterior, weights, max(error, by_draws), tail)
-    problems = [
-        "" if trusted else _not_known(state, posterior, weights, weighted, grown, remedy),
-        _unreached(lost) if lost > _LOST else "",
-        "" if is_told else uncertain(noise, moved, _BY_NUTS),
-    ]
-    message = "; ".join(filter(None, problems))
-    about = state.about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
-    end = Weighed(about, state.evaluated, shape, weighted, False, not message, weighted.log_ratio_error)
-    return Judged(end, message)
+    return max(error, on_declared.chance, off)
 
 
 def nowhere(state: Weighing) -> Judged:
