@@ -475,8 +475,8 @@ class Engine(Protocol):
     ) -> Mapping[str, Message]:
         """Send every client its final message, from which it draws its own posterior, and the status of the run.
 
-        Returns final messages of sites, as far as their policies let these out, by client. Clients in this process draw
-        their posteriors when these are read.
+        Returns what sites computed then and their policies let out, by client. Clients in this process draw their
+        posteriors when these are read.
         """
 
     def personal(self) -> Mapping[str, Any]:

@@ -116,7 +116,7 @@ class Draws(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """Error of a factor's constant, which changes no moment but the evidence."""
+    """Error of a factor's constant, which changes the evidence and no moment."""
 
     alike: float = 0.0  # of the same sign at all clients: these add up
     by_chance: float = 0.0  # a standard error of its own

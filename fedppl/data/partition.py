@@ -303,8 +303,8 @@ def feature_skew(
         classes, members = np.unique(y[where == source]).tolist(), range(i, clients, len(known))
         if not each <= len(classes) <= each * len(members):
             raise DeclarationError(
-                f"{len(members)} clients with each={each} cannot hold all {len(classes)} labels of {source!r} once; "
-                "change clients= or each=."
+                f"{len(members)} clients with each={each} cannot hold all {len(classes)} labels of {source!r}, none of "
+                "them twice; change clients= or each=."
             )
         for number, label in enumerate(classes, len(pairs)):
             numbers[(where == source) & (y == label)] = number

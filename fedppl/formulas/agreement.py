@@ -272,8 +272,8 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
         if not needed:
             return Column((), (), 0.0, 1.0)
         raise DataError(
-            f"no client can send a summary of column {name!r}: all have too few rows, or too few distinct values. "
-            "Lower min_count, also of sites' policies, or join several clients to one."
+            f"no client can send a summary of column {name!r}: all have too few rows, and {_FEWEST_PARTS} times "
+            "min_count are needed. Lower min_count, also of sites' policies, or join several clients to one."
         )
     mean, square = _middle(telling) if middle and len(telling) >= _MEDIANS else _pooled(telling)
     if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):

@@ -323,8 +323,8 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
             require_rowwise(tree, rows)
         except Exception as error:
             raise DeclarationError(
-                f"{name} cannot be evaluated: {error}; give functions columns of numbers and constants={...}, or "
-                "compute a column before."
+                f"{name} cannot be evaluated: {error}; give functions columns of numbers and "
+                "constants={...}, or compute a column before."
             ) from error
     return widths
 

@@ -337,8 +337,8 @@ def _made(content: tuple[Any, ...]) -> dict[Any, Any]:
 def content_of(parts: _graph.Parts) -> tuple[Any, ...] | None:
     """Key of all that a build declares except its containers' values; None where something has no key.
 
-    No key have data that are constants in the graph without a container, the user's code (operations, transforms, log
-    densities), and starting values that are computed.
+    There is no key of data that are constants in the graph without a container, of the user's code (operations,
+    transforms, log densities), and of starting values that are computed.
     """
     model = parts.model
     outputs = _same.declared_outputs(model)

@@ -262,7 +262,8 @@ class Fit(Ended):
     seconds
         Wall time of all rounds.
     told
-        Final messages of sites of their own, by client: `fedppl.loo` and `fedppl.conflict` read them.
+        Numbers that sites of their own sent when the run was over, by client: `fedppl.loo` and `fedppl.conflict` read
+        them.
     drawn
         Draws of clients' posteriors from the file of a fit that was loaded.
     """

@@ -129,7 +129,7 @@ def fit(
 
 
 def _concluded(run: Run, result: Fit) -> Fit:
-    """The fit with final messages of sites, which are told that the run is over."""
+    """The fit with what sites send at its end, once they have their final messages."""
     if result.status is Status.INTERRUPTED and not run.models:
         logger.warning("sites are not told that the run is over: with a checkpoint the same call goes on")
     elif not (reason := unarrived(result)):

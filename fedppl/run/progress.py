@@ -278,7 +278,7 @@ class Run:
         self.settings: dict[str, str] = dict(algorithm.settings)
         self.seals: dict[str, bytes] = {}  # of the data of clients in this process, where there is a checkpoint
         self.deadline: float | None = None
-        self.told: Mapping[str, Message] = {}  # final messages of sites
+        self.told: Mapping[str, Message] = {}  # what sites sent at the end
         self.logged: set[tuple[str, str]] = set()  # clients and reasons that are in the log
 
     @property
