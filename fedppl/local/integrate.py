@@ -347,10 +347,10 @@ def _cheaper(stack: Stacked, points: Array, center: Array, places: Places, count
 
     alone = differences(center[None])
     differ = differences(np.concatenate([points, center[None]]))
-    known = np.all(np.isfinite(differ), axis=1) & np.isfinite(alone[:, 0])
-    errors = (differ[:, :-1] - differ[:, -1:])[known]
+    finite = np.all(np.isfinite(differ), axis=1) & np.isfinite(alone[:, 0])
+    errors = (differ[:, :-1] - differ[:, -1:])[finite]
     by_chance = count * errors.std(axis=0) / np.sqrt(max(len(errors), 1))
-    return _Cheap(way, count * (errors.mean(axis=0) + alone[known].mean()), by_chance)
+    return _Cheap(way, count * (errors.mean(axis=0) + alone[finite].mean()), by_chance)
 
 
 def _chosen_rule(stack: Stacked, center: Array, places: Places, count: int) -> Rule:
