@@ -284,7 +284,7 @@ def by_two_levels(client: ClientView, points: Array, center: Array, enough: floa
 
 
 def by_signed_rule(of: Densities, about: Laplace, phi: Array, who: NDArray[np.int64], rule: Signed) -> Array:
-    """Logarithms of integrals, pair by pair (N,), by a rule with some negative weights; NaN of negative ones."""
+    """Logarithms of integrals, pair by pair (N,), by a rule with negative weights; NaN where a sum is not positive."""
 
     def total(terms: Array) -> Array:
         highest = np.max(terms, axis=1, keepdims=True)

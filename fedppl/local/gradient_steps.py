@@ -137,7 +137,8 @@ def checked(learning_rate: float, steps: int, batch_size: int | None) -> Descent
 def check_batches(client: ClientView, batch_size: int | None) -> None:
     """Refuse batches where the log density is no sum over rows: gradients of batches would be biased.
 
-    Raises `DataError` where the densities of two halves of the data do not add up to the whole.
+    Raises `DataError` where rows cannot be taken, or the densities of two halves of the data do not add up to the
+    whole.
     """
     if batch_size is None:
         return

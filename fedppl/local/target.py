@@ -41,7 +41,7 @@ def _gaussian(message: Message, name: str) -> Gaussian:
 
 
 def at_target(layout: Layout, message: Message) -> Asked:
-    """What a request with a target asks: moments of the tilted distribution."""
+    """What a request with a target asks: moments around the mean of q, given the cavity."""
     pair = _gaussian(message, "global"), _gaussian(message, "cavity")
     return Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)), (pair,))
 

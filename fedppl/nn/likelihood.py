@@ -60,7 +60,7 @@ class Likelihood(Protocol):
         """Whether Λ may not be positive semi-definite."""
 
     def bends(self, output: torch.Tensor, y: torch.Tensor) -> bool:
-        """Whether Λ is not at one of a client's rows: then its expectation is used at all rows."""
+        """Whether Λ is not so at one of a client's rows, so that its expectation is used at all of them."""
 
     def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
         """R (n, C, r) with R Rᵀ = Λ, of outputs (n, C), or of its expectation over outcomes."""

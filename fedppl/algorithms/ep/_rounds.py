@@ -151,7 +151,7 @@ _MOST_CLAIMED = 0.5  # Monte Carlo error in posterior sds at which a client's ow
 _MOST_ERROR_LEFT = 0.2  # Monte Carlo error of the means, in posterior sds after averaging, with which a fit converges
 LESS_NOISE = "take more draws or points, as in local=fedppl.NUTS(draws=4000) or local=fedppl.NestedLaplace(points=1024)"
 _SKEWED = 0.5  # skewness with which tail quantiles under a Gaussian are off by a few tenths of an sd
-_ROUNDS, _REPLIES = 4, 2  # averaged rounds, and replies of every client, from which the mean move is verdict
+_ROUNDS, _REPLIES = 4, 2  # averaged rounds, and replies of every client, from which the mean move is judged
 _BY_CHANCE = 1e-3  # probability that any client of an honest run has such a pull
 _ALONE = 20.0  # sds of what all others know: a pull beyond the heterogeneity of any model
 _LITTLE = 0.05  # share of a site that counts as none: of a pull by 3 sds, 0.15
