@@ -159,10 +159,10 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Cova
     """Θ = μ₀, and clients' factors empty."""
     count, m = len(clients), layout.size
     omega, mean = structure.start(count), np.zeros((count, m))
-    if int(structure.settings.get("rank", 0)) >= m:
+    if (rank := int(structure.settings.get("rank", 0))) >= m:
         raise DeclarationError(
-            f"{structure.describe()} needs more than {m} coordinates of θ; use a smaller rank, or "
-            "fedppl.covariance.exchangeable()."
+            f"{structure.describe()} needs more than {rank} coordinates of θ, and there are {m}; use a smaller rank, "
+            "or fedppl.covariance.exchangeable()."
         )
     # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such factors.
     weights = np.full(count, _ALONE)
