@@ -357,7 +357,7 @@ def _of_data(likelihood: Likelihood, center: Array) -> _Slopes | None:
 
 
 def _bounded(information: Array, scale: Array) -> Array:
-    """Information raised to a hundredth of `scale` in every direction."""
+    """Information with a hundredth of `scale` or more in every direction."""
     root = np.linalg.cholesky(scale)
     back = np.linalg.inv(root)
     values, vectors = np.linalg.eigh(back @ information @ back.T)
