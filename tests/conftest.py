@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ):
         if not config.getoption(option):
             for item in items:
-                if marker in item.keywords:
+                if item.get_closest_marker(marker):  # not by `keywords`, which have the names of folders
                     item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -464,7 +464,7 @@ def _between(names: tuple[str, ...], lower: Array, upper: Array, what: str) -> d
     far = (upper >= NEVER) & np.isfinite(upper)
     _refuse(far, names[1], upper, what, f"times are below {NEVER:.2g}, or inf where there was no event", lower)
     nothing = (lower == 0) & ~(upper < NEVER)
-    _refuse(nothing, names[1], upper, what, "an interval from 0 to inf has no information; drop the row", lower)
+    _refuse(nothing, names[1], upper, what, "an interval from 0 to inf has no information", lower)
     return {"outcome": lower, "lower": lower, "upper": np.minimum(upper, NEVER)}
 
 
@@ -472,7 +472,9 @@ def _refuse(wrong: Any, name: str, values: Array, what: str, rule: str, beside: 
     if np.any(wrong):
         where = int(np.argmax(wrong))
         more = "" if beside is None else f" after {beside[where]:g}"
-        raise DataError(f"{what}: {name!r} is {values[where]:g}{more} in row {where}, and {rule}; correct such rows.")
+        raise DataError(
+            f"{what}: {name!r} is {values[where]:g}{more} in row {where}, and {rule}; correct or drop such rows."
+        )
 
 
 def _time_numbers(name: str, values: Any, what: str) -> Array:

@@ -335,7 +335,8 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
         if outcome := _impossible_outcome(client, phi):
             raise DataError(
                 f"client {client.client_id!r}: the log density at the starting point is {value}: {outcome}. Correct "
-                "the data of that row, declare a distribution that has such outcomes, or set `initval=`."
+                "the data of that row (its exposure or a covariate, too), declare a distribution with such outcomes, "
+                "or set `initval=`."
             )
         raise DataError(
             f"client {client.client_id!r}: the log density at the starting point is {value}; the data or the start are "
@@ -606,8 +607,8 @@ def _refuse_flat(parts: _graph.Parts) -> None:
         remedies = {False: "pm.Normal(0, 10)", True: "pm.HalfNormal(1)"}
         examples = [f"{rv.name!r} ({remedies[isinstance(rv.owner.op, HalfFlatRV)]} for example)" for rv in flat]
         raise DeclarationError(
-            f"the prior of shared {', '.join(examples)} is flat, and the server needs a proper prior. Give every "
-            "shared variable one."
+            f"the priors of shared {[rv.name for rv in flat]} are improper (flat). Give every shared variable a proper "
+            f"prior: {', '.join(examples)}."
         )
 
 

@@ -288,7 +288,7 @@ def test_a_mode_by_brute_force() -> None:
 def test_flower_gives_the_embedded_engines_numbers(algorithm: AnyAlgorithm) -> None:
     """Over Flower's records, empty messages among them, by way of the grid in this process."""
     pytest.importorskip("flwr")
-    from tests import test_flower
+    from tests.flower import test_flower
     from tests.support.fake_grid import FakeGrid
 
     model, clients = problems.regression()

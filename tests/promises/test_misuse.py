@@ -156,7 +156,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "groups from one": (declared(grouped_from_one, group=G, y=Y), DataError, ["index -1 from 'group', at (0,)"]),
     "a negative constant": (declared(grouped_straight, group=G - 1, y=Y), DataError, ["'group' holds -1", "(0,)"]),
     "negative beside y": (declared(told_apart, group=G - 1, y=Y), DataError, ["'group' holds -1", "0 to n - 1"]),
-    "groups of reals": (declared(grouped, group=G * 1.0, y=Y), DataError, ["'group', 'y' are real numbers", "as integers"]),
+    "groups of reals": (declared(grouped, group=G * 1.0, y=Y), DataError, ["'group', 'y' are real", "as integers"]),
     "a mask": (declared(grouped, group=np.ones(4, bool), y=np.ones(4)), DataError, ["for an index give integers"]),
     "inexact": (declared(line, X=np.full(3, 2**53 + 1), y=Y), DataError, ["'X' holds 9007199254740993", "2**53"]),
     # --- columns against the builder's arguments

@@ -24,7 +24,7 @@ from fedppl.results.records import Record
 from fedppl.run import progress
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from tests import test_inprocess as engines
+from tests.engine import test_inprocess as engines
 from tests.support import problems
 
 QUIET: Any = {"progressbar": False, "random_seed": 1}
