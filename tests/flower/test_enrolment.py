@@ -1,4 +1,4 @@
-"""Who says what the model is: votes, differences by name, readings of draws. Without Flower."""
+"""Who says what the model is: votes, differences by name, readings of draws."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+
+pytest.importorskip("flwr")
 
 from fedppl.flower import decode as _decode
 from fedppl.flower import wire as _wire
