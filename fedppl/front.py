@@ -260,7 +260,7 @@ def load(
     *When this fails.* Changed data of clients are not detected: only their ids and the declaration are compared.
     Without `clients` a builder is compared by the names of its shared variables alone, so that another prior is not
     detected. A file that is truncated, damaged or of another kind is refused, and no code in it is run; but anyone who
-    can write the file can write another result into it.
+    can write the file can write another result into it, or have HDF5 fill the memory: read files that you trust.
     """
     gaps.required(missing)
     require_declared(model, EP() if algorithm is None else algorithm)
@@ -277,32 +277,12 @@ def load(
         model, found_data = given.clients(model, clients, by, missing)
         models = model.enrol(found_data, kernel=algorithm.needs.kernel)
         model = model.knowing({name: client.kind for name, client in models.items()})
-        if unknown := sorted(set(models) - set(stored.client_ids)):
-            known = settings.some_of(stored.client_ids)
+        if unknown := sorted(set(models) - set(stored.fields["client_ids"])):
+            known = settings.some_of(stored.fields["client_ids"])
             raise DataError(f"clients {unknown[:5]} did not take part; those that did are {known}.")
-        if next(iter(models.values())).layout.fingerprint != stored.layout.fingerprint:
+        if next(iter(models.values())).layout.fingerprint != stored.fields["layout"].fingerprint:
             raise DeclarationError("the file is of another declaration: the shared prior or its shapes differ.")
-    reader = reader_of(models.values()) if models else stored.reader
-    loaded = Fit(
-        algorithm=algorithm,
-        state=stored.state,
-        layout=stored.layout,
-        declaration=model,
-        client_ids=stored.client_ids,
-        clients=models,
-        reader=reader,
-        records=stored.records,
-        status=stored.status,
-        message=stored.message,
-        personal=stored.personal,
-        seed=stored.seed,
-        seconds=stored.seconds,
-        told=stored.told,
-        drawn=stored.drawn,
-    )
-    try:
-        saved.require_sound(loaded)
-    except DataError as error:
-        raise DataError(f"{str(path)!r} is damaged: {error}; take it from a copy, or fit again.") from error
+    reader = {"reader": reader_of(models.values())} if models else {}
+    loaded = Fit(**{**stored.fields, **reader, "algorithm": algorithm, "declaration": model, "clients": models})
     loaded.__dict__["idata"] = idata.from_groups(stored.groups)  # the saved draws
     return loaded

@@ -33,24 +33,14 @@ def as_dataset(result: Any, name: str | None = None) -> xr.Dataset:
 
 
 def write(result: Any, path: Path) -> None:
-    """Write a result to a NetCDF file, uncompressed: a reader compares its size with what it declares."""
-    if _IS_TREE:
-        result.to_netcdf(path, engine="h5netcdf")
-    else:
-        result.to_netcdf(str(path), engine="h5netcdf", compress=False)
+    """Write a result to a NetCDF file, uncompressed."""
+    result.to_netcdf(str(path), engine="h5netcdf", **({} if _IS_TREE else {"compress": False}))
 
 
 def read(path: Path) -> dict[str, xr.Dataset]:
     """Groups of a NetCDF file, in memory."""
-    import h5netcdf  # a twentieth of what importing all of fedppl takes
-
-    with h5netcdf.File(path, "r") as file:
-        names = list(file.groups)
-    groups = {}
-    for name in names:
-        with xr.open_dataset(path, group=name, engine="h5netcdf") as group:
-            groups[name] = group.load()
-    return groups
+    with xr.open_datatree(path, engine="h5netcdf") as tree:
+        return {name: group.to_dataset().load() for name, group in tree.children.items()}
 
 
 def dataset(
