@@ -29,6 +29,18 @@ def updated(last: Infos, infos: Infos, *, closing: bool) -> dict[str, Mapping[st
     return {**last, **{k: {**before.get(k, {}), **info} for k, info in infos.items()}}
 
 
+def tolerance_of(settings: Mapping[str, str]) -> float | None:
+    """The tolerance of an algorithm, where it has one.
+
+    >>> tolerance_of({"tolerance": "0.01"}), tolerance_of({"steps": "3"})
+    (0.01, None)
+    """
+    try:
+        return float(settings["tolerance"])
+    except (KeyError, ValueError):
+        return None
+
+
 def listed(names: Iterable[str]) -> str:
     """Names on one line, the first five of many."""
     every = list(names)

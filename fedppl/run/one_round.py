@@ -32,8 +32,7 @@ from fedppl.engine.answer import n_bytes, take, take_sum
 from fedppl.numerics.streams import stream
 from fedppl.results import diagnostics
 from fedppl.results.records import COLUMNS, Record
-from fedppl.run import progress
-from fedppl.run.progress import Participation, Run, add, save
+from fedppl.run.progress import Participation, Run, add, save, standing
 from fedppl.settings import between, one_line, shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
@@ -238,18 +237,18 @@ def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, s
 
 def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
     """Log how a round went, and show it where progress is shown."""
-    tolerance = progress.tolerance_of(run.algorithm.settings)
-    summary = progress.standing(record, run.infos if record.closing else record.infos, tolerance)
+    tolerance = diagnostics.tolerance_of(run.algorithm.settings)
+    summary = standing(record, run.infos if record.closing else record.infos, tolerance)
     ended = record.status.value if record.status is not Status.RUNNING else ""
     run.progress.update(run.counted, "; ".join(filter(None, (summary, ended))))
     reporting = asked - len(record.silent)
     logger.info(
-        "round %d: %s, %d of %d replies in %s%s",
+        "round %d: %s, %d of %d replies in %.1f s%s",
         record.number,
         record.status.value,
         used,
         reporting,
-        progress.spelled(record.seconds),
+        record.seconds,
         f"; {summary}" if summary else "",
         extra={
             "round": record.number,

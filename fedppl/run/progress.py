@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import math
 import secrets
 import threading
 import time
@@ -32,213 +30,102 @@ EVERY = 15.0  # seconds after which the log has another line, during a round
 
 
 class Progress:
-    """Progress of a run, and of the clients in its round: in a terminal or a notebook, and in the log at level INFO."""
+    """Progress of a run, and of the clients in its round: a bar by rich, and the log at level INFO."""
 
     def __init__(self, total: int | None = None, *, show: bool = False, what: str = "Round") -> None:
         self._total, self._show, self._what = total or 0, show, what
-        self._display: Any = Nowhere()
-        self._completed, self._note = 0.0, ""
-        self._activity = ""  # now
+        self._bar: Any = None  # where there is a terminal or a notebook
+        self._note, self._activity = "", ""  # of the last round, and now
         self._since = self._last_line = time.monotonic()
         self._number, self._asked, self._answered = 0, 0, 0
         self._over = threading.Event()
 
     def __enter__(self) -> Progress:
-        self._display = display(self._total, self._what, wanted=self._show)
+        if self._show:
+            self._start()
         if logger.isEnabledFor(logging.INFO):
             threading.Thread(target=self._pulse, daemon=True, name="fedppl progress").start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()
-        self._display.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def say(self, activity: str) -> None:
         """Show an activity before or after the rounds."""
         logger.info("%s", activity)
         self._begin(activity)
-        self._display.show(self._completed, activity)
+        self._draw(note=activity)
 
     def asked(self, number: int, clients: int) -> None:
         """Begin a round in which so many clients are asked."""
         self._number, self._asked, self._answered = number, clients, 0
         self._begin(f"round {number}: 0 of {clients} clients have answered")
-        self._show_round("")
+        self._draw_round("")
 
     def heard(self, client_id: str, /, *, clients: int = 1) -> None:
         """Count a client that has answered or failed, the last of so many at once."""
         self._answered += clients
         answered = f"{self._answered} of {self._asked} clients"
         self._activity = f"round {self._number}: {answered} have answered, last {client_id}"
-        self._show_round(f" (last {client_id})")
-        self._log_at_times()
+        self._draw_round(f" (last {client_id})")
 
     def update(self, completed: int, note: str) -> None:
         """End a round; `completed` is the number of rounds that count."""
-        self._completed, self._note = completed, note
+        self._note = note
         self._begin("")
-        self._display.show(completed, note)
+        self._draw(completed=completed, note=note)
 
-    def _show_round(self, last: str) -> None:
-        note = f"{self._note}; " if self._note else ""
-        self._display.show(self._completed, f"{note}{self._answered} of {self._asked} clients{last}")
+    def _start(self) -> None:
+        import rich  # a tenth of what importing all of fedppl takes
+        from rich import progress
+
+        console = rich.get_console()
+        if not (console.is_interactive or console.is_jupyter):
+            return
+        columns = (progress.BarColumn(), progress.MofNCompleteColumn())
+        times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+        note = progress.TextColumn("{task.fields[note]}", markup=False)
+        self._bar = progress.Progress(progress.TextColumn(self._what), *columns, *times, note, console=console)
+        self._bar.add_task("", total=self._total, note="")
+        self._bar.start()
+
+    def _draw(self, **fields: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], **fields)
+
+    def _draw_round(self, last: str) -> None:
+        before = f"{self._note}; " if self._note else ""
+        self._draw(note=f"{before}{self._answered} of {self._asked} clients{last}")
 
     def _begin(self, activity: str) -> None:
         self._activity = activity
         self._since = self._last_line = time.monotonic()
 
-    def _log_at_times(self) -> None:
-        now = time.monotonic()
-        if self._activity and now - self._last_line >= EVERY:
-            self._last_line = now
-            extra = {"round": self._number, "answered": self._answered, "asked": self._asked}
-            logger.info("%s, %s", self._activity, spelled(now - self._since), extra=extra)
-
     def _pulse(self) -> None:
-        """Log at times also while no client answers."""
+        """Log a line at times during a round, also while no client answers."""
         while not self._over.wait(EVERY / 3):
-            self._log_at_times()
+            now = time.monotonic()
+            if self._activity and now - self._last_line >= EVERY:
+                self._last_line = now
+                extra = {"round": self._number, "answered": self._answered, "asked": self._asked}
+                logger.info("%s, %.1f s", self._activity, now - self._since, extra=extra)
 
 
-_WIDTH = 20  # of a notebook's bar, in characters
-_PAUSE = 0.2  # seconds between two messages to a notebook
-
-
-class Nowhere:
-    """No display: no terminal and no notebook, or none is wanted."""
-
-    def show(self, completed: float, note: str) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
-class Bar:
-    """A bar in a terminal, by rich."""
-
-    def __init__(self, console: Any, total: int, what: str) -> None:
-        from rich import progress  # a tenth of what importing all of fedppl takes
-
-        self._bar = progress.Progress(
-            progress.TextColumn(what),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[note]}", markup=False),
-            console=console,
-        )
-        self._task = self._bar.add_task("", total=total, note="")
-        self._bar.start()
-
-    def show(self, completed: float, note: str) -> None:
-        """Show how much of the total is completed, and a note."""
-        self._bar.update(self._task, completed=completed, note=note)
-
-    def stop(self) -> None:
-        """Leave the last state visible."""
-        self._bar.stop()
-
-
-class Cell:
-    """A line of text below a notebook's cell; it needs no widgets."""
-
-    def __init__(self, total: int, what: str) -> None:
-        self._display: Any = importlib.import_module("IPython.display").display
-        self._total, self._what = total, what
-        self._started = self._last = time.monotonic()
-        self._line = self._text(0.0, "")
-        self._handle = self._display({"text/plain": self._line}, raw=True, display_id=True)
-
-    def show(self, completed: float, note: str) -> None:
-        """Show how much of the total is completed, and a note."""
-        self._line = self._text(completed, note)
-        if time.monotonic() - self._last >= _PAUSE:
-            self._write()
-
-    def stop(self) -> None:
-        """Leave the last state visible."""
-        self._write()
-
-    def _text(self, completed: float, note: str) -> str:
-        filled = min(_WIDTH, round(_WIDTH * completed / max(self._total, 1)))
-        seconds = round(time.monotonic() - self._started)
-        bar = "█" * filled + "░" * (_WIDTH - filled)
-        return f"{self._what} {bar} {int(completed)}/{self._total} {seconds // 60}:{seconds % 60:02d} {note}".rstrip()
-
-    def _write(self) -> None:
-        self._last = time.monotonic()
-        if self._handle is not None:  # a frontend may have none
-            self._handle.update({"text/plain": self._line}, raw=True)
-
-
-def display(total: int, what: str, *, wanted: bool) -> Nowhere | Bar | Cell:
-    """The display that can be used here."""
-    if not wanted:
-        return Nowhere()
-    import rich
-
-    console = rich.get_console()  # rich's own, which knows where output goes
-    if console.is_jupyter:
-        return Cell(total, what)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return Bar(console, total, what)
-    return Nowhere()
-
-
-# A round in words: its change beside the tolerance, and time ----------------------------------------------------------
-
-_UNITS = {"change_mean": " sd", "change_sd": " sd"}
+_UNITS = {"change_mean": " sd", "change_sd": " sd", "change_omega": "", "change": ""}
 
 
 def standing(record: Record, infos: Mapping[str, Mapping[str, float]], tolerance: float | None) -> str:
-    """A round in words: phase, change, and the numbers of clients that were skipped and that fell back."""
+    """A round in words: phase, largest change, and the numbers of clients that were skipped and that fell back."""
     notes = [str(record.info["phase"])] if "phase" in record.info else []
-    size, unit = change(record.info)
-    if np.isfinite(size):
+    changes = {name: value for name in _UNITS if isinstance(value := record.info.get(name), int | float)}
+    if finite := {name: value for name, value in changes.items() if np.isfinite(value)}:
+        largest = max(finite, key=lambda name: finite[name])
         bound = f" (tolerance {tolerance:g})" if tolerance is not None and not record.preliminary else ""
-        notes.append(f"change {size:.2g}{unit}{bound}")
+        notes.append(f"change {finite[largest]:.2g}{_UNITS[largest]}{bound}")
     notes += [f"{len(record.failures)} skipped"] if record.failures else []
     return ", ".join([*notes, *filter(None, [diagnostics.fallback_note(infos)])])
-
-
-def change(info: Mapping[str, Any]) -> tuple[float, str]:
-    """The largest change among a round's diagnostics, with its unit; NaN where there is none."""
-    changes = {name: info[name] for name in ("change_mean", "change_sd", "change_omega", "change") if name in info}
-    finite = {k: float(v) for k, v in changes.items() if isinstance(v, int | float) and np.isfinite(v)}
-    if not finite:
-        return math.nan, ""
-    name = max(finite, key=lambda one: finite[one])
-    return finite[name], _UNITS.get(name, "")
-
-
-def tolerance_of(settings: Mapping[str, str]) -> float | None:
-    """The tolerance of an algorithm, where it has one.
-
-    >>> tolerance_of({"tolerance": "0.01"}), tolerance_of({"steps": "3"})
-    (0.01, None)
-    """
-    try:
-        return float(settings["tolerance"])
-    except (KeyError, ValueError):
-        return None
-
-
-def spelled(seconds: float) -> str:
-    """Time in words.
-
-    >>> spelled(0.34), spelled(8.2), spelled(95), spelled(7300)
-    ('0.3 s', '8 s', '1 min 35 s', '2 h 1 min')
-    """
-    if seconds < 1:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 # A run: its state, saved after each round, and resumed ----------------------------------------------------------------

@@ -446,7 +446,7 @@ def test_who_fell_back_is_said_in_the_log_the_bar_and_the_message(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(progress.Nowhere, "show", lambda self, completed, note: shown.append(note))
+    monkeypatch.setattr(progress.Progress, "update", lambda self, completed, note: shown.append(note))
     local = problems.falling_back({"client 1": 2.0, "client 3": 2.0, "client 0": 1.0}, fallback_seconds=7.5)
     with caplog.at_level(logging.INFO, logger="fedppl"):
         result = fit(normal_means(4), fedppl.EP(local=local), progressbar=True)

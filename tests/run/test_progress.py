@@ -7,10 +7,8 @@ import io
 import logging
 import math
 import signal
-import sys
 import threading
 import time
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,11 +62,11 @@ def test_the_bar_tells_clients_and_changes(terminal: io.StringIO) -> None:
     with progress.Progress(20, show=True) as bar:
         bar.asked(1, 3)
         bar.heard("site [red]")
-        bar._display._bar.refresh()
+        bar._bar.refresh()
         assert "1 of 3 clients (last site [red])" in terminal.getvalue()
         bar.update(4, "change 0.1")
         bar.asked(5, 3)
-        bar._display._bar.refresh()
+        bar._bar.refresh()
     assert "change 0.1; 0 of 3 clients" in terminal.getvalue()
     assert "4/20" in terminal.getvalue()
 
@@ -84,35 +82,21 @@ def test_without_a_terminal_nothing_is_printed(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_notebook_has_one_line_that_is_written_over(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By IPython's own display, since rich needs ipywidgets and warns without."""
-    lines: list[str] = []
-
-    class Handle:
-        def update(self, data: dict[str, str], raw: bool) -> None:
-            lines[-1] = data["text/plain"]
-
-    def show(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
-        assert raw and display_id
-        lines.append(data["text/plain"])
-        return Handle()
-
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=show))
-    monkeypatch.setattr("rich.get_console", lambda: types.SimpleNamespace(is_jupyter=True))
-    fedppl.fit(*normal_means(2), fedppl.EP(), random_seed=1)
-    assert len(lines) == 1 and lines[0].startswith("Round") and "converged" in lines[0] and "\x1b" not in lines[0]
-    assert capsys.readouterr() == ("", "")
+def test_a_notebook_has_a_bar_by_richs_widget(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = rich.console.Console(file=io.StringIO(), force_jupyter=True)
+    monkeypatch.setattr("rich.get_console", lambda: console)
+    monkeypatch.setattr("rich.live.Live.refresh", lambda self: None)  # it writes into a widget of ipywidgets
+    with progress.Progress(3, show=True) as bar:
+        bar.update(3, "converged")
+    assert bar._bar.live.console is console and bar._bar.tasks[0].completed == 3
 
 
-def test_a_dumb_terminal_gets_nothing() -> None:
+def test_a_dumb_terminal_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     console = rich.console.Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
     assert console.is_dumb_terminal
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rich.get_console", lambda: console)
-        assert isinstance(progress.display(3, "Round", wanted=True), progress.Nowhere)
+    monkeypatch.setattr("rich.get_console", lambda: console)
+    with progress.Progress(3, show=True) as bar:
+        assert bar._bar is None
 
 
 # --- the log --------------------------------------------------------------------------------------------------
