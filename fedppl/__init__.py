@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fedppl.results.loo import Loo, compare, loo, loo_compare
     from fedppl.results.tables import Table, contrast, hypotheses, table
     from fedppl.run.conflicts import conflict
-    from fedppl.run.one_round import Round, all_clients, bernoulli, fixed_size
+    from fedppl.run.one_round import Round
     from fedppl.run.refits import Withdrawal, calibrate, without
     from fedppl.search.validation import holdout, validation_loss
     from fedppl.testing import warm_up
@@ -87,8 +87,6 @@ __all__ = [
     "Table",
     "Withdrawal",
     "agree",
-    "all_clients",
-    "bernoulli",
     "calibrate",
     "compare",
     "Loo",
@@ -100,7 +98,6 @@ __all__ = [
     "curves",
     "data",
     "fit",
-    "fixed_size",
     "formula",
     "holdout",
     "hypotheses",
@@ -168,7 +165,7 @@ _NAMES = {
         "results.loo": "Loo compare loo loo_compare",
         "results.tables": "Table contrast hypotheses table",
         "run.conflicts": "conflict",
-        "run.one_round": "Round all_clients bernoulli fixed_size",
+        "run.one_round": "Round",
         "run.refits": "Withdrawal calibrate without",
         "search.validation": "holdout validation_loss",
         "testing": "warm_up",

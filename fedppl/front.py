@@ -125,8 +125,8 @@ def fit(
     engine
         The engine that moves the messages; by default ``fedppl.InProcess()``.
     participation
-        None for all clients, an int for that many a round, a float for a probability, or a function
-        ``(clients, rng) -> clients``.
+        None for all clients, an int for that many a round, drawn without replacement, a float for the probability of
+        each, given that one at least is asked, or a function ``(clients, rng) -> clients``.
     reporting
         Clients among those asked that send a reply, given in the same ways; None for all. The others hear the
         broadcast, update personal state where the algorithm has some, such as a personal head, and send only a notice.

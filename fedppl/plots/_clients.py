@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from fedppl.plots import _fit
-from fedppl.plots._fit import Fitted, coordinate_names, coordinates, require_by_client, require_fit
+from fedppl.plots._fit import coordinate_names, coordinates, require_by_client, require_fit
 from fedppl.settings import chosen, shown
 from fedppl.types import Array, DeclarationError
 
@@ -25,7 +25,7 @@ _INSTEAD = {"bound": "bound on the log evidence", "heard": "clients heard so far
 _PHASES = ("#ffffff", "#e9f0e2", "#f3ead9", "#ece3f0")
 
 
-def rounds(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
     """Draw the changes in every round, on a log axis with the tolerance, and below them which clients answered.
 
     Parameters
@@ -85,24 +85,24 @@ def rounds(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None =
     return np.array([above, below], dtype=object)
 
 
-def columns(fit: Fitted) -> dict[str, Array]:
+def columns(fit: Any) -> dict[str, Array]:
     """Changes in every round, by name of the diagnostic."""
     names = dict.fromkeys(name for record in fit.records for name in record.info if name.startswith(_CHANGES))
     return {name: _column(fit, name) for name in names}
 
 
-def changed(fit: Fitted) -> dict[str, Array]:
+def changed(fit: Any) -> dict[str, Array]:
     """Those of `columns` with a value to draw."""
     return {name: values for name, values in columns(fit).items() if np.any(_visible(values))}
 
 
-def outcomes(fit: Fitted) -> Array:
+def outcomes(fit: Any) -> Array:
     """Outcome of each client in each round, (client, round), as its place in `OUTCOMES`."""
     names = np.asarray(require_by_client(fit)["outcome"].transpose("client", "round").values)
     return np.asarray(np.vectorize(list(OUTCOMES).index, otypes=[float])(names))
 
 
-def tolerance(fit: Fitted) -> float | None:
+def tolerance(fit: Any) -> float | None:
     """The algorithm's tolerance of changes, where it has one."""
     try:
         return float(fit.algorithm.settings["tolerance"])
@@ -110,12 +110,12 @@ def tolerance(fit: Fitted) -> float | None:
         return None
 
 
-def _column(fit: Fitted, name: str) -> Array:
+def _column(fit: Any, name: str) -> Array:
     values = [record.info.get(name, np.nan) for record in fit.records]
     return np.array([np.nan if isinstance(value, str) else float(value) for value in values])
 
 
-def _changes(axes: Any, fit: Fitted, number: Array) -> None:
+def _changes(axes: Any, fit: Any, number: Array) -> None:
     if changes := changed(fit):
         for name, values in changes.items():
             visible = np.where(_visible(values), values, np.nan)
@@ -137,7 +137,7 @@ def _visible(values: Array) -> Any:
         return np.isfinite(values) & (values > 0)
 
 
-def _phases(axes: Any, fit: Fitted, number: Array) -> None:
+def _phases(axes: Any, fit: Any, number: Array) -> None:
     """Bands for the phases of an algorithm that has several."""
     phases = [str(record.info.get("phase", "")) for record in fit.records]
     names = [name for name in dict.fromkeys(phases) if name]
@@ -151,7 +151,7 @@ def _phases(axes: Any, fit: Fitted, number: Array) -> None:
                 label = "_nolegend_"
 
 
-def _answers(axes: Any, fit: Fitted, number: Array) -> None:
+def _answers(axes: Any, fit: Any, number: Array) -> None:
     colors, patches = _fit.matplotlib("colors"), _fit.matplotlib("patches")
     table = outcomes(fit)
     names = [_fit.short(name) for name in fit.client_ids]
@@ -179,7 +179,7 @@ _STEPS = {1: "a fitted t", 2: "NUTS"}
 _WORDS = {"ess": "effective draws", "pareto_k": "Pareto k", "rhat": "R̂"}
 
 
-def quality(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
     """Draw diagnostics of each client's computations, a panel for each diagnostic that there is.
 
     A dot is the client's last answer, the line spans all its answers.
@@ -303,7 +303,7 @@ def _bars(axes: Any, table: Any) -> None:
 
 
 def influence(
-    fit: Fitted,
+    fit: Any,
     var_names: Sequence[str] | str | None = None,
     *,
     clients: Sequence[str] | str | None = None,
@@ -427,7 +427,7 @@ def _p_values(axes: Any, conflict: Any, names: Sequence[str]) -> None:
 _QUANTITIES = ("confidence", "deviation")
 
 
-def confidence(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+def confidence(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
     r"""Draw the distribution of clients' weights, and of distances of their own parameters from the shared ones.
 
     .. math:: \tau_k / \sum_j \tau_j, \qquad \lVert \mu_k - w \rVert^2 / d
@@ -504,7 +504,7 @@ def _distribution(axes: Any, values: Array) -> None:
 _WRITTEN = 10  # clients up to which every number is written
 
 
-def device_graph(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+def device_graph(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
     r"""Draw the correlation of clients' parameters, ``fit.idata["fit"]["correlation"]``.
 
     .. math:: R_{ik} = \Omega_{ik} / \sqrt{\Omega_{ii}\, \Omega_{kk}}

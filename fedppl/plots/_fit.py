@@ -1,4 +1,4 @@
-"""The parts of a fit that pictures read, below `fedppl.Fit` so that its methods can draw; the edge to matplotlib."""
+"""The parts of a fit that pictures read; the edge to matplotlib. `fedppl.Fit` stands above, so that it can draw."""
 
 from __future__ import annotations
 
@@ -7,93 +7,17 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
 
 from fedppl import contracts
-from fedppl.contracts import AnyAlgorithm, SharedReader
 from fedppl.contracts.printed import entries_of, labels_of, shown_by_default
 from fedppl.settings import shown
-from fedppl.types import Array, DeclarationError, Layout, NotConvergedError, Status
+from fedppl.types import Array, DeclarationError, NotConvergedError
 
 _NEEDED = ("client", "influence", "summary")
-
-
-class Fitted(Protocol):
-    """A `fedppl.Fit`."""
-
-    @property
-    def algorithm(self) -> AnyAlgorithm:
-        """The algorithm that ran."""
-
-    @property
-    def layout(self) -> Layout:
-        """The shared parameters."""
-
-    @property
-    def declaration(self) -> Any:
-        """The declared model."""
-
-    @property
-    def client_ids(self) -> tuple[str, ...]:
-        """All clients that could be asked."""
-
-    @property
-    def clients(self) -> Mapping[str, Any]:
-        """Compiled models of the clients in this process."""
-
-    @property
-    def drawn(self) -> Mapping[str, Any] | None:
-        """Draws of clients' posteriors from a file."""
-
-    @property
-    def reader(self) -> SharedReader:
-        """How draws of φ are read."""
-
-    @property
-    def records(self) -> tuple[Any, ...]:
-        """One a round."""
-
-    @property
-    def status(self) -> Status:
-        """How the fit ended."""
-
-    @property
-    def message(self) -> str:
-        """The reason, and the setting to change."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the run."""
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of all rounds."""
-
-    @property
-    def estimate(self) -> dict[str, Array]:
-        """The shared variables at one point."""
-
-    @property
-    def posterior(self) -> Any:
-        """The Gaussian of the shared parameters."""
-
-    @property
-    def idata(self) -> Any:
-        """ArviZ object of the shared parameters."""
-
-    def client(self, client_id: Any, *, draws: int = ..., chains: int = ..., random_seed: int | None = ...) -> Any:
-        """Posterior of one client."""
-
-    def influence(self, clients: Sequence[str] | str | None = None) -> Any:
-        """The posterior without each client."""
-
-    def summary(
-        self, var_names: Sequence[str] | str | None = None, *, ci_prob: float = ..., round_to: int | None = None
-    ) -> Any:
-        """Table of the shared variables."""
 
 
 class Entry(NamedTuple):
@@ -111,7 +35,7 @@ def require_fit(fit: Any) -> None:
         raise DeclarationError(f"fit={shown(fit)} is not what fedppl.fit returned.")
 
 
-def require_by_client(fit: Fitted) -> Any:
+def require_by_client(fit: Any) -> Any:
     """The table of rounds, or an error where it has no entries for single clients, as of very many."""
     table = fit.idata["rounds"]
     if "outcome" not in table:
@@ -122,12 +46,12 @@ def require_by_client(fit: Fitted) -> Any:
     return table
 
 
-def at_hand(fit: Fitted) -> list[str]:
+def at_hand(fit: Any) -> list[str]:
     """Clients with data in this process, or with draws from a file."""
     return [*fit.clients, *(name for name in fit.drawn or {} if name not in fit.clients)]
 
 
-def shared_draws(fit: Fitted) -> Any:
+def shared_draws(fit: Any) -> Any:
     """Group posterior of the shared variables, or an error with the reason why there is none."""
     if "posterior" not in fit.idata:
         _ = fit.posterior  # raises the error with what there is in its place
@@ -155,7 +79,7 @@ def draws_of(group: Any, entry: Entry) -> Array:
     return draws.reshape(draws.shape[0] * draws.shape[1], -1)[:, entry.flat]
 
 
-def coordinate_names(fit: Fitted) -> list[str]:
+def coordinate_names(fit: Any) -> list[str]:
     """Names of all coordinates of the flat vector for a reader: "log tau[dose]" for ``tau_log__[dose]``."""
     labels = iter(contracts.coordinate_names(fit.layout, fit.reader))
     return [
@@ -165,7 +89,7 @@ def coordinate_names(fit: Fitted) -> list[str]:
     ]
 
 
-def coordinates(fit: Fitted, var_names: Any) -> list[int]:
+def coordinates(fit: Any, var_names: Any) -> list[int]:
     """Places of some shared variables in the flat vector."""
     slices, default = fit.layout.slices, shown_by_default(fit.declaration, fit.layout.slices)
     flat: list[int] = []

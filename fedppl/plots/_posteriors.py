@@ -11,7 +11,7 @@ from fedppl import gaussian
 from fedppl.contracts.printed import CI_PROB, entries_of, interval, shown_by_default
 from fedppl.numerics.streams import stream
 from fedppl.plots import _fit
-from fedppl.plots._fit import Entry, Fitted, at_hand, draws_of, entries, require_fit, shared_draws
+from fedppl.plots._fit import Entry, at_hand, draws_of, entries, require_fit, shared_draws
 from fedppl.settings import between, chosen, flag, shown, whole
 from fedppl.types import Array, DeclarationError
 
@@ -37,7 +37,7 @@ class Line(NamedTuple):
 
 
 def forest(
-    fit: Fitted,
+    fit: Any,
     var_names: Sequence[str] | str | None = None,
     *,
     coords: Mapping[str, Any] | None = None,
@@ -45,7 +45,7 @@ def forest(
     population: str | float | Mapping[str, str | float] | None = None,
     total: bool = False,
     exponentiate: bool = False,
-    alone: Fitted | None = None,
+    alone: Any | None = None,
     numbers: bool | None = None,
     ci_prob: float = CI_PROB,
     draws: int = 250,
@@ -166,7 +166,7 @@ def forest(
     return np.array(axes, dtype=object)
 
 
-def default_names(fit: Fitted, groups: Mapping[str, Any]) -> list[str]:
+def default_names(fit: Any, groups: Mapping[str, Any]) -> list[str]:
     """A client's own variables of equal shapes at all clients, as many as there are panels for."""
     first = next(iter(groups.values()))
     client = next(iter(fit.clients.values()), None)
@@ -188,7 +188,7 @@ def _effects(group: Any, name: str) -> str:
     return scaled if name.endswith("_z") and scaled in group else name
 
 
-def _formula_of(fit: Fitted, settings: _Settings, alone: Fitted | None) -> Any:
+def _formula_of(fit: Any, settings: _Settings, alone: Any | None) -> Any:
     """The formula of which totals are drawn, or None."""
     builder = fit.declaration.builder
     is_formula = hasattr(builder, "totals")
@@ -206,7 +206,7 @@ def _formula_of(fit: Fitted, settings: _Settings, alone: Fitted | None) -> Any:
 
 
 def _entries(
-    fit: Fitted, groups: Mapping[str, Any], var_names: Any, coords: Mapping[str, Any] | None, settings: _Settings
+    fit: Any, groups: Mapping[str, Any], var_names: Any, coords: Mapping[str, Any] | None, settings: _Settings
 ) -> list[Entry]:
     """The entries to show, which all clients have."""
     first = next(iter(groups.values()))
@@ -268,7 +268,7 @@ def _line(draws: Array, settings: _Settings) -> Line:
 
 
 def _levels(
-    fit: Fitted, shown_entries: Sequence[Entry], population: Any, settings: _Settings
+    fit: Any, shown_entries: Sequence[Entry], population: Any, settings: _Settings
 ) -> list[tuple[str, Line] | None]:
     """The level that every entry is compared with, by panel; None for the clients' mean."""
     if population is None:
@@ -282,7 +282,7 @@ def _levels(
     ]
 
 
-def _shared_line(fit: Fitted, entry: Entry, value: Any, settings: _Settings) -> tuple[str, Line]:
+def _shared_line(fit: Any, entry: Entry, value: Any, settings: _Settings) -> tuple[str, Line]:
     if isinstance(value, int | float | np.number) and not isinstance(value, bool):
         return f"{value:g}", Line(float(value), (float(value),) * 2, (float(value),) * 2)
     group = shared_draws(fit)
@@ -345,7 +345,7 @@ def _ticks(axes: Any, lines: Sequence[Line], settings: _Settings) -> None:
     _fit.log_ticks(axes, low, high)
 
 
-def _posterior(fit: Fitted, name: str, settings: _Settings) -> Any:
+def _posterior(fit: Any, name: str, settings: _Settings) -> Any:
     """A client's posterior, drawn where its data are, or from a file."""
     group = fit.client(name, **settings.draws if name in fit.clients else {})["posterior"]
     return fit.declaration.builder.totals(group) if settings.total else group
@@ -362,7 +362,7 @@ _NEAR_ZERO = 0.25  # of the width of kernels elsewhere
 
 
 def prior_posterior(
-    fit: Fitted,
+    fit: Any,
     var_names: Sequence[str] | str | None = None,
     *,
     random_seed: int | None = None,
@@ -445,7 +445,7 @@ def prior_posterior(
     return np.array(axes, dtype=object)
 
 
-def prior_draws(fit: Fitted, seed: int) -> dict[str, Array]:
+def prior_draws(fit: Any, seed: int) -> dict[str, Array]:
     """Draws of the shared prior by name of a variable, (S, *shape)."""
     client = next(iter(fit.clients.values()), None)
     if fit.layout.prior_is_gaussian and not fit.layout.binary:

@@ -11,7 +11,7 @@ from scipy import stats
 from fedppl import metrics
 from fedppl.contracts.printed import CI_PROB, interval
 from fedppl.plots import _fit
-from fedppl.plots._fit import Fitted, require_fit
+from fedppl.plots._fit import require_fit
 from fedppl.settings import between, chosen, shown
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -29,7 +29,7 @@ class _Outcomes(NamedTuple):
 
 
 def check(
-    fit: Fitted,
+    fit: Any,
     *,
     clients: Sequence[str] | str | None = None,
     ci_prob: float = CI_PROB,
@@ -124,7 +124,7 @@ def kaplan_meier(time: Array, event: Array, at: Array) -> Array:
     return np.asarray(left[np.searchsorted(steps, at, side="right")])
 
 
-def _survival(fit: Fitted, names: Sequence[str]) -> tuple[str, Array]:
+def _survival(fit: Any, names: Sequence[str]) -> tuple[str, Array]:
     """Name of a formula's outcome and a grid of times, where it is the time until an event; else empty."""
     builder = fit.declaration.builder
     if getattr(getattr(builder, "family", None), "outcome", "") != "time":
@@ -156,7 +156,7 @@ def _outcomes(fit: Any, names: Sequence[str], settings: Any) -> tuple[str, dict[
     return what, by_client
 
 
-def _distribution(axes: Any, fit: Fitted, by_client: dict[str, _Outcomes], ci_prob: float, what: str) -> None:
+def _distribution(axes: Any, fit: Any, by_client: dict[str, _Outcomes], ci_prob: float, what: str) -> None:
     values = np.concatenate([client.values for client in by_client.values()])
     replicates = np.concatenate([client.replicates for client in by_client.values()], axis=1)
     levels = np.unique(np.concatenate([values, np.unique(replicates)]))
@@ -195,9 +195,7 @@ def _band(axes: Any, x: Array, drawn: Array, ci_prob: float) -> None:
     axes.plot(x, drawn.mean(axis=0), color="C0", label=_label(ci_prob))
 
 
-def _by_client(
-    axes: Any, fit: Fitted, by_client: dict[str, _Outcomes], times: Array, ci_prob: float, label: str
-) -> None:
+def _by_client(axes: Any, fit: Any, by_client: dict[str, _Outcomes], times: Array, ci_prob: float, label: str) -> None:
     """A line a client: the interval of its prediction, and the observed value."""
     middle = len(times) // 2
     for place, (values, replicates, event) in enumerate(by_client.values()):

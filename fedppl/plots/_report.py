@@ -19,7 +19,7 @@ from fedppl.contracts import Posterior
 from fedppl.contracts.printed import CI_PROB, escaped, number, table
 from fedppl.plots import _fit
 from fedppl.plots._clients import changed, counts, device_graph, influence, quality, reported, rounds, spans
-from fedppl.plots._fit import Fitted, at_hand, require_fit
+from fedppl.plots._fit import at_hand, require_fit
 from fedppl.plots._posteriors import forest, prior_posterior
 from fedppl.settings import shown
 from fedppl.types import DataError, DeclarationError, NotConvergedError
@@ -55,7 +55,7 @@ _WANTED = {"ess": "many effective draws", "pareto_k": "Pareto k below 0.7", "rha
 
 
 def report(
-    fit: Fitted,
+    fit: Any,
     path: str | os.PathLike[str],
     *,
     var_names: Sequence[str] | str | None = None,
@@ -139,7 +139,7 @@ def _page(title: str, body: str) -> str:
     )
 
 
-def _head(fit: Fitted, title: str) -> str:
+def _head(fit: Any, title: str) -> str:
     status = str(fit.status)
     kind = "status" if fit.status.ok else "status open"
     text = _SENTENCES.get(status, status)
@@ -153,7 +153,7 @@ def _head(fit: Fitted, title: str) -> str:
     )
 
 
-def _shared(fit: Fitted) -> str:
+def _shared(fit: Any) -> str:
     heading = "<h2>What all clients share</h2>"
     if fit.algorithm.result.shared is None:
         return f"{heading}<p>In this algorithm clients share no parameters; each has its own.</p>"
@@ -188,7 +188,7 @@ def _glossary(summary: Any) -> str:
     return f"<p><small>{escaped(line, 1000)}.</small></p>" if line else ""
 
 
-def _clients(fit: Fitted) -> str:
+def _clients(fit: Any) -> str:
     ids = list(fit.client_ids)
     if len(ids) > _LISTED:
         return f"<h2>Clients</h2><p>{len(ids)} clients, which are too many for a table.</p>"
@@ -212,7 +212,7 @@ def _clients(fit: Fitted) -> str:
     )
 
 
-def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> Iterator[str]:
+def _pictures(fit: Any, var_names: Any, population: Any, conflict: Any) -> Iterator[str]:
     """The pictures that apply; those that the caller asked for by a keyword have to be drawn."""
     shared, groups = fit.algorithm.result.shared, fit.idata
     asked = var_names is not None or population is not None
@@ -287,7 +287,7 @@ def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bo
     )
 
 
-def _computed(fit: Fitted) -> str:
+def _computed(fit: Any) -> str:
     priors = _priors(fit)
     variables = [
         [v.name, " × ".join(map(str, v.shape)) or "1", v.transform or "none", priors.get(v.name, "–")]
@@ -304,7 +304,7 @@ def _computed(fit: Fitted) -> str:
     )
 
 
-def _priors(fit: Fitted) -> dict[str, str]:
+def _priors(fit: Any) -> dict[str, str]:
     """Priors in words, where the declared model can be built here."""
     client = next(iter(fit.clients.values()), None)
     if client is None:
@@ -313,12 +313,12 @@ def _priors(fit: Fitted) -> dict[str, str]:
     return {str(name): str(prior) for name, prior in priors.items()}
 
 
-def _settings(fit: Fitted) -> str:
+def _settings(fit: Any) -> str:
     rows = list(fit.algorithm.settings.items())
     return f"<h2>Settings of {escaped(fit.algorithm.name)}</h2>{_wide(['setting', 'value'], rows, 'wide text')}"
 
 
-def _versions(fit: Fitted) -> str:
+def _versions(fit: Any) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     rows: list[list[Any]] = [["seed", fit.seed], ["page written", now], ["Python", platform.python_version()]]
     for name in _PACKAGES:

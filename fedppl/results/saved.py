@@ -127,7 +127,8 @@ def _read(path: Path) -> Saved:
         "drawn": {client_id: groups[f"client_{k}"] for k, client_id in enumerate(content["drawn"])},
     }
     shared = {name: groups[name] for name in content["groups"] if not name.startswith("client_")}
-    return Saved(*(content[name] for name in Saved._fields[:4]), shared, fields)
+    about = {name: content[name] for name in ("algorithm", "settings", "agreement", "written")}
+    return Saved(**about, groups=shared, fields=fields)
 
 
 def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedModel) -> None:

@@ -418,120 +418,23 @@ def _numbers_and_texts(info: Any) -> dict[str, float | str]:
 
 
 def all_clients(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
-    """Ask every client every round.
-
-    Parameters
-    ----------
-    clients
-        Ids of the clients.
-    rng
-        Generator of the round, which is not used.
-
-    Returns
-    -------
-    tuple of str
-        All ids, in their order.
-
-    Raises
-    ------
-    TypeError
-        For `clients` that cannot be iterated over.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> all_clients(["a", "b"], np.random.default_rng(0))
-    ('a', 'b')
-
-    Notes
-    -----
-    *When this fails.* A round is as slow as the slowest client, and waits for a client that is away up to the
-    ``deadline=`` of the fit.
-    """
+    """Every client."""
     return tuple(clients)
 
 
-def fixed_size(size: int) -> Participation:
-    """Ask `size` clients, drawn without replacement.
-
-    Parameters
-    ----------
-    size
-        Number of clients a round, at least 1.
-
-    Returns
-    -------
-    Callable
-        Function of (clients, rng) that returns ids in the clients' order, for ``participation=`` of `fedppl.fit`.
-
-    Raises
-    ------
-    DeclarationError
-        For a `size` that is not a whole number, or below 1.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> len(fixed_size(2)(["a", "b", "c"], np.random.default_rng(0)))
-    2
-
-    Notes
-    -----
-    *When this fails.* With a `size` above the number of clients all of them are asked without a warning;
-    ``participation=size``, the number itself, is refused then. In few rounds some clients may never be asked: a client
-    is left out of all T rounds with probability (1 − size / K)^T.
-    """
-    size = whole("size", size)
-
-    def choose(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
-        chosen = set(rng.choice(len(clients), size=min(size, len(clients)), replace=False).tolist())
-        return tuple(client for i, client in enumerate(clients) if i in chosen)
-
-    return choose
+def _fixed_size(size: int, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
+    """`size` clients, drawn without replacement, or all where there are fewer."""
+    chosen = set(rng.choice(len(clients), size=min(size, len(clients)), replace=False).tolist())
+    return tuple(client for i, client in enumerate(clients) if i in chosen)
 
 
-def bernoulli(probability: float) -> Participation:
-    r"""Ask each client with a probability, given that at least one is asked.
-
-    .. math:: P(A) = \frac{p^{|A|} (1 - p)^{K - |A|}}{1 - (1 - p)^K}, \qquad A \ne \emptyset
-
-    Parameters
-    ----------
-    probability
-        Probability p of each client, above 0 and at most 1.
-
-    Returns
-    -------
-    Callable
-        Function of (clients, rng) that returns ids in the clients' order, for ``participation=`` of `fedppl.fit`.
-
-    Raises
-    ------
-    DeclarationError
-        For a `probability` outside (0, 1].
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> bernoulli(1.0)(["a", "b", "c"], np.random.default_rng(0))
-    ('a', 'b', 'c')
-
-    Notes
-    -----
-    *When this fails.* Since no round is without clients, each client is asked with probability p / (1 − (1 − p)^K),
-    which is well above p where p K is small. The number of clients differs from round to round, and with it the noise
-    of algorithms that average.
-    """
-    probability = between("probability", probability, 0, 1, "(]")
-
-    def choose(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
-        # From the binomial without its zero by inversion: rejection would take long where the probability is small.
-        count = len(clients)
-        none = float(binom.pmf(0, count, probability))
-        number = int(binom.ppf(none + (1.0 - none) * rng.uniform(), count, probability))
-        return fixed_size(min(max(number, 1), count))(clients, rng)
-
-    return choose
+def _bernoulli(probability: float, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
+    """Each client with a probability, given that one at least is asked."""
+    # From the binomial without its zero by inversion: rejection would take long where the probability is small.
+    count = len(clients)
+    none = float(binom.pmf(0, count, probability))
+    number = int(binom.ppf(none + (1.0 - none) * rng.uniform(), count, probability))
+    return _fixed_size(min(max(number, 1), count), clients, rng)
 
 
 def _by_function(choose: Participation, word: str, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
@@ -567,9 +470,10 @@ def as_participation(
                 f"{word}={size} is more than there are clients, {clients}; pass at most {clients}, a probability such "
                 "as 0.5, or None for all."
             )
-        return fixed_size(size)
+        return functools.partial(_fixed_size, size)
     if isinstance(value, float | np.floating):
-        return bernoulli(between(word, value, 0, 1, "(]", "a float is a probability, an int a number of clients"))
+        hint = "a float is a probability, an int a number of clients"
+        return functools.partial(_bernoulli, between(word, value, 0, 1, "(]", hint))
     if callable(value):
         return functools.partial(_by_function, value, word)
     raise DeclarationError(f"{word}={shown(value)} must be a number of clients, a probability, a function or None.")

@@ -146,7 +146,7 @@ def test_all_clients_get_the_same_message_and_keep_nothing() -> None:
 
 def test_rounds_without_a_client_are_void_and_then_the_end() -> None:
     with pytest.warns(ConvergenceWarning, match="participation="):
-        found = fit(WARDS, hospitals(6), fedppl.Sums(), participation=fedppl.fixed_size(4))
+        found = fit(WARDS, hospitals(6), fedppl.Sums(), participation=4)
     assert found.status.value == "stalled"
     assert len(found.records) == sums._VOID
 

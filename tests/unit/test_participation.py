@@ -9,38 +9,38 @@ import numpy as np
 import pytest
 from scipy.stats import binom, chisquare
 
-from fedppl import DeclarationError, all_clients, bernoulli, fixed_size
+from fedppl import DeclarationError
 from fedppl.run.one_round import as_participation
 
 CLIENTS = ("a", "b", "c", "d")
 
 
 def test_everyone_is_asked(rng: np.random.Generator) -> None:
-    assert all_clients(CLIENTS, rng) == CLIENTS
+    assert as_participation(None)(CLIENTS, rng) == CLIENTS
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_a_fixed_number_of_different_clients_in_their_order(size: int, rng: np.random.Generator) -> None:
     for _ in range(20):
-        asked = fixed_size(size)(CLIENTS, rng)
+        asked = as_participation(size)(CLIENTS, rng)
         assert len(set(asked)) == size
         assert list(asked) == sorted(asked)
 
 
 def test_a_fixed_number_above_all_is_all(rng: np.random.Generator) -> None:
-    assert fixed_size(9)(CLIENTS, rng) == CLIENTS
+    assert as_participation(9)(CLIENTS, rng) == CLIENTS
 
 
 def test_a_fixed_number_is_uniform_over_subsets(rng: np.random.Generator) -> None:
     """Six pairs of four clients, equally likely; p below 1e-3 would be a fault, not chance."""
-    count = Counter(fixed_size(2)(CLIENTS, rng) for _ in range(1200))
+    count = Counter(as_participation(2)(CLIENTS, rng) for _ in range(1200))
     assert len(count) == 6
     assert chisquare(list(count.values())).pvalue > 1e-3
 
 
 def test_bernoulli_is_the_binomial_without_its_zero(rng: np.random.Generator) -> None:
     """P(n asked) = Binom(n; 4, 0.3) / (1 − 0.7⁴), and all clients are alike."""
-    rounds = [bernoulli(0.3)(CLIENTS, rng) for _ in range(2000)]
+    rounds = [as_participation(0.3)(CLIENTS, rng) for _ in range(2000)]
     numbers = Counter(len(asked) for asked in rounds)
     expected = binom.pmf(np.arange(1, 5), 4, 0.3) / (1 - 0.7**4)
     assert chisquare([numbers[n] for n in range(1, 5)], 2000 * expected).pvalue > 1e-3
@@ -50,11 +50,11 @@ def test_bernoulli_is_the_binomial_without_its_zero(rng: np.random.Generator) ->
 
 @pytest.mark.parametrize("probability", [1e-12, 1e-300])
 def test_a_tiny_probability_asks_one_client_without_waiting(probability: float, rng: np.random.Generator) -> None:
-    assert len(bernoulli(probability)(CLIENTS, rng)) == 1
+    assert len(as_participation(probability)(CLIENTS, rng)) == 1
 
 
 def test_equal_seeds_choose_equal_clients() -> None:
-    for choose in (fixed_size(2), bernoulli(0.4)):
+    for choose in (as_participation(2), as_participation(0.4)):
         first, second = ([choose(CLIENTS, np.random.default_rng(s)) for s in range(10)] for _ in range(2))
         assert first == second
         assert len(set(first)) > 1
