@@ -19,19 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import settings
-from fedppl.contracts import (
-    Algorithm,
-    AnyAlgorithm,
-    Disclosure,
-    EngineFactory,
-    LocalInference,
-    Needs,
-    Point,
-    Posterior,
-    Replies,
-    Result,
-    Sampler,
-)
+from fedppl.contracts import Algorithm, AnyAlgorithm, EngineFactory, LocalInference, Posterior
 from fedppl.data.tables import Table
 from fedppl.engine.answer import require_fit, say_unused
 from fedppl.engine.guard import REFUSED
@@ -391,7 +379,14 @@ def require_declared(model: Any, algorithm: Any) -> None:
         elif isinstance(model, Mapping):
             remedy = "the model comes first, then the data: fedppl.fit(model, data)"
         raise DeclarationError(f"model is {type(model).__name__}; {remedy}.")
-    _require_algorithm(algorithm)
+    if not isinstance(algorithm, Algorithm):
+        remedy = not_called(algorithm) or "; pass one that is built, like fedppl.EP()."
+        if isinstance(algorithm, LocalInference):
+            remedy = " but how clients compute; pass fedppl.EP(local=...)."
+        raise DeclarationError(f"algorithm={shown(algorithm)} is no algorithm{remedy}")
+    noise = algorithm.disclosure.noise_multiplier
+    if noise is not None and not 0 < noise < np.inf:
+        raise DeclarationError(f"{algorithm.name}: disclosure.noise_multiplier={noise} must be positive, or None.")
 
 
 def require_settings(
@@ -422,71 +417,6 @@ def seed_of(random_seed: int | np.random.Generator | None) -> int:
     if isinstance(random_seed, int | np.integer) and not isinstance(random_seed, bool) and random_seed >= 0:
         return int(random_seed)
     raise DeclarationError(f"random_seed={random_seed!r} must be a non-negative int, a Generator or None.")
-
-
-# The parts of an algorithm --------------------------------------------------------------------------------------------
-
-_TUPLES = {"replies": Replies, "result": Result, "needs": Needs, "disclosure": Disclosure}
-# Numbers of arguments.
-_FUNCTIONS = {
-    Algorithm: {"init": 3, "broadcast": 2, "update_client": 4, "update_server": 2},
-    Replies: {"shapes": 1, "reject": 2, "summed": 1},
-    Result: {"final_message": 2, "draw": 6, "details": 1, "preliminary": 1, "closing": 1, "out_of_rounds": 1},
-    Needs: {"check": 1, "unused_priors": 1},
-    Disclosure: {"at_sites": 1, "unseen": 2},
-    Posterior: {"gaussian": 1, "corrected": 1, "evidence": 2},
-    Point: {"estimate": 1},
-    Sampler: {"draw": 3},
-}
-_OPTIONAL = {
-    Algorithm: {"unreported": 4},
-    Result: {"resume": 2},
-    Disclosure: {"asks": 2, "concludes": 2},
-    Posterior: {"without": 3},
-}
-
-
-def _require_algorithm(algorithm: Any) -> None:
-    """Refuse what is no algorithm, or whose functions take other arguments."""
-    if not isinstance(algorithm, Algorithm):
-        remedy = not_called(algorithm) or "; pass one that is built, like fedppl.EP()."
-        if isinstance(algorithm, LocalInference):
-            remedy = " but how clients compute; pass fedppl.EP(local=...)."
-        raise DeclarationError(f"algorithm={shown(algorithm)} is no algorithm{remedy}")
-    if not isinstance(algorithm.name, str) or not algorithm.name:
-        raise DeclarationError(f"an algorithm's name is {shown(algorithm.name)}; give it a text that is not empty.")
-    name, texts = algorithm.name, algorithm.settings
-    if not isinstance(texts, Mapping) or not all(isinstance(text, str) for pair in texts.items() for text in pair):
-        raise DeclarationError(f"{name}: settings={shown(texts)} must be texts by name; see fedppl.settings.described.")
-    for field, kind in _TUPLES.items():
-        if not isinstance(value := getattr(algorithm, field), kind):
-            raise DeclarationError(f"{name}: {field}={shown(value)} must be a fedppl.contracts.{kind.__name__}.")
-    shared = algorithm.result.shared
-    if shared is not None and not isinstance(shared, Posterior | Point | Sampler):
-        raise DeclarationError(
-            f"{name}: result.shared={shown(shared)} must be a Posterior, Point or Sampler of fedppl.contracts, or None."
-        )
-    for part in (algorithm, *(getattr(algorithm, field) for field in _TUPLES), *([shared] if shared else [])):
-        _require_functions(name, part)
-    noise = algorithm.disclosure.noise_multiplier
-    if noise is not None and not (isinstance(noise, int | float) and 0 < noise < np.inf):
-        raise DeclarationError(
-            f"{name}: disclosure.noise_multiplier={shown(noise)} must be positive, or None where ε is unknown."
-        )
-
-
-def _require_functions(name: str, part: Any) -> None:
-    kind = type(part)
-    optional = {field: count for field, count in _OPTIONAL.get(kind, {}).items() if getattr(part, field) is not None}
-    for field, count in {**_FUNCTIONS[kind], **optional}.items():
-        function = getattr(part, field)
-        where = field if kind is Algorithm else f"{kind.__name__}.{field}"
-        if not callable(function):
-            raise DeclarationError(f"{name}: {where}={shown(function)} must be a function.")
-        if not takes(function, count):
-            raise DeclarationError(
-                f"{name}: {where} is called with {count} arguments and cannot be; see fedppl.contracts.{kind.__name__}."
-            )
 
 
 # Clients of one table as one stack: a sample is enrolled with all checks, for all ------------------------------------

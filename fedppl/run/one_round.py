@@ -138,13 +138,7 @@ def _exchanged(run: Run, number: int, requests: Requests, shapes: Shapes) -> _Ex
                 reason = run.algorithm.replies.reject(run.state, reply.message)
         return reason
 
-    is_enough = run.algorithm.replies.summed(run.state)
-    if not isinstance(is_enough, bool | np.bool_):
-        raise DeclarationError(
-            f"{run.algorithm.name}: Replies.summed returned {shown(is_enough)} in round {number}; return True "
-            "where sums over clients are all that the server needs, else False."
-        )
-    if not is_enough:
+    if not run.algorithm.replies.summed(run.state):
         taken = take(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
         sizes = {client_id: n_bytes(message) for client_id, message in taken.messages.items()}
         sample = next(iter(taken.messages.values()), {})
@@ -197,10 +191,8 @@ def one_round(run: Run) -> Round:
     _log_failures(number, replies.failures, run.logged)
     diagnostics.log_fallbacks(number, replies.infos, diagnostics.fallbacks(run.infos))
     with _named(run, "update_server"):
-        returned = run.algorithm.update_server(run.state, replies.received)
-    _require_report(run.algorithm.name, returned)
-    state, report = returned
-    record = _record(run, requests, replies, report, seconds)
+        state, report = run.algorithm.update_server(run.state, replies.received)
+        record = _record(run, requests, replies, report, seconds)
     # Together: after Ctrl-C the state, clients' own states and the records are of the same round.
     run.state, run.personal = state, run.engine.personal()
     add(run, record)
@@ -388,25 +380,10 @@ def received(replies: Mapping[str, Message], *, summed: bool) -> Received:
 # Reports of a server's update ----------------------------------------------------------------------------------------
 
 
-def _require_report(name: str, returned: Any) -> None:
-    """Refuse what is not (state, Report), or a Report that cannot be recorded."""
-    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Report):
-        raise DeclarationError(f"{name}: update_server returned {shown(returned)}; return (state, Report).")
-    report = returned[1]
-    if not isinstance(report.info, tuple) or not hasattr(report.info, "_asdict"):
-        raise DeclarationError(f"{name}: Report.info is {type(report.info).__name__}; make it a NamedTuple.")
-    if not isinstance(report.status, Status):
-        raise DeclarationError(f"{name}: Report.status is {shown(report.status)}; make it a fedppl.Status.")
-    if report.message is not None and not isinstance(report.message, str):
-        raise DeclarationError(f"{name}: Report.message is {shown(report.message)}; make it a text, or None.")
-    if taken := COLUMNS & report.info._asdict().keys():
-        raise DeclarationError(
-            f"{name}: Report.info has {sorted(taken)}, which are columns of the table of rounds; choose other names."
-        )
-
-
 def _numbers_and_texts(info: Any) -> dict[str, float | str]:
     """Diagnostics of a round for the table: numbers and texts, NumPy's among them."""
+    if taken := COLUMNS & set(info._fields):
+        raise DeclarationError(f"Report.info has {sorted(taken)}, columns of the table of rounds; choose other names.")
     values = {
         name: value.item() if isinstance(value, np.generic | np.ndarray) and not np.ndim(value) else value
         for name, value in info._asdict().items()
