@@ -30,10 +30,8 @@ def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = No
 
     Parameters
     ----------
-    fit
-        A `fedppl.Fit`.
-    ax, figsize
-        Two matplotlib axes; by default those of a new figure, of so many inches.
+    fit, ax, figsize
+        As in all of `fedppl.plots`.
 
     Returns
     -------
@@ -43,12 +41,10 @@ def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = No
     Raises
     ------
     DeclarationError
-        If there was no round, if rounds have no entry for each client since these were very many, or for axes that are
-        not two.
+        If there was no round, or rounds have no entry for each client since these were very many.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
@@ -186,10 +182,8 @@ def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = N
 
     Parameters
     ----------
-    fit
-        A `fedppl.Fit`.
-    ax, figsize
-        Matplotlib axes, as many as there are panels; by default those of a new figure, of so many inches.
+    fit, ax, figsize
+        As in all of `fedppl.plots`.
 
     Returns
     -------
@@ -200,12 +194,10 @@ def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = N
     Raises
     ------
     DeclarationError
-        If there was no round, if rounds have no entry for each client since these were very many, or for axes that are
-        none.
+        If there was no round, or rounds have no entry for each client since these were very many.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
@@ -322,14 +314,10 @@ def influence(
     ----------
     fit
         A `fedppl.Fit` by `EP`, `Sums` or another algorithm with a posterior without each client.
-    var_names
-        Shared variables; by default all. They are shown on the unconstrained space.
-    clients
-        Ids of clients; by default all.
     conflict
         What `fedppl.conflict` returned, for a panel of p-values.
-    ax, figsize
-        Matplotlib axes, two, or three with `conflict`; by default those of a new figure, of so many inches.
+    var_names, clients, ax, figsize
+        As in all of `fedppl.plots`; shared variables are shown on the unconstrained space.
 
     Returns
     -------
@@ -339,14 +327,10 @@ def influence(
     Raises
     ------
     DeclarationError
-        If the algorithm has no posterior without each client, a name is unknown, `conflict` is no such result, or for
-        axes that are none.
-    NotConvergedError
-        Where the fit was broken off before there was a posterior.
+        If the algorithm has no posterior without each client, or `conflict` is no such result.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
@@ -439,7 +423,7 @@ def confidence(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None 
     fit
         A `fedppl.Fit` by `fedppl.Confidence`, or by its like for networks.
     ax, figsize
-        Two matplotlib axes; by default those of a new figure, of so many inches.
+        As in all of `fedppl.plots`.
 
     Returns
     -------
@@ -449,11 +433,10 @@ def confidence(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None 
     Raises
     ------
     DeclarationError
-        For a fit whose clients report no confidence, if none has replied, or for axes that are not two.
+        For a fit whose clients report no confidence, or if none has replied.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> fit = fedppl.fit(*normal_means(), fedppl.Confidence(strength=8), progressbar=False, random_seed=1)
@@ -514,7 +497,7 @@ def device_graph(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | Non
     fit
         A `fedppl.Fit` by `HM1` or `HM1Gradient`.
     ax, figsize
-        Matplotlib axes; by default those of a new figure, of so many inches.
+        As in all of `fedppl.plots`.
 
     Returns
     -------
@@ -523,11 +506,10 @@ def device_graph(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | Non
     Raises
     ------
     DeclarationError
-        If the algorithm estimates no covariance over clients, or for axes that are none.
+        If the algorithm estimates no covariance over clients.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> fit = fedppl.fit(*normal_means(), fedppl.HM1(), progressbar=False, random_seed=1)

@@ -68,8 +68,6 @@ def forest(
         local ones. With `total` coefficients of a formula, by default those that vary by client.
     coords
         Labels to show, by dim: ``{"predictor": "dose"}``.
-    clients
-        Ids of clients; by default all in this process.
     population
         A level to compare clients with: the name of a shared variable of the same shape, whose mean and interval are
         drawn across all clients, or a number; by name of a variable where there are several. By default the mean of the
@@ -85,12 +83,8 @@ def forest(
         Of a formula totals are compared, since each client alone has coefficients of its own.
     numbers
         Whether estimates and intervals stand at the right; by default where there is one panel.
-    ci_prob
-        Probability of the equal-tailed interval.
-    draws, chains, random_seed
-        Of posteriors drawn in this process, as in `Fit.client`.
-    ax, figsize
-        Matplotlib axes, one a panel; by default those of a new figure, of so many inches.
+    clients, ci_prob, draws, chains, random_seed, ax, figsize
+        As in all of `fedppl.plots`.
 
     Returns
     -------
@@ -99,9 +93,7 @@ def forest(
     Raises
     ------
     DeclarationError
-        If no client is in this process, a name is unknown, or there are more than 12 panels.
-    NotConvergedError
-        Where the fit was broken off before there was a posterior.
+        If no client is in this process, or there are more than 12 panels.
 
     Examples
     --------
@@ -134,12 +126,9 @@ def forest(
     groups = {name: _posterior(fit, name, settings) for name in names}
     shown_entries = _entries(fit, groups, var_names, coords, settings)
     lines = _lines(groups, shown_entries, settings)
-    lines_alone: dict[str, list[Line]] = {}
-    if alone is not None:
-        require_fit(alone)
-        if lost := [name for name in names if name not in at_hand(alone)]:
-            raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
-        lines_alone = _lines({name: _posterior(alone, name, settings) for name in names}, shown_entries, settings)
+    by_itself = (
+        [[] for _ in lines] if alone is None else _lines(_alone(alone, names, settings), shown_entries, settings)
+    )
     if population is None and settings.total:
         population = {entry.name: entry.name for entry in shown_entries}
     levels = _levels(fit, shown_entries, population, settings)
@@ -150,18 +139,16 @@ def forest(
     axes = _fit.panels(ax, rows, columns, size, figsize, count=len(shown_entries), sharey="row")
     labels = [_fit.short(f"{k} ({fit.clients[k].brought})" if k in fit.clients else k) for k in names]
     for number, (panel, entry) in enumerate(zip(axes, shown_entries, strict=True)):
-        with_others = [lines[name][number] for name in names]
-        by_itself = [lines_alone[name][number] for name in lines_alone]
-        _level(panel, levels[number], with_others, first=number == 0)
-        _draw(panel, with_others, "C0", f"posterior, {100 * ci_prob:.3g} % and half" if number == 0 else None)
-        if by_itself:
-            _draw_alone(panel, by_itself, with_others, first=number == 0)
+        _level(panel, levels[number], lines[number])
+        _draw(panel, lines[number], f"posterior, {100 * ci_prob:.3g} % and half")
+        if by_itself[number]:
+            _draw_alone(panel, by_itself[number], lines[number])
         _fit.client_lines(panel, labels, labelled=number % columns == 0 or ax is not None)
         if numbers:
-            _numbers(panel, with_others)
+            _numbers(panel, lines[number])
         what = f"{formula.effect(entry.name, exponentiate=exponentiate)}, " if formula else "exp of " * exponentiate
         panel.set_xlabel(_fit.short(what + entry.label, 48))
-        _ticks(panel, [*with_others, *by_itself], settings)
+        _ticks(panel, [*lines[number], *by_itself[number]], settings)
     _fit.legend_of_all(axes, ax)
     return np.array(axes, dtype=object)
 
@@ -255,9 +242,9 @@ def _has(values: Any, entry: Entry, labels: Mapping[str, set[str]]) -> bool:
     return all(str(values[dim].values[place]) in labels[dim] for dim, place in places)
 
 
-def _lines(groups: Mapping[str, Any], shown_entries: Sequence[Entry], settings: _Settings) -> dict[str, list[Line]]:
-    """A line for each entry, by client."""
-    return {name: [_line(draws_of(group, one), settings) for one in shown_entries] for name, group in groups.items()}
+def _lines(groups: Mapping[str, Any], shown_entries: Sequence[Entry], settings: _Settings) -> list[list[Line]]:
+    """A line for each client, by entry."""
+    return [[_line(draws_of(group, entry), settings) for group in groups.values()] for entry in shown_entries]
 
 
 def _line(draws: Array, settings: _Settings) -> Line:
@@ -298,31 +285,31 @@ def _shared_line(fit: Any, entry: Entry, value: Any, settings: _Settings) -> tup
     return name, _line(draws_of(group, match), settings)
 
 
-def _level(axes: Any, level: tuple[str, Line] | None, lines: Sequence[Line], *, first: bool) -> None:
+def _level(axes: Any, level: tuple[str, Line] | None, lines: Sequence[Line]) -> None:
     if level is None:
-        label = "mean of the clients' means" if first else None
-        axes.axvline(float(np.mean([line.mean for line in lines])), color=_fit.GREY, linestyle="--", lw=1, label=label)
+        mean = float(np.mean([line.mean for line in lines]))
+        axes.axvline(mean, color=_fit.GREY, linestyle="--", lw=1, label="mean of the clients' means")
         return
     name, line = level
-    axes.axvline(line.mean, color="black", lw=1, label=_fit.short(f"population, {name}", 40) if first else None)
+    axes.axvline(line.mean, color="black", lw=1, label=_fit.short(f"population, {name}", 40))
     if line.outer[0] < line.outer[1]:
         axes.axvspan(*line.outer, color="black", alpha=0.1, lw=0)
 
 
-def _draw(axes: Any, lines: Sequence[Line], color: str, label: str | None) -> None:
+def _draw(axes: Any, lines: Sequence[Line], label: str) -> None:
     places = np.arange(len(lines))
-    axes.hlines(places, [line.outer[0] for line in lines], [line.outer[1] for line in lines], color=color, lw=1)
-    axes.hlines(places, [line.inner[0] for line in lines], [line.inner[1] for line in lines], color=color, lw=3)
-    axes.plot([line.mean for line in lines], places, "o", color=color, ms=5, mec="white", label=label)
+    axes.hlines(places, [line.outer[0] for line in lines], [line.outer[1] for line in lines], color="C0", lw=1)
+    axes.hlines(places, [line.inner[0] for line in lines], [line.inner[1] for line in lines], color="C0", lw=3)
+    axes.plot([line.mean for line in lines], places, "o", color="C0", ms=5, mec="white", label=label)
 
 
-def _draw_alone(axes: Any, alone: Sequence[Line], together: Sequence[Line], *, first: bool) -> None:
+def _draw_alone(axes: Any, alone: Sequence[Line], together: Sequence[Line]) -> None:
     """Estimates of clients alone, a little below, with lines to those of all together."""
     places = np.arange(len(alone)) + 0.28
     axes.hlines(places, [line.outer[0] for line in alone], [line.outer[1] for line in alone], color="C1", lw=0.8)
     for place, before, after in zip(places, alone, together, strict=True):
         axes.plot([before.mean, after.mean], [place, place - 0.28], color="C1", lw=0.8, ls=":")
-    label = "alone, without the others" if first else None
+    label = "alone, without the others"
     axes.plot([line.mean for line in alone], places, "o", color="C1", mfc="white", ms=4, label=label)
 
 
@@ -343,6 +330,14 @@ def _ticks(axes: Any, lines: Sequence[Line], settings: _Settings) -> None:
     if low < 1.0 < high:
         axes.axvline(1.0, color=_fit.GREY, linestyle=":", lw=1)  # a ratio of no effect
     _fit.log_ticks(axes, low, high)
+
+
+def _alone(fit: Any, names: Sequence[str], settings: _Settings) -> dict[str, Any]:
+    """Posteriors of the same clients from another fit."""
+    require_fit(fit)
+    if lost := [name for name in names if name not in at_hand(fit)]:
+        raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
+    return {name: _posterior(fit, name, settings) for name in names}
 
 
 def _posterior(fit: Any, name: str, settings: _Settings) -> Any:
@@ -376,12 +371,12 @@ def prior_posterior(
     fit
         A `fedppl.Fit` with a posterior of the shared variables.
     var_names
-        Shared variables, deterministics among them, or entries as they are printed, ``"arm[drug]"``. By default all,
-        but partial correlations of a formula, of which it shows the correlations.
+        Shared variables, deterministics among them. By default all, but partial correlations of a formula, of which it
+        shows the correlations.
     random_seed
         Seed of the draws of the prior; by default the fit's.
     ax, figsize
-        Matplotlib axes, one a panel; by default those of a new figure, of so many inches.
+        As in all of `fedppl.plots`.
 
     Returns
     -------
@@ -390,14 +385,11 @@ def prior_posterior(
     Raises
     ------
     DeclarationError
-        If a name is unknown, there are more than 24 panels, axes are none, or the prior cannot be drawn from: it is not
-        Gaussian and clients are sites of their own.
-    NotConvergedError
-        Where the fit was broken off before there was a posterior.
+        If there are more than 24 panels, or the prior cannot be drawn from: it is not Gaussian and clients are sites of
+        their own.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
@@ -435,8 +427,8 @@ def prior_posterior(
         low, high = _bounds(transform, np.concatenate([old, new]))
         x = np.linspace(*_window(old, new, low, high), _GRID + 1)[1:]  # without the bound
         prior, y = (density(draws, x, low, high, positive=transform in _POSITIVE) for draws in (old, new))
-        panel.plot(x, prior, color=_fit.GREY, ls="--", label="prior" if not number else None)
-        panel.plot(x, y, color="C0", label="posterior" if not number else None)
+        panel.plot(x, prior, color=_fit.GREY, ls="--", label="prior")
+        panel.plot(x, y, color="C0", label="posterior")
         panel.fill_between(x, 0, y, color="C0", alpha=0.15, lw=0)
         panel.set(xlabel=_fit.short(entry.label, 36), ylim=(0, None), yticks=[])
         panel.set_ylabel("density" if number % columns == 0 else "")

@@ -49,14 +49,8 @@ def check(
     ----------
     fit
         A `fedppl.Fit` whose clients are in this process.
-    clients
-        Ids of clients; by default all that brought rows.
-    ci_prob
-        Probability of the intervals of predictions.
-    draws, chains, random_seed
-        Of clients' posteriors, as in `Fit.client`.
-    ax, figsize
-        Two matplotlib axes; by default those of a new figure, of so many inches.
+    clients, ci_prob, draws, chains, random_seed, ax, figsize
+        As in all of `fedppl.plots`; by default all clients that brought rows.
 
     Returns
     -------
@@ -67,12 +61,9 @@ def check(
     DeclarationError
         If no client with rows is here, or outcomes have no replicates: of a `pm.Potential`, or censored between two
         times.
-    NotConvergedError
-        Where the fit was broken off before there was a posterior.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> fit = fedppl.fit(*normal_means(), progressbar=False, random_seed=1)
@@ -229,7 +220,7 @@ def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | No
     found
         Result of `fedppl.calibrate`. Of more than ten rows only those that leave the band are named.
     ax, figsize
-        Matplotlib axes; by default those of a new figure, of so many inches.
+        As in all of `fedppl.plots`.
 
     Returns
     -------
@@ -238,11 +229,10 @@ def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | No
     Raises
     ------
     DeclarationError
-        For what is no such result, or axes that are none.
+        For what is no such result.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl, xarray
     >>> u = (np.arange(40)[:, None] + 0.5) / 40  # in place of fedppl.calibrate(...)
     >>> found = xarray.Dataset({"pit": (("data_set", "rows"), u)}, {"rows": ["mu"]})
@@ -299,7 +289,7 @@ def reliability(
     bins
         Number of bins.
     ax, figsize
-        Two matplotlib axes; by default those of a new figure, of so many inches.
+        As in all of `fedppl.plots`.
 
     Returns
     -------
@@ -309,12 +299,9 @@ def reliability(
     ------
     DataError
         For probabilities that are none, labels that are no classes, or no rows; for `bins` below 1 or not whole.
-    DeclarationError
-        For axes that are not two.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl
     >>> axes = fedppl.plots.reliability([0.1, 0.2, 0.7, 0.6], [0, 1, 1, 1], bins=5)
     >>> axes[0].get_title()
@@ -370,7 +357,7 @@ def curves(
     observed
         Inputs and outputs to draw as points, two arrays of one length.
     ax, figsize
-        Matplotlib axes; by default those of a new figure, of so many inches.
+        As in all of `fedppl.plots`.
 
     Returns
     -------
@@ -379,13 +366,12 @@ def curves(
     Raises
     ------
     DeclarationError
-        For what is no prediction, or axes that are none.
+        For what is no prediction.
     DataError
         If inputs are of several dimensions or not of as many rows, or `observed` has not one output for each input.
 
     Examples
     --------
-    >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl, xarray
     >>> hours = np.array([2.0, 0.0, 1.0])
     >>> values = {"mean": hours**2, "ci_low": hours**2 - 1, "ci_high": hours**2 + 1}  # in place of a prediction

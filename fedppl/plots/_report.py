@@ -70,8 +70,6 @@ def report(
 
     Parameters
     ----------
-    fit
-        A `fedppl.Fit`.
     path
         The file, such as ``"report.html"``; one that is there is replaced.
     var_names, population
@@ -91,8 +89,6 @@ def report(
     ------
     DeclarationError
         If the path is none, its folder is not there, or `var_names`, `population` or `conflict` cannot be shown.
-    NotConvergedError
-        If one of these is given, and the fit was broken off before there was a posterior.
     OSError
         If the file cannot be written.
 
