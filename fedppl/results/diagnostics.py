@@ -50,9 +50,6 @@ def listed(names: Iterable[str]) -> str:
 # Clients whose local inference fell back to another: ``fallback`` is 0, or the number of the step; other diagnostics
 # ``fallback_...``, such as ``fallback_seconds``, are shown beside it. -------------------------------------------------
 
-# Earlier fallbacks are mentioned from so many seconds on, and from this part of a fit's time.
-_NOTABLE_SECONDS, _NOTABLE_PART = 1.0, 0.1
-
 STANDARDISED = (
     "standardised, where it is centred on shared variables: z ~ N(0, 1) and mu + tau * z in place of N(mu, tau), "
     "mu + chol @ z in place of pm.MvNormal(mu, chol=chol)"
@@ -91,32 +88,6 @@ def fallback_sentence(infos: Infos, count: int) -> str:
     return (
         f"{' and '.join(parts)} in place of the local inference when last asked ({listed(clients)}{cost}): "
         f"see fit.idata['rounds']['fallback']{faster}"
-    )
-
-
-def earlier_fallbacks(infos: Iterable[Infos], seconds: float) -> str:
-    """The time of fallbacks before every client's last reply, for a fit's message; empty where that is little.
-
-    `infos` are those of all rounds, and `seconds` their time.
-
-    >>> rounds = [{"a": {"fallback": 2.0, "fallback_seconds": 30.0}}, {"a": {"fallback": 0.0}}]
-    >>> earlier_fallbacks(rounds, 40.0).partition(":")[0]
-    'fallbacks in earlier rounds took 30 s (a)'
-    """
-    rounds = list(infos)
-    last = {client_id: info for by_client in rounds for client_id, info in by_client.items()}
-    spent: dict[str, float] = {}
-    for by_client in rounds:
-        for client_id in fallbacks(by_client):
-            if by_client[client_id] is not last[client_id]:
-                spent[client_id] = spent.get(client_id, 0.0) + by_client[client_id].get("fallback_seconds", 0.0)
-    total = sum(spent.values())
-    if total < max(_NOTABLE_SECONDS, _NOTABLE_PART * seconds):
-        return ""
-    worst = sorted(spent, key=lambda client_id: -spent[client_id])
-    return (
-        f"fallbacks in earlier rounds took {total:.3g} s ({listed(worst)}): see "
-        f"fit.idata['rounds']['fallback_seconds'], and declare what is local {STANDARDISED}"
     )
 
 

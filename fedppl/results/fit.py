@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -53,8 +52,6 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
     ------
     DeclarationError
         If clients are sites of their own, or a name is unknown.
-    NotConvergedError
-        Where the fit was broken off before there was a posterior.
 
     Examples
     --------
@@ -176,50 +173,27 @@ def _summary(fit: Any) -> str:
     return table(["", *summary.columns], rows[:_ROWS]) + more
 
 
-def report(
-    fit: Any,
-    path: str | os.PathLike[str],
-    *,
-    var_names: Sequence[str] | str | None = None,
-    population: str | float | Mapping[str, str | float] | None = None,
-    conflict: Any = None,
-    title: str = "Federated fit",
-) -> Path:
+def report(fit: Any, path: str | os.PathLike[str], **settings: Any) -> Path:
     """Write one HTML page about this fit: status, tables, pictures, settings, versions and seed.
 
     Parameters
     ----------
-    path, var_names, population, conflict, title
-        As in `fedppl.plots.report`.
+    path, **settings
+        As in `fedppl.plots.report`, which says what is on the page, and when this fails.
 
     Returns
     -------
     pathlib.Path
-        The file. What is on the page, and when this fails: `fedppl.plots.report`.
+        The file.
     """
     from fedppl import plots  # at its first use: importing it takes a while
 
-    return plots.report(fit, path, var_names=var_names, population=population, conflict=conflict, title=title)
+    return plots.report(fit, path, **settings)
 
 
-F = TypeVar("F")
-
-# The declaration, compiled models and pure functions are the same for all copies.
-_SHARED = ("algorithm", "declaration", "clients", "reader")
-
-
-def _shallow(fit: F) -> F:
-    """Another fit of the same parts."""
-    new = object.__new__(type(fit))
-    new.__dict__.update(fit.__dict__)
-    return new
-
-
-def _deep(fit: F, memo: dict[int, Any]) -> F:
-    """Another fit whose state, records and draws are its own."""
-    new = memo[id(fit)] = _shallow(fit)
-    new.__dict__.update({name: copy.deepcopy(v, memo) for name, v in vars(fit).items() if name not in _SHARED})
-    return new
+def _itself(fit: Any, memo: Any = None) -> Any:
+    """A fit is not changed, and is its own copy: compiled models and functions cannot be copied."""
+    return fit
 
 
 def _refuse(fit: Any) -> NoReturn:
@@ -233,6 +207,9 @@ def _refuse(fit: Any) -> NoReturn:
 @dataclass(frozen=True, eq=False)
 class Fit(Ended):
     """Result of `fedppl.fit`.
+
+    What needs a posterior, here and in functions of a fit, raises NotConvergedError where the fit was broken off before
+    there was one.
 
     Attributes
     ----------
@@ -268,7 +245,7 @@ class Fit(Ended):
         Draws of clients' posteriors from the file of a fit that was loaded.
     """
 
-    __copy__, __deepcopy__, __reduce__ = _shallow, _deep, _refuse
+    __copy__, __deepcopy__, __reduce__ = _itself, _itself, _refuse
 
     def __repr__(self) -> str:
         """One line; some states would fill pages."""
@@ -351,8 +328,6 @@ class Fit(Ended):
         ------
         DeclarationError
             If the clients share nothing in this algorithm, or a name is unknown.
-        NotConvergedError
-            Where the fit was broken off before there was a posterior.
 
         Examples
         --------
@@ -429,8 +404,6 @@ class Fit(Ended):
         DeclarationError
             If the algorithm has no posterior without each client, a client is unknown, or its data are needed and not
             here.
-        NotConvergedError
-            Where the fit was broken off before there was a posterior.
 
         Examples
         --------

@@ -91,8 +91,6 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     ------
     DeclarationError
         If a site gave no sums, or the algorithm estimates points.
-    NotConvergedError
-        Where the fit was broken off before there was a posterior.
 
     Examples
     --------
@@ -168,8 +166,6 @@ def loo_compare(
         its clients, draws are too few, or all clients brought summaries.
     DataError
         If the fits are of other clients, or of other observations or the same in another order.
-    NotConvergedError
-        Where a fit was broken off before there was a posterior.
 
     Examples
     --------
@@ -485,20 +481,11 @@ def _require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_or
         if theirs is None:
             continue
         before, after = _observed(ours), _observed(theirs)
-        if len(before) != len(after):
+        order = " in this order" if in_order else ""
+        if not np.array_equal(*((before, after) if in_order else (np.sort(before), np.sort(after)))):
             raise DataError(
-                f"client {client_id!r} has {len(before)} observations in fit {first!r}, {len(after)} in fit {name!r}: "
-                "models are compared on the same observations only."
-            )
-        if not np.array_equal(np.sort(before), np.sort(after)):
-            raise DataError(
-                f"client {client_id!r} has other observations in fit {first!r} than in fit {name!r}: models are "
-                "compared on the same outcomes, in the same units."
-            )
-        if in_order and not np.array_equal(before, after):
-            raise DataError(
-                f"client {client_id!r} has its rows in another order in fit {first!r} than in fit {name!r}: give both "
-                "the same order."
+                f"client {client_id!r} has {len(before)} observations in fit {first!r} and {len(after)} others in fit "
+                f"{name!r}; compare fits of the same outcomes, in the same units{order}."
             )
 
 

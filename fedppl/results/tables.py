@@ -238,8 +238,6 @@ def table(
     ------
     DeclarationError
         If a name is unknown, or coefficients are differences of means, of which there are no ratios.
-    NotConvergedError
-        Where the fit was broken off before there was a posterior.
 
     Examples
     --------
@@ -447,8 +445,6 @@ def hypotheses(
     DeclarationError
         For an interval probability outside (0, 1), a null value that is not finite, an empty region, an unknown
         variable, or draws without a posterior or without the dims chain and draw.
-    NotConvergedError
-        For a fit that was broken off before there was a posterior.
 
     Examples
     --------

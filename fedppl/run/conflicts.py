@@ -74,8 +74,6 @@ def conflict(
     ------
     DeclarationError
         If data are not here and sites sent nothing, outcomes cannot be drawn, or the algorithm has no such posterior.
-    NotConvergedError
-        Where the fit was broken off before there was a posterior.
 
     Examples
     --------

@@ -226,9 +226,7 @@ def _sd_shortfall(run: Run) -> tuple[str, bool]:
 def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
     """How the run ended, or what stopped it, with the setting to change, clients without replies, and fallbacks."""
     status, message = run.records[-1].status if run.records else Status.RUNNING, run.message
-    infos, seconds = (r.infos for r in run.records if not r.closing), sum(r.seconds for r in run.records)
     fell_back = diagnostics.fallback_sentence(run.infos, len(run.clients))
-    fell_back = "; ".join(filter(None, (fell_back, diagnostics.earlier_fallbacks(infos, seconds))))
     if status is Status.CONVERGED:
         another, (short, is_wrong) = mirror_image(run), _sd_shortfall(run)
         doubts = another, short, message, prior_conflict(run), diagnostics.unchecked_laplace(run.infos), fell_back

@@ -163,15 +163,9 @@ def _simulated(
     if not isinstance(simulated, Mapping):
         raise DeclarationError(f"{who} returned {shown(simulated)}; return its data, a mapping from name to array.")
     for key in [key for key in data if key in simulated]:
-        try:
-            shape, wanted = np.shape(simulated[key]), np.shape(data[key])
-        except ValueError as error:
-            raise DeclarationError(f"{who} returned {key!r} that is no array: {error}") from error
+        shape, wanted = np.asarray(simulated[key], dtype=object).shape, np.shape(data[key])
         if shape != wanted:
-            raise DeclarationError(
-                f"{who} returned {key!r} with shape {shape}, and the client's has {wanted}. Return that shape, or pass "
-                "other clients=."
-            )
+            raise DeclarationError(f"{who} returned {key!r} with shape {shape}; return the client's, {wanted}.")
     return dict(simulated)
 
 

@@ -375,11 +375,11 @@ def test_other_data_are_not_compared() -> None:
         fedppl.compare({"a": ours, "b": shorter})
     moved = fit(model, {k: {"y": v["y"] + 3.0} for k, v in clients.items()})
     for table in (fedppl.compare, fedppl.loo_compare):
-        with pytest.raises(fedppl.DataError, match="has other observations"):
+        with pytest.raises(fedppl.DataError, match="same units"):
             table({"a": ours, "b": moved})
     turned = fit(model, {k: {"y": v["y"][::-1]} for k, v in clients.items()})
     assert fedppl.compare({"a": ours, "b": turned})["probability"].tolist() == pytest.approx([0.5, 0.5])
-    with pytest.raises(fedppl.DataError, match="in another order"):
+    with pytest.raises(fedppl.DataError, match="in this order"):
         fedppl.loo_compare({"a": ours, "b": turned})
     with pytest.raises(DeclarationError, match="two or more fits"):
         fedppl.compare({"a": ours})

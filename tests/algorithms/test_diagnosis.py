@@ -218,22 +218,6 @@ def test_warnings_that_are_errors_have_the_fit() -> None:
     assert len(fit.records) > 2
 
 
-def test_fallbacks_of_earlier_rounds_are_told_where_they_took_long() -> None:
-    inner, seen = fedppl.NestedLaplace(), set()
-
-    def tilted(target: Target, rng: np.random.Generator) -> Moments:
-        found = inner.tilted(target, rng)
-        first = target.client.client_id not in seen
-        seen.add(target.client.client_id)
-        cost = {"fallback": 2.0, "fallback_seconds": 100.0} if first else {}
-        return found._replace(diagnostics={**found.diagnostics, **cost})
-
-    model, clients = normal_means()
-    # normal means are found in one round: a sweep in which nothing moves is a second one
-    fit = run(model, clients, fedppl.EP(local=inner._replace(tilted=tilted), tolerance=1e-14), rounds=3)
-    assert "earlier rounds took 300 s (client" in fit.message
-
-
 def test_errors_are_counted_by_visits_where_few_clients_are_asked() -> None:
     """Each mean has an error of .3 sd: no average of v replies of each of 4 clients is better than .6 / √v."""
     inner = fedppl.NestedLaplace()

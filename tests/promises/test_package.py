@@ -1,12 +1,9 @@
-"""The package as users look into it: what it has, when it is loaded, and what its methods take."""
+"""The package as users look into it: what it has, and when it is loaded."""
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
-
-import fedppl
 
 ALONE = """
 import importlib.util, inspect, pydoc, sys
@@ -25,10 +22,3 @@ def test_the_package_can_be_looked_into_without_what_is_not_installed() -> None:
     """And what takes long to load is not loaded before it is used."""
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_fits_report_takes_what_the_function_takes() -> None:
-    ours, theirs = (
-        list(inspect.signature(one).parameters.values()) for one in (fedppl.Fit.report, fedppl.plots.report)
-    )
-    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
