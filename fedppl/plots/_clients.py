@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from fedppl.plots import _fit
 from fedppl.plots._fit import coordinate_names, coordinates, require_by_client, require_fit
@@ -363,7 +362,8 @@ def influence(
         for number, place in enumerate(places):
             values = np.asarray(moments[quantity].isel(rows=place).values, dtype=float)
             label = _fit.short(labels[place], 32) if few and panel is axes[0] else None
-            _points(panel, values, exact, _offset(number, len(places)), f"C{number}" if few else _fit.GREY, label)
+            offset = 0.0 if len(places) == 1 else 0.5 * (number / (len(places) - 1) - 0.5)  # within a client's line
+            _points(panel, values, exact, offset, f"C{number}" if few else _fit.GREY, label)
     axes[0].set_xlabel("shift of the mean (sds)")
     axes[1].set_xlabel("sd with / sd without")
     if conflict is not None:
@@ -387,11 +387,6 @@ def _points(axes: Any, values: Any, exact: Any, offset: float, color: str, label
     axes.plot(np.where(exact, values, np.nan), place, "o", color=color, ms=4.5, label=label if exact.any() else None)
     label = None if exact.any() else label
     axes.plot(np.where(exact, np.nan, values), place, "o", color=color, mfc="none", ms=4.5, label=label)
-
-
-def _offset(number: int, count: int) -> float:
-    """Offset of a coordinate within the line of a client."""
-    return 0.0 if count == 1 else 0.5 * (number / (count - 1) - 0.5)
 
 
 def _p_values(axes: Any, conflict: Any, names: Sequence[str]) -> None:
@@ -453,7 +448,7 @@ def confidence(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None 
     rounds = require_by_client(fit)
     if not all(name in rounds for name in _QUANTITIES):
         raise DeclarationError(f"fit={shown(fit)} has no confidence of clients; pass a fit by fedppl.Confidence.")
-    last = {name: _last(rounds[name]) for name in _QUANTITIES}
+    last = {name: spans(reported(rounds, name))[0] for name in _QUANTITIES}
     if not all(np.any(np.isfinite(values)) for values in last.values()):
         raise DeclarationError("no client of this fit has replied with finite numbers; see fit.message for the reason.")
     left, right = _fit.panels(ax, 1, 2, (8.0, 3.2), figsize, sharey=True)
@@ -465,11 +460,6 @@ def confidence(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None 
     right.set(xlabel="mean squared distance to the shared parameters")
     _fit.legend(left)
     return np.array([left, right], dtype=object)
-
-
-def _last(column: Any) -> Array:
-    """Each client's last value."""
-    return np.asarray(pd.DataFrame(column.transpose("round", "client").values).ffill().iloc[-1], dtype=float)
 
 
 def _distribution(axes: Any, values: Array) -> None:
@@ -531,7 +521,8 @@ def device_graph(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | Non
     side = float(np.clip(0.22 * len(names) + 2.4, 3.6, 14.0))
     axes = _fit.panels(ax, 1, 1, (side + 0.9, side), figsize, layout="compressed")[0]
     image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest", aspect="equal")
-    _fit.client_columns(axes, names)
+    columns = _fit.places_of(axes, len(names), vertical=False)
+    axes.set_xticks(columns, [names[k] for k in columns], rotation=90)
     _fit.client_lines(axes, names)
     if len(names) <= _WRITTEN:
         for (i, k), value in np.ndenumerate(matrix):

@@ -192,17 +192,11 @@ def short(name: Any, longest: int = _LONGEST) -> str:
 def client_lines(axes: Any, names: Sequence[str], *, labelled: bool = True) -> None:
     """A line for each client from the top down, with its name; where room is short only some are named."""
     axes.set_ylim(len(names) - 0.5, -0.5)
-    places = _places(axes, len(names), vertical=True)
+    places = places_of(axes, len(names), vertical=True)
     axes.set_yticks(places, [names[k] for k in places])
     axes.tick_params(axis="y", labelleft=labelled, length=0 if len(places) == len(names) else 3)
     if len(places) < len(names) and labelled:
         axes.set_ylabel(f"clients, 1 in {places[1] - places[0]} named")
-
-
-def client_columns(axes: Any, names: Sequence[str]) -> None:
-    """The same from left to right."""
-    places = _places(axes, len(names), vertical=False)
-    axes.set_xticks(places, [names[k] for k in places], rotation=90)
 
 
 def legend(axes: Any, columns: int = 2, handles: Sequence[Any] = ()) -> None:
@@ -241,7 +235,8 @@ def log_ticks(axes: Any, low: float, high: float) -> None:
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def _places(axes: Any, count: int, *, vertical: bool) -> list[int]:
+def places_of(axes: Any, count: int, *, vertical: bool) -> list[int]:
+    """Places of names along an axis: of all, or of every so many where room is short."""
     box = axes.get_window_extent()
     inches = (box.height if vertical else box.width) / axes.figure.dpi
     return list(range(0, count, max(1, math.ceil(_LEAST_LINE * count / max(inches, 0.1)))))

@@ -46,11 +46,9 @@ p.status.open { border-color: #b3261e; background: #fbeeed; }
 _CONFLICT = " Right, the probability that a client that agrees with the others would be as far from them."
 _SENTENCES = {
     "converged": "The fit converged: its figures can be read as they are.",
-    "max_rounds": "The fit did not converge before it ended. Read its figures with caution.",
     "stalled": "The fit did not converge: it made no more progress. Read its figures with caution.",
-    "interrupted": "The fit was interrupted before it had converged. Read its figures with caution.",
-    "running": "The fit was not finished. Read its figures with caution.",
 }
+_ENDED = "The fit did not converge before it ended. Read its figures with caution."
 _WANTED = {"ess": "many effective draws", "pareto_k": "Pareto k below 0.7", "rhat": "R̂ near 1"}
 
 
@@ -138,7 +136,7 @@ def _page(title: str, body: str) -> str:
 def _head(fit: Any, title: str) -> str:
     status = str(fit.status)
     kind = "status" if fit.status.ok else "status open"
-    text = _SENTENCES.get(status, status)
+    text = _SENTENCES.get(status, _ENDED)
     if fit.status.ok and fit.message:
         kind, text = "status with", "The fit converged. Read its figures with this in mind:"
     if fit.status.value == "max_rounds" and not fit.algorithm.result.tests_convergence:
@@ -284,7 +282,8 @@ def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bo
 
 
 def _computed(fit: Any) -> str:
-    priors = _priors(fit)
+    client = next(iter(fit.clients.values()), None)  # without one the declared model cannot be built here
+    priors = {} if client is None else fit.declaration.describe(client.arrays)["prior"]
     variables = [
         [v.name, " × ".join(map(str, v.shape)) or "1", v.transform or "none", priors.get(v.name, "–")]
         for v in fit.layout.variables
@@ -298,15 +297,6 @@ def _computed(fit: Any) -> str:
         f"sent in the last round: {escaped(fit.records[-1].released if fit.records else 'nothing', 500)}.</p>"
         f"{_wide([whose, 'entries', 'transform', 'prior'], variables, 'wide text')}"
     )
-
-
-def _priors(fit: Any) -> dict[str, str]:
-    """Priors in words, where the declared model can be built here."""
-    client = next(iter(fit.clients.values()), None)
-    if client is None:
-        return {}
-    priors = fit.declaration.describe(client.arrays)["prior"]
-    return {str(name): str(prior) for name, prior in priors.items()}
 
 
 def _settings(fit: Any) -> str:

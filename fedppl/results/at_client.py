@@ -149,7 +149,7 @@ def pymc_groups(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str
 def _log_likelihood(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     """Of every observation at every draw: of all draws at once where that agrees with PyMC at four of them."""
     model = client.pymc_model()
-    draws = _free(model, posterior)
+    draws = posterior[[variable.name for variable in model.free_RVs if variable.name in posterior]]
     with _without_starts(model):
         densities = _by_pymc(model, draws.isel(chain=[0, -1], draw=[0, -1]))
         values = _at_once(model, draws, densities)
@@ -229,11 +229,6 @@ GROUPS: dict[str, Callable[[ClientModel, xr.Dataset, int], dict[str, xr.Dataset]
     "posterior_predictive": _posterior_predictive,
     "prior": _prior,
 }
-
-
-def _free(model: Any, posterior: xr.Dataset) -> xr.Dataset:
-    """Draws of the free variables."""
-    return posterior[[variable.name for variable in model.free_RVs if variable.name in posterior]]
 
 
 def _like(group: xr.Dataset, posterior: xr.Dataset) -> xr.Dataset:
@@ -335,15 +330,12 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
     group = idata.posterior_dataset({name: value[None] for name, value in shared.items()}, *dims_and_coords(model))
     with proper_priors():
         drawn = draw_outcomes(model, group, int(rng.integers(2**31)))
+    values = {array: np.asarray(drawn[name])[0] for name, array in arrays.items()}
+    # Counts in the client's type; measurements stay real where the client's own happened to be whole numbers.
     return {
-        array: _as_outcomes(np.asarray(drawn[name])[0], np.asarray(client.arrays[array]).dtype)
-        for name, array in arrays.items()
+        name: value if np.issubdtype(value.dtype, np.floating) else value.astype(np.asarray(client.arrays[name]).dtype)
+        for name, value in values.items()
     }
-
-
-def _as_outcomes(drawn: Array, dtype: Any) -> Array:
-    """Counts in the client's type; measurements stay real where the client's own happened to be whole numbers."""
-    return drawn if np.issubdtype(drawn.dtype, np.floating) else drawn.astype(dtype)
 
 
 def _array_of(client: ClientModel, model: Any, rv: Any) -> str:

@@ -47,8 +47,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(every[:5]) + (f" and {len(every) - 5} others" if len(every) > 5 else "")
 
 
-# Clients whose local inference fell back to another: ``fallback`` is 0, or the number of the step; other diagnostics
-# ``fallback_...``, such as ``fallback_seconds``, are shown beside it. -------------------------------------------------
+# Clients whose local inference fell back to another: ``fallback`` is 0, or the number of the step ---------------------
 
 STANDARDISED = (
     "standardised, where it is centred on shared variables: z ~ N(0, 1) and mu + tau * z in place of N(mu, tau), "
@@ -114,9 +113,8 @@ def log_fallbacks(number: int, infos: Infos, before: Mapping[str, str]) -> None:
         return
     parts = []
     for step, names in _by_step(infos).items():
-        few = [f"{client_id}{_details(infos[client_id])}" for client_id in names[:5]]
-        more = [f"{len(names) - 5} others"] if len(names) > 5 else []
-        parts.append(f"{step} at {', '.join([*few, *more])}")
+        seconds = sum(infos[client_id].get("fallback_seconds", 0.0) for client_id in names)
+        parts.append(f"{step} at {listed(names)}" + (f", {seconds:.3g} s" if seconds else ""))
     is_new = any(step not in (_STEPS[1.0], before.get(client_id)) for client_id, step in clients.items())
     logger.log(
         logging.WARNING if is_new else logging.INFO,
@@ -132,12 +130,6 @@ def _by_step(infos: Infos) -> dict[str, list[str]]:
     for client_id, step in fallbacks(infos).items():
         steps.setdefault(step, []).append(client_id)
     return steps
-
-
-def _details(info: Mapping[str, float]) -> str:
-    """What the client reported of its fallback."""
-    details = {name.removeprefix("fallback_"): value for name, value in info.items() if name.startswith("fallback_")}
-    return f" ({', '.join(f'{name} {value:.3g}' for name, value in details.items())})" if details else ""
 
 
 # How much too small sds of a Gaussian posterior may be, from what clients' factors have in common --------------------

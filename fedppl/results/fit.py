@@ -445,9 +445,8 @@ class Fit(Ended):
             a point, there is a group ``point_estimate`` instead of ``posterior``. A fit that was broken off before
             there was either has neither, unless `unconverged` is True.
         """
-        predicting.check_draws(draws, chains)
-        seed = predicting.seed_of(self, random_seed)
-        return shared.shared_posterior(self, seed, draws, chains, unconverged=unconverged)
+        drawing = predicting.drawing_of(self, draws, chains, random_seed)
+        return shared.shared_posterior(self, *drawing, unconverged=unconverged)
 
     def client(
         self,
@@ -495,8 +494,8 @@ class Fit(Ended):
         if client_id not in self.clients:
             settings: dict[str, Any] = {"predict": predict, "groups": groups, "draws": draws, "chains": chains}
             return saved.stored_draws(self, client_id, **settings, random_seed=random_seed)
-        settings = {"draws": draws, "chains": chains, "random_seed": random_seed, "groups": groups}
-        return predicting.at_client(self, self.clients[client_id], predict, **settings)
+        drawing = predicting.drawing_of(self, draws, chains, random_seed)
+        return predicting.at_client(self, self.clients[client_id], predict, drawing, groups=groups)
 
     def save(self, path: str | os.PathLike[str], *, include: str | None = None) -> None:
         """Write the fit to a NetCDF file: what all clients share, the rounds and the server's last state.

@@ -104,13 +104,13 @@ def predict(
         )
     if new_data is None:
         raise DeclarationError('new_data=None: pass new inputs by name, such as {"X": X_new}, or a data frame.')
-    settings: dict[str, Any] = {"kind": kind, "at": at, "draws": draws, "chains": chains, "random_seed": random_seed}
+    drawing = drawing_of(fit, draws, chains, random_seed)
     if client_id is None:
-        return _new_without_rows(fit, new_data, name="new client", **settings)
+        return _new_without_rows(fit, rows_at(fit, "new client", new_data, None), drawing, kind, at)
     model = fit.clients.get(str(client_id))
     if model is None:  # raises the error with the reason
         return fit.client(client_id, predict=new_data, draws=draws, chains=chains, random_seed=random_seed)
-    return at_client(fit, model, new_data, **settings)
+    return at_client(fit, model, new_data, drawing, kind=kind, at=at)
 
 
 def new_client(
@@ -142,34 +142,45 @@ def new_client(
     arviz.InferenceData or xarray.DataTree
     """
     text("name", name)
-    settings: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
+    drawing = drawing_of(fit, draws, chains, random_seed)
     if data is None:
-        return _new_without_rows(fit, predict, name=name, client_kind=kind, **settings)
+        unseen = without_inputs(fit, name) if predict is None else rows_at(fit, name, predict, kind)
+        return _new_without_rows(fit, unseen, drawing)
     model = fit.declaration.enrol({name: data}, kernel=fit.algorithm.needs.kernel, kinds={name: kind})[name]
     if model.layout.fingerprint != fit.layout.fingerprint:
         raise DeclarationError(
             f"{name!r} has shared layout {model.layout.variables}, the fit has {fit.layout.variables}; "
             "give the new client the same columns."
         )
-    return at_client(fit, model, predict, **settings)
+    return at_client(fit, model, predict, drawing)
+
+
+class Drawing(NamedTuple):
+    """Numbers of draws and of chains, and the seed."""
+
+    draws: int
+    chains: int
+    seed: int
+
+
+def drawing_of(fit: Ended, draws: int, chains: int, random_seed: int | None) -> Drawing:
+    """The keywords, checked; the seed is the fit's where none is given."""
+    seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
+    return Drawing(whole("draws", draws), whole("chains", chains), seed)
 
 
 def at_client(
     fit: Any,
     model: ClientModel,
     predict: Any,
+    drawing: Drawing,
     *,
-    draws: int,
-    chains: int,
-    random_seed: int | None,
     groups: Sequence[str] | str = (),
     kind: str = "response",
     at: Any = None,
 ) -> Any:
     """The posterior of a client whose data are here, and predictions where there are new inputs."""
-    check_draws(draws, chains)
-    groups, seed = required(groups), seed_of(fit, random_seed)
-    client_id = model.client_id
+    groups, client_id, (draws, chains, seed) = required(groups), model.client_id, drawing
     if predict is None:
         drawer = None
     elif has_rows(model):
@@ -191,45 +202,22 @@ def at_client(
     return client_posterior(fit.algorithm, model, personal, message, seed, draws, chains, fit.status, drawer, groups)
 
 
-def _new_without_rows(
-    fit: Any,
-    inputs: Any,
-    *,
-    name: str,
-    draws: int,
-    chains: int,
-    random_seed: int | None,
-    client_kind: str | None = None,
-    kind: str = "response",
-    at: Any = None,
-) -> Any:
+def _new_without_rows(fit: Any, unseen: Unseen, drawing: Drawing, kind: str = "response", at: Any = None) -> Any:
     """Draws for a client without data, from the hierarchy."""
-    unseen = without_inputs(fit, name) if inputs is None else rows_at(fit, name, inputs, client_kind)
     require_mean(kind, at, unseen.builder)
     require_arrived(fit, "predictions for a new client")
-    groups = fit.shared(draws=draws, chains=chains, random_seed=random_seed)
+    groups = fit.shared(draws=drawing.draws, chains=drawing.chains, random_seed=drawing.seed)
     if "posterior" not in groups:
         _ = fit.posterior  # raises the error with what there is in its place
     shared = idata.as_dataset(groups, "posterior")
     marks = {"status": fit.status.value, "converged": int(fit.status.ok)}
     names = ("posterior", "predictions", "predictions_constant_data")
-    datasets = predicted(unseen, shared, _shared(fit), seed_of(fit, random_seed), kind, at)
+    datasets = predicted(unseen, shared, _shared(fit), drawing.seed, kind, at)
     return idata.from_groups({k: one.assign_attrs(marks) for k, one in zip(names, datasets, strict=True)})
 
 
 def _shared(fit: Ended) -> tuple[str, ...]:
     return tuple(variable.name for variable in fit.layout.variables)
-
-
-def seed_of(fit: Ended, random_seed: int | None) -> int:
-    """The seed that was given, or the fit's."""
-    return fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
-
-
-def check_draws(draws: int, chains: int) -> None:
-    """Refuse what is no number of draws or chains."""
-    whole("draws", draws)
-    whole("chains", chains)
 
 
 # Predictive draws at new inputs, by PyMC, for a client whose rows are here --------------------------------------------

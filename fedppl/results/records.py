@@ -85,7 +85,8 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
     by_client: dict[str, Any] = {"outcome": outcome, "reason": reason.astype(str), **traffic}
     for name, column in values.items():
         # A diagnostic of most clients takes the place of a round's own of that name; a diagnostic of few does not.
-        of_clients = name not in per_round or _reporting(records, name) > 0.5 * len(clients)
+        reporting = {client_id for record in records for client_id, info in record.infos.items() if name in info}
+        of_clients = name not in per_round or len(reporting) > 0.5 * len(clients)
         if of_clients and name not in (*by_client, *_OWN):
             by_client[name] = column
     per_round = {name: column for name, column in per_round.items() if name not in by_client}
@@ -116,11 +117,6 @@ def _per_round(records: tuple[Record, ...]) -> dict[str, Any]:
     if any(record.together for record in records):
         columns["clients"] = np.array([record.n_asked for record in records])
     return columns
-
-
-def _reporting(records: tuple[Record, ...], name: str) -> int:
-    """How many clients report this diagnostic in some round."""
-    return len({client_id for record in records for client_id, info in record.infos.items() if name in info})
 
 
 # The results of a run, and whether there is a posterior to report: none before the search has arrived at it -----------

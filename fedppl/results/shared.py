@@ -33,7 +33,7 @@ _CORRECTED = (
 )
 
 
-def shared_posterior(fit: Ended, seed: int, draws: int, chains: int, *, unconverged: bool) -> Any:
+def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconverged: bool) -> Any:
     """See `Fit.shared`."""
     reason = unarrived(fit)
     rounds = rounds_dataset(fit.records, fit.client_ids)
@@ -64,7 +64,9 @@ def shared_posterior(fit: Ended, seed: int, draws: int, chains: int, *, unconver
         phi = gaussian.draw(q, rng, draws * chains)
     if phi is not None:
         chains, draws = shape_of(fit.algorithm, fit.status, chains, draws)
-        posterior = _shared_dataset(fit, phi.reshape(chains, draws, -1), attrs)
+        values = {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in fit.reader.constrain(phi).items()}
+        attrs = {"sampling": _SAMPLING, **attrs}
+        posterior = idata.posterior_dataset(values, fit.reader.dims, fit.reader.coords, attrs)
         groups = {"posterior": idata.mark_estimates(posterior, point_estimates(fit))}
     elif isinstance(shared, Point):
         groups = {"point_estimate": _point_dataset(fit, shared, attrs)}
@@ -118,13 +120,6 @@ def at_mean(fit: Ended, posterior: Any) -> dict[str, Array]:
 
 def _point(fit: Ended, shared: Point[Any]) -> Array:
     return shaped(fit.algorithm.name, "Point.estimate", shared.estimate(fit.state), (fit.layout.size,))
-
-
-def _shared_dataset(fit: Ended, phi: Array, attrs: Mapping[str, Any]) -> xr.Dataset:
-    chains, draws = phi.shape[:2]
-    values = fit.reader.constrain(phi.reshape(chains * draws, -1))
-    by_chain = {name: value.reshape(chains, draws, *value.shape[1:]) for name, value in values.items()}
-    return idata.posterior_dataset(by_chain, fit.reader.dims, fit.reader.coords, {"sampling": _SAMPLING, **attrs})
 
 
 def _point_dataset(fit: Ended, shared: Point[Any], attrs: Mapping[str, Any]) -> xr.Dataset:

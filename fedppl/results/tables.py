@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,11 @@ def _rows(
         draws = values.transpose("chain", "draw", *dims).values.reshape(-1, len(index)).astype(float)
         low, high = np.quantile(draws, tails, axis=0)
         columns = {"mean": draws.mean(axis=0), "sd": draws.std(axis=0, ddof=1), "ci_low": low, "ci_high": high}
-    columns |= {name: _by_entry(column, len(index)) for name, column in details.items()}
+    for name, column in details.items():
+        # The largest of all where a variable has more entries than coordinates, as a simplex has.
+        largest = column[np.argmax(np.abs(column))] if len(column) else np.nan
+        columns[name] = column if len(column) == len(index) else np.full(len(index), largest)
     return pd.DataFrame(columns, index=index)
-
-
-def _by_entry(values: Array, entries: int) -> Array:
-    """A value an entry; the largest of all where a variable has more entries than coordinates, as a simplex has."""
-    if len(values) == entries:
-        return values
-    return np.full(entries, values[np.argmax(np.abs(values))] if len(values) else np.nan)
 
 
 def _attributes(fit: Ended) -> dict[str, Any]:
@@ -400,14 +396,6 @@ def _region(rope: Any) -> tuple[float, float]:
     return low, high
 
 
-def _require_names(var_names: Any, known: Sequence[Any]) -> None:
-    """Refuse what is no list of names, or an empty one."""
-    if var_names is not None and (not isinstance(var_names, Sequence) or not len(var_names)):
-        raise DeclarationError(
-            f"var_names={shown(var_names)} must be a name or a list of names of the draws, which are {list(known)}."
-        )
-
-
 def hypotheses(
     draws: Any,
     *,
@@ -426,8 +414,7 @@ def hypotheses(
         A fit, of which the shared posterior is taken, an ArviZ object with a posterior, or a DataArray of draws such
         as `contrast` gives.
     var_names
-        Names of variables, or of entries as they are printed (``"arm[drug]"``); by default all of the posterior. Of a
-        DataArray nothing is chosen.
+        Names of variables, or of entries as they are printed (``"arm[drug]"``); by default all.
     ci_prob
         Probability of the equal-tailed interval.
     rope
@@ -463,28 +450,20 @@ def hypotheses(
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     null = between("null", null, -np.inf, np.inf)
     rope = None if rope is None else _region(rope)
-    if isinstance(var_names, str):
-        var_names = [var_names]
-    places: dict[str, list[int]] = {}
+    default = None
     if isinstance(draws, xr.DataArray):
         if not {"chain", "draw"} <= set(draws.dims):
             raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
-        _require_names(var_names, [draws.name])
-        if var_names is not None and list(var_names) != [draws.name]:
-            raise DeclarationError(f"var_names={shown(var_names)} names none of the draws, which are {draws.name!r}.")
-        arrays: dict[Hashable, xr.DataArray] = {draws.name or "x": draws}
+        posterior: Any = draws.to_dataset(name=draws.name or "x")
     else:
         posterior = _posterior(draws)
-        _require_names(var_names, [str(name) for name in posterior.data_vars])
-        declared = getattr(draws, "declaration", None)
-        default = None if declared is None else shown_by_default(declared, posterior.data_vars)
-        places = entries_of(posterior, var_names, "the draws", default)
-        arrays = {name: _pick(draws, name, None) for name in places}
+        if hasattr(draws, "declaration"):
+            default = shown_by_default(draws.declaration, posterior.data_vars)
     rows: dict[str, dict[str, Any]] = {}
-    for name, array in arrays.items():
-        stacked = array.stack(sample=("chain", "draw")).transpose("sample", ...)
-        flat, labels = stacked.values.reshape(stacked.sizes["sample"], -1), labels_of(array.rename(name))
-        for place in places[str(name)] if places else range(len(labels)):
+    for name, places in entries_of(posterior, var_names, "the draws", default).items():
+        stacked = posterior[name].stack(sample=("chain", "draw")).transpose("sample", ...)
+        flat, labels = stacked.values.reshape(stacked.sizes["sample"], -1), labels_of(posterior[name])
+        for place in places:
             x, label = flat[:, place], labels[place]
             if label in rows:
                 raise DeclarationError(f"two entries of the draws are called {label!r}; give the dim distinct coords.")

@@ -50,8 +50,16 @@ Clients = Mapping[str, Mapping[str, Any]] | Table | None
 def rounds(
     model: FederatedModel, clients: Clients, algorithm: AnyAlgorithm | Choice, options: Options
 ) -> Iterator[Round]:
-    """See `fedppl.rounds`."""
-    return _all(start(model, clients, algorithm, options))
+    """See `fedppl.rounds`; the engine is closed when the last round is done or the caller stops."""
+    run = start(model, clients, algorithm, options)
+
+    def each() -> Iterator[Round]:
+        try:
+            yield from _run(run)
+        finally:
+            run.engine.close()
+
+    return each()
 
 
 def fit(
@@ -180,14 +188,6 @@ def _stops(answer: Any, number: int) -> bool:
             "go on, such as bool(np.all(...)) for an array."
         )
     return bool(answer)
-
-
-def _all(run: Run) -> Iterator[Round]:
-    """The rounds of a run; the engine is closed when the last is done or the caller stops."""
-    try:
-        yield from _run(run)
-    finally:
-        run.engine.close()
 
 
 def _run(run: Run) -> Iterator[Round]:

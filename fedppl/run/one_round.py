@@ -84,10 +84,6 @@ class Round(NamedTuple):
         return {name: value for name, value in numbers.items() if np.isfinite(value)}
 
 
-def _client_key(client_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
-
-
 @contextlib.contextmanager
 def _named(run: Run, function: str) -> Iterator[None]:
     """Name the algorithm's function in errors that it raises."""
@@ -164,11 +160,12 @@ def _requests(run: Run, number: int, shapes: Shapes) -> Requests:
         report = client_id not in silent
         with _named(run, "broadcast"):
             message = run.algorithm.broadcast(run.state, client_id)
+        key = int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
         return Request(
             client_id,
             nonce=secrets.randbits(63),
             round=number,
-            seed=(run.seed, number, _client_key(client_id)),
+            seed=(run.seed, number, key),
             message=message,
             run=run.name,
             report=report,

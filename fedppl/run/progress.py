@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -184,25 +184,18 @@ def add(run: Run, done: Record) -> None:
 def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
     """Resume the run from a checkpoint that exists, and save it there from now on."""
     run.checkpoint = checkpoint
-    parts = _parts(run.models)
-    run.seals = {k: codec.seal(part.arrays) + codec.seal({"": part.client.trace()}) for k, part in parts.items()}
+    for name, (arrays, client) in _parts(run.models).items():
+        run.seals[name] = codec.seal(arrays) + codec.seal({"": client.trace()})
     if checkpoint.exists():
         _resume(run, checkpoint, seed_given)
     pack({**_content(run), "records": []})  # a state that cannot be written is refused before the first round
 
 
-class _Part(NamedTuple):
-    """Data with one seal, and a client of them."""
-
-    arrays: Mapping[str, Any]
-    client: ClientModel
-
-
-def _parts(models: Mapping[str, ClientModel]) -> dict[str, _Part]:
-    """Data of each client; under an empty name rows of all, where clients are side by side."""
+def _parts(models: Mapping[str, ClientModel]) -> dict[str, tuple[Mapping[str, Any], ClientModel]]:
+    """Data with one seal each, and a client of them; under an empty name all rows, where clients are side by side."""
     if isinstance(models, ClientsOf):
-        return {"": _Part(models.arrays(), models.like)}
-    return {client_id: _Part(client.arrays, client) for client_id, client in models.items()}
+        return {"": (models.arrays(), models.like)}
+    return {client_id: (client.arrays, client) for client_id, client in models.items()}
 
 
 def save(run: Run) -> None:
@@ -283,7 +276,7 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
 def _require_same_data(run: Run, checkpoint: Path, seals: Mapping[str, bytes]) -> None:
     """Refuse clients whose data or densities are not those of the checkpoint."""
     sealed = {client_id: part for client_id, part in _parts(run.models).items() if client_id in seals}
-    others = [k for k, part in sealed.items() if not codec.matches(seals[k][: codec.LENGTH], part.arrays)]
+    others = [k for k, (arrays, _) in sealed.items() if not codec.matches(seals[k][: codec.LENGTH], arrays)]
     if others:
         whose = "some clients" if others == [""] else f"clients {diagnostics.listed(map(repr, others))}"
         whose = f"client {others[0]!r}" if len(others) == 1 and others[0] else whose

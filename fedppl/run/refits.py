@@ -142,7 +142,8 @@ def calibrate(
                 pit[t] = _transform(fit, truth)
             logger.info("data set %d of %d: %s", t + 1, data_sets, fit.status.value)
             progress.update(t + 1, fit.status.value)
-    p_value = np.array([_uniform(column) for column in pit.T])
+    finite = [column[np.isfinite(column)] for column in pit.T]
+    p_value = np.array([stats.kstest(u, "uniform").pvalue if len(u) > 1 else np.nan for u in finite])
     values = {"pit": pit, "truth": drawn.phi, "status": np.array(status)}
     values |= {"p_value": p_value, "p_adjusted": _holm(p_value)}
     dims = {"pit": ("data_set", "rows"), "truth": ("data_set", "rows"), "status": ("data_set",)}
@@ -186,11 +187,6 @@ def _transform(fit: Fit, truth: Array) -> Array:
     if points is not None:
         below = below + (points.weights - points.of_q) @ (points.points < truth)
     return np.asarray(np.clip(below, 0.0, 1.0))
-
-
-def _uniform(column: Array) -> float:
-    finite = column[np.isfinite(column)]
-    return float(stats.kstest(finite, "uniform").pvalue) if len(finite) > 1 else np.nan
 
 
 def _holm(p: Array) -> Array:

@@ -458,7 +458,7 @@ def test_who_fell_back_is_said_in_the_log_the_bar_and_the_message(
     rounds = [record.number for record in result.records if any("fallback" in i for i in record.infos.values())]
     assert [r.round for r in lines] == rounds  # type: ignore[attr-defined]
     assert [r.levelname for r in lines] == ["WARNING"] + ["INFO"] * (len(rounds) - 1)
-    assert "NUTS at client 1 (seconds 7.5), client 3 (seconds 7.5)" in lines[0].getMessage()
+    assert "NUTS at client 1, client 3, 15 s" in lines[0].getMessage()
 
 
 def test_a_client_that_falls_back_later_is_a_new_warning(caplog: pytest.LogCaptureFixture) -> None:
