@@ -315,14 +315,12 @@ class Fit(Ended):
         Returns
         -------
         pandas.DataFrame
-            A row for every entry: ``mean``, ``sd``, the interval ``ci_low`` to ``ci_high``, the standard errors
-            ``mcse_mean`` and ``mcse_sd`` of computing the moments, without the error of q (NaN unless converged), and
-            the algorithm's diagnostics of the coordinate on the unconstrained space; for `EP` ``last_change``, the
-            change of its mean or log sd in the last round, in posterior sds, and ``skewness``, which a Gaussian q
-            cannot have. A point estimate has its ``mean`` alone; where the algorithm estimates some variables so,
-            ``attrs["point_estimates"]`` names them. ``attrs`` has the ``status`` and its ``message``, the share of the
-            clients that ``answered`` when they were last asked, and the local inferences that clients fell back to
-            (``fallbacks``).
+            A row an entry: ``mean``, ``sd``, the interval ``ci_low`` to ``ci_high``, the standard errors ``mcse_mean``
+            and ``mcse_sd`` of computing the moments, without the error of q (NaN unless converged), and the algorithm's
+            diagnostics on the unconstrained space; for `EP` ``last_change`` of the mean or log sd, in sds, and
+            ``skewness``, which a Gaussian q cannot have. A point estimate has its ``mean`` alone. ``attrs`` has the
+            ``status``, its ``message``, the share of clients that ``answered`` when last asked, ``fallbacks`` of local
+            inferences, and names of ``point_estimates`` among draws.
 
         Raises
         ------
@@ -388,16 +386,14 @@ class Fit(Ended):
         Returns
         -------
         xarray.Dataset
-            Dims client and rows, which are the coordinates of φ on the unconstrained space. ``mean`` and ``sd`` are
-            those without the client; ``shift`` is the change of the mean by the client, in sds of the posterior with
-            it, and ``sd_ratio`` is the sd with it over the sd without it. Where ``exact`` is True they are of the
-            posterior itself, from reweighting its points with Pareto k ``pareto_k``; else of the Gaussian q without the
-            client's site, or NaN where the others determine no posterior. They are exact where the correction would be
-            trusted without the client: ``error``, of a mean or an sd in sds, is at most .05, 100 points or more are
-            effective, and no few points make a second moment. Tails without points are not seen. ``log_predictive`` is
-            then the log density of the client's data given all others', log p(y_k | y_{-k}), with its standard error
-            ``log_predictive_error``; NaN where a prior has no normalising constant that is known (pm.Potential,
-            pm.Flat).
+            Dims client and rows, the coordinates of φ on the unconstrained space. ``mean`` and ``sd`` are those without
+            the client; ``shift`` is the change of the mean by the client, in sds with it, and ``sd_ratio`` the sd with
+            it over that without. Where ``exact`` is True they are of the posterior itself, from reweighting its points
+            with Pareto k ``pareto_k``: ``error``, of a mean or an sd in sds, is at most .05, 100 points or more are
+            effective, and no few points make a second moment; tails without points are not seen. Else they are of the
+            Gaussian q without the client's site, or NaN where the others determine no posterior. ``log_predictive`` is
+            log p(y_k | y_{-k}) where ``exact``, with its standard error ``log_predictive_error``; NaN where a prior has
+            no normalising constant that is known (pm.Potential, pm.Flat).
 
         Raises
         ------
@@ -415,10 +411,9 @@ class Fit(Ended):
 
         Notes
         -----
-        *When this fails.* Of a fit by `EP` no client is asked again; by `Sums` each client's log f_k is computed at all
-        points, and its data have to be in this process. Where one client determines much of the posterior, few points
-        lie where the others' posterior is: `exact` is then False, and figures are those of the Gaussian, which by `EP`
-        lacks the client's share of 1/K of a prior that is not Gaussian.
+        *When this fails.* By `Sums` each client's log f_k is computed at all points, and its data have to be in this
+        process. Where one client determines much of the posterior, few points lie where the others' is: `exact` is then
+        False, and the Gaussian by `EP` lacks the client's share of 1/K of a prior that is not Gaussian.
         """
         return shared.influence(self, clients)
 
@@ -432,18 +427,16 @@ class Fit(Ended):
         unconverged
             Whether to draw also where the fit was broken off before there was a posterior: such draws can be very far
             off, and ``attrs`` has a warning.
-        draws, chains
-            Independent draws of q(φ): all in one chain where the fit has not converged, so that R̂ is NaN.
-        random_seed
-            Seed; by default the fit's.
+        draws, chains, random_seed
+            Independent draws of q(φ), by the fit's seed by default: all in one chain where the fit has not converged,
+            so that R̂ is NaN.
 
         Returns
         -------
         arviz.InferenceData or xarray.DataTree
-            Groups ``posterior`` (constrained space), ``fit`` (mean_vector and covariance_matrix of q on the
-            unconstrained space, and other diagnostics of the algorithm) and ``rounds``. Where the algorithm estimates
-            a point, there is a group ``point_estimate`` instead of ``posterior``. A fit that was broken off before
-            there was either has neither, unless `unconverged` is True.
+            Groups ``posterior`` (constrained space), or ``point_estimate`` where the algorithm ends in one; ``fit``
+            (mean_vector and covariance_matrix of q on the unconstrained space, and other diagnostics) and ``rounds``. A
+            fit that was broken off before there was a posterior has none, unless `unconverged` is True.
         """
         drawing = predicting.drawing_of(self, draws, chains, random_seed)
         return shared.shared_posterior(self, *drawing, unconverged=unconverged)
@@ -474,10 +467,8 @@ class Fit(Ended):
             More groups of ArviZ to compute, by PyMC: "log_likelihood" of every observation (for ``az.loo``),
             "posterior_predictive" of the client's own rows (for ``az.plot_ppc``), and "prior", 500 draws, which brings
             "prior_predictive".
-        draws, chains
-            Number of draws; in one chain as in `shared`, where the fit has not converged.
-        random_seed
-            Seed; by default the fit's.
+        draws, chains, random_seed
+            As in `shared`.
 
         Returns
         -------

@@ -147,10 +147,8 @@ def loo_compare(
     ----------
     fits
         Name of a model to its fit; all of the same clients with the same rows, in this process.
-    draws, chains
-        Numbers of draws and of chains of each client's posterior, at least 100 draws in all.
-    random_seed
-        Seed of these draws; by default each fit's.
+    draws, chains, random_seed
+        Of the clients' posteriors, as in `Fit.client`, at least 100 draws in all.
 
     Returns
     -------
@@ -179,9 +177,9 @@ def loo_compare(
     Notes
     -----
     *When this fails.* A difference of about two ``dse`` or less says little, and ``dse`` is too small for fewer than
-    some 100 rows or for models that predict alike. It is of rows, as if these were independent: where clients differ,
-    a new client may prefer another model. Of rows counted in ``bad`` elpd is not known well, and the log says so.
-    The weights are no probabilities of models: of two models that predict alike, either may have most of the weight.
+    some 100 rows or for models that predict alike. Rows count as independent: where clients differ, a new client may
+    prefer another model. Of ``bad`` rows elpd is not known well. The weights are no probabilities: of two models that
+    predict alike, either may have most of the weight.
 
     References
     ----------
@@ -246,9 +244,8 @@ def _of_sites(fit: Fit) -> dict[str, dict[str, Array]]:
     if silent:
         absent = [k for k in silent if k not in fit.clients]
         raise DeclarationError(
-            f"rows of {absent[:5]} are not here, and they sent no sums when the run was over. Of a fit from a file, "
-            "give the data of all: fedppl.load(path, model, clients=...). Sites of their own send sums where their "
-            'policy has conclusions=("loo",); their logs have the reasons of refusals.'
+            f"rows of {absent[:5]} are not here, and they sent no sums. Of a fit from a file, give the data of all: "
+            'fedppl.load(path, model, clients=...); sites send sums where their policy has conclusions=("loo",).'
         )
     return {k: dict(zip(SUMS, fit.told[k]["loo"], strict=True)) for k in fit.client_ids}
 
@@ -259,9 +256,8 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
     if len(fit.clients) < len(fit.client_ids):
         raise DeclarationError(
-            "rows of all clients are not here, so that models cannot be compared by row. Of a fit from a file, give "
-            "the data of all: fedppl.load(path, model, clients=...). Of sites of their own, fedppl.compare compares "
-            "models by their evidence."
+            "rows of all clients are not here. Of a fit from a file, give them: fedppl.load(path, model, clients=...); "
+            "of sites of their own, compare models by their evidence: fedppl.compare."
         )
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _FEWEST_DRAWS:

@@ -278,8 +278,7 @@ def drawn_of(fit: Ended, client: Callable[[str], Any]) -> dict[str, xr.Dataset]:
         if total > _MOST:
             raise DeclarationError(
                 f"draws of {len(drawn)} of {len(fit.client_ids)} clients take {total / 2**30:.1f} GiB, more than "
-                f'{_MOST / 2**30:.1f}. Save with include="personal" and bring the data back, or write fit.client(id, '
-                "draws=...) to a file of each client."
+                f'{_MOST / 2**30:.1f}; save with include="personal", and bring the data back.'
             )
     return drawn
 

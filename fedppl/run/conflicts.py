@@ -66,9 +66,8 @@ def conflict(
     -------
     xarray.Dataset
         ``p_value``, ``statistic`` and ``exact``, dim client; NaN where the others' Gaussian is no posterior, where more
-        than one in twenty replicates have no expansion, and for sites that sent none. Where ``exact`` is True, φ of
-        the replicates is of the others' posterior itself, from the points of the correction as in `Fit.influence`; else
-        of its Gaussian.
+        than one in twenty replicates have no expansion, and for sites that sent none. φ of the replicates is of the
+        others' posterior itself where ``exact`` is True, as in `Fit.influence`, else of its Gaussian.
 
     Raises
     ------
@@ -135,9 +134,8 @@ def _of_sites(fit: Fit, clients: Sequence[str] | str | None, replicates: int) ->
         raise DeclarationError(f"replicates={replicates}: sites have {FEWEST}, drawn when the run was over.")
     if not any("conflict" in fit.told.get(name, {}) for name in names):
         raise DeclarationError(
-            "no client's data are here, and none sent a p-value when the run was over. Of a fit from a file, give the "
-            "data: fedppl.load(path, model, clients=...). Sites of their own send it where their policy has "
-            'conclusions=["conflict"].'
+            "no client's data are here, and none sent a p-value. Of a fit from a file, give data: fedppl.load(path, model, "
+            'clients=...); sites send it where their policy has conclusions=["conflict"].'
         )
     pairs = [fit.told.get(name, {}).get("conflict", np.full(2, np.nan)) for name in names]
     return _table(names, np.transpose(pairs), np.zeros(len(names), dtype=bool), FEWEST)

@@ -93,9 +93,8 @@ def calibrate(
 
     Notes
     -----
-    Data of sites of their own are not used. Calibrate their fits with made-up clients, whose inputs and numbers of rows
-    are like theirs, and the algorithm as they run it (``EP()`` corrects clients in this process, and sites only where
-    `correction` is given by name).
+    For fits at sites of their own, make up clients with inputs and numbers of rows like theirs, and pass the algorithm
+    as they run it: ``EP()`` corrects clients in this process, and sites only where `correction` is given by name.
 
     *When this fails.* Where a prior is so wide that its data break fits, look at ``status``, and at the prior. Uniform
     transforms do not prove a posterior right: the prior has them too.
@@ -113,10 +112,7 @@ def calibrate(
     seed = seed_of(random_seed)
     rng = np.random.default_rng((seed, 0))
     if clients is None:
-        raise DeclarationError(
-            "clients=None: data of sites are not used; pass made-up clients with inputs like the sites' and their "
-            "numbers of rows, and the algorithm as the sites run it, such as fedppl.EP(correction=None)."
-        )
+        raise DeclarationError("clients=None: data of sites are not used; pass made-up clients like them.")
     enrolled = model.enrol(clients, kernel=False)
     model = model.knowing({name: client.kind for name, client in enrolled.items()})
     first = next(iter(enrolled.values()))
@@ -268,9 +264,8 @@ def without(
     Notes
     -----
     *When this fails.* What was published stays published: `Withdrawal.still_held` lists what has to be deleted by hand,
-    or cannot be. The distance is of two approximations of the same kind; with few draws (``local=fedppl.NUTS()``), or
-    by sums, it is as large as their Monte Carlo error. Sites of their own count the requests of both fits:
-    ``certificate=False`` has one. Sites are not asked to delete what they have from before.
+    or cannot be. By draws (``local=fedppl.NUTS()``) or sums the distance is as large as their Monte Carlo error. Sites
+    count the requests of both fits (``certificate=False`` has one), and are not asked to delete what they have.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned, then who leaves.")
@@ -284,8 +279,7 @@ def without(
     if not here and settings.get("engine") is None:
         raise DeclarationError(
             "the data of those that stay are not here. Of a fit from a file, give them: fedppl.load(path, model, "
-            "clients=...). Of sites of their own, pass an engine that asks them, and does not find those that left: "
-            f"engine=fedppl.Flower.grid(grid, clients={shown(rest)})."
+            f"clients=...); of sites, pass an engine for them alone: fedppl.Flower.grid(grid, clients={shown(rest)})."
         )
     certificate = flag("certificate", certificate)
     shared = fit.algorithm.result.shared
