@@ -415,7 +415,7 @@ def server_app(
         positive(name, value, "it is in seconds")
     require_declared(federated_model, algorithm)
     whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
-    require_settings(rounds, participation, None, checkpoint or None, deadline)
+    require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
     seed_of(random_seed)
     require_callback(callback)
     if on_fit is not None and not (callable(on_fit) and takes(on_fit, 2)):

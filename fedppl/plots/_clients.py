@@ -80,15 +80,10 @@ def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = No
     return np.array([above, below], dtype=object)
 
 
-def columns(fit: Any) -> dict[str, Array]:
-    """Changes in every round, by name of the diagnostic."""
-    names = dict.fromkeys(name for record in fit.records for name in record.info if name.startswith(_CHANGES))
-    return {name: _column(fit, name) for name in names}
-
-
 def changed(fit: Any) -> dict[str, Array]:
-    """Those of `columns` with a value to draw."""
-    return {name: values for name, values in columns(fit).items() if np.any(_visible(values))}
+    """Changes in every round, by name of the diagnostic, of those that have a value to draw."""
+    names = dict.fromkeys(name for record in fit.records for name in record.info if name.startswith(_CHANGES))
+    return {name: values for name in names if np.any(_visible(values := _column(fit, name)))}
 
 
 def outcomes(fit: Any) -> Array:

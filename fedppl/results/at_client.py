@@ -23,7 +23,6 @@ from fedppl.model.summaries import tells_grid, tells_summary
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.shared import draws_of, shape_of
-from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -104,33 +103,15 @@ def _data_groups(
 ) -> dict[str, xr.Dataset]:
     """Observed and constant data, which stay in the client's own result."""
     outcomes = {v.name for v in map(pymc_model.rvs_to_values.get, pymc_model.observed_RVs)}
-    constant = {name: np.asarray(value) for name, value in model.arrays.items() if name not in outcomes}
-    observed = _data_group(observed_values(pymc_model), dims, coords)
-    return {"observed_data": observed, "constant_data": _data_group(constant, dims, coords)}
-
-
-def _data_group(
-    values: Mapping[str, Any], dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
-) -> xr.Dataset:
-    names = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(np.ndim(v))) for k, v in values.items()}
-    lengths = {dim: np.shape(v)[i] for k, v in values.items() for i, dim in enumerate(names[k])}
-    labels = {dim: coords[dim] if len(coords.get(dim, ())) == n else np.arange(n) for dim, n in lengths.items()}
-    return idata.dataset(values, names, labels)
+    groups = {"observed_data": observed_values(pymc_model)}
+    groups["constant_data"] = {name: value for name, value in model.arrays.items() if name not in outcomes}
+    return {name: idata.data_dataset(values, dims, coords) for name, values in groups.items()}
 
 
 # Groups of a client's posterior that PyMC computes: pointwise log likelihood, replicates, the prior ------------------
 
 _PRIOR_DRAWS = 500
 _AT_ONCE = 2**20  # numbers in an array of log densities that is computed at once
-
-
-def required(groups: Any) -> tuple[str, ...]:
-    """Check the keyword `groups`."""
-    names = (groups,) if isinstance(groups, str) else tuple(groups) if isinstance(groups, Sequence) else None
-    if names is None or (unknown := [name for name in names if not isinstance(name, str) or name not in GROUPS]):
-        wrong = shown(groups) if names is None else unknown
-        raise DeclarationError(f"groups={wrong} must be some of {sorted(GROUPS)}.")
-    return names
 
 
 def pymc_groups(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str], seed: int) -> dict[str, xr.Dataset]:
@@ -278,9 +259,8 @@ def draw_outcomes(
 def _constant_data(model: Any) -> xr.Dataset:
     """The model's data and coords."""
     values = {variable.name: np.asarray(variable.get_value()) for variable in model.data_vars}
-    dims = {name: tuple(f"{name}_dim_{axis}" for axis in range(value.ndim)) for name, value in values.items()}
     coords = {dim: np.asarray(labels) for dim, labels in model.coords.items() if labels is not None}
-    return idata.dataset(values, dims, {}).assign_coords(coords)
+    return idata.dataset(values, {}, {}).assign_coords(coords)
 
 
 class Truths(NamedTuple):

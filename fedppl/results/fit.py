@@ -111,20 +111,12 @@ def _differs(q: Gaussian, weighted: Reweighted) -> bool:
 def _one_by_one(fit: Any) -> dict[str, tuple[Array, Array]]:
     """From draws of each client's posterior; of variables that have the same shape at all clients."""
     each: list[dict[str, tuple[Array, Array]]] = []
-    common = {variable.name for variable in fit.layout.variables}
     for client_id in fit.clients:
-        drawn = fit.client(client_id)["posterior"]
-        each.append(
-            {
-                str(name): (values.mean(("chain", "draw")).values, _sd(values))
-                for name, values in drawn.data_vars.items()
-                if str(name) not in common
-            }
-        )
-    names = [name for name in each[0] if len({one[name][0].shape if name in one else None for one in each}) == 1]
-    return {
-        name: (np.stack([one[name][0] for one in each]), np.stack([one[name][1] for one in each])) for name in names
-    }
+        drawn = fit.client(client_id)["posterior"].data_vars.items()
+        own = {str(name): values for name, values in drawn if str(name) not in fit.layout.slices}
+        each.append({name: (values.mean(("chain", "draw")).values, _sd(values)) for name, values in own.items()})
+    same = [name for name in each[0] if len({one[name][0].shape if name in one else None for one in each}) == 1]
+    return {name: (np.stack([one[name][0] for one in each]), np.stack([one[name][1] for one in each])) for name in same}
 
 
 def _sd(values: xr.DataArray) -> Array:

@@ -45,15 +45,22 @@ def read(path: Path) -> dict[str, xr.Dataset]:
 
 def dataset(
     values: Mapping[str, Any],
-    dims: Mapping[str, Sequence[str]],
+    dims: Mapping[str, Sequence[str] | None],
     coords: Mapping[str, Any],
     attrs: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
-    """Build a Dataset from arrays with named dims, with those coords that are used."""
-    variables = {name: (tuple(dims[name]), np.asarray(value)) for name, value in values.items()}
+    """Build a Dataset from arrays with named dims, by default numbered ones, with those coords that are used."""
+    arrays = {name: np.asarray(value) for name, value in values.items()}
+    variables = {k: (tuple(dims.get(k) or (f"{k}_dim_{i}" for i in range(v.ndim))), v) for k, v in arrays.items()}
     used = {dim for names, _ in variables.values() for dim in names}
     used_coords = {dim: np.asarray(labels) for dim, labels in coords.items() if dim in used}
     return xr.Dataset(variables, coords=used_coords, attrs={"inference_library": "fedppl", **(attrs or {})})
+
+
+def data_dataset(values: Mapping[str, Any], dims: Mapping[str, Any], coords: Mapping[str, Any]) -> xr.Dataset:
+    """Dataset of a model's data with its dims and those of its coords that are as long."""
+    one_draw = posterior_dataset({name: np.asarray(value)[None, None] for name, value in values.items()}, dims, coords)
+    return one_draw.isel(chain=0, draw=0, drop=True, missing_dims="ignore")
 
 
 def posterior_dataset(
@@ -107,8 +114,7 @@ def chain_diagnostics(draws: Array) -> tuple[float, float]:
 
 def leave_one_out(group: xr.Dataset, name: str) -> tuple[Array, Array, float]:
     """Leave one row out, by ArviZ, of independent draws: elpd and Pareto k of every row, and the limit of good k."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of large k, which are counted
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of large k, which are counted
         result = az.loo(
             from_groups({"posterior": group[[name]], "log_likelihood": group[[name]]}),
             var_name=name,

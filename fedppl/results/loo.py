@@ -124,8 +124,7 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     table.insert(1, "se", _se(table["elpd"], table["squares"], table["rows"]))
     counts = ["rows", "good", "bad", "very_bad"]
     table = table.drop(columns="squares").astype(dict.fromkeys(counts, int))
-    _warn_of_bad_rows("fedppl.loo", int(table["bad"].sum() + table["very_bad"].sum()), int(table["rows"].sum()))
-    _warn_of_point("fedppl.loo", fit)
+    _warn("fedppl.loo", fit, int(table["bad"].sum() + table["very_bad"].sum()), int(table["rows"].sum()))
     return Loo(
         elpd=float(total["elpd"]),
         se=float(_se(total["elpd"], total["squares"], total["rows"])),
@@ -210,30 +209,23 @@ def loo_compare(
     ).sort_values("elpd", ascending=False, kind="stable")
     table.insert(0, "rank", range(len(table)))
     for name, bad in table["bad"].items():
-        _warn_of_bad_rows(f"fedppl.loo_compare: {name}", int(bad), elpd.shape[1])
-        _warn_of_point(f"fedppl.loo_compare: {name}", fits[name])
+        _warn(f"fedppl.loo_compare: {name}", fits[name], int(bad), elpd.shape[1])
     return table
 
 
-def _warn_of_bad_rows(what: str, bad: int, rows: int) -> None:
+def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
+    """Warn of rows whose elpd is not known well, and of a point, which depends on the rows that are left out."""
     if bad:
         logger.warning(
             "%s: %d of %d rows have a Pareto k above the limit, and elpd is not known well; where rows alone determine "
             "a local variable, compare by clients: fit.influence(), fedppl.compare",
-            what,
-            bad,
-            rows,
+            *(what, bad, rows),
         )
-
-
-def _warn_of_point(what: str, fit: Fit) -> None:
-    """Warn where shared variables are a point, which depends on the rows that are left out."""
     if isinstance(fit.algorithm.result.shared, Point):
         logger.warning(
             "%s: the shared variables are a point of %s, which depends on rows that are left out, so that elpd is too "
             "high; score rows that were held out, see fedppl.holdout",
-            what,
-            fit.algorithm.name,
+            *(what, fit.algorithm.name),
         )
 
 

@@ -22,13 +22,12 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.checks import as_arrays, held_exactly, mismatch, read_indices, require_not_negative
 from fedppl.model.client import ClientModel, dims_and_coords, model_at
-from fedppl.model.declaration import FederatedModel
 from fedppl.model.interpreted import quiet
 from fedppl.model.stack import samples
 from fedppl.results import idata
-from fedppl.results.at_client import client_posterior, draw_outcomes, has_rows, required
+from fedppl.results.at_client import GROUPS, client_posterior, draw_outcomes, has_rows
 from fedppl.results.records import Ended, require_arrived
-from fedppl.settings import one_of, shown, some_of, text, whole
+from fedppl.settings import chosen, one_of, shown, some_of, text, whole
 from fedppl.types import Array, DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -180,12 +179,15 @@ def at_client(
     at: Any = None,
 ) -> Any:
     """The posterior of a client whose data are here, and predictions where there are new inputs."""
-    groups, client_id, (draws, chains, seed) = required(groups), model.client_id, drawing
+    groups = chosen("groups", groups, sorted(GROUPS), "the groups of ArviZ") if groups else ()
+    client_id, (draws, chains, seed) = model.client_id, drawing
     if predict is None:
         drawer = None
     elif has_rows(model):
         require_mean(kind, at, model.declared.builder)
-        inputs = new_inputs(fit.declaration, model, predict)
+        inputs = fit.declaration.read_new(client_id, predict, model.arrays, model.kind)
+        if not isinstance(inputs, Mapping):
+            raise DeclarationError(f'new data are {type(inputs).__name__}; pass arrays by name, such as {{"X": ...}}.')
 
         def drawer(posterior: xr.Dataset, coords: Any) -> Any:
             return predictions(model, posterior, inputs, seed, coords, kind, at)
@@ -223,14 +225,6 @@ def _shared(fit: Ended) -> tuple[str, ...]:
 # Predictive draws at new inputs, by PyMC, for a client whose rows are here --------------------------------------------
 
 
-def new_inputs(declaration: FederatedModel, client: ClientModel, given: Any) -> Mapping[str, Any]:
-    """New inputs by name, as the client's builder takes them."""
-    read = declaration.read_new(client.client_id, given, client.arrays, client.kind)
-    if not isinstance(read, Mapping):
-        raise DeclarationError(f'new data are {type(read).__name__}; pass a mapping from name to array: {{"X": ...}}.')
-    return read
-
-
 def predictions(
     client: ClientModel,
     posterior: xr.Dataset,
@@ -256,8 +250,7 @@ def predictions(
     }
     dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
     inputs = {name: values[name] for name in new_data}
-    input_dims = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(v.ndim)) for k, v in inputs.items()}
-    constant = idata.dataset(inputs, input_dims, {})
+    constant = idata.dataset(inputs, dims, {})
     if kind == "mean" and hasattr(client.declared.builder, "expected"):
         return _formula_means(client.declared.builder, values, posterior, at, client.client_id), constant
     with model, quiet():
@@ -488,12 +481,11 @@ def predicted(
         names = [*more, *outcomes]
         drawn = _drawn(model, name, arrays, inputs, posterior, names, seed) if names else {}
     whole = idata.posterior_dataset({**kept, **{k: drawn[k] for k in more}}, dims, coords, {"client": name})
-    constant = idata.posterior_dataset({k: np.asarray(v)[None, None] for k, v in inputs.items()}, dims, coords)
     if formula:
         means = _formula_means(builder, arrays, whole, times, name)
     else:
         means = idata.posterior_dataset({k: drawn[k] for k in outcomes}, dims, coords, {"client": name})
-    return whole, means, constant.isel(chain=0, draw=0, drop=True, missing_dims="ignore")
+    return whole, means, idata.data_dataset(inputs, dims, coords)
 
 
 def _drawn(

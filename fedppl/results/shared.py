@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +69,8 @@ def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconver
         posterior = idata.posterior_dataset(values, fit.reader.dims, fit.reader.coords, attrs)
         groups = {"posterior": idata.mark_estimates(posterior, point_estimates(fit))}
     elif isinstance(shared, Point):
-        groups = {"point_estimate": _point_dataset(fit, shared, attrs)}
+        dims, coords = fit.reader.dims, fit.reader.coords
+        groups = {"point_estimate": idata.dataset(at_point(fit, shared), dims, coords, attrs)}
     return idata.from_groups({**groups, "rounds": rounds, "fit": _fit_dataset(fit, q)})
 
 
@@ -120,15 +121,6 @@ def at_mean(fit: Ended, posterior: Any) -> dict[str, Array]:
 
 def _point(fit: Ended, shared: Point[Any]) -> Array:
     return shaped(fit.algorithm.name, "Point.estimate", shared.estimate(fit.state), (fit.layout.size,))
-
-
-def _point_dataset(fit: Ended, shared: Point[Any], attrs: Mapping[str, Any]) -> xr.Dataset:
-    values = at_point(fit, shared)
-    dims = {
-        name: fit.reader.dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(np.ndim(value)))
-        for name, value in values.items()
-    }
-    return idata.dataset(values, dims, fit.reader.coords, attrs)
 
 
 def _fit_dataset(fit: Ended, q: Gaussian | None) -> xr.Dataset:

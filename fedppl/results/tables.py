@@ -361,14 +361,10 @@ def _pick(result: Any, var_name: str, coords: Mapping[str, Any] | None) -> xr.Da
     if var_name not in posterior:
         raise DeclarationError(f"{var_name!r} is not in the posterior; variables are {list(posterior.data_vars)}.")
     array: xr.DataArray = posterior[var_name]
-    if coords is not None and not isinstance(coords, Mapping):
-        raise DeclarationError(
-            f'coords={coords!r} must be a mapping from dim to label, such as {{"predictor": "age"}}.'
-        )
     try:
-        return array.sel(dict(coords or {}))
-    except (KeyError, ValueError) as error:
-        raise DeclarationError(f"{var_name!r} has no entry {dict(coords or {})}: {error}") from error
+        return array.sel(coords)
+    except (KeyError, ValueError, TypeError) as error:
+        raise DeclarationError(f"{var_name!r} has no entry coords={coords!r}: {error}") from error
 
 
 def _posterior(result: Any) -> Any:

@@ -134,8 +134,8 @@ def _of_sites(fit: Fit, clients: Sequence[str] | str | None, replicates: int) ->
         raise DeclarationError(f"replicates={replicates}: sites have {FEWEST}, drawn when the run was over.")
     if not any("conflict" in fit.told.get(name, {}) for name in names):
         raise DeclarationError(
-            "no client's data are here, and none sent a p-value. Of a fit from a file, give data: fedppl.load(path, model, "
-            'clients=...); sites send it where their policy has conclusions=["conflict"].'
+            "no client's data are here, and none sent a p-value. Of a fit from a file, give data: fedppl.load(path, "
+            'model, clients=...); sites send it where their policy has conclusions=["conflict"].'
         )
     pairs = [fit.told.get(name, {}).get("conflict", np.full(2, np.nan)) for name in names]
     return _table(names, np.transpose(pairs), np.zeros(len(names), dtype=bool), FEWEST)

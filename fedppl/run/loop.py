@@ -328,17 +328,17 @@ def _require_options(model: Any, clients: Clients, algorithm: AnyAlgorithm, opti
     require_declared(model, algorithm)
     count = len(clients.client_ids) if isinstance(clients, Table) else None
     count = len(clients) if isinstance(clients, Mapping) else count
-    limit, engine, participation, reporting, checkpoint, deadline, _, begin = options
-    require_settings(limit, participation, reporting, checkpoint, deadline, count)
-    if begin is not None:
-        _require_start(begin, algorithm)
+    require_settings(options, count)
+    engine = options.engine
+    if options.start is not None:
+        _require_start(options.start, algorithm)
     if engine is not None and (not callable(engine) or not_called(engine)):
         raise DeclarationError(
             f"engine={shown(engine)} is no engine"
             + (not_called(engine) or "; pass one that is built, like fedppl.InProcess().")
         )
-    if checkpoint is not None:
-        checkpoints.require_writable(checkpoint)
+    if options.checkpoint is not None:
+        checkpoints.require_writable(options.checkpoint)
 
 
 def _require_start(begin: Any, algorithm: AnyAlgorithm) -> None:
@@ -387,17 +387,16 @@ def require_declared(model: Any, algorithm: Any) -> None:
         raise DeclarationError(f"{algorithm.name}: disclosure.noise_multiplier={noise} must be positive, or None.")
 
 
-def require_settings(
-    limit: Any, participation: Any, reporting: Any, checkpoint: Any, deadline: Any, count: int | None = None
-) -> None:
+def require_settings(options: Options, count: int | None = None) -> None:
     """Refuse settings of a run that cannot be meant, for so many clients where their number is known."""
-    if limit is not None:
-        settings.whole("rounds", limit)
-    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
-        raise DeclarationError(f"checkpoint={shown(checkpoint)} must be the path of a file.")
-    as_participation(participation, clients=count), as_participation(reporting, "reporting", count)
-    if deadline is not None:
-        settings.positive("deadline", deadline, "it is in seconds; None waits for ever")
+    if options.rounds is not None:
+        settings.whole("rounds", options.rounds)
+    if options.checkpoint is not None and not isinstance(options.checkpoint, str | os.PathLike):
+        raise DeclarationError(f"checkpoint={shown(options.checkpoint)} must be the path of a file.")
+    for word in ("participation", "reporting"):
+        as_participation(getattr(options, word), word, count)
+    if options.deadline is not None:
+        settings.positive("deadline", options.deadline, "it is in seconds; None waits for ever")
 
 
 def require_callback(callback: Any) -> None:

@@ -258,19 +258,12 @@ def _log_failures(number: int, failures: Mapping[str, str], logged: set[tuple[st
     for client_id, reason in failures.items():
         by_reason.setdefault(reason, []).append(client_id)
     for reason, together in by_reason.items():
-        few = len(together) <= 5
-        for clients in [[client_id] for client_id in together] if few else [together]:
-            names = clients[0] if few else f"{', '.join(clients[:3])} and {len(clients) - 3} others"
-            keys = {(client_id, without_numbers(reason)) for client_id in clients}
-            logger.log(
-                logging.DEBUG if keys <= logged else logging.WARNING,
-                "round %d, client %s skipped: %s",
-                number,
-                names,
-                reason,
-                extra={"round": number, "client": names, "status": "skipped", "reason": reason},
-            )
-            logged |= keys
+        names = diagnostics.listed(together)
+        keys = {(client_id, without_numbers(reason)) for client_id in together}
+        level = logging.DEBUG if keys <= logged else logging.WARNING
+        extra = {"round": number, "client": names, "status": "skipped", "reason": reason}
+        logger.log(level, "round %d, client %s skipped: %s", number, names, reason, extra=extra)
+        logged |= keys
 
 
 def without_numbers(reason: str) -> str:

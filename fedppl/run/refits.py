@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -127,7 +126,9 @@ def calibrate(
             else:
                 shared = {name: value[t] for name, value in drawn.values.items()}
                 data = {name: _simulated(simulate, shared, name, inputs[name], rng, t + 1) for name in inputs}
-            with _silence():
+            # The result has the status of each fit.
+            quiet = warnings.catch_warnings(action="ignore", category=ConvergenceWarning)
+            with at_level("fedppl.run", logging.ERROR), quiet:
                 try:
                     options = Options(rounds, engine, random_seed=seed + t)
                     fit = fit_clients(model, data, algorithm, options, progressbar=False)
@@ -164,14 +165,6 @@ def _simulated(
         if shape != wanted:
             raise DeclarationError(f"{who} returned {key!r} with shape {shape}; return the client's, {wanted}.")
     return dict(simulated)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Suppress messages of single fits on their convergence: the result has their status."""
-    with at_level("fedppl.run", logging.ERROR), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        yield
 
 
 def _transform(fit: Fit, truth: Array) -> Array:

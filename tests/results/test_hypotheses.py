@@ -110,7 +110,7 @@ def test_contrast_between_two_clients_of_a_fit() -> None:
     ("arguments", "message"),
     [
         (("gamma", None), r"'gamma' is not in the posterior; variables are \['beta', 'a'\]"),
-        (("beta", {"predictor": "weight"}), r"'beta' has no entry \{'predictor': 'weight'\}"),
+        (("beta", {"predictor": "weight"}), "'beta' has no entry .*'weight'"),
         (("a", {"predictor": "age"}), "'a' has no entry"),
     ],
 )
