@@ -104,11 +104,11 @@ def fit(
         The declaration.
     data
         Client id to that client's data: a mapping from the builder's arguments to arrays, a data frame with columns of
-        these names (pandas, polars, pyarrow, xarray; other columns are left alone), or a tuple of arrays in the
-        builder's order. Or one data frame of all clients with `by`, or its groups (``frame.groupby("site")``). None
-        where the data are at sites and the engine finds them, as Flower's does. Of a frame's columns booleans stay so,
-        categories become their numbers in the order that they have, which has to be the same at all clients, dates and
-        times days since 1970, durations days; texts are refused. Ids are texts, whole numbers, dates or tuples of them.
+        these names (pandas, polars, pyarrow, xarray), or a tuple of arrays in the builder's order. Or one data frame of
+        all clients with `by`, or its groups (``frame.groupby("site")``). None where the data are at sites and the
+        engine finds them, as Flower's does. Of a frame's columns categories become their numbers, in one order at all
+        clients, dates and times days since 1970, durations days; texts are refused. Ids are texts, whole numbers, dates
+        or tuples of them.
     algorithm
         The algorithm; by default ``fedppl.Sums()`` where all clients are asked, in this process, 20 coordinates are
         shared at most and log densities are smooth, else ``fedppl.EP()``. `Fit.algorithm` has it, and the log says why.
@@ -116,10 +116,9 @@ def fit(
         Column, or columns, of one data frame that tell clients apart. Their values are the clients' ids.
     missing
         What to do where values are missing (NaN, None, NA): "error" says how many of which column at which client,
-        "drop" leaves out those rows and says how many, "drop_outcomes" those alone whose outcome is missing. An outcome
-        is what the model observes; without it a row says nothing of the model's variables, where its being missing
-        depends on no outcome (missing at random), so that leaving it out is exact, for counts and classes too, and
-        `Fit.predict` gives it afterwards. Missing predictors are refused, and rows that do not stand for themselves.
+        "drop" leaves out those rows and says how many, "drop_outcomes" those alone whose outcome is missing, which is
+        exact where its being missing depends on no outcome (missing at random); `Fit.predict` gives it afterwards.
+        Missing predictors are refused then, and rows that do not stand for themselves.
     rounds
         Largest number of rounds, those of a search for the mode not counted.
     engine
@@ -131,14 +130,13 @@ def fit(
         Clients among those asked that send a reply, given in the same ways; None for all. The others hear the
         broadcast, update personal state where the algorithm has some, such as a personal head, and send only a notice.
     checkpoint
-        File to write the state to after every round, and to resume from when it exists. A resumed run gives
-        the same numbers as an uninterrupted one. A salted digest detects changed data of a client: in this process it
-        is in the file, and changed data are refused, also of a finished run; a site keeps its own digest, and with
-        changed data takes no part. Another algorithm, settings, `participation` or `reporting` are refused; functions
-        are compared by name. `rounds` and `deadline` may change. The records of all rounds are in a second file with
-        ``.records`` added to its name. Both files are signed with the owner's key (the file at ``FEDPPL_KEY_FILE``,
-        else ``fedppl/key`` in the user's configuration folder, made on first use) and read with that key only. Both
-        are as confidential as what clients send and keep.
+        File to write the state to after every round, and to resume from when it exists, with the same numbers as an
+        uninterrupted run. Data that a salted digest shows to be changed are refused, also of a finished run; a site
+        keeps its own digest, and with changed data takes no part. Another algorithm, settings, `participation` or
+        `reporting` are refused, functions by their names; `rounds` and `deadline` may change. A second file, with
+        ``.records`` added to its name, has the records of all rounds. Both are signed with the owner's key (the file at
+        ``FEDPPL_KEY_FILE``, else ``fedppl/key`` in the user's configuration folder, made on first use), and as
+        confidential as what clients send and keep.
     callback
         Function of a Round, called with each; it returns True to stop.
     deadline

@@ -73,12 +73,9 @@ def check(
 
     Notes
     -----
-    Replicates are of the fit's own rows, by each client's own posterior.
-
-    *When this fails.* Agreement does not show that the model is right: means of clients with effects of their own agree
-    nearly always, and rows are used twice. The effect of a column that the model leaves out does not show. Predicted
-    curves and probabilities of times have the uncertainty of the parameters alone: the Kaplan-Meier estimate of few
-    rows is often outside.
+    *When this fails.* Agreement does not show that the model is right: replicates are of the fit's own rows, means of
+    clients with effects of their own agree nearly always, and a column that the model leaves out does not show. Curves
+    of times have the uncertainty of the parameters alone: the Kaplan-Meier estimate of few rows is often outside.
     """
     require_fit(fit)
     ci_prob = between("ci_prob", ci_prob, 0, 1)

@@ -110,10 +110,9 @@ def report(
     if not isinstance(path, str | os.PathLike):
         raise DeclarationError(f"path={shown(path)} must be the path of a file, such as 'report.html'.")
     target = Path(path)
-    if target.is_dir():
-        raise DeclarationError(f"path={str(target)!r} is a folder; name a file in it, such as 'report.html'.")
-    if not target.parent.is_dir():
-        raise DeclarationError(f"path={shown(str(path))} is in a folder that is not there; make it first.")
+    if target.is_dir() or not target.parent.is_dir():
+        why = "is a folder" if target.is_dir() else "lies in a folder that does not exist"
+        raise DeclarationError(f"path={str(target)!r} {why}; name a file, such as 'report.html'.")
     parts = [_head(fit, title), _shared(fit), _clients(fit)]
     parts += list(_pictures(fit, var_names, population, conflict))
     parts += [_computed(fit), _settings(fit), _versions(fit)]

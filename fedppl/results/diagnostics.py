@@ -63,11 +63,7 @@ def fallbacks(infos: Infos) -> dict[str, str]:
 
 
 def fallback_note(infos: Infos) -> str:
-    """A few words for a progress bar.
-
-    >>> fallback_note({"a": {"fallback": 2.0}, "b": {"fallback": 0.0}})
-    '1 on NUTS'
-    """
+    """A few words for a progress bar."""
     return ", ".join(f"{len(clients)} on {step}" for step, clients in _by_step(infos).items())
 
 

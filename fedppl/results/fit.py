@@ -22,7 +22,7 @@ from fedppl.model.stack import ClientsOf
 from fedppl.numerics.importance import resample, skewness
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
-from fedppl.results import predicting, saved, shared, tables
+from fedppl.results import idata, predicting, saved, shared, tables
 from fedppl.results.records import Ended, require_arrived, unarrived
 from fedppl.settings import chosen, some_of
 from fedppl.types import Array, DeclarationError, NotConvergedError
@@ -126,15 +126,11 @@ def _sd(values: xr.DataArray) -> Array:
 
 
 def _dataset(fit: Ended, client: ClientModel, moments: dict[str, tuple[Array, Array]]) -> xr.Dataset:
-    dims, coords = dims_and_coords(client.pymc_model())
-    variables: dict[str, tuple[tuple[str, ...], Array]] = {}
-    used: dict[str, Any] = {}
-    for name, (mean, sd) in moments.items():
-        own = dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(mean.ndim - 1))
-        variables[name] = ("statistic", "client", *own), np.stack([mean, sd])
-        used |= {dim: coords[dim] for axis, dim in enumerate(own) if len(coords.get(dim, ())) == mean.shape[1 + axis]}
-    places = {"statistic": ["mean", "sd"], "client": np.array(list(fit.clients)), **used}
-    return xr.Dataset(variables, places, {"status": fit.status.value, "algorithm": fit.algorithm.name})
+    values = {name: np.stack(mean_and_sd) for name, mean_and_sd in moments.items()}
+    attrs = {"status": fit.status.value, "algorithm": fit.algorithm.name}
+    group = idata.posterior_dataset(values, *dims_and_coords(client.pymc_model()), attrs)
+    places = {"statistic": ["mean", "sd"], "client": np.array(list(fit.clients))}
+    return group.rename(chain="statistic", draw="client").assign_coords(places)
 
 
 # A fit in a notebook, and on a page of its own ------------------------------------------------------------------------

@@ -142,12 +142,9 @@ def _of_sites(fit: Fit, clients: Sequence[str] | str | None, replicates: int) ->
 
 
 def _table(names: Sequence[str], values: Array, exact: NDArray[np.bool_], replicates: int) -> xr.Dataset:
-    return idata.dataset(
-        {"p_value": values[0], "statistic": values[1], "exact": exact},
-        {"p_value": ("client",), "statistic": ("client",), "exact": ("client",)},
-        {"client": np.array(names)},
-        {"replicates": replicates},
-    )
+    columns = {"p_value": values[0], "statistic": values[1], "exact": exact}
+    dims = dict.fromkeys(columns, ("client",))
+    return idata.dataset(columns, dims, {"client": np.array(names)}, {"replicates": replicates})
 
 
 def tested(

@@ -357,11 +357,7 @@ def released(message: Message, infos: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def received(replies: Mapping[str, Message], *, summed: bool) -> Received:
-    """The server's input from a round: every reply, or the sum of all.
-
-    >>> received({"a": {"weight": np.array(2.0)}}, summed=True).sums()
-    {'weight': array(2.)}
-    """
+    """The server's input from a round: every reply, or the sum of all."""
     if summed:
         return Received(OnlySums(), sum_replies(replies), len(replies))
     return Received(dict(replies), {}, len(replies))

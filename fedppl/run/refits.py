@@ -53,10 +53,8 @@ def calibrate(
 
     Parameters
     ----------
-    model, algorithm, rounds, engine
+    model, algorithm, rounds, engine, progressbar
         As in `fedppl.fit`.
-    progressbar
-        Whether to show the number of the data set that is fitted.
     clients
         Client id to data: inputs as they are used, outcomes as an example that is replaced.
     data_sets
