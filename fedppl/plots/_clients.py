@@ -56,9 +56,8 @@ def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = No
     Changes that are zero or not known are left out of the log axis: a step of a search that was not finite, or a
     correction, which moves no q.
 
-    *When this fails.* A change below the tolerance in one round is no proof: few clients may have been asked in it, or
-    steps may have been short. The algorithm's own test is over a whole sweep, with its result in ``fit.status``. Units
-    are the algorithm's own, so that curves of two algorithms are not comparable.
+    *When this fails.* A change below the tolerance in one round is no proof: few clients may have been asked, or steps
+    short. The algorithm's own test is ``fit.status``. Curves of two algorithms have units of their own.
     """
     require_fit(fit)
     if not fit.records:
@@ -203,9 +202,8 @@ def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = N
     -----
     Infinite effective draws, of computations without draws, are left out.
 
-    *When this fails.* Figures are the clients' own. Many effective draws and a small Pareto k do not show that all
-    modes were found, nor that the model fits. The last answer is drawn as a dot even where the client has not answered
-    for many rounds: `rounds` shows when it did.
+    *When this fails.* Figures are the clients' own, and do not show that all modes were found, nor that the model fits.
+    A dot may be of a round long ago: `rounds` shows when a client answered.
     """
     require_fit(fit)
     if not fit.records:

@@ -63,8 +63,8 @@ def report(
 ) -> Path:
     """Write one HTML page about a fit: status, tables, the pictures that apply, settings, versions and seed.
 
-    The page is complete in itself: pictures are in it, and nothing is loaded from elsewhere or run. Clients' rows are
-    not in it; their ids, numbers of rows and, where clients are in this process, summaries of their posteriors are.
+    Nothing on it is loaded from elsewhere or run. Clients' rows are not in it; their ids, numbers of rows and, where
+    clients are in this process, summaries of their posteriors are.
 
     Parameters
     ----------
@@ -103,8 +103,8 @@ def report(
 
     Notes
     -----
-    *When this fails.* Readers of a page of clients' posteriors learn of each client. Leave clients' own variables out
-    where that is not agreed. Of sites of their own the page has none.
+    *When this fails.* Readers learn of each client in this process: leave clients' own variables out where that is not
+    agreed.
     """
     require_fit(fit)
     if not isinstance(path, str | os.PathLike):

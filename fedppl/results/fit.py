@@ -470,10 +470,9 @@ class Fit(Ended):
                 f"client {client_id!r} did not take part; clients are {some_of(self.client_ids)}. For data of a "
                 "client that did not, use fit.new_client(data); where it has no rows yet, fit.predict(None, new_data)."
             )
-        if client_id not in self.clients:
-            settings: dict[str, Any] = {"predict": predict, "groups": groups, "draws": draws, "chains": chains}
-            return saved.stored_draws(self, client_id, **settings, random_seed=random_seed)
         drawing = predicting.drawing_of(self, draws, chains, random_seed)
+        if client_id not in self.clients:
+            return saved.stored_draws(self, client_id, drawing, predict=predict, groups=groups)
         return predicting.at_client(self, self.clients[client_id], predict, drawing, groups=groups)
 
     def save(self, path: str | os.PathLike[str], *, include: str | None = None) -> None:

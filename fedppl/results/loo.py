@@ -104,10 +104,9 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     Notes
     -----
     *When this fails.* Rows are what PyMC gives a log density each: one of a multivariate distribution is a row. A row
-    that alone determines a local variable (one row a client, or an effect of each row) has a
-    large Pareto k: leave out clients then, with `Fit.influence`, whose ``log_predictive`` is of all rows of a client.
-    Where an algorithm's shared variables are a point, a network's for example, that point still depends on the row that
-    is left out: elpd is too high, however small Pareto k, and the log says so.
+    that alone determines a local variable has a large Pareto k: leave out clients then, by ``log_predictive`` of
+    `Fit.influence`. Where an algorithm's shared variables are a point, as a network's, that point still depends on the
+    row that is left out: elpd is too high, however small Pareto k, and the log says so.
 
     References
     ----------

@@ -57,10 +57,9 @@ def predict(
         New inputs by name, or a data frame with columns of these names. Of a formula one row may be given by scalars,
         ``{"age": 70, "arm": "drug"}``.
     kind
-        "response" for draws of outcomes; "mean" for their mean given the parameters, a row and draw: risks, rates, of
-        levels the probabilities of each, under the name of the outcome with ``_mean``. Of a binomial formula it is per
-        trial. Of times until an event it is their median, ``_median``, or with `at` the probability of no event until
-        then, ``_survival``.
+        "response" for draws of outcomes; "mean" for their mean given the parameters, under the name of the outcome with
+        ``_mean``: risks (per trial), rates, of levels the probabilities of each. Of times until an event it is their
+        median, ``_median``, or with `at` the probability of no event until then, ``_survival``.
     at
         A time, or several.
     draws, chains, random_seed
@@ -92,9 +91,8 @@ def predict(
 
     Notes
     -----
-    *When this fails.* A mean has the uncertainty of the parameters, and not that of one outcome: that one patient's
-    blood pressure lies in its interval nobody says. A new client is taken to be one more like those that took part;
-    with few of them the sd between clients is uncertain, and risks at a new one with it.
+    *When this fails.* A mean has the uncertainty of the parameters, and not that of one outcome. A new client is taken
+    to be one more like those that took part; with few of them the sd between clients is uncertain, and risks with it.
     """
     if isinstance(client_id, Mapping | pd.DataFrame):
         raise DeclarationError(

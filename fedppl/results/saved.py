@@ -283,9 +283,7 @@ def drawn_of(fit: Ended, client: Callable[[str], Any]) -> dict[str, xr.Dataset]:
     return drawn
 
 
-def stored_draws(
-    fit: Ended, client_id: str, *, predict: Any, groups: Any, draws: int, chains: int, random_seed: int | None
-) -> Any:
+def stored_draws(fit: Ended, client_id: str, drawing: tuple[int, int, int], *, predict: Any, groups: Any) -> Any:
     """Posterior of a client whose data are not here: the draws in the file, or an error with the remedy."""
     if fit.drawn is None:
         raise DeclarationError(
@@ -301,7 +299,7 @@ def stored_draws(
     if predict is not None or groups:
         what = "predictions" if predict is not None else f"groups={groups!r}"
         raise DeclarationError(f"the data of client {client_id!r} are not here, and {what} need them: {remedy}")
-    if (draws, chains) != (DRAWS, CHAINS) or random_seed not in (None, fit.seed):
+    if drawing != (DRAWS, CHAINS, fit.seed):
         raise DeclarationError(
             f"of client {client_id!r} only the saved draws are here, {CHAINS} chains of {DRAWS} by the fit's seed: "
             f"leave draws=, chains= and random_seed= out, or {remedy}"

@@ -426,8 +426,7 @@ def hypotheses(
     Raises
     ------
     DeclarationError
-        For an interval probability outside (0, 1), a null value that is not finite, an empty region, an unknown
-        variable, or draws without a posterior or without the dims chain and draw.
+        For a setting outside its range, an unknown variable, or draws without a posterior or its dims.
 
     Examples
     --------
@@ -440,8 +439,7 @@ def hypotheses(
     -----
     *When this fails.* Entries are tested one by one: of many some exclude the null value by chance, unless a
     hierarchical prior shrinks them. An interval that holds the null value does not show that there is no effect; the
-    region of practical equivalence can. Probabilities near 0 or 1 rest on few draws: of S draws none is known to better
-    than about 1 / S.
+    region of practical equivalence can. Of S draws no probability is known to better than about 1 / S.
     """
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     null = between("null", null, -np.inf, np.inf)
