@@ -502,9 +502,8 @@ def device_graph(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | Non
 
     Notes
     -----
-    *When this fails.* Correlations are one estimate, drawn without its uncertainty: with few shared parameters, or few
-    rows at a client, they are rough. Their pattern is that of the fit's `structure`: under `exchangeable` all pairs
-    have the same one, whatever the clients are. They are of parameters on the unconstrained space, not of data.
+    *When this fails.* Correlations, of parameters on the unconstrained space, are drawn without their uncertainty: with
+    few shared parameters or rows they are rough. Under ``structure=exchangeable`` all pairs have the same one.
     """
     require_fit(fit)
     if "fit" not in fit.idata or "correlation" not in fit.idata["fit"]:

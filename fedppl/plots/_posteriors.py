@@ -69,15 +69,14 @@ def forest(
     coords
         Labels to show, by dim: ``{"predictor": "dose"}``.
     population
-        A level to compare clients with: the name of a shared variable of the same shape, whose mean and interval are
-        drawn across all clients, or a number; by name of a variable where there are several. By default the mean of the
-        clients' means; of a total the coefficient that all share.
+        A level to compare clients with: the name of a shared variable of the same shape, of which mean and interval are
+        drawn, or a number; by name of a variable where there are several. By default the mean of the clients' means; of
+        a total the coefficient that all share.
     total
-        Whether to draw, of a formula, each client's own coefficient: the shared one plus the client's effect, such as
-        the effect of a treatment by hospital.
+        Whether to draw, of a formula, each client's own coefficient: the shared one plus the client's effect.
     exponentiate
-        Whether to draw exp of all entries, on a logarithmic axis: odds, rate, hazard or time ratios of a formula, which
-        the axis names. The dot is then the posterior median.
+        Whether to draw exp of all entries, on a logarithmic axis: odds, rate, hazard or time ratios of a formula. The
+        dot is then the posterior median.
     alone
         A fit of the same clients by `fedppl.Separate`, for the distance of each estimate from that of the client alone.
         Of a formula totals are compared, since each client alone has coefficients of its own.
@@ -403,8 +402,7 @@ def prior_posterior(
     sides: a wide prior goes on beyond it.
 
     *When this fails.* Kernels smooth out sharp edges and narrow peaks. Where both densities are alike, data may still
-    inform a sum or a difference of variables, which single densities do not show. An approximate posterior is drawn as
-    it is, whether or not the fit has converged.
+    inform a sum or a difference of variables. A fit that has not converged is drawn as it is.
     """
     require_fit(fit)
     after = shared_draws(fit)

@@ -306,10 +306,9 @@ def reliability(
 
     Notes
     -----
-    *When this fails.* Confidence is the probability of the predicted class: with two classes it is at least 0.5, and
-    rows predicted as one class and as the other are in the same bins. A model that is too confident of one and too
-    little of the other can look right. Bars of few rows are mostly noise. A bin without rows has no bar; one in which
-    no row was right has none either, but a dot.
+    *When this fails.* Confidence is the probability of the predicted class, whichever that is: a model that is too
+    confident of one class and too little of another can look right. Bars of few rows are mostly noise. A bin without
+    rows has no bar; one in which no row was right has none either, but a dot.
     """
     probability = np.asarray(probabilities, dtype=float)
     if probability.ndim == 1:
@@ -379,9 +378,8 @@ def curves(
 
     Notes
     -----
-    *When this fails.* Only the number of inputs is checked: those of another prediction are drawn all the same. Between
-    inputs lines are straight, and few inputs hide the curve between them. The interval is that of each output by
-    itself, and a whole curve leaves it more often.
+    *When this fails.* Only the number of inputs is checked. Between inputs lines are straight. The interval is that of
+    each output by itself, and a whole curve leaves it more often.
     """
     if not {"mean", "ci_low", "ci_high"} <= set(getattr(predicted, "data_vars", ())):
         raise DeclarationError(f"predicted={shown(predicted)} is no dataset with mean, ci_low and ci_high.")

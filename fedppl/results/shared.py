@@ -24,13 +24,8 @@ from fedppl.settings import chosen, shown
 from fedppl.types import Array, DeclarationError, Status
 
 # Attributes of the posterior group, for users of tools that were made for MCMC.
-_SAMPLING = (
-    "independent draws of the approximation: r_hat and ess describe the draws, not how good it is; see fit.summary()"
-)
-_CORRECTED = (
-    "draws with repetition of weighted points of the posterior: ess is of the weights; r_hat says nothing; see "
-    "fit.summary()"
-)
+_SAMPLING = "independent draws of the approximation: r_hat and ess do not describe how good it is; see fit.summary()"
+_CORRECTED = "draws with repetition of weighted points of the posterior: ess is of the weights; r_hat says nothing"
 
 
 def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconverged: bool) -> Any:

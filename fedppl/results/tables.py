@@ -383,12 +383,12 @@ def _posterior(result: Any) -> Any:
 
 def _region(rope: Any) -> tuple[float, float]:
     """Low and high end of the region of practical equivalence."""
-    pair = tuple(rope) if isinstance(rope, tuple | list | np.ndarray) and np.ndim(rope) == 1 else ()
-    if len(pair) != 2 or not all(isinstance(end, int | float | np.integer | np.floating) for end in pair):
-        raise DeclarationError(f"rope={shown(rope)} must be a pair (low, high), such as (-0.1, 0.1).")
-    low, high = map(float, pair)
+    try:
+        low, high = map(float, rope)
+    except (TypeError, ValueError):
+        low = high = np.nan
     if not low < high:
-        raise DeclarationError(f"rope={rope} must be (low, high) with low < high.")
+        raise DeclarationError(f"rope={shown(rope)} must be a pair (low, high) with low < high, such as (-0.1, 0.1).")
     return low, high
 
 

@@ -85,10 +85,9 @@ def conflict(
     Notes
     -----
     *When this fails.* Of many clients some have a small p by chance: adjust for their number. Where others are few, the
-    cavity is wide and the test has little power. Where ``exact`` is False and the others are few, so that their
-    posterior is far from Gaussian, p is too small, as of two clients with four rows each and an unknown noise sd. NaN
-    under a prior that is not smooth, such as Laplace's: there is no expansion then. NaN too for clients with a
-    likelihood on a grid, which cannot be drawn from, and an error where named; other summaries are drawn like rows.
+    cavity is wide and the test has little power; where ``exact`` is False and their posterior far from Gaussian, p is
+    too small, as of two clients with four rows each and an unknown noise sd. NaN under a prior that is not smooth, such
+    as Laplace's, and for clients with a likelihood on a grid, which cannot be drawn from (an error where named).
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")

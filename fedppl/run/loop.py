@@ -5,6 +5,7 @@ Engines move messages and algorithms compute; everything in between is in this f
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -75,19 +76,16 @@ def fit(
     """See `fedppl.fit`; `stacklevel` is that of the caller, for warnings."""
     require_callback(callback)
     choice = algorithm if isinstance(algorithm, Choice) else None
-    with Progress(options.rounds, show=progressbar) as progress:
-        progress.say("checking and compiling")
-        run = start(model, clients, algorithm, options)
-        algorithm = run.algorithm
-        run.progress = progress
-        progress.say(f"{len(run.clients)} clients are ready")
-        started = time.perf_counter()
-        try:
+    with contextlib.ExitStack() as closing:
+        with Progress(options.rounds, show=progressbar) as progress:
+            progress.say("checking and compiling")
+            run = start(model, clients, algorithm, options)
+            closing.callback(run.engine.close)
+            algorithm = run.algorithm
+            run.progress = progress
+            progress.say(f"{len(run.clients)} clients are ready")
+            started = time.perf_counter()
             stopped = _run_to_end(run, callback)
-        except BaseException:
-            run.engine.close()
-            raise
-    try:
         status, message = _ending(run, stopped=stopped)
         if status in (Status.STALLED, Status.MAX_ROUNDS):
             message = "; ".join(filter(None, (model.advice, message)))
@@ -112,8 +110,6 @@ def fit(
             seconds=time.perf_counter() - started,
         )
         result = _concluded(run, result)
-    finally:
-        run.engine.close()
     if choice is not None and options.checkpoint is None and _goes_on(choice, run, status, stopped):
         logger.info("%s stalled, and the fit goes on by %s: %s", choice.first.name, choice.other.name, message)
         again = Options(options.rounds, options.engine, random_seed=run.seed)
@@ -424,13 +420,7 @@ _MANY = 20_000  # clients that take hours to enrol one by one
 
 
 def enrolled(model: FederatedModel, table: Table, rng: np.random.Generator) -> Mapping[str, ClientModel]:
-    """Clients by id, as a stack where that is possible; else each is enrolled, with the reason in the log.
-
-    Raises
-    ------
-    DeclarationError, DataError
-        As for clients that are enrolled one by one.
-    """
+    """Clients by id, as a stack where that is possible; else each is enrolled, with the reason in the log."""
     counts = table.counts
     chosen = rng.choice(len(counts), min(_ENROLLED, len(counts)), replace=False)
     # The smallest and the largest client show which lengths depend on numbers of rows.
