@@ -183,9 +183,7 @@ def at_client(
         drawer = None
     elif has_rows(model):
         require_mean(kind, at, model.declared.builder)
-        inputs = fit.declaration.read_new(client_id, predict, model.arrays, model.kind)
-        if not isinstance(inputs, Mapping):
-            raise DeclarationError(f'new data are {type(inputs).__name__}; pass arrays by name, such as {{"X": ...}}.')
+        inputs = new_inputs(fit.declaration, model, predict)
 
         def drawer(posterior: xr.Dataset, coords: Any) -> Any:
             return predictions(model, posterior, inputs, seed, coords, kind, at)
@@ -221,6 +219,14 @@ def _shared(fit: Ended) -> tuple[str, ...]:
 
 
 # Predictive draws at new inputs, by PyMC, for a client whose rows are here --------------------------------------------
+
+
+def new_inputs(declaration: FederatedModel, client: ClientModel, given: Any) -> Mapping[str, Any]:
+    """New inputs by name, as the client's builder takes them."""
+    read = declaration.read_new(client.client_id, given, client.arrays, client.kind)
+    if not isinstance(read, Mapping):
+        raise DeclarationError(f'new data are {type(read).__name__}; pass a mapping from name to array: {{"X": ...}}.')
+    return read
 
 
 def predictions(
