@@ -22,6 +22,7 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.checks import as_arrays, held_exactly, mismatch, read_indices, require_not_negative
 from fedppl.model.client import ClientModel, dims_and_coords, model_at
+from fedppl.model.declaration import FederatedModel
 from fedppl.model.interpreted import quiet
 from fedppl.model.stack import samples
 from fedppl.results import idata
