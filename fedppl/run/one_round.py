@@ -124,7 +124,7 @@ def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
     return asked, frozenset(asked) - reporting
 
 
-def _exchanged(run: Run, number: int, requests: Requests, shapes: Shapes) -> _Exchanged:
+def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> _Exchanged:
     """Ask clients for single replies where the server reads them, else for their sum."""
 
     def accept(request: Request, reply: Reply | Failure | None) -> str | None:
@@ -183,7 +183,7 @@ def one_round(run: Run) -> Round:
     requests = _requests(run, number, shapes)
     started = time.perf_counter()
     run.progress.asked(number, len(requests.clients))
-    replies = _exchanged(run, number, requests, shapes)
+    replies = _exchanged(run, requests, shapes)
     seconds = time.perf_counter() - started
     _log_failures(number, replies.failures, run.logged)
     diagnostics.log_fallbacks(number, replies.infos, diagnostics.fallbacks(run.infos))
