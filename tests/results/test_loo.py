@@ -223,7 +223,7 @@ def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(builder: Any) ->
     drawn = found.client("b", draws=20, chains=2, groups=("log_likelihood",))
     posterior = idata.as_dataset(drawn["posterior"])
     client = found.clients["b"]
-    draws = at_client._free(client.pymc_model(), posterior)
+    draws = posterior[[rv.name for rv in client.pymc_model().free_RVs]]
     theirs = at_client._by_pymc(client.pymc_model(), draws)
     corners = theirs.isel(chain=[0, -1], draw=[0, -1])
     assert at_client._at_once(client.pymc_model(), draws, corners) is not None
