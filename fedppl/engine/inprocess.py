@@ -40,36 +40,7 @@ from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 
-class ModelsHere:
-    """Methods of engines that have all clients' models in this process, for reading results."""
-
-    _models: Mapping[str, Any]
-
-    def clients(self) -> tuple[str, ...]:
-        """Return the ids of all clients."""
-        return tuple(self._models)
-
-    def has_sites(self) -> bool:
-        """Return that the data are the caller's own."""
-        return False
-
-    def layout(self) -> Layout:
-        """Return the shared layout, which enrolment has found equal at all clients."""
-        layout: Layout = next(iter(samples(self._models))).layout
-        return layout
-
-    def reader(self) -> SharedReader:
-        """Return the reader of draws of φ."""
-        return reader_of(samples(self._models))
-
-    def conclude(
-        self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
-    ) -> Mapping[str, Message]:
-        """Return nothing: `Fit.client` draws in this process when it is called."""
-        return {}
-
-
-class InProcessEngine(ModelsHere):
+class InProcessEngine:
     """Clients' models and personal states; see `InProcess`."""
 
     def __init__(
@@ -97,6 +68,25 @@ class InProcessEngine(ModelsHere):
                 rule = error
             if rule is not None:
                 raise DeclarationError(f"client {client_id!r} does not take part: {rule}")
+
+    def clients(self) -> tuple[str, ...]:
+        """Return the ids of all clients."""
+        return tuple(self._models)
+
+    def layout(self) -> Layout:
+        """Return the shared layout, which enrolment has found equal at all clients."""
+        layout: Layout = next(iter(samples(self._models))).layout
+        return layout
+
+    def reader(self) -> SharedReader:
+        """Return the reader of draws of φ."""
+        return reader_of(samples(self._models))
+
+    def conclude(
+        self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
+    ) -> Mapping[str, Message]:
+        """Return nothing: `Fit.client` draws in this process when it is called."""
+        return {}
 
     def has_sites(self) -> bool:
         """Return whether clients have a policy, as at sites of their own."""

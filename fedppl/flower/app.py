@@ -1,4 +1,4 @@
-"""Flower as the engine: data at sites, simulation on one machine. Reached as `fedppl.Flower`; needs fedppl[flower].
+"""Flower as the engine: data at sites. Reached as `fedppl.Flower`; needs fedppl[flower].
 
 The algorithms, the loop and the random streams are those of the embedded engine, so equal seeds give equal numbers.
 """
@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from fedppl.flower.client_app import client_app
     from fedppl.flower.enrolment import agree
     from fedppl.flower.grid import grid, server_app
-    from fedppl.flower.simulation import simulation
     from fedppl.flower.warm import warm_app
 
-__all__ = ["agree", "client_app", "grid", "server_app", "simulation", "warm_app"]
+__all__ = ["agree", "client_app", "grid", "server_app", "warm_app"]
 
 # Loaded on use: a process with `warm_app` has no time for what the others import.
 _NAMES = {
@@ -23,7 +22,6 @@ _NAMES = {
     "client_app": "fedppl.flower.client_app",
     "grid": "fedppl.flower.grid",
     "server_app": "fedppl.flower.grid",
-    "simulation": "fedppl.flower.simulation",
     "warm_app": "fedppl.flower.warm",
 }
 

@@ -333,14 +333,6 @@ class FederatedModel:
         return client
 
 
-def declaration_of(models: Mapping[str, ClientModel]) -> FederatedModel:
-    """The declaration of enrolled clients, with their kinds and without `reads`."""
-    builders = {model.kind: model.declared.builder for model in models.values()}
-    shared = next(iter(models.values())).declared.shared
-    builder = next(iter(builders.values())) if len(builders) == 1 else builders
-    return FederatedModel(builder, shared, kind={k: m.kind for k, m in models.items()} if len(builders) > 1 else None)
-
-
 def _describe(parts: Parts) -> pd.DataFrame:
     """A row for each shared variable: its prior as declared, and the labels or the shape of its entries."""
     rows = {rv.name: (_prior(rv), _entries(parts.model, rv)) for rv in parts.shared}

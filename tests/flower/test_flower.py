@@ -683,14 +683,10 @@ def test_settings_of_the_grid(settings: dict[str, Any], reason: str) -> None:
         fedppl.Flower.grid(FakeGrid({}), **settings)
 
 
-def test_data_go_to_the_sites_or_into_the_simulation() -> None:
+def test_data_go_to_the_sites() -> None:
     model, clients = normal_means(2)
     with pytest.raises(DeclarationError, match="data are at the sites: pass clients=None"):
         fedppl.fit(model, clients, fedppl.EP(), engine=fedppl.Flower.grid(FakeGrid({}), clients=1))
-    with pytest.raises(DeclarationError, match="a simulation needs the data"):
-        fedppl.fit(model, None, fedppl.EP(), engine=fedppl.Flower.simulation())
-    with pytest.raises(DeclarationError, match="workers=0"):
-        fedppl.Flower.simulation(workers=0)
     with pytest.raises(DeclarationError, match="client_app takes a FederatedModel"):
         fedppl.Flower.client_app(other_prior, fedppl.EP(), lambda config: {})
     with pytest.raises(DeclarationError, match="load_data is dict"):

@@ -34,7 +34,6 @@ PAGE = page.ROOT / "docs" / "deployment.md"
 BLOCKS = {
     "keys": ("bash", "openssl req"),
     "app": ("python", "read_rows"),
-    "simulation": ("python", "Flower.simulation"),
     "formula": ("python", "fedppl.formula("),
     "logs": ("python", "logging.Formatter"),
     "environment": ("ini", "FEDPPL_KEY_FILE="),
@@ -158,18 +157,6 @@ def test_a_policy(tmp_path: Path) -> None:
 
 
 # --- processes of Flower --------------------------------------------------------------------------------------
-
-
-@pytest.mark.flower
-@pytest.mark.xdist_group("simulation")
-def test_a_simulation() -> None:
-    pytest.importorskip("ray")
-    model, clients = normal_means(2)
-    algorithm = fedppl.EP()
-    here = fedppl.fit(model, clients, algorithm, random_seed=1)
-    there = run("simulation", model=model, clients=clients, algorithm=algorithm)["fit"]
-    assert there.status is here.status
-    np.testing.assert_allclose(there.posterior.linear, here.posterior.linear, rtol=1e-8)
 
 
 APP = """
