@@ -81,22 +81,7 @@ def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliabil
 
 
 def expected_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
-    r"""ECE, ``Σ_b n_b / n · |accuracy_b − confidence_b|``.
-
-    Parameters
-    ----------
-    probability, label, bins
-        As in `reliability`.
-
-    Returns
-    -------
-    float
-        From 0 to 1.
-
-    Raises
-    ------
-    DataError
-        As in `reliability`.
+    r"""ECE, ``Σ_b n_b / n · |accuracy_b − confidence_b|``, from 0 to 1. See `reliability` for parameters.
 
     Examples
     --------
@@ -115,22 +100,7 @@ def expected_calibration_error(probability: Array, label: Array, *, bins: int = 
 
 
 def maximum_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
-    r"""MCE, ``max_b |accuracy_b − confidence_b|`` over bins with rows: of one row, where a bin has one.
-
-    Parameters
-    ----------
-    probability, label, bins
-        As in `reliability`.
-
-    Returns
-    -------
-    float
-        From 0 to 1.
-
-    Raises
-    ------
-    DataError
-        As in `reliability`.
+    r"""MCE, ``max_b |accuracy_b − confidence_b|`` over bins with rows. See `reliability` for parameters.
 
     Examples
     --------
@@ -148,22 +118,7 @@ def maximum_calibration_error(probability: Array, label: Array, *, bins: int = 1
 
 
 def brier(probability: Array, label: Array) -> float:
-    r"""Mean over rows of Σ_c (p_c − [y = c])², from 0 to 2.
-
-    Parameters
-    ----------
-    probability, label
-        As in `reliability`.
-
-    Returns
-    -------
-    float
-        0 where every row has probability 1 for its class.
-
-    Raises
-    ------
-    DataError
-        For invalid probabilities, labels that are no classes, or no rows.
+    r"""Mean over rows of Σ_c (p_c − [y = c])², from 0 to 2. See `reliability` for parameters.
 
     Examples
     --------
@@ -181,24 +136,7 @@ def brier(probability: Array, label: Array) -> float:
 
 
 def accuracy(probability: Array, label: Array) -> float:
-    r"""Share of rows whose most probable class came.
-
-    .. math:: \frac{1}{n} \sum_i [y_i = \arg\max_c p_{ic}]
-
-    Parameters
-    ----------
-    probability, label
-        As in `reliability`.
-
-    Returns
-    -------
-    float
-        From 0 to 1.
-
-    Raises
-    ------
-    DataError
-        For invalid probabilities, labels that are no classes, or no rows.
+    r"""Share of rows whose most probable class came. See `reliability` for parameters.
 
     Examples
     --------
@@ -215,24 +153,7 @@ def accuracy(probability: Array, label: Array) -> float:
 
 
 def entropy(probability: Array) -> Array:
-    r"""Predictive entropy of each row in nats, (n,).
-
-    .. math:: H_i = -\sum_c p_{ic} \log p_{ic}, \qquad 0 \log 0 = 0
-
-    Parameters
-    ----------
-    probability
-        Class probabilities, (n, C), rows adding up to 1.
-
-    Returns
-    -------
-    numpy.ndarray
-        (n,), from 0 to log C.
-
-    Raises
-    ------
-    DataError
-        For invalid probabilities, or such that are not of two dimensions.
+    r"""Predictive entropy of each row in nats, −Σ_c p_c log p_c, (n,). See `reliability` for parameters.
 
     Examples
     --------
@@ -254,14 +175,10 @@ def entropy(probability: Array) -> Array:
 def auroc(positive: Array, negative: Array) -> float:
     r"""Probability that a score of `positive` is above one of `negative`, ties counted half.
 
-    .. math:: \frac{1}{n m} \sum_{i=1}^{n} \sum_{j=1}^{m} \left([s_i > t_j] + \tfrac{1}{2} [s_i = t_j]\right)
-
     Parameters
     ----------
-    positive
-        Scores s of the rows that should have high ones, (n,).
-    negative
-        Scores t of the others, (m,).
+    positive, negative
+        Scores of the rows that should have high ones, (n,), and of the others, (m,).
 
     Returns
     -------

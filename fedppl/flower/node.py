@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -76,6 +77,7 @@ class Node(NamedTuple):
 
 
 _models: dict[tuple[str, str, str], ClientModel] = {}  # of this process, by app, node config and agreement
+_seals: dict[tuple[str, str, str], tuple[str, bytes]] = {}  # kind and digest of the data of each
 _declarations: dict[tuple[str, str], FederatedModel] = {}  # by app and agreement
 _columns: dict[tuple[str, str, str], Mapping[str, Any]] = {}  # of the rows as they were loaded, by the same key
 _first: dict[Any, dict[str, Mapping[str, Any]]] = {}  # the first client with such columns, by app
@@ -84,7 +86,7 @@ _lock = threading.Lock()
 
 
 def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, called: str | None = None) -> ClientModel:
-    """Load the data and check them against the declaration, once a process.
+    """Load the data and check them against the declaration, unless they are those of the request before.
 
     `called` is the client id in a request, by which a site without an id is named: random streams depend on it.
     """
@@ -92,32 +94,46 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
     model, agreement = _agreements.declared(node.model, memory, name)
     key = _key(node, config, agreement)
     with _lock:
-        if key not in _models:
-            for other in [other for other in _models if other[:2] == key[:2]]:
-                del _models[other], _columns[other]  # of an earlier agreement
-            declaration = _declarations.setdefault((node.token, agreement), model)
-            loaded = node.load_data(config)
-            kind = declaration.kind_of(name, loaded, node.kind)
-            usable = loaded if node.folder is None else _agreements.without_rare(declaration, loaded, node.policy, name)
-            data = declaration.read(name, usable, kind)
-            shapes = sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items())
-            columns = (node.token, agreement, kind, *shapes)
-            # Where one process serves many (virtual) clients, the first is enrolled again beside each: are they alike?
-            label = name or _UNNAMED
-            pair = {**_first.setdefault(columns, {label: data}), label: data}
-            kinds = dict.fromkeys(pair, kind)
-            enrolling = declaration.enrol(pair, kernel=node.algorithm.needs.kernel, kinds=kinds)
-            client = dataclasses.replace(enrolling[label], client_id=name)
-            require_fit(node.algorithm, client)
-            if not any(token == node.token for token, *_ in _models):
-                say_unused(node.algorithm, client)
-            _models[key], _columns[key] = client, _agreements.columns(declaration, loaded, data)
+        for other in [other for other in _models if other[:2] == key[:2] and other != key]:
+            del _models[other], _seals[other], _columns[other]  # of an earlier agreement
+        declaration = _declarations.setdefault((node.token, agreement), model)
+        loaded = node.load_data(config)
+        kind = declaration.kind_of(name, loaded, node.kind)
+        usable = loaded if node.folder is None else _agreements.without_rare(declaration, loaded, node.policy, name)
+        data = declaration.read(name, usable, kind)
+        seal = kind, _seal(data)
+        if _seals.get(key) != seal:
+            _models[key], _seals[key] = _enrol(node, declaration, name, kind, data, agreement), seal
+        _columns[key] = _agreements.columns(declaration, loaded, data)
         client_id = _models[key].client_id
         if called is not None and called != client_id:
             if client_id:
                 raise LocalFailure(f"a request for client {called!r} came to client {client_id!r}")
             _models[key] = dataclasses.replace(_models[key], client_id=called)
         return _models[key]
+
+
+def _enrol(
+    node: Node, declaration: FederatedModel, name: str, kind: str, data: Mapping[str, Any], agreement: str
+) -> ClientModel:
+    shapes = sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items())
+    # Where one process serves many (virtual) clients, the first is enrolled again beside each: are they alike?
+    label = name or _UNNAMED
+    pair = {**_first.setdefault((node.token, agreement, kind, *shapes), {label: data}), label: data}
+    enrolling = declaration.enrol(pair, kernel=node.algorithm.needs.kernel, kinds=dict.fromkeys(pair, kind))
+    client = dataclasses.replace(enrolling[label], client_id=name)
+    require_fit(node.algorithm, client)
+    if not any(token == node.token for token, *_ in _models):
+        say_unused(node.algorithm, client)
+    return client
+
+
+def _seal(data: Mapping[str, Any]) -> bytes:
+    """A digest of arrays and their masks; of objects, whose values it does not see, another each time."""
+    masks = {f"\0{name}": value.mask for name, value in data.items() if isinstance(value, np.ma.MaskedArray)}
+    arrays = {name: np.asarray(value) for name, value in {**data, **masks}.items()}
+    hidden = any(array.dtype.hasobject for array in arrays.values())
+    return secrets.token_bytes(32) if hidden else codec.seal(arrays, bytes(16))
 
 
 def _key(node: Node, config: Mapping[str, Any], agreement: str) -> tuple[str, str, str]:
