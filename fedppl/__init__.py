@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedppl.formulas.formula import Agreed, agree, formula
     from fedppl.formulas.marginal import marginal_effects
     from fedppl.formulas.priors import Prior
-    from fedppl.front import fit, load, rounds
+    from fedppl.front import fit, load, rounds, warm_up
     from fedppl.local.advi import ADVI, MeanField
     from fedppl.local.gradient_steps import GradientSteps
     from fedppl.local.nested_laplace import Laplace, NestedLaplace
@@ -42,78 +42,20 @@ if TYPE_CHECKING:
     from fedppl.run.one_round import Round
     from fedppl.run.refits import Withdrawal, calibrate, without
     from fedppl.search.validation import holdout, validation_loss
-    from fedppl.testing import warm_up
     from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ADVI",
-    "EP",
-    "HM1",
-    "HM1Gradient",
-    "NUTS",
-    "SCAFFOLD",
-    "Agreed",
-    "Algorithm",
-    "ClientModel",
-    "Confidence",
-    "ConsensusMonteCarlo",
-    "ConvergenceWarning",
-    "Correction",
-    "DataError",
-    "DeclarationError",
-    "Ditto",
-    "FedAvg",
-    "FedProx",
-    "FederatedModel",
-    "Fit",
-    "GradientSteps",
-    "InProcess",
-    "Laplace",
-    "LocalInference",
-    "MeanField",
-    "NestedLaplace",
-    "NotConvergedError",
-    "Policy",
-    "PrecisionWeighted",
-    "Prior",
-    "PrivateEP",
-    "Round",
-    "Separate",
-    "SeparateSGD",
-    "Status",
-    "Sums",
-    "Table",
-    "Withdrawal",
-    "agree",
-    "calibrate",
-    "compare",
-    "Loo",
-    "loo",
-    "loo_compare",
-    "conflict",
-    "contrast",
-    "covariance",
-    "curves",
-    "data",
-    "fit",
-    "formula",
-    "holdout",
-    "hypotheses",
-    "load",
-    "marginal_effects",
-    "metrics",
-    "plots",
-    "policy",
-    "privacy",
-    "rounds",
-    "summaries",
-    "table",
-    "validation_loss",
-    "warm_up",
-    "without",
-]
+    "ADVI", "EP", "HM1", "NUTS", "SCAFFOLD", "Agreed", "Algorithm", "ClientModel", "Confidence",
+    "ConsensusMonteCarlo", "ConvergenceWarning", "Correction", "DataError", "DeclarationError", "Ditto", "FedAvg",
+    "FedProx", "FederatedModel", "Fit", "GradientSteps", "HM1Gradient", "InProcess", "Laplace", "LocalInference",
+    "Loo", "MeanField", "NestedLaplace", "NotConvergedError", "Policy", "PrecisionWeighted", "Prior", "PrivateEP",
+    "Round", "Separate", "SeparateSGD", "Status", "Sums", "Table", "Withdrawal", "agree", "calibrate", "compare",
+    "conflict", "contrast", "covariance", "curves", "data", "fit", "formula", "holdout", "hypotheses", "load",
+    "loo", "loo_compare", "marginal_effects", "metrics", "plots", "policy", "privacy", "rounds", "summaries",
+    "table", "validation_loss", "warm_up", "without",
+]  # fmt: skip
 
 
 # Modules are loaded on first use: a site's app is a process for each message, with no time to import PyMC.
@@ -154,7 +96,7 @@ _NAMES = {
         "formulas.formula": "Agreed agree formula",
         "formulas.marginal": "marginal_effects",
         "formulas.priors": "Prior",
-        "front": "fit load rounds",
+        "front": "fit load rounds warm_up",
         "local.advi": "ADVI MeanField",
         "local.gradient_steps": "GradientSteps",
         "local.nested_laplace": "Laplace NestedLaplace",
@@ -168,7 +110,6 @@ _NAMES = {
         "run.one_round": "Round",
         "run.refits": "Withdrawal calibrate without",
         "search.validation": "holdout validation_loss",
-        "testing": "warm_up",
         "types": "ConvergenceWarning DataError DeclarationError NotConvergedError Status",
     }.items()
     for name in names.split()

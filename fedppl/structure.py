@@ -53,21 +53,8 @@ def diagonal(size: int) -> Structure:
 
 
 def block(size: int, blocks: Sequence[Sequence[int]]) -> Structure:
-    """Couple coordinates inside each block only.
+    """Couple coordinates inside each block only; `blocks` is a partition of 0..size-1, whose order is that of packing.
 
-    Parameters
-    ----------
-    size : int, positive
-    blocks : sequence of sequences of int
-        A partition of 0..size-1; both orders are kept and decide the order of packing.
-
-    Raises
-    ------
-    ValueError
-        An index is missing, duplicated or out of range, a block is empty, or size < 1.
-
-    Examples
-    --------
     >>> block(3, [(0, 2), (1,)])
     Structure(size=3, blocks=((0, 2), (1,)))
     """
@@ -105,28 +92,11 @@ def zeros(structure: Structure) -> Gaussian:
 
 
 def project(mean: Array, covariance: Array, structure: Structure) -> Gaussian:
-    """Match moments inside the family: keep μ and the blocks Σ_bb, Q_bb = Σ_bb⁻¹, r = Qμ.
+    """Match moments inside the family: keep μ (m,) and the blocks Σ_bb, Q_bb = Σ_bb⁻¹, r = Qμ.
 
-    This is the member q of the family that minimises KL(p ‖ q) for every p with these moments.
+    This is the member q of the family that minimises KL(p ‖ q) for every p with these moments. Blocks alone must be
+    positive definite, not the whole covariance, (m, m) or (m,) variances.
 
-    Parameters
-    ----------
-    mean : array (m,)
-    covariance : array (m, m), or (m,) variances
-    structure : Structure of size m
-
-    Returns
-    -------
-    Gaussian
-        Precision (m,) if the structure is diagonal, else (m, m) with exact zeros between blocks.
-
-    Raises
-    ------
-    ValueError
-        The shapes do not fit, or a block is not positive definite (it alone must be, not the whole Σ).
-
-    Examples
-    --------
     >>> project(np.zeros(2), np.array([[2.0, 1.0], [1.0, 4.0]]), diagonal(2)).precision
     array([0.5 , 0.25])
     """
@@ -157,21 +127,8 @@ def _places(structure: Structure) -> tuple[NDArray[np.intp], NDArray[np.intp], N
 
 
 def pack_precision(precision: Array, structure: Structure) -> Array:
-    """List precisions' packed triangles (..., p) block after block; diagonal ones are copied as they are.
+    """List precisions' packed triangles (..., p) block after block; diagonal ones, (..., m), are copied as they are.
 
-    Parameters
-    ----------
-    precision : array (..., m, m), or (..., m) if the structure is diagonal
-        Improper allowed.
-    structure : Structure of size m
-
-    Raises
-    ------
-    ValueError
-        The shape does not fit, or an entry between two blocks is not zero and would be lost.
-
-    Examples
-    --------
     >>> pack_precision(np.diag([1.0, 2.0, 3.0]), block(3, [(0, 1), (2,)]))
     array([1., 0., 2., 3.])
     """

@@ -101,7 +101,7 @@ def always(state: Any) -> bool:
     return True
 
 
-def _none(state: Any) -> None:
+def _none(*arguments: Any) -> None:
     return None
 
 
@@ -129,16 +129,8 @@ def _nothing(state: Any) -> Details:
     return {}
 
 
-def _as_it_is(state: Any) -> Any:
+def _as_it_is(state: Any, *others: Any) -> Any:
     return state
-
-
-def _seen(state: Any, clients: Collection[str]) -> Any:
-    return state
-
-
-def _usable(state: Any, reply: Message) -> None:
-    return None
 
 
 class Replies(NamedTuple, Generic[S]):
@@ -153,7 +145,7 @@ class Replies(NamedTuple, Generic[S]):
     """
 
     shapes: ShapesFn[S]
-    reject: RejectFn[S] = _usable
+    reject: RejectFn[S] = _none
     summed: Callable[[S], bool] = _never
 
 
@@ -237,10 +229,6 @@ class Result(NamedTuple, Generic[S, P]):
     held_out: HeldOutFn[P] | None = None
 
 
-def _fits(client: ClientView) -> None:
-    return None
-
-
 def _all_used(client: ClientView) -> tuple[str, ...]:
     return ()
 
@@ -262,7 +250,7 @@ class Needs(NamedTuple):
         Names of the variables whose declared prior sd changes nothing, for the log at the start.
     """
 
-    check: CheckFn = _fits
+    check: CheckFn = _none
     kernel: bool = True
     indicators: bool = False
     diagonal_prior: bool = False
@@ -320,7 +308,7 @@ class Disclosure(NamedTuple):
     asks: AsksFn | None = None
     noise_multiplier: float | None = None
     at_sites: Callable[[Any], Any] = _as_it_is
-    unseen: Callable[[Any, Collection[str]], Any] = _seen
+    unseen: Callable[[Any, Collection[str]], Any] = _as_it_is
     concludes: AsksFn | None = None
     by_row: Callable[[Any, Array], Array] | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from flwr.app import ConfigRecord, Context
@@ -109,12 +109,12 @@ def client_app(
 
     def reply(message: FlowerMessage, context: Context) -> FlowerMessage:
         here = node(context.node_config)
-        memory, parcel = _memory(here, context), read_message(message)
-        parcel = answer(message.metadata.message_type, here, context.node_config, memory, parcel)
+        memory = file_memory(here.folder) if here.folder else _context_memory(context)
+        parcel = answer(message.metadata.message_type, here, context.node_config, memory, read_message(message))
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
     register(app, reply)
-    declared[app] = Site(node)
+    declared[app] = node
     return app
 
 
@@ -152,10 +152,6 @@ def _require_arguments(
         )
 
 
-def _memory(here: Node, context: Context) -> Memory:
-    return file_memory(here.folder) if here.folder else _context_memory(context)
-
-
 def _context_memory(context: Context) -> Memory:
     """A memory in the node's context, of one state and one digest; it is a cache, lost when the node restarts."""
 
@@ -174,14 +170,8 @@ def _context_memory(context: Context) -> Memory:
 # For a site's app and for its warm worker -----------------------------------------------------------------------------
 
 
-class Site(NamedTuple):
-    """The arguments of `client_app`."""
-
-    node: Callable[[Mapping[str, Any]], Node]  # of a node config; the policy is read anew by each call
-
-
-# Kept beside the apps and not in them, since Flower copies apps.
-declared: WeakKeyDictionary[ClientApp, Site] = WeakKeyDictionary()
+# The node of a node config, with the policy read anew. Kept beside the apps and not in them, since Flower copies apps.
+declared: WeakKeyDictionary[ClientApp, Callable[[Mapping[str, Any]], Node]] = WeakKeyDictionary()
 
 
 def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:

@@ -137,8 +137,6 @@ class GridEngine:
                 logger.warning("client %s did not say whether it drew its posterior", client_id)
             elif why := trouble(reply):
                 logger.warning("client %s could not draw its posterior: %s", client_id, why)
-            elif reason := _refusal(reply):
-                logger.warning("client %s does not draw its posterior: %s", client_id, reason)
             else:
                 try:
                     with reading("it"):
@@ -255,14 +253,6 @@ class GridEngine:
                 "Flower.grid example_data=, and the server reads draws by itself."
             )
         return draws
-
-
-def _refusal(message: Letter) -> str:
-    """The reason that a site gives for not drawing its posterior, in one line; empty where it gives none."""
-    try:
-        return one_line(texts_of(content_of(message)).get("refused", ""))
-    except Malformed as error:
-        return f"its reply cannot be read: {one_line(error)}"
 
 
 # The public functions -------------------------------------------------------------------------------------------------

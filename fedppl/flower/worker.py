@@ -72,16 +72,16 @@ def main(options: Mapping[str, Any]) -> None:
         listener = Listener(f"{private}/socket", "AF_UNIX", backlog=_CONNECTIONS)
         door = Door(f"{private}/socket", secrets.token_hex(_KEY_LENGTH), os.getpid(), options["digest"])
         replace(folder / KEY, json.dumps(door._asdict()).encode())
-        site, latest, computing = _site_of(options["app"]), [time.monotonic()], threading.Lock()
+        node_of, latest, computing = _node_of(options["app"]), [time.monotonic()], threading.Lock()
         threading.Thread(target=_end, args=(folder, door, options["idle"], latest, computing), daemon=True).start()
         while True:
             connection = listener.accept()
             with computing, connection:
-                _serve(connection, door, site, folder)
+                _serve(connection, door, node_of, folder)
                 latest[0] = time.monotonic()
 
 
-def _site_of(app: str) -> Any:
+def _node_of(app: str) -> Any:
     from fedppl.flower.client_app import declared  # after the socket is there: it takes seconds
 
     module, _, name = app.partition(":")
@@ -104,7 +104,7 @@ def _end(folder: Path, door: Door, idle: float, latest: list[float], computing: 
             os._exit(0)  # without waiting for threads and pools of libraries
 
 
-def _serve(connection: Connection, door: Door, site: Any, folder: Path) -> None:
+def _serve(connection: Connection, door: Door, node_of: Any, folder: Path) -> None:
     """Answer a request. After an error without an answer the app answers by itself."""
     from fedppl.flower.client_app import answer
     from fedppl.flower.messages import CONCLUDE
@@ -117,7 +117,7 @@ def _serve(connection: Connection, door: Door, site: Any, folder: Path) -> None:
         deliver_challenge(connection, bytes.fromhex(door.key))
         request = codec.decode(connection.recv_bytes(MOST))
         start, kind = (folder / LOG).stat().st_size, request["kind"]
-        here = site.node(request["config"])
+        here = node_of(request["config"])
         if here.folder is None or not os.path.samefile(here.folder, folder.parent):
             raise ValueError(
                 f"client_app keeps its files in {here.folder}, warm_app in {folder.parent}; name one folder in both"
