@@ -16,7 +16,7 @@ from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Parcel
-from fedppl.flower.messages import AGREE, ASK, CONCLUDE, CONSTRAIN, HELLO, read_message, register, to_content
+from fedppl.flower.messages import AGREE, ASK, CONCLUDE, HELLO, read_message, register, to_content
 from fedppl.flower.node import Node
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
@@ -176,15 +176,12 @@ declared: WeakKeyDictionary[ClientApp, Callable[[Mapping[str, Any]], Node]] = We
 
 def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
     """Answer a message of type `kind`."""
-    arrays, texts = parcel
     if kind == HELLO:
-        return _node.introduce(here, config, memory, texts)
+        return _node.introduce(here, config, memory, parcel[1])
     if kind == AGREE:
-        return _node.agree(here, config, memory, texts)
+        return _node.agree(here, config, memory, parcel[1])
     if kind == ASK:
         return _node.answer_request(here, config, memory, parcel)
-    if kind == CONSTRAIN:
-        return _node.constrain(here, config, memory, arrays)
     if kind == CONCLUDE:
         return _node.conclude(here, config, memory, parcel)
-    raise ValueError(f"{kind!r} is no type of message; a site answers {HELLO}, {AGREE}, {ASK}, {CONSTRAIN}, {CONCLUDE}")
+    raise ValueError(f"{kind!r} is no type of message; a site answers {HELLO}, {AGREE}, {ASK}, {CONCLUDE}")

@@ -1,12 +1,10 @@
-"""Enrolment: which node is which client, whether all sites run the same model, and their agreement on a formula."""
+"""Enrolment: which node is which client, whether a site runs the server's model, and agreement on a formula."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ from fedppl.formulas.exchange import asked
 from fedppl.formulas.formula import Agreed, of_told
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import one_line, one_of, positive, shown, whole
-from fedppl.types import DeclarationError, Layout, Message
+from fedppl.types import DeclarationError, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -79,22 +77,17 @@ class Roll:
         algorithm: AnyAlgorithm,
         expected: int | tuple[str, ...],
         wait: float,
-        server: ServerModel | None,
+        server: ServerModel,
         greeting: Mapping[str, str] | None = None,
     ) -> None:
         self._post = post
         self._expected = expected
         self._wait = wait
         self._texts = dict(greeting or {})  # to every site that is called
-        self._server = Terms(SERVER, version("fedppl"), algorithm.settings, None)
-        # Every site is compared with it: the server's declaration, or that of a majority of the sites.
-        self._reference: Hello | None = None
-        if server is not None:
-            coords = labels(server.reader.coords)
-            self._reference = Hello(*self._server[:3], server.layout, server.reader.dims, coords)
+        coords = labels(server.reader.coords)
+        self._server = Hello(SERVER, version("fedppl"), algorithm.settings, server.layout, coords)
         self.hellos: dict[str, Hello] = {}  # enrolled clients
         self.nodes: dict[str, int] = {}  # client id to node id
-        self._pending: dict[int, Hello] = {}  # nodes that wait for a reference
         self._calls: dict[str, int] = {}  # message id of a call not answered yet, to its node
         self._known: set[int] = set()  # nodes that were called
         self._retries: dict[int, float] = {}  # refused nodes, and when to call them again
@@ -125,8 +118,6 @@ class Roll:
         alive = set(names)
         for node_id in self._rivals.keys() - alive:
             del self._rivals[node_id]
-        for node_id in self._pending.keys() - alive:
-            del self._pending[node_id]
         now, called = time.monotonic(), set(self._calls.values())
         due_again = {
             node_id for node_id, time_due in self._retries.items() if time_due <= now and node_id not in called
@@ -151,7 +142,6 @@ class Roll:
     def _meet(self, node_id: int, authenticated: str, message: Letter, alive: set[int]) -> None:
         """Read a node's introduction and enrol it, or refuse it and log why."""
         client_id = one_line(authenticated, 200) or f"node {node_id}"
-        self._pending.pop(node_id, None)
         self._retries[node_id] = time.monotonic() + _POLLS_TO_RETRY * self._post.poll
         if why := trouble(message):
             return self._refuse(client_id, why)
@@ -172,41 +162,26 @@ class Roll:
                 hello = unpack_hello(arrays, {**texts, "client_id": client_id})
         except Malformed as error:
             return self._refuse(client_id, f"its introduction cannot be read: {one_line(error)}")
-        self._pending[node_id] = hello
-        if self._reference is None:
-            self._reference = reference(list(self._pending.values()), _count(self._expected))
-        if self._reference is not None:
-            for waiting, other in list(self._pending.items()):
-                del self._pending[waiting]
-                self._admit(waiting, other, alive)
-            return None
-        del self._retries[node_id]
-        apart = disagreement(list(self._pending.values()))
-        for waiting, other in self._pending.items():
-            if why := apart.get(other.client_id):
-                self._retries.setdefault(waiting, time.monotonic() + _POLLS_TO_RETRY * self._post.poll)
-                self._refuse(other.client_id, f"{why}; no majority of the clients says either yet")
-        return None
+        return self._admit(node_id, hello, alive)
 
     def _other_terms(self, texts: Mapping[str, str]) -> str | None:
         """Where a site's terms differ; its version is compared first, since it decides how the rest is written."""
-        ours = self._reference.terms if self._reference else self._server
-        bare = ours._replace(version=one_text(texts, "version", 200), variables=None)
-        return other_terms(ours, bare) or other_terms(ours, unpack_terms(texts))
+        ours, theirs = self._server.version, one_text(texts, "version", 200)
+        if theirs != ours:
+            return f"it runs fedppl {brief(theirs)}, {SERVER} runs {ours}; install one version everywhere"
+        return other_terms(self._server.terms, unpack_terms(texts))
 
-    def _shapes_of_hello(self) -> Mapping[str, tuple[int, ...]] | None:
-        """Shapes of an introduction's arrays, where the server knows them."""
-        if self._reference is None:
-            return None
-        size, layout = self._reference.layout.size, self._reference.layout
+    def _shapes_of_hello(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of an introduction's arrays."""
+        layout = self._server.layout
+        size = layout.size
         precision = size * (size + 1) // 2 if layout.prior.precision.ndim == 2 else size
         return {"prior_linear": (size,), "prior_precision": (precision,), "prior_density": (len(layout.density),)}
 
     def _admit(self, node_id: int, hello: Hello, alive: set[int]) -> None:
-        """Enrol a node that agrees with the reference, or refuse it."""
-        assert self._reference is not None
+        """Enrol a node that agrees with the server, or refuse it."""
         client_id = hello.client_id
-        if reason := difference(self._reference, hello):
+        if reason := difference(self._server, hello):
             return self._refuse(client_id, reason)
         self._retries.pop(node_id, None)
         known = client_id in self.hellos
@@ -242,69 +217,47 @@ class Roll:
         return _complete(self._expected, self.hellos)
 
     def _missing(self) -> str:
-        """An error text: missing sites, refused sites, and how the sites differ where there is no majority."""
-        pending = list(self._pending.values())
-        differences = disagreement(pending)
-        present = {*self.hellos, *(() if differences else (hello.client_id for hello in pending))}
-        clients = ", ".join(map(repr, sorted(present))) or "none"
+        """An error text: missing and refused sites."""
+        clients = ", ".join(map(repr, sorted(self.hellos))) or "none"
         if isinstance(self._expected, tuple):
-            clients += f"; missing {sorted(set(self._expected) - present - {hello.client_id for hello in pending})}"
-        reasons = {client_id: why for client_id, why in self._refused.items() if client_id not in differences}
-        refused = "".join(f"; {client_id!r} was refused: {why}" for client_id, why in reasons.items())
-        if differences:
-            refused += (
-                "; the sites differ, and no more than half of the clients that are expected say the same: "
-                + "; ".join(f"{client_id!r}: {why}" for client_id, why in sorted(differences.items()))
-                + ". Correct who is wrong, or give the server example_data=, and it knows by itself"
-            )
+            clients += f"; missing {sorted(set(self._expected) - set(self.hellos))}"
+        refused = "".join(f"; {client_id!r} was refused: {why}" for client_id, why in self._refused.items())
         return (
-            f"only {len(present)} of {_count(self._expected)} sites enrolled within {self._wait:g} s ({clients})"
+            f"only {len(self.hellos)} of {_count(self._expected)} sites enrolled within {self._wait:g} s ({clients})"
             f"{refused}. Start the missing sites and look at their logs, or raise wait=."
         )
 
 
-# Comparison of sites' declarations, and the declaration of a strict majority ------------------------------------------
+# Comparison of sites' declarations with the server's ------------------------------------------------------------------
 
 SERVER = "the server"
 
-_ROUNDING = 1e-6  # relative: sites have libraries of their own, which add in another order
-
 
 def other_terms(ours: Terms, theirs: Terms) -> str | None:
-    """The first difference between two sides' terms, or None."""
-    at = _at(ours.client_id)
-    if theirs.version != ours.version:
-        return f"it runs fedppl {brief(theirs.version)}, {at} runs {ours.version}; install one version everywhere"
+    """The first difference between the server's terms and a site's, or None."""
     if other := _changed(ours.settings, theirs.settings):
         return f"its algorithm has {other}"
-    if ours.variables is None or theirs.variables is None:
-        return None
-    names, others = ([v.name for v in terms.variables or ()] for terms in (ours, theirs))
+    names, others = ([v.name for v in terms.variables] for terms in (ours, theirs))
     if names != others:
-        return f"it shares {_few(others)}, {at} shares {_few(names)}"
+        return f"it shares {_few(others)}, {SERVER} shares {_few(names)}"
     for a, b in zip(ours.variables, theirs.variables, strict=True):
         for field in a._fields:
             mine, other_value = getattr(a, field), getattr(b, field)
             if mine != other_value:
-                return f"its shared variable {b.name!r} has {field} {other_value}, at {at} it has {mine}"
+                return f"its shared variable {b.name!r} has {field} {other_value}, at {SERVER} it has {mine}"
     return None
 
 
 def difference(ours: Hello, theirs: Hello) -> str | None:
-    """The first difference between two introductions, or None."""
-    at = _at(ours.client_id)
+    """The first difference between the server's introduction and a site's, or None."""
     if reason := other_terms(ours.terms, theirs.terms):
         return reason
     if ours.layout.fingerprint != theirs.layout.fingerprint:
         return (
-            f"its shared prior is another than at {at} ({_other_prior(ours.layout, theirs.layout)}): constants of the "
-            "prior must be the same everywhere, and not depend on data"
+            f"its shared prior is another than at {SERVER} ({_other_prior(ours.layout, theirs.layout)}): constants of "
+            "the prior must be the same everywhere, and not depend on data"
         )
-    return _other_labels(ours, theirs, at)
-
-
-def _at(client_id: str) -> str:
-    return client_id if client_id == SERVER else repr(client_id)
+    return _other_labels(ours, theirs)
 
 
 def _changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
@@ -331,13 +284,9 @@ def _other_prior(ours: Layout, theirs: Layout) -> str:
     return f"{ours.labels[k]} has mean {others[k]:.4g} and sd {other_sd[k]:.4g}, there {mean[k]:.4g} and {sd[k]:.4g}"
 
 
-def _shared_dims(layout: Layout) -> list[str]:
-    return sorted({dim for variable in layout.variables for dim in variable.dims or () if dim})
-
-
-def _other_labels(ours: Hello, theirs: Hello, at: str) -> str | None:
+def _other_labels(ours: Hello, theirs: Hello) -> str | None:
     """The first shared dim whose labels differ, in words; dims without labels are not compared."""
-    for dim in _shared_dims(ours.layout):
+    for dim in sorted({dim for variable in ours.layout.variables for dim in variable.dims or () if dim}):
         if dim not in ours.coords or dim not in theirs.coords:
             continue
         mine, other = list(ours.coords[dim]), list(theirs.coords[dim])
@@ -346,133 +295,10 @@ def _other_labels(ours: Hello, theirs: Hello, at: str) -> str | None:
             k = next((i for i in range(shorter) if mine[i] != other[i]), shorter)
             theirs_at, ours_at = (repr(brief(values[k])) if k < len(values) else "none" for values in (other, mine))
             return (
-                f"its dim {dim!r} has label {theirs_at} in place {k}, at {at} it is {ours_at} ({len(other)} labels, "
-                f"there {len(mine)}): give the columns of the data one order, and coords one order, everywhere"
+                f"its dim {dim!r} has label {theirs_at} in place {k}, at {SERVER} it is {ours_at} ({len(other)} "
+                f"labels, there {len(mine)}): give the columns of the data one order, and coords one order, everywhere"
             )
     return None
-
-
-def _key(hello: Hello) -> tuple[str, str]:
-    """The part of an introduction that must be equal: the model, and the labels of its coordinates."""
-    dims = _shared_dims(hello.layout)
-    return hello.layout.fingerprint, json.dumps([hello.coords.get(dim) for dim in dims])
-
-
-def reference(hellos: Sequence[Hello], expected: int) -> Hello | None:
-    """An introduction that a strict majority of the `expected` clients shares, or None.
-
-    A client of which two nodes give different introductions has no vote.
-    """
-    by_client: dict[str, set[tuple[str, str]]] = {}
-    for hello in hellos:
-        by_client.setdefault(hello.client_id, set()).add(_key(hello))
-    votes = Counter(next(iter(keys)) for keys in by_client.values() if len(keys) == 1)
-    for key, count in votes.most_common(1):
-        if 2 * count > expected:
-            return min((hello for hello in hellos if _key(hello) == key), key=lambda hello: hello.client_id)
-    return None
-
-
-def disagreement(hellos: Sequence[Hello]) -> dict[str, str]:
-    """How each client differs from the plurality, by client; where there is a tie, from the other side of it."""
-    if not hellos:
-        return {}
-    votes = Counter(_key(hello) for hello in hellos)
-    ranked = sorted(hellos, key=lambda hello: (-votes[_key(hello)], hello.client_id))
-    first = ranked[0]
-    # In a tie the first is no better than the others.
-    tied = [hello for hello in ranked if _key(hello) != _key(first)]
-    differences = {hello.client_id: difference(first, hello) or _unlabelled(first) for hello in tied}
-    if tied and votes[_key(tied[0])] == votes[_key(first)]:
-        differences |= {
-            hello.client_id: difference(tied[0], hello) or _unlabelled(tied[0])
-            for hello in ranked
-            if _key(hello) == _key(first)
-        }
-    return differences
-
-
-def _unlabelled(hello: Hello) -> str:
-    return (
-        f"only one of it and {hello.client_id!r} tells the labels of its shared dims; give coords that do not depend "
-        "on data"
-    )
-
-
-def majority_dims(hellos: Mapping[str, Hello]) -> tuple[dict[str, tuple[str, ...] | None], dict[str, list[Any]]]:
-    """Dims of variables and labels of dims by a strict majority of the clients."""
-    dims = _majority([hello.dims for hello in hellos.values()])
-    coords = _majority([hello.coords for hello in hellos.values()])
-    complete = {name: of for name, of in dims.items() if of is None or None not in of}
-    return complete, {dim: list(values) for dim, values in coords.items()}
-
-
-def _majority(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    votes: Counter[tuple[str, str]] = Counter()
-    values: dict[tuple[str, str], Any] = {}
-    for answer in answers:
-        for name, value in answer.items():
-            key = name, json.dumps(value)
-            votes[key] += 1
-            values[key] = value
-    return {name: values[name, text] for (name, text), count in votes.items() if 2 * count > len(answers)}
-
-
-def why_no_draws(
-    values: Message,
-    count: int,
-    shared: Iterable[str],
-    dims: Mapping[str, tuple[str, ...] | None],
-    coords: Mapping[str, Sequence[Any]],
-) -> str | None:
-    """Why a site's constrained values of `count` draws cannot be used, or None."""
-    missing = [name for name in shared if name not in values]
-    if missing:
-        return f"its draws lack {missing[:5]}"
-    lengths = {dim: len(labels) for dim, labels in coords.items()}
-    taken = {"chain", "draw", *lengths, *(dim for along in dims.values() for dim in along or ())}
-    for name, value in values.items():
-        if name in taken:
-            return f"its draws have the name {name!r}, which is that of a dim"
-        if value.shape[:1] != (count,):
-            return f"its draws of {name!r} have shape {value.shape}, expected ({count}, ...)"
-        along = dims.get(name)
-        if along is not None and len(along) != value.ndim - 1:
-            return f"its draws of {name!r} have shape {value.shape}, and dims {along}"
-        for dim, length in zip(along or (), value.shape[1:], strict=False):
-            if lengths.setdefault(dim, length) != length:
-                return f"its draws of {name!r} have shape {value.shape}, but dim {dim!r} has length {lengths[dim]}"
-    return None
-
-
-def agreed(answers: Mapping[str, Message], sites: int) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Draws on which a strict majority of `sites` asked agree, to rounding, and by name the sites that differ."""
-    draws: dict[str, Any] = {}
-    others: dict[str, list[str]] = {}
-    for name in sorted({name for values in answers.values() for name in values}):
-        by_client = {client_id: values[name] for client_id, values in answers.items() if name in values}
-        for value in by_client.values():
-            alike = [client_id for client_id, other in by_client.items() if _close(value, other)]
-            if 2 * len(alike) > sites:
-                draws[name] = value
-                break
-        else:
-            alike = []
-        if differ := sorted(set(by_client) - set(alike)):
-            others[name] = differ
-    return draws, others
-
-
-def _close(a: Any, b: Any) -> bool:
-    """Whether values are equal to rounding. Symmetric: an implausible value must not set its own tolerance."""
-    if a.shape != b.shape or a.dtype.kind != b.dtype.kind:
-        return False
-    if a.dtype.kind != "f":
-        return bool(np.array_equal(a, b))
-    with np.errstate(all="ignore"):
-        scale = np.nan_to_num(np.minimum(np.std(a), np.std(b)), nan=0.0, posinf=0.0) if a.size else 0.0
-        apart = np.abs(a - b) <= _ROUNDING * (np.minimum(np.abs(a), np.abs(b)) + scale)
-        return bool(np.all(apart | (a == b) | (np.isnan(a) & np.isnan(b))))
 
 
 # Before a run by a formula: the server asks every site, once, for a summary of its columns ----------------------------

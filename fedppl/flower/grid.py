@@ -6,23 +6,20 @@ No message of a site ends a run: what cannot be read is refused, with the client
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Failure, Heard, Reply, Request, SharedReader, unheard
 from fedppl.engine.answer import require_fit
-from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, Parcel, reading, require
+from fedppl.flower.decode import Malformed, reading, require
 from fedppl.flower.enrolment import Roll, ServerModel, agree, expected_clients
-from fedppl.flower.messages import ASK, CONCLUDE, CONSTRAIN, Letter, Post, content_of, from_content, texts_of, trouble
+from fedppl.flower.messages import ASK, CONCLUDE, Letter, Post, content_of, from_content, texts_of, trouble
 from fedppl.flower.node import MOST_BYTES, read_told
 from fedppl.flower.site_agreement import waits
 from fedppl.formulas.exchange import example
@@ -37,8 +34,6 @@ from fedppl.settings import one_line, one_of, positive, shown, takes, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
-
-_READERS = 9  # sites that constrain draws of φ for a server that cannot: a minority of all is mostly one of these too
 
 
 class GridSettings(NamedTuple):
@@ -67,7 +62,7 @@ class GridEngine:
         grid: Grid,
         algorithm: AnyAlgorithm,
         settings: GridSettings,
-        server: ServerModel | None = None,
+        server: ServerModel,
         greeting: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
@@ -83,15 +78,12 @@ class GridEngine:
         return tuple(sorted(self._roll.hellos))
 
     def layout(self) -> Layout:
-        """Return the server's own layout, or that of a majority of the sites."""
-        return self._server.layout if self._server else self._roll.hellos[min(self._roll.hellos)].layout
+        """Return the server's layout."""
+        return self._server.layout
 
     def reader(self) -> SharedReader:
-        """Return a reader of draws of φ: the server's own, or one that asks the sites and takes their majority."""
-        if self._server:
-            return self._server.reader
-        dims, coords = _enrolment.majority_dims(self._roll.hellos)
-        return SharedReader(lambda phi: self._constrain(phi, dims, coords), dims, coords)
+        """Return the server's reader of draws of φ."""
+        return self._server.reader
 
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
@@ -130,32 +122,28 @@ class GridEngine:
         """Send every site its final message, by which it draws its own posterior; return what policies let out."""
         alive, told = self._roll.welcome(), {}
         texts = {"run": run, "seed": str(seed), "status": status.value}
-        able = (client_id for client_id in self.clients() if not self._why_not_ask(client_id, alive))
-        parcels = ((client_id, (final_message(client_id), {"client_id": client_id, **texts})) for client_id in able)
-        for client_id, reply in self._answers(CONCLUDE, parcels):
-            if reply is None:
-                logger.warning("client %s did not say whether it drew its posterior", client_id)
-            elif why := trouble(reply):
-                logger.warning("client %s could not draw its posterior: %s", client_id, why)
-            else:
-                try:
-                    with reading("it"):
-                        told[client_id] = read_told(from_content(content_of(reply), most=MOST_BYTES)[0])
-                except Malformed as error:
-                    logger.warning("client %s: what it told of its rows cannot be used: %s", client_id, one_line(error))
-        return told
-
-    def _answers(self, kind: str, parcels: Iterable[tuple[str, Parcel]]) -> Iterator[tuple[str, Letter | None]]:
-        """Send clients a message each; yield replies as they come, then None for clients without one."""
         sent: dict[str, str] = {}
-        for client_id, parcel in parcels:
-            if message_id := self._post.push(self._roll.nodes[client_id], kind, parcel, self._settings.deadline):
+        for client_id in self.clients():
+            parcel = final_message(client_id), {"client_id": client_id, **texts}
+            node_id, deadline = self._roll.nodes[client_id], self._settings.deadline
+            if not self._why_not_ask(client_id, alive) and (
+                message_id := self._post.push(node_id, CONCLUDE, parcel, deadline)
+            ):
                 sent[message_id] = client_id
         nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
         for message_id, reply in self._post.replies(nodes, self._settings.deadline):
-            yield sent.pop(message_id), reply
+            client_id = sent.pop(message_id)
+            if why := trouble(reply):
+                logger.warning("client %s could not draw its posterior: %s", client_id, why)
+                continue
+            try:
+                with reading("it"):
+                    told[client_id] = read_told(from_content(content_of(reply), most=MOST_BYTES)[0])
+            except Malformed as error:
+                logger.warning("client %s: what it told of its rows cannot be used: %s", client_id, one_line(error))
         for client_id in sent.values():
-            yield client_id, None
+            logger.warning("client %s did not say whether it drew its posterior", client_id)
+        return told
 
     def has_sites(self) -> bool:
         """Return True: clients are sites of their own."""
@@ -214,46 +202,6 @@ class GridEngine:
         except Malformed as error:
             return Failure(client_id, request.nonce, f"its reply cannot be read: {one_line(error)}")
 
-    def _constrain(
-        self, phi: Any, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """Have random sites constrain draws of φ, and return the values on which a strict majority of them agrees."""
-        alive, able = self._roll.welcome(), []
-        reasons: list[str] = []
-        for client_id in self.clients():
-            if reason := self._why_not_ask(client_id, alive):
-                reasons.append(f"{client_id}: {reason}")
-            else:
-                able.append(client_id)
-        asked = secrets.SystemRandom().sample(able, min(_READERS, len(able)))
-        parcels = ((client_id, ({"phi": np.asarray(phi)}, {"client_id": client_id})) for client_id in asked)
-        shared = [variable.name for variable in self.layout().variables]
-        answers: dict[str, Message] = {}
-        for client_id, reply in self._answers(CONSTRAIN, parcels):
-            why = "no reply within the deadline" if reply is None else trouble(reply)
-            try:
-                if reply is not None and not why:
-                    with reading("it"):
-                        values = from_content(content_of(reply))[0]
-                        why = _enrolment.why_no_draws(values, len(phi), shared, dims, coords)
-            except Malformed as error:
-                why = f"its draws cannot be read: {one_line(error)}"
-            if why:
-                reasons.append(f"{client_id}: {why}")
-            else:
-                answers[client_id] = values
-        draws, others = _enrolment.agreed(answers, len(asked))
-        reasons += [f"{name} is read otherwise at {', '.join(who[:5])}" for name, who in others.items()]
-        for reason in reasons:
-            logger.warning("draws of the shared parameters: %s", reason, extra={"status": "refused"})
-        if missing := [name for name in shared if name not in draws]:
-            raise RuntimeError(
-                f"draws of the shared parameters cannot be read: more than half of the {len(asked)} sites asked have "
-                f"to agree on {missing}; {'; '.join(reasons) or 'none could be asked'}. fit.posterior stands; give "
-                "Flower.grid example_data=, and the server reads draws by itself."
-            )
-        return draws
-
 
 # The public functions -------------------------------------------------------------------------------------------------
 
@@ -262,7 +210,7 @@ def grid(
     grid: Grid,
     *,
     clients: int | Sequence[str],
-    model: FederatedModel | None = None,
+    model: FederatedModel,
     example_data: Mapping[str, Any] | None = None,
     wait: float = 600.0,
     deadline: float = 120.0,
@@ -279,8 +227,7 @@ def grid(
         Number of sites to wait for, or their ids. No other sites take part.
     model, example_data
         The declaration, and made-up data with the names and shapes of clients' data. From them the server computes
-        layout, prior and reader of draws itself, and refuses a site that differs. Without them it takes those of more
-        than half of the `clients`, and of a single client whatever it sends. A formula that clients agreed on (`agree`)
+        layout, prior and reader of draws, and refuses a site that differs. A formula that clients agreed on (`agree`)
         needs no data; its agreement is sent to the sites.
     wait
         Seconds to wait for them to enrol.
@@ -298,13 +245,14 @@ def grid(
     Raises
     ------
     DeclarationError
-        For settings out of range; at the start of a run, when sites are missing or do not agree.
+        For settings out of range, or made-up data that are missing; at the start of a run, when sites are missing.
 
     Examples
     --------
     >>> import fedppl
     >>> def main(grid, context):
-    ...     fit = fedppl.fit(model, None, fedppl.EP(), engine=fedppl.Flower.grid(grid, clients=3))
+    ...     engine = fedppl.Flower.grid(grid, clients=3, model=model, example_data={"y": [0.0, 1.0]})
+    ...     fit = fedppl.fit(model, None, fedppl.EP(), engine=engine)
 
     Notes
     -----
@@ -314,9 +262,9 @@ def grid(
     expected = expected_clients(clients)
     for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
         positive(name, value, "it is in seconds")
+    _require_example(model, example_data)
     greeting: dict[str, str] = {}
     if is_formula(model):
-        assert model is not None
         if waits(model):
             raise DeclarationError(
                 "model= is a formula that clients have not agreed on: pass the model of fedppl.Flower.agree(grid, ...)."
@@ -324,25 +272,27 @@ def grid(
         built: Any = model.builder
         example_data = example(built) if example_data is None else example_data
         greeting = {"agreement": _wire.pack_agreement(built.design.agreement)}
-    if (model is None) != (example_data is None):
-        raise DeclarationError("model= and example_data= belong together: pass both, or neither.")
-    if model is not None and not (isinstance(model, FederatedModel) and isinstance(example_data, Mapping)):
-        raise DeclarationError(
-            f"model is {type(model).__name__} and example_data is {type(example_data).__name__}; pass a FederatedModel "
-            "and a mapping from its builder's names to arrays."
-        )
 
     def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
         if models:
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
-        server = None
-        if model is not None:
-            client = model.enrol({"example_data": example_data or {}}, kernel=algorithm.needs.kernel)["example_data"]
-            require_fit(algorithm, client)
-            server = ServerModel(client.layout, client.reader())
-        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), server, greeting)
+        client = model.enrol({"example_data": example_data}, kernel=algorithm.needs.kernel)["example_data"]
+        require_fit(algorithm, client)
+        server = ServerModel(client.layout, client.reader())
+        settings = GridSettings(expected, wait, deadline, poll, grace)
+        return GridEngine(grid, algorithm, settings, server, greeting)
 
     return factory
+
+
+def _require_example(model: Any, example_data: Any) -> None:
+    if not isinstance(model, FederatedModel):
+        raise DeclarationError(f"model is {type(model).__name__}; pass the FederatedModel that sites declare.")
+    if not isinstance(example_data, Mapping) and not (example_data is None and is_formula(model)):
+        raise DeclarationError(
+            f"example_data={shown(example_data)} must be made-up data of the form that sites have, by which the server "
+            "knows shapes, prior and labels; pass a mapping from the builder's names to arrays, of a few rows."
+        )
 
 
 def server_app(
@@ -367,8 +317,7 @@ def server_app(
     Parameters
     ----------
     federated_model, algorithm
-        As at the sites. Without `example_data` the server uses only the shared names of a declaration that is no
-        formula, and learns shapes and the prior from the sites.
+        As at the sites.
     clients, example_data, wait
         As in `grid`.
     min_count, withheld
@@ -393,7 +342,8 @@ def server_app(
     --------
     >>> import fedppl
     >>> from fedppl.testing import normal_means
-    >>> app = fedppl.Flower.server_app(normal_means()[0], fedppl.EP(), clients=3, random_seed=1)
+    >>> model, example = normal_means()[0], {"y": [0.0, 1.0]}
+    >>> app = fedppl.Flower.server_app(model, fedppl.EP(), clients=3, example_data=example, random_seed=1)
 
     Notes
     -----
@@ -404,6 +354,7 @@ def server_app(
     for name, value in {"wait": wait, "deadline": deadline}.items():
         positive(name, value, "it is in seconds")
     require_declared(federated_model, algorithm)
+    _require_example(federated_model, example_data)
     whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
     require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
     seed_of(random_seed)
@@ -429,13 +380,7 @@ def server_app(
                 flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience
             )
             expected, model = agreement.clients, agreement.model
-        engine = grid(
-            flower_grid,
-            clients=expected,
-            model=None if example_data is None and not is_formula(model) else model,
-            example_data=example_data,
-            wait=patience,
-        )
+        engine = grid(flower_grid, clients=expected, model=model, example_data=example_data, wait=patience)
         options = Options(engine=engine, **{**chosen, "checkpoint": chosen["checkpoint"] or None})
         fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
         if on_fit is not None:

@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 # Message types: category and action.
-HELLO, ASK, CONSTRAIN, CONCLUDE = "query.fedppl_hello", "train.fedppl", "query.fedppl_constrain", "evaluate.fedppl"
-AGREE = "query.fedppl_agree"
+HELLO, AGREE, ASK, CONCLUDE = "query.fedppl_hello", "query.fedppl_agree", "train.fedppl", "evaluate.fedppl"
 
 
 def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMessage]) -> None:
     """Register one function for all types of messages."""
-    for kind in (HELLO, ASK, CONSTRAIN, CONCLUDE, AGREE):
+    for kind in (HELLO, AGREE, ASK, CONCLUDE):
         category, action = kind.split(".")
         {"query": app.query, "train": app.train, "evaluate": app.evaluate}[category](action)(reply)
 

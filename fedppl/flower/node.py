@@ -315,22 +315,6 @@ def _answered(node: Node, config: Mapping[str, Any], memory: Memory, request: Re
     return answered
 
 
-def constrain(node: Node, config: Mapping[str, Any], memory: Memory, arrays: Message) -> Parcel:
-    """Take draws of φ (S, m) back to the constrained space. No data are used for it."""
-    name = node.client_id(config)
-    try:
-        with _locked(node):
-            if (guard := _guard(node, config)) is not None:
-                guard.write(guard.read(), {"event": "draws of q", "refused": None})
-                if not _declaration_admitted(node, guard):
-                    return {}, {"client_id": name, "refused": REFUSED}
-            values = enrolled(node, config, memory).constrain_shared(np.asarray(arrays["phi"], dtype=float))
-        return values, {"client_id": name}
-    except Exception:
-        logger.exception("client %s cannot read draws", name, extra={"client": name, "status": "refused"})
-        return {}, {"client_id": name, "refused": REFUSED}
-
-
 def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
     """Draw this client's own posterior and write it to the site's folder, once a run. It does not travel.
 

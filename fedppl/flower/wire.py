@@ -116,12 +116,12 @@ _COORDINATES = 10**7  # of shared networks; 16 bytes each in an introduction
 
 
 class Terms(NamedTuple):
-    """What two sides must have in common, checked before any array is read; `variables` is None where unknown."""
+    """What two sides must have in common, checked before any array is read."""
 
     client_id: str
     version: str
     settings: Mapping[str, str]
-    variables: tuple[Variable, ...] | None
+    variables: tuple[Variable, ...]
 
 
 class Hello(NamedTuple):
@@ -131,7 +131,6 @@ class Hello(NamedTuple):
     version: str
     settings: Mapping[str, str]
     layout: Layout
-    dims: Mapping[str, tuple[str | None, ...] | None]
     coords: Mapping[str, Sequence[Any]]
 
     @property
@@ -157,7 +156,6 @@ def pack_hello(
         "variables": json.dumps([tuple(variable) for variable in layout.variables]),
         "prior_is_gaussian": json.dumps(layout.prior_is_gaussian),
         "fingerprint": layout.fingerprint,
-        "dims": json.dumps(dict(reader.dims)),
         "coords": json.dumps(labels(reader.coords)),
     }
     return arrays, texts
@@ -192,8 +190,7 @@ def unpack_terms(texts: Mapping[str, str]) -> Terms:
 
 def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
     """Read a site's introduction; its prior must be proper, and its fingerprint that of its variables and prior."""
-    client_id, version, settings, declared = unpack_terms(texts)
-    variables = declared or ()
+    client_id, version, settings, variables = unpack_terms(texts)
     is_gaussian = parsed(texts, "prior_is_gaussian")
     require(type(is_gaussian) is bool, "'prior_is_gaussian' is neither true nor false")
     prior, density = _prior(arrays, sum(variable.size for variable in variables))
@@ -209,8 +206,7 @@ def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
             # A simplex has one entry more than free coordinates.
             fits = dim not in coords or len(coords[dim]) - length in (0, 1)
             require(fits, f"'coords' of {dim!r} do not have the length of {variable.name!r}, {length}")
-    dims = {name: _dims(value, f"'dims' of {name!r}") for name, value in _mapping(texts, "dims").items()}
-    return Hello(client_id, version, settings, Layout(variables, prior, is_gaussian, expected, density), dims, coords)
+    return Hello(client_id, version, settings, Layout(variables, prior, is_gaussian, expected, density), coords)
 
 
 def _mapping(texts: Mapping[str, str], field: str, *longest: int) -> dict[str, Any]:

@@ -270,7 +270,8 @@ def without(
     if not here and settings.get("engine") is None:
         raise DeclarationError(
             "the data of those that stay are not here. Of a fit from a file, give them: fedppl.load(path, model, "
-            f"clients=...); of sites, pass an engine for them alone: fedppl.Flower.grid(grid, clients={shown(rest)})."
+            f"clients=...); of sites, pass an engine for them alone: fedppl.Flower.grid(grid, clients={shown(rest)}, "
+            "model=...)."
         )
     certificate = flag("certificate", certificate)
     shared = fit.algorithm.result.shared
@@ -303,7 +304,7 @@ def _apart_from(engine: Any, names: tuple[str, ...]) -> EngineFactory:
             built.close()
             raise DeclarationError(
                 f"the engine finds {back}, who leave; give it the ids of those that stay: "
-                "fedppl.Flower.grid(grid, clients=[...])."
+                "fedppl.Flower.grid(grid, clients=[...], model=...)."
             )
         return built
 

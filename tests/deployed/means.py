@@ -40,4 +40,6 @@ def report(fit: fedppl.Fit, context: Context) -> None:
 
 POLICY = fedppl.Policy(rows=10, few_rows=0, requests=10_000)
 site = fedppl.Flower.client_app(MODEL, ALGORITHM, load, folder=lambda config: config["folder"], policy=POLICY)
-server = fedppl.Flower.server_app(MODEL, ALGORITHM, clients=3, random_seed=1, on_fit=report)
+server = fedppl.Flower.server_app(
+    MODEL, ALGORITHM, clients=3, example_data={"y": [0.0, 1.0]}, random_seed=1, on_fit=report
+)

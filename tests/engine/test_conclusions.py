@@ -32,7 +32,7 @@ from fedppl.local.target import pack_target
 from fedppl.storage.signed import file_memory
 from fedppl.testing import normal_means
 from tests.support import malformed
-from tests.support.fake_grid import FakeGrid, Node, node
+from tests.support.fake_grid import FakeGrid, Node, engine_of, node, remember
 
 TELLS = Policy(
     rows=0, few_rows=0, joint=True, parameters_per_row=math.inf, events=0, requests=math.inf, conclusions=("loo",)
@@ -47,6 +47,7 @@ def nodes_of(folder: Path, model: Any, clients: Any, rules: Any = TELLS, algorit
         assert isinstance(found, Policy)
         return found
 
+    remember(model, clients)
     app = fedppl.Flower.client_app(
         model,
         algorithm,
@@ -58,7 +59,7 @@ def nodes_of(folder: Path, model: Any, clients: Any, rules: Any = TELLS, algorit
 
 
 def fit(grid: FakeGrid, model: Any, algorithm: Any = EP) -> Any:
-    engine = fedppl.Flower.grid(grid, clients=len(grid.nodes), wait=0.2, deadline=60.0, poll=0.001, grace=0.01)
+    engine = engine_of(grid, model, len(grid.nodes), deadline=60.0)
     return fedppl.fit(model, None, algorithm, engine=engine, progressbar=False, random_seed=1)
 
 
@@ -185,7 +186,7 @@ def test_what_was_told_is_still_there_when_a_finished_run_is_called_again(tmp_pa
     nodes, path = nodes_of(tmp_path, model, clients), tmp_path / "run.ckpt"
 
     def again(fault: Any = None) -> Any:
-        engine = fedppl.Flower.grid(FakeGrid(nodes, fault), clients=2, wait=0.2, deadline=60.0, poll=0.001, grace=0.01)
+        engine = engine_of(FakeGrid(nodes, fault), model, 2, deadline=60.0)
         return fedppl.fit(model, None, EP, engine=engine, progressbar=False, random_seed=1, checkpoint=path)
 
     def fault(message: FlowerMessage, to: int) -> Any:

@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 import fedppl
 from fedppl import DeclarationError, Policy, gaussian
 from fedppl.testing import normal_means
-from tests.support.fake_grid import FakeGrid, node
+from tests.support.fake_grid import FakeGrid, engine_of, node
 
 OPEN = Policy(
     rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf, distance=math.inf, correction=2**20
@@ -41,7 +41,7 @@ def grid_of(folder: Any, algorithm: Any) -> FakeGrid:
 
 
 def engine(grid: FakeGrid, clients: Any = 3) -> Any:
-    return fedppl.Flower.grid(grid, clients=clients, wait=0.2, deadline=60.0, poll=0.001, grace=0.01)
+    return engine_of(grid, declared()[0], clients, deadline=60.0)
 
 
 def at_sites(grid: FakeGrid, algorithm: Any) -> fedppl.Fit:

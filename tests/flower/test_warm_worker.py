@@ -27,7 +27,7 @@ from fedppl.flower import warm, worker
 from fedppl.flower.messages import HELLO, from_content
 from fedppl.storage import codec
 from fedppl.testing import normal_means
-from tests.support.fake_grid import FakeGrid, node
+from tests.support.fake_grid import FakeGrid, engine_of, node
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="a worker needs Unix sockets")
 
@@ -64,8 +64,8 @@ class Place:
 
     def fit(self, folder: str, idle: float = 60.0) -> tuple[Any, FakeGrid]:
         grid = self.grid(folder, idle)
-        engine = fedppl.Flower.grid(grid, clients=2, deadline=60.0, wait=30.0, poll=0.001)
         model = normal_means(1)[0]
+        engine = engine_of(grid, model, 2, deadline=60.0, wait=30.0)
         return fedppl.fit(model, None, fedppl.EP(), engine=engine, progressbar=False, random_seed=1), grid
 
     def started(
@@ -342,8 +342,8 @@ def _hello(place: Place, app: Any, config: dict[str, Any]) -> Iterator[Any]:
     """The first message of a run to one site."""
     grid = FakeGrid({1: node(app, 1, **config)})
     with pytest.raises(fedppl.DeclarationError):
-        engine = fedppl.Flower.grid(grid, clients=2, wait=0.01, poll=0.001)
-        fedppl.fit(normal_means(1)[0], None, fedppl.EP(), engine=engine, progressbar=False)
+        model = normal_means(1)[0]
+        fedppl.fit(model, None, fedppl.EP(), engine=engine_of(grid, model, 2, wait=0.01), progressbar=False)
     yield grid.sent[0]
 
 

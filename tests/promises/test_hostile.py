@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
 
@@ -22,7 +21,7 @@ from fedppl import DeclarationError, FederatedModel, gaussian
 from fedppl.contracts import Failure, Reply
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower import messages
-from fedppl.flower.messages import ASK, CONCLUDE, CONSTRAIN, HELLO
+from fedppl.flower.messages import ASK, CONCLUDE, HELLO
 from fedppl.run.one_round import MOST_INFOS, why_not
 from fedppl.testing import normal_means
 from fedppl.types import Status
@@ -41,7 +40,7 @@ def test_a_malformed_reply_costs_its_client_a_round_and_nobody_else_anything(rng
             return malformed.hello("bad", SETTINGS)
         return case.arrays, case.texts
 
-    moving = engine({1: site(1, hostile), 2: site(2, plain("good"))}, ("bad", "good"), own=True)
+    moving = engine({1: site(1, hostile), 2: site(2, plain("good"))}, ("bad", "good"))
     requests = {name: malformed.request(name) for name in ("bad", "good")}
     assert isinstance(moving.exchange(requests, 1.0)["bad"], Reply)
     cases = malformed.replies(rng)
@@ -56,8 +55,7 @@ def test_a_malformed_reply_costs_its_client_a_round_and_nobody_else_anything(rng
         assert len(reason) < 700 and reason.isprintable()
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_malformed_introduction_is_refused_by_name_field_and_rule(own: bool, rng: np.random.Generator) -> None:
+def test_a_malformed_introduction_is_refused_by_name_field_and_rule(rng: np.random.Generator) -> None:
     cases = malformed.introductions(rng, client_id="bad", settings=SETTINGS)
     for _ in range(190):
         case = next(cases)
@@ -67,10 +65,9 @@ def test_a_malformed_introduction_is_refused_by_name_field_and_rule(own: bool, r
             3: site(3, plain("better")),
         }
         with pytest.raises(DeclarationError, match="only 2 of 3 sites") as error:
-            engine(nodes, ("bad", "better", "good"), own=own, wait=0.005)
+            engine(nodes, ("bad", "better", "good"), wait=0.005)
         told = str(error.value)
         assert "'bad' was refused: " in told, case.name
-        # Other variables are a difference where it is known what they are.
         reason = told.split("'bad' was refused: ")[1]
         assert malformed.named_in(reason, case) or "its shared variable" in reason or "it shares" in reason, told
         assert told.isprintable() and len(told) < 1_500
@@ -94,7 +91,7 @@ def test_diagnostics_of_ever_new_names_are_refused() -> None:
         arrays, texts = malformed.reply("bad")
         return arrays, {**texts, "info": "{" + ", ".join(f'"d{number}_{i}": 1.0' for i in range(20)) + "}"}
 
-    moving = engine({1: site(1, inventive)}, 1, own=True)
+    moving = engine({1: site(1, inventive)}, 1)
     answers = [moving.exchange({"bad": malformed.request()}, 1.0)["bad"] for _ in range(5)]
     assert [isinstance(answer, Reply) for answer in answers] == [True, True, True, False, False]
     assert isinstance(answers[3], Failure) and f"80 names over the run, expected {MOST_INFOS}" in answers[3].reason
@@ -140,7 +137,7 @@ class OddGrid(FakeGrid):
 
 def odd(**honest: Any) -> tuple[Any, OddGrid]:
     grid = OddGrid({1: site(1, plain("bad")), 2: site(2, plain("good")), 3: site(3, plain("third"))})
-    moving = engine({}, ("bad", "good", "third"), grid=grid, own=True)
+    moving = engine({}, ("bad", "good", "third"), grid=grid)
     return moving, grid
 
 
@@ -193,29 +190,14 @@ def test_a_message_that_is_announced_and_never_sent_costs_its_sender_alone(monke
 ABSURD = {"mean": 100.0, "sd": 0.01}
 
 
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_one_wrong_site_is_named_and_locks_nobody_out_whoever_enrols_first(own: bool, place: int) -> None:
-    names = ["good", "better"]
-    names.insert(place, "bad")
+def test_a_wrong_site_is_named_and_locks_nobody_out() -> None:
     wrong = malformed.layout(**ABSURD)
-    nodes = {i: site(i, plain(name, **({"layout": wrong} if name == "bad" else {}))) for i, name in enumerate(names)}
-    with pytest.raises(DeclarationError, match=r"only 2 of 3 sites.*'bad' was refused: .*another than at") as error:
-        engine(nodes, tuple(names), own=own, wait=0.02)
+    nodes = {1: site(1, plain("bad", layout=wrong)), 2: site(2, plain("good"))}
+    with pytest.raises(DeclarationError, match=r"only 1 of 2 sites.*'bad' was refused: .*another than at") as error:
+        engine(nodes, ("bad", "good"), wait=0.02)
     assert "has mean 100 and sd 0.01, there 0 and 10" in str(error.value)
     assert "'good' was refused" not in str(error.value)
-    assert engine(nodes, 2, own=own).clients() == ("better", "good")
-
-
-def test_of_two_sites_that_differ_neither_is_believed() -> None:
-    nodes = {1: site(1, plain("a", layout=malformed.layout(**ABSURD))), 2: site(2, plain("b"))}
-    with pytest.raises(DeclarationError, match="only 0 of 2 sites.*example_data=") as error:
-        engine(nodes, 2, wait=0.02)
-    told = str(error.value)
-    assert "'a': its shared prior is another than at 'b'" in told
-    assert "'b': its shared prior is another than at 'a'" in told
-    with pytest.raises(DeclarationError, match="only 1 of 2 sites.*'a' was refused: .*than at the server"):
-        engine(nodes, 2, own=True, wait=0.02)
+    assert engine(nodes, 1).clients() == ("good",)
 
 
 def test_a_refused_site_comes_back_corrected_without_being_restarted() -> None:
@@ -232,9 +214,8 @@ def test_a_refused_site_comes_back_corrected_without_being_restarted() -> None:
 def test_columns_in_another_order_are_refused() -> None:
     turned = malformed.reader(("age", "dose"))
     nodes = {i: site(i, plain(name, **({"reader": turned} if i == 1 else {}))) for i, name in enumerate("abc", 1)}
-    for own in (True, False):
-        with pytest.raises(DeclarationError, match="'a' was refused: its dim 'predictor' has label 'age' in place 0"):
-            engine(nodes, 3, own=own, wait=0.02)
+    with pytest.raises(DeclarationError, match="'a' was refused: its dim 'predictor' has label 'age' in place 0"):
+        engine(nodes, 3, wait=0.02)
 
 
 def as_if(message_type: str, node_id: int, change: Callable[[FlowerMessage], FlowerMessage]) -> Callable[..., Any]:
@@ -256,9 +237,8 @@ def absurd_prior(reply: FlowerMessage) -> FlowerMessage:
 
 def fit(grid: FakeGrid, model: FederatedModel, clients: Any, **keywords: Any) -> Any:
     settings = {"wait": 0.3, "deadline": 0.2, "poll": 0.001, "grace": 0.01}
-    example = keywords.pop("example_data", None)
-    own = {} if example is None else {"model": model, "example_data": example}
-    made = fedppl.Flower.grid(grid, clients=clients, **settings, **own)
+    example = keywords.pop("example_data", {"y": np.array([1.0, 2.0])})
+    made = fedppl.Flower.grid(grid, clients=clients, model=model, example_data=example, **settings)
     return fedppl.fit(model, None, fedppl.EP(), engine=made, **{"progressbar": False, "random_seed": 1, **keywords})
 
 
@@ -268,71 +248,18 @@ def nodes_of(model: FederatedModel, data: Any) -> dict[int, Node]:
 
 
 @pytest.mark.parametrize("first", [10, 12])
-@pytest.mark.parametrize("own", [True, False])
-def test_anothers_prior_under_an_honest_fingerprint_changes_nothing(own: bool, first: int) -> None:
+def test_anothers_prior_under_an_honest_fingerprint_changes_nothing(first: int) -> None:
     model, clients = normal_means(3)
     names = list(clients)
     honest = {name: data for name, data in clients.items() if name != names[first - 10]}
-    declared = {"example_data": {"y": np.array([1.0, 2.0])}} if own else {}
     grid = FakeGrid(nodes_of(model, clients), as_if(HELLO, first, absurd_prior))
-    found = fit(grid, model, 2, **declared)
+    found = fit(grid, model, 2)
     alone = fit(FakeGrid(nodes_of(model, honest)), model, 2)
     assert found.client_ids == tuple(honest) and found.status is Status.CONVERGED
     assert_allclose(gaussian.mean(found.posterior), gaussian.mean(alone.posterior), rtol=1e-9)
 
 
-@problems.few_rounds
-def test_the_declaration_and_data_that_are_made_up_tell_the_server_all() -> None:
-    """No site is asked to read draws, and numbers are those of sites that are believed."""
-    model, clients = problems.regression()
-    example = {name: np.ones_like(value[:5]) for name, value in next(iter(clients.values())).items()}
-    grid = FakeGrid(nodes_of(model, clients))
-    found = fit(grid, model, len(clients), example_data=example)
-    asked = {message.metadata.message_type for message in grid.sent}
-    assert CONSTRAIN not in asked and {HELLO, ASK, CONCLUDE} <= asked
-    plainly = fit(FakeGrid(nodes_of(model, clients)), model, len(clients))
-    assert_allclose(found.posterior.linear, plainly.posterior.linear)
-    for name, values in plainly.idata["posterior"].data_vars.items():
-        assert found.idata["posterior"][name].dims == values.dims
-        assert_allclose(found.idata["posterior"][name], values)
-
-
-# --- readers of draws -----------------------------------------------------------------------------------------
-
-
-def moved_draws(reply: FlowerMessage) -> FlowerMessage:
-    arrays = reply.content.array_records["arrays"]
-    arrays["mu"].data = malformed.npy(arrays["mu"].numpy() + 1.0)
-    return reply
-
-
-def broken_draws(reply: FlowerMessage) -> FlowerMessage:
-    reply.content.array_records["arrays"]["mu"].data = b"PK\x03\x04"
-    return reply
-
-
-@problems.few_rounds
-@pytest.mark.parametrize("change", [moved_draws, broken_draws])
-def test_draws_are_read_as_most_sites_read_them(change: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model, clients = normal_means(3)
-    with caplog.at_level(logging.WARNING):
-        found = fit(FakeGrid(nodes_of(model, clients), as_if(CONSTRAIN, 10, change)), model, 3)
-    q = found.posterior
-    sd = float(gaussian.standard_deviations(q)[0])
-    assert abs(float(found.idata["posterior"]["mu"].mean()) - float(gaussian.mean(q)[0])) < 5 * sd / np.sqrt(4_000)
-    assert "client 0" in caplog.text
-
-
-@problems.few_rounds
-def test_a_lie_about_draws_does_not_cost_the_fit(caplog: pytest.LogCaptureFixture) -> None:
-    """Of two sites that read them differently neither is believed; q stands, and the error says what to do."""
-    model, clients = normal_means(2)
-    with caplog.at_level(logging.ERROR):
-        found = fit(FakeGrid(nodes_of(model, clients), as_if(CONSTRAIN, 10, moved_draws)), model, 2)
-    assert "fit.idata is not there" in caplog.text
-    assert gaussian.is_proper(found.posterior)
-    with pytest.raises(RuntimeError, match="more than half of the 2 sites asked.*example_data="):
-        _ = found.idata
+# --- the end, and settings ------------------------------------------------------------------------------------
 
 
 @problems.few_rounds
@@ -349,22 +276,10 @@ def test_a_malformed_conclusion_is_a_refusal(caplog: pytest.LogCaptureFixture) -
     assert "'refused' is of type list" in caplog.text
 
 
-# --- settings -------------------------------------------------------------------------------------------------
-
-
-def other(y: Any) -> pm.Model:
-    with pm.Model() as model:
-        mu = pm.Normal("mu", 0, 10)
-        pm.Normal("obs", mu, 1, observed=pm.Data("y", y))
-    return model
-
-
-def test_the_servers_declaration_and_its_made_up_data_belong_together() -> None:
+def test_the_server_needs_its_declaration_and_made_up_data() -> None:
     model, _ = normal_means(2)
-    for half in ({"model": model}, {"example_data": {"y": np.ones(2)}}):
-        with pytest.raises(DeclarationError, match="belong together"):
-            fedppl.Flower.grid(FakeGrid({}), clients=1, **half)  # type: ignore[arg-type]
-    with pytest.raises(DeclarationError, match="example_data is ndarray; pass a FederatedModel"):
-        fedppl.Flower.grid(FakeGrid({}), clients=1, model=model, example_data=np.ones(2))  # type: ignore[arg-type]
+    for wrong in ({"model": model}, {"model": model, "example_data": np.ones(2)}, {"model": None, "example_data": {}}):
+        with pytest.raises(DeclarationError, match="example_data=|model is NoneType"):
+            fedppl.Flower.grid(FakeGrid({}), clients=1, **wrong)  # type: ignore[arg-type]
     with pytest.raises(fedppl.DataError, match="'example_data'"):
         fit(FakeGrid({}), model, 1, example_data={"z": np.ones(2)})

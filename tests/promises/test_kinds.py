@@ -269,7 +269,7 @@ def test_a_table_is_as_good_as_its_rows() -> None:
 def test_sites_declare_what_they_bring_and_agree_on_what_is_shared(with_rows: Any) -> None:
     pytest.importorskip("flwr")
     from fedppl.engine.policy import NO_RULES
-    from tests.support.fake_grid import FakeGrid, node
+    from tests.support.fake_grid import FakeGrid, engine_of, node
 
     sites = {
         "site 0": (FederatedModel(summaries.estimate(effect), ["mu"]), None),
@@ -284,8 +284,8 @@ def test_sites_declare_what_they_bring_and_agree_on_what_is_shared(with_rows: An
         return fedppl.Flower.client_app(model, fedppl.EP(), load, kind=kind, policy=NO_RULES)
 
     nodes = {10 + i: node(app(*of), 10 + i, **{"client-id": name}) for i, (name, of) in enumerate(sites.items())}
-    engine = fedppl.Flower.grid(FakeGrid(nodes), clients=4, wait=0.2, deadline=0.05, poll=0.001, grace=0.01)
-    found = fit(FederatedModel(full, ["mu"]), None, engine=engine)
+    declared = FederatedModel(full, ["mu"])
+    found = fit(declared, None, engine=engine_of(FakeGrid(nodes), declared, 4))
     assert_allclose(found.posterior.precision, with_rows.posterior.precision, rtol=1e-6)
     with pytest.raises(DeclarationError, match="'no such kind'.*'full'"):
         app(MODEL, "no such kind")

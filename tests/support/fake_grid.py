@@ -16,6 +16,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+import fedppl
+
 # Nodes have processes of their own. Here they are threads of one, in which PyTensor's settings would be each other's.
 _ONE_AT_A_TIME = threading.RLock()
 # Messages can only be made inside a task of Flower's; outside, its identity has to be set by hand.
@@ -116,3 +118,18 @@ class FakeGrid(Grid):
 def arrays_of(message: FlowerMessage) -> dict[str, np.ndarray]:
     """The arrays a message carries."""
     return {name: array.numpy() for record in message.content.array_records.values() for name, array in record.items()}
+
+
+_EXAMPLES: list[tuple[Any, Any]] = []  # models, and data of the form that their sites have
+
+
+def remember(model: Any, data: Any) -> None:
+    """Keep data of a client as `engine_of` needs them."""
+    _EXAMPLES.append((model, next(iter(data.values()))))
+
+
+def engine_of(grid: FakeGrid, model: Any, clients: Any, **settings: Any) -> Any:
+    """The engine on this grid, of a model that was remembered, or else of one with data ``y``."""
+    example = next((data for known, data in _EXAMPLES if known is model), {"y": np.ones(2)})
+    usual = {"wait": 0.2, "deadline": 0.05, "poll": 0.001, "grace": 0.01}
+    return fedppl.Flower.grid(grid, clients=clients, model=model, example_data=example, **{**usual, **settings})

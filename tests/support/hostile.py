@@ -50,10 +50,8 @@ ALGORITHM = fedppl.EP()
 SETTINGS: Mapping[str, str] = ALGORITHM.settings
 
 
-def engine(
-    nodes: Mapping[int, Node], clients: Any, *, own: bool = False, wait: float = 0.3, grid: FakeGrid | None = None
-) -> GridEngine:
+def engine(nodes: Mapping[int, Node], clients: Any, *, wait: float = 0.3, grid: FakeGrid | None = None) -> GridEngine:
     """The engine alone; no model is compiled."""
     settings = GridSettings(clients, wait, 0.2, 0.001, 0.01)
-    declared = ServerModel(malformed.layout(), malformed.reader()) if own else None
+    declared = ServerModel(malformed.layout(), malformed.reader())
     return GridEngine(grid or FakeGrid(dict(nodes)), ALGORITHM, settings, declared)

@@ -169,7 +169,6 @@ HELLO_TEXTS: dict[str, list[Any]] = {
         json.dumps([["mu", [1] * 60, "", None, False]]),
         json.dumps([[f"v{i}", [], "", None, False] for i in range(5_000)]),
     ],
-    "dims": ['{"mu": 1}', '{"mu": [1]}', '{"mu": {"a": "b"}}', '{"mu": ["a\\u0000b"]}', json.dumps({"mu": ["a"] * 50})],
     "coords": [
         '{"predictor": 1}',
         '{"predictor": "ab"}',
@@ -275,7 +274,7 @@ def introductions(rng: np.random.Generator, **changes: Any) -> Iterator[Case]:
     """Malformed introductions, every kind once; the same kinds again for as long as somebody asks."""
     honest = hello(**changes)
     while True:
-        yield from _cases(honest, HELLO_TEXTS, ["variables", "dims", "coords", "settings", "prior_is_gaussian"], rng)
+        yield from _cases(honest, HELLO_TEXTS, ["variables", "coords", "settings", "prior_is_gaussian"], rng)
         for kind, values in PRIORS.items():
             arrays = honest[0] | {name: npy(value) for name, value in values.items()}
             yield Case(kind, "prior_", arrays, dict(honest[1]))
