@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from scipy.linalg.lapack import dpotrf, dtrtri
 
 __all__ = [
-    "Gaussian", "Repair", "affine", "covariance", "draw", "from_moments", "is_proper", "kl", "log_density",
+    "Gaussian", "affine", "covariance", "draw", "from_moments", "is_proper", "kl", "log_density",
     "log_kernel", "mean", "pack_triangle", "power", "product", "quotient", "repair",
     "standard_deviations", "unpack_triangle",
 ]  # fmt: skip
@@ -42,16 +42,6 @@ class Gaussian(NamedTuple):
 
     linear: Array  # r (..., m)
     precision: Array  # Q (..., m, m), or (..., m) diagonal
-
-
-class Repair(NamedTuple):
-    """What `repair` did: eigenvalues raised, the smallest before and after, and ‖Q' − Q‖_F / ‖Q‖_F."""
-
-    changed: bool
-    raised: int
-    smallest_before: float
-    smallest_after: float
-    relative_change: float
 
 
 def _is_diagonal(g: Gaussian) -> bool:
@@ -347,17 +337,18 @@ def unpack_triangle(vector: Array) -> Array:
     return values.take(_triangle(size)[1], axis=-1)
 
 
-def repair(g: Gaussian, floor: float) -> tuple[Gaussian, Repair]:
+def repair(g: Gaussian, floor: float) -> tuple[Gaussian, float]:
     """Raise the eigenvalues of Q that lie below floor · max|λ| to that value, λ' = max(λ, floor · max|λ|).
 
     The linear r is kept as it is, so the repaired mean is Q'⁻¹r: where Q was proper already it moves towards zero
     along the raised directions, where Q was not, g had no mean and now has one. Eigenvectors and block zeros stay.
     What comes back is proper, and is g itself if no eigenvalue lay below beyond rounding. The floor lies in
-    [8 m eps, 1). One huge eigenvalue lifts all small ones, so put coordinates on comparable scales first.
+    [8 m eps, 1). One huge eigenvalue lifts all small ones, so put coordinates on comparable scales first. The second
+    result is the smallest eigenvalue of Q before.
 
-    >>> fixed, report = repair(Gaussian(np.zeros(2), np.array([1.0, -1.0])), 0.25)
-    >>> fixed.precision, report.raised
-    (array([1.  , 0.25]), 1)
+    >>> fixed, smallest = repair(Gaussian(np.zeros(2), np.array([1.0, -1.0])), 0.25)
+    >>> fixed.precision, smallest
+    (array([1.  , 0.25]), -1.0)
     """
     checked = _checked(_single(g, "repair"))
     size = checked.linear.size
@@ -373,15 +364,13 @@ def repair(g: Gaussian, floor: float) -> tuple[Gaussian, Repair]:
     # The slack keeps an eigenvalue that sits on the floor from being raised again by its own rounding.
     below = eigenvalues < (floor - 4 * size * _EPS) * largest
     if not below.any():
-        return g, Repair(False, 0, smallest, smallest, 0.0)
+        return g, smallest
     lifted = np.where(below, floor * largest, eigenvalues)
-    change = float(np.linalg.norm(lifted - eigenvalues) / np.linalg.norm(eigenvalues))
-    report = Repair(True, int(below.sum()), smallest, float(lifted.min()), change)
     if plain:
-        return Gaussian(checked.linear, lifted), report
+        return Gaussian(checked.linear, lifted), smallest
     precision = _outer(vectors * np.sqrt(lifted))
     # A function of a block-diagonal matrix has the same blocks; rounding must not fill the zeros between them.
     linked = (checked.precision != 0) | np.eye(size, dtype=bool)
     for _ in range(size.bit_length()):
         linked = linked.astype(np.float64) @ linked > 0
-    return Gaussian(checked.linear, np.where(linked, precision, 0.0)), report
+    return Gaussian(checked.linear, np.where(linked, precision, 0.0)), smallest

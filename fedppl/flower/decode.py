@@ -20,8 +20,8 @@ from fedppl.types import Message
 Parcel = tuple[Message, dict[str, str]]  # arrays, and texts by name
 
 ARRAYS_BYTES = 2**30  # where the shapes are not known: two dense priors of the largest networks that were tried
-ARRAYS = 1_000  # shared variables and deterministics of a site that reads draws
-TEXTS = 32  # an introduction has eleven
+ARRAYS = 1_000  # far more than a message has
+TEXTS = 32  # an introduction has seven
 TEXTS_LENGTH = 2_500_000  # characters of all texts: labels of dims at their longest, and the rest
 LABELS_LENGTH = 1_000_000  # of JSON with labels: fifty thousand of twenty characters
 JSON_LENGTH = 250_000  # of other JSON: a thousand variables with their shapes and dims

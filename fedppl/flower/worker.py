@@ -100,7 +100,7 @@ def _end(folder: Path, door: Door, idle: float, latest: list[float], computing: 
                 continue
             if is_ours:
                 (folder / KEY).unlink()
-            shutil.rmtree(os.path.dirname(door.address))
+            shutil.rmtree(os.path.dirname(door.address), ignore_errors=True)
             os._exit(0)  # without waiting for threads and pools of libraries
 
 

@@ -37,8 +37,8 @@ def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconver
     shared = fit.algorithm.result.shared
     q = shared.gaussian(fit.state) if isinstance(shared, Posterior) else None
     if q is not None and not gaussian.is_proper(q):
-        q, report = gaussian.repair(q, 1e-6)
-        reason += f" and was repaired (smallest eigenvalue {report.smallest_before:.3g})"
+        q, smallest = gaussian.repair(q, 1e-6)
+        reason += f" and was repaired (smallest eigenvalue {smallest:.3g})"
     attrs: dict[str, Any] = {
         "status": fit.status.value,
         "message": fit.message,

@@ -261,7 +261,7 @@ def _split_names(client_id: str, arrays: Mapping[str, Any], rows: Sequence[str] 
     """Names of a client's arrays that have a row per observation."""
     lengths = {name: len(array) for name, array in arrays.items() if np.ndim(array)}
     if rows is not None:
-        named = {rows} if isinstance(rows, str) else set(rows)
+        named = set(rows)
         named_lengths = {lengths.get(name) for name in named}
         if len(named_lengths) != 1 or None in named_lengths:
             shapes = {name: np.shape(arrays[name]) if name in arrays else "absent" for name in sorted(named)}
