@@ -456,7 +456,7 @@ class Engine(Protocol):
         """
 
     def reader(self) -> SharedReader:
-        """Return the reader of draws of φ; where the models are at sites, a site is asked."""
+        """Return the reader of draws of φ."""
 
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status

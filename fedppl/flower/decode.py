@@ -35,7 +35,7 @@ LINE_LENGTH = 2_000  # a reason, a version, a setting of an algorithm: each is o
 SHOWN = 60  # characters of a foreign text in an error message
 HEADER_LENGTH = 256  # NumPy pads an array's header to 118 bytes
 DIMENSIONS = 8  # PyMC's shapes have up to four, with draws before them
-# Types of algorithms' messages and of PyTensor's deterministics, little-endian.
+# Types of algorithms' messages, little-endian.
 DTYPES = frozenset({"<f8", "<f4", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1"})
 
 # A header as NumPy writes it for arrays in C order. NumPy reads it by `ast`, which fails deep within on others.

@@ -135,11 +135,6 @@ def _concluded(run: Run, result: Fit) -> Fit:
         logger.warning(
             "sites are not asked to draw their posteriors: %s", reason, extra={"status": result.status.value}
         )
-    if not run.models:
-        try:
-            _ = result.idata  # while a site can still be asked for the transformation to the constrained space
-        except RuntimeError as error:  # a wrong answer of a site does not cost the fit
-            logger.error("fit.idata is not there: %s", error, extra={"status": result.status.value})
     return result
 
 
