@@ -69,7 +69,7 @@ def test_influence_is_read_from_the_ledger(tmp_path: Any, algorithm: Any) -> Non
 def test_without_a_site_is_a_fit_that_never_saw_it(tmp_path: Any) -> None:
     grid = grid_of(tmp_path, PLAIN)
     before = at_sites(grid, PLAIN)
-    with pytest.raises(DeclarationError, match=r"engine=fedppl.Flower.grid\(grid, clients=\['client 0', 'client 2'\]"):
+    with pytest.raises(DeclarationError, match=r"fedppl.Flower.grid\(grid, clients=\['client 0', 'client 2'\]"):
         fedppl.without(before, "client 1", progressbar=False)
     with pytest.raises(DeclarationError, match=r"finds \['client 1'\], who leave"):
         fedppl.without(before, "client 1", progressbar=False, engine=engine(grid))
