@@ -16,6 +16,7 @@ from fedppl import given, settings
 from fedppl.algorithms.ep.ep import EP
 from fedppl.algorithms.sums.sums import Sums
 from fedppl.contracts import AnyAlgorithm, EngineFactory
+from fedppl.data import frames
 from fedppl.data import missing as gaps
 from fedppl.model.client import reader_of
 from fedppl.model.declaration import FederatedModel
@@ -270,6 +271,7 @@ def load(
         algorithm = Sums() if stored.algorithm == Sums().name else EP()
     from fedppl.formulas.formula import is_formula, remembering  # slow to import
 
+    clients = frames.opened(clients)
     if is_formula(model):
         model = remembering(model, stored.agreement, clients)
     saved.require_same(stored, algorithm, model)

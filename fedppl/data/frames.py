@@ -12,7 +12,8 @@ import functools
 import numbers
 import os
 import unicodedata
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,45 +51,56 @@ def read(data: Any) -> Any:
         raise DataError(f"two columns of the table have one name; rename or drop one. {error}") from error
 
 
-def eager(data: Any) -> Any:
-    """Convert a frame to one of narwhals, and collect a lazy one."""
-    frame = read(data)
-    return frame.collect() if isinstance(frame, narwhals().LazyFrame) else frame
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A user's table, converted once: a data frame of narwhals, or a Dataset of xarray."""
+
+    native: Any  # as the user gave it
+    source: Any
+    names: list[Any]  # of its columns
+
+    def column(self, name: Any) -> Any:
+        """A column, as a Series of narwhals or an array."""
+        return self.source[name].to_numpy() if isinstance(self.source, xr.Dataset) else self.source.get_column(name)
+
+
+def opened(data: Any) -> Any:
+    """Convert a table, or those of a mapping or of groups, once; other data stay as they are."""
+    if type(data).__name__.endswith("GroupBy"):
+        data = _of_groups(data)
+    if isinstance(data, xr.Dataset):
+        return Opened(data, data, [str(name) for name in (*data.data_vars, *data.coords)])
+    if isinstance(data, Mapping):
+        return {
+            k: one if isinstance(one, Mapping) and not isinstance(one, xr.Dataset) else opened(one)
+            for k, one in data.items()
+        }
+    if data is None or isinstance(data, Opened | tuple | np.ndarray):
+        return data
+    nw, frame = narwhals(), read(data)
+    frame = frame.collect() if isinstance(frame, nw.LazyFrame) else frame
+    return Opened(data, frame, list(frame.columns)) if isinstance(frame, nw.DataFrame) else data
 
 
 def is_frame(data: Any) -> bool:
     """Whether data are a table with named columns."""
-    if isinstance(data, xr.Dataset) or data is None:
-        return data is not None
-    if isinstance(data, Mapping | tuple | np.ndarray):  # of which narwhals makes none either
-        return False
-    nw = narwhals()
-    return isinstance(read(data), nw.DataFrame | nw.LazyFrame)
+    table = isinstance(data, Opened | xr.Dataset)
+    return table or (not isinstance(data, Mapping) and isinstance(opened(data), Opened))
 
 
-def names_of(data: Any) -> list[Any]:
-    """Names of a frame's columns."""
-    if isinstance(data, xr.Dataset):
-        return [str(name) for name in (*data.data_vars, *data.coords)]
-    return list(read(data).collect_schema())
+def _tables(data: Any) -> dict[Any, Opened]:
+    """One table, or the tables of clients."""
+    tables = {"": data} if isinstance(data, Opened) else data if isinstance(data, Mapping) else {}
+    return {k: table for k, table in tables.items() if isinstance(table, Opened)}
 
 
 def categories(data: Any, names: Sequence[str] | None) -> Categories:
-    """Categories of the categorical columns of a frame, by name."""
-    if not is_frame(data) or isinstance(data, xr.Dataset):
-        return {}
-    table = eager(data)
-    by_name = {name: _categories_of(table[name]) for name in table.columns if names is None or name in names}
-    return {name: order for name, order in by_name.items() if order is not None}
-
-
-def common_categories(clients: Any, names: Sequence[str] | None) -> Categories:
-    """Categories of clients' frames; refuse categories that differ, since one number would have several meanings."""
-    if not isinstance(clients, Mapping):
-        return {}
+    """Categories by column; refuse tables whose categories differ, since one number would have several meanings."""
     known: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    for client_id, data in clients.items():
-        for name, order in categories(data, names).items():
+    for client_id, table in _tables(data).items():
+        for name in table.names if names is None else [name for name in table.names if name in names]:
+            if (order := _categories_of(table.column(name))) is None:
+                continue
             first, expected = known.setdefault(name, (client_id, order))
             if expected != order:
                 raise DataError(
@@ -101,15 +113,9 @@ def common_categories(clients: Any, names: Sequence[str] | None) -> Categories:
 
 def order(data: Any, name: str) -> tuple[str, ...] | None:
     """Order of the categories of a column in one table, or in the tables of all clients; None without an order."""
-    tables = {"": data} if is_frame(data) else data if isinstance(data, Mapping) else {}
-    by_client: dict[str, tuple[str, ...]] = {}
-    for client_id, table in tables.items():
-        if not is_frame(table) or isinstance(table, xr.Dataset) or name not in names_of(table):
-            continue
-        categories_here = _order_of(eager(table)[name])
-        if categories_here is None:
-            return None
-        by_client[str(client_id)] = categories_here
+    by_client = _orders(data, name, chosen=True)
+    if None in by_client.values():
+        return None
     if len(set(by_client.values())) > 1:
         raise DataError(
             f"clients have the categories of {name!r} in different orders, {by_client}; give all the same, "
@@ -123,17 +129,17 @@ def orders(data: Any, names: Sequence[str]) -> dict[str, tuple[str, ...] | None]
 
     Columns without categories are left out, and columns whose categories are in the order of first appearance.
     """
-    tables = {"": data} if is_frame(data) else data if isinstance(data, Mapping) else {}
-    by_name: dict[str, set[tuple[str, ...] | None]] = {name: set() for name in names}
-    for one in tables.values():
-        table = None if not is_frame(one) or isinstance(one, xr.Dataset) else eager(one)
-        for name in names:
-            if table is not None and name in table.columns:
-                by_name[name].add(_order_of(table[name], chosen=False))
+    by_name = {name: set(_orders(data, name, chosen=False).values()) for name in names}
+    return {name: found.pop() if len(found) == 1 else None for name, found in by_name.items() if found - {None}}
+
+
+def _orders(data: Any, name: str, *, chosen: bool) -> dict[str, tuple[str, ...] | None]:
+    """Orders of a column's categories by client."""
+    with_it = {str(k): table for k, table in _tables(data).items() if name in table.names}
     return {
-        name: next(iter(all_orders)) if len(all_orders) == 1 else None
-        for name, all_orders in by_name.items()
-        if all_orders - {None}
+        k: _order_of(table.column(name), chosen=chosen)
+        for k, table in with_it.items()
+        if not isinstance(table.source, xr.Dataset)
     }
 
 
@@ -176,64 +182,39 @@ def columns(
     are days, missing values are NaN. Texts are refused, since clients would number them differently; with `texts` they
     and categories are arrays of objects.
     """
-    if isinstance(frame, xr.Dataset):
-        names_found = [str(name) for name in (*frame.data_vars, *frame.coords)]
-        table: Any = {name: frame[name].to_numpy() for name in names_found}
-    else:
-        table = eager(frame)
-        names_found = list(table.columns)
-    wanted = names_found if names is None else [name for name in names if name in names_found]
+    table = opened(frame)
+    wanted = table.names if names is None else [name for name in names if name in table.names]
     if names is not None and not wanted:
         raise DataError(
-            f"{whose}: the frame has the columns {names_found[:20]}, and {list(names)} are wanted; rename them."
+            f"{whose}: the frame has the columns {table.names[:20]}, and {list(names)} are wanted; rename them."
         )
-    text = {name for name in wanted if texts and is_text(table[name])}
+    by_name = {name: table.column(name) for name in wanted}
     return {
-        name: as_texts(table[name])
-        if name in text
-        else numeric(table[name], f"{whose}: column {name!r}", (orders or {}).get(name))
-        for name in wanted
+        name: as_texts(column)
+        if texts and is_text(column)
+        else numeric(column, f"{whose}: column {name!r}", (orders or {}).get(name))
+        for name, column in by_name.items()
     }
 
 
-def by_client(
-    data: Any, by: Hashable | Sequence[Hashable] | None, names: Sequence[str] | None, *, texts: bool = False
-) -> Any:
-    """Split one table into clients' data by the column, or columns, that identify clients.
-
-    Groups of pandas or polars, and mappings from client to data, need no column. Clients are in the order of first
-    appearance. Missing values in the column are an error.
-    """
-    if by is None:
-        return _given(data)
-    if not is_frame(data):
-        more = ", or make a table of it, pandas.DataFrame(data)" if isinstance(data, Mapping) else ""
-        raise DataError(f"by={by!r} is for one table, and data are {type(data).__name__}; leave by= out{more}.")
-    keys = keys_of(by, names_of(data), getattr(getattr(data, "index", None), "names", ()) or ())
-    wanted = list(names) if names is not None else [str(name) for name in names_of(data) if name not in keys]
-    if isinstance(data, xr.Dataset):
-        data = _rows_first(data, keys, wanted)
-    ids, first = _groups(data, keys)
-    order = np.argsort(ids, kind="stable")
-    ends = np.flatnonzero(np.diff(ids[order])) + 1
-    table = columns(data, wanted, "data", texts=texts)
-    split = {name: np.split(values[order], ends) for name, values in table.items()}
-    clients = {key: {name: parts[place] for name, parts in split.items()} for place, key in enumerate(first)}
-    require_ids(clients)
-    return clients
+def by_name(clients: Mapping[Any, Any], names: Sequence[str] | None, *, texts: bool = False) -> dict[Any, Any]:
+    """Arrays by name of every client, with their missing values; with `texts` as `raw` gives them."""
+    require_by_client(clients, names)
+    of_client = raw if texts else named
+    arrays = {k: of_client(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+    for k, data in arrays.items():
+        require_alignment(k, data)
+    return arrays
 
 
-def _given(data: Any) -> Any:
-    """Clients' data without a column of clients: a mapping from client to data, or groups of a frame."""
-    if is_frame(data):
+def given(data: Any) -> Any:
+    """Clients' data without a column of clients: a mapping from client to data; other data stay as they are."""
+    if isinstance(data, Opened):
         raise DataError("data are one table; say by=, the column that tells clients apart, or pass {id: table}.")
-    if type(data).__name__.endswith("GroupBy"):
-        data = _of_groups(data)
-    if isinstance(data, Mapping):
-        require_ids(data)
-        return data
     if isinstance(data, str | os.PathLike):
         raise DataError(f"clients are {str(data)!r}; read the file first, such as pandas.read_csv, and say by=.")
+    if isinstance(data, Mapping):
+        require_ids(data)
     return data
 
 
@@ -251,8 +232,11 @@ def _of_groups(data: Any) -> dict[Any, Any]:
     return groups
 
 
-def _rows_first(data: xr.Dataset, keys: Sequence[Any], names: Sequence[str]) -> xr.Dataset:
+def rows_first(table: Opened, keys: Sequence[Any], names: Sequence[str]) -> Opened:
     """Transpose a Dataset so that the dim of the clients' column comes first."""
+    data = table.source
+    if not isinstance(data, xr.Dataset):
+        return table
     dims = {data[key].dims for key in keys}
     if len(dims) != 1 or len(dim := next(iter(dims))) != 1:
         raise DataError(f"by={list(keys)} has the dims {sorted(dims)}; in a Dataset it has one, that of the rows.")
@@ -262,7 +246,7 @@ def _rows_first(data: xr.Dataset, keys: Sequence[Any], names: Sequence[str]) -> 
                 f"{name!r} has the dims {data[name].dims}, and by={list(keys)} runs over {dim[0]!r}; give every client "
                 "its own data, {id: {name: array}}, where an array has no rows of clients."
             )
-    return data.transpose(dim[0], ...)
+    return replace(table, source=data.transpose(dim[0], ...))
 
 
 def require_by_client(clients: Mapping[Any, Any], names: Sequence[str] | None) -> None:
@@ -288,24 +272,6 @@ def require_alignment(client_id: Any, data: Any) -> None:
                 f"client {str(client_id)!r}: {first!r} and {name!r} have the same index in different orders, and rows "
                 "are matched by position; make one frame, pandas.DataFrame({...}), or pass .to_numpy()."
             )
-
-
-def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:
-    """Group number of each row, in the order of first appearance, and the ids of the groups."""
-    if isinstance(data, xr.Dataset):
-        lists = {key: data[key].to_numpy().tolist() for key in keys}
-    else:
-        table = eager(data)
-        lists = {key: table.get_column(key).to_list() for key in keys}
-    rows = list(zip(*(lists[key] for key in keys), strict=True))
-    if not rows:
-        raise DataError("the table has no rows; there is nothing to fit.")
-    empty = sum(any(map(is_missing, row)) for row in rows)
-    if empty:
-        raise DataError(f"by={list(keys)} is missing in {empty} of {len(rows)} rows; say whose they are, or drop them.")
-    numbers: dict[Any, int] = {}
-    ids = np.array([numbers.setdefault(row, len(numbers)) for row in rows])
-    return ids, [id_of(row, keys) for row in numbers]
 
 
 # Columns as arrays of numbers ----------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from fedppl.data import frames
 from fedppl.settings import one_of
 from fedppl.types import Array, DataError
 
 logger = logging.getLogger(__name__)
 
 OUTCOMES = "drop_outcomes"  # drop rows whose outcome is missing, and no others
+_NAMED = 8  # clients in a line of the log
 _RULES = ("error", "drop", OUTCOMES)
 
 
@@ -26,23 +26,26 @@ def required(missing: Any) -> str:
     return one_of("missing", missing, _RULES, hint)
 
 
-def complete(clients: Any, names: Sequence[str] | None, missing: str, *, texts: bool = False) -> Any:
-    """Clients' data without rows that have missing values: refuse such rows with counts, or drop and log them.
+def complete(clients: Any, missing: str) -> Any:
+    """Clients' arrays without rows that have missing values: refuse such rows with counts, or drop and log them.
 
-    Data that are not a mapping from client to data are returned as they are.
+    Data that are not a mapping from client to arrays are returned as they are.
     """
     if not isinstance(clients, Mapping) or isinstance(clients, xr.Dataset):
         return clients
-    by_client = read(clients, names, texts=texts)
-    counts = {k: gaps(data) for k, data in by_client.items()}
+    counts = {k: gaps(data) for k, data in clients.items()}
     if not any(counts.values()):
-        return by_client
+        return clients
     if missing == "error":
         raise DataError(
             f"values are missing: {_listed(counts)}; drop or impute them before the fit, or let "
             'missing="drop" leave those rows out.'
         )
-    return {k: dropped(k, data) if counts[k] else data for k, data in by_client.items()}
+    kept = {k: dropped(k, data) if counts[k] else (data, "") for k, data in clients.items()}
+    lines = [line for _, line in kept.values() if line]
+    more = f", and at {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+    logger.warning("values are missing: %s%s", "; ".join(lines[:_NAMED]), more)
+    return {k: data for k, (data, _) in kept.items()}
 
 
 def _listed(counts: Mapping[Any, Mapping[str, int]]) -> str:
@@ -87,8 +90,8 @@ def _is_gone(array: Array) -> Array:
     return np.asarray(gone, dtype=bool)
 
 
-def dropped(client_id: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A client's data without rows that have missing values."""
+def dropped(client_id: Any, data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """A client's data without rows that have missing values, and a line that counts these."""
     missing = {name: missing_rows(value) for name, value in data.items()}
     rows = {len(data[name]) for name, mask in missing.items() if mask is not None and mask.any()}
     arrays = {name: value if np.ma.isMaskedArray(value) else np.asarray(value) for name, value in data.items()}
@@ -105,10 +108,10 @@ def dropped(client_id: Any, data: Mapping[str, Any]) -> dict[str, Any]:
             f'client {str(client_id)!r}: each of its {count} rows has missing values, and missing="drop" leaves none; '
             "leave the client out."
         )
-    logger.warning("client %s: %d of %d rows are left out, values are missing", client_id, count - kept.sum(), count)
-    return {
+    by_name = {
         name: np.asarray(array[kept] if array.ndim and len(array) == count else array) for name, array in arrays.items()
     }
+    return by_name, f"client {client_id}: {count - kept.sum()} of {count} rows are left out"
 
 
 class Kept(NamedTuple):
@@ -118,16 +121,6 @@ class Kept(NamedTuple):
     filled: dict[str, Any]  # all rows; dropped ones have the values of another row
     rows: Array  # which rows of `filled` are kept, (n,) bool
     outcomes: tuple[str, ...]
-
-
-def read(clients: Mapping[Any, Any], names: Sequence[str] | None, *, texts: bool = False) -> dict[Any, Any]:
-    """Clients' data by name, with their missing values."""
-    frames.require_by_client(clients, names)
-    by_name = frames.raw if texts else frames.named
-    by_client = {k: by_name(data, names, f"client {str(k)!r}") for k, data in clients.items()}
-    for k, data in by_client.items():
-        frames.require_alignment(k, data)
-    return by_client
 
 
 def without_outcomes(clients: Mapping[Any, Mapping[str, Any]], outcomes: Sequence[str]) -> dict[Any, Kept | None]:

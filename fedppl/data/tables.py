@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable, Mapping, Sequence
+import functools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import xarray as xr
 from numpy.typing import NDArray
 
 from fedppl.data import frames
-from fedppl.data.frames import eager, id_of, keys_of, require_ids
-from fedppl.data.missing import OUTCOMES
-from fedppl.types import Array
-
-logger = logging.getLogger(__name__)
+from fedppl.data import missing as gaps
+from fedppl.data.frames import Opened, id_of, keys_of, require_ids, rows_first
+from fedppl.types import Array, DataError
 
 FEWEST = 50  # clients from which on data are read as one table
 MANY = 1000  # clients from which on each is not examined by itself
-_NAMED = 8  # clients in a line of the log
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
-    """Rows of all clients.
+class Table(Mapping[str, dict[str, Array]]):
+    """Rows of all clients, and a mapping from client id to its arrays.
 
     Attributes
     ----------
@@ -46,9 +42,21 @@ class Table:
         """The arrays of the client in place k."""
         return {name: column[self.begins[k] : self.begins[k + 1]] for name, column in self.columns.items()}
 
-    def each(self) -> dict[str, dict[str, Array]]:
-        """The arrays of every client."""
-        return {client_id: self.rows(k) for k, client_id in enumerate(self.client_ids)}
+    def __getitem__(self, client_id: str) -> dict[str, Array]:
+        """The arrays of a client."""
+        return self.rows(self._places[client_id])
+
+    def __iter__(self) -> Iterator[str]:
+        """Ids in the order of their rows."""
+        return iter(self.client_ids)
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self.client_ids)
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        return {client_id: k for k, client_id in enumerate(self.client_ids)}
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -57,53 +65,37 @@ class Table:
 
 
 def of_frame(
-    data: Any,
-    by: Hashable | Sequence[Hashable],
-    names: Sequence[str] | None,
-    missing: str,
-    fewest: int,
-    *,
-    texts: bool = False,
-) -> Table | None:
-    """Group the rows of one data frame by a column, or columns; None where it has to be read client by client.
+    data: Any, by: Hashable | Sequence[Hashable], names: Sequence[str] | None, *, texts: bool = False
+) -> Table:
+    """Group the rows of one opened table by a column, or columns; clients are in the order of first appearance.
 
-    That is with fewer clients than `fewest`, with data that are not a data frame, and with missing values that are not
-    dropped. With `texts` columns of texts become arrays of objects; without, they are refused.
+    With `texts` columns of texts become arrays of objects; without, they are refused.
     """
-    if isinstance(data, xr.Dataset) or not frames.is_frame(data) or missing == OUTCOMES:
-        return None
-    keys = keys_of(by, frames.names_of(data), getattr(getattr(data, "index", None), "names", ()) or ())
-    wanted = list(names) if names is not None else [name for name in frames.names_of(data) if name not in keys]
-    table = eager(data)
-    numbers, first = _numbered([table.get_column(key).to_numpy() for key in keys])
-    if len(first) < fewest or np.any(numbers < 0):
-        return None
-    columns = frames.columns(table, wanted, "data", texts=texts)
-    whose = zip(*(table.get_column(key)[first].to_list() for key in keys), strict=True)
-    ids = [id_of(key_values, keys) for key_values in whose]
-    gone = np.any([_missing(column) for column in columns.values()], axis=0)
-    if np.any(gone):
-        if missing != "drop":
-            return None
-        kept = np.zeros(len(first), dtype=bool)
-        kept[numbers[~gone]] = True
-        if not np.all(kept):
-            return None
-        lost, had = (np.bincount(rows, minlength=len(first)) for rows in (numbers[gone], numbers))
-        where = np.flatnonzero(lost)
-        logger.warning(
-            "%d of %d rows are left out, at %d clients: values are missing: %s%s",
-            gone.sum(),
-            len(gone),
-            len(where),
-            ", ".join(f"{lost[k]} of {had[k]} at client {str(ids[k])!r}" for k in where[:_NAMED]),
-            f", and {len(where) - _NAMED} others" if len(where) > _NAMED else "",
+    if not isinstance(data, Opened):
+        more = ", or make a table of it, pandas.DataFrame(data)" if isinstance(data, Mapping) else ""
+        raise DataError(f"by={by!r} is for one table, and data are {type(data).__name__}; leave by= out{more}.")
+    keys = keys_of(by, data.names, getattr(getattr(data.native, "index", None), "names", ()) or ())
+    wanted = list(names) if names is not None else [name for name in data.names if name not in keys]
+    table = rows_first(data, keys, wanted)
+    of_keys = [table.column(key) for key in keys]
+    codes = [pd.factorize(np.asarray(key.to_numpy()) if hasattr(key, "to_numpy") else key)[0] for key in of_keys]
+    if not len(codes[0]):
+        raise DataError("the table has no rows; there is nothing to fit.")
+    if empty := int(np.sum(np.min(codes, axis=0) < 0)):
+        raise DataError(
+            f"by={list(keys)} is missing in {empty} of {len(codes[0])} rows; say whose they are, or drop them."
         )
-        numbers, columns = numbers[~gone], {name: column[~gone] for name, column in columns.items()}
-    order = np.argsort(numbers, kind="stable")
-    begins = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=len(first)))])
+    numbers = codes[0]
+    for code in codes[1:]:
+        numbers = pd.factorize(numbers * (code.max() + 1) + code)[0]
+    numbers, first = numbers.astype(np.int64), np.unique(numbers, return_index=True)[1]
+    firsts = [key[first] for key in of_keys]
+    values = zip(*(one.to_list() if hasattr(one, "to_list") else one.tolist() for one in firsts), strict=True)
+    ids = [id_of(value, keys) for value in values]
     require_ids(dict.fromkeys(ids))
-    arrays = {name: np.ascontiguousarray(column[order]) for name, column in columns.items()}
+    order, begins = np.argsort(numbers, kind="stable"), _begins(np.bincount(numbers))
+    columns = frames.columns(table, wanted, "data", texts=texts)
+    arrays = {str(name): np.ascontiguousarray(column[order]) for name, column in columns.items()}
     return Table(tuple(map(str, ids)), begins, arrays)
 
 
@@ -129,35 +121,22 @@ def of_clients(clients: Mapping[Any, Any]) -> Table | None:
         ):
             return None
     columns = {name: np.concatenate(arrays_of_name) for name, arrays_of_name in parts.items()}
-    if any(np.any(_missing(column)) for column in columns.values()):
-        return None
     require_ids(clients)
-    return Table(tuple(map(str, clients)), np.concatenate([[0], np.cumsum(counts)]), columns)
+    table = Table(tuple(map(str, clients)), _begins(counts), columns)
+    return None if gaps.gaps(columns) else table
 
 
-def _missing(column: Array) -> NDArray[np.bool_]:
-    """Which rows have a missing value."""
-    if column.dtype.kind not in "fO":
-        return np.zeros(len(column), dtype=bool)
-    return np.asarray(pd.isna(column).any(axis=tuple(range(1, column.ndim))))
+def complete(clients: Any, missing: str) -> Any:
+    """Clients' data without rows that have missing values, as `missing.complete` leaves them; a table stays one."""
+    if not isinstance(clients, Table):
+        return gaps.complete(clients, missing)
+    if not gaps.gaps(clients.columns):
+        return clients
+    kept = gaps.complete(clients, missing).values()
+    columns = {name: np.concatenate([arrays[name] for arrays in kept]) for name in clients.columns}
+    counts = [len(next(iter(arrays.values()))) for arrays in kept]
+    return Table(clients.client_ids, _begins(counts), columns)
 
 
-def _numbered(keys: Sequence[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Group number of each row, in the order of first appearance, and the first row of each group.
-
-    Rows with a missing key have the number -1.
-    """
-    codes = [pd.factorize(key)[0] for key in keys]
-    numbers = codes[0].astype(np.int64)
-    for code in codes[1:]:
-        gone = (numbers < 0) | (code < 0)
-        numbers = pd.factorize(numbers * (code.max(initial=0) + 1) + code)[0].astype(np.int64)
-        numbers[gone] = -1
-    groups, first = np.unique(numbers, return_index=True)
-    first = first[groups >= 0]
-    order = np.argsort(first)
-    if len(codes) > 1:  # numbers may have gaps where a key is missing
-        again = np.full(int(numbers.max(initial=0)) + 1, -1)
-        again[groups[groups >= 0][order]] = np.arange(len(order))
-        numbers = np.where(numbers < 0, -1, again[numbers])
-    return numbers, first[order]
+def _begins(counts: Any) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(counts)])

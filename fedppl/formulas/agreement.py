@@ -364,7 +364,6 @@ _SCALE = 30.0  # ratio of sizes
 _SPREAD = 10.0  # ratio of sds within clients
 _BEYOND = 3.0  # ratio to the most extreme sd of the others
 _MANY = 30  # clients above which one does not move medians
-_WIDEST = 100  # columns of an array that is examined
 _FEW = 8  # clients below which a median of deviations is useless
 _SHOWN = 5  # levels in a message
 
@@ -445,29 +444,6 @@ def strange_sizes(clients: Mapping[str, Mapping[str, Told]]) -> list[str]:
                 client_id, f"client {client_id!r} tells of {rows} rows, the median of the others is {others:g}"
             )
     return list(messages.values())
-
-
-def strange_arrays(clients: Mapping[Any, Any]) -> list[str]:
-    """Messages on arrays by client and name: real vectors, and real matrices with few columns."""
-    if len(clients) < 3 or not all(isinstance(data, Mapping) for data in clients.values()):
-        return []
-    summaries: dict[str, dict[str, Told]] = {}
-    for client_id, data in clients.items():
-        summaries[str(client_id)] = {}
-        for name, value in data.items():
-            array = value if isinstance(value, np.ndarray) else np.zeros(0)
-            if array.dtype.kind != "f" or array.ndim not in (1, 2) or len(array) < 2:
-                continue
-            table = array.reshape(len(array), -1)
-            if 0 < table.shape[1] <= _WIDEST and np.all(np.isfinite(table)):
-                names = [str(name)] if array.ndim == 1 else [f"{name}[:, {k}]" for k in range(table.shape[1])]
-                with np.errstate(over="ignore"):
-                    sums = zip(names, table.sum(axis=0), (table**2).sum(axis=0), strict=True)
-                summaries[str(client_id)] |= {
-                    key: Told(len(array), float(x), float(xx), {}, False) for key, x, xx in sums if np.isfinite(xx)
-                }
-    common = set.intersection(*(set(columns) for columns in summaries.values()))
-    return strange({k: {name: columns[name] for name in columns if name in common} for k, columns in summaries.items()})
 
 
 def _others(moments: _Moments, chosen: Array) -> _Others:

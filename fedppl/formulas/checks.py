@@ -217,18 +217,14 @@ def _dependent(gram: Array, total: Array, count: int, has_intercept: bool) -> li
 
 
 def tables(built: Any, data: Any, by: Any) -> None:
-    """Refuse tables without the columns or limits of a formula, and a by= that is not the factor of the effects."""
+    """Refuse tables without the columns of a formula, and a by= that is not the factor of the effects."""
     factor = built.terms.client
-    tables = {"the table": data} if frames.is_frame(data) else data if isinstance(data, Mapping) else {}
-    for client_id, table in tables.items():
+    for client_id, table in {"": data}.items() if isinstance(data, frames.Opened) else dict(data or {}).items():
         what = "the table" if table is data else f"client {str(client_id)!r}"
-        if not frames.is_frame(table):
-            limits(built, table, what)
+        if not isinstance(table, frames.Opened):
             continue
-        names = frames.names_of(table)
-        columns([name for name in built.columns if name not in names], names, what)
-        limits(built, frames.raw(table, [built.terms.response.columns[-1]], what), what)
-        if table is data and factor in names and by not in (factor, [factor], (factor,)):
+        columns([name for name in built.columns if name not in table.names], table.names, what)
+        if table is data and factor in table.names and by not in (factor, [factor], (factor,)):
             raise DataError(
                 f"effects of {built.text!r} vary by {factor!r}, and clients by by={by!r}; write "
                 f"(1 | {by if isinstance(by, str) else 'client'}), or by={factor!r}; groups within a client are "
@@ -236,17 +232,14 @@ def tables(built: Any, data: Any, by: Any) -> None:
             )
 
 
-def one_factor_a_client(built: Any, clients: Any) -> None:
+def one_factor_a_client(built: Any, clients: Mapping[Any, Any]) -> None:
     """Refuse clients with several values in a column of the factor's name, since effects vary by client."""
     factor, seen = built.terms.client, dict[str, str]()
-    for client_id, data in clients.items() if factor is not None and isinstance(clients, Mapping) else ():
-        if not (factor in frames.names_of(data) if frames.is_frame(data) else isinstance(data, Mapping)):
+    for client_id, data in clients.items():
+        if not isinstance(data, Mapping) or factor not in data:
             continue
-        what = f"client {str(client_id)!r}"
-        column = frames.raw(data, [factor], what).get(factor) if frames.is_frame(data) else data.get(factor)
-        values = sorted(
-            {str(one) for one in np.ravel(np.asarray([] if column is None else column)).tolist() if one == one}
-        )
+        what, column = f"client {str(client_id)!r}", np.ravel(np.asarray(data[factor])).tolist()
+        values = sorted({str(one) for one in column if one == one})
         remedy = f"write (1 | client/{factor}) for groups within clients"
         if len(values) > 1:
             raise DataError(
@@ -263,7 +256,7 @@ def one_factor_a_client(built: Any, clients: Any) -> None:
 def say_who_clients_are(built: Any, data: Any, by: Any) -> None:
     """Warn that effects vary by client where the formula's factor is not a column, which may be a typing error."""
     factor = built.terms.client
-    if frames.is_frame(data) and factor not in (None, by, *_CLIENTS, *frames.names_of(data)):
+    if isinstance(data, frames.Opened) and factor not in (None, by, *_CLIENTS, *data.names):
         logger.warning(
             "the table has no column %r, so that (... | %s) is of the clients, which by=%r tells apart",
             factor,

@@ -56,14 +56,17 @@ def asked(built: Formula) -> Asked:
 
 def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
     """A client's columns by name; refuse missing columns and missing values."""
-    columns = frames.raw(data, built.columns if frames.is_frame(data) else None, whose)
+    data = frames.opened(data)
+    factor = [built.terms.client] if built.terms.client in getattr(data, "names", ()) else []
+    columns = frames.raw(data, [*built.columns, *factor] if isinstance(data, frames.Opened) else None, whose)
     if not isinstance(columns, Mapping) or not columns:
         raise DataError(f"{whose}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
     if absent := [name for name in built.columns if name not in columns]:
         raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")
-    checks.one_factor_a_client(built, {whose: data})
+    checks.one_factor_a_client(built, {whose: columns})
+    columns = {name: values for name, values in columns.items() if name not in factor}
     checks.limits(built, columns, whose)
-    rows: dict[str, Array] = missing.complete({whose: columns}, built.columns, "error", texts=True)[whose]
+    rows: dict[str, Array] = missing.complete({whose: columns}, "error")[whose]
     check_rows(built, rows, whose)
     return rows
 

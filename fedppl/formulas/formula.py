@@ -201,12 +201,17 @@ def agree(
     -----
     *When this fails.* Counts of levels and sums disclose much of a client with few rows.
     """
-    model = with_order(model, data)
-    built = _formula(model)
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
     gaps.required(missing)
-    clients = clients_of(built, data, by, missing)
+    data = frames.opened(data)
+    model = with_order(model, data)
+    return _agreed(model, clients_of(_formula(model), data, by, missing), min_count, withheld)
+
+
+def _agreed(model: FederatedModel, clients: Mapping[Any, Any], min_count: int, withheld: str) -> Agreed:
+    """The agreement of clients by their rows."""
+    built = _formula(model)
     what, summaries = asked(built), {}
     with_rows = {client_id: given for client_id, given in clients.items() if not isinstance(given, Estimate)}
     for client_id, given in with_rows.items():
@@ -246,68 +251,54 @@ def of_told(
     return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(summaries)))
 
 
-def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
-    """Clients' rows by id with the columns of the formula."""
-    factor = built.terms.client
-    if by is None and frames.is_frame(data) and factor is not None:
-        by = factor
-    checks.tables(built, data, by)
+def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any, Any]:
+    """Clients' columns by id: one table of a data frame, else a mapping."""
+    factor, one_frame = built.terms.client, isinstance(data, frames.Opened)
+    by = factor if by is None and one_frame else by
+    if one_frame or isinstance(data, Mapping):
+        checks.tables(built, data, by)
     checks.say_who_clients_are(built, data, by)
-    given = frames.by_client(data, by, built.columns, texts=True)
-    if not frames.is_frame(data):
-        checks.one_factor_a_client(built, given)
-    split = as_rows(built, given)
-    if missing == gaps.OUTCOMES and isinstance(split, Mapping):
-        outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)
-        with_rows = {k: one for k, one in found.items() if not isinstance(one, Estimate)}
-        parts = gaps.without_outcomes(with_rows, outcomes)
-        complete: Any = {k: one if (part := parts.get(k)) is None else part.data for k, one in found.items()}
-    else:
-        complete = gaps.complete(split, built.columns, missing, texts=True)
-    if not isinstance(complete, Mapping) or not complete:
+    clients = frames.given(data) if by is None else tables.of_frame(data, by, built.columns, texts=True)
+    if not isinstance(clients, Mapping) or not clients:
         given_as = f"an empty {type(data).__name__}" if isinstance(data, Mapping) else type(data).__name__
         raise DataError(f"data are {given_as}; pass a data frame with by=, or a mapping from client id to rows.")
-    return complete
+    if not isinstance(clients, Table):
+        wanted = built.columns if factor is None else (*built.columns, factor)
+        with_factor = frames.by_name(as_rows(built, clients), wanted, texts=True)
+        checks.one_factor_a_client(built, with_factor)
+        clients = {
+            k: {name: column for name, column in rows.items() if name != factor} if isinstance(rows, Mapping) else rows
+            for k, rows in with_factor.items()
+        }
+    for k, rows in {_ALL_ROWS: clients.columns}.items() if isinstance(clients, Table) else clients.items():
+        checks.limits(built, rows, f"client {str(k)!r}")
+    if missing != gaps.OUTCOMES:
+        return tables.complete(clients, missing)
+    with_rows = {k: rows for k, rows in clients.items() if not isinstance(rows, Estimate)}
+    parts = gaps.without_outcomes(with_rows, built.terms.response.columns[:1])
+    return {k: rows if (part := parts.get(k)) is None else part.data for k, rows in clients.items()}
 
 
-def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[FederatedModel, Any]:
-    """The agreed model of a formula, and clients' rows."""
+def ready(
+    model: FederatedModel, data: Any, by: Any, missing: str, *, one_table: bool = False
+) -> tuple[FederatedModel, Any]:
+    """The agreed model of a formula, and clients' columns; with `one_table` the arrays of many clients as one table."""
     model = with_order(model, data)
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
-    if built.design is not None:
-        return model, clients
-    agreed_on = agree(model, clients).model
-    with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
-    checks.say_what_cannot_be_told(_formula(agreed_on), with_rows)
-    return agreed_on, clients
-
-
-def one_table(
-    model: FederatedModel, data: Any, by: Hashable | Sequence[Hashable] | None, missing: str
-) -> tuple[FederatedModel, Table] | None:
-    """The declaration that many clients agreed on, and its builder's arrays as one table.
-
-    None where clients are read one by one: few clients, other data than a frame, or groups within clients.
-    """
-    built = _formula(model)
-    factor = built.terms.client
-    by = factor if by is None else by
-    if by is None or not frames.is_frame(data) or any(len(group.factor) > 1 for group in built.terms.groups):
-        return None
-    checks.tables(built, data, by)
-    model = with_order(model, data)
-    built = _formula(model)
-    table = tables.of_frame(data, by, built.columns, missing, tables.FEWEST, texts=True)
-    if table is None:
-        return None
-    try:
-        declared = _read_at_once(model, built, table)
-    except DataError:
-        return None  # read client by client, errors name the client and its row
-    if declared is not None:
-        checks.say_who_clients_are(built, data, by)
-    return declared
+    within = any(len(group.factor) > 1 for group in built.terms.groups)
+    if one_table and isinstance(clients, Table) and len(clients) >= tables.FEWEST and not within:
+        try:
+            if (read := _read_at_once(model, built, clients)) is not None:
+                return read
+        except DataError:  # read client by client, errors name the client and its row
+            pass
+    clients = dict(clients)
+    if built.design is None:
+        model = _agreed(model, clients, 1, "error").model
+        with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
+        checks.say_what_cannot_be_told(_formula(model), with_rows)
+    return model, clients
 
 
 def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
@@ -317,7 +308,7 @@ def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[
         if built.family.name == "ordinal" and response not in built.levels:
             return None  # its order is checked client by client
         what = asked(built)
-        parts = table.each() if len(table.client_ids) < tables.MANY else {_ALL_ROWS: table.columns}
+        parts: Mapping[str, Any] = table if len(table) < tables.MANY else {_ALL_ROWS: table.columns}
         summaries = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
         model = of_told(model, summaries, "error").model
         built = _formula(model)
@@ -336,12 +327,11 @@ def with_order(model: FederatedModel, data: Any) -> FederatedModel:
     built = _formula(model)
     if built.design is not None or built.orders:
         return model
-    given = frames.by_client(data, None, None) if not frames.is_frame(data) else data
     outcome = built.terms.response.columns[0]
-    order = frames.order(given, outcome) if built.family.name == "ordinal" and outcome not in built.levels else None
+    order = frames.order(data, outcome) if built.family.name == "ordinal" and outcome not in built.levels else None
     levels = built.levels if order is None else {**built.levels, outcome: order}
     unsaid = [name for name in asked(built).names if name not in levels]
-    orders = frames.orders(given, unsaid)
+    orders = frames.orders(data, unsaid)
     return model if order is None and not orders else _model(replace(built, levels=levels, orders=orders))
 
 

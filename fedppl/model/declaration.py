@@ -434,7 +434,8 @@ def kind_of(client_id: str, data: Any, builders: Builders, kind: Kind, said: str
         return _known(said, builders, f"client {client_id!r}: kind")
     if len(builders) == 1:
         return next(iter(builders))
-    named = kind.get(client_id) if isinstance(kind, Mapping) else None if kind is None else kind(client_id, data)
+    given = data.native if isinstance(data, frames.Opened) else data
+    named = kind.get(client_id) if isinstance(kind, Mapping) else None if kind is None else kind(client_id, given)
     if named is not None:
         return _known(named, builders, f"client {client_id!r}: kind")
     fitting = [candidate for candidate, builder in builders.items() if _fits(data, builder)]
@@ -467,9 +468,10 @@ def _fits(data: Any, builder: Callable[..., Any]) -> bool:
 
 
 def _names(data: Any) -> set[str] | None:
-    if frames.is_frame(data):
-        return set(map(str, frames.names_of(data)))
-    return set(map(str, data)) if isinstance(data, Mapping) else None
+    if isinstance(data, Mapping):
+        return set(map(str, data))
+    table = frames.opened(data)
+    return set(map(str, table.names)) if isinstance(table, frames.Opened) else None
 
 
 def _about(data: Any) -> str:

@@ -317,8 +317,7 @@ def start(model: FederatedModel, clients: Clients, algorithm: AnyAlgorithm | Cho
 def _require_options(model: Any, clients: Clients, algorithm: AnyAlgorithm, options: Options) -> None:
     """Refuse options that cannot be meant, before any client is enrolled."""
     require_declared(model, algorithm)
-    count = len(clients.client_ids) if isinstance(clients, Table) else None
-    count = len(clients) if isinstance(clients, Mapping) else count
+    count = len(clients) if isinstance(clients, Mapping) else None
     require_settings(options, count)
     engine = options.engine
     if options.start is not None:
@@ -427,7 +426,7 @@ def enrolled(model: FederatedModel, table: Table, rng: np.random.Generator) -> M
     if reason:
         level = logging.WARNING if len(counts) > _MANY else logging.INFO
         logger.log(level, "%d clients are enrolled one by one: %s", len(counts), reason)
-        return model.enrol(table.each())
+        return model.enrol(table)
     stack = stacked(model, table, clients[0])
     phi = np.ascontiguousarray(clients[0].template.functions["shared start"])
     for k in without_density(stack, phi, cores())[:1]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-import fedppl
-from fedppl import FederatedModel
-from fedppl.formulas.agreement import Told, strange, strange_arrays, strange_levels, tell
-from tests.support import problems
+from fedppl.formulas.agreement import Told, strange, strange_levels, tell
 
 Draw = Callable[[np.random.Generator, int], Any]
 
@@ -107,39 +103,6 @@ def test_where_nothing_can_be_said_nothing_is() -> None:
     beds = [[40.0] * 5, [700.0] * 5, [90.0] * 5, [120.0] * 5]  # a column of clients
     assert strange(told(*beds)) == []
     assert strange({"a": {"x": Told(0, 0.0, 0.0, {}, False)}} | told(*beds[:2])) == []
-
-
-def test_arrays_of_a_builder_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
-    model, clients = problems.regression()
-    rng = np.random.default_rng(0)
-    arrays = {
-        str(k): {"X": rng.normal(0, 1, (20, 2)), "y": rng.normal(size=20), "n": rng.integers(9, size=20)}
-        for k in range(4)
-    }
-    assert strange_arrays(arrays) == []
-    arrays["2"]["X"][:, 1] *= 1000.0
-    arrays["1"]["n"] = arrays["1"]["n"] * 100_000  # integers may be indices
-    (found,) = strange_arrays(arrays)
-    assert "'X[:, 1]' at client '2'" in found
-    with caplog.at_level(logging.WARNING, logger="fedppl"):
-        fedppl.given.clients(FederatedModel(lambda X, y, n: None, ["a"]), arrays, None, "error")
-    (record,) = caplog.records
-    assert "client '2'" in record.getMessage() and "units" in record.getMessage()
-    caplog.clear()
-    fedppl.given.clients(model, clients, None, "error")
-    assert not caplog.records
-
-
-def test_squares_that_overflow_are_left_to_others() -> None:
-    rng = np.random.default_rng(0)
-    arrays = {str(k): {"X": rng.normal(size=(3, 2)) * [1.0, 1e300]} for k in range(4)}
-    assert strange_arrays(arrays) == []
-
-
-def test_many_clients_take_little_time() -> None:
-    rng = np.random.default_rng(0)
-    arrays = {k: {"X": rng.normal(size=(3, 50))} for k in range(1000)}
-    assert len(strange_arrays(arrays)) <= 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from scipy import stats
 import fedppl
 from fedppl import gaussian, given
 from fedppl.contracts import Summed
-from fedppl.data import tables
+from fedppl.data import frames, tables
 from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
 from fedppl.types import DataError, Status
 
@@ -47,7 +47,7 @@ def rows_of_wards(count: int, seed: int = 0) -> pd.DataFrame:
 
 
 def stack_of(frame: pd.DataFrame) -> Stack:
-    table = tables.of_frame(frame, "ward", WARDS.names, "error", 1)
+    table = tables.of_frame(frames.opened(frame), "ward", WARDS.names)
     assert table is not None
     few = WARDS.enrol({table.client_ids[k]: table.rows(k) for k in range(5)})
     assert why_not(list(few.values())) == ""
@@ -475,17 +475,12 @@ def test_clients_whose_integrals_have_no_rule_are_enrolled_one_by_one(
     assert "several local variables depend on each other" in caplog.text
 
 
-@pytest.mark.parametrize("form", ["mapping", "frame", "formula"])
-def test_odd_columns_of_clients_that_are_asked_at_once_are_named(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_odd_columns_of_clients_that_are_asked_at_once_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """Of ward 7 in another unit: 60 clients are looked at one by one, as fewer are."""
     frame = rows_of_wards(60).sort_values("ward", ignore_index=True)
     frame.loc[frame["ward"] == 7, "x"] *= 1000.0
-    data: Any = frame
-    if form == "mapping":
-        data = {str(k): {name: own[name].to_numpy() for name in ("x", "y")} for k, own in frame.groupby("ward")}
-    model = fedppl.formula("y ~ x + (1 | ward)", "bernoulli") if form == "formula" else WARDS
-    table = given.clients(model, data, None if form == "mapping" else "ward", "error", one_table=True)[1]
-    assert isinstance(table, tables.Table)
+    model = fedppl.formula("y ~ x + (1 | ward)", "bernoulli")
+    assert isinstance(given.clients(model, frame, "ward", "error", one_table=True)[1], tables.Table)
     assert "'x' at client '7' is of size" in caplog.text
 
 
@@ -504,12 +499,12 @@ def test_missing_rows_are_refused_or_dropped(frame: pd.DataFrame, caplog: pytest
     gone.loc[first, "x"] = np.nan
     with pytest.raises(DataError, match="values are missing"):
         fedppl.fit(WARDS, gone, AT_ONCE, by="ward", progressbar=False)
-    found, kept = (tables.of_frame(one, "ward", WARDS.names, "drop", 1) for one in (gone, gone.drop(index=first)))
-    assert found is not None and kept is not None
+    found, kept = (
+        given.clients(WARDS, one, "ward", "drop", one_table=True)[1] for one in (gone, gone.drop(index=first))
+    )
     assert sorted(found.client_ids) == sorted(kept.client_ids)
     assert len(found.columns["x"]) == len(gone) - 2
-    assert f"2 of {len(gone)} rows" in caplog.text
-    assert f"at client '{gone.loc[first[0], 'ward']}'" in caplog.text
+    assert f"client {gone.loc[first[0], 'ward']}: " in caplog.text and "rows are left out" in caplog.text
 
 
 @pytest.mark.slow
@@ -566,11 +561,9 @@ def _nothing(stack: Any, message: Any, workers: int) -> Summed:
 
 def test_groups_are_those_of_the_frame() -> None:
     frame = pd.DataFrame({"a": ["x", "y", "x", "z", "y"], "b": [1, 2, 1, 1, 2], "v": np.arange(5.0)})
-    table = tables.of_frame(frame, ["a", "b"], ["v"], "error", 1)
-    assert table is not None
+    table = tables.of_frame(frames.opened(frame), ["a", "b"], ["v"])
     assert table.client_ids == ("('x', 1)", "('y', 2)", "('z', 1)")
     assert [table.rows(k)["v"].tolist() for k in range(3)] == [[0.0, 2.0], [1.0, 4.0], [3.0]]
-    assert tables.of_frame(frame, "a", ["v"], "error", 4) is None
 
 
 def of_two_kinds(y: Any, yes: Any) -> pm.Model:

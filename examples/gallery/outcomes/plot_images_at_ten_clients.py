@@ -81,10 +81,8 @@ model = fedppl.FederatedModel(functools.partial(classifier, net=net), shared=["0
 # rows speak about. Each runs for fifteen rounds, ``FedSI`` at a learning rate of 0.01 and ``FedAvg`` at its usual
 # 0.001.
 #
-# Three messages are to be expected in the log. Weights still move after fifteen rounds, and a status of ``max_rounds``
+# Two messages are to be expected in the log. Weights still move after fifteen rounds, and a status of ``max_rounds``
 # with a warning says so; networks are usually stopped like this. ``FedAvg`` makes no use of the priors, and says that.
-# And fedppl compares the columns of clients, to find units that differ or columns that were swapped: pixels at the edge
-# are dark in all images of some clients and not of others. That one is a false alarm here.
 
 ROUNDS = 15
 average = fedppl.nn.FedAvg(learning_rate=1e-3)
