@@ -23,9 +23,9 @@ def clients(model: Any, data: Any, by: Any, missing: str, *, one_table: bool = F
         return model, data
     from fedppl.formulas.formula import is_formula, ready  # slow to import
 
-    data = frames.opened(data)
     if is_formula(model):
         return ready(model, data, by, missing, one_table=one_table)
+    data = frames.opened(data)
     split = frames.given(data) if by is None else tables.of_frame(data, by, model.names)
     if not isinstance(split, Mapping):
         return model, split

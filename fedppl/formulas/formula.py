@@ -283,6 +283,7 @@ def ready(
     model: FederatedModel, data: Any, by: Any, missing: str, *, one_table: bool = False
 ) -> tuple[FederatedModel, Any]:
     """The agreed model of a formula, and clients' columns; with `one_table` the arrays of many clients as one table."""
+    data = frames.opened(data)
     model = with_order(model, data)
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
