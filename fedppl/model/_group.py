@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from fedppl.gaussian import Gaussian
 from fedppl.model import _public, interpreted
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
-from fedppl.model._public import altered, attempt
 from fedppl.model.checks import (
     containers,
     fingerprint,
@@ -35,7 +34,17 @@ from fedppl.model.checks import (
 )
 from fedppl.model.client import EACH, ClientModel, is_written, unconstrained
 from fedppl.model.compiled import pack
-from fedppl.model.template import Declared, Template, kernel_of, lengths_of, opened, parts_of, shapes, template_of
+from fedppl.model.template import (
+    Declared,
+    Template,
+    differences,
+    kernel_of,
+    lengths_of,
+    opened,
+    parts_of,
+    shapes,
+    template_of,
+)
 from fedppl.numerics.pairs import NO_DATA, site_outputs
 from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.settings import some_of
@@ -78,32 +87,11 @@ def enrol_group(
     """
     ids = list(group)
     columns = tuple((name, array.dtype.str, array.shape[1:]) for name, array in sorted(group[ids[0]].items()))
-    known = compared.get(columns)
-    if known and not _builds(declared, known, ids[0], group[ids[0]]):  # the builder reads state that has changed
-        known = None
-    first = known or template_of(declared, ids[0], group[ids[0]])
-    if not known and _ignores(declared, first.parts, group):
-        raise ignored_data(ids[0], declared.builder, first.parts, group[ids[0]])
-    templates = {ids[0]: first}
-    separate = not first.parts.data
-    if not separate and not known and len(ids) > 1 and is_written(declared.builder):
-        first.functions["compared"] = True  # a formula has all data and lengths in containers
-        compared[columns] = first
-    elif not separate and not known and len(ids) > 1:
-        first, other, parts = _pair(declared, group, first)
-        templates = {ids[0]: first}
-        separate = not _same.surely_same_model(first.parts, parts)
-        if separate:
-            second = templates[other] = opened(other, group[other], parts, first.parts.open)
-            require_same_variables(ids[0], first.variables[0], other, second.variables[0], group[other])
-            if not _same.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
-                raise other_prior(ids[0], other)
-            same = first.same_density(second)
-            separate = not (same and _same.same_outputs(first.parts, first.variables, second.parts, second.variables))
-        if not separate:
+    first, separate, builds = compared.get(columns), False, {}
+    if first is None or not _repeats(declared, first, ids[0], group[ids[0]]):  # the builder reads state that changed
+        first, separate, builds = _traced(declared, group, alone=len(ids) == 1 and reference is None)
+        if len(ids) > 1 and not separate:
             compared[columns] = first
-    if (separate or len(ids) == 1) and not known and not _builds(declared, first, ids[0], group[ids[0]]):
-        raise other_model(ids[0])
     if separate and len(ids) > 1:
         missing = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
         warnings.warn(
@@ -115,13 +103,16 @@ def enrol_group(
     if reference is not None:
         first.functions.setdefault("public", reference.template.public)
     elif "public" not in first.functions:
-        _judge(declared, ids[0], group[ids[0]], first, alone=len(ids) == 1)
+        _judge(declared, ids[0], group[ids[0]], first)
     for client_id in ids:  # all are checked before anything is compiled for the first
         containers(client_id, first.parts, group[client_id])
     for client_id in ids:
         template = first
+        if client_id in builds:
+            template = opened(client_id, group[client_id], builds[client_id], first.parts.open)
+        elif separate and client_id != ids[0]:
+            template = template_of(declared, client_id, group[client_id])
         if separate:
-            template = templates.get(client_id) or template_of(declared, client_id, group[client_id])
             template.functions.update(own=True, public=first.public)
         client = client_of(declared, client_id, template, group[client_id], reference, kernel=kernel)
         require_same_layout(reference, client)
@@ -129,60 +120,63 @@ def enrol_group(
         yield client
 
 
-def _pair(declared: Declared, group: Clients, first: Template) -> tuple[Template, str, _graph.Parts]:
-    """The first client's template, a second client and its build; lengths that differ between the two are open."""
-    ids = list(group)
-    sizes = {client_id: [np.shape(array)[:1] for array in arrays.values()] for client_id, arrays in group.items()}
-    # A client with other numbers of rows shows which lengths depend on them.
-    other = max(ids[1:], key=lambda name: sum(a != b for a, b in zip(sizes[name], sizes[ids[0]], strict=True)))
-    parts = parts_of(declared, other, group[other])
-    lengths = _graph.open_lengths(first.parts, parts.model)
-    if lengths != first.parts.open:
-        first = opened(ids[0], group[ids[0]], first.parts, lengths)
-    first.functions["compared"] = True
-    return first, other, parts
+def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Template, bool, dict[str, _graph.Parts]]:
+    """The first client's template, whether each client needs one of its own, and builds of others that have one.
 
-
-def _builds(declared: Declared, template: Template, client_id: str, arrays: Mapping[str, Any]) -> bool:
-    """Whether the builder, called once more, gives the model of the template."""
-    parts = parts_of(declared, client_id, arrays)
-    if _same.surely_same_model(template.parts, parts):
-        return True
-    again = opened(client_id, arrays, parts, template.parts.open)
-    return (
-        template.variables[0] == again.variables[0]
-        and template.same_density(again)
-        and _same.same_prior(template.parts, template.variables[0], again.parts, again.variables[0])
-        and _same.same_outputs(template.parts, template.variables, again.parts, again.variables)
-    )
-
-
-def _ignores(declared: Declared, first: _graph.Parts, group: Clients) -> bool:
-    """Whether no client's data reach the observed variables."""
-    parts: _graph.Parts | None = first
-    for client_id, arrays in group.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            build = functools.partial(parts_of, declared, client_id)
-            if not _ignores_data(build, parts or build(arrays), arrays):
-                return False
-        parts = None
-    return True
-
-
-def _judge(declared: Declared, client_id: str, arrays: Mapping[str, Any], template: Template, *, alone: bool) -> None:
-    """Decide what may leave a client, and warn of what is withheld."""
-
-    @functools.cache
-    def rebuild() -> _public.Built:
-        if is_written(declared.builder):  # a formula has all data in containers
-            return (template.parts,)
-        return _public.rebuilt(lambda data: parts_of(declared, client_id, data), arrays)
-
-    parts, shared = template.parts, template.variables[0]
-    if alone and _public.prior_of_data(parts, shared, rebuild()):  # else two clients' priors are compared
+    What a builder may do wrong shows where two of its builds differ: those of two clients, of a client `alone` and of
+    altered data, or of the same data.
+    """
+    client_id, *others = group
+    arrays = group[client_id]
+    first = template_of(declared, client_id, arrays)
+    if is_written(declared.builder):  # a formula has all data and lengths in containers
+        first.functions |= {"compared": True} if others else {}
+        return first, False, {}
+    if not _reads_containers(first.parts) and _ignores_data(declared, client_id, first, arrays):
+        raise ignored_data(client_id, declared.builder, first.parts, arrays)
+    steady, builds, altered = False, {}, None
+    if others and first.parts.data:
+        # A client with other numbers of rows shows which lengths depend on them.
+        sizes = {k: [np.shape(array)[:1] for array in group[k].values()] for k in group}
+        other = max(others, key=lambda k: sum(a != b for a, b in zip(sizes[k], sizes[client_id], strict=True)))
+        parts = parts_of(declared, other, group[other])
+        lengths = _graph.open_lengths(first.parts, parts.model)
+        if lengths != first.parts.open:
+            first = opened(client_id, arrays, first.parts, lengths)
+        first.functions["compared"] = True
+        differ = differences(first, other, group[other], parts)
+        if "variables" in differ:
+            second = opened(other, group[other], parts, lengths)
+            require_same_variables(client_id, first.variables[0], other, second.variables[0], group[other])
+        if "prior" in differ:
+            raise other_prior(client_id, other)
+        steady, builds = not differ, {other: parts} if differ else {}
+    elif alone:
+        altered = _altered(declared, client_id, arrays, first)
+        steady = altered is not None and all(_same.surely_same_model(first.parts, parts) for parts in altered)
+    if not steady and not _repeats(declared, first, client_id, arrays):
+        raise other_model(client_id)
+    if alone and not steady and _public.prior_of_data(first.parts, first.variables[0], altered):
         raise private_prior(client_id)
-    public = template.functions["public"] = _public.read_public(parts, shared, rebuild)
+    return first, not first.parts.data or (bool(others) and not steady), builds
+
+
+def _repeats(declared: Declared, template: Template, client_id: str, arrays: Mapping[str, Any]) -> bool:
+    """Whether the builder, called once more, gives the model of the template."""
+    return not differences(template, client_id, arrays, parts_of(declared, client_id, arrays))
+
+
+def _altered(declared: Declared, client_id: str, arrays: Mapping[str, Any], template: Template) -> _public.Built:
+    """Builds on altered data, made once; None where the builder fails on some."""
+    if is_written(declared.builder):
+        return (template.parts,)
+    return template.once("altered", lambda: _public.rebuilt(functools.partial(parts_of, declared, client_id), arrays))
+
+
+def _judge(declared: Declared, client_id: str, arrays: Mapping[str, Any], template: Template) -> None:
+    """Decide what may leave a client, and warn of what is withheld."""
+    rebuild = functools.partial(_altered, declared, client_id, arrays, template)
+    public = template.functions["public"] = _public.read_public(template.parts, template.variables[0], rebuild)
     stay = [*map(repr, public.withheld), *(f"labels of {dim!r}" for dim in public.unlabelled)]
     if stay:
         known = "" if rebuild() is not None else " (the builder fails on altered data)"
@@ -192,6 +186,7 @@ def _judge(declared: Declared, client_id: str, arrays: Mapping[str, Any], templa
             UserWarning,
             stacklevel=5,
         )
+    template.functions.pop("altered", None)
 
 
 def client_of(
@@ -250,41 +245,35 @@ def client_of(
     return client
 
 
-Build = Callable[[Mapping[str, Any]], _graph.Parts]
-
 _FAR = 1e9  # beyond the thresholds of models, and within 32 bits
 
 
-def _ignores_data(build: Build, parts: _graph.Parts, arrays: Mapping[str, Any]) -> bool:
-    """Whether log p of the observed variables and potentials does not depend on the data.
-
-    It does if a container is an ancestor, or if the builder called with other arrays gives another graph. False where
-    the builder fails on these.
-    """
+def _reads_containers(parts: _graph.Parts) -> bool:
+    """Whether a container is above an observed variable or a potential, or in its density."""
     ends, above = _ends(parts)
     if not above.isdisjoint(parts.data):
-        return False
-    logp, inputs = _likelihood(parts, ends, above)
-    if not set(ancestors([logp])).isdisjoint(parts.data):
-        return False
-    for other_arrays in _others(arrays):
-        other_parts = attempt(build, other_arrays)
-        if other_parts is None:
+        return True
+    return not set(ancestors([_likelihood(parts, ends, above)[0]])).isdisjoint(parts.data)
+
+
+def _ignores_data(declared: Declared, client_id: str, first: Template, arrays: Mapping[str, Any]) -> bool:
+    """Whether log p of the observed variables and potentials is the same graph on altered data, and on data far away.
+
+    False where the builder fails on these.
+    """
+    build = functools.partial(parts_of, declared, client_id)
+    far = ({k: v if v.dtype.kind != "f" else v + by for k, v in arrays.items()} for by in (-_FAR, _FAR))
+    others = [*(_altered(declared, client_id, arrays, first) or (None,)), *(_public.attempt(build, one) for one in far)]
+    logp, inputs = _likelihood(first.parts, *_ends(first.parts))
+    for other in others:
+        if other is None:
             return False
-        other_logp, other_inputs = _likelihood(other_parts, *_ends(other_parts))
+        other_logp, other_inputs = _likelihood(other, *_ends(other))
         if [v.type for v in inputs] != [v.type for v in other_inputs]:
             return False
         if not equal_computations([logp], [other_logp], in_xs=inputs, in_ys=other_inputs):
             return False
     return True
-
-
-def _others(arrays: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Altered data, all arrays at once, and data far away."""
-    for step in altered(arrays):
-        yield {name: one[name] for name, one in zip(arrays, step, strict=True)} if len(step) > 1 else step[0]
-    for far in (-_FAR, _FAR):
-        yield {name: value if value.dtype.kind != "f" else value + far for name, value in arrays.items()}
 
 
 def _ends(parts: _graph.Parts) -> tuple[list[Any], set[Any]]:

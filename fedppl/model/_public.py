@@ -8,7 +8,7 @@ change, so a constant array is trusted only if its pattern determines it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,16 +31,6 @@ class Public(NamedTuple):
     withheld: tuple[str, ...]
     labelled: tuple[str, ...]
     unlabelled: tuple[str, ...]
-
-
-def altered(arrays: Arrays) -> Iterator[list[dict[str, Any]]]:
-    """Other data of the same kind, in steps; a step is a list of data sets that change one array each.
-
-    Integers keep their range, since they may be indices, and rows are repeated rather than dropped.
-    """
-    yield [{name: _more_rows(value) for name, value in arrays.items()}]
-    for way in (_lower, _higher):
-        yield [{**arrays, name: way(np.asarray(value))} for name, value in arrays.items()]
 
 
 def _more_rows(value: Any) -> Any:
@@ -81,13 +71,18 @@ def _steps(value: Any) -> Any:
 
 
 def rebuilt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> Built:
-    """Models on altered data; arrays change together where the builder allows it, else one at a time."""
-    models = []
-    for step in altered(arrays):
-        together = (
-            {name: changed[name] for name, changed in zip(arrays, step, strict=True)} if len(step) > 1 else step[0]
-        )
-        for tried in ([together], step):
+    """Models on other data of the same kind: moved down, with more rows, and moved up.
+
+    Arrays change together where the builder allows it, else one at a time. Integers keep their range, since they may be
+    indices, and rows are repeated rather than dropped.
+    """
+    models: list[_graph.Parts] = []
+    more = {name: _more_rows(value) for name, value in arrays.items()}
+    low, high = ({name: way(np.asarray(value)) for name, value in arrays.items()} for way in (_lower, _higher))
+    each_low, each_high = ([{**arrays, name: value} for name, value in moved.items()] for moved in (low, high))
+    low_and_more = {name: _more_rows(value) for name, value in low.items()}
+    for ways in (([low_and_more], [more, low], [more, *each_low]), ([high], each_high)):
+        for tried in ways:
             built_here = [parts for changed in tried if (parts := attempt(build, changed)) is not None]
             if len(built_here) == len(tried):
                 models += built_here
@@ -124,8 +119,8 @@ def read_public(parts: _graph.Parts, shared: tuple[Variable, ...], rebuild: Call
     candidates = {v.name: v for v in _graph.computed_from_shared(parts)}
     plain = [name for name, v in candidates.items() if _holds_no_array(model, v)]
     dims = _dims_of(model, [*(v.name for v in shared), *plain])
-    if not plain and not dims:
-        return Public((), tuple(candidates), (), ())
+    if not plain and all(_counts(model.coords[dim]) for dim in dims):
+        return Public((), tuple(candidates), tuple(dims), ())
     built = rebuild()
     outputs = _outputs(parts, shared, plain)
     names = [name for name in plain if outputs and built is not None and _unchanged(name, outputs, built, shared)]

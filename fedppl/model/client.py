@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -147,7 +148,15 @@ class ClientModel:
 
     def _reach(self) -> Array:
         start = np.concatenate([self.template.functions["shared start"], self.initial])
-        return points(parts_of(self.declared, self.client_id, self.arrays), start)
+        return points(self._parts, start)
+
+    @property
+    def _parts(self) -> Parts:
+        """A build on this client's data: the template's, where that was made from equal data in containers."""
+        parts = self.template.parts
+        values = [(v.get_value(borrow=True), self.arrays[v.name]) for v in parts.data]
+        made_of_these = bool(values) and all(itertools.starmap(np.array_equal, values))
+        return parts if made_of_these else parts_of(self.declared, self.client_id, self.arrays)
 
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
         """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,); NaN where φ has indicators."""
@@ -228,7 +237,7 @@ class ClientModel:
         """How draws of φ are read, without the local variables."""
         # Coords of a formula come from the agreement, and are equal at all clients.
         alike = is_written(self.declared.builder)
-        dims, coords = dims_and_coords(self.template.parts.model if alike else self.pymc_model())
+        dims, coords = dims_and_coords((self.template.parts if alike else self._parts).model)
         public = self.template.public
         names = {*self.declared.shared, *public.names}
         kept = {name: of for name, of in dims.items() if name in names}

@@ -269,6 +269,24 @@ class Template:
         return any(rows[name] in fixed and rows[name] != len(np.atleast_1d(arrays[name])) for name in rows)
 
 
+def differences(template: Template, client_id: str, arrays: Mapping[str, Any], parts: _graph.Parts) -> set[str]:
+    """In what another build differs: "variables", or "prior", "density" and "outputs"; empty where both are one model.
+
+    `arrays` are those that the other build was made from.
+    """
+    if _same.surely_same_model(template.parts, parts):
+        return set()
+    other = opened(client_id, arrays, parts, template.parts.open)
+    if template.variables[0] != other.variables[0]:
+        return {"variables"}
+    same = {
+        "prior": _same.same_prior(template.parts, template.variables[0], other.parts, other.variables[0]),
+        "density": template.same_density(other),
+        "outputs": _same.same_outputs(template.parts, template.variables, other.parts, other.variables),
+    }
+    return {what for what, is_same in same.items() if not is_same}
+
+
 def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
     """Compile x, packed data -> [log density, gradient] in NUMBA mode, callable from other jitted loops."""
     global _compiled
