@@ -63,7 +63,8 @@ def simulate(options: argparse.Namespace) -> World:
     """Patients, sliced among hospitals whose coefficients differ."""
     rng = np.random.default_rng(options.seed)
     draw = lambda rows: np.column_stack([np.ones(rows), rng.normal(size=(rows, len(COLUMNS) - 1))])  # noqa: E731
-    X, parts = draw(options.patients), partitions.quantity(options.patients, options.hospitals, random_seed=rng)
+    X = draw(options.patients)
+    parts = partitions.label_skew(np.zeros(options.patients), options.hospitals, 1, random_seed=rng)
     clients, truth = {}, {}
     for k, rows in enumerate(parts.rows.values()):
         name = f"hospital {k + 1}"

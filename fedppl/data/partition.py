@@ -1,4 +1,7 @@
-"""Divide rows among clients by label, subclass, quantity, Dirichlet shares or source; each row goes to one client."""
+"""Divide rows among clients by label, subclass, Dirichlet shares or source; each row goes to one client.
+
+Clients that differ in their numbers of rows alone: `label_skew` with one label for all rows, and ``each=1``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from fedppl.settings import one_of, shown, whole
@@ -126,46 +128,6 @@ def concept_drift(
     return _sliced([_kinds_of(below, clients, 1, rng) for below in under.values()], [lower] * len(under), cuts, rng)
 
 
-def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator | None = None) -> Partition:
-    """Cut shuffled rows at random places: clients that differ in nothing but their number of rows.
-
-    Parameters
-    ----------
-    rows
-        Number of rows to divide.
-    clients
-        Number of clients, each of which has at least one row.
-    random_seed
-        Seed.
-
-    Returns
-    -------
-    Partition
-        Its ``kinds`` are "all" for every client.
-
-    Raises
-    ------
-    DataError
-        If there are fewer rows than clients.
-    DeclarationError
-        For numbers that are not whole or below 1, or a seed that is none.
-
-    Examples
-    --------
-    >>> parts = quantity(100, 4, random_seed=0)
-    >>> sum(len(rows) for rows in parts.rows.values())
-    100
-
-    Notes
-    -----
-    *When this fails.* Labels are not looked at: a client with few rows lacks some of them by chance. Cuts are uniform,
-    so that some client may have a single row, which a model with several parameters for each client cannot use.
-    """
-    _require_whole(rows=rows, clients=clients)
-    everyone = [("all",)] * clients
-    return _sliced([everyone], [np.full(rows, "all")], "same", _generator(random_seed))
-
-
 def dirichlet(
     labels: Any, clients: int, alpha: float, *, least: int = 1, random_seed: int | np.random.Generator | None = None
 ) -> Partition:
@@ -280,8 +242,8 @@ def feature_skew(
 
     Notes
     -----
-    *When this fails.* Sources often differ in the shares of their labels too; `table` shows it. Then clients differ in
-    more than their inputs, and what is due to which is not told apart.
+    *When this fails.* Sources often differ in the shares of their labels too. Then clients differ in more than their
+    inputs, and what is due to which is not told apart.
     """
     where, rng = _require_column("sources", sources), _generator(random_seed)
     known = np.unique(where).tolist()
@@ -315,113 +277,6 @@ def feature_skew(
     return Partition(
         parts.rows, {name: tuple(pairs[number] for number in kinds) for name, kinds in parts.kinds.items()}
     )
-
-
-# What a partition looks like: rows of every label at every client, as a table and as stacked bars ---------------------
-
-
-def table(partition: Partition, labels: Any) -> pd.DataFrame:
-    """Rows of every label at every client, and their total: a row for each client.
-
-    Parameters
-    ----------
-    partition
-        What `label_skew` and its like returned.
-    labels
-        Label of every row that was divided, (n,), in the same order.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A row for each client; a column "rows", then one for each label in rising order.
-
-    Raises
-    ------
-    DataError
-        If there are not as many labels as rows, or they are none: not one for every row, of several types, or numbers
-        that are missing or infinite.
-    DeclarationError
-        If `partition` is none.
-
-    Examples
-    --------
-    >>> from fedppl.data import label_skew
-    >>> labels = np.repeat([0, 1], 30)
-    >>> int(table(label_skew(labels, 4, 1, random_seed=0), labels)["rows"].sum())
-    60
-
-    Notes
-    -----
-    *When this fails.* Only the number of labels is checked: those of other rows, or in another order, are counted all
-    the same. Outcomes that are no classes have a column for every value: bin them first.
-    """
-    if not isinstance(partition, Partition):
-        raise DeclarationError(
-            f"partition is {type(partition).__name__}; pass what label_skew and its like return, then the labels."
-        )
-    y = _require_column("labels", labels)
-    total = sum(len(at) for at in partition.rows.values())
-    if len(y) != total:
-        raise DataError(f"{len(y)} labels for a partition of {total} rows; pass those of the rows that were divided.")
-    known = np.unique(y)
-    counts = {name: [int(np.sum(y[at] == label)) for label in known] for name, at in partition.rows.items()}
-    counts_table = pd.DataFrame.from_dict(counts, orient="index", columns=known.tolist())
-    if "rows" in counts_table:
-        raise DataError("a label is called 'rows', as the column of counts is; call it something else.")
-    counts_table.insert(0, "rows", [len(at) for at in partition.rows.values()])
-    return counts_table.rename_axis(index="client", columns="label")
-
-
-def plot(partition: Partition, labels: Any, ax: Any = None) -> Any:
-    """Draw rows of every label at every client as stacked bars; the axes are returned.
-
-    Parameters
-    ----------
-    partition, labels
-        As in `table`.
-    ax
-        Matplotlib axes; by default those of a new figure.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-
-    Raises
-    ------
-    DataError, DeclarationError
-        As in `table`.
-    ModuleNotFoundError
-        If matplotlib is not installed.
-
-    Examples
-    --------
-    >>> import matplotlib; matplotlib.use("Agg")
-    >>> from fedppl.data import label_skew
-    >>> labels = np.repeat([0, 1, 2], 40)
-    >>> axes = plot(label_skew(labels, 6, 2, random_seed=1), labels)
-    >>> len(axes.patches)  # a bar for each of 3 labels at each of 6 clients
-    18
-
-    Notes
-    -----
-    *When this fails.* There are 20 colours: with more labels they repeat, and there is no legend. Bars stand in the
-    order of the clients and have no names; `table` has the ids and the numbers.
-    """
-    import matplotlib.pyplot as plt
-
-    counts = table(partition, labels).drop(columns="rows")
-    axes = plt.subplots(figsize=(max(6.0, 0.18 * len(counts)), 3.5), layout="constrained")[1] if ax is None else ax
-    bottom, colours = np.zeros(len(counts)), plt.get_cmap("tab20")
-    for k, label in enumerate(counts.columns):
-        axes.bar(
-            np.arange(len(counts)), counts[label], bottom=bottom, width=0.9, color=colours(k % 20), label=str(label)
-        )
-        bottom += counts[label].to_numpy()
-    axes.set(xlabel="client", ylabel="rows", xlim=(-0.6, len(counts) - 0.4))
-    axes.set_xticks([])
-    if len(counts.columns) <= 20:
-        axes.legend(title="label", fontsize="small", ncols=2)
-    return axes
 
 
 # What all partitions share: labels drawn from a pile, and rows cut into slices ----------------------------------------

@@ -57,8 +57,8 @@ def asked(built: Formula) -> Asked:
 def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
     """A client's columns by name; refuse missing columns and missing values."""
     data = frames.opened(data)
-    factor = [built.terms.client] if built.terms.client in getattr(data, "names", ()) else []
-    columns = frames.raw(data, [*built.columns, *factor] if isinstance(data, frames.Opened) else None, whose)
+    factor = [name for name in (built.terms.client,) if name is not None and name not in built.columns]
+    columns = frames.raw(data, (*built.columns, *factor) if isinstance(data, frames.Opened) else None, whose)
     if not isinstance(columns, Mapping) or not columns:
         raise DataError(f"{whose}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
     if absent := [name for name in built.columns if name not in columns]:

@@ -273,7 +273,8 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any,
     for k, rows in {_ALL_ROWS: clients.columns}.items() if isinstance(clients, Table) else clients.items():
         checks.limits(built, rows, f"client {str(k)!r}")
     if missing != gaps.OUTCOMES:
-        return tables.complete(clients, missing)
+        complete: Mapping[Any, Any] = tables.complete(clients, missing)
+        return complete
     with_rows = {k: rows for k, rows in clients.items() if not isinstance(rows, Estimate)}
     parts = gaps.without_outcomes(with_rows, built.terms.response.columns[:1])
     return {k: rows if (part := parts.get(k)) is None else part.data for k, rows in clients.items()}

@@ -87,7 +87,8 @@ def enrol_group(
     """
     ids = list(group)
     columns = tuple((name, array.dtype.str, array.shape[1:]) for name, array in sorted(group[ids[0]].items()))
-    first, separate, builds = compared.get(columns), False, {}
+    first, separate = compared.get(columns), False
+    builds: dict[str, _graph.Parts] = {}
     if first is None or not _repeats(declared, first, ids[0], group[ids[0]]):  # the builder reads state that changed
         first, separate, builds = _traced(declared, group, alone=len(ids) == 1 and reference is None)
         if len(ids) > 1 and not separate:
@@ -130,11 +131,13 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
     arrays = group[client_id]
     first = template_of(declared, client_id, arrays)
     if is_written(declared.builder):  # a formula has all data and lengths in containers
-        first.functions |= {"compared": True} if others else {}
+        if others:
+            first.functions["compared"] = True
         return first, False, {}
     if not _reads_containers(first.parts) and _ignores_data(declared, client_id, first, arrays):
         raise ignored_data(client_id, declared.builder, first.parts, arrays)
-    steady, builds, altered = False, {}, None
+    steady, altered = False, None
+    builds: dict[str, _graph.Parts] = {}
     if others and first.parts.data:
         # A client with other numbers of rows shows which lengths depend on them.
         sizes = {k: [np.shape(array)[:1] for array in group[k].values()] for k in group}
@@ -150,7 +153,8 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
             require_same_variables(client_id, first.variables[0], other, second.variables[0], group[other])
         if "prior" in differ:
             raise other_prior(client_id, other)
-        steady, builds = not differ, {other: parts} if differ else {}
+        steady = not differ
+        builds |= {other: parts} if differ else {}
     elif alone:
         altered = _altered(declared, client_id, arrays, first)
         steady = altered is not None and all(_same.surely_same_model(first.parts, parts) for parts in altered)

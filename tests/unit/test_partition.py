@@ -22,7 +22,7 @@ WAYS: dict[str, Callable[[int], data.Partition]] = {
     "equal cuts": lambda seed: data.label_skew(LABELS, 20, 5, cuts="equal", random_seed=seed),
     "uneven labels": lambda seed: data.label_skew(LABELS, 7, 3, random_seed=seed),
     "concept drift": lambda seed: data.concept_drift(LABELS, SUBCLASSES, 15, random_seed=seed),
-    "quantity": lambda seed: data.quantity(2000, 20, random_seed=seed),
+    "quantity": lambda seed: data.label_skew(np.zeros(2000), 20, 1, random_seed=seed),
     "dirichlet": lambda seed: data.dirichlet(LABELS, 20, 0.3, random_seed=seed),
     "feature skew": lambda seed: data.feature_skew(np.where(LABELS < 3, "a", "b"), 9, random_seed=seed),
     "feature skew by label": lambda seed: data.feature_skew(SOURCES, 9, labels=LABELS, each=5, random_seed=seed),
@@ -54,12 +54,18 @@ def test_clients_hold_the_labels_that_they_drew_and_all_labels_are_drawn_equally
         assert len(parts.kinds[name]) == 5
 
 
+def counts(parts: data.Partition) -> Any:
+    """Rows of every label (10, clients)."""
+    return np.stack([np.bincount(LABELS[rows], minlength=10) for rows in parts.rows.values()], axis=1)
+
+
 def test_the_same_cuts_make_large_clients_large_in_all_labels() -> None:
     """Within a label, sizes of the slices are the same numbers for all labels; with independent cuts they are not."""
 
     def sizes(cuts: str) -> list[list[int]]:
-        table = data.table(data.label_skew(LABELS, 20, 5, cuts=cuts, random_seed=2), LABELS).drop(columns="rows")
-        return [sorted(column[column > 0]) for _, column in table.items()]
+        return [
+            sorted(column[column > 0]) for column in counts(data.label_skew(LABELS, 20, 5, cuts=cuts, random_seed=2))
+        ]
 
     same, apart = sizes("same"), sizes("independent")
     assert all(one == same[0] for one in same)
@@ -76,7 +82,7 @@ def test_under_concept_drift_every_client_has_one_subclass_of_every_class() -> N
 
 def test_equal_cuts_make_slices_of_one_size() -> None:
     """Each of 10 labels of 200 rows is at 10 clients of 20."""
-    table = data.table(WAYS["equal cuts"](2), LABELS).drop(columns="rows").to_numpy()
+    table = counts(WAYS["equal cuts"](2))
     assert_array_equal(table[table > 0], np.full(100, 20))
 
 
@@ -95,20 +101,11 @@ def test_sources_take_turns() -> None:
 
 def test_slices_are_spread_as_the_paper_says() -> None:
     """M − 1 places cut N rows: a slice's size has mean N / M and, as for spacings, an sd near its mean."""
-    sizes = [len(r) for seed in range(30) for r in data.quantity(2000, 20, random_seed=seed).rows.values()]
+    sizes = [
+        len(r) for seed in range(30) for r in data.label_skew(np.zeros(2000), 20, 1, random_seed=seed).rows.values()
+    ]
     assert abs(np.mean(sizes) - 100) < 1e-9
     assert 80 < np.std(sizes) < 110  # 600 spacings, sd of their sd about 4
-
-
-def test_the_table_and_the_figure_count_the_same_rows() -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    parts = WAYS["dirichlet"](0)
-    table = data.table(parts, LABELS)
-    assert int(table["rows"].sum()) == 2000 and list(table.columns) == ["rows", *range(10)]
-    axes = data.plot(parts, LABELS)
-    assert sum(patch.get_height() for patch in axes.patches) == 2000
-    matplotlib.pyplot.close(axes.figure)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +113,6 @@ def test_the_table_and_the_figure_count_the_same_rows() -> None:
     [
         (lambda: data.label_skew(LABELS, 0, 5), DeclarationError, "clients=0 must be a whole number"),
         (lambda: data.label_skew(LABELS, 4, 5, random_seed="a"), DeclarationError, "random_seed='a' must be"),  # type: ignore[arg-type]
-        (lambda: data.quantity(9, 2, random_seed=-1), DeclarationError, "random_seed=-1 must be"),
-        (lambda: data.quantity(9, 2, random_seed=1.5), DeclarationError, "random_seed=1.5 must be"),  # type: ignore[arg-type]
-        (lambda: data.table(None, LABELS), DeclarationError, "partition is NoneType"),  # type: ignore[arg-type]
         (lambda: data.label_skew(LABELS, 4, 11), DeclarationError, "each=11 labels a client, and there are 10"),
         (lambda: data.label_skew(LABELS, 2, 3), DeclarationError, "2 clients of 3 labels cannot hold all 10"),
         (lambda: data.label_skew(LABELS, 20, 5, cuts="some"), DeclarationError, "cuts='some' must be"),
@@ -145,8 +139,7 @@ def test_the_table_and_the_figure_count_the_same_rows() -> None:
         (lambda: data.feature_skew(SOURCES, 4, labels=LABELS, each=4), DeclarationError, "all 10 labels of 'a'"),
         (lambda: data.feature_skew(SOURCES, 9, labels=LABELS[1:], each=4), DataError, "1999 labels for 2000"),
         (lambda: data.feature_skew(["m", None, "u"], 2), DataError, "sources are of several types"),
-        (lambda: data.table(data.quantity(9, 2), LABELS), DataError, "2000 labels for a partition of 9 rows"),
-        (lambda: data.quantity(3, 5), DataError, "3 rows of 'all' for 5 clients"),
+        (lambda: data.label_skew([0] * 3, 5, 1), DataError, "3 rows of 0 for 5 clients"),
     ],
 )
 def test_what_cannot_be_divided_is_told(make: Callable[[], Any], error: type[Exception], match: str) -> None:
