@@ -98,6 +98,13 @@ def columns(absent: Sequence[str], found: Iterable[Any], what: str) -> None:
     )
 
 
+def refuse(wrong: Any, name: str, values: Any, what: str, rule: str) -> None:
+    """Refuse the first row that breaks a rule."""
+    if np.any(wrong):
+        where = int(np.argmax(wrong))
+        raise DataError(f"{what}: {name!r} is {float(values[where]):.12g} in row {where}, and {rule}.")
+
+
 def rows(client_id: str, data: Mapping[str, Any], wanted: Sequence[str]) -> None:
     """Refuse columns without one value per row, without rows, or with infinite or complex numbers."""
     what, count = f"client {client_id!r}", {}
@@ -107,9 +114,8 @@ def rows(client_id: str, data: Mapping[str, Any], wanted: Sequence[str]) -> None
             raise DataError(f"{what}: column {name!r} has shape {values.shape}; give one value a row.")
         if values.dtype.kind == "c":
             raise DataError(f"{what}: column {name!r} is complex, and data must be real; give its parts as columns.")
-        if values.dtype.kind == "f" and np.any(wrong := np.isinf(values)):
-            where = int(np.argmax(wrong))
-            raise DataError(f"{what}: column {name!r} is {values[where]} in row {where}; correct or drop such rows.")
+        if values.dtype.kind == "f":
+            refuse(np.isinf(values), name, values, what, "values are finite; correct or drop such rows")
         count[name] = len(values)
     if len(set(count.values())) > 1:
         raise DataError(f"{what}: columns have different numbers of rows, {count}; give one value of each a row.")
@@ -147,11 +153,10 @@ def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
         values = np.asarray(data[name])
         if is_text(values):
             levels |= set(values.astype(str).tolist())
-        elif np.any(wrong := values.astype(float) != np.floor(values.astype(float))):
-            raise DataError(
-                f"client {str(client_id)!r}: {name!r} is {values[wrong][0]} in row {int(np.argmax(wrong))}, and levels "
-                "of an ordinal outcome are whole numbers or texts; cut it into levels, or choose another family."
-            )
+        else:
+            rule = "levels of an ordinal outcome are whole numbers or texts; cut it into levels, or take another family"
+            fractions = values.astype(float) != np.floor(values.astype(float))
+            refuse(fractions, name, values, f"client {str(client_id)!r}", rule)
     if any(not is_number(level) for level in levels):
         raise DeclarationError(
             f"the ordinal response {name!r} has the levels {sorted(levels)[:8]}, whose order is not known; pass "
@@ -354,13 +359,8 @@ def outcome(
             "'bernoulli' for two levels, 'ordinal' for more."
         )
     rule, holds = _OUTCOMES[family.outcome]
-    wrong = ~holds(values.astype(float))
-    if np.any(wrong):
-        where = int(np.argmax(wrong))
-        raise DataError(
-            f"{what}: {name!r} is {values[where]} in row {where}, and outcomes of family {family.name!r} are {rule}; "
-            "correct such rows, or choose another family."
-        )
+    rule = f"outcomes of family {family.name!r} are {rule}; correct such rows, or choose another family"
+    refuse(~holds(values.astype(float)), name, values, what, rule)
     arrays = {"outcome": values.astype(np.int64 if family.outcome in ("binary", "count") else float)}
     if response.kind == "proportion":
         arrays["trials"] = _trials(arrays["outcome"], np.asarray(data[response.columns[1]]), response, what)
@@ -397,12 +397,7 @@ def weights(name: str, data: Mapping[str, Any], what: str) -> Array:
     if is_text(values):
         raise DataError(f"{what}: the weights {name!r} are texts; give numbers above 0.")
     wrong = ~((values > 0) & np.isfinite(values))
-    if np.any(wrong):
-        where = int(np.argmax(wrong))
-        raise DataError(
-            f"{what}: the weight {name!r} is {values[where]} in row {where}; weights are finite and above 0: drop rows "
-            "of weight 0."
-        )
+    refuse(wrong, name, values, what, "weights are finite and above 0: drop rows of weight 0")
     return values.astype(float)
 
 
@@ -410,12 +405,8 @@ def _trials(successes: Array, trials: Array, response: Response, what: str) -> A
     if is_text(trials):
         raise DataError(f"{what}: {response.columns[1]!r} has texts, and trials are whole numbers; correct the column.")
     wrong = ~(trials >= np.maximum(successes, 1)) | (trials != np.floor(trials))
-    if np.any(wrong):
-        where = int(np.argmax(wrong))
-        raise DataError(
-            f"{what}: {response.columns[0]!r} is {successes[where]} of {response.columns[1]!r} {trials[where]} in row "
-            f"{where}; trials are whole numbers, at least 1 and at least the successes."
-        )
+    rule = f"trials are whole numbers, at least 1 and at least the successes {response.columns[0]!r}"
+    refuse(wrong, response.columns[1], trials, what, rule)
     return trials.astype(np.int64)
 
 
@@ -444,30 +435,20 @@ def unlimited(response: Response, rows: int) -> dict[str, Array]:
 
 
 def _right(names: tuple[str, ...], time: Array, event: Array, what: str) -> dict[str, Array]:
-    _refuse(~((time > 0) & (time < NEVER)), names[0], time, what, "times are above 0 and finite")
-    _refuse(~np.isin(event, (0, 1)), names[1], event, what, "events are 1, or 0 where there was none until the time")
+    refuse(~((time > 0) & (time < NEVER)), names[0], time, what, "times are above 0 and finite; correct such rows")
+    refuse(~np.isin(event, (0, 1)), names[1], event, what, "events are 1, or 0 where there was none until the time")
     return {"outcome": time, "limit": np.where(event == 1, NEVER, time)}
 
 
 def _between(names: tuple[str, ...], lower: Array, upper: Array, what: str) -> dict[str, Array]:
-    _refuse(~((lower >= 0) & (lower < NEVER)), names[0], lower, what, "times are from 0, and finite")
-    _refuse(
-        ~((upper > 0) & (upper >= lower)), names[1], upper, what, f"it is above 0 and not below {names[0]!r}", lower
-    )
+    refuse(~((lower >= 0) & (lower < NEVER)), names[0], lower, what, "times are from 0, and finite; correct such rows")
+    rule = f"it is above 0 and not below {names[0]!r}; correct such rows"
+    refuse(~((upper > 0) & (upper >= lower)), names[1], upper, what, rule)
     far = (upper >= NEVER) & np.isfinite(upper)
-    _refuse(far, names[1], upper, what, f"times are below {NEVER:.2g}, or inf where there was no event", lower)
+    refuse(far, names[1], upper, what, f"times are below {NEVER:.2g}, or inf where there was no event")
     nothing = (lower == 0) & ~(upper < NEVER)
-    _refuse(nothing, names[1], upper, what, "an interval from 0 to inf has no information", lower)
+    refuse(nothing, names[1], upper, what, f"from {names[0]!r} = 0 this has no information; drop such rows")
     return {"outcome": lower, "lower": lower, "upper": np.minimum(upper, NEVER)}
-
-
-def _refuse(wrong: Any, name: str, values: Array, what: str, rule: str, beside: Array | None = None) -> None:
-    if np.any(wrong):
-        where = int(np.argmax(wrong))
-        more = "" if beside is None else f" after {beside[where]:g}"
-        raise DataError(
-            f"{what}: {name!r} is {values[where]:g}{more} in row {where}, and {rule}; correct or drop such rows."
-        )
 
 
 def _time_numbers(name: str, values: Any, what: str) -> Array:

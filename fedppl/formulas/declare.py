@@ -91,20 +91,37 @@ class Formula:
     @property
     def coefficients(self) -> list[str]:
         """Names of the variables that are coefficients."""
-        return coefficients(self.spec)
+        return [*(["Intercept"] if has_intercept(self.terms, self.family) else []), *self.terms.common]
 
     @property
     def varying(self) -> list[str]:
         """Names of the coefficients that clients' effects are added to."""
-        return varying(self.spec)
+        effects = {label for labels in _of_clients(self.spec).values() for label in labels}
+        return [name for name in self.coefficients if effects & {*_labels(self.spec, name)}]
 
     def effect(self, name: str, *, exponentiate: bool) -> str:
-        """Name of a coefficient, or of exp of it, in a paper."""
-        return ratio(self.spec, name) if exponentiate else effect(self.spec, name)
+        """Name of a coefficient in a paper, or of exp of it; an interaction of ratios is a ratio of ratios."""
+        if exponentiate:
+            return ratio(self.spec, name)
+        if self.family.link == "identity":
+            return "mean" if name == "Intercept" else "difference"
+        return f"log {ratio(self.spec, name)}"
 
-    def totals(self, group: Any) -> Any:
+    def totals(self, group: Any) -> xr.Dataset:
         """A client's coefficients, the sums of common ones and its effects, from draws of its posterior."""
-        return totals(self.spec, group)
+        by_name = {}
+        for name in self.coefficients:
+            total, labels = group[name], _labels(self.spec, name)
+            flat = np.array(total.transpose("chain", "draw", ...).values, dtype=float)
+            shape = flat.shape
+            flat = flat.reshape(*shape[:2], -1)
+            for effects, known in _of_clients(self.spec).items():
+                own_effects = group[effects].transpose("chain", "draw", ...).values
+                for place, label in enumerate(labels):
+                    if label in known:
+                        flat[..., place] += own_effects[..., known.index(label)]
+            by_name[name] = total.transpose("chain", "draw", ...).copy(data=flat.reshape(shape))
+        return xr.Dataset(by_name, attrs=dict(group.attrs))
 
     @property
     def written(self) -> dict[str, str]:
@@ -163,8 +180,16 @@ class Formula:
     def describe(self) -> pd.DataFrame:
         """A row for each shared variable: its prior, entries, reference and meaning."""
         if self.design is None:
-            return before(self.terms, self.family, self.shared, self.priors)
-        return after(self.spec, self.shared)
+            default = "by default wide, on the scales that clients agree on"
+            priors = {name: repr(self.priors[name]) if name in self.priors else default for name in self.shared}
+            rows = {name: (priors[name], None, None, _meaning(self.terms, self.family, name), None) for name in priors}
+        else:
+            spec = self.spec
+            rows = {
+                name: (*_told(spec, name), _meaning(self.terms, self.family, name), _from(spec, name))
+                for name in self.shared
+            }
+        return pd.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS, dtype=object)
 
     def read(self, client_id: str, data: Any) -> dict[str, Any]:
         """The builder's arrays from a client's rows; such arrays are returned as they are."""
@@ -377,22 +402,6 @@ _MEANINGS = {
 }
 
 
-def before(terms: Terms, family: Family, shared: Sequence[str], priors: Mapping[str, Prior]) -> pd.DataFrame:
-    """Description before clients agreed."""
-    default = "by default wide, on the scales that clients agree on"
-    rows = {
-        name: (repr(priors[name]) if name in priors else default, None, None, _meaning(terms, family, name), None)
-        for name in shared
-    }
-    return pd.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS, dtype=object)
-
-
-def after(spec: Spec, shared: Sequence[str]) -> pd.DataFrame:
-    """Description after the agreement: a row for each shared variable, by its name in ``priors``."""
-    rows = {name: (*_told(spec, name), _meaning(spec.terms, spec.family, name), _from(spec, name)) for name in shared}
-    return pd.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS, dtype=object)
-
-
 def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
     """Prior, entries and reference of a variable."""
     groups = {name: n for n in range(len(spec.terms.groups)) for name in predictor.spreads_of(spec, n)}
@@ -498,14 +507,6 @@ _RATIOS: Mapping[tuple[str, str], tuple[str, str]] = {
 }
 
 
-def effect(spec: Spec, name: str) -> str:
-    """Interpretation of a coefficient; an interaction on a scale of ratios is a ratio of ratios."""
-    family = spec.family
-    if family.link == "identity":
-        return "mean" if name == "Intercept" else "difference"
-    return f"log {ratio(spec, name)}"
-
-
 def ratio(spec: Spec, name: str) -> str:
     """Interpretation of exp of a coefficient."""
     family = spec.family
@@ -519,34 +520,6 @@ def ratio(spec: Spec, name: str) -> str:
     products = {variable(":".join(term)) for term in spec.terms.sums[0].terms if len(term) > 1}
     text = of_intercept if name == "Intercept" else several if name in products else of_slope
     return text.format(spec.scales.levels[0] if spec.scales.levels else "")
-
-
-def coefficients(spec: Spec) -> list[str]:
-    """Names of the variables that are coefficients."""
-    return [*(["Intercept"] if has_intercept(spec.terms, spec.family) else []), *spec.terms.common]
-
-
-def varying(spec: Spec) -> list[str]:
-    """Names of the coefficients that clients' effects are added to."""
-    effects = {label for labels in _of_clients(spec).values() for label in labels}
-    return [name for name in coefficients(spec) if effects & {*_labels(spec, name)}]
-
-
-def totals(spec: Spec, group: Any) -> xr.Dataset:
-    """A client's coefficients, the sums of common ones and its effects, from draws of its posterior."""
-    by_name = {}
-    for name in coefficients(spec):
-        total, labels = group[name], _labels(spec, name)
-        flat = np.array(total.transpose("chain", "draw", ...).values, dtype=float)
-        shape = flat.shape
-        flat = flat.reshape(*shape[:2], -1)
-        for effects, known in _of_clients(spec).items():
-            own_effects = group[effects].transpose("chain", "draw", ...).values
-            for place, label in enumerate(labels):
-                if label in known:
-                    flat[..., place] += own_effects[..., known.index(label)]
-        by_name[name] = total.transpose("chain", "draw", ...).copy(data=flat.reshape(shape))
-    return xr.Dataset(by_name, attrs=dict(group.attrs))
 
 
 def _of_clients(spec: Spec) -> dict[str, tuple[str, ...]]:

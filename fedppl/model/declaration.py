@@ -18,7 +18,7 @@ from fedppl import gaussian
 from fedppl.contracts.printed import facts
 from fedppl.data import frames
 from fedppl.data.frames import require_clients
-from fedppl.model._group import client_of, enrol_group, of_another_type, require_same_layout
+from fedppl.model._group import client_of, enrol_group, require_same_layout
 from fedppl.model.checks import argument_names, as_arrays, builder_name, group_by_columns, needs_same_keys, one_type
 from fedppl.model.client import ClientModel
 from fedppl.model.graph import Parts
@@ -119,13 +119,9 @@ class FederatedModel:
         for name in names:
             if names.count(name) > 1:
                 raise DeclarationError(f"shared name {name!r} is listed {names.count(name)} times; list it once.")
-        object.__setattr__(self, "builders", builders)
-        object.__setattr__(self, "kind", as_kind(kind, builders))
-        object.__setattr__(self, "shared", names)
-        object.__setattr__(self, "reads", reads)
-        object.__setattr__(self, "reads_new", reads_new)
-        object.__setattr__(self, "agreement", agreement)
-        object.__setattr__(self, "_compared", {})
+        values = {"builders": builders, "kind": as_kind(kind, builders), "shared": names, "_compared": {}}
+        for field_name, value in {**values, "reads": reads, "reads_new": reads_new, "agreement": agreement}.items():
+            object.__setattr__(self, field_name, value)
 
     def __repr__(self) -> str:
         """The name of the builder, and the shared variables."""
@@ -140,9 +136,21 @@ class FederatedModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the declaration without compiled functions."""
-        one = self.builder if list(self.builders) == [ONLY] else self.builders
-        settings = {"kind": self.kind, "reads": self.reads, "reads_new": self.reads_new, "agreement": self.agreement}
-        return functools.partial(FederatedModel, **settings), (one, self.shared)
+        return functools.partial(FederatedModel, **self._settings), (self._builder, self.shared)
+
+    @property
+    def _builder(self) -> Any:
+        return self.builder if list(self.builders) == [ONLY] else self.builders
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("kind", "reads", "reads_new", "agreement")}
+
+    def _with(self, **changed: Any) -> FederatedModel:
+        """The same declaration with other settings; compiled functions are kept."""
+        declaration = FederatedModel(self._builder, self.shared, **{**self._settings, **changed})
+        object.__setattr__(declaration, "_compared", self._compared)
+        return declaration
 
     @property
     def advice(self) -> str:
@@ -174,18 +182,7 @@ class FederatedModel:
 
     def knowing(self, kinds: Mapping[str, str]) -> FederatedModel:
         """The same declaration with the kinds of these clients; compiled functions are kept."""
-        if len(self.builders) == 1:
-            return self
-        declaration = FederatedModel(
-            self.builders,
-            self.shared,
-            kind=knowing(kinds, self.kind),
-            reads=self.reads,
-            reads_new=self.reads_new,
-            agreement=self.agreement,
-        )
-        object.__setattr__(declaration, "_compared", self._compared)
-        return declaration
+        return self if len(self.builders) == 1 else self._with(kind=knowing(kinds, self.kind))
 
     def by_kind(self, clients: Mapping[Any, Any], *, one_table: bool) -> tuple[FederatedModel, dict[Any, Any]]:
         """The declaration with clients' kinds, and their data by the names of each one's builder.
@@ -251,11 +248,7 @@ class FederatedModel:
 
     def reading(self, reads: Callable[[str, Any], Mapping[str, Any]]) -> FederatedModel:
         """The same declaration with another `reads`; compiled functions are kept."""
-        declaration = FederatedModel(
-            self.builders, self.shared, kind=self.kind, reads=reads, reads_new=self.reads_new, agreement=self.agreement
-        )
-        object.__setattr__(declaration, "_compared", self._compared)
-        return declaration
+        return self._with(reads=reads)
 
     def enrol(
         self, clients: Mapping[str, Any], *, kernel: bool = True, kinds: Mapping[str, str | None] | None = None
@@ -308,17 +301,10 @@ class FederatedModel:
         needs_same_keys(checked)
         typed = one_type(checked)
         enrolled: dict[str, ClientModel] = {}
-        reference: ClientModel | None = None
-        try:
-            for group in group_by_columns(typed):
-                chosen = {k: typed[k] for k in group}
-                for client in enrol_group(declared, chosen, compared, reference, kernel=kernel):
-                    enrolled[client.client_id] = client
-                    reference = reference or client
-        except DataError as error:
-            if other := of_another_type(declared, checked, typed):
-                raise DataError(f"{other} On reals: {error}") from error
-            raise
+        for group in group_by_columns(typed):
+            chosen, reference = {k: typed[k] for k in group}, next(iter(enrolled.values()), None)
+            models = enrol_group(declared, chosen, compared, reference, kernel=kernel)
+            enrolled |= {client.client_id: client for client in models}
         return enrolled
 
     def with_data(self, like: ClientModel, client_id: str, arrays: Any, *, kernel: bool = True) -> ClientModel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 import numpy as np
+import pymc
 import pytensor
 from pymc.distributions.distribution import SymbolicRandomVariable
 from pymc.logprob.transforms import Transform
@@ -114,7 +114,7 @@ def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
     pairs = list(zip(model_a.basic_RVs, model_b.basic_RVs, strict=True))
     if any(model_a.rvs_to_values[rv_a].type.dtype != model_b.rvs_to_values[rv_b].type.dtype for rv_a, rv_b in pairs):
         return False
-    if not all(_alike(model_a.rvs_to_transforms[rv_a], model_b.rvs_to_transforms[rv_b]) for rv_a, rv_b in pairs):
+    if not _same_transforms(a, b, pairs):
         return False
     outputs_a, outputs_b = declared_outputs(model_a), declared_outputs(model_b)
     streams_a, streams_b = streams(outputs_a), streams(outputs_b)
@@ -130,8 +130,7 @@ def _surely_same_prior(a: _graph.Parts, b: _graph.Parts) -> bool:
     terms_a, terms_b = list(a.prior_terms), list(b.prior_terms)
     if [v.name for v in terms_a] != [v.name for v in terms_b]:
         return False
-    pairs = list(zip(a.shared, b.shared, strict=True))
-    if not all(_alike(a.model.rvs_to_transforms[rv], b.model.rvs_to_transforms[as_rv]) for rv, as_rv in pairs):
+    if not _same_transforms(a, b, list(zip(a.shared, b.shared, strict=True))):
         return False
     lengths_a, lengths_b = _lengths_read(a, terms_a), _lengths_read(b, terms_b)
     if [name for name, _ in lengths_a] != [name for name, _ in lengths_b]:
@@ -139,6 +138,18 @@ def _surely_same_prior(a: _graph.Parts, b: _graph.Parts) -> bool:
     inputs_a = [*streams(terms_a), *(length for _, length in lengths_a)]
     inputs_b = [*streams(terms_b), *(length for _, length in lengths_b)]
     return len(inputs_a) == len(inputs_b) and same_computations(terms_a, terms_b, inputs_a, inputs_b)
+
+
+def _same_transforms(a: _graph.Parts, b: _graph.Parts, pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether transforms of pairs of variables are surely the same, as those with a key may be."""
+    try:
+        keys = [
+            [transform_key(model.rvs_to_transforms[rv]) for rv in rvs]
+            for model, rvs in zip((a.model, b.model), zip(*pairs, strict=True), strict=True)
+        ]
+    except NoKey:
+        return False
+    return keys[0] == keys[1]
 
 
 def _lengths_read(parts: _graph.Parts, outputs: Sequence[Any]) -> list[tuple[tuple[str, int], Any]]:
@@ -164,37 +175,6 @@ def declared_outputs(model: Any) -> list[Any]:
 def streams(outputs: Sequence[Any]) -> list[Any]:
     """Generators of random variables in the order of the graph: each build has its own, and no density reads them."""
     return [v for v in ancestors(outputs) if v.owner is None and isinstance(v.type, RandomType)]
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether transforms, or their attributes, are surely the same."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, FunctionType):
-        if a.__code__ is not b.__code__ or any(_reads_globals(f) for f in (a, b)):
-            return False
-        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
-        named = [sorted((f.__kwdefaults__ or {}).items()) for f in (a, b)]
-        return _alike([*cells[0], a.__defaults__, named[0]], [*cells[1], b.__defaults__, named[1]])
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, PyTensorVariable):
-        return same_computations([a], [b], [], [])
-    if isinstance(a, np.ndarray | np.generic | int | float | str):
-        return bool(np.array_equal(a, b))
-    return (
-        isinstance(a, Transform)
-        and vars(a).keys() == vars(b).keys()
-        and _alike([*vars(a).values()], [*vars(b).values()])
-    )
-
-
-def _reads_globals(function: FunctionType) -> bool:
-    """Whether a function reads global values, which may have changed between two functions of the same code."""
-    named = inspect.getclosurevars(function).globals.values()
-    return any(not isinstance(value, ModuleType | FunctionType | BuiltinFunctionType | type) for value in named)
 
 
 def same_graph(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
@@ -298,8 +278,6 @@ def graph_key(inputs: Sequence[PyTensorVariable], outputs: Sequence[PyTensorVari
 @functools.cache
 def _compiled_by() -> tuple[str, ...]:
     """Versions, settings, and digests of our code that determine compiled code."""
-    import pymc
-
     here = Path(__file__).parent
     digests = [hashlib.sha256((here / name).read_bytes()).hexdigest() for name in ("compiled.py", "template.py")]
     flags = [str(getattr(config, name)) for name in ("floatX", "numba__fastmath", "cast_policy")]
@@ -347,6 +325,27 @@ def value_key(value: Any) -> str:
         raise NoKey
     attributes = {name: item for name, item in vars(value).items() if name not in ("tag", "name")}
     return f"{name_key(type(value))} {value_key(attributes)}"
+
+
+def transform_key(value: Any) -> Any:
+    """Key of a transform or an attribute of it; equal keys compute the same."""
+    if isinstance(value, list | tuple):
+        return tuple(map(transform_key, value))
+    if isinstance(value, _graph.SdsAndPartials):
+        return value.name, len(value.own_sd)
+    if isinstance(value, Transform):
+        return name_key(type(value)), tuple((name, transform_key(item)) for name, item in sorted(vars(value).items()))
+    if isinstance(value, Constant):
+        return value_key([value.type, value.data])
+    if isinstance(value, Mapping):
+        return tuple((name, transform_key(item)) for name, item in value.items())
+    if isinstance(value, FunctionType):  # bounds of an interval, defined in PyMC: its code, and its closure
+        module = sys.modules.get(value.__module__)
+        if not f"{value.__module__}.".startswith(f"{pymc.__name__}.") or value.__globals__ is not vars(module):
+            raise NoKey
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, transform_key([*cells, value.__defaults__, value.__kwdefaults__])
+    return value_key(value)
 
 
 def _props(op: Any) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,8 +14,6 @@ import pymc as pm
 import pytensor
 import pytensor.tensor as pt
 from pymc.logprob.abstract import _logprob
-from pymc.logprob.transforms import Transform
-from pytensor.graph.basic import Constant
 
 from fedppl.model import checks, interpreted
 from fedppl.model import graph as _graph
@@ -25,8 +21,8 @@ from fedppl.model import same as _same
 from fedppl.model._public import Public
 from fedppl.model.checks import containers, mismatch, require_arguments
 from fedppl.model.compiled import Piece, inlined, mode, unpacking_kernel, without_notices
-from fedppl.model.graph import SdsAndPartials, with_sds
-from fedppl.model.same import NoKey, graph_key, name_key, value_key
+from fedppl.model.graph import with_sds
+from fedppl.model.same import NoKey, graph_key, transform_key, value_key
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 
@@ -369,7 +365,7 @@ def content_of(parts: _graph.Parts) -> tuple[Any, ...] | None:
         keys = (
             graph_key(inputs, outputs),
             value_key([[value.dtype, list(value.shape)] for value in values]),
-            tuple(_transform(model.rvs_to_transforms[rv]) for rv in model.basic_RVs),
+            tuple(transform_key(model.rvs_to_transforms[rv]) for rv in model.basic_RVs),
             value_key([model.rvs_to_initial_values[rv] for rv in model.free_RVs]),
         )
     except NoKey:
@@ -381,27 +377,6 @@ def content_of(parts: _graph.Parts) -> tuple[Any, ...] | None:
     # A class of the user's may have given one of PyMC's distributions another density.
     densities = tuple(_logprob.dispatch(type(rv.owner.op)) for rv in model.basic_RVs)
     return (*keys, densities, repr([*more, [v.name for v in parts.prior_terms], bool(model.check_bounds)]))
-
-
-def _transform(value: Any) -> Any:
-    """Key of a transform or an attribute of it; equal keys compute the same."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_transform, value))
-    if isinstance(value, SdsAndPartials):
-        return value.name, len(value.own_sd)
-    if isinstance(value, Transform):
-        return name_key(type(value)), tuple((name, _transform(item)) for name, item in sorted(vars(value).items()))
-    if isinstance(value, Constant):
-        return value_key([value.type, value.data])
-    if isinstance(value, Mapping):
-        return tuple((name, _transform(item)) for name, item in value.items())
-    if isinstance(value, FunctionType):  # bounds of an interval, defined in PyMC: its code, and its closure
-        module = sys.modules.get(value.__module__)
-        if not f"{value.__module__}.".startswith(f"{pm.__name__}.") or value.__globals__ is not vars(module):
-            raise NoKey
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, _transform([*cells, value.__defaults__, value.__kwdefaults__])
-    return value_key(value)
 
 
 # Which containers are outcomes, and whether rows without an outcome may be dropped ------------------------------------

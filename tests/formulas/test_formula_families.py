@@ -59,7 +59,7 @@ def test_a_weight_counts_rows(text: str, family: str) -> None:
     assert_allclose(found, data["n"] * once, rtol=1e-12)
     drawn = pm.draw(model.builder(**model.read("s1", data)).observed_RVs[0], random_seed=1, mode=PYTHON_MODE)
     assert drawn.shape == (len(data),)
-    with pytest.raises(DataError, match="client 's1': the weight 'n' is 0 in row 0"):
+    with pytest.raises(DataError, match="client 's1': 'n' is 0 in row 0, and weights"):
         model.read("s1", data.assign(n=0))
 
 

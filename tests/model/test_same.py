@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -268,21 +267,14 @@ def test_nor_are_those_inside_of_others() -> None:
     assert not _same.same_computations([of_a], [of_b], [a], [b])
 
 
-LIMIT = 2.0
+def test_bounds_of_a_users_function_are_left_to_the_slow_comparison() -> None:
+    def parts(most: float) -> Any:
+        with pm.Model() as model:
+            mu = pm.Uniform("mu", 0, 9, default_transform=transforms.Interval(bounds_fn=lambda *_: (0.0, most)))
+            pm.Normal("obs", mu, 1, observed=pm.Data("y", np.zeros(3)))
+        return _graph.dissect(model, ["mu"])
 
-
-def test_bounds_are_compared_with_all_that_they_hold() -> None:
-    def bounds(most: float) -> Any:
-        def of(*_: Any, most: float = most) -> tuple[float, float]:
-            return 0.0, most
-
-        return of
-
-    def of_globals(*_: Any) -> tuple[float, float]:
-        return 0.0, LIMIT
-
-    two, five = (transforms.Interval(bounds_fn=bounds(most)) for most in (2.0, 5.0))
-    assert _same._alike(two, transforms.Interval(bounds_fn=bounds(2.0))) and not _same._alike(two, five)
-    assert not _same._alike(
-        *(transforms.Interval(bounds_fn=FunctionType(of_globals.__code__, {"LIMIT": v})) for v in (2, 5))
-    )
+    assert not _same.surely_same_model(parts(2.0), parts(2.0))
+    shared = _graph.variables(parts(2.0), [np.zeros(())], local=False)
+    assert _same.same_prior(parts(2.0), shared, parts(2.0), shared)
+    assert not _same.same_prior(parts(2.0), shared, parts(5.0), shared)

@@ -489,7 +489,7 @@ def test_columns_are_checked_as_clients_are(frame: pd.DataFrame) -> None:
     wrong.loc[wrong["ward"] == 41, "y"] = np.inf
     with pytest.raises(DataError, match="client '41': 'y' holds inf at index"):
         fedppl.fit(WARDS, wrong, AT_ONCE, by="ward", progressbar=False)
-    with pytest.raises(DataError, match="client '41': column 'y' is inf in row 0"):
+    with pytest.raises(DataError, match="client '41': 'y' is inf in row 0"):
         fedppl.fit(fedppl.formula("y ~ x + (1 | ward)"), wrong, AT_ONCE, progressbar=False)
 
 
