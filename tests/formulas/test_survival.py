@@ -220,11 +220,7 @@ def test_a_fit_of_times_has_evidence_rows_and_predictions(weibull: Any) -> None:
         ("Surv(time, event) ~ age", {"event": "yes"}, "'event' has texts"),
         ('Surv(low, high, "interval") ~ age', {"low": 9.0, "high": 8.0}, "'high' is 8 in row 0, .* not below 'low'"),
         ('Surv(low, high, "interval") ~ age', {"low": -1.0}, "'low' is -1 in row 0"),
-        (
-            'Surv(low, high, "interval") ~ age',
-            {"low": 0.0, "high": np.inf},
-            "'high' is inf in row 0, .* no information",
-        ),
+        ('Surv(low, high, "interval") ~ age', {"low": 0.0, "high": np.inf}, "'high' is inf in row 0, .* no info"),
     ],
 )
 def test_times_that_cannot_be_name_the_row_and_the_client(text: str, changes: Any, told: str) -> None:
