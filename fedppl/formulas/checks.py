@@ -105,16 +105,16 @@ def refuse(wrong: Any, name: str, values: Any, what: str, rule: str) -> None:
         raise DataError(f"{what}: {name!r} is {float(values[where]):.12g} in row {where}, and {rule}.")
 
 
-def rows(client_id: str, data: Mapping[str, Any], wanted: Sequence[str]) -> None:
+def rows(what: str, data: Mapping[str, Any], response: Response) -> None:
     """Refuse columns without one value per row, without rows, or with infinite or complex numbers."""
-    what, count = f"client {client_id!r}", {}
-    for name in wanted:
-        values = np.asarray(data[name])
+    endless, count = response.columns[1:2] if response.kind == "interval" else (), {}  # may be infinite
+    for name, column in data.items():
+        values = np.asarray(column)
         if values.ndim != 1:
             raise DataError(f"{what}: column {name!r} has shape {values.shape}; give one value a row.")
         if values.dtype.kind == "c":
             raise DataError(f"{what}: column {name!r} is complex, and data must be real; give its parts as columns.")
-        if values.dtype.kind == "f":
+        if values.dtype.kind == "f" and name not in endless:
             refuse(np.isinf(values), name, values, what, "values are finite; correct or drop such rows")
         count[name] = len(values)
     if len(set(count.values())) > 1:

@@ -237,11 +237,9 @@ class Formula:
         if not isinstance(columns, Mapping) or not columns:
             raise DataError(f"{what}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
         columns = columns if known is None else _as_rows(columns)
-        _require_rows({name: columns[name] for name in self.columns if name in columns}, what)
+        checks.rows(what, {name: columns[name] for name in self.columns if name in columns}, response)
         table = designs.table(columns, self.terms, design.agreement, what)
         rows = len(table)
-        if rows == 0:
-            raise DataError(f"{what}: the data have no rows; give one row or more, or leave the client out.")
         arrays: dict[str, Any] = {"rows": np.zeros(rows)}
         if self.terms.common:
             arrays = {"common": design.common(table, what)}
@@ -326,17 +324,6 @@ def _as_rows(columns: Mapping[str, Any]) -> Mapping[str, Any]:
         return columns
     count = lengths.pop()
     return {name: value if np.ndim(value) else np.repeat(np.asarray(value), count) for name, value in columns.items()}
-
-
-def _require_rows(columns: Mapping[str, Any], what: str) -> None:
-    """Refuse columns without one value per row."""
-    shapes = {name: np.shape(values) for name, values in columns.items()}
-    if odd := {name: shape for name, shape in shapes.items() if len(shape) != 1}:
-        name, shape = next(iter(odd.items()))
-        raise DataError(f"{what}: column {name!r} has shape {shape}; give one value a row, in a list or an array.")
-    if len(set(shapes.values())) > 1:
-        counts = {name: shape[0] for name, shape in shapes.items()}
-        raise DataError(f"{what}: columns have different numbers of rows, {counts}; give one value of each a row.")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

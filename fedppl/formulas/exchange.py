@@ -73,9 +73,7 @@ def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
 
 def check_rows(built: Formula, rows: Mapping[str, Any], whose: str) -> None:
     """Refuse a client's columns that do not fit the formula, before anything is sent."""
-    response = built.terms.response
-    endless = response.columns[1:2] if response.kind == "interval" else ()  # may be infinite
-    checks.rows(whose, rows, [name for name in built.columns if name not in endless])
+    checks.rows(f"client {whose!r}", {name: rows[name] for name in built.columns}, built.terms.response)
     checks.truths(whose, rows, built.terms, asked(built).levels)
 
 

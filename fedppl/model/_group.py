@@ -307,8 +307,8 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
             )
         raise DataError(
             f"client {client.client_id!r}: the log density at the starting point is {value}; the data or the start are "
-            "impossible under the model (a negative count, a class that does not exist?). "
-            f"Check the data{_whole_numbers(client.arrays)}, or set `initval=` on the variable."
+            "impossible under the model (a negative count, a class that does not exist?). Check the data, or set "
+            "`initval=` on the variable."
         )
 
 
@@ -348,16 +348,6 @@ def _infinite(arrays: Mapping[str, Any]) -> tuple[str, tuple[int, ...]] | None:
         if np.any(infinite := np.isinf(value)):
             return name, tuple(int(i) for i in np.argwhere(infinite)[0])
     return None
-
-
-def _whole_numbers(arrays: Mapping[str, Any]) -> str:
-    """Ranges of the integers among a client's data, where a class that does not exist shows."""
-    ranges = [
-        f"{name!r} holds integers from {np.min(value)} to {np.max(value)}"
-        for name, value in arrays.items()
-        if np.issubdtype(np.asarray(value).dtype, np.integer) and np.size(value)
-    ]
-    return f" ({'; '.join(ranges)})" if ranges else ""
 
 
 def require_same_layout(reference: ClientModel | None, client: ClientModel) -> None:

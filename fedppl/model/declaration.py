@@ -14,7 +14,6 @@ from pymc.printing import str_for_dist
 from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import ancestors
 
-from fedppl import gaussian
 from fedppl.contracts.printed import facts
 from fedppl.data import frames
 from fedppl.data.frames import require_clients
@@ -25,7 +24,7 @@ from fedppl.model.graph import Parts
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.model.template import Declared, Template, parts_of
 from fedppl.settings import shown, takes
-from fedppl.types import DataError, DeclarationError, Layout
+from fedppl.types import DataError, DeclarationError
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,25 +326,10 @@ def _describe(parts: Parts) -> pd.DataFrame:
 
 def _prior(rv: Any) -> str:
     text = str(str_for_dist(rv, formatting="plain", include_params=True)).partition("~")[2].strip()
-    name, _, arguments = text.partition("(")
-    texts, parameters = _apart(arguments.removesuffix(")")), rv.owner.op.dist_params(rv.owner)
-    if len(texts) != len(parameters):
+    parameters = rv.owner.op.dist_params(rv.owner)
+    if not all(isinstance(root, Constant) for root in ancestors(parameters) if root.owner is None):
         return text
-    shown = [_numbers(p) if _is_constant(p) else shown_text for shown_text, p in zip(texts, parameters, strict=True)]
-    return f"{name}({', '.join(shown)})"
-
-
-def _apart(text: str) -> list[str]:
-    """Split at commas outside of all parentheses."""
-    depth, parts = 0, [""]
-    for sign in text:
-        depth += (sign in "([<") - (sign in ")]>")
-        parts = [*parts, ""] if sign == "," and depth == 0 else [*parts[:-1], parts[-1] + sign]
-    return [part.strip() for part in parts]
-
-
-def _is_constant(parameter: Any) -> bool:
-    return all(isinstance(root, Constant) for root in ancestors([parameter]) if root.owner is None)
+    return f"{text.partition('(')[0]}({', '.join(map(_numbers, parameters))})"
 
 
 def _numbers(parameter: Any) -> str:
@@ -526,20 +510,5 @@ def require_one_layout(first: ClientModel, other: ClientModel) -> None:
                     "the second; declare shared variables by one function that all builders call."
                 )
     raise DeclarationError(
-        f"{kinds} differ in the shared prior: {_kinds_apart(first.layout, other.layout)}; declare shared variables by "
-        "one function that all builders call."
-    )
-
-
-def _kinds_apart(first: Layout, second: Layout) -> str:
-    """The coordinate in which two priors of one shape differ most."""
-    mean, sd = gaussian.mean(first.prior), gaussian.standard_deviations(first.prior)
-    second_mean, second_sd = gaussian.mean(second.prior), gaussian.standard_deviations(second.prior)
-    apart = np.abs(second_mean - mean) / sd + np.abs(np.log(second_sd / sd))
-    place = int(np.argmax(apart))
-    if not apart[place] > 1e-5:
-        return "its density about one mean and covariance, or correlations"
-    return (
-        f"{first.labels[place]} has mean {mean[place]:.6g} and sd {sd[place]:.6g} in the first, "
-        f"{second_mean[place]:.6g} and {second_sd[place]:.6g} in the second"
+        f"{kinds} differ in the shared prior; declare shared variables by one function that all builders call."
     )

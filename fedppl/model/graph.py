@@ -135,26 +135,18 @@ def _require_shared_priors(
     shared_rvs: Sequence[Any], local_rvs: Sequence[Any], data: Sequence[Any], observed_rvs: Sequence[Any]
 ) -> None:
     """Refuse a shared prior that depends on local variables, data or observed variables."""
+    constant = "then every client would have another prior. Use a constant that is the same at all clients."
     for rv in shared_rvs:
         above = set(ancestors([rv])) - {rv}
-        for other in local_rvs:
-            if other in above:
+        for others, what, remedy in (
+            (local_rvs, "local variable {!r}", "a shared prior may depend only on shared variables. Share {!r} too."),
+            (data, "client data {!r}", constant),
+            (observed_rvs, "observed variable {!r}, whose values are a client's own", constant),
+        ):
+            for other in (one for one in others if one in above):
                 raise DeclarationError(
-                    f"the prior of shared variable {rv.name!r} depends on local variable {other.name!r}; a shared "
-                    f"prior may depend only on shared variables. Share {other.name!r} too, or turn the arrow round."
-                )
-        for container in data:
-            if container in above:
-                raise DeclarationError(
-                    f"the prior of shared variable {rv.name!r} depends on client data {container.name!r}; then every "
-                    "client would have another prior. Use a constant that is the same at all clients."
-                )
-        for observed in observed_rvs:
-            if observed in above:
-                raise DeclarationError(
-                    f"the prior of shared variable {rv.name!r} depends on observed variable {observed.name!r}, whose "
-                    "values are a client's own; then every client would have another prior. Use a constant that is the "
-                    "same at all clients."
+                    f"the prior of shared variable {rv.name!r} depends on {what.format(other.name)}; "
+                    f"{remedy.format(other.name)}"
                 )
 
 

@@ -23,7 +23,6 @@ WAYS: dict[str, Callable[[int], data.Partition]] = {
     "uneven labels": lambda seed: data.label_skew(LABELS, 7, 3, random_seed=seed),
     "concept drift": lambda seed: data.concept_drift(LABELS, SUBCLASSES, 15, random_seed=seed),
     "quantity": lambda seed: data.label_skew(np.zeros(2000), 20, 1, random_seed=seed),
-    "dirichlet": lambda seed: data.dirichlet(LABELS, 20, 0.3, random_seed=seed),
     "feature skew": lambda seed: data.feature_skew(np.where(LABELS < 3, "a", "b"), 9, random_seed=seed),
     "feature skew by label": lambda seed: data.feature_skew(SOURCES, 9, labels=LABELS, each=5, random_seed=seed),
 }
@@ -122,8 +121,6 @@ def test_slices_are_spread_as_the_paper_says() -> None:
         (lambda: data.concept_drift(LABELS, SUBCLASSES, 3), DeclarationError, "3 clients cannot hold a class with 5"),
         (lambda: data.concept_drift(LABELS, LABELS[:5], 3), DataError, "2000 classes and 5 subclasses"),
         (lambda: data.concept_drift(LABELS, np.arange(2000) % 3, 9), DataError, "stands under two classes"),
-        (lambda: data.dirichlet(LABELS, 5, 0.0), DeclarationError, "alpha=0.0 must be positive"),
-        (lambda: data.dirichlet(LABELS, 50, 0.001, random_seed=0), DeclarationError, "1,000 draws left a client"),
         (lambda: data.feature_skew(LABELS, 4), DeclarationError, "4 clients cannot hold 10 sources"),
         (lambda: data.label_skew([[1], [1, 2]], 2, 1), DataError, "no column"),
         (lambda: data.label_skew([None] * 20, 2, 1), DataError, "of type NoneType"),
