@@ -36,7 +36,7 @@ def told(builder: Callable[..., Any], data: Any, shared: Any = ("beta", "tau")) 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="left out of the shared result")
         template = template_of(model.declared, "a", data)
-        _group._judge(model.declared, "a", data, template, alone=True)
+        _group._judge(model.declared, "a", data, template)
     public, variables = template.public, template.variables[0]
     x, inputs, names, outputs = fedppl.model.graph.constrained_graph(
         template.parts, variables, (), public.names, only_shared=True
