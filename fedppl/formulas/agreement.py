@@ -368,26 +368,6 @@ _FEW = 8  # clients below which a median of deviations is useless
 _SHOWN = 5  # levels in a message
 
 
-class _Moments(NamedTuple):
-    clients: list[str]
-    rows: Array
-    mean: Array
-    sd: Array
-    size: Array  # root mean square
-
-
-class _Others(NamedTuple):
-    """Moments of the other clients, with which one is compared."""
-
-    size: float
-    mean: float
-    sd: float
-    between: float
-    least: float  # sds
-    most: float
-    apart: tuple[float, float, float]  # `_apart` of their sizes, means and sds
-
-
 def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
     """Messages on numeric columns of a client with another scale or location than at the others.
 
@@ -409,11 +389,12 @@ def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
         variance = np.maximum(square - mean**2, 0.0) * rows / np.maximum(rows - 1, 1)
         # A difference of two large numbers is rounding.
         sd = np.where(variance > 1e-12 * square, np.sqrt(variance), 0.0)
-        moments = _Moments(list(numeric), rows, mean, sd, np.sqrt(square))
-        everyone = _others(moments, np.ones(len(rows), dtype=bool)) if len(rows) > _MANY else None
-        for place, client_id in enumerate(moments.clients):
-            others = everyone or _others(moments, np.arange(len(rows)) != place)
-            if why := _odd(moments, place, others):
+        moments = np.array([rows, mean, sd, np.sqrt(square)])
+        for place, client_id in enumerate(numeric):
+            few = len(rows) <= _MANY
+            if why := _odd(
+                moments[:, place], moments[1:, np.arange(len(rows)) != place] if few else moments[1:], few=few
+            ):
                 messages.append(f"{name!r} at client {client_id!r} {why}")
     return messages
 
@@ -446,27 +427,6 @@ def strange_sizes(clients: Mapping[str, Mapping[str, Told]]) -> list[str]:
     return list(messages.values())
 
 
-def _others(moments: _Moments, chosen: Array) -> _Others:
-    size, mean, sd = moments.size[chosen], moments.mean[chosen], moments.sd[chosen]
-    some, spread = size[size > 0], sd[sd > 0]
-    relative = np.minimum(sd, 1e3 * np.abs(mean)) / np.where(mean != 0, np.abs(mean), 1.0)
-    within = min(float(np.sqrt(np.log1p(np.median(relative) ** 2))), 1.0)  # sd of logarithms of a client's rows
-    return _Others(
-        float(np.median(some)) if len(some) else 0.0,
-        float(np.median(mean)),
-        float(np.median(sd)),
-        _between(mean),
-        float(spread.min(initial=np.inf)),
-        float(spread.max(initial=0.0)),
-        # Means near 0 have large ratios by chance; real ratios show in sds, too.
-        (
-            _apart(size, within, _APART),
-            min(_apart(mean, within, _NEAR), _apart(sd, within, _NEAR)),
-            _apart(sd, within, _APART),
-        ),
-    )
-
-
 def _apart(values: Array, within: float, few: float) -> float:
     """Log of the largest plausible ratio of a value to the median of `values` of one sign.
 
@@ -481,26 +441,37 @@ def _apart(values: Array, within: float, few: float) -> float:
     return 2.0 * within + max((_AWAY if len(logs) >= _FEW else few) * _between(logs), 2.0 * farthest)
 
 
-def _odd(moments: _Moments, place: int, others: _Others) -> str | None:
-    """Describe an odd column of one client; None if it is not odd."""
-    rows, mean, sd, size = (float(part[place]) for part in moments[1:])
-    ratios = [
-        value / reference if reference else 0.0
-        for value, reference in zip((size, mean, sd), (others.size, others.mean, others.sd), strict=True)
-    ]
-    as_others = [r > 0 and abs(np.log(r)) <= apart for r, apart in zip(ratios, others.apart, strict=True)]
-    if others.size > 0 and size > 0 and not as_others[0] and not 1 / _SCALE < size / others.size < _SCALE:
-        return f"is of size {size:.3g}, at most others of {others.size:.3g}"
-    if others.sd == 0:  # constant within clients: there is no scale for differences
+def _odd(own: Array, others: Array, *, few: bool) -> str | None:
+    """Describe a client's odd column; None if it is not odd.
+
+    `own` are its rows, mean, sd and size (the root mean square), `others` means, sds and sizes (3, K) of the other
+    clients, or of all where there are not `few`.
+    """
+    rows, mean, sd, size = own.tolist()
+    means, sds, sizes = others
+    usual_mean, usual_sd, some = float(np.median(means)), float(np.median(sds)), sizes[sizes > 0]
+    usual_size = float(np.median(some)) if len(some) else 0.0
+    relative = np.minimum(sds, 1e3 * np.abs(means)) / np.where(means != 0, np.abs(means), 1.0)
+    within = min(float(np.sqrt(np.log1p(np.median(relative) ** 2))), 1.0)  # sd of logarithms of a client's rows
+
+    def like(value: float, usual: float, apart: float) -> bool:
+        return bool(usual and value / usual > 0 and abs(np.log(value / usual)) <= apart)
+
+    as_large = like(size, usual_size, _apart(sizes, within, _APART))
+    if usual_size > 0 and size > 0 and not as_large and not 1 / _SCALE < size / usual_size < _SCALE:
+        return f"is of size {size:.3g}, at most others of {usual_size:.3g}"
+    if usual_sd == 0:  # constant within clients: there is no scale for differences
         return None
-    wide = max(others.sd, others.between, sd / np.sqrt(rows))
-    if abs(mean - others.mean) > _AWAY * wide and rows > 1 and not as_others[1]:
-        return f"has the mean {mean:.3g}, at most others {others.mean:.3g} with sds of {others.sd:.3g}"
+    # Means near 0 have large ratios by chance; real ratios show in sds, too.
+    near = like(mean, usual_mean, min(_apart(means, within, _NEAR), _apart(sds, within, _NEAR)))
+    wide = max(usual_sd, _between(means), sd / np.sqrt(rows))
+    if abs(mean - usual_mean) > _AWAY * wide and rows > 1 and not near:
+        return f"has the mean {mean:.3g}, at most others {usual_mean:.3g} with sds of {usual_sd:.3g}"
     slack = _SPREAD * np.exp(4.0 / np.sqrt(max(rows - 1, 1)))  # four standard errors of a log sd
-    few = len(moments.clients) <= _MANY  # with many, `others` includes the client
-    alone = not few or sd > _BEYOND * others.most or sd < others.least / _BEYOND
-    if sd > 0 and alone and not as_others[2] and not 1 / slack < sd / others.sd < slack:
-        return f"has the sd {sd:.3g}, at most others {others.sd:.3g}"
+    alone = not few or sd > _BEYOND * sds.max() or sd < sds[sds > 0].min() / _BEYOND
+    as_wide = like(sd, usual_sd, _apart(sds, within, _APART))
+    if sd > 0 and alone and not as_wide and not 1 / slack < sd / usual_sd < slack:
+        return f"has the sd {sd:.3g}, at most others {usual_sd:.3g}"
     return None
 
 
