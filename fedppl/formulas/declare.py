@@ -182,7 +182,9 @@ class Formula:
         if self.design is None:
             default = "by default wide, on the scales that clients agree on"
             priors = {name: repr(self.priors[name]) if name in self.priors else default for name in self.shared}
-            rows = {name: (priors[name], None, None, _meaning(self.terms, self.family, name), None) for name in priors}
+            rows: dict[str, Any] = {
+                name: (priors[name], None, None, _meaning(self.terms, self.family, name), None) for name in priors
+            }
         else:
             spec = self.spec
             rows = {

@@ -378,10 +378,9 @@ def _model(built: Formula) -> FederatedModel:
 
 
 def _table(agreement: Agreement) -> pd.DataFrame:
+    nan = float("nan")
     rows = {
-        name: {"levels": column.levels or None, "mean": column.mean, "sd": column.sd}
-        if not column.levels
-        else {"levels": column.levels, "mean": float("nan"), "sd": float("nan")}
+        name: (column.levels, nan, nan) if column.levels else (None, column.mean, column.sd)
         for name, column in agreement.columns.items()
     }
     return pd.DataFrame.from_dict(rows, orient="index", columns=["levels", "mean", "sd"])

@@ -205,12 +205,23 @@ class ClientModel:
 
     def batch(self, rows: Any) -> tuple[Any, Any, Any]:
         """Packed data of some of the observations, for the kernel; `rows` may be empty."""
-        packed: tuple[Any, Any, Any] = pack(_take(self.client_id, self.template, self.arrays, self.inputs, rows))
+        packed: tuple[Any, Any, Any] = pack(_take(self, rows))
         return packed
 
     def batches(self, rows: Any) -> tuple[Any, Any, Any]:
-        """Packed data of many batches of observations, rows (T, b), with the places of T batches."""
-        return _batches(self.client_id, self.template, self.arrays, self.inputs, rows)
+        """Packed data of many batches, rows (T, b): reals, integers, and the places (T, w) of each batch's arrays."""
+        steps, size = rows.shape
+        reals, integers, where = self.batch(rows.ravel())
+        wheres = np.tile(where, (steps, 1))
+        place = 0
+        for value, whole in zip(_take(self, np.arange(0)), self.inputs, strict=True):
+            if np.ndim(value) and len(value) != len(whole):  # this array has a row per observation
+                stride = size * int(np.prod(value.shape[1:], dtype=np.int64))
+                wheres[:, place] = where[place] + stride * np.arange(steps)
+                wheres[:, place + 1] = wheres[:, place] + stride
+                wheres[:, place + 2] = size
+            place += 2 + np.ndim(value)
+        return reals, integers, wheres
 
     def constrain_shared(self, phi: Array) -> dict[str, Array]:
         """Shared variables and their deterministics on the constrained space from draws (S, m)."""
@@ -268,11 +279,6 @@ def reader_of(models: Iterable[ClientModel]) -> SharedReader:
     return max(models, key=lambda model: len(model.template.public.names)).reader()
 
 
-def model_at(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:
-    """The PyMC model of a client that is not enrolled, or of other rows; errors name the client."""
-    return built(builder, client_id, arrays)
-
-
 def _no_kernel(*arguments: Any) -> Any:
     """The kernel of a model with shared indicators, which has no gradient."""
     raise DeclarationError("a log density with 0/1 indicators has no gradient to follow.")
@@ -313,17 +319,15 @@ def _declaration_digest(client: Any) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
 
-def _take(
-    client_id: str, template: Template, arrays: Mapping[str, Any], inputs: Sequence[Any], rows: Any
-) -> tuple[Any, ...]:
+def _take(client: ClientModel, rows: Any) -> tuple[Any, ...]:
     """The kernel's inputs with some rows of all arrays that have a row per observation."""
-    parts = template.parts
-    lengths = _observed_lengths(parts, arrays)
-    values, free = inputs[: len(parts.data)], inputs[len(parts.data) :]
-    if len(lengths) > 1 or not parts.data or _has_local_per_row(template, values, lengths):
+    data = client.template.parts.data
+    lengths = _observed_lengths(client.template.parts, client.arrays)
+    values, free = client.inputs[: len(data)], client.inputs[len(data) :]
+    if len(lengths) > 1 or not data or _has_local_per_row(client.template, values, lengths):
         raise DataError(
-            f"client {client_id!r}: observations of lengths {sorted(lengths)} cannot be taken in batches, which need "
-            "pm.Data containers, observed arrays of one length, and no local variable with an entry per row. "
+            f"client {client.client_id!r}: observations of lengths {sorted(lengths)} cannot be taken in batches, which "
+            "need pm.Data containers, observed arrays of one length, and no local variable with an entry per row. "
             "Use batch_size=None."
         )
     (length,) = lengths
@@ -344,25 +348,6 @@ def _has_local_per_row(template: Template, values: Sequence[Any], lengths: set[i
         return [np.shape(value) for value in template.start(*_rows_of(values, length, np.arange(rows)))]
 
     return template.once("local per row", lambda: shapes_of(length) != shapes_of(length - 1))
-
-
-def _batches(
-    client_id: str, template: Template, arrays: Mapping[str, Any], inputs: Sequence[Any], rows: Any
-) -> tuple[Any, Any, Any]:
-    """Packed data of many batches, rows (T, b): reals, integers, and the places (T, w) of each batch's arrays."""
-    steps, size = rows.shape
-    reals, integers, where = pack(_take(client_id, template, arrays, inputs, rows.ravel()))
-    wheres = np.tile(where, (steps, 1))
-    place = 0
-    without = _take(client_id, template, arrays, inputs, np.arange(0))
-    for value, whole in zip(without, inputs, strict=True):
-        if np.ndim(value) and len(value) != len(whole):  # this array has a row per observation
-            stride = size * int(np.prod(value.shape[1:], dtype=np.int64))
-            wheres[:, place] = where[place] + stride * np.arange(steps)
-            wheres[:, place + 1] = wheres[:, place] + stride
-            wheres[:, place + 2] = size
-        place += 2 + np.ndim(value)
-    return reals, integers, wheres
 
 
 def _observed_lengths(parts: Parts, arrays: Mapping[str, Any]) -> set[int]:

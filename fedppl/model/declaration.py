@@ -414,9 +414,12 @@ def kind_of(client_id: str, data: Any, builders: Builders, kind: Kind, said: str
     takes_names = "; ".join(
         f"{candidate!r} takes {list(argument_names(b) or ['any'])}" for candidate, b in builders.items()
     )
+    shown_data = sorted(_names(data) or ()) or type(data).__name__ + (
+        f" of {len(data)}" if isinstance(data, tuple) else ""
+    )
     which = "no builder fits" if not fitting else f"the builders of kinds {fitting} fit"
     raise DataError(
-        f"client {client_id!r}: {which} its data, which are {_about(data)} ({takes_names}); give it the arrays of "
+        f"client {client_id!r}: {which} its data, which are {shown_data} ({takes_names}); give it the arrays of "
         f'one, or pass kind={{"{client_id}": ...}}.'
     )
 
@@ -442,17 +445,6 @@ def _names(data: Any) -> set[str] | None:
         return set(map(str, data))
     table = frames.opened(data)
     return set(map(str, table.names)) if isinstance(table, frames.Opened) else None
-
-
-def _about(data: Any) -> str:
-    names = _names(data)
-    return (
-        f"{type(data).__name__} of {len(data)}"
-        if isinstance(data, tuple)
-        else f"{sorted(names)}"
-        if names
-        else (type(data).__name__)
-    )
 
 
 def knowing(kinds: Mapping[str, str], kind: Kind) -> Kind:

@@ -21,10 +21,11 @@ from pytensor.tensor.shape import Shape, Shape_i
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.checks import as_arrays, held_exactly, mismatch, read_indices, require_not_negative
-from fedppl.model.client import ClientModel, dims_and_coords, model_at
+from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.interpreted import quiet
 from fedppl.model.stack import samples
+from fedppl.model.template import built
 from fedppl.results import idata
 from fedppl.results.at_client import GROUPS, client_posterior, draw_outcomes, has_rows
 from fedppl.results.records import Ended, require_arrived
@@ -437,7 +438,7 @@ def without_inputs(fit: Ended, name: str) -> Unseen:
     if client is None:
         raise DeclarationError("no client's model is here; give rows to predict at, predict={...}.")
     unseen = Unseen(name, client.declared.builder, {}, client.arrays)
-    model = model_at(unseen.builder, name, unseen.arrays)
+    model = built(unseen.builder, name, unseen.arrays)
     if by_rows := [rv.name for rv in model.free_RVs if _depends_on_data(model, rv)]:
         raise DeclarationError(
             f"data=None is a client without rows, and its {by_rows} depend on predictors of the client; give rows to "
@@ -453,7 +454,7 @@ def _depends_on_data(model: Any, variable: Any) -> bool:
 def require_own(unseen: Unseen, client: ClientModel) -> None:
     """Refuse rows whose model has variables of the client's own that its summary does not have."""
     own = {variable.name for variable in client.local}
-    free = [v.name for v in model_at(unseen.builder, unseen.name, unseen.arrays).free_RVs]
+    free = [v.name for v in built(unseen.builder, unseen.name, unseen.arrays).free_RVs]
     if lost := [name for name in free if name not in own | {*client.layout.slices}]:
         raise DeclarationError(
             f"client {unseen.name!r} brought a summary, whose model has the variables {sorted(own)} and not {lost}, "
@@ -466,7 +467,7 @@ def predicted(
 ) -> tuple[xr.Dataset, xr.Dataset, xr.Dataset]:
     """Draws of all variables, predictions, and inputs: variables that `known` lacks are drawn given those it has."""
     name, builder, inputs, arrays = unseen
-    model = model_at(builder, name, arrays)
+    model = built(builder, name, arrays)
     dims, coords = dims_and_coords(model)
     kept = {
         variable: np.asarray(known[variable].values)
