@@ -22,6 +22,7 @@ from fedppl.model import same as _same
 from fedppl.model.checks import (
     containers,
     fingerprint,
+    fits_integers,
     ignored_data,
     mismatch,
     other_model,
@@ -50,6 +51,31 @@ from fedppl.settings import some_of
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable
 
 Clients = Mapping[str, Mapping[str, Any]]
+
+
+def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str | None:
+    """Name the client whose fractions turn integers of others into reals, where the builder needs integers."""
+    for name in next(iter(given.values())):
+        odd = [k for k in given if not np.all(fits_integers(given[k][name]))]
+        whole = [k for k in given if given[k][name].dtype.kind in "biu" and np.all(fits_integers(given[k][name]))]
+        if not whole or not odd:
+            continue
+        try:
+            template_of(declared, whole[0], typed[whole[0]])
+            continue  # the builder accepts reals
+        except (DataError, DeclarationError):
+            pass
+        try:
+            template_of(declared, whole[0], {**typed[whole[0]], name: given[whole[0]][name]})
+        except (DataError, DeclarationError):
+            continue
+        where = tuple(int(i) for i in np.argwhere(~fits_integers(given[odd[0]][name]))[0])
+        return (
+            f"client {odd[0]!r}: {name!r} holds {given[odd[0]][name][where]} at index {where}, and the builder needs "
+            f"integers of at most 32 bits, as at client {whole[0]!r}. Correct the values of client {odd[0]!r}, or let "
+            f"the builder make integers of {name!r}."
+        )
+    return None
 
 
 def enrol_group(

@@ -17,7 +17,7 @@ from pytensor.graph.traversal import ancestors
 from fedppl.contracts.printed import facts
 from fedppl.data import frames
 from fedppl.data.frames import require_clients
-from fedppl.model._group import client_of, enrol_group, require_same_layout
+from fedppl.model._group import client_of, enrol_group, of_another_type, require_same_layout
 from fedppl.model.checks import argument_names, as_arrays, builder_name, group_by_columns, needs_same_keys, one_type
 from fedppl.model.client import ClientModel
 from fedppl.model.graph import Parts
@@ -300,10 +300,15 @@ class FederatedModel:
         needs_same_keys(checked)
         typed = one_type(checked)
         enrolled: dict[str, ClientModel] = {}
-        for group in group_by_columns(typed):
-            chosen, reference = {k: typed[k] for k in group}, next(iter(enrolled.values()), None)
-            models = enrol_group(declared, chosen, compared, reference, kernel=kernel)
-            enrolled |= {client.client_id: client for client in models}
+        try:
+            for group in group_by_columns(typed):
+                chosen, reference = {k: typed[k] for k in group}, next(iter(enrolled.values()), None)
+                models = enrol_group(declared, chosen, compared, reference, kernel=kernel)
+                enrolled |= {client.client_id: client for client in models}
+        except DataError as error:
+            if other := of_another_type(declared, checked, typed):
+                raise DataError(f"{other} On reals: {error}") from error
+            raise
         return enrolled
 
     def with_data(self, like: ClientModel, client_id: str, arrays: Any, *, kernel: bool = True) -> ClientModel:

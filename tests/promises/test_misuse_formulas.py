@@ -182,7 +182,7 @@ ROWS: dict[str, Mistake] = {
     "reals as counts": row(at_a("y ~ x", "poisson"), "'y' is", "whole numbers", "another family"),
     "zero of a gamma": row(at_a("k ~ x", "gamma"), "'k' is 0", "above 0", "another family"),
     "more successes than trials": row(
-        at_a("prop(n, k) ~ x", "binomial", FRAME.assign(n=FRAME["k"] * 2)), "'n' is 0 of 'k' 0", "trials are"
+        at_a("prop(n, k) ~ x", "binomial", FRAME.assign(n=FRAME["k"] * 2)), "'k' is 0 in row 0", "trials are"
     ),
     "trials as texts": row(at_a("prop(k, arm) ~ x", "binomial"), "'arm' has texts", "whole numbers"),
     "levels without an order": row(of("dose ~ x", "ordinal"), "'dose'", "order is not known", "levels={'dose'"),
