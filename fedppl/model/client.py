@@ -154,7 +154,7 @@ class ClientModel:
     def _parts(self) -> Parts:
         """A build on this client's data: the template's, where that was made from equal data in containers."""
         parts = self.template.parts
-        values = [(v.get_value(borrow=True), self.arrays[v.name]) for v in parts.data]
+        values = [(v.get_value(borrow=True), self.arrays[v.name]) for v in parts.data if v.name in self.arrays]
         made_of_these = bool(values) and all(itertools.starmap(np.array_equal, values))
         return parts if made_of_these else parts_of(self.declared, self.client_id, self.arrays)
 
