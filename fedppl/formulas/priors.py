@@ -113,10 +113,6 @@ class Prior:
         """Declare a variable with this prior in the open model."""
         return getattr(pm, self.name)(name, **self.parameters, **more)
 
-    def distribution(self, **more: Any) -> Any:
-        """The distribution alone."""
-        return getattr(pm, self.name).dist(**self.parameters, **more)
-
 
 def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
     """Refuse parameters that are unknown, not numbers, or negative where they must be positive."""

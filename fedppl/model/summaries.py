@@ -121,10 +121,8 @@ def grid(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = None)
 
     Parameters
     ----------
-    effects
-        As in `estimate`; it returns a scalar.
-    coords
-        Coords of the model.
+    effects, coords
+        As in `estimate`; the effects return a scalar.
 
     Returns
     -------
@@ -172,13 +170,11 @@ def two_by_two(
 
     Parameters
     ----------
-    effects
-        As in `estimate`; it returns the log odds ratio, a scalar.
+    effects, coords
+        As in `estimate`; the effects return the log odds ratio, a scalar.
     baseline
         Function without arguments that declares the log odds of the reference arm, where the builder for rows has
         another prior than N(0, 2.5²), or shared parameters of it.
-    coords
-        Coords of the model.
 
     Returns
     -------
