@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -284,14 +283,10 @@ def limits(built: Any, data: Any, what: str) -> None:
         )
 
 
-def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any], *, many: bool = False) -> None:
-    """Warn of coefficients that the data do not identify, so that their priors decide.
-
-    With `many` the one entry has the rows of all clients.
-    """
+def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], clients: int) -> None:
+    """Warn of coefficients that the data do not identify, so that their priors decide; `parts` are arrays of rows."""
     design, terms, names_of = built.design, built.terms, built.containers
-    read = functools.cache(lambda client_id: built.read(str(client_id), clients[client_id]))
-    if terms.client is not None and not many and len(clients) == 1:
+    if terms.client is not None and clients == 1:
         logger.warning(
             "there is one client, whose rows say nothing of how clients differ: the sd of (... | %s) keeps its prior; "
             "leave it out, or give more clients",
@@ -300,17 +295,15 @@ def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any], *, many: boo
     labels = [label for name in terms.common for label in design.labels[name]]
     has_intercept = predictor.has_intercept(terms, built.family)
     center = design.center if has_intercept else 0.0  # without it rounding of a large mean looks like dependence
-    common = (read(client_id)[names_of["common"]] for client_id in clients) if labels else ()
-    parts = ((one - center) / design.scale for one in common)
-    if flat := collinear(parts, labels, has_intercept):
+    common = ((part[names_of["common"]] - center) / design.scale for part in parts if labels)
+    if flat := collinear(common, labels, has_intercept):
         logger.warning("columns %s are collinear: only their priors tell them apart; leave one out", flat)
     for number, names in enumerate(design.group_labels):
         if len(names) < 2 or len(terms.groups[number].factor) > 1:
             continue
-        parts = (read(client_id)[names_of[f"effects_{number}"]] for client_id in clients)
         constant = np.ones(len(names), dtype=bool)
         for part in parts:
-            constant &= np.ptp(part, axis=0) == 0
+            constant &= np.ptp(part[names_of[f"effects_{number}"]], axis=0) == 0
             if not np.any(constant[1:]):
                 break
         else:

@@ -283,7 +283,7 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any,
 def ready(
     model: FederatedModel, data: Any, by: Any, missing: str, *, one_table: bool = False
 ) -> tuple[FederatedModel, Any]:
-    """The agreed model of a formula, and clients' columns; with `one_table` the arrays of many clients as one table."""
+    """The agreed model of a formula, and its builder's arrays by client, with `one_table` of many clients as one."""
     data = frames.opened(data)
     model = with_order(model, data)
     built = _formula(model)
@@ -295,12 +295,14 @@ def ready(
                 return read
         except DataError:  # read client by client, errors name the client and its row
             pass
-    clients = dict(clients)
-    if built.design is None:
+    clients, agreed_here = dict(clients), built.design is None
+    if agreed_here:
         model = _agreed(model, clients, 1, "error").model
-        with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
-        checks.say_what_cannot_be_told(_formula(model), with_rows)
-    return model, clients
+        built = _formula(model)
+    arrays = {k: built.read(str(k), rows) for k, rows in clients.items() if not isinstance(rows, Estimate)}
+    if agreed_here:
+        checks.say_what_cannot_be_told(built, list(arrays.values()), len(arrays))
+    return model, {**clients, **arrays}
 
 
 def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
@@ -313,9 +315,10 @@ def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[
         parts: Mapping[str, Any] = table if len(table) < tables.MANY else {_ALL_ROWS: table.columns}
         summaries = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
         model = of_told(model, summaries, "error").model
-        built = _formula(model)
-        checks.say_what_cannot_be_told(built, {_ALL_ROWS: table.columns}, many=True)
+    agreed_here, built = built.design is None, _formula(model)
     arrays = built.read(_ALL_ROWS, table.columns)
+    if agreed_here:
+        checks.say_what_cannot_be_told(built, [arrays], len(table))
     if any(len(array) != table.begins[-1] for array in arrays.values()):
         return None
     return model, replace(table, columns=arrays)

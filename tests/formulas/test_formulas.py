@@ -310,9 +310,9 @@ def test_columns_far_from_zero_are_not_collinear(caplog: pytest.LogCaptureFixtur
     rows = {"t": rng.normal(1.7e9, 1e4, 60), "x": rng.normal(size=60), "y": rng.normal(size=60)}
     model = fedppl.formula("y ~ t + x + (1 | site)")
     built = fedppl.agree(model, {"A": rows}).model.builder
-    checks.say_what_cannot_be_told(built, {"A": rows})
+    checks.say_what_cannot_be_told(built, [built.read("A", rows)], 1)
     assert "collinear" not in caplog.text
-    checks.say_what_cannot_be_told(built, {"A": {**rows, "x": 2.0 * rows["t"]}})
+    checks.say_what_cannot_be_told(built, [built.read("A", {**rows, "x": 2.0 * rows["t"]})], 1)
     assert "collinear" in caplog.text
 
 
