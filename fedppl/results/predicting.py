@@ -18,9 +18,9 @@ from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.graph.traversal import ancestors
 from pytensor.tensor.shape import Shape, Shape_i
 
+from fedppl.model import checks, interpreted
 from fedppl.model import graph as _graph
-from fedppl.model import interpreted
-from fedppl.model.checks import as_arrays, held_exactly, mismatch, read_indices, require_not_negative
+from fedppl.model.checks import as_arrays, mismatch, read_indices, require_not_negative
 from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.interpreted import quiet
@@ -284,25 +284,7 @@ def _checked(model: Any, client: ClientModel, new_data: Mapping[str, Any]) -> di
             f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}. Where it has no "
             "inputs, give the outcomes: their number is that of the predictions, and their values are not read."
         )
-    values = {}
-    for name, value in new_data.items():
-        if np.ma.is_masked(value):
-            raise DataError(f"new data {name!r} have masked values; drop or impute them.")
-        old, new = client.arrays[name], np.asarray(value)
-        if new.ndim != old.ndim or new.shape[1:] != old.shape[1:]:
-            raise DataError(
-                f"new data {name!r} has shape {new.shape}, but the client's has {old.shape}; give it the same columns."
-            )
-        if new.dtype.kind not in "biuf":
-            raise DataError(
-                f"new data {name!r} has dtype {new.dtype}, which is not numeric and real; encode it as numbers."
-            )
-        if new.size == 0:
-            raise DataError(f"new data {name!r} has shape {new.shape}, that is zero rows; give one row or more.")
-        if not np.all(np.isfinite(new)):
-            raise DataError(f"new data {name!r} holds missing or infinite values; drop or impute them.")
-        values[name] = held_exactly(f"new data {name!r}", new, containers[name].type.dtype)
-    return values
+    return checks.new_inputs(new_data, {name: containers[name].type.dtype for name in new_data}, client.arrays)
 
 
 def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:

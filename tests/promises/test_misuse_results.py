@@ -111,7 +111,7 @@ ROWS: dict[str, Mistake] = {
     "chains as a text": row(of_fit(lambda fit: fit.client("client 0", chains="4")), "chains='4'", "whole number"),
     "nothing to predict": row(of_fit(lambda fit: fit.predict("client 0", None)), "new_data=None", "by name"),
     "an array to predict": row(of_fit(lambda fit: fit.predict("client 0", Y)), "ndarray", "mapping"),
-    "no rows to predict": row(of_fit(lambda fit: fit.predict("client 0", {"y": []})), "'y'", "zero rows"),
+    "no rows to predict": row(of_fit(lambda fit: fit.predict("client 0", {"y": []})), "'y'", "one row"),
     "complex inputs": row(of_fit(lambda fit: fit.predict("client 0", {"y": Y + 1j})), "'y'", "real"),
     "inputs of another name": row(of_fit(lambda fit: fit.predict("client 0", {"z": Y})), "['z']", "['y']"),
     "inputs of another shape": row(of_fit(lambda fit: fit.predict("client 0", {"y": Y[:, None]})), "(3, 1)", "columns"),

@@ -392,10 +392,10 @@ def test_new_rows_without_their_group_are_refused() -> None:
     [
         ({}, r"must name containers of the model: \['X', 'y'\]"),
         ({"Z": np.ones((2, 2))}, r"new data \['Z'\] must name containers"),
-        ({"X": np.ones((2, 3))}, r"'X' has shape \(2, 3\), but the client's has .*same columns"),
-        ({"X": np.ones(2)}, r"'X' has shape \(2,\)"),
-        ({"X": np.array([[np.nan, 1.0]])}, "'X' holds missing or infinite values"),
-        ({"X": [["a", "b"]]}, "'X' .*not numeric"),
+        ({"X": np.ones((2, 3))}, r"'X' have shape \(2, 3\).*same columns"),
+        ({"X": np.ones(2)}, r"'X' have shape \(2,\)"),
+        ({"X": np.array([[np.nan, 1.0]])}, "'X' hold missing or infinite values"),
+        ({"X": [["a", "b"]]}, "'X' .*real numbers"),
     ],
 )
 def test_new_data_that_do_not_fit_are_refused(new: Any, message: str) -> None:
