@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: start(algorithm=fedppl.EP(structure=[["mu"], ["mu"]])), DeclarationError, ["every shared name once"]
     ),
     "coords in a list": (
-        lambda: fedppl.contrast(fitted(), fitted(), "mu", coords=["a"]), DeclarationError, ["coords=['a']", "dictionary"]
+        lambda: fedppl.contrast(fitted(), fitted(), "mu", coords=["a"]), DeclarationError, ["coords=['a']", "dict"]
     ),
     "clients in a list": (
         lambda: fedppl.holdout([{"y": Y}], 0.2, random_seed=1), DataError, ["clients are list", "mapping"]
