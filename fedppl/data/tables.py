@@ -102,25 +102,16 @@ def of_frame(
 def of_clients(clients: Mapping[Any, Any]) -> Table | None:
     """Concatenate the arrays of clients; None where they are not rows of one table."""
     first = next(iter(clients.values()), None)
-    if not isinstance(first, Mapping) or any(set(first) != set(data) for data in clients.values() if data is not first):
+    if first is None or any(not isinstance(data, Mapping) or set(first) != set(data) for data in clients.values()):
         return None
-    parts: dict[str, list[Array]] = {str(name): [] for name in first}
-    counts = []
-    for data in clients.values():
-        arrays = [np.asarray(data[name]) for name in parts]
-        lengths = {len(array) if array.ndim else -1 for array in arrays}
-        if len(lengths) != 1 or -1 in lengths or 0 in lengths:
-            return None
-        counts.append(lengths.pop())
-        for arrays_of_name, array in zip(parts.values(), arrays, strict=True):
-            arrays_of_name.append(array)
-    for arrays_of_name in parts.values():
-        if (
-            len({(array.dtype.kind, array.shape[1:]) for array in arrays_of_name}) > 1
-            or arrays_of_name[0].dtype.kind not in "biuf"
-        ):
-            return None
-    columns = {name: np.concatenate(arrays_of_name) for name, arrays_of_name in parts.items()}
+    arrays = {str(name): [np.asarray(data[name]) for data in clients.values()] for name in first}
+    lengths = {tuple(len(array) if array.ndim else 0 for array in of_name) for of_name in arrays.values()}
+    kinds = [{(array.dtype.kind, array.shape[1:]) for array in of_name} for of_name in arrays.values()]
+    if len(lengths) != 1 or 0 in (counts := lengths.pop()) or any(len(kind) > 1 for kind in kinds):
+        return None
+    if any(of_name[0].dtype.kind not in "biuf" for of_name in arrays.values()):
+        return None
+    columns = {name: np.concatenate(of_name) for name, of_name in arrays.items()}
     require_ids(clients)
     table = Table(tuple(map(str, clients)), _begins(counts), columns)
     return None if gaps.gaps(columns) else table

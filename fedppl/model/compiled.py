@@ -248,13 +248,7 @@ def unpacking_kernel(
 def vector_kernel(
     compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
 ) -> Callable[..., Any]:
-    """Wrap kernel(x, *arrays) -> (vector,) as kernel(x, reals, integers, where) -> vector.
-
-    Parameters
-    ----------
-    compiled, types, name
-        As of `unpacking_kernel`.
-    """
+    """Wrap kernel(x, *arrays) -> (vector,) as kernel(x, reals, integers, where) -> vector, as `unpacking_kernel`."""
     arguments = ", ".join(["x", *(f"a{i}" for i in range(len(types)))])
     lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), f"    vector = kernel({arguments})[0]"]
     lines += ["    found = np.zeros(vector.shape[0])", "    for i in range(vector.shape[0]):"]
@@ -265,13 +259,7 @@ def vector_kernel(
 def unpacked_function(
     compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
 ) -> Callable[..., Any]:
-    """Wrap kernel(*arrays) as a function of array-likes that returns all outputs in a tuple.
-
-    Parameters
-    ----------
-    compiled, types, name
-        As of `unpacking_kernel`.
-    """
+    """Wrap kernel(*arrays) as a function of array-likes that returns all outputs in a tuple, as `unpacking_kernel`."""
     arguments = ", ".join(f"a{i}" for i in range(len(types)))
     source = f"def unpacked({arguments}):\n    return kernel({arguments})"
     jitted = _found_or_compiled(source, compiled, name, tuple(Array(from_dtype(np.dtype(d)), n, "C") for d, n in types))

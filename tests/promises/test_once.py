@@ -127,3 +127,16 @@ def test_a_second_fit_calls_the_builder_once_a_kind() -> None:
         data = given.clients(model, table(3), "site", "error")[1]
         model.enrol(data, kernel=False)
     assert builder.calls == 3
+
+
+def test_tables_tuples_and_arrays_may_stand_side_by_side() -> None:
+    """Among as many clients as are one table else."""
+    frame = table(60)
+    own: list[Any] = [{"y": rows["y"].to_numpy(), "x": rows["x"].to_numpy()} for _, rows in frame.groupby("site")]
+    mixed = {**dict(enumerate(own)), 1: pd.DataFrame(own[1]), 2: (own[2]["y"], own[2]["x"])}
+    model = FederatedModel(Builder(), ["mu", "tau"])
+    read, expected = (
+        given.clients(model, data, None, "error", one_table=True)[1] for data in (mixed, dict(enumerate(own)))
+    )
+    for k, client_id in enumerate(read):
+        assert all(np.array_equal(read[client_id][name], expected[str(k)][name]) for name in ("y", "x"))
