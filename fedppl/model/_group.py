@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -134,7 +135,7 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
         if others:
             first.functions["compared"] = True
         return first, False, {}
-    if not _reads_containers(first.parts) and _ignores_data(declared, client_id, first, arrays):
+    if all(_ignores_data(declared, k, group[k], first.parts if k == client_id else None) for k in group):
         raise ignored_data(client_id, declared.builder, first.parts, arrays)
     steady, altered = False, None
     builds: dict[str, _graph.Parts] = {}
@@ -252,24 +253,21 @@ def client_of(
 _FAR = 1e9  # beyond the thresholds of models, and within 32 bits
 
 
-def _reads_containers(parts: _graph.Parts) -> bool:
-    """Whether a container is above an observed variable or a potential, or in its density."""
-    ends, above = _ends(parts)
-    if not above.isdisjoint(parts.data):
-        return True
-    return not set(ancestors([_likelihood(parts, ends, above)[0]])).isdisjoint(parts.data)
-
-
-def _ignores_data(declared: Declared, client_id: str, first: Template, arrays: Mapping[str, Any]) -> bool:
+def _ignores_data(declared: Declared, client_id: str, arrays: Mapping[str, Any], parts: _graph.Parts | None) -> bool:
     """Whether log p of the observed variables and potentials is the same graph on altered data, and on data far away.
 
-    False where the builder fails on these.
+    False where a container is above them, and where the builder fails on other data.
     """
     build = functools.partial(parts_of, declared, client_id)
+    parts = parts or _public.attempt(build, arrays)
+    if parts is None or not (ends := _ends(parts))[1].isdisjoint(parts.data):
+        return False
+    logp, inputs = _likelihood(parts, *ends)
+    if not set(ancestors([logp])).isdisjoint(parts.data):
+        return False
     far = ({k: v if v.dtype.kind != "f" else v + by for k, v in arrays.items()} for by in (-_FAR, _FAR))
-    others = [*(_altered(declared, client_id, arrays, first) or (None,)), *(_public.attempt(build, one) for one in far)]
-    logp, inputs = _likelihood(first.parts, *_ends(first.parts))
-    for other in others:
+    rebuilt = _public.rebuilt(build, arrays) or (None,)
+    for other in itertools.chain(rebuilt, (_public.attempt(build, one) for one in far)):
         if other is None:
             return False
         other_logp, other_inputs = _likelihood(other, *_ends(other))
