@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 from formulaic import Formula
+from formulaic.parser import DefaultFormulaParser
 
 from fedppl.formulas import expressions
 from fedppl.formulas.expressions import Effects, Token, cut, quoted, unquoted
@@ -253,6 +254,7 @@ def _require_apart(
 
 # The edge to formulaic. It is given placeholders for factors, never the user's text, and computes nothing from rows.
 
+_MOST = 10_000  # products of terms before duplicates are dropped
 _ALIAS = "v{}"
 
 
@@ -304,7 +306,10 @@ def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> S
     text = " ".join(alias[names[token.text]] if token.kind == "factor" else token.text for token in tokens)
     text = text.removeprefix("+ ").strip() or "1"
     try:
+        _require_few(formula, text, len(factors))
         return Sum(text, factors, tuple(_named(term, factors) for term in Formula(text)))
+    except DeclarationError:
+        raise
     except Exception as error:  # of any kind, from formulaic
         raise DeclarationError(
             f"formula={formula!r} cannot be read: a term is missing; write it like 'y ~ age + arm + (1 | site)'."
@@ -335,3 +340,25 @@ def _require_numbers(formula: str, tokens: Sequence[Token]) -> None:
                 f"formula={formula!r} has the number {token.text} in place of a column; write I(5*x) for a multiple, "
                 f"0 or 1 for the intercept{within}."
             )
+
+
+def _require_few(formula: str, text: str, factors: int) -> None:
+    """Refuse products of too many terms."""
+    nodes: list[Any] = [DefaultFormulaParser().get_ast(text)]
+    for node in nodes:  # grows: a node comes before those below it
+        nodes += getattr(node, "args", ())
+    sizes: dict[int, float] = {}
+    for node in reversed(nodes):
+        below = [sizes[id(one)] for one in getattr(node, "args", ())]
+        match getattr(getattr(node, "operator", None), "symbol", None), below:
+            case ("**", [one, _]):
+                made = one ** min(int(node.args[1].token), 99)
+            case ("*" | ":", [one, other]):
+                made = one * other + one + other
+            case _:
+                made = sum(below) or 1.0
+        if made > _MOST:
+            raise DeclarationError(
+                f"formula={formula!r} has products of more than {_MOST} terms; write the interactions that are meant."
+            )
+        sizes[id(node)] = min(made, 2.0 ** min(factors, 60))
