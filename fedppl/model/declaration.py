@@ -14,6 +14,7 @@ from pymc.printing import str_for_dist
 from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import ancestors
 
+from fedppl import gaussian
 from fedppl.contracts.printed import facts
 from fedppl.data import frames
 from fedppl.data.frames import require_clients
@@ -24,7 +25,7 @@ from fedppl.model.graph import Parts
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.model.template import Declared, Template, parts_of
 from fedppl.settings import shown, takes
-from fedppl.types import DataError, DeclarationError
+from fedppl.types import DataError, DeclarationError, Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -507,5 +508,20 @@ def require_one_layout(first: ClientModel, other: ClientModel) -> None:
                     "the second; declare shared variables by one function that all builders call."
                 )
     raise DeclarationError(
-        f"{kinds} differ in the shared prior; declare shared variables by one function that all builders call."
+        f"{kinds} differ in the shared prior: {_kinds_apart(first.layout, other.layout)}; declare shared variables by "
+        "one function that all builders call."
+    )
+
+
+def _kinds_apart(first: Layout, second: Layout) -> str:
+    """The coordinate in which two priors of one shape differ most."""
+    mean, sd = gaussian.mean(first.prior), gaussian.standard_deviations(first.prior)
+    second_mean, second_sd = gaussian.mean(second.prior), gaussian.standard_deviations(second.prior)
+    apart = np.abs(second_mean - mean) / sd + np.abs(np.log(second_sd / sd))
+    place = int(np.argmax(apart))
+    if not apart[place] > 1e-5:
+        return "its density about one mean and covariance, or correlations"
+    return (
+        f"{first.labels[place]} has mean {mean[place]:.6g} and sd {sd[place]:.6g} in the first, "
+        f"{second_mean[place]:.6g} and {second_sd[place]:.6g} in the second"
     )
