@@ -256,7 +256,6 @@ CASES: dict[str, Case] = {
     # Coefficients are drawn in the first round and first put to use in the second.
     "LMCAscent": Case("curves.Ascent", {"warmup": 2}, coregional, idle=(2,), summed=None),
     "LMCAscent(batches)": Case("curves.Ascent", {"warmup": 2, "batch_size": 8}, coregional, idle=(2,), summed=None),
-    "LMCBlockAscent": Case("curves.BlockAscent", {"warmup": 1}, coregional, idle=(2, 3), summed=None),
     "LMCPointAscent": Case("curves.PointAscent", {"warmup": 2}, coregional_all, idle=(2,), summed=None),
     "LMCPointAscent(batches)": Case(
         "curves.PointAscent", {"warmup": 2, "batch_size": 8}, coregional_all, idle=(2,), summed=None

@@ -341,12 +341,7 @@ def scale_mode(count: float, square: float, prior: LogScale) -> float:
 
 def bound_of_sums(totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
     """Σ_m V_m at any q(v), q(α) and σ_w, from the units' statistics, which depend on the units' own parameters."""
-    return bound_from(selection_terms(totals, shared), totals, shared, log_odds)
-
-
-def bound_from(terms: tuple[Array, Array], totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
-    """Σ_m V_m from what `selection_terms` gives."""
-    (gain, gram), gamma = terms, shared.inclusion
+    (gain, gram), gamma = selection_terms(totals, shared), shared.inclusion
     return float(
         totals["constant"]
         + gamma @ gain
@@ -361,26 +356,15 @@ def selection_terms(totals: Mapping[str, Array], shared: Globals) -> tuple[Array
     latents, points = shared.mean.shape
     blocks = totals["precision"].reshape(latents, points, latents, points)
     gram = np.einsum("lq,lqkp,kp->lk", shared.mean, blocks, shared.mean, optimize=True)
-    return terms_from(gram, np.einsum("lqlp->lqp", blocks), totals, shared)
-
-
-def terms_from(gram: Array, blocks: Array, totals: Mapping[str, Array], shared: Globals) -> tuple[Array, Array]:
-    """c and M from the forms m_l' P_lk m_k (L, L) and the blocks P_ll (L, Q, Q)."""
+    slab = shared.log_slab_sd
+    slab_cost = totals["units"] * (slab - 0.5) + 0.5 * (np.exp(-2 * slab) * totals["second"] - totals["log_variance"])
     gain = (
         np.sum(shared.mean * totals["linear"], axis=1)
-        - 0.5 * (np.diag(gram) + np.sum(blocks * shared.covariance, axis=(1, 2)))
+        - 0.5 * (np.diag(gram) + np.sum(np.einsum("lqlp->lqp", blocks) * shared.covariance, axis=(1, 2)))
         - totals["penalty"]
-        - slab_cost(totals, shared.log_slab_sd)
+        - slab_cost
     )
     return gain, gram - np.diag(np.diag(gram))
-
-
-def slab_cost(totals: Mapping[str, Array], log_slab_sd: float) -> Array:
-    """Σ_m KL(q(w_ml | α_l = 1) ‖ N(0, σ_w²)), (L,)."""
-    count = totals["units"]
-    return np.asarray(
-        count * (log_slab_sd - 0.5) + 0.5 * (np.exp(-2 * log_slab_sd) * totals["second"] - totals["log_variance"])
-    )
 
 
 def selection(gain: Array, gram: Array, inclusion: Array, log_odds: Array, sweeps: int = 50) -> Array:

@@ -1,6 +1,6 @@
 """Results of a fitted linear model of coregionalisation: predictions in closed form, selection, coefficients, curves.
 
-The algorithms that fit one are here too: `Ascent`, `BlockAscent`, `PointAscent`, `Averaging` and `Gradient`. Functions
+The algorithms that fit one are here too: `Ascent`, `PointAscent`, `Averaging` and `Gradient`. Functions
 return labelled xarray.
 """
 
@@ -16,7 +16,6 @@ from scipy.stats import norm
 from fedppl import plots
 from fedppl.contracts import Sampler
 from fedppl.contracts.printed import CI_PROB
-from fedppl.coregional.algorithms.block_ascent import BlockAscent
 from fedppl.coregional.algorithms.gradient import Averaging, Gradient
 from fedppl.coregional.algorithms.point_ascent import Ascent, PointAscent
 from fedppl.coregional.bound import UnitClientState, curves
@@ -38,7 +37,6 @@ from fedppl.types import DataError, DeclarationError
 __all__ = [
     "Ascent",
     "Averaging",
-    "BlockAscent",
     "Gradient",
     "PointAscent",
     "coefficients",

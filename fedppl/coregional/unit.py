@@ -161,15 +161,10 @@ def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[s
     for place, projection in enumerate(design.projection):
         blocks[place, :, place, :] += rate * unit.variance[place] * (projection.T @ projection)
     linear = rate * unit.mean[:, None] * (np.swapaxes(design.projection, 1, 2) @ design.response)
-    return {"precision": precision, "linear": linear, **scalars(design, unit, noise)}
-
-
-def scalars(design: Design, unit: UnitClientState, noise: LogScale) -> dict[str, Array]:
-    """A unit's statistics whose size does not depend on Q: of each latent function, and of the unit."""
-    count = design.scale * len(design.response)
-    rate = design.scale * np.exp(-2 * unit.log_noise_sd)
-    second = unit.mean**2 + unit.variance
+    count, second = design.scale * len(design.response), unit.mean**2 + unit.variance
     return {
+        "precision": precision,
+        "linear": linear,
         "penalty": 0.5 * rate * second * design.conditional.sum(axis=1),
         "second": second,
         "log_variance": log_variance(unit),

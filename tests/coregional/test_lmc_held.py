@@ -26,7 +26,6 @@ def held(slab_sd: float) -> fedppl.FederatedModel:
 
 ALGORITHMS = {
     "ascent": curves.Ascent(warmup=2),
-    "blocks": curves.BlockAscent(warmup=2),
     "averaging": curves.Averaging(steps=3),
     "gradient": curves.Gradient(),
 }

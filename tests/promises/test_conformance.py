@@ -331,7 +331,7 @@ def test_what_tests_for_convergence_is_what_does_not_take_a_given_number_of_grad
     built = [(case.algorithm, case.build().result) for case in cases.runnable().values()]
     found = {name for name, result in built if result.tests_convergence}
     one_shot = {"Separate", "PrecisionWeighted", "ConsensusMonteCarlo"}
-    assert {"EP", "HM1", "curves.Ascent", "curves.BlockAscent", "Confidence"} | one_shot <= found
+    assert {"EP", "HM1", "curves.Ascent", "Confidence"} | one_shot <= found
     assert found.isdisjoint({"FedAvg", "FedProx", "SCAFFOLD", "Ditto", "SeparateSGD", "HM1Gradient", "nn.FedAvg"})
     assert all(result.tests_convergence for _, result in built if isinstance(result.shared, Posterior))
 

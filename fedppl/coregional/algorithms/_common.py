@@ -12,8 +12,17 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.contracts import ClientUpdate, ClientView, Needs, Received, Report, Result, Sampler
 from fedppl.contracts.algorithm import DrawFn
-from fedppl.coregional.bound import Curves, Design, Globals, LogScale, Roles, Unit, UnitClientState, curves, gradient
-from fedppl.coregional.unit import UnitUpdates, estimated, final_message, own_fit, random_unit, sample, scaled
+from fedppl.coregional.bound import Globals, Roles, Unit, UnitClientState, gradient
+from fedppl.coregional.unit import (
+    UnitUpdates,
+    estimated,
+    final_message,
+    own_fit,
+    random_unit,
+    sample,
+    scaled,
+    statistics,
+)
 from fedppl.coregional.view import unit_of
 from fedppl.settings import between, one_of, whole
 from fedppl.types import Array, Message, Status
@@ -205,16 +214,6 @@ def sent(shared: Globals, stage: float, rate: float) -> dict[str, Array]:
     }
 
 
-class Answer(NamedTuple):
-    """A unit's own maximum, with the design and curves that it belongs to."""
-
-    state: UnitClientState
-    design: Design
-    curve: Curves
-    shared: Globals
-    noise: LogScale  # prior of log σ_m
-
-
 def update_client(
     client: ClientView,
     personal: UnitClientState | None,
@@ -223,9 +222,8 @@ def update_client(
     *,
     batch_size: int | None,
     updates: UnitUpdates,
-    statistics: Callable[[Answer, Message], dict[str, Array]],
 ) -> ClientUpdate[UnitClientState]:
-    """ψ_m at its maximum given the message, or random coefficients before there are curves; `statistics` of it."""
+    """ψ_m at its maximum given the message, or random coefficients before there are curves, and its statistics."""
     unit = client.view(unit_of)
     count = len(unit.response)
     info = {"rows": float(count)}
@@ -235,23 +233,20 @@ def update_client(
     shared, rows = read_globals(message), batch(count, batch_size, rng)
     design = unit.design(shared.kernel, rows)
     if float(message["stage"]) == 1:
-        if personal is None:
-            state = scaled(updates.start(unit.roles.latents, unit.noise.mean, rng), unit.roles.slab_prior.mean)
-        else:
-            state = personal
-        curve = curves(design, shared.mean, shared.covariance)
+        state = personal or scaled(updates.start(unit.roles.latents, unit.noise.mean, rng), unit.roles.slab_prior.mean)
     else:
         if personal is None:
             info["blank"] = 1.0
         start = unit.noise.mean if personal is None else personal.log_noise_sd
-        state, curve = updates.best(design, shared, unit.noise, start)
+        state, _ = updates.best(design, shared, unit.noise, start)
         if rows is not None and personal is not None:
             state = updates.towards(personal, state, float(message["rate"]))
     pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
     slope = gradient(design, shared, state, unit.noise, unit.roles.log_odds, 0.0, pull).kernel
-    reply = statistics(Answer(state, design, curve, shared, unit.noise), message)
+    reply = statistics(design, state, unit.noise)
+    packed = gaussian.pack_triangle(reply["precision"])
     info["noise_sd"] = float(np.exp(state.log_noise_sd))
-    return ClientUpdate(state, {**reply, "kernel_gradient": slope}, info)
+    return ClientUpdate(state, {**reply, "precision": packed, "kernel_gradient": slope}, info)
 
 
 def read_globals(message: Message) -> Globals:

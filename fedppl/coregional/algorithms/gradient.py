@@ -13,17 +13,6 @@ from scipy.linalg import block_diag
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report, Result
 from fedppl.contracts.algorithm import DrawFn
 from fedppl.coregional.algorithms import _common
-from fedppl.coregional.algorithms._common import (
-    STARTED,
-    Adam,
-    adam_step,
-    batch_size_rule,
-    first_shapes,
-    fresh,
-    initial_kernel_rule,
-    median_kernel,
-    reject_negative,
-)
 from fedppl.coregional.bound import (
     Globals,
     Roles,
@@ -46,7 +35,7 @@ class GradientClientState(NamedTuple):
     """ψ_m on the unconstrained space, with Adam's moments, which stay at the unit."""
 
     own: Array
-    adam: Adam
+    adam: _common.Adam
 
 
 def Gradient(
@@ -120,21 +109,23 @@ def _update_by_gradient(
     rows, design = _common.batch(count, settings.batch_size, rng), unit.design(shared.kernel)
     value = unit_bound(design, shared, unflatten_unit(personal.own), unit.noise, unit.roles.log_odds, share)
     slope, unit_slope = slopes(unit, x, personal.own, share, rows)
-    after = GradientClientState(*adam_step(personal.own, unit_slope, personal.adam, float(message["rate"])))
+    after = GradientClientState(*_common.adam_step(personal.own, unit_slope, personal.adam, float(message["rate"])))
     return ClientUpdate(after, {"slope": slope, "rows": np.array(float(count)), "bound": np.array(value)}, info)
 
 
 def _from(start: UnitClientState) -> GradientClientState:
     x = flatten_unit(start)
-    return GradientClientState(x, fresh(len(x)))
+    return GradientClientState(x, _common.fresh(len(x)))
 
 
-def _step(state: StepsState, received: Received, known: int, *, settings: Settings) -> tuple[float, Array, Adam]:
+def _step(
+    state: StepsState, received: Received, known: int, *, settings: Settings
+) -> tuple[float, Array, _common.Adam]:
     """One step of Adam along the sum, scaled up where not all units replied."""
     total, share = received.sums(), received.clients / max(known, 1)
     rate = learning_rate(state.number, settings)
-    adam = fresh(len(state.x)) if state.adam is None else state.adam
-    return float(total["bound"] / share), *adam_step(state.x, total["slope"] / share, adam, rate)
+    adam = _common.fresh(len(state.x)) if state.adam is None else state.adam
+    return float(total["bound"] / share), *_common.adam_step(state.x, total["slope"] / share, adam, rate)
 
 
 def _draw(
@@ -235,11 +226,11 @@ def _update_by_steps(
         info |= {"blank": 1.0} if stage == 2 else {}
     value = unit_bound(unit.design(shared.kernel), shared, personal, unit.noise, unit.roles.log_odds, share)
     point = np.concatenate([x, flatten_unit(personal)])
-    adam = fresh(len(point))
+    adam = _common.fresh(len(point))
     for _ in range(settings.steps):
         rows = _common.batch(count, settings.batch_size, rng)
         slope = np.concatenate(slopes(unit, point[: len(x)], point[len(x) :], share, rows))
-        point, adam = adam_step(point, slope, adam, float(message["rate"]))
+        point, adam = _common.adam_step(point, slope, adam, float(message["rate"]))
     reply = {"x": count * point[: len(x)], "rows": np.array(float(count)), "bound": np.array(value)}
     return ClientUpdate(unflatten_unit(point[len(x) :]), reply, info)
 
@@ -278,7 +269,7 @@ class StepsState(NamedTuple):
 
     roles: Roles
     x: Array  # shared parameters on the unconstrained space
-    adam: Adam | None  # moments, once the server has taken a step; None for good where units take them
+    adam: _common.Adam | None  # moments, once the server has taken a step; None for good where units take them
     where: Mapping[str, int]  # client id to its row
     rows: Array  # (K,) n_k, 0 for a unit that has not replied yet
     number: int
@@ -314,9 +305,9 @@ def checked(
         rates,
         places,
         whole("steps", steps),
-        batch_size_rule(batch_size),
+        _common.batch_size_rule(batch_size),
         between("tolerance", tolerance, 0, 1),
-        initial_kernel_rule(initial_kernel),
+        _common.initial_kernel_rule(initial_kernel),
     )
 
 
@@ -375,7 +366,7 @@ def update_server(
     received: Received,
     *,
     settings: Settings,
-    move: Callable[[StepsState, Received, int], tuple[float, Array, Adam | None]],
+    move: Callable[[StepsState, Received, int], tuple[float, Array, _common.Adam | None]],
 ) -> tuple[StepsState, Report]:
     """Note the units' sizes, start the kernels at the median of their own, and then in every round `move`.
 
@@ -387,9 +378,9 @@ def update_server(
     for client_id, reply in received.single().items():  # a round brings sums alone only once all are known
         rows[state.where[client_id]] = float(reply["rows"])
     if state.number == 0:
-        x = flatten(shared_of(state)._replace(kernel=median_kernel(received.each)))
+        x = flatten(shared_of(state)._replace(kernel=_common.median_kernel(received.each)))
         state = state._replace(x=x, rows=rows, number=1)
-        return state, Report(info(np.nan, state), message=STARTED)
+        return state, Report(info(np.nan, state), message=_common.STARTED)
     bound, x, adam = move(state, received, int(np.sum(rows > 0)))
     quiet = state.quiet + 1 if abs(bound - state.bound) < settings.tolerance * (1.0 + abs(bound)) else 0
     status = Status.RUNNING
@@ -402,12 +393,12 @@ def update_server(
 
 def shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
     """Shapes of the replies; after the first, `name` is an array of the shared parameters' shape."""
-    return {name: state.x.shape, "rows": (), "bound": ()} if state.number else first_shapes(state.roles)
+    return {name: state.x.shape, "rows": (), "bound": ()} if state.number else _common.first_shapes(state.roles)
 
 
 def reject(state: StepsState, reply: Message) -> str | None:
     """Why a reply is rejected: a negative number of rows."""
-    return reject_negative(reply, "rows")
+    return _common.reject_negative(reply, "rows")
 
 
 def summed(state: StepsState) -> bool:

@@ -12,20 +12,6 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.contracts import Algorithm, Needs, Received, Replies, Report, sum_replies
 from fedppl.coregional.algorithms import _common
-from fedppl.coregional.algorithms._common import (
-    Answer,
-    Left,
-    Settings,
-    Trail,
-    gained_of_late,
-    info,
-    left_after,
-    log_prior,
-    longer,
-    nearly_still,
-    no_trail,
-    report,
-)
 from fedppl.coregional.bound import (
     Globals,
     Roles,
@@ -38,7 +24,7 @@ from fedppl.coregional.bound import (
     rescale,
     unflatten,
 )
-from fedppl.coregional.unit import POINT, POSTERIOR, UnitUpdates, draw, statistics
+from fedppl.coregional.unit import POINT, POSTERIOR, UnitUpdates, draw
 from fedppl.coregional.view import roles
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
@@ -92,7 +78,9 @@ def PointAscent(
     ----------
     .. [1] Gao and Chung, section 5, the models FedLMC and LMC; eq. 17 has coefficients as parameters too.
     """
-    settings = _common.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
+    settings = _common.checked(
+        _common.Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
+    )
     return ascent("curves.PointAscent", settings, POINT, _maximise, _common.NEEDS_NO_SELECTION)
 
 
@@ -177,7 +165,9 @@ def Ascent(
     .. [3] Hoffman et al. (2013), Stochastic variational inference, JMLR 14, eqs. 24 to 26.
     .. [4] Sidi (2017), Vector Extrapolation Methods with Applications, SIAM, section 2.
     """
-    settings = _common.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
+    settings = _common.checked(
+        _common.Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
+    )
     return ascent("curves.Ascent", settings, POSTERIOR, maximise, _common.NEEDS)
 
 
@@ -201,7 +191,7 @@ class AscentState(NamedTuple):
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
     pace: float  # of the kernels' steps: shorter after every round that lowered the bound
     bound: float
-    trail: Trail
+    trail: _common.Trail
     rest: Rest | None  # once the bound and the kernels are nearly at rest
 
 
@@ -210,7 +200,7 @@ Maximise = Callable[..., tuple[Mapping[str, Array], Globals]]
 
 
 def ascent(
-    name: str, settings: Settings, updates: UnitUpdates, maximise: Maximise, needs: Needs
+    name: str, settings: _common.Settings, updates: UnitUpdates, maximise: Maximise, needs: Needs
 ) -> Algorithm[AscentState, UnitClientState]:
     """An algorithm from the units' updates of their own parameters and the server's of the shared ones."""
     return Algorithm[AscentState, UnitClientState](
@@ -218,9 +208,7 @@ def ascent(
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=functools.partial(_broadcast, settings=settings),
-        update_client=functools.partial(
-            _common.update_client, batch_size=settings.batch_size, updates=updates, statistics=_statistics
-        ),
+        update_client=functools.partial(_common.update_client, batch_size=settings.batch_size, updates=updates),
         update_server=functools.partial(_update_server, settings=settings, maximise=maximise),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
         result=_common.read(
@@ -236,7 +224,9 @@ def ascent(
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings) -> AscentState:
+def _init(
+    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _common.Settings
+) -> AscentState:
     """Start from the prior, with every latent function in use."""
     role = roles(layout)
     return AscentState(
@@ -252,12 +242,12 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
         adam=np.zeros((2, len(role.kernel))),
         pace=1.0,
         bound=np.nan,
-        trail=no_trail(len(role.kernel)),
+        trail=_common.no_trail(len(role.kernel)),
         rest=None,
     )
 
 
-def _broadcast(state: AscentState, client_id: str, *, settings: Settings) -> Message:
+def _broadcast(state: AscentState, client_id: str, *, settings: _common.Settings) -> Message:
     """The shared parameters, or a proposal."""
     stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
     return _common.sent(_sent(state), stage, _common.noisy_rate(state.stochastic, settings))
@@ -268,18 +258,12 @@ def _sent(state: AscentState) -> Globals:
     return state.shared if state.rest is None or state.rest.trial is None else state.rest.trial
 
 
-def _statistics(answer: Answer, message: Message) -> dict[str, Array]:
-    """A unit's statistics once it has maximised over its own parameters."""
-    reply = statistics(answer.design, answer.state, answer.noise)
-    return {**reply, "precision": gaussian.pack_triangle(reply["precision"])}
-
-
 def _update_server(
-    state: AscentState, received: Received, *, settings: Settings, maximise: Maximise
+    state: AscentState, received: Received, *, settings: _common.Settings, maximise: Maximise
 ) -> tuple[AscentState, Report]:
     """Add up the replies, and maximise over the shared parameters."""
     if not received.clients:
-        return state, Report(info(state.bound, state.shared, np.nan))
+        return state, Report(_common.info(state.bound, state.shared, np.nan))
     first, state = state.number == 0, state._replace(number=state.number + 1)
     if first:
         shared, started = _common.kernel_start(state.shared, received, state.bound)
@@ -301,7 +285,7 @@ def _unpacked(sums: Message) -> dict[str, Array]:
 
 
 def _collect(
-    state: AscentState, received: Received, settings: Settings, maximise: Maximise
+    state: AscentState, received: Received, settings: _common.Settings, maximise: Maximise
 ) -> tuple[AscentState, Report]:
     """Add up random starts, one of each unit, until all are in or the warm-up is over.
 
@@ -318,7 +302,7 @@ def _collect(
     state = state._replace(has_replied=has_replied, totals=totals, collecting=not done)
     if not done:
         message = "not all units have replied yet; raise rounds="
-        return state, Report(info(state.bound, state.shared, np.nan), message=message)
+        return state, Report(_common.info(state.bound, state.shared, np.nan), message=message)
     slope = totals.pop("kernel_gradient")
     return _raise_bound(state, totals, slope, settings, maximise, noisy=True)
 
@@ -327,7 +311,7 @@ def _raise_bound(
     state: AscentState,
     totals: Mapping[str, Array],
     slope: Array,
-    settings: Settings,
+    settings: _common.Settings,
     maximise: Maximise,
     *,
     noisy: bool,
@@ -336,14 +320,16 @@ def _raise_bound(
     role, before, age, sent = state.roles, state.bound, state.age + 1, _sent(state)
     if noisy and state.rest is not None:  # gains are too uncertain for the end's steps
         trying, remaining = state.rest.trial is not None, state.rest.left
-        state = state._replace(rest=None, trail=no_trail(len(role.kernel)))
+        state = state._replace(rest=None, trail=_common.no_trail(len(role.kernel)))
         if trying:
-            return state._replace(age=age), report(state.bound, state.shared, 0.0, remaining, arrived=False, noisy=True)
+            return state._replace(age=age), _common.report(
+                state.bound, state.shared, 0.0, remaining, arrived=False, noisy=True
+            )
     begun = age > settings.warmup
     best, shared = maximise(totals, sent, role, sweeps=settings.sweeps, select=begun)
     bound = bound_of_sums(best, shared, role.log_odds if begun else np.full(role.latents, np.inf))
     bound += role.slab_prior.log_density(shared.log_slab_sd)
-    value = bound + log_prior(role, sent.kernel)
+    value = bound + _common.log_prior(role, sent.kernel)
     if state.rest is not None:
         slope = slope - role.kernel_precision @ (sent.kernel - role.kernel_mean)
         result, fixed = Round(sent, shared, value, slope), settings.kernel_rate == 0
@@ -353,7 +339,7 @@ def _raise_bound(
             change = float(np.max(np.abs(reached.kernel - state.shared.kernel), initial=0.0))
             state = state._replace(shared=reached, totals=best, bound=bound)
         state = state._replace(age=age, rest=rest)
-        return state, report(state.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
+        return state, _common.report(state.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
     # Steps of one length would oscillate around the maximum. Noise and the selection's start lower the bound too.
     fell = bound < before - 1e-9 * (1.0 + abs(bound))
     lowered = fell and age > settings.warmup + 1 and not state.stochastic
@@ -361,12 +347,12 @@ def _raise_bound(
     rate, number = settings.kernel_rate * pace, max(state.number - 1, 1)
     kernel, adam, change = _common.kernel_step(role, shared.kernel, state.adam, slope, rate, number)
     shared = shared._replace(kernel=kernel)
-    trail = longer(state.trail, value, kernel, noisy=noisy)
+    trail = _common.longer(state.trail, value, kernel, noisy=noisy)
     turned = float(np.max(np.abs(shared.inclusion - sent.inclusion), initial=0.0))
-    calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and nearly_still(trail)
+    calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and _common.nearly_still(trail)
     state = state._replace(shared=shared, totals=best, age=age, adam=adam, pace=pace, bound=bound, trail=trail)
     state = state._replace(rest=at_rest(shared) if calm else None)
-    return state, report(bound, shared, change, left_after(trail), arrived=False, noisy=noisy)
+    return state, _common.report(bound, shared, change, _common.left_after(trail), arrived=False, noisy=noisy)
 
 
 def _shapes(state: AscentState) -> Mapping[str, tuple[int, ...]]:
@@ -441,7 +427,7 @@ class Rest(NamedTuple):
     """The state of an ascent that hardly moves."""
 
     path: tuple[Globals, ...]  # shared parameters of successive rounds with the same kernels
-    trail: Trail  # their values
+    trail: _common.Trail  # their values
     slope: Array | None  # in the last of them
     trial: Globals | None  # a proposal that units are sent in place of the shared parameters
     stand: Stand | None  # before the last step of the kernels
@@ -452,7 +438,7 @@ class Rest(NamedTuple):
     reached: float  # value at the end of the last cycle, if only an extrapolation followed
     values: tuple[float, ...]  # of all accepted rounds so far
     refused: bool  # whether the last extrapolation was
-    left: Left
+    left: _common.Left
     arrived: bool
 
 
@@ -460,7 +446,7 @@ def at_rest(shared: Globals) -> Rest:
     """The first state of the end phase."""
     return Rest(
         path=(shared,),
-        trail=no_trail(len(shared.kernel)),
+        trail=_common.no_trail(len(shared.kernel)),
         slope=None,
         trial=None,
         stand=None,
@@ -471,7 +457,7 @@ def at_rest(shared: Globals) -> Rest:
         reached=np.nan,
         values=(),
         refused=False,
-        left=Left(np.nan, np.nan, 1.0),
+        left=_common.Left(np.nan, np.nan, 1.0),
         arrived=False,
     )
 
@@ -483,20 +469,20 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
         if not result.value >= last - _ROUNDING * (1.0 + abs(last)):
             return _from(rest, rest.path[-1])._replace(refused=True), None
         rest = _from(rest, result.sent)._replace(refused=False)
-    trail = longer(rest.trail, result.value, result.best.kernel, noisy=False)
+    trail = _common.longer(rest.trail, result.value, result.best.kernel, noisy=False)
     before, rest = rest.slope, rest._replace(path=(*rest.path, result.best), trail=trail, slope=result.slope)
     if rest.judging:
         rest = _judged_step(rest, result)
         if rest.trial is not None or len(rest.trail.values) == 0:
             return rest, None
     step, rest = _newton(rest, role, result, fixed=fixed)
-    creeping = left_after(rest.trail, rest.ratios)
+    creeping = _common.left_after(rest.trail, rest.ratios)
     # Twice the gain of a quadratic, since the curvature is an estimate.
     gain = float(result.slope @ step)
     rest = rest._replace(values=(*rest.values, result.value))
     # Both estimates miss slow parts beside fast ones, and a curvature that is too large.
-    nats = max(creeping.nats + gain, gained_of_late(rest.values))
-    left = Left(nats, float(np.max(np.abs(step), initial=0.0)), creeping.ratio)
+    nats = max(creeping.nats + gain, _common.gained_of_late(rest.values))
+    left = _common.Left(nats, float(np.max(np.abs(step), initial=0.0)), creeping.ratio)
     small, count = left.small(tolerance), len(trail.values)
     if count > 4:  # before, there is no ratio of gains
         rest = rest._replace(left=left)
@@ -513,7 +499,9 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
 
 def _from(rest: Rest, shared: Globals) -> Rest:
     """New rounds from these shared parameters, without a proposal."""
-    return rest._replace(path=(shared,), trail=no_trail(len(shared.kernel)), slope=None, trial=None, judging=False)
+    return rest._replace(
+        path=(shared,), trail=_common.no_trail(len(shared.kernel)), slope=None, trial=None, judging=False
+    )
 
 
 def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Rest]:
