@@ -14,19 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.contracts import ClientView
-from fedppl.nn.functional import (
-    Places,
-    buffers_of,
-    call,
-    generator_of,
-    gradients,
-    host,
-    parameter_slices,
-    pieces,
-    state_of,
-    taken,
-    tensor,
-)
+from fedppl.nn import functional
+from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, without_head
 from fedppl.nn.likelihood import Categorical, Likelihood
 from fedppl.nn.personal import HeadSteps, head_noise, optimizer_of_heads, softplus_backwards
@@ -126,17 +115,20 @@ def _agrees(unit: NetworkUnit) -> bool:
         return False
     X = unit.tensor(np.repeat(unit.X[:1], 2, axis=0) if len(unit.X) < 2 else unit.X[:2], torch.float64)
     initial = unit.tensor(unit.initial, torch.float64)
-    states = [pieces(unit.net, w) for w in (initial, 1.5 * initial + 0.01)]
+    states = [functional.pieces(unit.net, w) for w in (initial, 1.5 * initial + 0.01)]
     names = {name: torch.stack([state[name] for state in states]).requires_grad_() for name in states[0]}
-    buffers = buffers_of(unit.net, torch.float64, X.device)
+    buffers = functional.buffers_of(unit.net, torch.float64, X.device)
     try:
         # Torch warns where it loops over clients.
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("error")
             inputs = torch.stack([X, X.flip(0)])
             output = forward(unit.net, torch.float64, X.device)(names, inputs)
-            gradients(output.sum(), list(names.values()))
-            alone = [call(unit.net, {**w, **buffers}, x.clone()) for w, x in zip(states, (X, X.flip(0)), strict=True)]
+            functional.gradients(output.sum(), list(names.values()))
+            alone = [
+                functional.call(unit.net, {**w, **buffers}, x.clone())
+                for w, x in zip(states, (X, X.flip(0)), strict=True)
+            ]
     except Exception:  # recurrent layers, or such as change their input or branch on values
         return False
     if not torch.equal(inputs, torch.stack([X, X.flip(0)])) or (
@@ -151,8 +143,8 @@ def forward(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> F
     """The network for stacked weights: by layers where all are linear or elementwise, else by `torch.func.vmap`."""
     layers = _layers(net, "")
     if layers is None:
-        buffers = buffers_of(net, dtype, device)
-        return torch.func.vmap(lambda state, X: call(net, {**state, **buffers}, X))
+        buffers = functional.buffers_of(net, dtype, device)
+        return torch.func.vmap(lambda state, X: functional.call(net, {**state, **buffers}, X))
 
     def through(state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
         for name, layer in layers:
@@ -217,7 +209,7 @@ class Weights:
     def __init__(self, net: torch.nn.Module, W: Array, free: Places, dtype: torch.dtype, device: torch.device) -> None:
         chosen = np.zeros(W.shape[1], dtype=bool)
         chosen[free] = True
-        self._slices, self._device = parameter_slices(net), device
+        self._slices, self._device = functional.parameter_slices(net), device
         self._shapes = {name: value.shape for name, value in net.named_parameters()}
         self._transposed = {
             f"{name}.weight" if name else "weight"
@@ -236,7 +228,7 @@ class Weights:
 
     def _cut(self, values: NDArray[np.generic], name: str, dtype: torch.dtype) -> torch.Tensor:
         """One parameter of flat vectors (K, d), in its layout in memory."""
-        part = tensor(np.asarray(values[:, self._slices[name]], dtype=float), dtype, self._device)
+        part = functional.tensor(np.asarray(values[:, self._slices[name]], dtype=float), dtype, self._device)
         part = part.view(len(values), *self._shapes[name])
         return (part.mT if name in self._transposed else part).contiguous()
 
@@ -265,7 +257,7 @@ class Weights:
         """Flat vectors (K, d) with the moved weights."""
         moved = W.copy()
         for name, value in self.moving.items():
-            moved[:, self._slices[name]] = host(self._shown(name, value)).reshape(len(W), -1)
+            moved[:, self._slices[name]] = functional.host(self._shown(name, value)).reshape(len(W), -1)
         return moved
 
 
@@ -305,12 +297,12 @@ def bounded(weights: Array, start: Array) -> Flags:
 
 def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
     """Mean loss of each client on all of its rows, (K,)."""
-    buffers = buffers_of(stack.net, dtype, stack.X.device)
+    buffers = functional.buffers_of(stack.net, dtype, stack.X.device)
     values = np.empty(len(stack.units))
     with torch.no_grad():
         for k, unit in enumerate(stack.units):
             rows = stack.client(k)
-            output = call(stack.net, {**weights.client(k), **buffers}, stack.X[rows])
+            output = functional.call(stack.net, {**weights.client(k), **buffers}, stack.X[rows])
             values[k] = float(mean_loss(unit, output, stack.y[rows]))
     return values
 
@@ -352,7 +344,7 @@ def take_steps(
             for batch in _epoch(stack, size, rngs):
                 count = len(batch.X)
                 leaves, state = weights.first(count)
-                slopes = list(gradients(loss(state, batch), leaves))
+                slopes = list(functional.gradients(loss(state, batch), leaves))
                 with torch.no_grad():
                     for i, mask in enumerate(masks):
                         if pulls is not None:
@@ -386,7 +378,7 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
         chosen = places[:count, at]
         flat = chosen.reshape(-1)
         X = torch.index_select(stack.X, 0, flat, out=buffer[: len(flat)]).view(*chosen.shape, *stack.X.shape[1:])
-        y = taken(stack.y, flat).view(*chosen.shape, *stack.y.shape[1:])
+        y = functional.taken(stack.y, flat).view(*chosen.shape, *stack.y.shape[1:])
         yield Minibatch(X, y, shares[:count, at].contiguous())
 
 
@@ -400,8 +392,8 @@ def features_together(stack: Stack, head: Head, W: Array, *, dtype: torch.dtype 
     parts = []
     with torch.no_grad():
         for k, w in enumerate(W):
-            state = state_of(stack.net, tensor(w, dtype, stack.X.device))
-            parts.append(call(body, {name: state[name] for name in own}, stack.X[stack.client(k)]))
+            state = functional.state_of(stack.net, functional.tensor(w, dtype, stack.X.device))
+            parts.append(functional.call(body, {name: state[name] for name in own}, stack.X[stack.client(k)]))
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
 
@@ -423,10 +415,10 @@ def head_posteriors(
     rows = torch.from_numpy(stack.rows).to(dtype).to(place)[:, None]
     y = torch.nn.utils.rnn.pad_sequence([stack.y[stack.client(k)] for k in range(len(z))], batch_first=True)
     share = (torch.arange(z.shape[1], device=place) < rows) / rows
-    tau, middle = tensor(confidences, dtype, place)[:, None], tensor(centres, dtype, place)
-    mean, raw = tensor(starts[0].copy(), dtype, place), softplus_backwards(starts[1]).to(dtype).to(place)
+    tau, middle = functional.tensor(confidences, dtype, place)[:, None], functional.tensor(centres, dtype, place)
+    mean, raw = functional.tensor(starts[0].copy(), dtype, place), softplus_backwards(starts[1]).to(dtype).to(place)
     optimizer, scale = optimizer_of_heads([mean, raw], steps), 1 if steps.momentum is None else rows
-    sources = [generator_of(rng) for rng in rngs]
+    sources = [functional.generator_of(rng) for rng in rngs]
     noise = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
     with torch.no_grad():
         for _ in range(steps.steps):
@@ -439,7 +431,7 @@ def head_posteriors(
             by_spread = (slopes * placed_noise).mean(1) + (tau * spread - 1 / spread) / rows
             raw.grad = scale * by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
-    moments = host(mean), host(torch.nn.functional.softplus(raw))
+    moments = functional.host(mean), functional.host(torch.nn.functional.softplus(raw))
     return *moments, np.all(np.isfinite(moments), axis=(0, 2))
 
 
@@ -487,8 +479,8 @@ def train_below_together(
     place = stack.X.device
     weights, through = Weights(stack.net, W, below, dtype, place), forward(body, dtype, place)
     likelihood, own = stack.units[0].likelihood, [name for name, _ in body.named_parameters()]
-    means, spreads = (tensor(value, dtype, place) for value in q)
-    noise = [head_noise(draws, means.shape[1], generator_of(rng), dtype) for rng in rngs]
+    means, spreads = (functional.tensor(value, dtype, place) for value in q)
+    noise = [head_noise(draws, means.shape[1], functional.generator_of(rng), dtype) for rng in rngs]
 
     def loss(state: State, batch: Minibatch) -> torch.Tensor:
         count = len(batch.X)

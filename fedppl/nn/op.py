@@ -13,20 +13,7 @@ from pytensor.gradient import DisconnectedType, grad_not_implemented
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 
-from fedppl.nn.functional import (
-    call,
-    copy_of,
-    device_for,
-    host,
-    own_copy,
-    parts_of,
-    placed,
-    require_module,
-    require_pure,
-    size_of,
-    state_of,
-    tensor,
-)
+from fedppl.nn import functional
 from fedppl.types import Array, DeclarationError
 
 
@@ -85,8 +72,8 @@ def module(
     a network has many equal modes; NUTS sees some of them. A network whose output for a row depends on other rows can
     be declared, and the algorithms of `fedppl.nn` refuse it.
     """
-    require_pure(net)
-    place = device_for(net, device)
+    functional.require_pure(net)
+    place = functional.device_for(net, device)
     inputs = pt.as_tensor_variable(X)
     if isinstance(weights, Mapping):
         expected = dict(net.named_parameters())
@@ -100,13 +87,13 @@ def module(
         flat = pt.as_tensor_variable(weights)
         if flat.type.ndim != 1:
             raise DeclarationError(
-                f"weights have {flat.type.ndim} dimensions; pass one vector of {size_of(net)} numbers, or a mapping by "
-                f"name."
+                f"weights have {flat.type.ndim} dimensions; pass one vector of {functional.size_of(net)} numbers, or a "
+                "mapping by name."
             )
-    net = copy_of(net)
+    net = functional.copy_of(net)
     value = X.get_value() if hasattr(X, "get_value") else getattr(inputs, "data", None)
     if ndim is None:
-        ndim = 2 if value is None else _output_ndim(net, np.asarray(value), placed(place, torch.float64))
+        ndim = 2 if value is None else _output_ndim(net, np.asarray(value), functional.placed(place, torch.float64))
     return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), inputs)
 
 
@@ -150,7 +137,7 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     One `sigma` for all layers takes no account of their widths: the outputs' prior sd grows with the square root of a
     layer's inputs. Some algorithms, `FedAvg` for one, make no use of `sigma`, which the log says.
     """
-    require_module(net)
+    functional.require_module(net)
     try:
         pm.modelcontext(None)
     except TypeError as error:
@@ -167,7 +154,7 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
             raise DeclarationError(f"sigma of {name!r} is {value!r} and must be positive and finite.")
     try:
-        starts = {name: host(value) for name, value in net.named_parameters()}
+        starts = {name: functional.host(value) for name, value in net.named_parameters()}
     except (NotImplementedError, ValueError) as error:  # on "meta", or a layer that waits for its first inputs
         raise DeclarationError(
             "the network's parameters hold no values, and these are where all clients start; make the network on a "
@@ -206,7 +193,7 @@ def parameter_names(net: torch.nn.Module) -> list[str]:
     places. A weight that two layers share is there once, by its first name. Buffers,
     such as the running means of a batch norm, are no weights.
     """
-    require_module(net)
+    functional.require_module(net)
     return [
         f"{name}[{','.join(map(str, index))}]"
         for name, value in net.named_parameters()
@@ -218,8 +205,10 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
     rows = torch.from_numpy(np.array(X[:2]))
     try:
         with torch.no_grad():
-            flat = tensor(np.concatenate([host(value).ravel() for value in net.parameters()]), torch.float64, device)
-            output = called(net, flat, tensor(np.array(X[:2]), torch.float64, device))
+            flat = functional.tensor(
+                np.concatenate([functional.host(value).ravel() for value in net.parameters()]), torch.float64, device
+            )
+            output = called(net, flat, functional.tensor(np.array(X[:2]), torch.float64, device))
     except Exception as error:
         remedy = "" if rows.is_floating_point() else " Give numbers as reals, X.astype(float), where they are no codes."
         raise DeclarationError(
@@ -249,15 +238,15 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
 
 def called(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
     """The output, by this thread's copy."""
-    net = own_copy(net)
-    return call(net, state_of(net, flat), X)
+    net = functional.own_copy(net)
+    return functional.call(net, functional.state_of(net, flat), X)
 
 
 def _parts(net: torch.nn.Module, flat: torch.Tensor, X: Array, place: torch.device) -> Iterator[torch.Tensor]:
     """Inputs, some rows at a time; all at once where a few of them show that rows depend on each other."""
-    parts = parts_of(net, X.shape)
+    parts = functional.parts_of(net, X.shape)
     if len(parts) > 1:
-        few = tensor(X[np.linspace(0, len(X) - 1, 4).astype(int)], torch.float64, place)
+        few = functional.tensor(X[np.linspace(0, len(X) - 1, 4).astype(int)], torch.float64, place)
         with torch.no_grad():
             together, alone = (
                 called(net, flat, few),
@@ -266,7 +255,7 @@ def _parts(net: torch.nn.Module, flat: torch.Tensor, X: Array, place: torch.devi
         if together.shape != alone.shape or not torch.allclose(together, alone, rtol=1e-9, atol=1e-9):
             parts = [slice(None)]
     for rows in parts:
-        yield tensor(np.array(X[rows]), torch.float64, place)
+        yield functional.tensor(np.array(X[rows]), torch.float64, place)
 
 
 class ModuleOp(Op):  # type: ignore[misc]
@@ -287,10 +276,10 @@ class ModuleOp(Op):  # type: ignore[misc]
 
     def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
         """Run the network."""
-        place = placed(self.device, torch.float64)
-        flat, X = tensor(np.array(inputs[0]), torch.float64, place), np.asarray(inputs[1])
+        place = functional.placed(self.device, torch.float64)
+        flat, X = functional.tensor(np.array(inputs[0]), torch.float64, place), np.asarray(inputs[1])
         with torch.no_grad():
-            parts = [host(called(self.net, flat, rows)) for rows in _parts(self.net, flat, X, place)]
+            parts = [functional.host(called(self.net, flat, rows)) for rows in _parts(self.net, flat, X, place)]
         outputs[0][0] = np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
@@ -323,8 +312,12 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
 
     def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
         """Run the network forwards, and the cotangent backwards."""
-        place = placed(self.device, torch.float64)
-        flat, X, cotangent = tensor(np.array(inputs[0]), torch.float64, place), np.asarray(inputs[1]), inputs[2]
+        place = functional.placed(self.device, torch.float64)
+        flat, X, cotangent = (
+            functional.tensor(np.array(inputs[0]), torch.float64, place),
+            np.asarray(inputs[1]),
+            inputs[2],
+        )
         real = node.inputs[1].type.dtype.startswith("float")
         flat.requires_grad_()
         by_weights, by_inputs, first = np.zeros(len(flat)), np.zeros(X.shape), 0
@@ -332,10 +325,10 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
             rows = slice(first, first + len(part))
             with torch.enable_grad():
                 output = called(self.net, flat, part.requires_grad_() if real else part)
-                pull = tensor(np.array(cotangent[rows]), torch.float64, place)
+                pull = functional.tensor(np.array(cotangent[rows]), torch.float64, place)
                 slopes = torch.autograd.grad(output, [flat, part] if real else [flat], pull, allow_unused=True)
-            by_weights += 0.0 if slopes[0] is None else host(slopes[0])
-            by_inputs[rows] = 0.0 if not real or slopes[1] is None else host(slopes[1])
+            by_weights += 0.0 if slopes[0] is None else functional.host(slopes[0])
+            by_inputs[rows] = 0.0 if not real or slopes[1] is None else functional.host(slopes[1])
             first = rows.stop
         outputs[0][0], outputs[1][0] = by_weights, by_inputs
 

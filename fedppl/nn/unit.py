@@ -15,18 +15,8 @@ from pytensor.graph.traversal import ancestors
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.checks import new_inputs
-from fedppl.nn.functional import (
-    Places,
-    call,
-    host,
-    kind_of,
-    own_copy,
-    parameter_slices,
-    parts_of,
-    placed,
-    state_of,
-    tensor,
-)
+from fedppl.nn import functional
+from fedppl.nn.functional import Places
 from fedppl.nn.likelihood import Declared, Likelihood, columns
 from fedppl.nn.outcome import CONTRACT
 from fedppl.types import Array, DataError, DeclarationError, Variable
@@ -90,19 +80,19 @@ class NetworkUnit:
     @property
     def net(self) -> torch.nn.Module:
         """The network, a copy for this thread; parameters and buffers for `call` come from `state`."""
-        return own_copy(self.declared.net)
+        return functional.own_copy(self.declared.net)
 
     def place(self, dtype: torch.dtype) -> torch.device:
         """The device of numbers of this type."""
-        return placed(self.declared.device, dtype)
+        return functional.placed(self.declared.device, dtype)
 
     def tensor(self, values: Array, dtype: torch.dtype) -> torch.Tensor:
         """Numbers on the network's device: real ones in this type, whole ones unchanged."""
-        return tensor(values, dtype, self.place(dtype))
+        return functional.tensor(values, dtype, self.place(dtype))
 
     def state(self, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Parameters, from w (d,), and buffers, on the network's device."""
-        return state_of(self.net, self.tensor(np.asarray(w, dtype=float), dtype))
+        return functional.state_of(self.net, self.tensor(np.asarray(w, dtype=float), dtype))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,19 +122,19 @@ class NetworkUnit:
     @property
     def initial(self) -> Array:
         """The values of the parameters in the declared network, (d,)."""
-        return np.concatenate([host(value).ravel() for value in self.declared.net.parameters()])
+        return np.concatenate([functional.host(value).ravel() for value in self.declared.net.parameters()])
 
     @property
     def inferable_at(self) -> Places:
         """Where weights that can have a posterior lie in φ; unknowns of the likelihood are points."""
-        slices = parameter_slices(self.declared.net)
+        slices = functional.parameter_slices(self.declared.net)
         points = [np.arange(slices[name].start, slices[name].stop) for name in self.declared.unknowns]
         return np.flatnonzero(~np.isin(self.shared_at, np.concatenate([np.zeros(0, int), *points])))
 
     def loaded(self, w: Array) -> torch.nn.Module:
         """A copy of the declared network with these weights."""
         net, flat = copy.deepcopy(self.declared.plain), torch.from_numpy(np.asarray(w)).to(torch.get_default_dtype())
-        slices = parameter_slices(self.declared.net)
+        slices = functional.parameter_slices(self.declared.net)
         with torch.no_grad():
             for name, value in net.named_parameters():
                 value.copy_(flat[slices[name]].view_as(value))
@@ -180,7 +170,10 @@ def log_likelihood(unit: NetworkUnit, w: Array) -> float:
     """log p(y | X, w) in float64."""
     with torch.no_grad():
         net, state = unit.net, unit.state(w, torch.float64)
-        outputs = [call(net, state, unit.tensor(unit.X[rows], torch.float64)) for rows in parts_of(net, unit.X.shape)]
+        outputs = [
+            functional.call(net, state, unit.tensor(unit.X[rows], torch.float64))
+            for rows in functional.parts_of(net, unit.X.shape)
+        ]
     return unit.likelihood.log_density(torch.cat(outputs), outcomes(unit, torch.float64))
 
 
@@ -219,9 +212,9 @@ class _Density(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, theta: torch.Tensor, density: Any) -> torch.Tensor:
         """Compute the density, and the slopes that `backward` needs."""
-        value, slopes = density(host(theta))
-        context.save_for_backward(tensor(np.asarray(slopes), theta.dtype, theta.device))
-        return tensor(np.asarray(value), theta.dtype, theta.device).reshape(())
+        value, slopes = density(functional.host(theta))
+        context.save_for_backward(functional.tensor(np.asarray(slopes), theta.dtype, theta.device))
+        return functional.tensor(np.asarray(value), theta.dtype, theta.device).reshape(())
 
     @staticmethod
     def backward(context: Any, upstream: torch.Tensor) -> Any:
@@ -238,7 +231,7 @@ def local_prior(who: str, parts: _graph.Parts, local: Sequence[Variable]) -> Loc
     means, precisions, others = [np.zeros(0)], [np.zeros(0)], []
     for rv, variable in zip(parts.local, local, strict=True):
         _require_constants(who, parts, rv)
-        if kind_of(rv) == "normal" and parts.model.rvs_to_transforms[rv] is None:
+        if functional.kind_of(rv) == "normal" and parts.model.rvs_to_transforms[rv] is None:
             mu, sd = (np.asarray(parameter.eval(), dtype=float) for parameter in rv.owner.op.dist_params(rv.owner))
             means.append(np.broadcast_to(mu, variable.shape).ravel())
             precisions.append(np.broadcast_to(sd, variable.shape).ravel() ** -2.0)

@@ -21,27 +21,7 @@ from fedppl.algorithms.averaging.fedavg import (
 )
 from fedppl.algorithms.averaging.scaffold import Controls, correction, ends_of, entered, no_controls
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
-from fedppl.nn.algorithms._common import (
-    AT_MEAN,
-    NetworkInfo,
-    OverRounds,
-    Tuning,
-    broadcast,
-    check_network,
-    check_unknowns,
-    names_in,
-    needs,
-    network_result,
-    reject_weighted,
-    reported,
-    run_away,
-    training_rule,
-    tuned,
-    tuning_message,
-    tuning_rule,
-    whole_network,
-    with_round,
-)
+from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import groups, stacked, train_together
 from fedppl.nn.functional import Places
 from fedppl.nn.train import Training, train
@@ -55,13 +35,13 @@ class AveragedState(NamedTuple):
     """What the next round needs."""
 
     phi: Array  # (m,)
-    smooth: OverRounds
+    smooth: _common.OverRounds
 
 
 class _Settings(NamedTuple):
     phases: tuple[tuple[str | tuple[str, ...], Training], ...]
     proximal: float
-    tuning: Tuning
+    tuning: _common.Tuning
     weights: str
     smoothing: float
 
@@ -143,11 +123,11 @@ def FedAvg(
     """
     settings = _Settings(
         tuple(
-            (which, training_rule(learning_rate, epochs, batch_size, momentum=momentum))
+            (which, _common.training_rule(learning_rate, epochs, batch_size, momentum=momentum))
             for which, epochs in _phases_rule(phases)
         ),
         between("proximal", proximal, 0, np.inf, "[)"),
-        tuning_rule(tune, tune_rate, tune_epochs, batch_size, momentum=momentum),
+        _common.tuning_rule(tune, tune_rate, tune_epochs, batch_size, momentum=momentum),
         weights_rule(weights),
         between("smoothing", smoothing, 0, 1, "[)"),
     )
@@ -158,21 +138,21 @@ def FedAvg(
         name="nn.FedAvg",
         settings=described({"learning_rate": learning_rate, "batch_size": batch_size}, **settings._asdict()),
         init=_init,
-        broadcast=broadcast,
+        broadcast=_common.broadcast,
         update_client=update_client,
         update_server=functools.partial(_update_server, smoothing=settings.smoothing),
         replies=Replies[AveragedState](
             lambda state: {"weighted": state.phi.shape, "weight": ()},
-            lambda state, reply: reject_weighted(state.phi, reply),
+            lambda state, reply: _common.reject_weighted(state.phi, reply),
             always,
         ),
-        result=network_result(
-            lambda state, client_id: tuning_message(state.smooth.phi, tuning),
-            functools.partial(tuned, which=tuning.which),
+        result=_common.network_result(
+            lambda state, client_id: _common.tuning_message(state.smooth.phi, tuning),
+            functools.partial(_common.tuned, which=tuning.which),
             Point[AveragedState](lambda state: state.smooth.phi),
         ),
-        needs=needs(functools.partial(_check, settings=settings)),
-        disclosure=AT_MEAN,
+        needs=_common.needs(functools.partial(_check, settings=settings)),
+        disclosure=_common.AT_MEAN,
         unreported=unreported,
         batch=Batch(
             update_client,
@@ -187,21 +167,21 @@ def FedAvg(
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> AveragedState:
     """Start at the mean of the declared prior, which has no weight in the average."""
     phi = gaussian.mean(layout.prior)
-    return AveragedState(phi, OverRounds(phi, 0.0))
+    return AveragedState(phi, _common.OverRounds(phi, 0.0))
 
 
 def _update_server(state: AveragedState, received: Received, *, smoothing: float) -> tuple[AveragedState, Report]:
     """φ is the weighted average of the clients' that replied."""
     if not received.clients:
-        return state, Report(NetworkInfo(np.nan))
+        return state, Report(_common.NetworkInfo(np.nan))
     phi = average(received.total)
-    return AveragedState(phi, with_round(state.smooth, phi, smoothing)), reported(state.phi, phi)
+    return AveragedState(phi, _common.with_round(state.smooth, phi, smoothing)), _common.reported(state.phi, phi)
 
 
 def _check(client: ClientView, *, settings: _Settings) -> None:
     trained = [which for which, _ in settings.phases]
-    check_network(client, "nn.FedAvg", *trained, settings.tuning.which)
-    check_unknowns(client, "nn.FedAvg", *trained)
+    _common.check_network(client, "nn.FedAvg", *trained, settings.tuning.which)
+    _common.check_unknowns(client, "nn.FedAvg", *trained)
 
 
 def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
@@ -211,7 +191,7 @@ def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
         raise DeclarationError(f'phases={phases!r} must be pairs of weights and epochs, for example (("all", 10),).')
     checked = []
     for which, epochs in pairs:
-        names = which if isinstance(which, str) else names_in(which)
+        names = which if isinstance(which, str) else _common.names_in(which)
         if names is None:
             raise DeclarationError(
                 f'phases={shown(phases)} trains {shown(which)}, which must be "shared", "local", "all" or a tuple of '
@@ -345,8 +325,8 @@ def SCAFFOLD(
     ----------
     .. [1] Karimireddy et al. (2020), SCAFFOLD, option II.
     """
-    training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
-    rule, tuning = weights_rule(weights), tuning_rule(None, 1e-3, 1, 1)
+    training = _common.training_rule(learning_rate, epochs, batch_size, momentum=0.0)
+    rule, tuning = weights_rule(weights), _common.tuning_rule(None, 1e-3, 1, 1)
     return Algorithm[ScaffoldState, None](
         name="nn.SCAFFOLD",
         settings=described(training, weights=weights),
@@ -355,12 +335,12 @@ def SCAFFOLD(
         update_client=functools.partial(_scaffold_update_client, training=training, weights=rule),
         update_server=functools.partial(_scaffold_update_server, rate=training.learning_rate),
         replies=Replies(lambda state: {"phi": state.phi.shape, "weight": (), "steps": ()}, _scaffold_reject),
-        result=network_result(
-            lambda state, client_id: tuning_message(state.phi, tuning),
-            functools.partial(tuned, which=None),
+        result=_common.network_result(
+            lambda state, client_id: _common.tuning_message(state.phi, tuning),
+            functools.partial(_common.tuned, which=None),
             Point(lambda state: state.phi),
         ),
-        needs=whole_network("nn.SCAFFOLD"),
+        needs=_common.whole_network("nn.SCAFFOLD"),
     )
 
 
@@ -391,14 +371,14 @@ def _scaffold_update_client(
 def _scaffold_update_server(state: ScaffoldState, received: Received, *, rate: float) -> tuple[ScaffoldState, Report]:
     """Average the clients' last weights, and enter their mean gradients into the ledger."""
     if not received.clients:
-        return state, Report(NetworkInfo(np.nan))
+        return state, Report(_common.NetworkInfo(np.nan))
     ends = ends_of(received, state.where)
     steps = np.array([float(received.each[client_id]["steps"]) for client_id in sorted(received.each)])
     controls = entered(state.controls, ends, state.phi, steps * rate)
     phi = ends.weights @ ends.phi / ends.weights.sum()
-    return state._replace(phi=phi, controls=controls), reported(state.phi, phi)
+    return state._replace(phi=phi, controls=controls), _common.reported(state.phi, phi)
 
 
 def _scaffold_reject(state: ScaffoldState, reply: Message) -> str | None:
     """Rows and steps are counted, and training has not run away."""
-    return not_counted(reply, "weight", "steps") or run_away("phi", np.asarray(reply["phi"]), state.phi)
+    return not_counted(reply, "weight", "steps") or _common.run_away("phi", np.asarray(reply["phi"]), state.phi)

@@ -13,19 +13,7 @@ from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.algorithms.hierarchical.confidence import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Needs, Part, Point, Received, Replies, Report
-from fedppl.nn.algorithms._common import (
-    AT_MEAN,
-    OverRounds,
-    broadcast,
-    check_all_shared,
-    moved,
-    names_in,
-    needs,
-    network_result,
-    run_away,
-    training_rule,
-    with_round,
-)
+from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import Flags, Stack, features_together, groups, head_posteriors, stacked, train_below_together
 from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, features
@@ -47,7 +35,7 @@ class ConfidenceState(NamedTuple):
     head: Places  # where w lies in φ, (d,)
     where: Mapping[str, int]  # client id to its place
     ledger: Array  # (K, d + 1): every client's last τ μ and τ; (0, d + 1) without `remember`
-    smooth: OverRounds
+    smooth: _common.OverRounds
 
 
 class ConfidenceInfo(NamedTuple):
@@ -151,7 +139,7 @@ def Confidence(
     """
     settings = _Settings(
         head_rule(head),
-        training_rule(learning_rate, epochs, batch_size, momentum=momentum),
+        _common.training_rule(learning_rate, epochs, batch_size, momentum=momentum),
         _head_rule(head_rate, head_steps, draws, head_momentum),
         positive("spread", spread),
         between("strength", strength, 0, np.inf, "[)"),
@@ -165,17 +153,17 @@ def Confidence(
         name="nn.Confidence",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
-        broadcast=broadcast,
+        broadcast=_common.broadcast,
         update_client=update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(_shapes, _reject, lambda state: not settings.remember),
-        result=network_result(
-            broadcast,
+        result=_common.network_result(
+            _common.broadcast,
             functools.partial(_own, settings=settings),
             Point[ConfidenceState](lambda state: state.smooth.phi),
         ),
         needs=last_layer("nn.Confidence", settings.head),
-        disclosure=AT_MEAN,
+        disclosure=_common.AT_MEAN,
         unreported=unreported,
         batch=Batch(
             update_client,
@@ -199,7 +187,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings:
     head, phi = head_in(layout, settings.head), gaussian.mean(layout.prior)
     where = {client_id: k for k, client_id in enumerate(clients)}
     ledger = np.zeros((len(clients) if settings.remember else 0, len(head) + 1))
-    return ConfidenceState(phi, head, where, ledger, OverRounds(phi, 0.0))
+    return ConfidenceState(phi, head, where, ledger, _common.OverRounds(phi, 0.0))
 
 
 def _find_head(
@@ -315,9 +303,9 @@ def _update_server(
     total = received.sums()
     ledger, weighted, weight, _ = ledger_sums(state.ledger, state.where, received)
     phi = joined(total, state.head, weighted / weight)
-    change, message = moved(state.phi, phi)
+    change, message = _common.moved(state.phi, phi)
     info = ConfidenceInfo(change, float(total["weight"]) / received.clients)
-    after = state._replace(phi=phi, ledger=ledger, smooth=with_round(state.smooth, phi, settings.smoothing))
+    after = state._replace(phi=phi, ledger=ledger, smooth=_common.with_round(state.smooth, phi, settings.smoothing))
     return after, Report(info, message=message)
 
 
@@ -333,8 +321,8 @@ def _reject(state: ConfidenceState, reply: Message) -> str | None:
         return f"'weight' is {confidence:.3g}, and must be a precision from {1.0 / _SURE:.0e} to {_SURE:.0e}"
     return (
         not_counted(reply, "rows")
-        or run_away("weighted", reply["weighted"] / reply["weight"], state.phi)
-        or run_away("below", reply["below"] / reply["rows"], state.phi)
+        or _common.run_away("weighted", reply["weighted"] / reply["weight"], state.phi)
+        or _common.run_away("below", reply["below"] / reply["rows"], state.phi)
     )
 
 
@@ -363,7 +351,7 @@ class HeadAtClient(NamedTuple):
 
 def head_rule(head: Any) -> tuple[str, ...]:
     """Check the keyword `head`."""
-    names = names_in(head)
+    names = _common.names_in(head)
     if names is None:
         raise DeclarationError(
             f'head={head!r} must be a tuple of torch\'s names, each once, such as ("2.weight", "2.bias").'
@@ -375,10 +363,10 @@ def last_layer(algorithm: str, head: tuple[str, ...]) -> Needs:
     """Needs of a client's model: a network, all of it shared, with this head for its last layer."""
 
     def check(client: ClientView) -> None:
-        check_all_shared(client, algorithm, head)
+        _common.check_all_shared(client, algorithm, head)
         client.view(network_of).head(head)
 
-    return needs(check)
+    return _common.needs(check)
 
 
 def head_in(layout: Layout, head: tuple[str, ...]) -> Places:

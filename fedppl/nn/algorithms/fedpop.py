@@ -13,15 +13,7 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report, always
-from fedppl.nn.algorithms._common import (
-    AT_MEAN,
-    NetworkInfo,
-    broadcast,
-    network_result,
-    reported,
-    run_away,
-    training_rule,
-)
+from fedppl.nn.algorithms import _common
 from fedppl.nn.algorithms.confidence import at_client, head_in, head_rule, joined, last_layer, parted
 from fedppl.nn.functional import Places, generator_of, gradients, host, taken
 from fedppl.nn.head import Head, expected_loss, features, without_head
@@ -112,7 +104,7 @@ def FedPop(
     """
     settings = _Settings(
         head_rule(head),
-        training_rule(learning_rate, epochs, batch_size, momentum=momentum),
+        _common.training_rule(learning_rate, epochs, batch_size, momentum=momentum),
         positive("head_rate", head_rate),
         positive("spread", spread),
         whole("draw_epochs", draw_epochs),
@@ -121,15 +113,15 @@ def FedPop(
         name="nn.FedPop",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
-        broadcast=broadcast,
+        broadcast=_common.broadcast,
         update_client=functools.partial(_update_client, settings=settings),
         update_server=_update_server,
         replies=Replies(_shapes, _reject, always),
-        result=network_result(
-            broadcast, functools.partial(_own, settings=settings), Point[FedPopState](lambda state: state.phi)
+        result=_common.network_result(
+            _common.broadcast, functools.partial(_own, settings=settings), Point[FedPopState](lambda state: state.phi)
         ),
         needs=last_layer("nn.FedPop", settings.head),
-        disclosure=AT_MEAN,
+        disclosure=_common.AT_MEAN,
         unreported=functools.partial(_update_unreported, settings=settings),
     )
 
@@ -186,10 +178,10 @@ def _update_unreported(
 def _update_server(state: FedPopState, received: Received) -> tuple[FedPopState, Report]:
     """Average the layers below by rows, and heads equally."""
     if not received.clients:
-        return state, Report(NetworkInfo(np.nan))
+        return state, Report(_common.NetworkInfo(np.nan))
     total = received.total
     phi = joined(total, state.head, total["heads"] / total["count"])
-    return state._replace(phi=phi), reported(state.phi, phi)
+    return state._replace(phi=phi), _common.reported(state.phi, phi)
 
 
 def _shapes(state: FedPopState) -> dict[str, tuple[int, ...]]:
@@ -201,8 +193,8 @@ def _reject(state: FedPopState, reply: Message) -> str | None:
     """Why a reply is rejected: rows, clients or weights out of range; or None."""
     return (
         not_counted(reply, "rows", "count")
-        or run_away("heads", reply["heads"] / reply["count"], state.phi)
-        or run_away("below", reply["below"] / reply["rows"], state.phi)
+        or _common.run_away("heads", reply["heads"] / reply["count"], state.phi)
+        or _common.run_away("below", reply["below"] / reply["rows"], state.phi)
     )
 
 

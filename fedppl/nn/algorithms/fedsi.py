@@ -25,22 +25,7 @@ from fedppl.contracts import (
     Report,
     always,
 )
-from fedppl.nn.algorithms._common import (
-    AT_MEAN,
-    Tuning,
-    check_network,
-    check_unknowns,
-    held_out_linearised,
-    moved,
-    needs,
-    network_result,
-    run_away,
-    training_rule,
-    tuned,
-    tuning_message,
-    tuning_rule,
-    unused_priors,
-)
+from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import groups, stacked, train_together
 from fedppl.nn.subnet import marginals
 from fedppl.nn.train import Training, train
@@ -159,7 +144,7 @@ def FedSI(
     if prior_variance is None:
         prior_variance = 0.03 if diagonal else 3.0
     settings = _Settings(
-        training_rule(learning_rate, epochs, batch_size),
+        _common.training_rule(learning_rate, epochs, batch_size),
         between("ratio", ratio, 0, 1, "(]"),
         positive("alpha", alpha),
         positive("prior_variance", prior_variance),
@@ -167,9 +152,9 @@ def FedSI(
         diagonal,
         one_of("average", average, ("variance", "sd")),
     )
-    tuning = tuning_rule(tune, tune_rate, tune_epochs, batch_size)
+    tuning = _common.tuning_rule(tune, tune_rate, tune_epochs, batch_size)
     update_client = functools.partial(_update_client, settings=settings)
-    own = functools.partial(tuned, which=tuning.which)
+    own = functools.partial(_common.tuned, which=tuning.which)
     return Algorithm[SubnetworkState, None](
         name="nn.FedSI",
         settings=described(settings, tuning=tuning),
@@ -182,26 +167,27 @@ def FedSI(
             functools.partial(_reject, settings=settings),
             always,
         ),
-        result=network_result(
+        result=_common.network_result(
             functools.partial(_final_message, settings=settings, tuning=tuning),
             own,
             Point[SubnetworkState](lambda state: state.mean),
             _details,
             caution="the posterior is of weights of the linearised network, and here PyMC puts its draws into the "
             "network itself, which is off where many weights are inferred; predict by fedppl.nn.predict",
-            held_out=held_out_linearised(own),
+            held_out=_common.held_out_linearised(own),
         ),
-        needs=needs(
-            functools.partial(_check, tuning=tuning), functools.partial(unused_priors, shared=True, tuned=tuning.which)
+        needs=_common.needs(
+            functools.partial(_check, tuning=tuning),
+            functools.partial(_common.unused_priors, shared=True, tuned=tuning.which),
         ),
-        disclosure=AT_MEAN,
+        disclosure=_common.AT_MEAN,
         batch=Batch(update_client, None, groups, functools.partial(_update_together, settings=settings)),
     )
 
 
-def _check(client: ClientView, *, tuning: Tuning) -> None:
-    check_network(client, "nn.FedSI", "shared", tuning.which)
-    check_unknowns(client, "nn.FedSI", "shared")
+def _check(client: ClientView, *, tuning: _common.Tuning) -> None:
+    _common.check_network(client, "nn.FedSI", "shared", tuning.which)
+    _common.check_unknowns(client, "nn.FedSI", "shared")
 
 
 def _prior_variance(variance: Array, declared: float, settings: _Settings) -> Array:
@@ -284,7 +270,7 @@ def _update_server(
     mean, spread = total["mean"] / total["clients"], total["spread"] / total["clients"]
     variance = spread if settings.average == "variance" else spread**2
     uncertain = (spread > 0).astype(float)
-    change, message = moved(state.mean, mean)
+    change, message = _common.moved(state.mean, mean)
     count = _count(settings, len(mean))
     if count < min(_FEW, len(mean)) and not settings.diagonal:
         message += (
@@ -299,7 +285,9 @@ def _update_server(
 
 def _reject(state: SubnetworkState, reply: Message, *, settings: _Settings) -> str | None:
     """Why a reply is rejected: clients, weights or variances out of range; or None."""
-    if reason := not_counted(reply, "clients") or run_away("mean", reply["mean"] / reply["clients"], state.mean):
+    if reason := not_counted(reply, "clients") or _common.run_away(
+        "mean", reply["mean"] / reply["clients"], state.mean
+    ):
         return reason
     spread, most = reply["spread"] / reply["clients"], _WIDE * _prior_variance(state.variance, state.declared, settings)
     if settings.average == "sd":
@@ -311,13 +299,17 @@ def _reject(state: SubnetworkState, reply: Message, *, settings: _Settings) -> s
     return f"'spread' is {spread[at]:.3g} at weight {at}, and must be 0, or from {_LEAST:.0e} to {most[at]:.3g}"
 
 
-def _final_message(state: SubnetworkState, client_id: str, *, settings: _Settings, tuning: Tuning) -> Message:
+def _final_message(state: SubnetworkState, client_id: str, *, settings: _Settings, tuning: _common.Tuning) -> Message:
     """The shared weights, how to fine-tune, and the prior and the rule of the last inference."""
     variance = _prior_variance(state.variance, state.declared, settings)
     if settings.diagonal and not state.declared:
         variance = np.minimum(variance, settings.prior_variance)
     inference = [_count(settings, len(state.mean)), settings.rule == "variance", settings.diagonal]
-    return {**tuning_message(state.mean, tuning), "variance": variance, "inference": np.array(inference, dtype=float)}
+    return {
+        **_common.tuning_message(state.mean, tuning),
+        "variance": variance,
+        "inference": np.array(inference, dtype=float),
+    }
 
 
 def _details(state: SubnetworkState) -> Details:

@@ -12,24 +12,7 @@ from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted, weight_of, weighted, weights_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Disclosure, Received, Replies, Report
 from fedppl.local.target import at_points
-from fedppl.nn.algorithms._common import (
-    AT_MEAN,
-    ESTIMATE,
-    REPLIES,
-    NetworkState,
-    broadcast,
-    init,
-    moved,
-    network_result,
-    open_rows,
-    run_away,
-    training_rule,
-    tuned,
-    tuning_message,
-    tuning_rule,
-    update_server,
-    whole_network,
-)
+from fedppl.nn.algorithms import _common
 from fedppl.nn.personal import loss_at, meta_steps, moreau_steps
 from fedppl.nn.train import Training, train
 from fedppl.nn.view import Own, network_of
@@ -45,7 +28,7 @@ def PerFedAvg(
     batch_size: int = 50,
     weights: str = "rows",
     tune_epochs: int = 1,
-) -> Algorithm[NetworkState, None]:
+) -> Algorithm[_common.NetworkState, None]:
     r"""Personalised federated averaging, Hessian-free: descend the loss after one gradient step.
 
     .. math:: F_k(w) = f_k(w - \alpha \nabla f_k(w)), \qquad \phi \leftarrow \frac{\sum_k n_k w_k}{\sum_k n_k}
@@ -80,24 +63,24 @@ def PerFedAvg(
     ----------
     .. [1] Fallah et al. (2020), Personalized federated learning with theoretical guarantees, Per-FedAvg (HF).
     """
-    training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
+    training = _common.training_rule(learning_rate, epochs, batch_size, momentum=0.0)
     inner, rule = positive("inner_rate", inner_rate), weights_rule(weights)
-    tuning = tuning_rule("all", inner, tune_epochs, batch_size, momentum=0.0)
-    return Algorithm[NetworkState, None](
+    tuning = _common.tuning_rule("all", inner, tune_epochs, batch_size, momentum=0.0)
+    return Algorithm[_common.NetworkState, None](
         name="nn.PerFedAvg",
         settings=described(training, inner_rate=inner, weights=weights, tune_epochs=tuning.training.epochs),
-        init=init,
-        broadcast=broadcast,
+        init=_common.init,
+        broadcast=_common.broadcast,
         update_client=functools.partial(_per_fedavg_update_client, training=training, inner=inner, weights=rule),
-        update_server=update_server,
-        replies=REPLIES,
-        result=network_result(
-            lambda state, client_id: tuning_message(state.phi, tuning),
-            functools.partial(tuned, which="all", rate="inner_rate"),
-            ESTIMATE,
+        update_server=_common.update_server,
+        replies=_common.REPLIES,
+        result=_common.network_result(
+            lambda state, client_id: _common.tuning_message(state.phi, tuning),
+            functools.partial(_common.tuned, which="all", rate="inner_rate"),
+            _common.ESTIMATE,
         ),
-        needs=whole_network("nn.PerFedAvg"),
-        disclosure=AT_MEAN,
+        needs=_common.whole_network("nn.PerFedAvg"),
+        disclosure=_common.AT_MEAN,
     )
 
 
@@ -142,7 +125,7 @@ def PFedMe(
     inner_rate: float = 1e-2,
     inner_steps: int = 5,
     weights: str = "rows",
-) -> Algorithm[NetworkState, MoreauClientState]:
+) -> Algorithm[_common.NetworkState, MoreauClientState]:
     r"""Personalised networks by Moreau envelopes.
 
     .. math:: \theta_k(w) = \arg\min_\theta f_k(\theta) + \tfrac\lambda2 \lVert \theta - w \rVert^2, \qquad
@@ -179,23 +162,25 @@ def PFedMe(
     ----------
     .. [1] Dinh, Tran and Nguyen (2020), Personalized federated learning with Moreau envelopes.
     """
-    training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
+    training = _common.training_rule(learning_rate, epochs, batch_size, momentum=0.0)
     lam = positive("lam", lam)
     if training.learning_rate * lam > 1:
         raise DeclarationError(f"learning_rate={learning_rate} times lam={lam} must be at most 1, or w steps beyond θ.")
     inner = positive("inner_rate", inner_rate), whole("inner_steps", inner_steps)
     settings = _Moreau(training, lam, inner, weights_rule(weights))
-    return Algorithm[NetworkState, MoreauClientState](
+    return Algorithm[_common.NetworkState, MoreauClientState](
         name="nn.PFedMe",
         settings=described(settings),
-        init=init,
-        broadcast=broadcast,
+        init=_common.init,
+        broadcast=_common.broadcast,
         update_client=functools.partial(_pfedme_update_client, settings=settings),
-        update_server=update_server,
-        replies=REPLIES,
-        result=network_result(broadcast, functools.partial(_pfedme_own, settings=settings), ESTIMATE),
-        needs=whole_network("nn.PFedMe"),
-        disclosure=AT_MEAN,
+        update_server=_common.update_server,
+        replies=_common.REPLIES,
+        result=_common.network_result(
+            _common.broadcast, functools.partial(_pfedme_own, settings=settings), _common.ESTIMATE
+        ),
+        needs=_common.whole_network("nn.PFedMe"),
+        disclosure=_common.AT_MEAN,
     )
 
 
@@ -282,7 +267,7 @@ def IFCA(
     .. [1] Ghosh et al. (2020), An efficient framework for clustered federated learning.
     """
     clusters, spread = whole("clusters", clusters), positive("spread", spread)
-    training = training_rule(learning_rate, epochs, batch_size, momentum=momentum)
+    training = _common.training_rule(learning_rate, epochs, batch_size, momentum=momentum)
     return Algorithm[IFCAState, None](
         name="nn.IFCA",
         settings=described({"clusters": clusters, "spread": spread}, **training._asdict(), weights=weights),
@@ -291,9 +276,9 @@ def IFCA(
         update_client=functools.partial(_ifca_update_client, training=training, weights=weights_rule(weights)),
         update_server=_ifca_update_server,
         replies=Replies(lambda state: {"phi": state.phi.shape[1:], "weight": state.phi.shape[:1]}, _ifca_reject),
-        result=network_result(_ifca_broadcast, _ifca_own),
-        needs=whole_network("nn.IFCA"),
-        disclosure=Disclosure(functools.partial(at_points, name="phi", several=True), by_row=open_rows),
+        result=_common.network_result(_ifca_broadcast, _ifca_own),
+        needs=_common.whole_network("nn.IFCA"),
+        disclosure=Disclosure(functools.partial(at_points, name="phi", several=True), by_row=_common.open_rows),
     )
 
 
@@ -340,7 +325,7 @@ def _ifca_update_server(state: IFCAState, received: Received) -> tuple[IFCAState
     total = weights.sum(axis=0)
     averages = weights.T @ ends / np.where(total > 0, total, 1.0)[:, None]
     phi = np.where(total[:, None] > 0, averages, state.phi)
-    change, message = moved(state.phi, phi)
+    change, message = _common.moved(state.phi, phi)
     return IFCAState(phi), Report(IFCAInfo(change, int(np.sum(total > 0))), message=message)
 
 
@@ -350,7 +335,7 @@ def _ifca_reject(state: IFCAState, reply: Message) -> str | None:
     if np.sum(weight > 0) != 1 or np.any(weight < 0):
         return f"'weight' is {weight.tolist()}, and must be positive for one cluster and 0 for the others"
     before = state.phi[np.argmax(weight)]
-    return not_counted({"weight": weight.max()}, "weight") or run_away("phi", np.asarray(reply["phi"]), before)
+    return not_counted({"weight": weight.max()}, "weight") or _common.run_away("phi", np.asarray(reply["phi"]), before)
 
 
 def _ifca_own(client: ClientView, personal: None, message: Message, rng: Generator) -> Own:
