@@ -64,8 +64,7 @@ def predict(
 
     with s = α ∘ w: the law of total variance over coefficients, indicators, inducing variables and the variance given
     those. (Equation 20 of the paper divides by S² and leaves out the variance of the means.) Covariances across latent
-    functions, which the mean field leaves out, are those of each block given the other's moments: means are not
-    affected, intervals where the unit has no rows are wider.
+    functions, which the mean field leaves out, are those of each block given the other's moments.
 
     Parameters
     ----------
@@ -82,7 +81,7 @@ def predict(
         Latent functions to use, by number; by default all of them for a client, the selected ones for a new unit.
     fixed
         Whether a new unit takes the latent functions as they are, as equation 17 does. By default q(v) is its prior of
-        them, and its own rows update it: in the gaps of the paper's simulation the error is lower.
+        them, and its own rows update it.
 
     Returns
     -------
@@ -151,27 +150,22 @@ def plot(
 
     Raises
     ------
-    DeclarationError
-        For a fit of another kind, a client that is not here, or `ax` that are no axes.
-    DataError
-        If inputs are of several dimensions, or do not fit the model.
+    DeclarationError, DataError
+        As in `predict`; for inputs of several dimensions, or `ax` that are no axes.
     ImportError
         Where matplotlib is not installed.
 
     Examples
     --------
-    >>> import fedppl, numpy as np
-    >>> from fedppl.models import fedlmc_ss
-    >>> model, units = fedlmc_ss.two_curves()  # doctest: +SKIP
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, random_seed=1)  # doctest: +SKIP
+    With the fit of `predict`:
+
+    >>> import numpy as np  # doctest: +SKIP
     >>> fedppl.curves.plot(fit, "a", {"X": np.linspace(-5, 5, 100)})  # doctest: +SKIP
-    <Axes: xlabel='X', ylabel='output of a'>
 
     Notes
     -----
     *When this fails.* The interval is of single new outputs, not of the whole curve: a curve leaves it somewhere more
-    often than the probability says. Inputs are joined by lines: where they are few, the curve between them is not
-    drawn. The limits of `predict` hold here too.
+    often than the probability says. The limits of `predict` hold here too.
     """
     prediction = predict(fit, unit, inputs, ci_prob=ci_prob)
     client = fit.clients[unit] if isinstance(unit, str) else fit.declaration.enrol({"new": unit}, kernel=False)["new"]
@@ -245,8 +239,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     Raises
     ------
     DeclarationError
-        For a fit of another kind, `clients` that are no list of ids, or a client that is not in this process; where no
-        client is named or here.
+        For a fit of another kind, or `clients` that are no list of ids of clients here.
 
     Examples
     --------
@@ -259,10 +252,9 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
 
     Notes
     -----
-    *When this fails.* A latent function and its coefficients may change sign together, and with it scale: compare
-    clients within a fit, not signs between fits. An ``sd`` is given that l is used: where γ_l is near 0.5, it leaves
-    out that l may not be used. A client that never replied is fitted on its own rows with the selected functions alone:
-    its γ is 0 or 1.
+    *When this fails.* A latent function and its coefficients may change sign and scale together: compare clients within
+    a fit, not signs between fits. An ``sd`` is given that l is used: where γ_l is near 0.5, it leaves out that l may
+    not be. A client that never replied is fitted on its own rows with the selected functions alone: its γ is 0 or 1.
     """
     _require_fit(fit)
     names = list(fit.clients) if clients is None else _ids_of(clients)
@@ -300,10 +292,8 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
 
     Raises
     ------
-    DeclarationError
-        For a fit of another kind, or one without a client in this process.
-    DataError
-        For inputs that do not fit the model.
+    DeclarationError, DataError
+        For a fit of another kind or without a client in this process; for inputs that do not fit the model.
 
     Examples
     --------

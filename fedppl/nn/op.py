@@ -20,12 +20,12 @@ from fedppl.types import Array, DeclarationError
 def module(
     net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None, device: str | torch.device | None = None
 ) -> Any:
-    r"""Evaluate a network on weights and inputs of a PyMC model.
+    r"""Evaluate a network on weights and inputs of a PyMC model, in float64.
 
     .. math:: f(X; w), \qquad \bar w = \bar f^\top \frac{\partial f}{\partial w}
 
-    In float64. The values that `net` itself holds are not used, but those of its buffers are. The network is copied: a
-    later change of it does not change the declared model.
+    The values that `net` itself holds are not used, but those of its buffers are. The network is copied: a later change
+    of it does not change the declared model.
 
     Parameters
     ----------
@@ -39,10 +39,8 @@ def module(
     ndim
         Number of the output's dimensions; by default that at the value of `X`, or 2 where it has none.
     device
-        Where torch computes: "cpu", "cuda", "cuda:1", "mps". By default where `net` is, so that ``net.to("cuda")``
-        before is the same. Each client may have its own device: messages are NumPy's
-        arrays in any case. On "mps", which has no float64, densities, checks and predictions are computed
-        on the CPU, training and inference in float32 there.
+        Where torch computes: "cpu", "cuda", "cuda:1", "mps"; by default where `net` is. Each client may have its own.
+        On "mps", which has no float64, densities, checks and predictions are computed on the CPU.
 
     Returns
     -------
@@ -67,10 +65,10 @@ def module(
 
     Notes
     -----
-    *When this fails.* There are no second derivatives, which this package does not need: Hessians are differences of
-    gradients. Dropout and batch norm in training mode are refused: call ``net.eval()``. A likelihood of
-    a network has many equal modes; NUTS sees some of them. A network whose output for a row depends on other rows can
-    be declared, and the algorithms of `fedppl.nn` refuse it.
+    *When this fails.* There are no second derivatives: Hessians are differences of gradients. Dropout and batch norm in
+    training mode are refused: call ``net.eval()``. A likelihood of a network has many equal modes; NUTS sees some of
+    them. A network whose output for a row depends on other rows can be declared, and the algorithms of `fedppl.nn`
+    refuse it.
     """
     functional.require_pure(net)
     place = functional.device_for(net, device)
@@ -103,8 +101,8 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     .. math:: w_i \sim N(w_i^{(0)}, \sigma^2)
 
     A network whose weights all start at 0 does not learn, and clients that start at different values do not average
-    well. So the present values of `net`, random or learned before, are the prior's mean, where every algorithm starts.
-    Make `net` once, outside the builder, so that it is the same for all clients.
+    well. So every algorithm starts at the present values of `net`, random or learned before. Make `net` once, outside
+    the builder, so that it is the same for all clients.
 
     Parameters
     ----------

@@ -48,25 +48,18 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
 
     Raises
     ------
-    DeclarationError
-        For a client that is not known or not here, a fit by another algorithm, data that the model does not fit, or a
-        seed that is negative.
-    DataError
-        For a new client's data that cannot be data.
+    DeclarationError, DataError
+        For a client that is not known or not here, a fit by another algorithm, or data that do not fit the model.
     LocalFailure
         Where fine-tuning diverges.
 
     Examples
     --------
-    >>> import fedppl, numpy as np, pymc as pm, torch
-    >>> net = torch.nn.Linear(2, 2)
-    >>> def site(X, y):
-    ...     with pm.Model() as model:
-    ...         logits = fedppl.nn.module(net, fedppl.nn.parameters(net), pm.Data("X", X))
-    ...         pm.Categorical("label", logit_p=logits, observed=pm.Data("y", y))
-    ...     return model
+    >>> import functools, fedppl, numpy as np, torch
+    >>> from fedppl.models import fedsi
+    >>> builder = functools.partial(fedsi.classifier, net=torch.nn.Linear(2, 2))
     >>> clients = {name: {"X": np.eye(2), "y": np.array([0, 1])} for name in "ab"}
-    >>> model = fedppl.FederatedModel(site, shared=["weight", "bias"])
+    >>> model = fedppl.FederatedModel(builder, shared=["weight", "bias"])
     >>> fit = fedppl.fit(model, clients, fedppl.nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
     >>> fedppl.nn.personalise(fit, "a").weights.shape
     (6,)
@@ -74,8 +67,8 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     Notes
     -----
     *When this fails.* With few rows, fine-tuning overfits: compare with the global model on rows that were held out. A
-    new client's own layers start where those of all clients do, and are trained on its rows alone. By an algorithm
-    without a posterior of weights ``subnetwork`` is None, and predictions take the weights for known.
+    new client's own layers start where those of all clients do. By an algorithm without a posterior of weights
+    ``subnetwork`` is None, and predictions take the weights for known.
     """
     _require_fit(fit)
     seed = _seed(fit, random_seed)
@@ -113,8 +106,6 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
 def network(fit: Fit) -> torch.nn.Module:
     """The global model: a copy of the declared network that holds the shared weights of a fit.
 
-    Local weights are those that all clients start from.
-
     Parameters
     ----------
     fit
@@ -123,6 +114,7 @@ def network(fit: Fit) -> torch.nn.Module:
     Returns
     -------
     torch.nn.Module
+        In torch's default type. Local weights are those that all clients start from.
 
     Raises
     ------
@@ -131,15 +123,11 @@ def network(fit: Fit) -> torch.nn.Module:
 
     Examples
     --------
-    >>> import fedppl, numpy as np, pymc as pm, torch
-    >>> net = torch.nn.Linear(2, 2)
-    >>> def site(X, y):
-    ...     with pm.Model() as model:
-    ...         logits = fedppl.nn.module(net, fedppl.nn.parameters(net), pm.Data("X", X))
-    ...         pm.Categorical("label", logit_p=logits, observed=pm.Data("y", y))
-    ...     return model
+    >>> import functools, fedppl, numpy as np, torch
+    >>> from fedppl.models import fedsi
+    >>> builder = functools.partial(fedsi.classifier, net=torch.nn.Linear(2, 2))
     >>> clients = {name: {"X": np.eye(2), "y": np.array([0, 1])} for name in "ab"}
-    >>> model = fedppl.FederatedModel(site, shared=["weight", "bias"])
+    >>> model = fedppl.FederatedModel(builder, shared=["weight", "bias"])
     >>> fit = fedppl.fit(model, clients, fedppl.nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
     >>> fedppl.nn.network(fit)
     Linear(in_features=2, out_features=2, bias=True)
@@ -147,8 +135,7 @@ def network(fit: Fit) -> torch.nn.Module:
     Notes
     -----
     *When this fails.* Where layers are local, those of the copy are untrained, and its outputs are no client's: use
-    `personalise`. The copy is in torch's default type, while densities are computed in float64. It is a
-    point, without the weights' uncertainty.
+    `personalise`. It is a point, without the weights' uncertainty.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a network.")
@@ -211,30 +198,22 @@ def predict(
         known sd ``mean``, ``sd``, ``ci_low`` and ``ci_high`` of outcomes (row, output). With any other the same of
         outcomes that are drawn, or ``probability`` (row, class) of a categorical one, and ``output_mean``
         and ``output_variance`` (row, output). A Bernoulli outcome has ``probability`` beside its ``mean``; a Cauchy's
-        has no mean and no sd, and gets ``ci_low`` and ``ci_high`` alone.
+        has no mean and no sd.
 
     Raises
     ------
-    DeclarationError
-        For a link that is not known, settings out of range, a client that is not known or not here, a fit by another
-        algorithm, or a model that holds its inputs as constants.
+    DeclarationError, LocalFailure
+        As in `personalise`; for settings out of range, or a model that holds its inputs as constants.
     DataError
-        For inputs of other names or another shape, inputs that the network cannot be computed at, and for outputs or
-        variances that are not finite there.
-    LocalFailure
-        Where fine-tuning diverges.
+        For inputs of other names or another shape, or at which the network or its variance is not finite.
 
     Examples
     --------
-    >>> import fedppl, numpy as np, pymc as pm, torch
-    >>> net = torch.nn.Linear(2, 2)
-    >>> def site(X, y):
-    ...     with pm.Model() as model:
-    ...         logits = fedppl.nn.module(net, fedppl.nn.parameters(net), pm.Data("X", X))
-    ...         pm.Categorical("label", logit_p=logits, observed=pm.Data("y", y))
-    ...     return model
+    >>> import functools, fedppl, numpy as np, torch
+    >>> from fedppl.models import fedsi
+    >>> builder = functools.partial(fedsi.classifier, net=torch.nn.Linear(2, 2))
     >>> clients = {name: {"X": np.eye(2), "y": np.array([0, 1])} for name in "ab"}
-    >>> model = fedppl.FederatedModel(site, shared=["weight", "bias"])
+    >>> model = fedppl.FederatedModel(builder, shared=["weight", "bias"])
     >>> fit = fedppl.fit(model, clients, fedppl.nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
     >>> fedppl.nn.predict(fit, "a", {"X": np.eye(2)})["probability"].dims
     ('row', 'output')
@@ -242,8 +221,7 @@ def predict(
     Notes
     -----
     *When this fails.* With a posterior as wide as the prior, κ pulls all classes together. The linearised network is
-    not the network: far from the data its variance grows with the square of the inputs. Rows are predicted by blocks of
-    4,096, so that memory holds the result of a million of them, and not what it is made of.
+    not the network: far from the data its variance grows with the square of the inputs.
     """
     _require_fit(fit)
     seed = _seed(fit, random_seed)

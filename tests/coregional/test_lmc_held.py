@@ -24,11 +24,7 @@ def held(slab_sd: float) -> fedppl.FederatedModel:
     return problems.Remembering(builder, fedlmc_ss.SHARED)
 
 
-ALGORITHMS = {
-    "ascent": curves.Ascent(warmup=2),
-    "averaging": curves.Averaging(steps=3),
-    "gradient": curves.Gradient(),
-}
+ALGORITHMS = {"ascent": curves.Ascent(warmup=2), "averaging": curves.Averaging(steps=3), "gradient": curves.Gradient()}
 
 
 @problems.few_rounds

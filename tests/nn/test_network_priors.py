@@ -17,10 +17,13 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
+from fedppl.algorithms.averaging.fedavg import LocalClientState  # noqa: E402
 from fedppl.flower import node as _node  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
+from fedppl.nn.algorithms import _common  # noqa: E402
 from fedppl.nn.subnet import evaluate  # noqa: E402
+from fedppl.nn.train import Training  # noqa: E402
 from fedppl.nn.unit import log_likelihood  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
@@ -300,48 +303,42 @@ def alone(sigma: float) -> Any:
     return fedppl.FederatedModel(builder, BODY).enrol(problems.classification(1)[1], kernel=False)["device 0"]
 
 
-def own_of(message: dict[str, Any], sigma: float) -> tuple[Any, Any]:
-    """A client and its network after fine-tuning by FedSI's rule from this message."""
-    client = alone(sigma)
-    algorithm = nn.FedSI(ratio=0.5)
+def head_after(client: Any, training: Training, *, head: Any = None, prior: bool = True) -> Any:
+    """The head before and after fine-tuning by FedSI's rule, with all weights; without a prior by the loss alone."""
+    algorithm, at = nn.FedSI(ratio=0.5), client.view(network_of).unit.local_at
     state = algorithm.init(client.layout, ("device 0",), stream((0,)))
-    sent = {**algorithm.result.final_message(state, "device 0"), **message}
-    return client, personalised(algorithm, client, None, {k: v for k, v in sent.items() if v is not None}, stream((1,)))
+    message = dict(algorithm.result.final_message(state, "device 0"))
+    if not prior:
+        del message["variance"]
+    kept = None if head is None else LocalClientState(head)
+    tuning = _common.Tuning("local", training)
+    before = client.view(network_of).unit.weights(state.mean, client.initial if head is None else head)
+    after = _common.tuned(client, kept, message, stream((1,)), tuning=tuning).weights
+    return before, (after - before)[at]
 
 
 def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -> None:
     """One gradient step on all rows, from a head that is not the prior's mean, against PyMC's own gradient."""
     rng, net, client = np.random.default_rng(5), problems.network(), alone(0.3)
-    algorithm = nn.FedSI(ratio=0.5)
-    state = algorithm.init(client.layout, ("device 0",), stream((0,)))
-    head = client.initial + 0.5 * rng.normal(size=client.local_size)
-    message = {**algorithm.result.final_message(state, "device 0"), "tuning": np.array([0.01, 1, 20, 0.0])}
-    unit = client.view(network_of).unit
-    before = unit.weights(state.mean, head)
-    kept = type("Kept", (), {"local": head})()
-    after = personalised(algorithm, client, kept, message, stream((1,))).weights
+    head, one_step = client.initial + 0.5 * rng.normal(size=client.local_size), Training(0.01, 1, 20, 0.0)
+    before, moved = head_after(client, one_step, head=head)
     model = fedsi.classifier(**client.arrays, net=net, sigma=0.3)
     point, at = {}, 0
     for name, value in net.named_parameters():
         point[name] = before[at : at + value.numel()].reshape(tuple(value.shape))
         at += value.numel()
     slopes = model.compile_dlogp([model[name] for name in HEAD], mode=PYTHON_MODE)(point)
-    found = 20 * (after - before)[unit.local_at] / 0.01
-    assert_allclose(found, slopes, rtol=1e-3, atol=1e-3 * np.abs(slopes).max())
-    without = {k: v for k, v in message.items() if k != "variance"}
-    other = 20 * (personalised(algorithm, client, kept, without, stream((1,))).weights - before)[unit.local_at] / 0.01
+    assert_allclose(20 * moved / 0.01, slopes, rtol=1e-3, atol=1e-3 * np.abs(slopes).max())
+    other = 20 * head_after(client, one_step, head=head, prior=False)[1] / 0.01
     assert np.abs(other - slopes).max() > 1.0  # the gradient of the loss alone is another
 
 
 def test_a_narrow_prior_holds_the_head_and_a_wide_one_lets_it_go() -> None:
-    steps = {"tuning": np.array([1e-2, 200, 20, -1.0])}
-    moved = []
-    for sigma in (1e-3, 0.3, 1e6):
-        client, own = own_of(steps, sigma)
-        moved.append(np.abs(own.weights[client.view(network_of).unit.local_at] - client.initial).max())
-    assert moved[0] < 5e-3 and moved[0] < moved[1] < moved[2]
-    free = own_of({**steps, "variance": None}, 0.3)[1].weights  # the loss alone
-    assert_allclose(own_of(steps, 1e6)[1].weights, free, atol=1e-6)
+    steps = Training(1e-2, 200, 20)
+    held, middle, free = (head_after(alone(sigma), steps)[1] for sigma in (1e-3, 0.3, 1e6))
+    sizes = [np.abs(moved).max() for moved in (held, middle, free)]
+    assert sizes[0] < 5e-3 and sizes[0] < sizes[1] < sizes[2]
+    assert_allclose(free, head_after(alone(0.3), steps, prior=False)[1], atol=1e-6)
 
 
 def test_the_head_of_a_linear_network_is_the_ridge_regression_around_its_start() -> None:

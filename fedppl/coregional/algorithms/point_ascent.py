@@ -47,27 +47,18 @@ def PointAscent(
 
     The coefficients w_m of a unit and its noise are at the mode, with their declared priors; the latent functions have
     a posterior. A mode in w and σ_w together would be one where both are near 0, so that σ_w stays at its prior's
-    median: the larger that is, the nearer w is to maximum likelihood. Updates, messages and kernels' steps are those of
-    `Ascent`.
+    median: the larger that is, the nearer w is to maximum likelihood. Declare ``inclusion=None``, and share no
+    ``included``.
 
     Parameters
     ----------
-    warmup
-        Least number of rounds of a fit, in which it waits for units that have not replied yet.
-    kernel_rate, sweeps, batch_size, forgetting, initial_kernel, tolerance
-        As in `Ascent`.
+    kernel_rate, warmup, sweeps, batch_size, forgetting, initial_kernel, tolerance
+        As in `Ascent`; without a selection `warmup` is the least number of rounds, in which a fit waits for units.
 
     Returns
     -------
     Algorithm
-        Its fit has draws of v and the estimates; see `fedppl.curves` for predictions in closed form, whose intervals
-        take the coefficients for known.
-
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and before any round for a model that is no linear model of coregionalisation, or
-        one with a selection: share no ``included`` and declare ``inclusion=None``.
+        Its fit has draws of v and the estimates; see `fedppl.curves` for predictions in closed form.
 
     Notes
     -----
@@ -123,8 +114,7 @@ def Ascent(
     ----------
     kernel_rate
         Adam learning rate for the kernels' parameters on the log scale, shorter by 0.7 after every round that lowered
-        the bound; 0 fixes them. Once five rounds in a row gained less than 0.02 nats each, quasi-Newton steps take
-        over, each judged after all else has settled, and all else is extrapolated (reduced rank extrapolation).
+        the bound; 0 fixes them. In the end phase quasi-Newton steps take over (docs/fedlmc_ss.md, "When it ends").
     warmup
         Number of rounds before the selection begins; until then every γ is 1.
     sweeps
@@ -138,11 +128,9 @@ def Ascent(
         Start of the kernels' parameters. "median": every unit first fits a Gaussian process to its own rows, and the
         server takes the median of their kernel parameters, weighted by rows. "prior": the prior's median.
     tolerance
-        Gain in nats of the bound, with the priors of the kernels' parameters, that may remain when a fit has converged.
-        It is estimated for the updates by the ratio of successive gains, Σ Δ rᵗ = Δ r / (1 − r), and for the kernels by
-        a quadratic, and is at least the gain of the last third of the end phase. Where these estimates hold, shared
-        parameters are within √(2 · tolerance) posterior sds of the maximum, whatever the size and units of the data.
-        With noisy sums there is no estimate, and no fit converges.
+        Gain in nats of the bound, with the priors of the kernels' parameters, that by an estimate remains when a fit
+        has converged: shared parameters are then within √(2 · tolerance) posterior sds of the maximum, whatever the
+        size and units of the data. With noisy sums there is no estimate, and no fit converges.
 
     Returns
     -------

@@ -31,7 +31,6 @@ from fedppl.contracts.algorithm import HeldOutFn
 from fedppl.local.target import at_points
 from fedppl.nn.functional import call, host, parts_of
 from fedppl.nn.personal import further_gain, log_densities
-from fedppl.nn.subnet import inferred
 from fedppl.nn.train import GROWTH, Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of
@@ -297,18 +296,13 @@ def run_away(name: str, weights: Array, before: Array) -> str | None:
     return f"{name!r} has weights up to {largest:.3g}, and no training takes them there from {least:.3g}"
 
 
-def reject_weighted(phi: Array, reply: Message) -> str | None:
-    """Why a reply of `weighted` weights, whose training began at φ, is rejected, or None."""
-    return not_counted(reply, "weight") or run_away("weighted", average(reply), phi)
-
-
 # Shared by FedAvg and its variants, beside the functions above.
-REPLIES = Replies[NetworkState](
+REPLIES = Replies[Any](
     lambda state: {"weighted": state.phi.shape, "weight": ()},
-    lambda state, reply: reject_weighted(state.phi, reply),
+    lambda state, reply: not_counted(reply, "weight") or run_away("weighted", average(reply), state.phi),
     always,
 )
-ESTIMATE = Point[NetworkState](lambda state: state.phi)
+ESTIMATE = Point[Any](lambda state: state.phi)
 AT_MEAN = Disclosure(functools.partial(at_points, name="mean"), by_row=open_rows)
 
 
@@ -372,59 +366,46 @@ def held_out_linearised(personalise: PersonaliseFn[P]) -> HeldOutFn[P]:
     return held_out
 
 
-def tuning_message(mean: Array, tuning: Tuning) -> dict[str, Array]:
-    """The shared weights, and the steps of fine-tuning."""
-    rate, epochs, batch_size, momentum = tuning.training
-    steps = [rate, epochs if tuning.which is not None else 0, batch_size, -1.0 if momentum is None else momentum]
-    return {"mean": mean, "tuning": np.array(steps)}
-
-
 def tuned(
     client: ClientView,
     personal: KeptLocal,
     message: Message,
     rng: Generator,
     *,
-    which: str | tuple[str, ...] | None,
+    tuning: Tuning,
     rate: str = "tune_rate",
 ) -> Own:
     """One client's network: the shared weights, its own, fine-tuned by the setting named `rate`.
 
     A message with prior variances of the shared weights asks for the mode under those and the declared prior of local
-    weights, and for a subnetwork's posterior; without them the loss alone counts.
+    weights; without them the loss alone counts.
     """
     network, local = client.view(network_of), fitting_local(client, personal and personal.local)
-    unit = network.unit
+    unit, (which, training) = network.unit, tuning
     if local is None and not set(unit.local_at) <= set(network.places(which) if which is not None else ()):
         logger.warning(
             "client %s has no local weights of its own, and takes those that all clients start from; an algorithm with "
             'tune="local" fine-tunes them',
             client.client_id,
         )
-    mean, variance = np.asarray(message["mean"], dtype=float), message.get("variance")
-    w = unit.weights(mean, network.start if local is None else local)
-    length, epochs, batch_size, momentum = (float(value) for value in message["tuning"])
-    if which is not None and epochs:
-        steps = Training(length, int(epochs), int(batch_size), None if momentum < 0 else momentum)
-        free, prior, penalty = network.places(which), None, None
-        if variance is not None:
-            declared = unit.declared.local_prior
-            centre = unit.weights(mean, declared.mean)
-            precision = unit.weights(1.0 / np.asarray(variance), declared.precision)
-            prior, penalty = (centre[free], precision[free]), declared.penalty if declared.others else None
-        start = w
-        w = train(unit, w, free, steps, rng, prior=prior, penalty=penalty, rate=rate)
-        # The gain does not include priors that are not normal.
-        if penalty is None and (gain := further_gain(unit, start, w, prior, free)) > _SHORT:
-            logger.warning(
-                "client %r: fine-tuning has not converged: as many steps again would lower the mean loss of a row by "
-                "about %.2g; raise %s= or tune_epochs=, and judge on rows that were held out",
-                client.client_id,
-                gain,
-                rate,
-            )
-    if variance is None:
-        return Own(client, w, None)
-    count, by_variance, diagonal = (int(value) for value in message["inference"])
-    rule = "variance" if by_variance else "live"
-    return Own(client, w, inferred(unit, w, np.asarray(variance), count, rule=rule, diagonal=bool(diagonal)))
+    mean = np.asarray(message["mean"], dtype=float)
+    start = unit.weights(mean, network.start if local is None else local)
+    if which is None:
+        return Own(client, start, None)
+    free, prior, penalty = network.places(which), None, None
+    if "variance" in message:
+        declared = unit.declared.local_prior
+        centre = unit.weights(mean, declared.mean)
+        precision = unit.weights(1.0 / np.asarray(message["variance"]), declared.precision)
+        prior, penalty = (centre[free], precision[free]), declared.penalty if declared.others else None
+    w = train(unit, start, free, training, rng, prior=prior, penalty=penalty, rate=rate)
+    # The gain does not include priors that are not normal.
+    if penalty is None and (gain := further_gain(unit, start, w, prior, free)) > _SHORT:
+        logger.warning(
+            "client %r: fine-tuning has not converged: as many steps again would lower the mean loss of a row by "
+            "about %.2g; raise %s= or tune_epochs=, and judge on rows that were held out",
+            client.client_id,
+            gain,
+            rate,
+        )
+    return Own(client, w, None)

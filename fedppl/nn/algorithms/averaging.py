@@ -20,13 +20,13 @@ from fedppl.algorithms.averaging.fedavg import (
     weights_rule,
 )
 from fedppl.algorithms.averaging.scaffold import Controls, correction, ends_of, entered, no_controls
-from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
+from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report
 from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import groups, stacked, train_together
 from fedppl.nn.functional import Places
 from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
-from fedppl.nn.view import network_of
+from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, shown
 from fedppl.types import Array, DeclarationError, Layout, Message
 
@@ -82,28 +82,20 @@ def FedAvg(
 
     Parameters
     ----------
-    learning_rate
-        Learning rate for the mean loss of a batch.
-    momentum
-        Momentum of gradient steps; by default steps are Adam's.
+    learning_rate, momentum, batch_size
+        Learning rate for the mean loss of a batch, momentum of gradient steps (None for Adam), and rows a step.
     proximal
-        μ of FedProx, which adds μ/2 ‖φ' − φ‖² to a client's mean loss, φ being what the server sent. It holds shared
-        weights.
+        μ of FedProx, which adds μ/2 ‖φ' − φ‖² to a client's mean loss, φ being what the server sent.
     phases
         Weights to train with their numbers of epochs, in order: "shared", "local", "all" or torch's names.
-    batch_size
-        Rows a step.
     weights
         "rows" (n_k) or "equal".
     smoothing
-        Weight, between 0 and 1, of earlier rounds in the estimate, an average over rounds; 1 − smoothing is that of
-        the last. Rounds go on from what is not averaged. Where few of many clients report it steadies the global model,
-        by 8 points of accuracy where one in ten reports (docs/pfedvem.md).
-    tune
-        Weights that a client fine-tunes when the rounds are over, on its own rows: "local", "all", torch's names, or
-        None.
-    tune_rate, tune_epochs
-        Learning rate and epochs of the fine-tuning, in steps of the same kind.
+        Weight, from 0 to below 1, of earlier rounds in the estimate, an average over rounds from which no round starts.
+        Where few of many clients report it steadies the global model (docs/pfedvem.md).
+    tune, tune_rate, tune_epochs
+        Weights that a client fine-tunes on its own rows when the rounds are over, "local", "all", torch's names or
+        None, with learning rate and epochs of steps of the same kind.
 
     Returns
     -------
@@ -113,8 +105,7 @@ def FedAvg(
     Notes
     -----
     *When this fails.* There is no rule for convergence: a fit runs for as many rounds as it is given and says
-    "max_rounds". The prior of the weights is not part of the loss, as in the methods of the table: a line of the log
-    says so at the start.
+    "max_rounds". The prior of the weights is not part of the loss, as in the methods of the table.
 
     References
     ----------
@@ -131,7 +122,6 @@ def FedAvg(
         weights_rule(weights),
         between("smoothing", smoothing, 0, 1, "[)"),
     )
-    tuning = settings.tuning
     update_client = functools.partial(_update_client, settings=settings)
     unreported = functools.partial(_update_unreported, settings=settings)
     return Algorithm[AveragedState, LocalClientState](
@@ -141,14 +131,10 @@ def FedAvg(
         broadcast=_common.broadcast,
         update_client=update_client,
         update_server=functools.partial(_update_server, smoothing=settings.smoothing),
-        replies=Replies[AveragedState](
-            lambda state: {"weighted": state.phi.shape, "weight": ()},
-            lambda state, reply: _common.reject_weighted(state.phi, reply),
-            always,
-        ),
+        replies=_common.REPLIES,
         result=_common.network_result(
-            lambda state, client_id: _common.tuning_message(state.smooth.phi, tuning),
-            functools.partial(_common.tuned, which=tuning.which),
+            lambda state, client_id: {"mean": state.smooth.phi},
+            functools.partial(_common.tuned, tuning=settings.tuning),
             Point[AveragedState](lambda state: state.smooth.phi),
         ),
         needs=_common.needs(functools.partial(_check, settings=settings)),
@@ -302,11 +288,8 @@ def SCAFFOLD(
 
     Parameters
     ----------
-    learning_rate, epochs, batch_size
-        Learning rate, passes over the rows and batches of the steps, which have no momentum: c_k is a mean gradient
-        only then.
-    weights
-        "rows" or "equal".
+    learning_rate, epochs, batch_size, weights
+        As in `FedAvg`; steps have no momentum, since c_k is a mean gradient only then.
 
     Returns
     -------
@@ -315,9 +298,9 @@ def SCAFFOLD(
 
     Notes
     -----
-    The server holds a vector of all weights for each client. `fedppl.SCAFFOLD` is the same for any declared model. c is
-    the mean over the clients that have replied, and a client that has not takes plain steps: as published all c_k
-    start at 0, c is the mean over all of them, and a first reply is corrected by c.
+    The server holds a vector of all weights for each client. c is the mean over the clients that have replied, and a
+    client that has not takes plain steps: as published all c_k start at 0, c is the mean over all of them, and a first
+    reply is corrected by c.
 
     *When this fails.* Where few clients report, control variates are out of date, and corrections by them do harm.
 
@@ -326,7 +309,7 @@ def SCAFFOLD(
     .. [1] Karimireddy et al. (2020), SCAFFOLD, option II.
     """
     training = _common.training_rule(learning_rate, epochs, batch_size, momentum=0.0)
-    rule, tuning = weights_rule(weights), _common.tuning_rule(None, 1e-3, 1, 1)
+    rule = weights_rule(weights)
     return Algorithm[ScaffoldState, None](
         name="nn.SCAFFOLD",
         settings=described(training, weights=weights),
@@ -335,11 +318,7 @@ def SCAFFOLD(
         update_client=functools.partial(_scaffold_update_client, training=training, weights=rule),
         update_server=functools.partial(_scaffold_update_server, rate=training.learning_rate),
         replies=Replies(lambda state: {"phi": state.phi.shape, "weight": (), "steps": ()}, _scaffold_reject),
-        result=_common.network_result(
-            lambda state, client_id: _common.tuning_message(state.phi, tuning),
-            functools.partial(_common.tuned, which=None),
-            Point(lambda state: state.phi),
-        ),
+        result=_common.network_result(_common.broadcast, _scaffold_own, _common.ESTIMATE),
         needs=_common.whole_network("nn.SCAFFOLD"),
     )
 
@@ -377,6 +356,11 @@ def _scaffold_update_server(state: ScaffoldState, received: Received, *, rate: f
     controls = entered(state.controls, ends, state.phi, steps * rate)
     phi = ends.weights @ ends.phi / ends.weights.sum()
     return state._replace(phi=phi, controls=controls), _common.reported(state.phi, phi)
+
+
+def _scaffold_own(client: ClientView, personal: None, message: Message, rng: Generator) -> Own:
+    """The shared network."""
+    return Own(client, client.view(network_of).at(message["mean"]), None)
 
 
 def _scaffold_reject(state: ScaffoldState, reply: Message) -> str | None:

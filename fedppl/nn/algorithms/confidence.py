@@ -87,19 +87,16 @@ def Confidence(
               \tau_j = \frac{d}{\lVert \sigma_j \rVert^2 + \lVert \mu_j - w \rVert^2}
 
     In a round a client updates τ_j with the new w, then q_j = N(μ_j, diag σ_j²) of its head on the features of the new
-    layers below, then those layers under draws of q_j. It replies n_j θ_j, n_j, τ_j μ_j and τ_j, one number more than
-    in federated averaging. Share all weights of the network; q_j stays with its client.
-
-    Clients that take part in a round without reporting (``fedppl.fit(..., reporting=0.1)``) update their q_j alone, and
-    keep nothing of the layers below.
+    layers below, then those layers under draws of q_j. It replies n_j θ_j, n_j, τ_j μ_j and τ_j. Share all weights of
+    the network; q_j stays with its client. Clients that take part without reporting (``fedppl.fit(..., reporting=0.1)``)
+    update their q_j alone.
 
     Parameters
     ----------
     head
-        Torch's names of the last layer's parameters, for example ``("2.weight", "2.bias")``.
+        Torch's names of the last layer's parameters, a linear one's, for example ``("2.weight", "2.bias")``.
     learning_rate, momentum, epochs, batch_size
-        Learning rate for the mean loss, momentum, passes over the rows and batches of gradient steps on the layers
-        below; ``momentum=None`` for Adam.
+        As in `FedAvg`, of steps on the layers below.
     head_rate, head_momentum, head_steps, draws
         Adam's learning rate, number of steps, each on all rows, and draws in each. With a `head_momentum` they are
         gradient steps with that momentum, and the rate is for the slope of the bound, a sum over rows.
@@ -108,20 +105,13 @@ def Confidence(
     strength, terms, remember
         The settings of these names of `fedppl.Confidence`.
     smoothing
-        Weight, between 0 and 1, of earlier rounds in the estimate, an average over rounds; 1 − smoothing is that of
-        the last. Rounds go on from what is not averaged. Under partial participation it steadies the global model.
+        As in `FedAvg`.
 
     Returns
     -------
     Algorithm
         Its fit has a point estimate, the global model (`fedppl.nn.network`). `fedppl.nn.predict` gives a client's
         predictions, by q_j and by layers trained once more on its own rows.
-
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and before any round where the head is not the last linear layer or some of the
-        weights are not shared.
 
     Notes
     -----
@@ -130,8 +120,7 @@ def Confidence(
     head drawn from N(0, 1). w starts where the network that was declared has its head.
 
     *When this fails.* Much larger rates diverge; gradient steps on a bound that sums over rows need a rate that depends
-    on the number of rows. There is no rule for convergence: a fit runs all its rounds and says "max_rounds". With too
-    many `head_steps` w depends on few clients, as `fedppl.Confidence` says.
+    on the number of rows. With too many `head_steps` w depends on few clients, as `fedppl.Confidence` says.
 
     References
     ----------

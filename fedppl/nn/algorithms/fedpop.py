@@ -12,7 +12,7 @@ from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report, always
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Received, Replies, Report, always
 from fedppl.nn.algorithms import _common
 from fedppl.nn.algorithms.confidence import at_client, head_in, head_rule, joined, last_layer, parted
 from fedppl.nn.functional import Places, generator_of, gradients, host, taken
@@ -68,11 +68,8 @@ def FedPop(
 
     Parameters
     ----------
-    head
-        Torch's names of the last layer's parameters, for example ``("2.weight", "2.bias")``.
-    learning_rate, momentum, epochs, batch_size
-        Learning rate for the mean loss, momentum, passes over the rows and batches of gradient steps on the layers
-        below; ``momentum=None`` for Adam.
+    head, learning_rate, momentum, epochs, batch_size
+        As in `fedppl.nn.Confidence`.
     head_rate
         γ, the chain's step for the mean loss, `fedppl.nn.algorithms.fedpop`.
     spread
@@ -85,12 +82,6 @@ def FedPop(
     Algorithm
         Its fit has a point estimate, θ and β. `fedppl.nn.predict` gives a client's predictions by a normal with its
         chain's mean and sds.
-
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, and before any round where the head is not the last linear layer or some of the
-        weights are not shared.
 
     Notes
     -----
@@ -117,9 +108,7 @@ def FedPop(
         update_client=functools.partial(_update_client, settings=settings),
         update_server=_update_server,
         replies=Replies(_shapes, _reject, always),
-        result=_common.network_result(
-            _common.broadcast, functools.partial(_own, settings=settings), Point[FedPopState](lambda state: state.phi)
-        ),
+        result=_common.network_result(_common.broadcast, functools.partial(_own, settings=settings), _common.ESTIMATE),
         needs=last_layer("nn.FedPop", settings.head),
         disclosure=_common.AT_MEAN,
         unreported=functools.partial(_update_unreported, settings=settings),

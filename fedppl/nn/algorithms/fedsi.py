@@ -27,10 +27,10 @@ from fedppl.contracts import (
 )
 from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import groups, stacked, train_together
-from fedppl.nn.subnet import marginals
+from fedppl.nn.subnet import inferred, marginals
 from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
-from fedppl.nn.view import network_of
+from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, flag, one_of, positive
 from fedppl.types import Array, Layout, LocalFailure, Message
 
@@ -97,16 +97,14 @@ def FedSI(
     ratio
         Share S of the shared weights that a client infers.
     alpha
-        Prior variance that weights which are deterministic in the average have in the next round's training. The
-        paper's 1e-4 holds them so tightly that training fails, and 1 still costs accuracy.
+        Prior variance that weights which are points in the average have in the next round's training. The paper's 1e-4
+        holds them so tightly that training fails, and 1 still costs accuracy.
     prior_variance
-        Prior variance of the same weights in the next inference, 3 by default. A weight that the data hardly inform
-        keeps its prior's variance, for which α, made for training, is far too large. The
-        first round has the declared prior in both. With `diagonal` no weight is deterministic, and neither this nor α
-        plays a part in the rounds; no weight's prior in the last inference is wider than this, 0.03 by default. The
-        defaults suit the networks of the paper, by the likelihood of held-out rows; try others for yours.
+        Prior variance of the same weights in the next inference, 3 by default: a weight that the data hardly inform
+        keeps it. With `diagonal` no weight is a point; then it is the widest prior of the last inference, 0.03 by
+        default. The defaults suit the networks of the paper, by the likelihood of held-out rows.
     learning_rate, epochs, batch_size
-        Adam's learning rate, passes over the rows, and rows a step, towards the mode.
+        As in `FedAvg`, of Adam's steps towards the mode.
     rule
         Rule by which weights are chosen, "live" or "variance", see `fedppl.nn.subnet.select`.
     diagonal
@@ -115,9 +113,8 @@ def FedSI(
         Quantity that the server averages, "variance" or "sd". Algorithm 1 has sds; with degenerate Gaussians, variances
         are those of an average of independent draws' mixture less the spread of means.
     tune, tune_rate, tune_epochs
-        Weights that a client fine-tunes in the end, and Adam's settings for that. Local ones have their declared
-        prior, shared ones that of the last inference; local weights that are not named stay where they start, and
-        their prior is not used.
+        As in `FedAvg`, by Adam. Local weights have their declared prior, shared ones that of the last inference; local
+        weights that are not named stay where they start, and their prior is not used.
 
     Returns
     -------
@@ -129,12 +126,9 @@ def FedSI(
     Notes
     -----
     *When this fails.* Predictions are too certain: a client's rows count once a round, in the average that is the next
-    prior, and again in its last inference, which `fedppl.nn.predict` makes under that prior. So they count twice after
-    one round and R + 1 times after R. On a linear model where the posterior's sd of f is 0.135, that of
-    `predict` was 0.096 after one round, as if there were twice the rows, and 0.055 after five. Variances are those of
-    a continual learner and not of one posterior; compare them between clients, and calibrate them on rows that were
-    held out. A fit runs for as many rounds as it is given and says "max_rounds". For accuracy alone `FedAvg` with the
-    same learning rate does as well.
+    prior, and again in its last inference, R + 1 times after R rounds. On a linear model where the posterior's sd of f
+    is 0.135, that of `predict` was 0.096 after one round and 0.055 after five. Compare variances between clients, and
+    calibrate them on rows that were held out. For accuracy alone `FedAvg` with the same learning rate does as well.
 
     References
     ----------
@@ -154,7 +148,7 @@ def FedSI(
     )
     tuning = _common.tuning_rule(tune, tune_rate, tune_epochs, batch_size)
     update_client = functools.partial(_update_client, settings=settings)
-    own = functools.partial(_common.tuned, which=tuning.which)
+    own = functools.partial(_own, settings=settings, tuning=tuning)
     return Algorithm[SubnetworkState, None](
         name="nn.FedSI",
         settings=described(settings, tuning=tuning),
@@ -168,7 +162,7 @@ def FedSI(
             always,
         ),
         result=_common.network_result(
-            functools.partial(_final_message, settings=settings, tuning=tuning),
+            functools.partial(_final_message, settings=settings),
             own,
             Point[SubnetworkState](lambda state: state.mean),
             _details,
@@ -299,17 +293,22 @@ def _reject(state: SubnetworkState, reply: Message, *, settings: _Settings) -> s
     return f"'spread' is {spread[at]:.3g} at weight {at}, and must be 0, or from {_LEAST:.0e} to {most[at]:.3g}"
 
 
-def _final_message(state: SubnetworkState, client_id: str, *, settings: _Settings, tuning: _common.Tuning) -> Message:
-    """The shared weights, how to fine-tune, and the prior and the rule of the last inference."""
+def _final_message(state: SubnetworkState, client_id: str, *, settings: _Settings) -> Message:
+    """The shared weights, and the prior of the last inference."""
     variance = _prior_variance(state.variance, state.declared, settings)
     if settings.diagonal and not state.declared:
         variance = np.minimum(variance, settings.prior_variance)
-    inference = [_count(settings, len(state.mean)), settings.rule == "variance", settings.diagonal]
-    return {
-        **_common.tuning_message(state.mean, tuning),
-        "variance": variance,
-        "inference": np.array(inference, dtype=float),
-    }
+    return {"mean": state.mean, "variance": variance}
+
+
+def _own(
+    client: ClientView, personal: None, message: Message, rng: Generator, *, settings: _Settings, tuning: _common.Tuning
+) -> Own:
+    """A fine-tuned network, and the posterior of a subnetwork."""
+    w, unit = _common.tuned(client, personal, message, rng, tuning=tuning).weights, client.view(network_of).unit
+    variance = np.asarray(message["variance"])
+    count = _count(settings, len(variance))
+    return Own(client, w, inferred(unit, w, variance, count, rule=settings.rule, diagonal=settings.diagonal))
 
 
 def _details(state: SubnetworkState) -> Details:

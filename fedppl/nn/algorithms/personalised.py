@@ -35,14 +35,10 @@ def PerFedAvg(
 
     Parameters
     ----------
-    learning_rate
-        β, learning rate of steps on F_k.
     inner_rate
         α, learning rate of the step inside, and of the steps that make the network a client's own in the end.
-    epochs, batch_size
-        Passes over the rows; each step takes three batches.
-    weights
-        "rows" or "equal".
+    learning_rate, epochs, batch_size, weights
+        As in `FedAvg`, of steps on F_k, each of which takes three batches and five gradients.
     tune_epochs
         Passes of gradient steps that a client takes in the end.
 
@@ -53,9 +49,6 @@ def PerFedAvg(
 
     Notes
     -----
-    A step takes five gradients. With ``inner_rate`` near 0 it is federated averaging by
-    plain gradient steps.
-
     *When this fails.* The Hessian's product is a difference of gradients in float32, which is rough where the loss is
     flat.
 
@@ -75,9 +68,7 @@ def PerFedAvg(
         update_server=_common.update_server,
         replies=_common.REPLIES,
         result=_common.network_result(
-            lambda state, client_id: _common.tuning_message(state.phi, tuning),
-            functools.partial(_common.tuned, which="all", rate="inner_rate"),
-            _common.ESTIMATE,
+            _common.broadcast, functools.partial(_common.tuned, tuning=tuning, rate="inner_rate"), _common.ESTIMATE
         ),
         needs=_common.whole_network("nn.PerFedAvg"),
         disclosure=_common.AT_MEAN,
@@ -135,32 +126,25 @@ def PFedMe(
     ----------
     lam
         λ, strength of the quadratic beside the mean loss.
-    learning_rate
-        η, below 1 / λ.
-    epochs, batch_size
-        Passes over the rows; every batch has its own θ_k.
+    learning_rate, epochs, batch_size, weights
+        As in `FedAvg`; η is below 1 / λ, and every batch has its own θ_k.
     inner_rate, inner_steps
-        Learning rate and number of the steps to θ_k: each one on the loss, then the proximal map of the quadratic, so
-        that large rates end at w − ∇f / λ.
-    weights
-        "rows" or "equal".
+        Learning rate and number of the steps to θ_k from w_k: each one on the loss, then the proximal map of the
+        quadratic, so that large rates end at w − ∇f / λ.
 
     Returns
     -------
     Algorithm
-        Its fit has a point estimate, φ; `fedppl.nn.predict` gives predictions by θ_k.
+        Its fit has a point estimate, φ; `fedppl.nn.predict` gives predictions by θ_k, computed from φ.
 
     Notes
     -----
-    φ is replaced by the average (β = 1). A client that has no θ_k, or a new one, finds it from φ. With λ → ∞ θ_k is w_k
-    and λ (w_k − θ_k) the gradient: federated averaging.
-
     *When this fails.* A large `lam` with few or short inner steps leaves θ_k at w_k, and nothing moves. With a small
     `lam` and long inner steps θ_k fits the last batch alone: of 51 rows by 50 that is one row.
 
     References
     ----------
-    .. [1] Dinh, Tran and Nguyen (2020), Personalized federated learning with Moreau envelopes.
+    .. [1] Dinh, Tran and Nguyen (2020), Personalized federated learning with Moreau envelopes, with β = 1.
     """
     training = _common.training_rule(learning_rate, epochs, batch_size, momentum=0.0)
     lam = positive("lam", lam)
@@ -244,11 +228,8 @@ def IFCA(
         Number of networks. One is federated averaging.
     spread
         Standard deviation of the random weights at which all networks but the first start, around the declared ones.
-    learning_rate, momentum, epochs, batch_size
-        Learning rate for the mean loss, momentum, passes over the rows and batches of a client's steps;
-        ``momentum=None`` for Adam.
-    weights
-        "rows" or "equal".
+    learning_rate, momentum, epochs, batch_size, weights
+        As in `FedAvg`.
 
     Returns
     -------
