@@ -16,8 +16,8 @@ from scipy.stats import norm
 from fedppl import plots
 from fedppl.contracts import Sampler
 from fedppl.contracts.printed import CI_PROB
+from fedppl.coregional.algorithms.ascent import Ascent, PointAscent
 from fedppl.coregional.algorithms.gradient import Averaging, Gradient
-from fedppl.coregional.algorithms.point_ascent import Ascent, PointAscent
 from fedppl.coregional.bound import UnitClientState, curves
 from fedppl.coregional.unit import (
     SELECTED,

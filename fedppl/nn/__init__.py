@@ -6,7 +6,7 @@ from fedppl.nn.algorithms.fedpop import FedPop
 from fedppl.nn.algorithms.fedsi import FedSI
 from fedppl.nn.algorithms.personalised import IFCA, PerFedAvg, PFedMe
 from fedppl.nn.algorithms.posteriors import BPFed, PFedBayes
-from fedppl.nn.op import module, parameter_names, parameters
+from fedppl.nn.op import module, parameters
 from fedppl.nn.predict import network, personalise, predict
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "SCAFFOLD",
     "module",
     "network",
-    "parameter_names",
     "parameters",
     "personalise",
     "predict",

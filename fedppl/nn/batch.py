@@ -219,11 +219,6 @@ class Weights:
         values = {name: self._cut(W, name, dtype) for name in self._slices}
         self.moving = {name: value for name, value in values.items() if chosen[self._slices[name]].any()}
         self._fixed = {name: self._shown(name, value) for name, value in values.items() if name not in self.moving}
-        # A parameter moves as a whole, or only where its mask is 1.
-        self.masks = {
-            name: None if chosen[self._slices[name]].all() else self._cut(chosen[None], name, dtype)
-            for name in self.moving
-        }
         self._first: dict[int, tuple[list[torch.Tensor], State]] = {}
 
     def _cut(self, values: NDArray[np.generic], name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -332,7 +327,7 @@ def take_steps(
     stack: Stack, weights: Weights, settings: Training, rngs: Rngs, loss: LossFn, pulls: _Pulls = None
 ) -> None:
     """All steps of all epochs. A client that has no batch left in an epoch takes no step until the next."""
-    size, moving, masks = settings.batch_size, list(weights.moving.values()), list(weights.masks.values())
+    size, moving = settings.batch_size, list(weights.moving.values())
     steps = -(-stack.rows // size)
     # Clients with equally many steps an epoch always step together, with moments and a count of steps of their own.
     ends = [*(np.flatnonzero(np.diff(steps)) + 1), len(steps)]
@@ -346,11 +341,11 @@ def take_steps(
                 leaves, state = weights.first(count)
                 slopes = list(functional.gradients(loss(state, batch), leaves))
                 with torch.no_grad():
-                    for i, mask in enumerate(masks):
+                    for i, leaf in enumerate(leaves):
                         if pulls is not None:
                             slope, constant = (pull[:count] for pull in pulls[i])
-                            slopes[i] = torch.addcmul(slopes[i] + constant, slope, leaves[i])
-                        slopes[i] = (slopes[i] if mask is None else slopes[i] * mask).contiguous()
+                            slopes[i] = torch.addcmul(slopes[i] + constant, slope, leaf)
+                        slopes[i] = slopes[i].contiguous()
                 for run, leaves_of in zip(runs, parts, strict=True):
                     for part, slope in zip(leaves_of, slopes, strict=True):
                         part.grad = slope[run] if run.stop <= count else None

@@ -52,56 +52,21 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
     X = unit.tensor(unit.X[:_LOOKED_AT], torch.float64)
     with torch.no_grad():
         state = unit.state(w, torch.float64)
-        z, output = _inputs_of_head(unit, head, state, X)
-        ours = _logits(head, z, unit.tensor(np.asarray(w, dtype=float)[places], torch.float64)[None])[0].mT
+        output = call(unit.net, state, X)
+        try:
+            z = _features(unit, head, state, X)
+            ours = _logits(head, z, unit.tensor(np.asarray(w, dtype=float)[places], torch.float64)[None])[0].mT
+        except Exception as error:
+            raise DeclarationError(
+                f"layer {layer!r} cannot be taken off the network ({type(error).__name__}: {error}); call it in "
+                "forward, on a matrix with a row for each observation, and use its weights nowhere else."
+            ) from error
     if output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
             f"head={names!r} is not the network's last layer: its output goes on into others. Name the last linear "
             "layer, and put a softmax into the likelihood (logit_p=)."
         )
-    with torch.no_grad():
-        try:
-            alone = _features(unit, head, state, X)
-        except Exception as error:
-            raise DeclarationError(
-                f"layer {layer!r} cannot be taken off the network ({type(error).__name__}: {error}); call it in "
-                "forward, and use its weights nowhere else."
-            ) from error
-    if alone.shape != z.shape or not torch.allclose(alone, z, rtol=1e-12, atol=1e-12):
-        raise DeclarationError(f"layer {layer!r} does more than to end the network; call it last in forward.")
-    _require_trained_below(unit, head, state, X)
     return head
-
-
-def _require_trained_below(unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor) -> None:
-    """Refuse weights below the head if none reaches it: their average would never be used."""
-    below = [name for name in unit.names if name.rpartition(".")[0] != head.layer]
-    live = {name: value.detach().requires_grad_(name in below) for name, value in state.items()}
-    with torch.enable_grad():
-        z = _features(unit, head, live, X)
-    if below and not z.requires_grad:
-        raise DeclarationError(
-            f"none of the weights {below} reaches the head {head.layer!r}, so that there is nothing to train below it; "
-            "leave layers that are not used out of the network, or use them in forward before the head."
-        )
-
-
-def _inputs_of_head(
-    unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The head's inputs (n, h), and the network's output."""
-    inputs: list[torch.Tensor] = []
-    layer = unit.net.get_submodule(head.layer)
-    hook = layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
-    try:
-        output = call(unit.net, state, X)
-    finally:
-        hook.remove()
-    if len(inputs) != 1 or inputs[0].ndim != 2:
-        raise DeclarationError(
-            f"layer {head.layer!r} must be called once, on a matrix with a row for each observation."
-        )
-    return inputs[0], output
 
 
 def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:

@@ -161,44 +161,6 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
 
 
-def parameter_names(net: torch.nn.Module) -> list[str]:
-    """One label for every weight, in the order of a flat vector: coords for it.
-
-    Parameters
-    ----------
-    net
-        The network.
-
-    Returns
-    -------
-    list of str
-        Labels, (d,): torch's name and the index within it.
-
-    Raises
-    ------
-    DeclarationError
-        For an object that is no network.
-
-    Examples
-    --------
-    >>> import torch
-    >>> parameter_names(torch.nn.Linear(2, 1))
-    ['weight[0,0]', 'weight[0,1]', 'bias[0]']
-
-    Notes
-    -----
-    *When this fails.* After a change of the network's layers, earlier vectors and coords have other weights at the same
-    places. A weight that two layers share is there once, by its first name. Buffers,
-    such as the running means of a batch norm, are no weights.
-    """
-    functional.require_module(net)
-    return [
-        f"{name}[{','.join(map(str, index))}]"
-        for name, value in net.named_parameters()
-        for index in np.ndindex(*value.shape)
-    ]
-
-
 def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
     rows = torch.from_numpy(np.array(X[:2]))
     try:

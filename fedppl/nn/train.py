@@ -112,7 +112,7 @@ def require_bounded(weights: Array, start: Array, rate: str = "learning_rate") -
 
 
 class Leaves:
-    """A copy of a network in which the parameters that move require gradients.
+    """A copy of a network in which the parameters that move, each as a whole, require gradients.
 
     Attributes
     ----------
@@ -140,12 +140,6 @@ class Leaves:
             buffer.data = cast(buffer.data, dtype)
         self.state: dict[str, torch.Tensor] = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
         self.moving = [self.state[name] for name in self._names]
-        # A parameter moves as a whole, or only where its mask is 1.
-        self.masks = [
-            None if chosen[at].all() else tensor(chosen[at], dtype, place).view_as(self.state[name])
-            for name, at in self._slices.items()
-            if name in self._names
-        ]
 
     def split(self, values: Array) -> list[torch.Tensor]:
         """A flat vector (d,) cut as the moving parameters are."""
@@ -228,10 +222,9 @@ def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tens
             slope = gradient
             if pulls is not None:
                 slope = torch.addcmul(gradient + pulls[k][1], pulls[k][0], leaf)
-            mask = leaves.masks[k]
             # Fused optimizers read memory in order, and a convolution on images with channels last gives gradients in
             # another order than its weights.
-            leaf.grad = (slope if mask is None else slope * mask).contiguous()
+            leaf.grad = slope.contiguous()
     optimizer.step()
 
 

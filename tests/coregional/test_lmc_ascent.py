@@ -18,7 +18,7 @@ from scipy.stats import norm
 import fedppl
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, sum_replies
-from fedppl.coregional.algorithms._common import Left, report
+from fedppl.coregional.algorithms.ending import Left, report
 from fedppl.coregional.bound import (
     Design,
     Globals,

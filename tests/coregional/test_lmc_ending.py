@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import curves
-from fedppl.coregional.algorithms._common import Left, gained_of_late, left_after, log_prior, longer, no_trail, report
+from fedppl.coregional.algorithms.ending import Left, gained_of_late, left_after, log_prior, longer, no_trail, report
 from fedppl.coregional.bound import Globals
 from fedppl.coregional.view import unit_of
 from fedppl.models import fedlmc_ss

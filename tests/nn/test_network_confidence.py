@@ -132,24 +132,6 @@ def test_a_head_whose_weights_are_used_elsewhere_is_refused() -> None:
         fedppl.fit(model, problem()[1], nn.Confidence(head=names[2:]), progressbar=False)
 
 
-class Idle(torch.nn.Module):
-    """A layer below the head that is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-
-    def forward(self, X: Any) -> Any:
-        return self.head(X)
-
-
-def test_a_head_below_which_nothing_is_used_is_refused_before_any_round() -> None:
-    names = ("body.weight", "body.bias", "head.weight", "head.bias")
-    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=Idle()), names)
-    with pytest.raises(DeclarationError, match="none of the weights .* reaches the head 'head'.*leave layers"):
-        fedppl.fit(model, problem()[1], nn.Confidence(head=names[2:]), progressbar=False)
-
-
 def test_layers_below_are_trained_and_the_head_is_not() -> None:
     model, clients = problem()
     network = model.enrol(clients, kernel=False)["device 1"].view(network_of)

@@ -78,12 +78,8 @@ def far(rng: np.random.Generator) -> np.ndarray:
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[np.random.Generator], np.ndarray]]] = {
     "means": (lambda: Seen(centred), lambda rng: rng.normal(size=(9, 3))),
     "equal rows first": (lambda: Seen(centred), late),
-    "equal rows": (lambda: Seen(centred), lambda rng: np.full((9, 3), 2.0)),
-    "zeros": (lambda: Seen(centred), lambda rng: np.zeros((9, 3))),
-    "one row": (lambda: Seen(centred), lambda rng: rng.normal(size=(1, 3))),
     "more than eight rows": (lambda: Seen(capacity), lambda rng: rng.normal(size=(40, 3))),
     "one large row": (lambda: Seen(bounded), far),
-    "rows larger than any": (lambda: Seen(bounded), lambda rng: rng.uniform(-1, 1, size=(40, 3))),
     "no running moments": (lambda: normed(track_running_stats=False), lambda rng: rng.normal(size=(9, 3))),
     "whole numbers": (lambda: Seen(centred), lambda rng: rng.integers(5, size=(9, 3)).astype(float)),
 }
@@ -189,13 +185,7 @@ class Coded(torch.nn.Module):  # type: ignore[misc]
 ACCEPTED: dict[str, tuple[Callable[[], Any], Callable[[np.random.Generator], np.ndarray]]] = {
     "running moments": (normed, lambda rng: rng.normal(size=(9, 3))),
     "within rows": (lambda: torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.Linear(3, 2)), late),
-    "large": (lambda: Seen(lambda X: X**3), lambda rng: rng.uniform(-5, 5, size=(40, 3))),
-    "not finite when larger": (
-        lambda: Seen(lambda X: torch.exp(16 * X**4)),
-        lambda rng: rng.uniform(-0.7, 0.7, size=(40, 3)),
-    ),
     "codes": (Coded, lambda rng: rng.integers(5, size=(40, 1)).astype(float)),
-    "equal codes": (Coded, lambda rng: np.full((40, 1), 4.0)),
     "a window": (lambda: Seen(lambda X: torch.softmax(X[:, :, None] * X[:, None], 2).sum(1)), far),
     "one row": (lambda: Seen(torch.tanh), lambda rng: rng.normal(size=(1, 3))),
 }
@@ -210,7 +200,7 @@ def test_rows_that_do_not_are_accepted(name: str, rng: np.random.Generator) -> N
 
 
 def test_a_client_that_cannot_show_it_leaves_it_to_the_next(rng: np.random.Generator) -> None:
-    """Codes are not made up, so that one whose rows are equal shows nothing."""
+    """One whose rows are equal shows nothing."""
     X = rng.integers(5, size=(9, 3))
     first, second = enrolled(
         torch.nn.Sequential(torch.nn.Embedding(5, 1), torch.nn.Flatten(), Seen(centred)), X[[0, 0, 0]], X

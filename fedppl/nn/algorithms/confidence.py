@@ -88,7 +88,7 @@ def Confidence(
 
     In a round a client updates τ_j with the new w, then q_j = N(μ_j, diag σ_j²) of its head on the features of the new
     layers below, then those layers under draws of q_j. It replies n_j θ_j, n_j, τ_j μ_j and τ_j. Share all weights of
-    the network; q_j stays with its client. Clients that take part without reporting (``fedppl.fit(..., reporting=0.1)``)
+    the network; q_j stays with its client. Clients that do not report, ``fedppl.fit(..., reporting=0.1)``,
     update their q_j alone.
 
     Parameters

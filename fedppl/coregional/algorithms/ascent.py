@@ -1,33 +1,57 @@
-"""Coordinate ascent for coregionalised Gaussian processes whose coefficients are point estimates (FedLMC, LMC)."""
+"""Coordinate ascent for coregionalised Gaussian processes, by sums of the units' statistics (FedLMC-SS, FedLMC)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.contracts import Algorithm, Needs, Received, Replies, Report, sum_replies
-from fedppl.coregional.algorithms import _common
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Needs, Received, Replies, Report, sum_replies
+from fedppl.coregional.algorithms import _common, ending
 from fedppl.coregional.bound import (
     Globals,
     Roles,
     UnitClientState,
     bound_of_sums,
-    flatten,
+    gradient,
     inducing,
     joint_covariance,
     maximise,
     rescale,
-    unflatten,
 )
-from fedppl.coregional.unit import POINT, POSTERIOR, UnitUpdates, draw
-from fedppl.coregional.view import roles
-from fedppl.settings import described
+from fedppl.coregional.unit import POINT, POSTERIOR, UnitUpdates, draw, scaled, statistics
+from fedppl.coregional.view import roles, unit_of
+from fedppl.settings import between, described, whole
 from fedppl.types import Array, Layout, Message
+
+
+class Settings(NamedTuple):
+    """Settings of the ascents."""
+
+    kernel_rate: float
+    warmup: int
+    sweeps: int
+    batch_size: int | None
+    forgetting: float
+    tolerance: float
+    initial_kernel: str
+
+
+def checked(settings: Settings) -> Settings:
+    """Settings in range."""
+    return Settings(
+        between("kernel_rate", settings.kernel_rate, 0, 1, "[)", "0 fixes the kernels"),
+        whole("warmup", settings.warmup, 0),
+        whole("sweeps", settings.sweeps),
+        _common.batch_size_rule(settings.batch_size),
+        between("forgetting", settings.forgetting, 0.5, 1, "(]", "or the sums do not settle"),
+        between("tolerance", settings.tolerance, 0, 1),
+        _common.initial_kernel_rule(settings.initial_kernel),
+    )
 
 
 def PointAscent(
@@ -69,9 +93,7 @@ def PointAscent(
     ----------
     .. [1] Gao and Chung, section 5, the models FedLMC and LMC; eq. 17 has coefficients as parameters too.
     """
-    settings = _common.checked(
-        _common.Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
-    )
+    settings = checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
     return ascent("curves.PointAscent", settings, POINT, _maximise, _common.NEEDS_NO_SELECTION)
 
 
@@ -153,9 +175,7 @@ def Ascent(
     .. [3] Hoffman et al. (2013), Stochastic variational inference, JMLR 14, eqs. 24 to 26.
     .. [4] Sidi (2017), Vector Extrapolation Methods with Applications, SIAM, section 2.
     """
-    settings = _common.checked(
-        _common.Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
-    )
+    settings = checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
     return ascent("curves.Ascent", settings, POSTERIOR, maximise, _common.NEEDS)
 
 
@@ -179,8 +199,8 @@ class AscentState(NamedTuple):
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
     pace: float  # of the kernels' steps: shorter after every round that lowered the bound
     bound: float
-    trail: _common.Trail
-    rest: Rest | None  # once the bound and the kernels are nearly at rest
+    trail: ending.Trail
+    rest: ending.Rest | None  # once the bound and the kernels are nearly at rest
 
 
 # Selection, inducing variables, sizes and σ_w at their best, from the sums; `select`: whether γ moves.
@@ -188,7 +208,7 @@ Maximise = Callable[..., tuple[Mapping[str, Array], Globals]]
 
 
 def ascent(
-    name: str, settings: _common.Settings, updates: UnitUpdates, maximise: Maximise, needs: Needs
+    name: str, settings: Settings, updates: UnitUpdates, maximise: Maximise, needs: Needs
 ) -> Algorithm[AscentState, UnitClientState]:
     """An algorithm from the units' updates of their own parameters and the server's of the shared ones."""
     return Algorithm[AscentState, UnitClientState](
@@ -196,7 +216,7 @@ def ascent(
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=functools.partial(_broadcast, settings=settings),
-        update_client=functools.partial(_common.update_client, batch_size=settings.batch_size, updates=updates),
+        update_client=functools.partial(update_client, batch_size=settings.batch_size, updates=updates),
         update_server=functools.partial(_update_server, settings=settings, maximise=maximise),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
         result=_common.read(
@@ -212,9 +232,7 @@ def ascent(
     )
 
 
-def _init(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _common.Settings
-) -> AscentState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings) -> AscentState:
     """Start from the prior, with every latent function in use."""
     role = roles(layout)
     return AscentState(
@@ -230,15 +248,24 @@ def _init(
         adam=np.zeros((2, len(role.kernel))),
         pace=1.0,
         bound=np.nan,
-        trail=_common.no_trail(len(role.kernel)),
+        trail=ending.no_trail(len(role.kernel)),
         rest=None,
     )
 
 
-def _broadcast(state: AscentState, client_id: str, *, settings: _common.Settings) -> Message:
-    """The shared parameters, or a proposal."""
+def _broadcast(state: AscentState, client_id: str, *, settings: Settings) -> Message:
+    """The shared parameters, or a proposal; its stage asks for kernels (0), a start (1) or statistics (2)."""
     stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
-    return _common.sent(_sent(state), stage, _common.noisy_rate(state.stochastic, settings))
+    shared = _sent(state)
+    return {
+        "mean": shared.mean,
+        "covariance": gaussian.pack_triangle(shared.covariance),
+        "inclusion": shared.inclusion,
+        "kernel": shared.kernel,
+        "log_slab_sd": np.array(shared.log_slab_sd),
+        "stage": np.array(stage),
+        "rate": np.array(noisy_rate(state.stochastic, settings)),
+    }
 
 
 def _sent(state: AscentState) -> Globals:
@@ -247,20 +274,24 @@ def _sent(state: AscentState) -> Globals:
 
 
 def _update_server(
-    state: AscentState, received: Received, *, settings: _common.Settings, maximise: Maximise
+    state: AscentState, received: Received, *, settings: Settings, maximise: Maximise
 ) -> tuple[AscentState, Report]:
     """Add up the replies, and maximise over the shared parameters."""
     if not received.clients:
-        return state, Report(_common.info(state.bound, state.shared, np.nan))
+        return state, Report(ending.info(state.bound, state.shared, np.nan))
     first, state = state.number == 0, state._replace(number=state.number + 1)
     if first:
-        shared, started = _common.kernel_start(state.shared, received, state.bound)
-        return state._replace(shared=shared), started
+        kernel = _common.median_kernel(received.each)
+        change = float(np.max(np.abs(kernel - state.shared.kernel), initial=0.0))
+        report = Report(ending.info(state.bound, state.shared, change), message=_common.STARTED)
+        return state._replace(shared=state.shared._replace(kernel=kernel)), report
     if state.collecting:
         return _collect(state, received, settings, maximise)
-    has_replied, share, noisy, rate = _common.share_of(
-        received, state.where, state.has_replied, state.stochastic, settings
-    )
+    has_replied = state.has_replied.copy()  # a round brings sums alone only once every unit has replied
+    has_replied[[state.where[client_id] for client_id in received.single()]] = True
+    share = received.clients / has_replied.sum()
+    noisy = bool(share < 1) or settings.batch_size is not None
+    rate = min(share, noisy_rate(state.stochastic, settings)) if noisy else 1.0
     sums = _unpacked(received.sums())
     slope = sums.pop("kernel_gradient") / share
     totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
@@ -273,7 +304,7 @@ def _unpacked(sums: Message) -> dict[str, Array]:
 
 
 def _collect(
-    state: AscentState, received: Received, settings: _common.Settings, maximise: Maximise
+    state: AscentState, received: Received, settings: Settings, maximise: Maximise
 ) -> tuple[AscentState, Report]:
     """Add up random starts, one of each unit, until all are in or the warm-up is over.
 
@@ -290,7 +321,7 @@ def _collect(
     state = state._replace(has_replied=has_replied, totals=totals, collecting=not done)
     if not done:
         message = "not all units have replied yet; raise rounds="
-        return state, Report(_common.info(state.bound, state.shared, np.nan), message=message)
+        return state, Report(ending.info(state.bound, state.shared, np.nan), message=message)
     slope = totals.pop("kernel_gradient")
     return _raise_bound(state, totals, slope, settings, maximise, noisy=True)
 
@@ -299,7 +330,7 @@ def _raise_bound(
     state: AscentState,
     totals: Mapping[str, Array],
     slope: Array,
-    settings: _common.Settings,
+    settings: Settings,
     maximise: Maximise,
     *,
     noisy: bool,
@@ -308,39 +339,39 @@ def _raise_bound(
     role, before, age, sent = state.roles, state.bound, state.age + 1, _sent(state)
     if noisy and state.rest is not None:  # gains are too uncertain for the end's steps
         trying, remaining = state.rest.trial is not None, state.rest.left
-        state = state._replace(rest=None, trail=_common.no_trail(len(role.kernel)))
+        state = state._replace(rest=None, trail=ending.no_trail(len(role.kernel)))
         if trying:
-            return state._replace(age=age), _common.report(
+            return state._replace(age=age), ending.report(
                 state.bound, state.shared, 0.0, remaining, arrived=False, noisy=True
             )
     begun = age > settings.warmup
     best, shared = maximise(totals, sent, role, sweeps=settings.sweeps, select=begun)
     bound = bound_of_sums(best, shared, role.log_odds if begun else np.full(role.latents, np.inf))
     bound += role.slab_prior.log_density(shared.log_slab_sd)
-    value = bound + _common.log_prior(role, sent.kernel)
+    value = bound + ending.log_prior(role, sent.kernel)
     if state.rest is not None:
         slope = slope - role.kernel_precision @ (sent.kernel - role.kernel_mean)
-        result, fixed = Round(sent, shared, value, slope), settings.kernel_rate == 0
-        rest, reached = polished(state.rest, role, result, settings.tolerance, fixed=fixed)
+        result, fixed = ending.Round(sent, shared, value, slope), settings.kernel_rate == 0
+        rest, reached = ending.polished(state.rest, role, result, settings.tolerance, fixed=fixed)
         change = 0.0
         if reached is not None:
             change = float(np.max(np.abs(reached.kernel - state.shared.kernel), initial=0.0))
             state = state._replace(shared=reached, totals=best, bound=bound)
         state = state._replace(age=age, rest=rest)
-        return state, _common.report(state.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
+        return state, ending.report(state.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
     # Steps of one length would oscillate around the maximum. Noise and the selection's start lower the bound too.
     fell = bound < before - 1e-9 * (1.0 + abs(bound))
     lowered = fell and age > settings.warmup + 1 and not state.stochastic
     pace = max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST_STEP)
     rate, number = settings.kernel_rate * pace, max(state.number - 1, 1)
-    kernel, adam, change = _common.kernel_step(role, shared.kernel, state.adam, slope, rate, number)
+    kernel, adam, change = kernel_step(role, shared.kernel, state.adam, slope, rate, number)
     shared = shared._replace(kernel=kernel)
-    trail = _common.longer(state.trail, value, kernel, noisy=noisy)
+    trail = ending.longer(state.trail, value, kernel, noisy=noisy)
     turned = float(np.max(np.abs(shared.inclusion - sent.inclusion), initial=0.0))
-    calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and _common.nearly_still(trail)
+    calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and ending.nearly_still(trail)
     state = state._replace(shared=shared, totals=best, age=age, adam=adam, pace=pace, bound=bound, trail=trail)
-    state = state._replace(rest=at_rest(shared) if calm else None)
-    return state, _common.report(bound, shared, change, _common.left_after(trail), arrived=False, noisy=noisy)
+    state = state._replace(rest=ending.at_rest(shared) if calm else None)
+    return state, ending.report(bound, shared, change, ending.left_after(trail), arrived=False, noisy=noisy)
 
 
 def _shapes(state: AscentState) -> Mapping[str, tuple[int, ...]]:
@@ -378,192 +409,62 @@ def _joint(state: AscentState) -> Array:
     return joint_covariance(state.totals, state.shared.inclusion)
 
 
-# The end of a coordinate ascent, once the bound hardly moves: quasi-Newton steps of the kernels, extrapolation --------
-
-# The inducing variables depend on the kernel, so that a step of the kernel given them is short, and alternating steps
-# are slow. Here the kernels stay for some rounds until all else has converged. Then their slope is that of the bound
-# maximised over all else, and a step along it may be long (BFGS). Where all else converges slowly, its limit has a
-# closed form from the steps of some rounds in a row: near the end a round is nearly linear, and errors shrink by its
-# eigenvalues (reduced rank extrapolation, Sidi 2017, section 2). The server computes all of it from the same sums.
-
-_SETTLED, _CYCLE = 3, 8  # rounds before a step of the kernels is judged, and before all else is extrapolated
-_SEEN = 3  # last cycles, of whose ratios of gains the largest counts
-_FIRST, _FAR = 0.05, 0.3  # largest change of a kernel's log parameter, in the first step and in any
-_SHORTEST_POLISHED = 1e-4
-_ROUNDING = 1e-9  # of the value: a smaller fall is rounding
-_WILD = 1e3  # prior sds or logs: a longer step is refused
+# A unit's part, and a step of the kernels -----------------------------------------------------------------------------
 
 
-class Round(NamedTuple):
-    """The result of a round."""
-
-    sent: Globals
-    best: Globals  # given the sums, at the kernels that were sent
-    value: float  # at the best
-    slope: Array  # of the value in the kernels' parameters
+def noisy_rate(stochastic: int, settings: Settings) -> float:
+    """The weight of a noisy estimate in this round."""
+    return float((1.0 + stochastic) ** -settings.forgetting)
 
 
-class Stand(NamedTuple):
-    """The result before a step of the kernels, by which the step is judged."""
+def update_client(
+    client: ClientView,
+    personal: UnitClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    batch_size: int | None,
+    updates: UnitUpdates,
+) -> ClientUpdate[UnitClientState]:
+    """ψ_m at its maximum given the message, or random coefficients before there are curves, and its statistics."""
+    unit = client.view(unit_of)
+    count = len(unit.response)
+    info = {"rows": float(count)}
+    if float(message["stage"]) == 0:
+        first, answer = _common.first_answer(unit, rng, start=updates.start)
+        return ClientUpdate(scaled(first, unit.roles.slab_prior.mean), answer, info)
+    shared, rows = read_globals(message), _common.batch(count, batch_size, rng)
+    design = unit.design(shared.kernel, rows)
+    if float(message["stage"]) == 1:
+        state = personal or scaled(updates.start(unit.roles.latents, unit.noise.mean, rng), unit.roles.slab_prior.mean)
+    else:
+        if personal is None:
+            info["blank"] = 1.0
+        start = unit.noise.mean if personal is None else personal.log_noise_sd
+        state, _ = updates.best(design, shared, unit.noise, start)
+        if rows is not None and personal is not None:
+            state = updates.towards(personal, state, float(message["rate"]))
+    pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
+    slope = gradient(design, shared, state, unit.noise, unit.roles.log_odds, 0.0, pull).kernel
+    reply = statistics(design, state, unit.noise)
+    packed = gaussian.pack_triangle(reply["precision"])
+    info["noise_sd"] = float(np.exp(state.log_noise_sd))
+    return ClientUpdate(state, {**reply, "precision": packed, "kernel_gradient": slope}, info)
 
-    shared: Globals
-    value: float
-    slope: Array
 
-
-class Rest(NamedTuple):
-    """The state of an ascent that hardly moves."""
-
-    path: tuple[Globals, ...]  # shared parameters of successive rounds with the same kernels
-    trail: _common.Trail  # their values
-    slope: Array | None  # in the last of them
-    trial: Globals | None  # a proposal that units are sent in place of the shared parameters
-    stand: Stand | None  # before the last step of the kernels
-    judging: bool  # whether the proposal is that step
-    curvature: Array | None  # (p, p) of minus the value in the kernels' parameters
-    radius: float  # of a step of the kernels
-    ratios: tuple[float, ...]  # of gains at the ends of the last cycles
-    reached: float  # value at the end of the last cycle, if only an extrapolation followed
-    values: tuple[float, ...]  # of all accepted rounds so far
-    refused: bool  # whether the last extrapolation was
-    left: _common.Left
-    arrived: bool
-
-
-def at_rest(shared: Globals) -> Rest:
-    """The first state of the end phase."""
-    return Rest(
-        path=(shared,),
-        trail=_common.no_trail(len(shared.kernel)),
-        slope=None,
-        trial=None,
-        stand=None,
-        judging=False,
-        curvature=None,
-        radius=_FIRST,
-        ratios=(),
-        reached=np.nan,
-        values=(),
-        refused=False,
-        left=_common.Left(np.nan, np.nan, 1.0),
-        arrived=False,
+def read_globals(message: Message) -> Globals:
+    """The shared parameters in a message."""
+    mean, packed, inclusion, kernel = (
+        np.asarray(message[name], dtype=float) for name in ("mean", "covariance", "inclusion", "kernel")
     )
+    covariance = gaussian.unpack_triangle(packed)
+    return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
 
 
-def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed: bool) -> tuple[Rest, Globals | None]:
-    """The state after one more round, and the new shared parameters; None where the old ones stay."""
-    if rest.trial is not None and not rest.judging:  # an extrapolation
-        last = rest.trail.values[-1]
-        if not result.value >= last - _ROUNDING * (1.0 + abs(last)):
-            return _from(rest, rest.path[-1])._replace(refused=True), None
-        rest = _from(rest, result.sent)._replace(refused=False)
-    trail = _common.longer(rest.trail, result.value, result.best.kernel, noisy=False)
-    before, rest = rest.slope, rest._replace(path=(*rest.path, result.best), trail=trail, slope=result.slope)
-    if rest.judging:
-        rest = _judged_step(rest, result)
-        if rest.trial is not None or len(rest.trail.values) == 0:
-            return rest, None
-    step, rest = _newton(rest, role, result, fixed=fixed)
-    creeping = _common.left_after(rest.trail, rest.ratios)
-    # Twice the gain of a quadratic, since the curvature is an estimate.
-    gain = float(result.slope @ step)
-    rest = rest._replace(values=(*rest.values, result.value))
-    # Both estimates miss slow parts beside fast ones, and a curvature that is too large.
-    nats = max(creeping.nats + gain, _common.gained_of_late(rest.values))
-    left = _common.Left(nats, float(np.max(np.abs(step), initial=0.0)), creeping.ratio)
-    small, count = left.small(tolerance), len(trail.values)
-    if count > 4:  # before, there is no ratio of gains
-        rest = rest._replace(left=left)
-    steady = before is not None and np.max(np.abs(result.slope - before)) <= 0.1 * np.max(np.abs(result.slope))
-    if count >= _SETTLED and steady and not small and (gain > creeping.nats or rest.refused):
-        return _stepped(rest, result, step), result.best
-    if count <= _CYCLE:
-        return rest, result.best
-    arrived = small and result.value - rest.reached < tolerance
-    ratios, trial = (*rest.ratios, left.ratio)[-_SEEN:], extrapolated(rest.path, role)
-    rest = rest._replace(reached=result.value, ratios=ratios, arrived=arrived)
-    return (rest._replace(trial=trial) if trial is not None else _from(rest, result.best)), result.best
-
-
-def _from(rest: Rest, shared: Globals) -> Rest:
-    """New rounds from these shared parameters, without a proposal."""
-    return rest._replace(
-        path=(shared,), trail=_common.no_trail(len(shared.kernel)), slope=None, trial=None, judging=False
-    )
-
-
-def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Rest]:
-    """The kernels' step to the maximum by the present estimate of the curvature, which starts from the slope."""
-    if fixed:
-        return np.zeros_like(result.slope), rest
-    curvature = rest.curvature
-    if curvature is None:
-        curvature = np.diag(np.maximum(np.abs(result.slope) / _FIRST, np.diag(role.kernel_precision)))
-        rest = rest._replace(curvature=curvature if len(rest.trail.values) >= _SETTLED else None)
-    elif rest.stand is not None:
-        curvature = _learnt(curvature, result.best.kernel - rest.stand.shared.kernel, rest.stand.slope - result.slope)
-    return np.asarray(np.linalg.solve(curvature, result.slope), dtype=float), rest
-
-
-def _stepped(rest: Rest, result: Round, step: Array) -> Rest:
-    """Propose a step of the kernels once all else has converged, and update the curvature by the last step."""
-    if rest.stand is not None and rest.curvature is not None:
-        moved, turned = result.best.kernel - rest.stand.shared.kernel, rest.stand.slope - result.slope
-        rest = rest._replace(curvature=_learnt(rest.curvature, moved, turned))
-    length = max(float(np.max(np.abs(step))), 1e-300)
-    trial = result.best._replace(kernel=result.best.kernel + min(1.0, rest.radius / length) * step)
-    stand = Stand(result.best, result.value, result.slope)
-    return _from(rest, trial)._replace(trial=trial, stand=stand, judging=True, reached=np.nan, refused=False)
-
-
-def _judged_step(rest: Rest, result: Round) -> Rest:
-    """Accept a step of the kernels if it raised the value once all else has converged; else go back with a shorter."""
-    stand, values = rest.stand, rest.trail.values
-    assert stand is not None
-    step = result.best.kernel - stand.shared.kernel
-    length, expected = float(np.max(np.abs(step))), float(step @ stand.slope)
-    if len(values) < _SETTLED:
-        return rest._replace(trial=result.best)
-    if result.value >= stand.value + 1e-4 * expected:
-        radius = min(2.0 * rest.radius, _FAR) if length > 0.9 * rest.radius else rest.radius
-        return rest._replace(trial=None, judging=False, radius=radius)
-    if len(values) <= _CYCLE and result.value + _CYCLE * (values[-1] - values[-2]) > stand.value:
-        return rest._replace(trial=result.best)  # all else still converges
-    return _from(rest, stand.shared)._replace(stand=None, radius=max(0.3 * length, _SHORTEST_POLISHED))
-
-
-def _learnt(curvature: Array, step: Array, turn: Array) -> Array:
-    """BFGS, damped where the slope did not fall along the step (Nocedal and Wright 2006, procedure 18.2)."""
-    along = curvature @ step
-    expected, observed = float(step @ along), float(step @ turn)
-    if observed < 0.2 * expected:
-        share = 0.8 * expected / (expected - observed)
-        turn = share * turn + (1.0 - share) * along
-    return np.asarray(curvature - np.outer(along, along) / expected + np.outer(turn, turn) / float(step @ turn))
-
-
-def extrapolated(path: Sequence[Globals], role: Roles) -> Globals | None:
-    """The limit of a path of successive shared parameters, as if rounds were linear; None where there is none.
-
-    Steps are measured in posterior sds of means and in logs of variances. The kernels are the same throughout, and the
-    selection stays, since it follows from the rest.
-    """
-    x, scaled = np.stack([flatten(shared) for shared in path]), _scaled_path(path)
-    turns = np.diff(scaled, n=2, axis=0)
-    weight, *_ = np.linalg.lstsq(turns.T, np.diff(scaled, axis=0)[-1], rcond=1e-8)
-    step = -np.diff(x, axis=0)[1:].T @ weight
-    if not np.all(np.isfinite(step)) or np.max(np.abs(step)) > _WILD:
-        return None
-    return unflatten(x[-1] + step, role)._replace(inclusion=path[-1].inclusion, kernel=path[-1].kernel)
-
-
-def _scaled_path(path: Sequence[Globals]) -> Array:
-    """Coordinates (n, d) in which steps are measured."""
-    root = np.linalg.cholesky(path[-1].covariance)
-
-    def scaled(shared: Globals) -> Array:
-        white = np.linalg.solve(root, shared.mean[:, :, None]).ravel()
-        sizes = 0.5 * np.log(np.einsum("lqq->lq", shared.covariance)).ravel()
-        return np.concatenate([white, sizes, [shared.log_slab_sd]])
-
-    return np.stack([scaled(shared) for shared in path])
+def kernel_step(
+    role: Roles, kernel: Array, moments: Array, slope: Array, rate: float, rounds: int
+) -> tuple[Array, Array, float]:
+    """One Adam step uphill with the prior of the kernels' parameters, Adam's moments, and the largest change."""
+    slope = slope - role.kernel_precision @ (kernel - role.kernel_mean)
+    after, (first, second, _) = _common.adam_step(kernel, slope, _common.Adam(moments[0], moments[1], rounds - 1), rate)
+    return after, np.stack([first, second]), float(np.max(np.abs(after - kernel), initial=0.0))

@@ -1,0 +1,346 @@
+"""When a coordinate ascent has converged, by the gain that remains in nats, and how it ends once it hardly moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl.contracts import Report
+from fedppl.coregional.bound import Globals, Roles, flatten, unflatten
+from fedppl.types import Array, Status
+
+_HORIZON = 1000.0  # rounds that count: a gain that does not shrink counts so many times
+_KERNELS = 0.05  # change of log length-scales that may remain
+_STILL = 0.02  # nats a round
+_LAST = 9  # rounds that are kept
+_NOTHING = (
+    "bring outputs to mean 0 and unit scale by constants that all units agree on, and give length-scales and "
+    "inducing points that fit the inputs"
+)
+
+
+class AscentInfo(NamedTuple):
+    """Diagnostics of a round of an ascent."""
+
+    bound: float  # Σ V_m + log p(σ_w), scaled up where not all units replied; NaN in the first round
+    selected: int  # latent functions with γ > 0.5
+    undecided: int  # with γ between 0.01 and 0.99
+    kernel_change: float  # largest change of a kernel parameter on the unconstrained space
+    remaining: float  # nats that the bound will gain, by an estimate; NaN where there is none
+
+
+def info(bound: float, shared: Globals, kernel_change: float, remaining: float = np.nan) -> AscentInfo:
+    """Diagnostics from the bound and the shared parameters."""
+    gamma = shared.inclusion
+    selected, undecided = int(np.sum(gamma > 0.5)), len(undecided_functions(gamma))
+    return AscentInfo(float(bound), selected, undecided, kernel_change, float(remaining))
+
+
+def undecided_functions(inclusion: Array) -> list[int]:
+    """Latent functions with γ between 0.01 and 0.99."""
+    return [int(place) for place in np.flatnonzero(np.abs(inclusion - 0.5) < 0.49)]
+
+
+def log_prior(role: Roles, kernel: Array) -> float:
+    """log p of the kernels' parameters, up to a constant: steps include it, the reported bound does not."""
+    away = kernel - role.kernel_mean
+    return -0.5 * float(away @ role.kernel_precision @ away)
+
+
+def ratio_of(changes: Array) -> float:
+    """Ratio of a change to the one before, from the last four rounds; 1 where changes do not shrink."""
+    size = np.abs(changes[-4:])
+    earlier, later = float(size[:2].sum()), float(size[2:].sum())
+    if len(size) < 4 or not np.isfinite(earlier + later):
+        return 1.0
+    return float(np.sqrt(min(later / earlier, 1.0))) if earlier > 0 else float(later > 0)
+
+
+def remaining_of(changes: Array, ratio: float) -> float:
+    """Sum of all future changes, Δ r / (1 − r), as of a geometric series (Aitken).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> changes = 0.5 ** np.arange(8)
+    >>> round(float(remaining_of(changes, ratio_of(changes)) / changes[-1]), 6)
+    1.0
+    """
+    if len(changes) < 2:
+        return np.nan
+    last = float(np.sum(np.abs(changes[-2:]))) * ratio / (1.0 + ratio)
+    ratio = min(ratio, 1.0 - 1.0 / _HORIZON)
+    return last * ratio / (1.0 - ratio)
+
+
+def gained_of_late(values: Sequence[float]) -> float:
+    """Gain of the last third of the rounds, which of a slow ascent is about the gain that remains.
+
+    Where gains fall by a power n^(−p−1), it is 1 / (1.5^p − 1) times this, twice this for p = 1. Their ratio is that of
+    the fast parts there, and too small.
+
+    Examples
+    --------
+    >>> gained_of_late([0.0, 4.0, 6.0, 7.0])
+    1.0
+    """
+    if len(values) < 2:
+        return np.inf
+    return max(float(values[-1] - values[-1 - max(len(values) // 3, 1)]), 0.0)
+
+
+class Trail(NamedTuple):
+    """The last rounds that can be compared, which differ by updates alone."""
+
+    values: Array  # (n,) of the bound with the priors of the kernels' parameters
+    kernels: Array  # (n, p) at the end of each
+
+
+def no_trail(size: int) -> Trail:
+    """Before any round."""
+    return Trail(np.zeros(0), np.zeros((0, size)))
+
+
+def longer(trail: Trail, value: float, kernel: Array, *, noisy: bool) -> Trail:
+    """The trail with one more round; noisy sums start it anew, since they are of other data."""
+    if noisy:
+        return no_trail(len(kernel))
+    return Trail(np.append(trail.values, value)[-_LAST:], np.vstack([trail.kernels, kernel])[-_LAST:])
+
+
+def nearly_still(trail: Trail) -> bool:
+    """Whether the value moved by little in each of the last five rounds."""
+    gains = np.diff(trail.values)[-5:]
+    return len(gains) == 5 and bool(np.all(np.abs(gains) < _STILL))
+
+
+class Left(NamedTuple):
+    """An estimate of the gain and the change that remain."""
+
+    nats: float  # of the bound with the priors of the kernels' parameters
+    kernels: float  # largest change of a log parameter
+    ratio: float  # of a gain to the one before
+
+    def small(self, tolerance: float) -> bool:
+        """Whether both are small enough to stop."""
+        return self.nats < tolerance and self.kernels < _KERNELS
+
+
+def left_after(trail: Trail, ratios: Array | tuple[float, ...] = ()) -> Left:
+    """The gain and change that remain, by the largest of several ratios of gains: fast parts hide slow ones."""
+    gains, moves = np.diff(trail.values), np.max(np.abs(np.diff(trail.kernels, axis=0)), axis=1, initial=0.0)
+    ratio = ratio_of(gains)
+    return Left(remaining_of(gains, max(ratio, *ratios, 0.0)), remaining_of(moves, ratio_of(moves)), ratio)
+
+
+def report(bound: float, shared: Globals, change: float, left: Left, *, arrived: bool, noisy: bool) -> Report:
+    """Diagnostics, status and message of a round."""
+    diagnostics = info(bound, shared, change, left.nats)
+    if not arrived:
+        known = np.isfinite(left.nats)
+        remaining = f"about {left.nats:.2g} nats are left" if known else "what is left is not known yet"
+        if known and left.ratio >= 1.0 - 1.0 / _HORIZON:
+            remaining = "what a round gains does not shrink yet"
+        if noisy:
+            remaining = "sums of some units or rows are noisy, so that what is left is not known"
+        # In the end phase kernels stay for some rounds, whether they have converged or not.
+        where = f"({bound:.6g}, kernels by {change:.2g} a round)" if change > 0 else f"({bound:.6g})"
+        return Report(diagnostics, Status.RUNNING, f"the bound moves still {where}: {remaining}; raise rounds=")
+    undecided = undecided_functions(shared.inclusion)
+    if shared.inclusion.max(initial=0.0) <= 0.5:
+        return Report(diagnostics, Status.CONVERGED, f"no latent function is selected: {_NOTHING}")
+    if undecided:
+        each = ", ".join(f"{place} (inclusion probability {shared.inclusion[place]:.2g})" for place in undecided)
+        return Report(diagnostics, Status.CONVERGED, f"the data do not decide on latent functions {each}")
+    return Report(diagnostics, Status.CONVERGED, "")
+
+
+# The end, once the bound hardly moves: quasi-Newton steps of the kernels, and extrapolation of all else ---------------
+
+# The inducing variables depend on the kernel, so that a step of the kernel given them is short, and alternating steps
+# are slow. Here the kernels stay for some rounds until all else has converged. Then their slope is that of the bound
+# maximised over all else, and a step along it may be long (BFGS). Where all else converges slowly, its limit has a
+# closed form from the steps of some rounds in a row: near the end a round is nearly linear, and errors shrink by its
+# eigenvalues (reduced rank extrapolation, Sidi 2017, section 2). The server computes all of it from the same sums.
+
+_SETTLED, _CYCLE = 3, 8  # rounds before a step of the kernels is judged, and before all else is extrapolated
+_SEEN = 3  # last cycles, of whose ratios of gains the largest counts
+_FIRST, _FAR = 0.05, 0.3  # largest change of a kernel's log parameter, in the first step and in any
+_SHORTEST_POLISHED = 1e-4
+_ROUNDING = 1e-9  # of the value: a smaller fall is rounding
+_WILD = 1e3  # prior sds or logs: a longer step is refused
+
+
+class Round(NamedTuple):
+    """The result of a round."""
+
+    sent: Globals
+    best: Globals  # given the sums, at the kernels that were sent
+    value: float  # at the best
+    slope: Array  # of the value in the kernels' parameters
+
+
+class Stand(NamedTuple):
+    """The result before a step of the kernels, by which the step is judged."""
+
+    shared: Globals
+    value: float
+    slope: Array
+
+
+class Rest(NamedTuple):
+    """The state of an ascent that hardly moves."""
+
+    path: tuple[Globals, ...]  # shared parameters of successive rounds with the same kernels
+    trail: Trail  # their values
+    slope: Array | None  # in the last of them
+    trial: Globals | None  # a proposal that units are sent in place of the shared parameters
+    stand: Stand | None  # before the last step of the kernels
+    judging: bool  # whether the proposal is that step
+    curvature: Array | None  # (p, p) of minus the value in the kernels' parameters
+    radius: float  # of a step of the kernels
+    ratios: tuple[float, ...]  # of gains at the ends of the last cycles
+    reached: float  # value at the end of the last cycle, if only an extrapolation followed
+    values: tuple[float, ...]  # of all accepted rounds so far
+    refused: bool  # whether the last extrapolation was
+    left: Left
+    arrived: bool
+
+
+def at_rest(shared: Globals) -> Rest:
+    """The first state of the end phase."""
+    return Rest(
+        path=(shared,),
+        trail=no_trail(len(shared.kernel)),
+        slope=None,
+        trial=None,
+        stand=None,
+        judging=False,
+        curvature=None,
+        radius=_FIRST,
+        ratios=(),
+        reached=np.nan,
+        values=(),
+        refused=False,
+        left=Left(np.nan, np.nan, 1.0),
+        arrived=False,
+    )
+
+
+def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed: bool) -> tuple[Rest, Globals | None]:
+    """The state after one more round, and the new shared parameters; None where the old ones stay."""
+    if rest.trial is not None and not rest.judging:  # an extrapolation
+        last = rest.trail.values[-1]
+        if not result.value >= last - _ROUNDING * (1.0 + abs(last)):
+            return _from(rest, rest.path[-1])._replace(refused=True), None
+        rest = _from(rest, result.sent)._replace(refused=False)
+    trail = longer(rest.trail, result.value, result.best.kernel, noisy=False)
+    before, rest = rest.slope, rest._replace(path=(*rest.path, result.best), trail=trail, slope=result.slope)
+    if rest.judging:
+        rest = _judged_step(rest, result)
+        if rest.trial is not None or len(rest.trail.values) == 0:
+            return rest, None
+    step, rest = _newton(rest, role, result, fixed=fixed)
+    creeping = left_after(rest.trail, rest.ratios)
+    # Twice the gain of a quadratic, since the curvature is an estimate.
+    gain = float(result.slope @ step)
+    rest = rest._replace(values=(*rest.values, result.value))
+    # Both estimates miss slow parts beside fast ones, and a curvature that is too large.
+    nats = max(creeping.nats + gain, gained_of_late(rest.values))
+    left = Left(nats, float(np.max(np.abs(step), initial=0.0)), creeping.ratio)
+    small, count = left.small(tolerance), len(trail.values)
+    if count > 4:  # before, there is no ratio of gains
+        rest = rest._replace(left=left)
+    steady = before is not None and np.max(np.abs(result.slope - before)) <= 0.1 * np.max(np.abs(result.slope))
+    if count >= _SETTLED and steady and not small and (gain > creeping.nats or rest.refused):
+        return _stepped(rest, result, step), result.best
+    if count <= _CYCLE:
+        return rest, result.best
+    arrived = small and result.value - rest.reached < tolerance
+    ratios, trial = (*rest.ratios, left.ratio)[-_SEEN:], extrapolated(rest.path, role)
+    rest = rest._replace(reached=result.value, ratios=ratios, arrived=arrived)
+    return (rest._replace(trial=trial) if trial is not None else _from(rest, result.best)), result.best
+
+
+def _from(rest: Rest, shared: Globals) -> Rest:
+    """New rounds from these shared parameters, without a proposal."""
+    return rest._replace(path=(shared,), trail=no_trail(len(shared.kernel)), slope=None, trial=None, judging=False)
+
+
+def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Rest]:
+    """The kernels' step to the maximum by the present estimate of the curvature, which starts from the slope."""
+    if fixed:
+        return np.zeros_like(result.slope), rest
+    curvature = rest.curvature
+    if curvature is None:
+        curvature = np.diag(np.maximum(np.abs(result.slope) / _FIRST, np.diag(role.kernel_precision)))
+        rest = rest._replace(curvature=curvature if len(rest.trail.values) >= _SETTLED else None)
+    elif rest.stand is not None:
+        curvature = _learnt(curvature, result.best.kernel - rest.stand.shared.kernel, rest.stand.slope - result.slope)
+    return np.asarray(np.linalg.solve(curvature, result.slope), dtype=float), rest
+
+
+def _stepped(rest: Rest, result: Round, step: Array) -> Rest:
+    """Propose a step of the kernels once all else has converged, and update the curvature by the last step."""
+    if rest.stand is not None and rest.curvature is not None:
+        moved, turned = result.best.kernel - rest.stand.shared.kernel, rest.stand.slope - result.slope
+        rest = rest._replace(curvature=_learnt(rest.curvature, moved, turned))
+    length = max(float(np.max(np.abs(step))), 1e-300)
+    trial = result.best._replace(kernel=result.best.kernel + min(1.0, rest.radius / length) * step)
+    stand = Stand(result.best, result.value, result.slope)
+    return _from(rest, trial)._replace(trial=trial, stand=stand, judging=True, reached=np.nan, refused=False)
+
+
+def _judged_step(rest: Rest, result: Round) -> Rest:
+    """Accept a step of the kernels if it raised the value once all else has converged; else go back with a shorter."""
+    stand, values = rest.stand, rest.trail.values
+    assert stand is not None
+    step = result.best.kernel - stand.shared.kernel
+    length, expected = float(np.max(np.abs(step))), float(step @ stand.slope)
+    if len(values) < _SETTLED:
+        return rest._replace(trial=result.best)
+    if result.value >= stand.value + 1e-4 * expected:
+        radius = min(2.0 * rest.radius, _FAR) if length > 0.9 * rest.radius else rest.radius
+        return rest._replace(trial=None, judging=False, radius=radius)
+    if len(values) <= _CYCLE and result.value + _CYCLE * (values[-1] - values[-2]) > stand.value:
+        return rest._replace(trial=result.best)  # all else still converges
+    return _from(rest, stand.shared)._replace(stand=None, radius=max(0.3 * length, _SHORTEST_POLISHED))
+
+
+def _learnt(curvature: Array, step: Array, turn: Array) -> Array:
+    """BFGS, damped where the slope did not fall along the step (Nocedal and Wright 2006, procedure 18.2)."""
+    along = curvature @ step
+    expected, observed = float(step @ along), float(step @ turn)
+    if observed < 0.2 * expected:
+        share = 0.8 * expected / (expected - observed)
+        turn = share * turn + (1.0 - share) * along
+    return np.asarray(curvature - np.outer(along, along) / expected + np.outer(turn, turn) / float(step @ turn))
+
+
+def extrapolated(path: Sequence[Globals], role: Roles) -> Globals | None:
+    """The limit of a path of successive shared parameters, as if rounds were linear; None where there is none.
+
+    Steps are measured in posterior sds of means and in logs of variances. The kernels are the same throughout, and the
+    selection stays, since it follows from the rest.
+    """
+    x, scaled = np.stack([flatten(shared) for shared in path]), _scaled_path(path)
+    turns = np.diff(scaled, n=2, axis=0)
+    weight, *_ = np.linalg.lstsq(turns.T, np.diff(scaled, axis=0)[-1], rcond=1e-8)
+    step = -np.diff(x, axis=0)[1:].T @ weight
+    if not np.all(np.isfinite(step)) or np.max(np.abs(step)) > _WILD:
+        return None
+    return unflatten(x[-1] + step, role)._replace(inclusion=path[-1].inclusion, kernel=path[-1].kernel)
+
+
+def _scaled_path(path: Sequence[Globals]) -> Array:
+    """Coordinates (n, d) in which steps are measured."""
+    root = np.linalg.cholesky(path[-1].covariance)
+
+    def scaled(shared: Globals) -> Array:
+        white = np.linalg.solve(root, shared.mean[:, :, None]).ravel()
+        sizes = 0.5 * np.log(np.einsum("lqq->lq", shared.covariance)).ravel()
+        return np.concatenate([white, sizes, [shared.log_slab_sd]])
+
+    return np.stack([scaled(shared) for shared in path])
