@@ -12,14 +12,13 @@ divergence once a unit; the indicators are shared, so here it is counted once in
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit, logit, xlogy
 
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array
 
 # Precision of a log scale above which no data move the scale by more than about 1e-3 of itself.
 _FIXED = 1e6
@@ -27,8 +26,6 @@ _FIXED = 1e6
 _NO_ENTROPY = -1.0 - float(np.log(2 * np.pi))
 # Log odds beyond which γ is 0 or 1 in double precision.
 _ODDS = 30.0
-_NO_GRADIENT = "the bound has no finite gradient; lower learning_rate="
-_LOG_2PI = float(np.log(2 * np.pi))
 
 
 class LogScale(NamedTuple):
@@ -70,20 +67,6 @@ class Design(NamedTuple):
     conditional: Array  # (L, n) variance of a latent function given all of v
     response: Array  # (n,)
     scale: float  # rows of the unit over rows here: above 1 in a mini-batch
-
-
-class Unit(Protocol):
-    """What the numerics need of one unit; `fedppl.coregional.view.CoregionalUnit` is one."""
-
-    roles: Roles
-    noise: LogScale
-    response: Array
-
-    def design(self, kernel: Array, rows: Any = None) -> Design:
-        """The design of all rows, or of some."""
-
-    def kernel_gradient(self, kernel: Array, projection: Array, conditional: Array, rows: Any = None) -> Array:
-        """Pull gradients with respect to the design's two arrays back to the kernel's parameters, (p,)."""
 
 
 class Globals(NamedTuple):
@@ -296,29 +279,6 @@ def unflatten_unit(x: Array) -> UnitClientState:
     """The inverse of `flatten_unit`."""
     latents = (len(x) - 1) // 2
     return UnitClientState(x[:latents], np.exp(2 * x[latents:-1]), float(x[-1]))
-
-
-def slopes(unit: Unit, x: Array, unit_x: Array, share: float, rows: Any = None) -> tuple[Array, Array]:
-    """Gradient of V_m with its share of the priors of shared parameters, in the coordinates of the two vectors."""
-    role = unit.roles
-    shared, state = unflatten(x, role), unflatten_unit(unit_x)
-    pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
-    design = unit.design(shared.kernel, rows)
-    try:
-        slope = gradient(design, shared, state, unit.noise, role.log_odds, share, pull)
-    except np.linalg.LinAlgError as error:
-        raise LocalFailure(_NO_GRADIENT) from error
-    lower = np.tril_indices(role.points)
-    kernel = slope.kernel - share * role.kernel_precision @ (shared.kernel - role.kernel_mean)
-    prior = role.slab_prior
-    slab = 0.0 if prior.is_fixed else slope.log_slab_sd - share * prior.precision * (shared.log_slab_sd - prior.mean)
-    odds = np.zeros(role.latents) if role.included is None else slope.log_odds
-    root = slope.root[:, lower[0], lower[1]].ravel()
-    shared_slope = np.concatenate([slope.mean.ravel(), root, odds, kernel, np.array([slab])])
-    unit_slope = np.concatenate([slope.unit_mean, slope.unit_log_sd, np.array([slope.log_noise_sd])])
-    if not (np.all(np.isfinite(shared_slope)) and np.all(np.isfinite(unit_slope))):
-        raise LocalFailure(_NO_GRADIENT)
-    return shared_slope, unit_slope
 
 
 # What the server computes in the coordinate ascent, from sums of the units' statistics alone --------------------------

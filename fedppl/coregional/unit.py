@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
@@ -17,21 +17,24 @@ from fedppl.coregional.bound import (
     Globals,
     LogScale,
     Roles,
-    Unit,
     UnitClientState,
     curves,
+    gradient,
     log_variance,
     scale_mode,
     squared_residual,
+    unflatten,
+    unflatten_unit,
 )
-from fedppl.coregional.view import unit_of
+from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.settings import shown
-from fedppl.types import Array, DeclarationError, Message
+from fedppl.types import Array, DeclarationError, LocalFailure, Message
 
 # A function with a probability above this is selected.
 SELECTED = 0.5
 _NEW_UNIT_SWEEPS = 50
 _LOG_2PI = float(np.log(2 * np.pi))
+_NO_GRADIENT = "the bound has no finite gradient; lower learning_rate="
 
 
 def coefficients(
@@ -177,6 +180,29 @@ def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[s
     }
 
 
+def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: Any = None) -> tuple[Array, Array]:
+    """Gradient of V_m with its share of the priors of shared parameters, in the coordinates of the two vectors."""
+    role = unit.roles
+    shared, state = unflatten(x, role), unflatten_unit(unit_x)
+    pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
+    design = unit.design(shared.kernel, rows)
+    try:
+        slope = gradient(design, shared, state, unit.noise, role.log_odds, share, pull)
+    except np.linalg.LinAlgError as error:
+        raise LocalFailure(_NO_GRADIENT) from error
+    lower = np.tril_indices(role.points)
+    kernel = slope.kernel - share * role.kernel_precision @ (shared.kernel - role.kernel_mean)
+    prior = role.slab_prior
+    slab = 0.0 if prior.is_fixed else slope.log_slab_sd - share * prior.precision * (shared.log_slab_sd - prior.mean)
+    odds = np.zeros(role.latents) if role.included is None else slope.log_odds
+    root = slope.root[:, lower[0], lower[1]].ravel()
+    shared_slope = np.concatenate([slope.mean.ravel(), root, odds, kernel, np.array([slab])])
+    unit_slope = np.concatenate([slope.unit_mean, slope.unit_log_sd, np.array([slope.log_noise_sd])])
+    if not (np.all(np.isfinite(shared_slope)) and np.all(np.isfinite(unit_slope))):
+        raise LocalFailure(_NO_GRADIENT)
+    return shared_slope, unit_slope
+
+
 class OwnFit(NamedTuple):
     """A unit's own Gaussian process, one for each latent function's kernel."""
 
@@ -186,7 +212,7 @@ class OwnFit(NamedTuple):
     log_evidence: float
 
 
-def own_fit(unit: Unit, kernel_prior: tuple[Array, Array], slab_prior: LogScale) -> OwnFit:
+def own_fit(unit: CoregionalUnit, kernel_prior: tuple[Array, Array], slab_prior: LogScale) -> OwnFit:
     """Fit a sparse Gaussian process to one unit's rows, by the highest of three maxima of Titsias' bound.
 
     The starts are three length-scales, since a curve that is all noise is a mode too.
@@ -217,7 +243,7 @@ def own_fit(unit: Unit, kernel_prior: tuple[Array, Array], slab_prior: LogScale)
 
 
 def _negative_evidence(
-    x: Array, unit: Unit, mean: Array, precision: Array, slab_prior: LogScale
+    x: Array, unit: CoregionalUnit, mean: Array, precision: Array, slab_prior: LogScale
 ) -> tuple[float, Array]:
     """Minus Titsias' bound with the priors of the estimates, summed over the kernels, and its gradient."""
     latents, size = unit.roles.latents, len(mean)
@@ -323,7 +349,7 @@ def with_latents(fitted: Fitted, latents: Iterable[int]) -> Fitted:
 
 
 def settled(
-    unit: Unit, fitted: Fitted, log_noise_sd: float | None, *, fixed: bool = False
+    unit: CoregionalUnit, fitted: Fitted, log_noise_sd: float | None, *, fixed: bool = False
 ) -> tuple[Coefficients, Fitted]:
     """A unit's own parameters from its rows, and the shared ones as it uses them."""
     if not fitted.has_replied:
@@ -331,7 +357,7 @@ def settled(
     return _settle(unit, fitted, unit.noise.mean if log_noise_sd is None else log_noise_sd), fitted
 
 
-def _settle(unit: Unit, fitted: Fitted, log_noise_sd: float) -> Coefficients:
+def _settle(unit: CoregionalUnit, fitted: Fitted, log_noise_sd: float) -> Coefficients:
     """A unit's own parameters given the shared ones, from this start of the noise."""
     shared = fitted.shared
     design = unit.design(shared.kernel)
@@ -340,7 +366,7 @@ def _settle(unit: Unit, fitted: Fitted, log_noise_sd: float) -> Coefficients:
     return Coefficients(state.mean, covariance, state.log_noise_sd)
 
 
-def settle_new(unit: Unit, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
+def settle_new(unit: CoregionalUnit, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
     """Parameters of a unit that took no part, from its own rows and the shared functions (section 4.3).
 
     `fixed` is equation 17, where the shared functions stay as they are. Otherwise q(v) of the others is the unit's

@@ -395,27 +395,25 @@ def infer(
     )
 
 
-def inferred(
-    unit: NetworkUnit,
-    w: Array,
-    variance: Array,
-    count: int,
-    *,
-    rule: str,
-    diagonal: bool,
-    dtype: torch.dtype = torch.float32,
-) -> Subnetwork:
-    """Choose `count` of the shared weights, whose prior variances (m,) are given, and infer their posterior at w.
-
-    With `diagonal`, all shared weights, with the diagonal of the curvature alone.
-    """
-    index, variance = _chosen(unit, w, variance, count, rule, diagonal, dtype)
-    return infer(unit, w, index, variance, dtype=dtype, diagonal=diagonal)
-
-
 def marginals(
     unit: NetworkUnit,
     w: Array,
+    index: Places,
+    variance: Array,
+    *,
+    dtype: torch.dtype = torch.float32,
+    diagonal: bool = False,
+) -> Array:
+    """Variances (s,) of what `infer` gives, which cost less than all covariances."""
+    if not diagonal and (few := of_few_rows(unit, w, index, variance, dtype)) is not None:
+        return variances_of(few)
+    covariance = infer(unit, w, index, variance, dtype=dtype, diagonal=diagonal).covariance
+    return covariance if diagonal else np.diag(covariance)
+
+
+def chosen(
+    unit: NetworkUnit,
+    w: Array,
     variance: Array,
     count: int,
     *,
@@ -423,28 +421,17 @@ def marginals(
     diagonal: bool,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Places, Array]:
-    """Places of the same weights in w and their variances (s,), which cost less than all covariances."""
-    index, variance = _chosen(unit, w, variance, count, rule, diagonal, dtype)
-    if not diagonal:
-        few = of_few_rows(unit, w, index, variance, dtype)
-        if few is not None:
-            return index, variances_of(few)
-    covariance = infer(unit, w, index, variance, dtype=dtype, diagonal=diagonal).covariance
-    return index, covariance if diagonal else np.diag(covariance)
+    """Places in w of the weights to infer and their prior variances (s,), of the shared ones' (m,).
 
-
-def _chosen(
-    unit: NetworkUnit, w: Array, variance: Array, count: int, rule: str, diagonal: bool, dtype: torch.dtype
-) -> tuple[Places, Array]:
-    """Places in w of the weights that are inferred, and their prior variances."""
+    They are `count` by `select`, or with `diagonal` all.
+    """
     _require_finite(w)
     free = unit.inferable_at
     shared, variance = unit.shared_at[free], variance[free]
     if diagonal:
         return shared, variance
-    count = min(count, len(free))
-    chosen = select(variance, curvature_diagonal(unit, w, shared, dtype=dtype), count, rule=rule)
-    return shared[chosen], variance[chosen]
+    at = select(variance, curvature_diagonal(unit, w, shared, dtype=dtype), min(count, len(free)), rule=rule)
+    return shared[at], variance[at]
 
 
 def _require_finite(w: Array) -> None:

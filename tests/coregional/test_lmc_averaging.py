@@ -12,7 +12,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from fedppl.contracts import AnyAlgorithm
 from fedppl.coregional.algorithms._common import adam_step, fresh
-from fedppl.coregional.bound import UnitClientState, flatten_unit, slopes, unflatten
+from fedppl.coregional.bound import UnitClientState, flatten_unit, unflatten
+from fedppl.coregional.unit import slopes
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure
 from tests.coregional.test_lmc_ascent import play, total_bound, views_of
@@ -191,7 +192,7 @@ def test_what_is_sent_are_all_shared_parameters() -> None:
         ({"learning_rate": np.inf}, "learning_rate=inf"),
         ({"learning_rate": ()}, "learning_rate=()"),
         ({"learning_rate": (0.1, -0.1), "milestones": (5,)}, "learning_rate=(0.1, -0.1)"),
-        ({"learning_rate": 0.1, "milestones": (5,)}, "milestones=(5,) change nothing, as learning_rate=0.1"),
+        ({"learning_rate": 0.1, "milestones": (5,)}, "milestones=(5,) must be one less than the rates"),
         ({"learning_rate": 0.1, "milestones": "never"}, "milestones='never'"),
         ({"learning_rate": (0.1, 0.01), "milestones": ()}, "milestones=()"),
         ({"learning_rate": (0.1, 0.01), "milestones": (0,)}, "milestones=(0,)"),

@@ -10,7 +10,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from scipy.stats import norm
 
 import fedppl
-from fedppl.coregional.bound import slopes, unflatten, unflatten_unit
+from fedppl.coregional.bound import unflatten, unflatten_unit
+from fedppl.coregional.unit import slopes
 from tests.coregional.test_lmc_ascent import play, total_bound, views_of
 from tests.coregional.test_lmc_averaging import Adam
 from tests.coregional.test_lmc_bound import Parameters, dense_bound, difference

@@ -148,7 +148,8 @@ def inferred(builder: Any, data: Any, rule: str = "live") -> Any:
     shared = ["0.weight", "0.bias", "1.weight", "1.bias"]
     client = fedppl.FederatedModel(builder, shared).enrol(data, kernel=False)["a"]
     unit = client.view(network_of).unit
-    q = subnet.inferred(unit, unit.initial, np.full(len(unit.shared_at), 2.0), 15, rule=rule, diagonal=False)
+    places, g = subnet.chosen(unit, unit.initial, np.full(len(unit.shared_at), 2.0), 15, rule=rule, diagonal=False)
+    q = subnet.infer(unit, unit.initial, places, g, dtype=torch.float32)
     return unit, q, subnet.output_covariance(unit, q, unit.X)
 
 

@@ -283,13 +283,13 @@ def test_variances_alone_are_those_of_the_posterior(rows: int, diagonal: bool, r
     data = {"X": rng.normal(size=(rows, 3)), "y": rng.integers(0, 3, size=rows)}
     unit = model.enrol({"a": data}, kernel=False)["a"].view(network_of).unit
     variance = rng.uniform(0.5, 4.0, size=len(unit.shared_at))
-    settings = {"rule": "live", "diagonal": diagonal, "dtype": torch.float64}
-    places, found = subnet.marginals(unit, unit.initial, variance, 27, **settings)
-    q = subnet.inferred(unit, unit.initial, variance, 27, **settings)
-    assert_array_equal(places, q.places)
+    settings = {"diagonal": diagonal, "dtype": torch.float64}
+    places, g = subnet.chosen(unit, unit.initial, variance, 27, rule="live", **settings)
+    found = subnet.marginals(unit, unit.initial, places, g, **settings)
+    q = subnet.infer(unit, unit.initial, places, g, **settings)
     assert_allclose(found, q.covariance if diagonal else np.diag(q.covariance), rtol=1e-10)
     with pytest.raises(fedppl.DeclarationError, match="lower learning_rate="):
-        subnet.marginals(unit, np.nan * unit.initial, variance, 27, **settings)
+        subnet.chosen(unit, np.nan * unit.initial, variance, 27, rule="live", **settings)
 
 
 @pytest.mark.parametrize("rows", [2, 20])

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from fedppl.contracts import ClientView, Needs, Result, Sampler
 from fedppl.contracts.algorithm import DrawFn
-from fedppl.coregional.bound import Globals, Roles, Unit, UnitClientState
+from fedppl.coregional.bound import Globals, Roles, UnitClientState
 from fedppl.coregional.unit import estimated, final_message, own_fit, random_unit, sample
-from fedppl.coregional.view import unit_of
+from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.settings import one_of, whole
 from fedppl.types import Array, Message
 
@@ -47,7 +47,7 @@ def batch(count: int, size: int | None, rng: np.random.Generator) -> Array | Non
 
 
 def first_answer(
-    unit: Unit,
+    unit: CoregionalUnit,
     rng: np.random.Generator,
     initial_kernel: str = "median",
     *,

@@ -16,17 +16,15 @@ from fedppl.coregional.algorithms import _common
 from fedppl.coregional.bound import (
     Globals,
     Roles,
-    Unit,
     UnitClientState,
     flatten,
     flatten_unit,
-    slopes,
     unflatten,
     unflatten_unit,
     unit_bound,
 )
-from fedppl.coregional.unit import best_unit, draw, random_unit
-from fedppl.coregional.view import roles, unit_of
+from fedppl.coregional.unit import best_unit, draw, random_unit, slopes
+from fedppl.coregional.view import CoregionalUnit, roles, unit_of
 from fedppl.settings import between, described, positive, shown, whole
 from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
@@ -294,13 +292,8 @@ def checked(
         raise DeclarationError(f"milestones={places} must be increasing rounds.")
     if len(rates) == 1 and places == usual:
         places = ()
-    if len(rates) == 1 and places:
-        raise DeclarationError(
-            f"milestones={places} change nothing, as learning_rate={shown(rate)} counts in all rounds; leave them out, "
-            "or give a tuple of learning rates, one more than milestones."
-        )
     if len(places) != len(rates) - 1:
-        raise DeclarationError(f"milestones={places} must be one less than the {len(rates)} learning rates.")
+        raise DeclarationError(f"milestones={places} must be one less than the rates, learning_rate={shown(rate)}.")
     return Settings(
         rates,
         places,
@@ -322,13 +315,8 @@ def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) ->
 def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> StepsState:
     """Start from the prior, with γ at π; the first round asks for sizes, and for the units' own kernels."""
     role = roles(layout)
-    shared = Globals(
-        np.zeros((role.latents, role.points)),
-        np.broadcast_to(np.eye(role.points), (role.latents, role.points, role.points)),
-        1.0 / (1.0 + np.exp(-np.where(np.isfinite(role.log_odds), role.log_odds, 0.0))),
-        role.kernel_mean,
-        role.slab_prior.mean,
-    )
+    gamma = 1.0 / (1.0 + np.exp(-np.where(np.isfinite(role.log_odds), role.log_odds, 0.0)))
+    shared = _common.prior_globals(role)._replace(inclusion=gamma)
     where = {client_id: k for k, client_id in enumerate(clients)}
     return StepsState(role, flatten(shared), None, where, np.zeros(len(clients)), 0, np.nan, 0)
 
@@ -348,13 +336,13 @@ def asked(state: StepsState, client_id: str, *, settings: Settings) -> Message:
     }
 
 
-def task(unit: Unit, message: Message) -> tuple[Array, Globals, float]:
+def task(unit: CoregionalUnit, message: Message) -> tuple[Array, Globals, float]:
     """Read a message: x, the shared parameters in it, and r_m, the unit's share of the terms that count once."""
     x, count = np.asarray(message["x"], dtype=float), len(unit.response)
     return x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
 
 
-def unit_state(unit: Unit, shared: Globals, stage: float, rng: np.random.Generator) -> UnitClientState:
+def unit_state(unit: CoregionalUnit, shared: Globals, stage: float, rng: np.random.Generator) -> UnitClientState:
     """Where a unit without memory starts: from the shared parameters, or from random ones in the first rounds."""
     if stage < 2:
         return random_unit(unit.roles.latents, unit.noise.mean, rng)

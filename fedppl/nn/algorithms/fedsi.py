@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.random import Generator
 
 from fedppl import gaussian
@@ -27,7 +28,7 @@ from fedppl.contracts import (
 )
 from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import groups, stacked, train_together
-from fedppl.nn.subnet import inferred, marginals
+from fedppl.nn.subnet import chosen, infer, marginals
 from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import Own, network_of
@@ -222,17 +223,17 @@ def _update(unit: NetworkUnit, w: Array, message: Message, settings: _Settings) 
     mean, variance, shared = np.asarray(message["mean"]), np.asarray(message["variance"]), unit.shared_at
     prior = _prior_variance(variance, float(message["declared"]), settings)
     count = _count(settings, len(mean))
-    places, variances = marginals(unit, w, prior, count, rule=settings.rule, diagonal=settings.diagonal)
+    places, g = chosen(unit, w, prior, count, rule=settings.rule, diagonal=settings.diagonal)
     place = np.full(unit.size, -1)
     place[shared] = np.arange(len(shared))
-    chosen, spread = place[places], np.zeros(len(mean))
-    spread[chosen] = variances
+    at, spread = place[places], np.zeros(len(mean))
+    spread[at] = marginals(unit, w, places, g, diagonal=settings.diagonal)
     reply = {
         "mean": w[shared],
         "spread": spread if settings.average == "variance" else np.sqrt(spread),
         "clients": np.array(1.0),
     }
-    return ClientUpdate(None, reply, {"variance_ratio": float(np.mean(spread[chosen] / prior[chosen]))})
+    return ClientUpdate(None, reply, {"variance_ratio": float(np.mean(spread[at] / prior[at]))})
 
 
 def _update_together(parts: Sequence[Part[None]], *, settings: _Settings) -> list[ClientUpdate[None] | None]:
@@ -307,8 +308,10 @@ def _own(
     """A fine-tuned network, and the posterior of a subnetwork."""
     w, unit = _common.tuned(client, personal, message, rng, tuning=tuning).weights, client.view(network_of).unit
     variance = np.asarray(message["variance"])
-    count = _count(settings, len(variance))
-    return Own(client, w, inferred(unit, w, variance, count, rule=settings.rule, diagonal=settings.diagonal))
+    places, g = chosen(
+        unit, w, variance, _count(settings, len(variance)), rule=settings.rule, diagonal=settings.diagonal
+    )
+    return Own(client, w, infer(unit, w, places, g, dtype=torch.float32, diagonal=settings.diagonal))
 
 
 def _details(state: SubnetworkState) -> Details:
