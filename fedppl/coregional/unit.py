@@ -334,18 +334,14 @@ def selected_only(fitted: Fitted) -> Fitted:
 def with_latents(fitted: Fitted, latents: Iterable[int]) -> Fitted:
     """The model that uses these latent functions with probability 1, and no others."""
     numbers = list(latents) if isinstance(latents, Iterable) else [None]
-    if any(np.asarray(number).dtype.kind == "b" for number in numbers):
+    shared, count = fitted.shared, len(fitted.shared.inclusion)
+    are_numbers = all(np.asarray(number).dtype.kind in "iuf" and not np.ndim(number) for number in numbers)
+    chosen = {float(number) for number in numbers} if are_numbers else set()
+    if not chosen or not chosen <= set(range(count)):
         raise DeclarationError(
-            f"latents={shown(latents)} is a mask; give the numbers of latent functions, such as np.flatnonzero(mask)."
+            f"latents={shown(latents)} must be some of the numbers 0 to {count - 1}; of a mask, np.flatnonzero(mask)."
         )
-    if any(np.asarray(number).dtype.kind not in "iuf" or np.ndim(number) for number in numbers):
-        raise DeclarationError(f"latents={shown(latents)} must be a list of numbers of latent functions.")
-    shared, chosen = fitted.shared, sorted({float(number) for number in numbers})
-    chosen = [int(number) if number.is_integer() else number for number in chosen]
-    count = len(shared.inclusion)
-    if not chosen or not set(chosen) <= set(range(count)):
-        raise DeclarationError(f"latents={chosen} must be some of 0 to {count - 1}.")
-    return fitted._replace(shared=shared._replace(inclusion=np.isin(np.arange(count), chosen).astype(float)))
+    return fitted._replace(shared=shared._replace(inclusion=np.isin(np.arange(count), list(chosen)).astype(float)))
 
 
 def settled(

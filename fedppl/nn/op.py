@@ -181,14 +181,10 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
             f"the network gives {what} for {len(rows)} rows, and must give one tensor with a row for each; wrap it in "
             "a module that does."
         )
-    if output.is_complex():
+    if output.is_complex() or not bool(torch.all(torch.isfinite(output))):
         raise DeclarationError(
-            f"the network's output is {output.dtype}, and an outcome's parameters are real numbers; end it in a real "
-            "layer, or in parts that are real, such as torch.view_as_real(z).flatten(1)."
-        )
-    if not bool(torch.all(torch.isfinite(output))):
-        raise DeclarationError(
-            "the network's output is not finite: look at the weights that it holds, and at the inputs."
+            f"the network's output has numbers that are not finite, or not real ({output.dtype}): look at the weights "
+            "that it holds and at the inputs, and end it in a real layer."
         )
     return output.ndim
 

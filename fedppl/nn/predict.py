@@ -72,19 +72,12 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     """
     _require_fit(fit)
     seed = _seed(fit, random_seed)
-    if client is None:
-        raise DeclarationError(
-            "client=None is no client: give a client's id, or data of a new client. The global network is "
-            "fedppl.nn.network(fit)."
-        )
-    if isinstance(client, str):
-        if not fit.clients:
-            raise DeclarationError(
-                f"client {client!r} is not here, and no other: the clients are sites of their own, or the fit was "
-                "loaded without clients=. Load with fedppl.load(path, model, algorithm, clients=...), or pass data."
-            )
+    if client is None or isinstance(client, str):
         if client not in fit.clients:
-            raise DeclarationError(f"client {client!r} is not here; clients are {some_of(fit.clients)}, or pass data.")
+            raise DeclarationError(
+                f"client {client!r} is not here; clients are {some_of(fit.clients)}. Pass data, or load the fit with "
+                "fedppl.load(path, model, algorithm, clients=...); the global network is fedppl.nn.network(fit)."
+            )
         model, name, personal = fit.clients[client], client, fit.personal.get(client)
     else:
         name, personal = "new client", None
@@ -137,8 +130,7 @@ def network(fit: Fit) -> torch.nn.Module:
     *When this fails.* Where layers are local, those of the copy are untrained, and its outputs are no client's: use
     `personalise`. It is a point, without the weights' uncertainty.
     """
-    if not isinstance(fit, Fit):
-        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a network.")
+    _require_fit(fit)
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Point) or not isinstance(fit.algorithm.result.family, NetworkResult):
         raise DeclarationError(

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.nn.functional import Places, call, factored_on, gradients, host, parameter_slices, parts_of, tensor
+from fedppl.nn.likelihood import Declared
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, DeclarationError, LocalFailure
 
@@ -66,7 +67,7 @@ def chunks(
     """Derivatives at the client's rows, in the basis of √Λ; at other inputs X, of the outputs themselves."""
     inputs = unit.X if X is None else X
     y, expected = outcomes(unit, dtype) if X is None else None, False
-    if y is not None and unit.likelihood.may_bend:  # the same for all chunks
+    if y is not None and isinstance(unit.likelihood, Declared):  # the same for all chunks
         expected = unit.likelihood.bends(torch.from_numpy(evaluate(unit, w, inputs)), y)
     state = unit.state(w, dtype)
     plan = _checked_plan(unit, state, unit.tensor(inputs[:_LOOKED_AT], dtype), index)

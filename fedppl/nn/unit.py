@@ -17,8 +17,7 @@ from fedppl.model import interpreted
 from fedppl.model.checks import new_inputs
 from fedppl.nn import functional
 from fedppl.nn.functional import Places
-from fedppl.nn.likelihood import Declared, Likelihood, columns
-from fedppl.nn.outcome import CONTRACT
+from fedppl.nn.likelihood import CONTRACT, Declared, Likelihood, columns
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 
@@ -48,16 +47,22 @@ class NetworkUnit:
 
     Attributes
     ----------
-    declared
-        The network as declared, the same for all clients.
+    declared, likelihood
+        The network as declared, the same for all clients, and the likelihood of outcomes given outputs.
     X, y
         The client's rows and outcomes.
+    names, size
+        Torch's names of all parameters, in the order of the flat vector w (d,), and d.
+    shared_at, local_at
+        Where coordinates of φ (m,) and of θ (d_k,) lie in w.
     """
 
     def __init__(
         self, client_id: str, declared: DeclaredNetwork, arrays: Mapping[str, Any], inputs: tuple[Any, ...]
     ) -> None:
-        self.declared = declared
+        self.declared, self.likelihood, self.names = declared, declared.likelihood, declared.names
+        self.shared_at, self.local_at = declared.shared_at, declared.local_at
+        self.size = len(declared.shared_at) + len(declared.local_at)
         for name in declared.labels:
             classes = np.asarray(arrays[name])
             if not np.array_equal(classes, np.round(classes)):
@@ -93,31 +98,6 @@ class NetworkUnit:
     def state(self, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Parameters, from w (d,), and buffers, on the network's device."""
         return functional.state_of(self.net, self.tensor(np.asarray(w, dtype=float), dtype))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Torch's names of all parameters, in the order of the flat vector w (d,)."""
-        return self.declared.names
-
-    @property
-    def shared_at(self) -> Places:
-        """Where coordinates of φ lie in w, (m,)."""
-        return self.declared.shared_at
-
-    @property
-    def local_at(self) -> Places:
-        """Where coordinates of θ lie in w, (d_k,)."""
-        return self.declared.local_at
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood of outcomes given outputs."""
-        return self.declared.likelihood
-
-    @property
-    def size(self) -> int:
-        """Number of weights, d."""
-        return len(self.shared_at) + len(self.local_at)
 
     @property
     def initial(self) -> Array:

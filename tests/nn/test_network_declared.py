@@ -365,7 +365,7 @@ def test_losses_and_slopes_are_those_of_pymc(name: str) -> None:
         assert_allclose(float(each.sum()), float(loss.detach()), rtol=1e-9)
         step = 1e-5
         curved = None
-        if not unit.likelihood.may_bend or not unit.likelihood.bends(output.detach(), y):
+        if not isinstance(unit.likelihood, Declared) or not unit.likelihood.bends(output.detach(), y):
             root = unit.likelihood.root(output.detach(), y)
             curved = (root @ root.mT).numpy()
         for c in range(output.shape[1] if curved is not None and name != "a kink" else 0):
@@ -666,7 +666,7 @@ def test_outcomes_without_moments_have_an_interval_alone() -> None:
 @pytest.mark.parametrize("name", ["SCAFFOLD", "IFCA", "PerFedAvg", "PFedMe", "PFedBayes"])
 def test_unknowns_that_would_be_forgotten_are_refused(name: str) -> None:
     model, clients = declared(CHANGES["an unknown sd of the client"]._replace(shared=ALL))
-    with pytest.raises(fedppl.DeclarationError, match=r"\['sd'\] of the likelihood are unknown and local"):
+    with pytest.raises(fedppl.DeclarationError, match=r"\['sd'\] are local, .* name weights and unknowns"):
         fedppl.fit(model, clients, WHOLE[name](), progressbar=False)
 
 

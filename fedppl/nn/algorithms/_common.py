@@ -107,17 +107,10 @@ def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str
 def check_all_shared(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
     """Refuse as `check_network` does, and networks with local weights or unknowns."""
     check_network(client, algorithm, "shared")
-    unknowns = client.view(network_of).unit.declared.unknowns
-    if local := [v.name for v in client.local if v.name in unknowns]:
-        raise DeclarationError(
-            f"{local} of the likelihood are unknown and local, and {algorithm} keeps nothing at a client but networks "
-            "that are shared as a whole; name them in FederatedModel(shared=...), declare constants in their place, or "
-            "use fedppl.nn.FedAvg or fedppl.nn.FedSI."
-        )
     if client.local_size:
         raise DeclarationError(
-            f"the weights {[v.name for v in client.local]} are local, and this algorithm shares whole networks; name "
-            "all weights in FederatedModel(shared=...)."
+            f"{[v.name for v in client.local]} are local, and this algorithm shares whole networks; name weights and "
+            "unknowns in FederatedModel(shared=...), or use fedppl.nn.FedAvg or fedppl.nn.FedSI."
         )
     check_network(client, algorithm, *trained)
 

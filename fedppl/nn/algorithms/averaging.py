@@ -173,18 +173,17 @@ def _check(client: ClientView, *, settings: _Settings) -> None:
 def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
     """Check the keyword `phases` but for the epochs, which are a rule of training."""
     pairs = phases if isinstance(phases, tuple | list) else ()
-    if not pairs or not all(isinstance(phase, tuple | list) and len(phase) == 2 for phase in pairs):
-        raise DeclarationError(f'phases={phases!r} must be pairs of weights and epochs, for example (("all", 10),).')
-    checked = []
-    for which, epochs in pairs:
-        names = which if isinstance(which, str) else _common.names_in(which)
-        if names is None:
-            raise DeclarationError(
-                f'phases={shown(phases)} trains {shown(which)}, which must be "shared", "local", "all" or a tuple of '
-                "torch's names, each once."
-            )
-        checked.append((names, epochs))
-    return checked
+    checked = [
+        (phase[0] if isinstance(phase[0], str) else _common.names_in(phase[0]), phase[1])
+        for phase in pairs
+        if isinstance(phase, tuple | list) and len(phase) == 2
+    ]
+    if not pairs or len(checked) < len(pairs) or any(names is None for names, _ in checked):
+        raise DeclarationError(
+            f'phases={shown(phases)} must be pairs of weights ("shared", "local", "all" or a tuple of torch\'s names, '
+            'each once) and epochs, for example (("all", 10),).'
+        )
+    return [(names, epochs) for names, epochs in checked if names is not None]
 
 
 def _update_client(
