@@ -127,14 +127,6 @@ def squared_residual(design: Design, curve: Curves, inclusion: Array, unit: Unit
     return float(error @ error + second @ (square + curve.variance.sum(axis=1)) - weight**2 @ square)
 
 
-def expected_log_likelihood(design: Design, curve: Curves, inclusion: Array, unit: UnitClientState) -> float:
-    """E log p(y | f) of the unit, scaled up from the rows at hand."""
-    count = len(design.response)
-    square = squared_residual(design, curve, inclusion, unit)
-    value = -count * (unit.log_noise_sd + 0.5 * np.log(2 * np.pi)) - 0.5 * np.exp(-2 * unit.log_noise_sd) * square
-    return float(design.scale * value)
-
-
 def log_variance(unit: UnitClientState) -> Array:
     """log τ² (L,), on which the entropy of q(w) depends; a point estimate has entropy 0."""
     nothing = np.full(unit.variance.shape, _NO_ENTROPY)
@@ -169,10 +161,12 @@ def unit_bound(
     design: Design, shared: Globals, unit: UnitClientState, noise: LogScale, log_odds: Array, share: float
 ) -> float:
     """V_m of equation 16, with r_m = share; it includes the prior of log σ_m, and no prior of shared parameters."""
-    curve = curves(design, shared.mean, shared.covariance)
+    curve, count = curves(design, shared.mean, shared.covariance), len(design.response)
+    square = squared_residual(design, curve, shared.inclusion, unit)
+    fit = -count * (unit.log_noise_sd + 0.5 * np.log(2 * np.pi)) - 0.5 * np.exp(-2 * unit.log_noise_sd) * square
     once = divergence_of_selection(shared.inclusion, log_odds) + divergence_of_inducing(shared.mean, shared.covariance)
     return (
-        expected_log_likelihood(design, curve, shared.inclusion, unit)
+        float(design.scale * fit)
         - float(shared.inclusion @ slab_divergence(unit, shared.log_slab_sd))
         + noise.log_density(unit.log_noise_sd)
         - share * once

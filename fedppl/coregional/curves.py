@@ -334,7 +334,7 @@ def _require_fit(fit: Any) -> None:
 
 def _ids_of(clients: Any) -> list[str]:
     """Ids of clients from the keyword; of a string each letter could be an id."""
-    names = [None] if isinstance(clients, str) or not isinstance(clients, Iterable) else list(clients)
+    names: list[Any] = [None] if isinstance(clients, str) or not isinstance(clients, Iterable) else list(clients)
     if not all(isinstance(name, str) for name in names):
         raise DeclarationError(f"clients={shown(clients)} must be a list of ids of clients, or None for all.")
     return names

@@ -265,7 +265,6 @@ def one_call(outputs: Sequence[Any]) -> list[Any]:
 
 CPU = torch.device("cpu")
 _WITHOUT_FLOAT64 = ("mps",)
-_FUSED = ("cpu", "cuda")  # devices with fused optimizers in every supported torch
 
 
 def device_for(net: torch.nn.Module, device: Any) -> torch.device:
@@ -317,11 +316,6 @@ def placed(device: torch.device, dtype: torch.dtype) -> torch.device:
 def factored_on(device: torch.device) -> torch.device:
     """The place where matrices are factored: not every torch factors and inverts them on "mps"."""
     return CPU if device.type in _WITHOUT_FLOAT64 else device
-
-
-def is_fused(device: torch.device) -> bool:
-    """Whether optimizers take fused steps on this device."""
-    return device.type in _FUSED
 
 
 def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,6 @@ from fedppl.nn.train import (
     RISE,
     Leaves,
     Training,
-    adam,
     arranged,
     loss_of,
     mean_loss,
@@ -51,16 +50,6 @@ def _batches(rows: int, steps: Training, rng: np.random.Generator) -> Iterator[t
         yield from torch.split(torch.from_numpy(rng.permutation(rows)), steps.batch_size)
 
 
-def _draw(rows: int, size: int, rng: np.random.Generator) -> torch.Tensor:
-    return torch.from_numpy(rng.choice(rows, min(rows, size), replace=False))
-
-
-def _checked(unit: NetworkUnit, w: Array, before: float, setting: str) -> Array:
-    if not np.all(np.isfinite(w)) or not loss_at(unit, w) <= before + RISE:
-        raise LocalFailure(f"training raised the loss instead of lowering it; lower {setting}=")
-    return w
-
-
 def meta_steps(
     unit: NetworkUnit,
     w: Array,
@@ -83,7 +72,7 @@ def meta_steps(
     flat = unit.tensor(np.array(w), dtype)
     before = _ahead(unit, flat, X, y, inner_rate)
     for batch in _batches(len(X), steps, rng):
-        second, third = (_draw(len(X), len(batch), rng) for _ in range(2))
+        second, third = (torch.from_numpy(rng.choice(len(X), len(batch), replace=False)) for _ in range(2))
         ahead = flat - inner_rate * _gradient(unit, flat, taken(X, batch), taken(y, batch))
         g = _gradient(unit, ahead, taken(X, second), taken(y, second))
         length = torch.linalg.vector_norm(g)
@@ -155,7 +144,10 @@ def moreau_steps(
     after, before = (_envelope(unit, at, centre, rows, labels, lam) for at in (theta, centre))
     if not after <= before + RISE:
         raise LocalFailure("training raised the loss instead of lowering it; lower inner_rate=")
-    return _checked(unit, host(flat), loss_at(unit, host(start)), "learning_rate= or inner_rate"), host(theta)
+    ended = host(flat)
+    if not np.all(np.isfinite(ended)) or not loss_at(unit, ended) <= loss_at(unit, host(start)) + RISE:
+        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or inner_rate=")
+    return ended, host(theta)
 
 
 def _near(
@@ -207,7 +199,7 @@ def bayes_steps(
         return [value.to(dtype).to(X.device).requires_grad_() for value in both]
 
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
-    optimizers = [adam(pair, steps.learning_rate) for pair in (q, p)]
+    optimizers = [optimizer_of(pair, steps) for pair in (q, p)]
     started, strength = _normals(q, p), weight / len(X)
     with torch.no_grad():
         spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))

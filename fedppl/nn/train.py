@@ -9,19 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn.functional import (
-    Places,
-    by_parts,
-    call,
-    cast,
-    gradients,
-    host,
-    is_fused,
-    parameter_slices,
-    pieces,
-    taken,
-    tensor,
-)
+from fedppl.nn.functional import Places, by_parts, call, cast, gradients, host, parameter_slices, pieces, taken, tensor
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -29,6 +17,7 @@ from fedppl.types import Array, LocalFailure
 RISE = 1.0
 # Growth of weights above which training has diverged.
 GROWTH = 1e6
+_FUSED = ("cpu", "cuda")  # devices with fused optimizers in every supported torch
 _Penalty = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -230,19 +219,10 @@ def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tens
 
 def optimizer_of(moving: list[torch.Tensor], settings: Training) -> torch.optim.Optimizer:
     """Adam, or gradient steps with momentum."""
+    fused = all(value.device.type in _FUSED for value in moving)
     if settings.momentum is None:
-        return adam(moving, settings.learning_rate)
-    fused = _all_fused(moving)
+        return torch.optim.Adam(moving, lr=settings.learning_rate, fused=fused)
     return torch.optim.SGD(moving, lr=settings.learning_rate, momentum=settings.momentum, fused=fused)
-
-
-def adam(moving: list[torch.Tensor], rate: float) -> torch.optim.Adam:
-    """Adam's steps, fused where the device has that."""
-    return torch.optim.Adam(moving, lr=rate, fused=_all_fused(moving))
-
-
-def _all_fused(moving: list[torch.Tensor]) -> bool:
-    return all(is_fused(value.device) for value in moving)
 
 
 def loss_of(unit: NetworkUnit, state: dict[str, torch.Tensor], X: torch.Tensor, y: torch.Tensor) -> float:

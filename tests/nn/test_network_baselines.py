@@ -21,7 +21,7 @@ from tests.support.states import updated
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
-from fedppl.nn.algorithms.fedpop import langevin_steps  # noqa: E402
+from fedppl.nn.algorithms.heads import langevin_steps  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.head import find_head  # noqa: E402
 from fedppl.nn.personal import bayes_steps, further_gain, loss_at, meta_steps, moreau_steps  # noqa: E402
