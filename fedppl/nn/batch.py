@@ -19,7 +19,7 @@ from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, without_head
 from fedppl.nn.likelihood import Categorical, Likelihood
 from fedppl.nn.personal import HeadSteps, head_noise, optimizer_of_heads, softplus_backwards
-from fedppl.nn.train import RISE, Training, mean_loss, optimizer_of
+from fedppl.nn.train import GROWTH, RISE, Training, mean_loss, optimizer_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
 from fedppl.types import Array
@@ -193,6 +193,7 @@ class Minibatch(NamedTuple):
 
 
 LossFn = Callable[[State, Minibatch], torch.Tensor]  # the sum over clients of their losses
+_Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 class Weights:
@@ -277,17 +278,25 @@ def train_together(
     def loss(state: State, batch: Minibatch) -> torch.Tensor:
         return shared_loss(likelihood, through(state, batch.X), batch)
 
+    return _trained(stack, weights, W, settings, rngs, loss, dtype, _pulls(weights, W, free, priors, stack.rows))
+
+
+def _trained(
+    stack: Stack,
+    weights: Weights,
+    W: Array,
+    settings: Training,
+    rngs: Rngs,
+    loss: LossFn,
+    dtype: torch.dtype,
+    pulls: _Pulls = None,
+) -> tuple[Array, Flags]:
+    """Weights (K, d) after all steps, and at which clients they stayed bounded and the loss did not rise far."""
     before = losses(stack, weights, dtype)
-    take_steps(stack, weights, settings, rngs, loss, _pulls(weights, W, free, priors, stack.rows))
+    take_steps(stack, weights, settings, rngs, loss, pulls)
     after = losses(stack, weights, dtype)
-    trained = weights.result(W)
-    return trained, (after <= before + RISE) & bounded(trained, W)
-
-
-def bounded(weights: Array, start: Array) -> Flags:
-    """Whether weights (K, d) stayed bounded, by client: the rule of `fedppl.nn.train.require_bounded`."""
-    most = 1e6 * (1.0 + np.max(np.abs(start), axis=1, initial=0.0))
-    return np.asarray(np.max(np.abs(weights), axis=1, initial=0.0) <= most)
+    trained, most = weights.result(W), GROWTH * (1.0 + np.max(np.abs(W), axis=1, initial=0.0))
+    return trained, (after <= before + RISE) & (np.max(np.abs(trained), axis=1, initial=0.0) <= most)
 
 
 def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
@@ -305,9 +314,6 @@ def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
 def shared_loss(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:
     """Mean negative log likelihood of each client's batch, summed over clients."""
     return torch.dot(likelihood.each(output.flatten(0, 1), batch.y.flatten(0, 1)), batch.share.flatten())
-
-
-_Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 def _pulls(
@@ -464,11 +470,7 @@ def train_below_together(
 ) -> tuple[Array, Flags]:
     """`fedppl.nn.personal.train_below` at each client, for weights (K, D) and q (K, d).
 
-    Returns
-    -------
-    tuple
-        Weights (K, D), and at which clients the loss at the head's mean did not rise far: each of the others has to
-        train alone.
+    Returns weights (K, D), and at which clients the loss at the head's mean did not rise far: others train alone.
     """
     body = without_head(copy.deepcopy(stack.net), head)
     place = stack.X.device
@@ -484,11 +486,7 @@ def train_below_together(
         z = through({name: state[name] for name in own}, batch.X)
         return _expected(likelihood, _logits(head, z, v), batch)
 
-    before = losses(stack, weights, dtype)
-    take_steps(stack, weights, settings, rngs, loss)
-    after = losses(stack, weights, dtype)
-    trained = weights.result(W)
-    return trained, (after <= before + RISE) & bounded(trained, W)
+    return _trained(stack, weights, W, settings, rngs, loss, dtype)
 
 
 def _expected(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:

@@ -16,7 +16,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import pytensor
@@ -38,7 +38,7 @@ from pytensor.tensor.subtensor import Subtensor
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.functional import host, kind_of, network_nodes, one_call, parameter_slices, placed, tensor
+from fedppl.nn.functional import Computed, host, kind_of, network_nodes, one_call, parameter_slices, placed, tensor
 from fedppl.nn.op import called
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Variable
 
@@ -50,71 +50,42 @@ _MOVED = (DimShuffle, Reshape, SpecifyShape, Subtensor)  # operations that only 
 T = TypeVar("T")
 
 
-class Likelihood(Protocol):
-    """Losses by rows, which may omit constants of a row; `log_density` has them."""
-
-    @property
-    def kind(self) -> str:
-        """The distribution, as PyTensor names it."""
-
-    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Outcomes (n, ...) as the functions below take them, beside outputs of this type on this device."""
-
-    def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Mean loss of outputs (n, C) at outcomes (n, ...)."""
-
-    def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Losses (n,)."""
-
-    def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Losses (K, n) of outputs (K, C, n), whose rows come last, at outcomes (K, n, ...)."""
-
-    def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """∂ℓ/∂f of outputs (K, C, n), at outcomes (K, n, ...); it may overwrite its arguments."""
-
-    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
-        """R (n, C, r) with R Rᵀ = Λ, of outputs (n, C), or of its expectation over outcomes."""
-
-    def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
-        """log p(y | f) of all rows with its constants."""
-
-
 @dataclass(frozen=True)
 class Categorical:
-    """Classes 0 to C − 1, by logits."""
+    """Classes 0 to C − 1, by logits; losses by rows may omit constants of a row, which `log_density` has."""
 
     kind: ClassVar[str] = "categorical"
 
     def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Whole numbers."""
+        """Outcomes (n, ...) as the functions below take them, beside outputs of this type on this device."""
         return torch.from_numpy(np.array(y)).long().to(device)
 
     def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Likelihood`."""
+        """Mean loss of outputs (n, C) at outcomes (n, ...)."""
         return torch.nn.functional.cross_entropy(output, y)
 
     def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Likelihood`."""
+        """Losses (n,)."""
         return torch.nn.functional.cross_entropy(output, y, reduction="none")
 
     def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Likelihood`."""
+        """Losses (K, n) of outputs (K, C, n), whose rows come last, at outcomes (K, n, ...)."""
         return torch.nn.functional.cross_entropy(output, y, reduction="none")
 
     def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """p less 1 at the class."""
+        """∂ℓ/∂f of outputs (K, C, n), at outcomes (K, n, ...), p less 1 at the class; arguments may be overwritten."""
         slopes = torch.softmax(output, 1)
         classes = y[:, None]
         return slopes.scatter_add_(1, classes, -torch.ones_like(classes, dtype=output.dtype))
 
     def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
-        """diag(√p) − p √pᵀ."""
+        """R (n, C, r) with R Rᵀ = Λ, of outputs (n, C), or of its expectation over outcomes: diag(√p) − p √pᵀ."""
         p = torch.softmax(output, dim=1)
         root = p.sqrt()
         return torch.diag_embed(root) - p[:, :, None] * root[:, None, :]
 
     def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
-        """See `Likelihood`."""
+        """log p(y | f) of all rows with its constants."""
         return -float(torch.nn.functional.cross_entropy(output, y, reduction="sum"))
 
 
@@ -130,17 +101,17 @@ class Normal:
         return torch.from_numpy(np.array(y)).to(dtype).to(device).reshape(len(y), -1)
 
     def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Likelihood`."""
+        """See `Categorical`."""
         square = (y.view(output.shape) - output) ** 2
         return 0.5 * square.sum() / (len(y) * self.sd**2)
 
     def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Likelihood`."""
+        """See `Categorical`."""
         square = (y.reshape(output.shape) - output) ** 2
         return square.reshape(len(square), -1).sum(1) * (0.5 / self.sd**2)
 
     def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Likelihood`."""
+        """See `Categorical`."""
         square = (y.mT - output) ** 2
         return square.sum(1) * (0.5 / self.sd**2)
 
@@ -154,7 +125,7 @@ class Normal:
         return eye.expand(len(output), -1, -1) / self.sd
 
     def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
-        """See `Likelihood`."""
+        """See `Categorical`."""
         square = float(((y.view(output.shape) - output) ** 2).sum())
         return -0.5 * square / self.sd**2 - y.numel() * float(np.log(self.sd) + 0.5 * np.log(2 * np.pi))
 
@@ -183,7 +154,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Declared:
-    """A likelihood that is computed from its declaration; see `Likelihood`."""
+    """A likelihood that is computed from its declaration; see `Categorical`."""
 
     kind: str  # the distribution, as PyTensor names it
     outputs: int  # number of the network's outputs, C
@@ -203,8 +174,12 @@ class Declared:
 
     def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Losses (n,), differentiable by torch in the outputs."""
-        losses: torch.Tensor = _Losses.apply(output.reshape(len(output), -1), y, self.losses)  # type: ignore[no-untyped-call]
+        compute = functools.partial(self._losses_at, y=y)
+        losses: torch.Tensor = Computed.apply(output.reshape(len(output), -1), compute)  # type: ignore[no-untyped-call]
         return losses
+
+    def _losses_at(self, output: Array, y: torch.Tensor) -> tuple[Array, Array]:
+        return self.losses(output, y.numpy())
 
     def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Losses (K, n) of outputs (K, C, n)."""
@@ -289,21 +264,7 @@ class Declared:
         return -float(np.sum(self.losses(host(output.reshape(len(output), -1)), y.numpy())[0]))
 
 
-class _Losses(torch.autograd.Function):
-    """Losses (n,) of rows (n, C + e); each depends on its own row alone."""
-
-    @staticmethod
-    def forward(context: Any, output: torch.Tensor, y: torch.Tensor, losses: Any) -> torch.Tensor:
-        """Compute the losses, and the slopes that `backward` needs."""
-        values, slopes = losses(host(output), y.numpy())
-        context.save_for_backward(tensor(slopes, output.dtype, output.device))
-        return tensor(values, output.dtype, output.device)
-
-    @staticmethod
-    def backward(context: Any, upstream: torch.Tensor) -> Any:
-        """Slopes of the outputs."""
-        (slopes,) = context.saved_tensors
-        return slopes * upstream[:, None], None, None
+Likelihood = Categorical | Normal | Declared
 
 
 def columns(client_id: str, read: Sequence[Read], arrays: Sequence[Array], rows: int) -> Array:

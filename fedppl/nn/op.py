@@ -9,7 +9,7 @@ import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
 import torch
-from pytensor.gradient import DisconnectedType, grad_not_implemented
+from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 
@@ -254,7 +254,7 @@ class ModuleOp(Op):  # type: ignore[misc]
 
 
 class ModuleGradientOp(Op):  # type: ignore[misc]
-    """Weights, inputs and the output's cotangent to the cotangents of weights and inputs."""
+    """Weights, inputs and the output's cotangent to the weights' and inputs'; there are no second derivatives."""
 
     __props__ = ("net", "device")
 
@@ -287,13 +287,3 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
             by_inputs[rows] = 0.0 if not real or slopes[1] is None else functional.host(slopes[1])
             first = rows.stop
         outputs[0][0], outputs[1][0] = by_weights, by_inputs
-
-    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
-        """Nothing: second derivatives are not offered."""
-        return [
-            grad_not_implemented(self, i, value, "use differences of the gradient") for i, value in enumerate(inputs)
-        ]
-
-    def L_op(self, inputs: Any, outputs: Any, output_gradients: Any) -> list[Any]:
-        """`pullback`, as PyTensor before 3 calls it."""
-        return self.pullback(inputs, outputs, output_gradients)

@@ -182,25 +182,8 @@ class LocalPrior(NamedTuple):
 
     def penalty(self, theta: torch.Tensor) -> torch.Tensor:
         """Minus the log density of priors that are not normal, differentiable by torch."""
-        density: torch.Tensor = _Density.apply(theta, self.others)  # type: ignore[no-untyped-call]
+        density: torch.Tensor = functional.Computed.apply(theta, self.others)  # type: ignore[no-untyped-call]
         return -density
-
-
-class _Density(torch.autograd.Function):
-    """A log density of θ (d_k,) by its function."""
-
-    @staticmethod
-    def forward(context: Any, theta: torch.Tensor, density: Any) -> torch.Tensor:
-        """Compute the density, and the slopes that `backward` needs."""
-        value, slopes = density(functional.host(theta))
-        context.save_for_backward(functional.tensor(np.asarray(slopes), theta.dtype, theta.device))
-        return functional.tensor(np.asarray(value), theta.dtype, theta.device).reshape(())
-
-    @staticmethod
-    def backward(context: Any, upstream: torch.Tensor) -> Any:
-        """Slopes of θ."""
-        (slopes,) = context.saved_tensors
-        return slopes * upstream, None
 
 
 def local_prior(who: str, parts: _graph.Parts, local: Sequence[Variable]) -> LocalPrior:

@@ -189,18 +189,18 @@ class AscentState(NamedTuple):
 
     roles: Roles
     shared: Globals
-    totals: Mapping[str, Array]  # sums of the units' statistics; empty before the first
     where: Mapping[str, int]  # client id to its row
     has_replied: NDArray[np.bool_]  # (K,) whether a unit ever sent statistics
-    collecting: bool  # whether sums are still of the random coefficients at the start
     number: int  # rounds with replies
-    age: int  # of those, rounds since there are curves
-    stochastic: int  # of those, rounds whose sums are noisy: some units, or mini-batches
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
-    pace: float  # of the kernels' steps: shorter after every round that lowered the bound
-    bound: float
     trail: ending.Trail
-    rest: ending.Rest | None  # once the bound and the kernels are nearly at rest
+    totals: Mapping[str, Array] = {}  # sums of the units' statistics; empty before the first
+    collecting: bool = True  # whether sums are still of the random coefficients at the start
+    age: int = 0  # of those rounds, how many since there are curves
+    stochastic: int = 0  # of those rounds, how many whose sums are noisy: some units, or mini-batches
+    pace: float = 1.0  # of the kernels' steps: shorter after every round that lowered the bound
+    bound: float = np.nan
+    rest: ending.Rest | None = None  # once the bound and the kernels are nearly at rest
 
 
 # Selection, inducing variables, sizes and σ_w at their best, from the sums; `select`: whether γ moves.
@@ -238,18 +238,11 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
     return AscentState(
         roles=role,
         shared=_common.prior_globals(role),
-        totals={},
         where={client_id: k for k, client_id in enumerate(clients)},
         has_replied=np.zeros(len(clients), dtype=bool),
-        collecting=True,
         number=0 if settings.initial_kernel == "median" else 1,
-        age=0,
-        stochastic=0,
         adam=np.zeros((2, len(role.kernel))),
-        pace=1.0,
-        bound=np.nan,
         trail=ending.no_trail(len(role.kernel)),
-        rest=None,
     )
 
 

@@ -195,38 +195,23 @@ class Rest(NamedTuple):
 
     path: tuple[Globals, ...]  # shared parameters of successive rounds with the same kernels
     trail: Trail  # their values
-    slope: Array | None  # in the last of them
-    trial: Globals | None  # a proposal that units are sent in place of the shared parameters
-    stand: Stand | None  # before the last step of the kernels
-    judging: bool  # whether the proposal is that step
-    curvature: Array | None  # (p, p) of minus the value in the kernels' parameters
-    radius: float  # of a step of the kernels
-    ratios: tuple[float, ...]  # of gains at the ends of the last cycles
-    reached: float  # value at the end of the last cycle, if only an extrapolation followed
-    values: tuple[float, ...]  # of all accepted rounds so far
-    refused: bool  # whether the last extrapolation was
-    left: Left
-    arrived: bool
+    slope: Array | None = None  # in the last of them
+    trial: Globals | None = None  # a proposal that units are sent in place of the shared parameters
+    stand: Stand | None = None  # before the last step of the kernels
+    judging: bool = False  # whether the proposal is that step
+    curvature: Array | None = None  # (p, p) of minus the value in the kernels' parameters
+    radius: float = _FIRST  # of a step of the kernels
+    ratios: tuple[float, ...] = ()  # of gains at the ends of the last cycles
+    reached: float = np.nan  # value at the end of the last cycle, if only an extrapolation followed
+    values: tuple[float, ...] = ()  # of all accepted rounds so far
+    refused: bool = False  # whether the last extrapolation was
+    left: Left = Left(np.nan, np.nan, 1.0)
+    arrived: bool = False
 
 
 def at_rest(shared: Globals) -> Rest:
     """The first state of the end phase."""
-    return Rest(
-        path=(shared,),
-        trail=no_trail(len(shared.kernel)),
-        slope=None,
-        trial=None,
-        stand=None,
-        judging=False,
-        curvature=None,
-        radius=_FIRST,
-        ratios=(),
-        reached=np.nan,
-        values=(),
-        refused=False,
-        left=Left(np.nan, np.nan, 1.0),
-        arrived=False,
-    )
+    return Rest((shared,), no_trail(len(shared.kernel)))
 
 
 def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed: bool) -> tuple[Rest, Globals | None]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from scipy.linalg import block_diag
 
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report, Result
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report
 from fedppl.contracts.algorithm import DrawFn
 from fedppl.coregional.algorithms import _common
 from fedppl.coregional.bound import (
@@ -70,50 +70,32 @@ def Gradient(
     .. [1] Gao and Chung, section 5, the centralised models LMC and LMC-SS.
     """
     settings = checked(learning_rate, milestones, 1, batch_size, initial_kernel, tolerance)
-    return Algorithm[StepsState, GradientClientState](
-        name="curves.Gradient",
-        settings=described(settings),
-        init=init,
-        broadcast=functools.partial(asked, settings=settings),
-        update_client=functools.partial(_update_by_gradient, settings=settings),
-        update_server=functools.partial(
-            update_server, settings=settings, move=functools.partial(_step, settings=settings)
-        ),
-        replies=Replies(functools.partial(shapes, name="slope"), reject, summed),
-        result=read(_draw),
-        needs=_common.NEEDS,
-    )
+    step = functools.partial(_step, settings=settings)
+    return _algorithm("curves.Gradient", settings, _Unit(_from, _own, _one_step, "slope"), step, _draw)
 
 
-def _update_by_gradient(
-    client: ClientView,
-    personal: GradientClientState | None,
-    message: Message,
+def _one_step(
+    unit: CoregionalUnit,
+    x: Array,
+    personal: GradientClientState,
+    share: float,
+    rate: float,
     rng: np.random.Generator,
-    *,
     settings: Settings,
-) -> ClientUpdate[GradientClientState]:
+) -> tuple[GradientClientState, Array]:
     """The gradient at the shared parameters, and a step of the unit's own parameters."""
-    unit, stage = client.view(unit_of), float(message["stage"])
-    count = len(unit.response)
-    info = {"rows": float(count)}
-    if stage == 0:
-        first, reply = _common.first_answer(unit, rng, settings.initial_kernel)
-        return ClientUpdate(_from(first), reply, info)
-    x, shared, share = task(unit, message)
-    if personal is None:
-        personal = _from(unit_state(unit, shared, stage, rng))
-        info |= {"blank": 1.0} if stage == 2 else {}
-    rows, design = _common.batch(count, settings.batch_size, rng), unit.design(shared.kernel)
-    value = unit_bound(design, shared, unflatten_unit(personal.own), unit.noise, unit.roles.log_odds, share)
+    rows = _common.batch(len(unit.response), settings.batch_size, rng)
     slope, unit_slope = slopes(unit, x, personal.own, share, rows)
-    after = GradientClientState(*_common.adam_step(personal.own, unit_slope, personal.adam, float(message["rate"])))
-    return ClientUpdate(after, {"slope": slope, "rows": np.array(float(count)), "bound": np.array(value)}, info)
+    return GradientClientState(*_common.adam_step(personal.own, unit_slope, personal.adam, rate)), slope
 
 
 def _from(start: UnitClientState) -> GradientClientState:
     x = flatten_unit(start)
     return GradientClientState(x, _common.fresh(len(x)))
+
+
+def _own(personal: GradientClientState) -> UnitClientState:
+    return unflatten_unit(personal.own)
 
 
 def _step(
@@ -135,7 +117,7 @@ def _draw(
     rng: np.random.Generator,
 ) -> Draws:
     """Draws of shared and own variables, as by the other algorithms for this model."""
-    unit = None if personal is None else unflatten_unit(personal.own)
+    unit = None if personal is None else _own(personal)
     return draw(client, unit, message, draws, chains, rng)
 
 
@@ -191,46 +173,30 @@ def Averaging(
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
     settings = checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance, _MILESTONES)
-    return Algorithm[StepsState, UnitClientState](
-        name="curves.Averaging",
-        settings=described(settings),
-        init=init,
-        broadcast=functools.partial(asked, settings=settings),
-        update_client=functools.partial(_update_by_steps, settings=settings),
-        update_server=functools.partial(update_server, settings=settings, move=_average),
-        replies=Replies(functools.partial(shapes, name="x"), reject, summed),
-        result=read(draw),
-        needs=_common.NEEDS,
-    )
+    return _algorithm("curves.Averaging", settings, _Unit(_same, _same, _several_steps, "x"), _average, draw)
 
 
-def _update_by_steps(
-    client: ClientView,
-    personal: UnitClientState | None,
-    message: Message,
+def _same(state: UnitClientState) -> UnitClientState:
+    return state
+
+
+def _several_steps(
+    unit: CoregionalUnit,
+    x: Array,
+    personal: UnitClientState,
+    share: float,
+    rate: float,
     rng: np.random.Generator,
-    *,
     settings: Settings,
-) -> ClientUpdate[UnitClientState]:
-    """T Adam steps on V_m."""
-    unit, stage = client.view(unit_of), float(message["stage"])
-    count = len(unit.response)
-    info = {"rows": float(count)}
-    if stage == 0:
-        return ClientUpdate(*_common.first_answer(unit, rng, settings.initial_kernel), info)
-    x, shared, share = task(unit, message)
-    if personal is None:
-        personal = unit_state(unit, shared, stage, rng)
-        info |= {"blank": 1.0} if stage == 2 else {}
-    value = unit_bound(unit.design(shared.kernel), shared, personal, unit.noise, unit.roles.log_odds, share)
-    point = np.concatenate([x, flatten_unit(personal)])
+) -> tuple[UnitClientState, Array]:
+    """T Adam steps on V_m; the shared parameters after them, times the rows."""
+    point, count = np.concatenate([x, flatten_unit(personal)]), len(unit.response)
     adam = _common.fresh(len(point))
     for _ in range(settings.steps):
         rows = _common.batch(count, settings.batch_size, rng)
         slope = np.concatenate(slopes(unit, point[: len(x)], point[len(x) :], share, rows))
-        point, adam = _common.adam_step(point, slope, adam, float(message["rate"]))
-    reply = {"x": count * point[: len(x)], "rows": np.array(float(count)), "bound": np.array(value)}
-    return ClientUpdate(unflatten_unit(point[len(x) :]), reply, info)
+        point, adam = _common.adam_step(point, slope, adam, rate)
+    return unflatten_unit(point[len(x) :]), count * point[: len(x)]
 
 
 def _average(state: StepsState, received: Received, known: int) -> tuple[float, Array, None]:
@@ -242,6 +208,7 @@ def _average(state: StepsState, received: Received, known: int) -> tuple[float, 
 # What both share: settings, where they start, when they stop ----------------------------------------------------------
 
 P = TypeVar("P")
+_MoveFn = Callable[["StepsState", Received, int], tuple[float, Array, _common.Adam | None]]
 
 
 class StepsInfo(NamedTuple):
@@ -312,6 +279,64 @@ def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) ->
         raise DeclarationError(f"{name}={shown(value)} must be {words}.") from None
 
 
+class _Unit(NamedTuple):
+    """A unit's part: its personal state from ψ_m, ψ_m from that, its steps, and the name of what these reply."""
+
+    start: Callable[[UnitClientState], Any]
+    own: Callable[[Any], UnitClientState]
+    steps: Callable[..., tuple[Any, Array]]
+    reply: str
+
+
+def _algorithm(name: str, settings: Settings, part: _Unit, move: _MoveFn, draw: DrawFn[P]) -> Algorithm[StepsState, P]:
+    return Algorithm[StepsState, P](
+        name=name,
+        settings=described(settings),
+        init=init,
+        broadcast=functools.partial(asked, settings=settings),
+        update_client=functools.partial(_update_client, settings=settings, part=part),
+        update_server=functools.partial(update_server, settings=settings, move=move),
+        replies=Replies(
+            functools.partial(shapes, name=part.reply),
+            lambda state, reply: _common.reject_negative(reply, "rows"),
+            lambda state: bool(np.all(state.rows > 0)),  # once the size of every unit is known
+        ),
+        result=_common.read(  # latent functions are independent
+            lambda state: state.roles,
+            shared_of,
+            lambda state: block_diag(*shared_of(state).covariance),
+            lambda state: (state.where, state.rows > 0),
+            draw,
+        ),
+        needs=_common.NEEDS,
+    )
+
+
+def _update_client(
+    client: ClientView,
+    personal: P | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: Settings,
+    part: _Unit,
+) -> ClientUpdate[P]:
+    """The bound at the parameters that the unit was sent, and its steps."""
+    unit, stage = client.view(unit_of), float(message["stage"])
+    rows = float(len(unit.response))
+    info = {"rows": rows}
+    if stage == 0:
+        first, reply = _common.first_answer(unit, rng, settings.initial_kernel)
+        return ClientUpdate(part.start(first), reply, info)
+    x, shared, share = task(unit, message)
+    if personal is None:
+        personal = part.start(unit_state(unit, shared, stage, rng))
+        info |= {"blank": 1.0} if stage == 2 else {}
+    value = unit_bound(unit.design(shared.kernel), shared, part.own(personal), unit.noise, unit.roles.log_odds, share)
+    personal, sent = part.steps(unit, x, personal, share, float(message["rate"]), rng, settings)
+    return ClientUpdate(personal, {part.reply: sent, "rows": np.array(rows), "bound": np.array(value)}, info)
+
+
 def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> StepsState:
     """Start from the prior, with γ at π; the first round asks for sizes, and for the units' own kernels."""
     role = roles(layout)
@@ -350,11 +375,7 @@ def unit_state(unit: CoregionalUnit, shared: Globals, stage: float, rng: np.rand
 
 
 def update_server(
-    state: StepsState,
-    received: Received,
-    *,
-    settings: Settings,
-    move: Callable[[StepsState, Received, int], tuple[float, Array, _common.Adam | None]],
+    state: StepsState, received: Received, *, settings: Settings, move: _MoveFn
 ) -> tuple[StepsState, Report]:
     """Note the units' sizes, start the kernels at the median of their own, and then in every round `move`.
 
@@ -384,30 +405,9 @@ def shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
     return {name: state.x.shape, "rows": (), "bound": ()} if state.number else _common.first_shapes(state.roles)
 
 
-def reject(state: StepsState, reply: Message) -> str | None:
-    """Why a reply is rejected: a negative number of rows."""
-    return _common.reject_negative(reply, "rows")
-
-
-def summed(state: StepsState) -> bool:
-    """Sums are enough once the size of every unit is known."""
-    return bool(np.all(state.rows > 0))
-
-
 def shared_of(state: StepsState) -> Globals:
     """The shared parameters."""
     return unflatten(state.x, state.roles)
-
-
-def read(draw: DrawFn[P]) -> Result[StepsState, P]:
-    """How a state is read; the latent functions are independent."""
-    return _common.read(
-        lambda state: state.roles,
-        shared_of,
-        lambda state: block_diag(*shared_of(state).covariance),
-        lambda state: (state.where, state.rows > 0),
-        draw,
-    )
 
 
 def info(bound: float, state: StepsState) -> StepsInfo:

@@ -252,7 +252,7 @@ def _find_heads(
     parts: Sequence[Part[HeadClientState]], settings: _Settings
 ) -> tuple[list[HeadAtClient], Stack, Array, Array, Flags]:
     """`_find_head` at clients with one network: their heads, means and sds (K, d), and which are finite, (K,)."""
-    at = at_clients([part.client for part in parts], [part.message for part in parts], settings.head)
+    at = [at_client(part.client, part.message, settings.head) for part in parts]
     starts = [_start(place.centre, part.personal, settings) for place, part in zip(at, parts, strict=True)]
     stack, head = stacked([place.unit for place in at]), at[0].head
     mean, sd, finite = head_posteriors(
@@ -383,17 +383,6 @@ def at_client(client: ClientView, message: Message, head: tuple[str, ...]) -> He
     below = np.ones(len(w), dtype=bool)
     below[layer.places] = False
     return HeadAtClient(network.unit, layer, w, w[layer.places], np.flatnonzero(below))
-
-
-def at_clients(clients: Sequence[ClientView], messages: Sequence[Message], head: tuple[str, ...]) -> list[HeadAtClient]:
-    """`at_client` at clients with one network, for which places are looked up once."""
-    first = at_client(clients[0], messages[0], head)
-    places = []
-    for client, message in zip(clients, messages, strict=True):
-        network = client.view(network_of)
-        w = network.at(message["mean"])
-        places.append(first._replace(unit=network.unit, w=w, centre=w[first.head.places]))
-    return places
 
 
 def parted(at: HeadAtClient, w: Array) -> tuple[dict[str, Array], Array]:
