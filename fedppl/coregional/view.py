@@ -42,18 +42,13 @@ _CONTRACT = (
 def roles(layout: Layout) -> Roles:
     """Sort the shared parameters by name: all but v, included and slab_sd are parameters of kernels."""
     variables, places = {variable.name: variable for variable in layout.variables}, layout.slices
-    for name, rule in {"v": "(latent, inducing)", "slab_sd": "()"}.items():
-        if name not in variables:
-            raise DeclarationError(
-                f"the shared variables {list(variables)} have no {name!r} of shape {rule}; a linear model of "
-                "coregionalisation shares v, slab_sd, its kernels' parameters and, for the selection, included: for "
-                'example shared=["v", "included", "lengthscale", "slab_sd"].'
-            )
-    v, slab, included = variables["v"], variables["slab_sd"], variables.get("included")
-    if len(v.shape) != 2 or slab.shape != () or slab.transform != "log":
+    v, slab, included = (variables.get(name) for name in ("v", "slab_sd", "included"))
+    if v is None or slab is None or len(v.shape) != 2 or slab.shape != () or slab.transform != "log":
+        found = {name: (variable.shape, variable.transform) for name, variable in variables.items()}
         raise DeclarationError(
-            f"v has shape {v.shape} and slab_sd shape {slab.shape} and transform {slab.transform!r}; they must be "
-            '(latent, inducing), () and "log".'
+            f"the shared variables {found} are not v of shape (latent, inducing), slab_sd of shape () on the log scale, "
+            "kernels' parameters and, for the selection, included; share those of a linear model of coregionalisation, "
+            'for example shared=["v", "included", "lengthscale", "slab_sd"].'
         )
     if included is not None and (included.shape != v.shape[:1] or not included.binary):
         raise DeclarationError(

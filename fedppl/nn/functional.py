@@ -56,6 +56,12 @@ def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
     return slices
 
 
+def cut(flat: Any, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
+    """Pieces of a flat vector, one after the other, in these shapes."""
+    ends = np.cumsum([0, *(int(np.prod(shape, dtype=int)) for shape in shapes.values())]).tolist()
+    return {key: flat[ends[i] : ends[i + 1]].reshape(shape) for i, (key, shape) in enumerate(shapes.items())}
+
+
 def require_module(net: Any) -> None:
     """Refuse an object that is no network."""
     if not isinstance(net, torch.nn.Module):

@@ -38,7 +38,7 @@ from pytensor.tensor.subtensor import Subtensor
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.functional import Computed, host, kind_of, network_nodes, one_call, parameter_slices, placed, tensor
+from fedppl.nn.functional import Computed, cut, host, kind_of, network_nodes, one_call, parameter_slices, placed, tensor
 from fedppl.nn.op import called
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Variable
 
@@ -328,13 +328,9 @@ def drawn(
     for name, length in _graph.lengths(model).items():
         is_rows = parts.open.get(name) is not None
         replace[model.dim_lengths[name]] = extended.shape[0] if is_rows else pt.constant(np.asarray(length))
-    first = count
-    for rv, shape in unknowns.items():
-        size = int(np.prod(shape, dtype=int))
-        piece = extended[0, first : first + size].reshape(shape)
+    for rv, piece in cut(extended[0, count:], unknowns).items():
         (constrained,) = model.replace_rvs_by_values([rv])
         replace[rv] = clone_replace([constrained], {model.rvs_to_values[rv]: piece}, rebuild_strict=False)[0]
-        first += size
     # Calls of the network first: other containers above them would make them other calls.
     graphs = clone_replace(clone_replace(targets, replace, rebuild_strict=False), containers, rebuild_strict=False)
     used = [v for v in containers if containers[v] in set(ancestors(graphs))]
@@ -566,12 +562,7 @@ def _declared(
     """
     observed = parts.model.observed_RVs[0]
     f, e, y = pt.vector("f"), pt.vector("e"), pt.vector("y")
-    replace: dict[Any, Any] = {output: f.reshape((1, *row_shape)), **_lengths_of_one(parts)}
-    first = 0
-    for value, shape in unknowns.items():
-        size = int(np.prod(shape, dtype=int))
-        replace[value] = e[first : first + size].reshape(shape)
-        first += size
+    replace: dict[Any, Any] = {output: f.reshape((1, *row_shape)), **_lengths_of_one(parts), **cut(e, unknowns)}
     column = 0
     for value, variable in read.items():
         piece = y[column : column + variable.width].reshape((1, *variable.shape)) if variable.by_row else y[column]

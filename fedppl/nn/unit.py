@@ -210,10 +210,8 @@ def _density(
     parts: _graph.Parts, local: Sequence[Variable], others: Sequence[Any]
 ) -> Callable[[Array], tuple[Array, Array]]:
     theta = pt.vector("theta")
-    values, first = {}, 0
-    for rv, variable in zip(parts.local, local, strict=True):
-        values[parts.model.rvs_to_values[rv]] = theta[first : first + variable.size].reshape(variable.shape)
-        first += variable.size
+    shapes = {parts.model.rvs_to_values[rv]: v.shape for rv, v in zip(parts.local, local, strict=True)}
+    values = functional.cut(theta, shapes)
     replace = {**_graph._constants(parts.model), **values}
     (value,) = clone_replace([parts.model.logp(vars=list(others), sum=True)], replace, rebuild_strict=False)
     return interpreted.python_function([theta], [value, pt.grad(value, theta)])

@@ -19,7 +19,7 @@ from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.functional import Places, call, host, kind_of, network_nodes, parameter_slices, parts_of
+from fedppl.nn.functional import Places, call, cut, host, kind_of, network_nodes, parameter_slices, parts_of
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.likelihood import CONTRACT, Categorical, Declared, outcome_of
 from fedppl.nn.subnet import Subnetwork
@@ -69,7 +69,7 @@ class Network:
             positions = np.concatenate([everything[:0], *parts])
         if not len(positions):
             raise DeclarationError(
-                f"{which!r} names no weights: share others in FederatedModel(shared=...), or name some."
+                f"{which!r} names no weights: share others in FederatedModel(shared=...), name some, or pass tune=None."
             )
         return np.asarray(positions, dtype=np.int64)
 
@@ -169,7 +169,9 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
     (X_in,) = clone_replace([node.inputs[1]], replace)
     values = dict(zip(parts.data, client.inputs, strict=False))
     outcome = outcome_of(client, node, values, who)
-    net = _with_unknowns(node.op.net, {v.name: _start(client, v.name) for v in outcome.unknowns}, who)
+    flat = np.concatenate([client.template.functions["shared start"], client.initial])
+    starts = cut(flat, {v.name: v.shape for v in variables})
+    net = _with_unknowns(node.op.net, {v.name: starts[v.name] for v in outcome.unknowns}, who)
     slices = parameter_slices(net)
 
     def places(chosen: Sequence[Variable]) -> Places:
@@ -206,20 +208,6 @@ def _kind(rv: Any, model: Any) -> str:
     """A shared variable's distribution; of a transformed normal one, the transform too."""
     kind, transform = kind_of(rv), model.rvs_to_transforms[rv]
     return kind if transform is None or kind != "normal" else f"{kind}, transformed by {type(transform).__name__}"
-
-
-def _start(client: ClientModel, name: str) -> Array:
-    """The start of a variable, on the unconstrained space."""
-    for variables, start in (
-        (client.layout.variables, client.template.functions["shared start"]),
-        (client.local, client.initial),
-    ):
-        first = 0
-        for variable in variables:
-            if variable.name == name:
-                return np.asarray(start[first : first + variable.size]).reshape(variable.shape)
-            first += variable.size
-    raise KeyError(name)
 
 
 def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:

@@ -293,7 +293,7 @@ def test_shared_variables_are_known_by_their_names_shapes_and_priors() -> None:
         return Layout(tuple(kept), layout.prior, layout.prior_is_gaussian, layout.fingerprint)
 
     for name in ("v", "slab_sd"):
-        with pytest.raises(DeclarationError, match=f"have no '{name}'.*for example shared="):
+        with pytest.raises(DeclarationError, match="are not v of shape .*for example shared="):
             roles(without(name))
     for name, changes in (("v", {"shape": (18,)}), ("slab_sd", {"transform": ""}), ("included", {"binary": False})):
         with pytest.raises(DeclarationError, match=f"{name}"):

@@ -189,7 +189,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
     ("shared", "settings", "message"),
     [
         (ALL, {"phases": (("head", 1),)}, '\'head\' must be "shared", "local", "all" or a tuple'),
-        (ALL, {"tune": "local"}, "there are no local weights to train or to fine-tune: .* or pass tune=None"),
+        (ALL, {"tune": "local"}, "'local' names no weights: .* or pass tune=None"),
         (BODY, {"phases": ((("4.weight",), 1),)}, r"\['4.weight'\] are no parameters of the network"),
     ],
 )

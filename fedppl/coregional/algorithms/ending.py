@@ -59,15 +59,7 @@ def ratio_of(changes: Array) -> float:
 
 
 def remaining_of(changes: Array, ratio: float) -> float:
-    """Sum of all future changes, Δ r / (1 − r), as of a geometric series (Aitken).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> changes = 0.5 ** np.arange(8)
-    >>> round(float(remaining_of(changes, ratio_of(changes)) / changes[-1]), 6)
-    1.0
-    """
+    """Sum of all future changes, Δ r / (1 − r), as of a geometric series (Aitken)."""
     if len(changes) < 2:
         return np.nan
     last = float(np.sum(np.abs(changes[-2:]))) * ratio / (1.0 + ratio)
@@ -80,11 +72,6 @@ def gained_of_late(values: Sequence[float]) -> float:
 
     Where gains fall by a power n^(−p−1), it is 1 / (1.5^p − 1) times this, twice this for p = 1. Their ratio is that of
     the fast parts there, and too small.
-
-    Examples
-    --------
-    >>> gained_of_late([0.0, 4.0, 6.0, 7.0])
-    1.0
     """
     if len(values) < 2:
         return np.inf

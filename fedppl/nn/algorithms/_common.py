@@ -82,11 +82,6 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
     network = client.view(network_of)
     _check_prior(client.layout, network.unit.declared.shared_kinds, algorithm)
     for which in trained:
-        if which == "local" and not client.local_size:
-            raise DeclarationError(
-                "there are no local weights to train or to fine-tune: FederatedModel(shared=...) names them all. Share "
-                'fewer, or pass tune=None, or torch\'s names in place of "local".'
-            )
         if which is not None:
             network.places(which)
 
