@@ -46,7 +46,7 @@ def roles(layout: Layout) -> Roles:
     if v is None or slab is None or len(v.shape) != 2 or slab.shape != () or slab.transform != "log":
         found = {name: (variable.shape, variable.transform) for name, variable in variables.items()}
         raise DeclarationError(
-            f"the shared variables {found} are not v of shape (latent, inducing), slab_sd of shape () on the log scale, "
+            f"the shared variables {found} are not v of shape (latent, inducing), slab_sd () on the log scale, "
             "kernels' parameters and, for the selection, included; share those of a linear model of coregionalisation, "
             'for example shared=["v", "included", "lengthscale", "slab_sd"].'
         )
