@@ -18,7 +18,7 @@ from fedppl.nn import functional
 from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, without_head
 from fedppl.nn.likelihood import Categorical, Likelihood
-from fedppl.nn.personal import HeadSteps, head_noise, optimizer_of_heads, softplus_backwards
+from fedppl.nn.personal import HeadSteps, head_noise, softplus_backwards
 from fedppl.nn.train import GROWTH, RISE, Training, mean_loss, optimizer_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
@@ -339,7 +339,7 @@ def take_steps(
     ends = [*(np.flatnonzero(np.diff(steps)) + 1), len(steps)]
     runs = [slice(int(start), int(end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     parts = [[leaf[run] for leaf in moving] for run in runs]
-    optimizer = optimizer_of([part for run in parts for part in run], settings)
+    optimizer = optimizer_of([part for run in parts for part in run], settings.learning_rate, settings.momentum)
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in _epoch(stack, size, rngs):
@@ -418,7 +418,10 @@ def head_posteriors(
     share = (torch.arange(z.shape[1], device=place) < rows) / rows
     tau, middle = functional.tensor(confidences, dtype, place)[:, None], functional.tensor(centres, dtype, place)
     mean, raw = functional.tensor(starts[0].copy(), dtype, place), softplus_backwards(starts[1]).to(dtype).to(place)
-    optimizer, scale = optimizer_of_heads([mean, raw], steps), 1 if steps.momentum is None else rows
+    optimizer, scale = (
+        optimizer_of([mean, raw], steps.learning_rate, steps.momentum),
+        1 if steps.momentum is None else rows,
+    )
     sources = [functional.generator_of(rng) for rng in rngs]
     noise = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
     with torch.no_grad():

@@ -199,7 +199,7 @@ def bayes_steps(
         return [value.to(dtype).to(X.device).requires_grad_() for value in both]
 
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
-    optimizers = [optimizer_of(pair, steps) for pair in (q, p)]
+    optimizers = [optimizer_of(pair, steps.learning_rate, None) for pair in (q, p)]
     started, strength = _normals(q, p), weight / len(X)
     with torch.no_grad():
         spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
@@ -265,15 +265,10 @@ _FEW = 32  # draws of the head, to check that the loss under them fell
 class HeadSteps(NamedTuple):
     """A client's steps towards q, each on all rows."""
 
-    learning_rate: float  # Adam's, or per unit of the bound's slope
+    learning_rate: float  # Adam's for the bound over the number of rows, or per unit of the bound's slope
     steps: int
     draws: int
     momentum: float | None = None  # of gradient steps; None for Adam
-
-
-def optimizer_of_heads(moving: list[torch.Tensor], steps: HeadSteps) -> torch.optim.Optimizer:
-    """Adam on the bound over the number of rows, or gradient steps on the bound."""
-    return optimizer_of(moving, Training(steps.learning_rate, steps.steps, 1, steps.momentum))
 
 
 def softplus_backwards(sd: Array) -> torch.Tensor:
@@ -304,7 +299,7 @@ def head_posterior(
     y, middle = outcomes(unit, dtype), unit.tensor(np.asarray(centre, dtype=float), dtype)
     mean = unit.tensor(np.array(start[0], dtype=float), dtype)
     raw = softplus_backwards(np.asarray(start[1], dtype=float)).to(dtype).to(mean.device)
-    optimizer, source = optimizer_of_heads([mean, raw], steps), generator_of(rng)
+    optimizer, source = optimizer_of([mean, raw], steps.learning_rate, steps.momentum), generator_of(rng)
     scale = 1 if steps.momentum is None else rows
     with torch.no_grad():
         for _ in range(steps.steps):
@@ -351,7 +346,10 @@ def train_below(
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
     X, y = arranged(leaves.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
     mean, spread = (unit.tensor(np.asarray(value, dtype=float), dtype) for value in q)
-    optimizer, body = optimizer_of(leaves.moving, settings), without_head(leaves.net, head)
+    optimizer, body = (
+        optimizer_of(leaves.moving, settings.learning_rate, settings.momentum),
+        without_head(leaves.net, head),
+    )
     noise = head_noise(draws, len(mean), generator_of(rng), dtype)
     before = loss_of(unit, leaves.state, X, y)
     with torch.enable_grad():

@@ -61,7 +61,7 @@ def train(
         return output
 
     pulls = _pulls(leaves, flat, where, prior, linear, len(X))
-    optimizer = optimizer_of(leaves.moving, settings)
+    optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
     with torch.no_grad():
         before = float(mean_loss(unit, by_parts(net, whole, X), y))
     with torch.enable_grad():
@@ -217,12 +217,12 @@ def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tens
     optimizer.step()
 
 
-def optimizer_of(moving: list[torch.Tensor], settings: Training) -> torch.optim.Optimizer:
+def optimizer_of(moving: list[torch.Tensor], rate: float, momentum: float | None) -> torch.optim.Optimizer:
     """Adam, or gradient steps with momentum."""
     fused = all(value.device.type in _FUSED for value in moving)
-    if settings.momentum is None:
-        return torch.optim.Adam(moving, lr=settings.learning_rate, fused=fused)
-    return torch.optim.SGD(moving, lr=settings.learning_rate, momentum=settings.momentum, fused=fused)
+    if momentum is None:
+        return torch.optim.Adam(moving, lr=rate, fused=fused)
+    return torch.optim.SGD(moving, lr=rate, momentum=momentum, fused=fused)
 
 
 def loss_of(unit: NetworkUnit, state: dict[str, torch.Tensor], X: torch.Tensor, y: torch.Tensor) -> float:

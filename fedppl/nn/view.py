@@ -48,11 +48,7 @@ class Network:
         return self.unit.weights(np.asarray(phi, dtype=float), self.start)
 
     def places(self, which: str | tuple[str, ...]) -> Places:
-        """Positions in w of "shared", "local" or "all" weights, or of those named as in torch.
-
-        Raises `DeclarationError` for a name that the network does not have, or where there are no such
-        weights.
-        """
+        """Positions in w of "shared", "local" or "all" weights, or of those named as in torch; refused are none."""
         unit, everything = self.unit, np.arange(self.unit.size)
         if isinstance(which, str):
             groups = {"shared": unit.shared_at, "local": unit.local_at, "all": everything}

@@ -169,14 +169,6 @@ class Round(NamedTuple):
     slope: Array  # of the value in the kernels' parameters
 
 
-class Stand(NamedTuple):
-    """The result before a step of the kernels, by which the step is judged."""
-
-    shared: Globals
-    value: float
-    slope: Array
-
-
 class Rest(NamedTuple):
     """The state of an ascent that hardly moves."""
 
@@ -184,7 +176,7 @@ class Rest(NamedTuple):
     trail: Trail  # their values
     slope: Array | None = None  # in the last of them
     trial: Globals | None = None  # a proposal that units are sent in place of the shared parameters
-    stand: Stand | None = None  # before the last step of the kernels
+    stand: Round | None = None  # before the last step of the kernels
     judging: bool = False  # whether the proposal is that step
     curvature: Array | None = None  # (p, p) of minus the value in the kernels' parameters
     radius: float = _FIRST  # of a step of the kernels
@@ -250,26 +242,25 @@ def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Arr
         curvature = np.diag(np.maximum(np.abs(result.slope) / _FIRST, np.diag(role.kernel_precision)))
         rest = rest._replace(curvature=curvature if len(rest.trail.values) >= _SETTLED else None)
     elif rest.stand is not None:
-        curvature = _learnt(curvature, result.best.kernel - rest.stand.shared.kernel, rest.stand.slope - result.slope)
+        curvature = _learnt(curvature, result.best.kernel - rest.stand.best.kernel, rest.stand.slope - result.slope)
     return np.asarray(np.linalg.solve(curvature, result.slope), dtype=float), rest
 
 
 def _stepped(rest: Rest, result: Round, step: Array) -> Rest:
     """Propose a step of the kernels once all else has converged, and update the curvature by the last step."""
     if rest.stand is not None and rest.curvature is not None:
-        moved, turned = result.best.kernel - rest.stand.shared.kernel, rest.stand.slope - result.slope
+        moved, turned = result.best.kernel - rest.stand.best.kernel, rest.stand.slope - result.slope
         rest = rest._replace(curvature=_learnt(rest.curvature, moved, turned))
     length = max(float(np.max(np.abs(step))), 1e-300)
     trial = result.best._replace(kernel=result.best.kernel + min(1.0, rest.radius / length) * step)
-    stand = Stand(result.best, result.value, result.slope)
-    return _from(rest, trial)._replace(trial=trial, stand=stand, judging=True, reached=np.nan, refused=False)
+    return _from(rest, trial)._replace(trial=trial, stand=result, judging=True, reached=np.nan, refused=False)
 
 
 def _judged_step(rest: Rest, result: Round) -> Rest:
     """Accept a step of the kernels if it raised the value once all else has converged; else go back with a shorter."""
     stand, values = rest.stand, rest.trail.values
     assert stand is not None
-    step = result.best.kernel - stand.shared.kernel
+    step = result.best.kernel - stand.best.kernel
     length, expected = float(np.max(np.abs(step))), float(step @ stand.slope)
     if len(values) < _SETTLED:
         return rest._replace(trial=result.best)
@@ -278,7 +269,7 @@ def _judged_step(rest: Rest, result: Round) -> Rest:
         return rest._replace(trial=None, judging=False, radius=radius)
     if len(values) <= _CYCLE and result.value + _CYCLE * (values[-1] - values[-2]) > stand.value:
         return rest._replace(trial=result.best)  # all else still converges
-    return _from(rest, stand.shared)._replace(stand=None, radius=max(0.3 * length, _SHORTEST_POLISHED))
+    return _from(rest, stand.best)._replace(stand=None, radius=max(0.3 * length, _SHORTEST_POLISHED))
 
 
 def _learnt(curvature: Array, step: Array, turn: Array) -> Array:

@@ -173,11 +173,13 @@ def Averaging(
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
     settings = checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance, _MILESTONES)
-    return _algorithm("curves.Averaging", settings, _Unit(_same, _same, _several_steps, "x"), _average, draw)
-
-
-def _same(state: UnitClientState) -> UnitClientState:
-    return state
+    return _algorithm(
+        "curves.Averaging",
+        settings,
+        _Unit(lambda state: state, lambda state: state, _several_steps, "x"),
+        _average,
+        draw,
+    )
 
 
 def _several_steps(

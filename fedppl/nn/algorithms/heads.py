@@ -621,7 +621,7 @@ def langevin_steps(
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
     X = arranged(leaves.net, unit.tensor(unit.X, dtype))
     body = without_head(leaves.net, head)
-    optimizer = optimizer_of(leaves.moving, settings) if leaves.moving else None
+    optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum) if leaves.moving else None
     v = unit.tensor(np.array(start, dtype=float), dtype).requires_grad_()
     centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
     rho = float(np.exp(-head_rate / (rows * spread**2)))
