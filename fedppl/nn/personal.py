@@ -377,10 +377,7 @@ def train_below(
 
 
 def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.Generator) -> Array:
-    """Log density of held-out rows at each of `count` draws of the outputs, (count,).
-
-    Draws are from the subnetwork's posterior q by other rows, and are the same for all rows.
-    """
+    """Log density of held-out rows at each of `count` draws from a subnetwork's posterior q by other rows, (count,)."""
     deviations, density = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
     at, y, first = evaluate(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0
     for part in chunks(unit, q.weights, q.places, torch.float64, X=unit.X):

@@ -11,7 +11,6 @@ import numpy as np
 from scipy.linalg import block_diag
 
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report
-from fedppl.contracts.algorithm import DrawFn
 from fedppl.coregional.algorithms import _common
 from fedppl.coregional.bound import (
     Globals,
@@ -71,7 +70,8 @@ def Gradient(
     """
     settings = checked(learning_rate, milestones, 1, batch_size, initial_kernel, tolerance)
     step = functools.partial(_step, settings=settings)
-    return _algorithm("curves.Gradient", settings, _Unit(_from, _own, _one_step, "slope"), step, _draw)
+    part = _Unit(_from, lambda personal: unflatten_unit(personal.own), _one_step, "slope")
+    return _algorithm("curves.Gradient", settings, part, step)
 
 
 def _one_step(
@@ -94,10 +94,6 @@ def _from(start: UnitClientState) -> GradientClientState:
     return GradientClientState(x, _common.fresh(len(x)))
 
 
-def _own(personal: GradientClientState) -> UnitClientState:
-    return unflatten_unit(personal.own)
-
-
 def _step(
     state: StepsState, received: Received, known: int, *, settings: Settings
 ) -> tuple[float, Array, _common.Adam]:
@@ -106,19 +102,6 @@ def _step(
     rate = learning_rate(state.number, settings)
     adam = _common.fresh(len(state.x)) if state.adam is None else state.adam
     return float(total["bound"] / share), *_common.adam_step(state.x, total["slope"] / share, adam, rate)
-
-
-def _draw(
-    client: ClientView,
-    personal: GradientClientState | None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-) -> Draws:
-    """Draws of shared and own variables, as by the other algorithms for this model."""
-    unit = None if personal is None else _own(personal)
-    return draw(client, unit, message, draws, chains, rng)
 
 
 # Averaged Adam: the paper's own algorithm -----------------------------------------------------------------------------
@@ -173,13 +156,8 @@ def Averaging(
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
     settings = checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance, _MILESTONES)
-    return _algorithm(
-        "curves.Averaging",
-        settings,
-        _Unit(lambda state: state, lambda state: state, _several_steps, "x"),
-        _average,
-        draw,
-    )
+    part = _Unit(lambda state: state, lambda state: state, _several_steps, "x")
+    return _algorithm("curves.Averaging", settings, part, _average)
 
 
 def _several_steps(
@@ -290,7 +268,10 @@ class _Unit(NamedTuple):
     reply: str
 
 
-def _algorithm(name: str, settings: Settings, part: _Unit, move: _MoveFn, draw: DrawFn[P]) -> Algorithm[StepsState, P]:
+def _algorithm(name: str, settings: Settings, part: _Unit, move: _MoveFn) -> Algorithm[StepsState, P]:
+    def drawn(client: ClientView, personal: P | None, *others: Any) -> Draws:
+        return draw(client, None if personal is None else part.own(personal), *others)
+
     return Algorithm[StepsState, P](
         name=name,
         settings=described(settings),
@@ -308,7 +289,7 @@ def _algorithm(name: str, settings: Settings, part: _Unit, move: _MoveFn, draw: 
             shared_of,
             lambda state: block_diag(*shared_of(state).covariance),
             lambda state: (state.where, state.rows > 0),
-            draw,
+            drawn,
         ),
         needs=_common.NEEDS,
     )

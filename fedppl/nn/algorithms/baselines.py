@@ -64,8 +64,7 @@ def PerFedAvg(
 
     Notes
     -----
-    *When this fails.* The Hessian's product is a difference of gradients in float32, which is rough where the loss is
-    flat.
+    *When this fails.* The Hessian's product is a difference of gradients in float32, rough where the loss is flat.
 
     References
     ----------

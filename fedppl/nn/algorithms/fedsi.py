@@ -111,8 +111,7 @@ def FedSI(
     diagonal
         Whether to infer all shared weights, with the diagonal of the curvature: FedSI-Fac.
     average
-        Quantity that the server averages, "variance" or "sd". Algorithm 1 has sds; with degenerate Gaussians, variances
-        are those of an average of independent draws' mixture less the spread of means.
+        Quantity that the server averages: "variance", or "sd" as in Algorithm 1.
     tune, tune_rate, tune_epochs
         As in `FedAvg`, by Adam. Local weights have their declared prior, shared ones that of the last inference; local
         weights that are not named stay where they start, and their prior is not used.

@@ -511,17 +511,8 @@ def _chain_moved(
     """All weights with the head's mean, and the chain, for the β and θ of this message."""
     at = at_client(client, message, settings.head)
     start = personal.last if personal is not None and len(personal.last) == len(at.centre) else at.centre
-    w, chain = langevin_steps(
-        at.unit,
-        at.head,
-        at.w,
-        at.below if below else at.below[:0],
-        start,
-        (at.centre, settings.spread),
-        settings.training,
-        settings.head_rate,
-        rng,
-    )
+    moving, prior = at.below if below else at.below[:0], (at.centre, settings.spread)
+    w, chain = langevin_steps(at.unit, at.head, at.w, moving, start, prior, settings.training, settings.head_rate, rng)
     w[at.head.places] = chain.mean
     return w, chain
 
