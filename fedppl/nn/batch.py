@@ -19,7 +19,7 @@ from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, without_head
 from fedppl.nn.likelihood import Categorical, Likelihood
 from fedppl.nn.personal import HeadSteps, head_noise, softplus_backwards
-from fedppl.nn.train import GROWTH, RISE, Training, mean_loss, optimizer_of
+from fedppl.nn.train import GROWTH, RISE, Pulls, Training, mean_loss, optimizer_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
 from fedppl.types import Array
@@ -193,7 +193,6 @@ class Minibatch(NamedTuple):
 
 
 LossFn = Callable[[State, Minibatch], torch.Tensor]  # the sum over clients of their losses
-_Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 class Weights:
@@ -289,7 +288,7 @@ def _trained(
     rngs: Rngs,
     loss: LossFn,
     dtype: torch.dtype,
-    pulls: _Pulls = None,
+    pulls: Pulls = None,
 ) -> tuple[Array, Flags]:
     """Weights (K, d) after all steps, and at which clients they stayed bounded and the loss did not rise far."""
     before = losses(stack, weights, dtype)
@@ -318,7 +317,7 @@ def shared_loss(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) 
 
 def _pulls(
     weights: Weights, W: Array, free: Places, priors: Sequence[tuple[Array, Array]] | None, rows: NDArray[np.int64]
-) -> _Pulls:
+) -> Pulls:
     """For each moving parameter a and c of the gradient a w + c of the priors, (K, ...)."""
     if priors is None:
         return None
@@ -330,7 +329,7 @@ def _pulls(
 
 
 def take_steps(
-    stack: Stack, weights: Weights, settings: Training, rngs: Rngs, loss: LossFn, pulls: _Pulls = None
+    stack: Stack, weights: Weights, settings: Training, rngs: Rngs, loss: LossFn, pulls: Pulls = None
 ) -> None:
     """All steps of all epochs. A client that has no batch left in an epoch takes no step until the next."""
     size, moving = settings.batch_size, list(weights.moving.values())

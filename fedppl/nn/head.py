@@ -50,21 +50,18 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
     size = module.weight.numel()
     head = Head(layer, places, slice(0, size), slice(size, len(places)), module.out_features)
     X = unit.tensor(unit.X[:_LOOKED_AT], torch.float64)
+    v, ours, why = unit.tensor(np.asarray(w, dtype=float)[places], torch.float64), None, ""
     with torch.no_grad():
         state = unit.state(w, torch.float64)
         output = call(unit.net, state, X)
         try:
-            z = _features(unit, head, state, X)
-            ours = _logits(head, z, unit.tensor(np.asarray(w, dtype=float)[places], torch.float64)[None])[0].mT
-        except Exception as error:
-            raise DeclarationError(
-                f"layer {layer!r} cannot be taken off the network ({type(error).__name__}: {error}); call it in "
-                "forward, on a matrix with a row for each observation, and use its weights nowhere else."
-            ) from error
-    if output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
+            ours = _logits(head, _features(unit, head, state, X), v[None])[0].mT
+        except Exception as error:  # each network has exceptions of its own
+            why = f" ({type(error).__name__}: {error})"
+    if ours is None or output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
-            f"head={names!r} is not the network's last layer: its output goes on into others. Name the last linear "
-            "layer, and put a softmax into the likelihood (logit_p=)."
+            f"head={names!r} is not the network's last layer, or cannot be taken off it{why}. Name the linear layer "
+            "that forward calls last, once, on a matrix, and put a softmax into the likelihood (logit_p=)."
         )
     return head
 

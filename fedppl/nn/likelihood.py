@@ -16,7 +16,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import pytensor
@@ -47,6 +47,7 @@ CONTRACT = (
     "and one outcome of that output, such as pm.Categorical(logit_p=output) or pm.Normal(output, constant)"
 )
 _MOVED = (DimShuffle, Reshape, SpecifyShape, Subtensor)  # operations that only rearrange numbers
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -582,16 +583,29 @@ def _declared(
             f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({type(error).__name__}: "
             f"{str(error).strip().partition(chr(10))[0]}). For other models use fedppl.EP(local=fedppl.NUTS())."
         ) from error
-    # Built at the first call: not every algorithm needs these.
-    curvatures = functools.cache(lambda: interpreted.python_function([extended, columns], curved, _MODE))
+    curvatures = _built_once(lambda: interpreted.python_function([extended, columns], curved, _MODE))
     return Declared(
         kind_of(observed),
         count,
         tuple(read.values()),
         first_order,
         lambda output, y: np.asarray(curvatures()(output, y)),
-        functools.cache(draws),
+        _built_once(draws),
     )
+
+
+def _built_once(build: Callable[[], T]) -> Callable[[], T]:
+    """A function that builds its value at the first call, once for all threads: not every algorithm needs it."""
+    cache: list[T] = []
+    lock = threading.Lock()
+
+    def get() -> T:
+        with lock:
+            if not cache:
+                cache.append(build())
+            return cache[0]
+
+    return get
 
 
 def _lengths_of_one(parts: _graph.Parts) -> dict[Any, Any]:

@@ -360,8 +360,7 @@ def train_below(
     after = loss_of(unit, leaves.state, X, y)
     trained = require_bounded(leaves.result(flat), flat)
 
-    def expected(w: Array) -> float:
-        """The objective of the steps, under draws that are the same at every call."""
+    def expected(w: Array) -> float:  # the objective, under draws that are the same at every call
         drawn = torch.randn(_FEW, len(mean), generator=torch.Generator().manual_seed(0), dtype=dtype).to(mean.device)
         with torch.no_grad():
             return float(expected_loss(unit, head, features(unit, head, w, dtype=dtype), y, mean + spread * drawn))

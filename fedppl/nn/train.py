@@ -185,12 +185,12 @@ def _upper_layers(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Modul
         return torch.nn.Sequential(*layers[count:]), by_parts(below, below, X)
 
 
-_Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
+Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 def _pulls(
     leaves: Leaves, w: Array, free: Places, prior: tuple[Array, Array] | None, linear: Array | None, rows: int
-) -> _Pulls:
+) -> Pulls:
     """For each moving parameter a and c of the gradient a w + c of the prior and the linear term."""
     if prior is None and linear is None:
         return None
@@ -203,7 +203,7 @@ def _pulls(
     return list(zip(leaves.split(slope), leaves.split(constant), strict=True))
 
 
-def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tensor, pulls: _Pulls = None) -> None:
+def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tensor, pulls: Pulls = None) -> None:
     """One step of the optimizer down the loss, with the gradients `pulls` added."""
     slopes = gradients(loss, leaves.moving)
     with torch.no_grad():

@@ -321,7 +321,6 @@ def network_result(
     def draw(
         client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
     ) -> Draws:
-        """Draws of all weights: of the subnetwork's posterior, and equal elsewhere."""
         size, count = client.shared_size + client.local_size, draws * chains
         if count * size > _MOST:
             raise DeclarationError(
