@@ -23,12 +23,11 @@ from fedppl.coregional.bound import (
     flatten,
     flatten_unit,
     gradient,
-    slopes,
     unflatten,
     unflatten_unit,
     unit_bound,
 )
-from fedppl.coregional.unit import statistics
+from fedppl.coregional.unit import slopes, statistics
 from fedppl.coregional.view import unit_of
 from fedppl.model.client import ClientModel
 from fedppl.model.interpreted import PYTHON_MODE
