@@ -151,7 +151,7 @@ def _through_flower() -> Any:
         return now.arrays, now.texts
 
     grid = FakeGrid({1: site(1, answer, "bad"), 2: site(2, plain("good"))})
-    moving = engine({}, ("bad", "good"), own=True, grid=grid)
+    moving = engine({}, ("bad", "good"), grid=grid)
     requests = {name: malformed.request(name) for name in ("bad", "good")}
 
     def read(kind: str, case: malformed.Case) -> str | None:
