@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit, softmax
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance, region
+from fedppl.numerics.coordinates import declared
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import Proposal, log_mixture, scrambles, whitened
 from fedppl.types import Array
@@ -25,7 +25,6 @@ from fedppl.types import Array
 MOST_ERROR = 0.05  # of a mean or an sd, in posterior sds
 FEWEST = 100  # effective points
 MOST_SECOND_K = 0.7  # Pareto k up to which weights give a second moment
-_MOST_LOG = 100.0  # of a scale
 _OUTERMOST = 0.02  # share of a second moment in the outermost points from which their Pareto k counts
 
 
@@ -163,7 +162,7 @@ def _log_sum(logs: Array) -> float:
 
 def declared_error(labels: tuple[str, ...], reweighted: Reweighted) -> float:
     """Largest standard error of a mean or an sd, in sds, on the scales that variables are declared on."""
-    x = declared(labels, np.zeros(0, dtype=np.intp), reweighted.points)
+    x = declared(labels, reweighted.points)
     if not x.shape[1]:
         return 0.0
     weights, of_q = reweighted.weights, reweighted.of_q
@@ -177,26 +176,3 @@ def declared_error(labels: tuple[str, ...], reweighted: Reweighted) -> float:
     # A control variate with a heavier tail than the posterior's adds more than it takes.
     errors = np.minimum(np.std(by_weights, axis=0), np.std(by_weights - by_q, axis=0))
     return float(np.sqrt(region.SCRAMBLES - 1.0) * np.max(errors))
-
-
-def declared(labels: tuple[str, ...], folded: NDArray[np.intp], u: Array) -> Array:
-    """Coordinates (S, m) on the scales that their variables are declared on, (S, L), where these are others.
-
-    Scales and rates that are not taken as they are, probabilities, compositions. A moment of these may be wrong where
-    that of the logarithm is right: sds above all, along the tail to the right.
-    """
-    by_name: dict[str, list[int]] = {}
-    for i, label in enumerate(labels):
-        by_name.setdefault(label.partition("[")[0], []).append(i)
-    columns = [np.zeros((len(u), 0))]
-    for name, numbers in by_name.items():
-        places = [i for i in numbers if i not in folded]
-        if name.endswith("_log__"):
-            columns.append(np.exp(np.minimum(u[:, places], _MOST_LOG)))
-        elif name.endswith(("_logodds__", "_interval__")):
-            columns.append(expit(u[:, places]))
-        elif name.endswith("_simplex__"):
-            columns.append(
-                softmax(np.concatenate([u[:, places], -u[:, places].sum(axis=1, keepdims=True)], axis=1), axis=1)
-            )
-    return np.concatenate(columns, axis=1)

@@ -3,8 +3,7 @@ r"""A log density that is known at some points, as a proposal: a smooth function
 .. math:: \hat s(z) = -\tfrac12 |z|^2 + \text{quadratic}(z) + \sum_i c_i\, |z - z_i|^3
 
 Clients' values are dear, and their sum is smooth: of the surrogate thousands of draws cost nothing, and a few values at
-some of them say what it leaves. A scale whose logarithm has a long left tail is taken itself, folded at 0, where the
-density is smooth and ends. Of many coordinates values lie far apart, and what bends between them a spline does not
+some of them say what it leaves. Of many coordinates values lie far apart, and what bends between them a spline does not
 tell: there a polynomial of the fourth degree comes first, once there are values enough, and the spline adds the rest.
 """
 
@@ -19,11 +18,10 @@ from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
 
 from fedppl.numerics import importance, region
+from fedppl.numerics.coordinates import Places
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, weighted_moments
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, whitened
 from fedppl.types import Array
-
-Places = NDArray[np.intp]
 
 MOST_FOLDED = 6
 _WIDE = 2.5  # times as wide as the posterior, a part of the candidates
@@ -89,25 +87,6 @@ class Drawn(NamedTuple):
     log_integral: float
     mean: Array  # (m,)
     covariance: Array  # (m, m)
-
-
-def unfolded(u: Array, folded: Places) -> Array:
-    """φ of u."""
-    phi = u.copy()
-    phi[:, folded] = np.log(u[:, folded])
-    return phi
-
-
-def as_folded(phi: Array, folded: Places) -> Array:
-    """u of φ: scales themselves in the place of their logarithms."""
-    u = phi.copy()
-    u[:, folded] = np.exp(phi[:, folded])
-    return u
-
-
-def log_slope(phi: Array, folded: Places) -> Array:
-    """log |dφ / du|, (S,): what is added to a log density in φ for one in u."""
-    return np.asarray(-phi[:, folded].sum(axis=1))
 
 
 def mixture(

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import region, surrogate
+from fedppl.numerics import region
+from fedppl.numerics.coordinates import Coordinates, log_slope
 from fedppl.numerics.importance import normalise, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
-from fedppl.numerics.surrogate import Drawn, Places
+from fedppl.numerics.surrogate import Drawn
 from fedppl.types import Array
 
 BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
@@ -82,7 +83,7 @@ class Evaluated(NamedTuple):
 class Shape(NamedTuple):
     """Coordinates of surrogates, and moments in these."""
 
-    folded: Places  # coordinates that are scales themselves, not their logarithms
+    coordinates: Coordinates
     outer: tuple[Proposal, ...]  # proposals in the tails, where they are heavy
     unit: Unit  # of moments
     estimates: tuple[Estimate, ...]  # of the stages so far
@@ -166,7 +167,7 @@ def effort_of(state: Weighing) -> Effort:
 def values_of_batch(state: Weighing) -> Array:
     """Log densities, in the coordinates of the surrogate, of the batch that was evaluated last."""
     count = len(state.batch.phi)
-    return np.asarray(state.evaluated.values[-count:] + surrogate.log_slope(state.batch.phi, state.shape.folded))
+    return np.asarray(state.evaluated.values[-count:] + log_slope(state.batch.phi, state.shape.coordinates))
 
 
 # Moments of a posterior: what each stage says, what they say together, and draws put right by it ---

@@ -34,11 +34,11 @@ from fedppl.local.integrate import Stacked, Values
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics import region
+from fedppl.numerics.coordinates import of_phi
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness
 from fedppl.numerics.proposals import has_heavy_tails, whitened
 from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
 from fedppl.numerics.streams import STREAMS, whitened_points
-from fedppl.numerics.surrogate import as_folded
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
 _LOCAL = NestedLaplace()
@@ -437,7 +437,7 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     def factor_of(client: ClientView, at: Array, center: Array, share: float) -> Factor:
         return factors[client.client_id]._replace(values=factors[client.client_id].values - ratio)
 
-    scaled = as_folded(points, phase.shape.folded)
+    scaled = of_phi(points, phase.shape.coordinates)
     return without(Of(q, posterior, points, scaled), client_ids, clients, factor_of)
 
 

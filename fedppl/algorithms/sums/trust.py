@@ -31,9 +31,10 @@ from fedppl.algorithms.sums.phases import (
     values_of_batch,
 )
 from fedppl.numerics import importance, region, surrogate
+from fedppl.numerics.coordinates import declared, log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails
-from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, declared, second_k
+from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, second_k
 from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array, as_declared
 
@@ -165,7 +166,7 @@ def _put_right(
     by_draws, error, on_declared = chance_of_draws(posterior), errors.error, errors.on_declared
     if by_draws > BY_DRAWS:
         by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, state.shape.outer)
-        more = surrogate.drawn(through, by, state.shape.folded, stream)
+        more = surrogate.drawn(through, by, state.shape.coordinates.folded, stream)
         pairs = (posterior, by_draws), (more, chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
     if errors.is_off:
@@ -248,8 +249,8 @@ def _estimate(state: Weighing, weights: _Weights, draws: Array, batch: Array, un
 
 def _on_declared_scales(state: Weighing, posterior: Drawn, weights: _Weights) -> _Declared:
     assert state.draws is not None
-    labels, folded = state.about.labels, state.shape.folded
-    at, draws, batch = (declared(labels, folded, u) for u in (posterior.u, state.draws.posterior.u, state.batch.u))
+    points = *(to_phi(of.u, state.shape.coordinates) for of in (posterior, state.draws.posterior)), state.batch.phi
+    at, draws, batch = (declared(state.about.labels, phi) for phi in points)
     if not at.shape[1]:
         return _Declared(0.0, 0.0)
     center = posterior.weights @ at
@@ -273,14 +274,14 @@ def _grown(state: Weighing, posterior: Drawn, last: Estimate) -> float:
 
 def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: float, tail: float) -> Reweighted:
     """The surrogate's draws as the posterior, beside the Gaussian of their moments."""
-    phi = surrogate.unfolded(posterior.u, state.shape.folded)
+    phi = to_phi(posterior.u, state.shape.coordinates)
     moments = weighted_moments(phi, posterior.weights)
     q = gaussian.from_moments(moments.mean, moments.covariance)
     # A surrogate has mass where it is made up; the weights' integral has an error by chance alone.
     chance = _chance_of_integral(state, weights)
     is_off = abs(weights.log_integral - posterior.log_integral) > chance
     log_integral = weights.log_integral if is_off else posterior.log_integral
-    of_q = gaussian.log_density(q, phi) + surrogate.log_slope(phi, state.shape.folded) - posterior.log_proposal
+    of_q = gaussian.log_density(q, phi) + log_slope(phi, state.shape.coordinates) - posterior.log_proposal
     has_tail = weights.effective <= _EVEN
     return Reweighted(
         points=phi,

@@ -38,12 +38,13 @@ from fedppl.algorithms.sums.phases import (
 from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance, region, surrogate
+from fedppl.numerics.coordinates import Coordinates, Places, coordinates_of, log_slope, of_phi, plain, to_phi
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
 from fedppl.numerics.integral import smooth_over
 from fedppl.numerics.proposals import Proposal, beyond
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import standard_normal
-from fedppl.numerics.surrogate import Drawn, Places, Surrogate
+from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array
 
 _FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
@@ -80,13 +81,12 @@ def begin(
     m = len(q.linear)
     # its values have to tell a quadratic in all coordinates
     count = -(-max(count, (m + 1) * (m + 2)) // region.SCRAMBLES)
-    nothing, folded = np.zeros((0, m)), np.zeros(0, dtype=np.intp)
-    mean, covariance = gaussian.mean(q), gaussian.covariance(q)
+    nothing, mean, covariance = np.zeros((0, m)), gaussian.mean(q), gaussian.covariance(q)
     return Weighing(
         About(q, prior, labels, many),
         Evaluated(nothing, np.zeros(0), np.zeros(0), _not_integrated(m), np.zeros(2), True),
-        Shape(folded, (), Unit(mean, gaussian.standard_deviations(q)), ()),
-        _of_candidates(mean, covariance, folded, count, stream, (MANY if many else FEW).wide),
+        Shape(plain(), (), Unit(mean, gaussian.standard_deviations(q)), ()),
+        _of_candidates(mean, covariance, plain(), count, stream, (MANY if many else FEW).wide),
         draws=None,
         stage=0,
         pilots=0,
@@ -99,11 +99,11 @@ def _not_integrated(m: int) -> Integrated:
 
 
 def _of_candidates(
-    mean: Array, covariance: Array, folded: Places, per_scramble: int, stream: int, wide: float = 0.5
+    mean: Array, covariance: Array, coordinates: Coordinates, per_scramble: int, stream: int, wide: float = 0.5
 ) -> Batch:
-    at = surrogate.candidates(surrogate.mixture(mean, covariance, per_scramble, wide), folded, stream)
+    at = surrogate.candidates(surrogate.mixture(mean, covariance, per_scramble, wide), coordinates.folded, stream)
     ones = np.ones(len(at.u))
-    return Batch(surrogate.unfolded(at.u, folded), at.u, at.log_density, np.nan * ones, ones, at.scramble)
+    return Batch(to_phi(at.u, coordinates), at.u, at.log_density, np.nan * ones, ones, at.scramble)
 
 
 def with_integrated(state: Weighing, integrated: Integrated, laplace: Array) -> Weighing:
@@ -216,7 +216,7 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     through = _through(state, mean, covariance)
     if through is None:  # a wider t, about the moments so far
         return _again(state, mean, covariance, count, stream)
-    mean, covariance = surrogate.moments_of(through, mean, covariance, state.shape.folded, stream)
+    mean, covariance = surrogate.moments_of(through, mean, covariance, state.shape.coordinates.folded, stream)
     posterior = _draws(state, through, mean, covariance, stream)
     if effective_size(posterior.weights) < _FEWEST * len(mean):
         return _again(state, mean, covariance, count, stream)
@@ -232,14 +232,16 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     outer = beyond(posterior.u, posterior.weights, _CANDIDATES)
     # Of another stream than the draws that stand for the posterior, which are nearly the same from stage to stage.
     by = surrogate.mixture(mean, covariance, _CANDIDATES, 0.25, outer)
-    candidates = surrogate.drawn(through, by, state.shape.folded, stream + 1 + state.stage)
+    candidates = surrogate.drawn(through, by, state.shape.coordinates.folded, stream + 1 + state.stage)
     drawn = candidates
     if _are_copies(candidates):
-        drawn = surrogate.walked(through, posterior, state.shape.folded, _STEPS // 4, stream + 1 + state.stage)
+        drawn = surrogate.walked(
+            through, posterior, state.shape.coordinates.folded, _STEPS // 4, stream + 1 + state.stage
+        )
     count *= 1 if state.stage < 2 else 2 ** (state.stage - 1)
     parts = (
-        _chosen(candidates, drawn, by, state.shape.folded, count),
-        _probes(posterior, state.shape.folded, effort_of(state).probes),
+        _chosen(candidates, drawn, by, state.shape.coordinates, count),
+        _probes(posterior, state.shape.coordinates, effort_of(state).probes),
     )
     after = state._replace(
         shape=state.shape._replace(outer=outer),
@@ -303,20 +305,20 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     if not np.any(np.isfinite(logs)):
         return state, gaussian.mean(state.about.q), gaussian.covariance(state.about.q)
     weights = normalise(importance.smoothed(logs)[0])
-    folded = state.shape.folded
+    coordinates = state.shape.coordinates
     if not state.pilots:
-        folded = _scales(state, points, weights)
-    u = surrogate.as_folded(points, folded)
+        coordinates = coordinates_of(state.about.labels, _scales(state, points, weights), weights @ points)
+    u = of_phi(points, coordinates)
     moments, wide = weighted_moments(u, weights), weighted_moments(u, np.full(len(u), 1.0 / len(u)))
     kept = min(1.0, effective_size(weights) / (_FEWEST * len(moments.mean)))  # few points do not tell a covariance
     covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / surrogate.WIDER
     unit = Unit(moments.mean, np.sqrt(np.diag(covariance)))
-    return _with_shape(state, folded, unit, state.shape.outer), moments.mean, covariance
+    return _with_shape(state, coordinates, unit, state.shape.outer), moments.mean, covariance
 
 
-def _with_shape(state: Weighing, folded: Places, unit: Unit, outer: tuple[Proposal, ...]) -> Weighing:
+def _with_shape(state: Weighing, coordinates: Coordinates, unit: Unit, outer: tuple[Proposal, ...]) -> Weighing:
     """The state in other coordinates; estimates so far may be in other units, and go."""
-    return state._replace(shape=Shape(folded, outer, unit, ()))
+    return state._replace(shape=Shape(coordinates, outer, unit, ()))
 
 
 def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, stream: int) -> Drawn:
@@ -324,7 +326,7 @@ def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, 
 
     def by(count: int) -> Drawn:
         mixture = surrogate.mixture(mean, covariance, count, 0.125, state.shape.outer)
-        return surrogate.drawn(through, mixture, state.shape.folded, stream)
+        return surrogate.drawn(through, mixture, state.shape.coordinates.folded, stream)
 
     count = effort_of(state).draws
     few = by(count)
@@ -332,7 +334,7 @@ def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, 
     if is_short and _are_copies(few):
         many = by(MOST_DRAWS)
         if effective_size(many.weights) >= 2.0 * len(mean):  # fewer draws lie in a plane, and stay there
-            return surrogate.walked(through, many, state.shape.folded, _STEPS, stream)
+            return surrogate.walked(through, many, state.shape.coordinates.folded, _STEPS, stream)
     off = 0.0 if state.stage < _LATE or count == MOST_DRAWS else chance_of_draws(few)
     return few if off <= BY_DRAWS else by(min(MOST_DRAWS, int(count * (off / BY_DRAWS) ** 2)))
 
@@ -349,10 +351,14 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     there, and theirs is not.
     """
     skewed = skewness(points, weights)
-    others = [i for i, label in enumerate(state.about.labels) if _LOG in label and i not in state.shape.folded]
+    others = [
+        i for i, label in enumerate(state.about.labels) if _LOG in label and i not in state.shape.coordinates.folded
+    ]
     added = [i for i in others if skewed[i] < _SKEWED and not widens(points, weights, i)]
-    most = surrogate.MOST_FOLDED - len(state.shape.folded)
-    return np.sort(np.array([*state.shape.folded, *sorted(added, key=lambda i: skewed[i])[:most]], dtype=np.intp))
+    most = surrogate.MOST_FOLDED - len(state.shape.coordinates.folded)
+    return np.sort(
+        np.array([*state.shape.coordinates.folded, *sorted(added, key=lambda i: skewed[i])[:most]], dtype=np.intp)
+    )
 
 
 def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighing, Surrogate, Drawn] | None:
@@ -360,13 +366,14 @@ def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighi
 
     A pilot's weights may not show a tail that a surrogate has.
     """
-    phi = surrogate.unfolded(posterior.u, state.shape.folded)
+    phi = to_phi(posterior.u, state.shape.coordinates)
     folded = _scales(state, phi, posterior.weights)
-    if len(folded) == len(state.shape.folded):
+    if len(folded) == len(state.shape.coordinates.folded):
         return None
-    moments = weighted_moments(surrogate.as_folded(phi, folded), posterior.weights)
+    coordinates = coordinates_of(state.about.labels, folded, posterior.weights @ phi)
+    moments = weighted_moments(of_phi(phi, coordinates), posterior.weights)
     unit = Unit(moments.mean, np.sqrt(np.diag(moments.covariance)))
-    after = _with_shape(state, folded, unit, ())
+    after = _with_shape(state, coordinates, unit, ())
     through = _through(after, moments.mean, moments.covariance)
     if through is None:
         return None
@@ -379,8 +386,8 @@ def _through(state: Weighing, mean: Array, covariance: Array) -> Surrogate | Non
     """A surrogate through all values so far."""
     is_finite = np.isfinite(state.evaluated.values)
     points = state.evaluated.points[is_finite]
-    values = state.evaluated.values[is_finite] + surrogate.log_slope(points, state.shape.folded)
-    u = surrogate.as_folded(points, state.shape.folded)
+    values = state.evaluated.values[is_finite] + log_slope(points, state.shape.coordinates)
+    u = of_phi(points, state.shape.coordinates)
     return surrogate.fitted(u, values, mean, covariance, heavy=bool(state.shape.outer))
 
 
@@ -389,11 +396,11 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
     if state.pilots >= _PILOTS:
         return nowhere(state)
     per_scramble = max(2, count // region.SCRAMBLES)
-    batch = _of_candidates(mean, covariance, state.shape.folded, per_scramble, stream + _APART + state.pilots)
+    batch = _of_candidates(mean, covariance, state.shape.coordinates, per_scramble, stream + _APART + state.pilots)
     return Judged(state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1), "")
 
 
-def _chosen(candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], folded: Places, count: int) -> Batch:
+def _chosen(candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], coordinates: Coordinates, count: int) -> Batch:
     """Draws of the surrogate, by systematic resampling in each scramble, and candidates as they come."""
     each = max(4, count // region.SCRAMBLES)
     defensive = max(1, min(int(DEFENCE * each), len(candidates.u) // region.SCRAMBLES))
@@ -407,24 +414,24 @@ def _chosen(candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], folded: Plac
         at = first[order]
         parts.append((u[at], logs[at], number[order].astype(float), np.full(len(at), scramble)))
     u, logs, times, scrambles = (np.concatenate(part) for part in zip(*parts, strict=True))
-    phi, log_density = surrogate.unfolded(u, folded), surrogate.log_candidates(by, u, folded)
+    phi, log_density = to_phi(u, coordinates), surrogate.log_candidates(by, u, coordinates.folded)
     return Batch(phi, u, log_density, logs, times, scrambles.astype(np.intp))
 
 
-def _probes(of: Drawn, folded: Places, count: int) -> Batch:
+def _probes(of: Drawn, coordinates: Coordinates, count: int) -> Batch:
     """Draws with most of a second moment: where a surrogate is made up, values there put it right."""
     z = (of.u - of.mean) / np.sqrt(np.diag(of.covariance))
     at = np.argsort(-of.weights * np.max(z**2, axis=1), kind="stable")[:count]
-    phi, none = surrogate.unfolded(of.u[at], folded), np.zeros(len(at))
+    phi, none = to_phi(of.u[at], coordinates), np.zeros(len(at))
     return Batch(phi, of.u[at], of.log_proposal[at], of.log_density[at], none, of.scramble[at])
 
 
 def candidates_about(state: Weighed, per_scramble: int) -> tuple[Array, NDArray[np.intp], Array]:
     """Candidates about the posterior as they come: φ (S, m), scrambles, and log densities in φ."""
     assert state.posterior is not None
-    u = surrogate.as_folded(state.posterior.points, state.shape.folded)
+    u = of_phi(state.posterior.points, state.shape.coordinates)
     moments = weighted_moments(u, state.posterior.weights)
     by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, 0.5, state.shape.outer)
-    at = surrogate.candidates(by, state.shape.folded, 0)
-    phi = surrogate.unfolded(at.u, state.shape.folded)
-    return phi, at.scramble, np.asarray(at.log_density - surrogate.log_slope(phi, state.shape.folded))
+    at = surrogate.candidates(by, state.shape.coordinates.folded, 0)
+    phi = to_phi(at.u, state.shape.coordinates)
+    return phi, at.scramble, np.asarray(at.log_density - log_slope(phi, state.shape.coordinates))

@@ -1,0 +1,177 @@
+r"""Coordinates in which a posterior is closer to normal than in those that are sampled.
+
+A scale s whose logarithm has a long left tail becomes arsinh(s / s_0): the scale itself near 0, where the density is
+smooth and ends, so that it may be folded there; its logarithm where it is large. The sds and partial correlations of a
+covariance Σ become the matrix logarithm about the Σ_0 of a mode,
+
+.. math:: A = \log\left(C^{-1} \Sigma\, C^{-T}\right), \qquad C C^T = \Sigma_0, \qquad
+          \left|\frac{\partial \Sigma}{\partial A}\right|
+          = |C|^{n+1} \prod_i e^{w_i} \prod_{i<j} \frac{e^{w_i} - e^{w_j}}{w_i - w_j}
+
+with A's eigenvalues w: no order of the effects matters in it, and no unit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit, softmax
+
+from fedppl.types import Array
+
+Places = NDArray[np.intp]
+
+_MOST_LOG = 100.0  # of a scale
+_MOST_EIGENVALUE = 60.0  # of a matrix logarithm, beyond which roots of covariances have no digits
+
+
+class Block(NamedTuple):
+    """A covariance."""
+
+    places: Places  # of the lower triangle of n rows: log sds on the diagonal, else partial correlations as arctanh
+    root: Array  # (n, n) C
+
+
+class Coordinates(NamedTuple):
+    """What stands in the place of which φ."""
+
+    folded: Places  # logarithms of scales, of which arsinh is taken
+    log_units: Array  # log s_0 of these
+    blocks: tuple[Block, ...]  # matrix logarithms
+
+
+def covariances(labels: tuple[str, ...]) -> list[Places]:
+    """Places of the covariances among coordinates, by their labels."""
+    names = [label.partition("_partial__[")[0] for label in labels if "_partial__[" in label]
+    starts = [(f"{name}_log__[", f"{name}_partial__[") for name in dict.fromkeys(names)]
+    return [np.flatnonzero([label.startswith(own) for label in labels]) for own in starts]
+
+
+def plain() -> Coordinates:
+    """φ itself."""
+    return Coordinates(np.zeros(0, dtype=np.intp), np.zeros(0), ())
+
+
+def coordinates_of(labels: tuple[str, ...], folded: Places, center: Array) -> Coordinates:
+    """Coordinates about φ (m,) with these scales folded, and logarithms of covariances that have none of these."""
+    whole = [places for places in covariances(labels) if not np.isin(places, folded).any()]
+    blocks = tuple(Block(places, _roots(center[None, places])[0]) for places in whole)
+    return Coordinates(folded, center[folded], blocks)
+
+
+def of_phi(phi: Array, coordinates: Coordinates) -> Array:
+    """Coordinates u (S, m) of φ (S, m)."""
+    u = phi.copy()
+    u[:, coordinates.folded] = np.arcsinh(np.exp(phi[:, coordinates.folded] - coordinates.log_units))
+    for block in coordinates.blocks:
+        roots = _roots(phi[:, block.places])
+        vectors, values, _ = np.linalg.svd(np.linalg.solve(block.root, roots))
+        u[:, block.places] = _lower((vectors * 2.0 * np.log(values)[:, None, :]) @ vectors.transpose(0, 2, 1))
+    return u
+
+
+def to_phi(u: Array, coordinates: Coordinates) -> Array:
+    """φ (S, m) of coordinates u (S, m)."""
+    phi = u.copy()
+    scaled = u[:, coordinates.folded]
+    phi[:, coordinates.folded] = scaled + np.log(-np.expm1(-2.0 * scaled)) - np.log(2.0) + coordinates.log_units
+    for block in coordinates.blocks:
+        values, vectors = np.linalg.eigh(_symmetric(u[:, block.places]))
+        halves = np.exp(0.5 * np.clip(values, -_MOST_EIGENVALUE, _MOST_EIGENVALUE))
+        upper = np.asarray(np.linalg.qr((block.root @ (vectors * halves[:, None, :])).transpose(0, 2, 1), mode="r"))
+        phi[:, block.places] = _sds_and_partials(upper.transpose(0, 2, 1))
+    return phi
+
+
+def log_slope(phi: Array, coordinates: Coordinates) -> Array:
+    """log |dφ / du|, (S,): what is added to a log density in φ for one in u."""
+    logs = phi[:, coordinates.folded] - coordinates.log_units
+    slope = np.sum(0.5 * np.logaddexp(2.0 * logs, 0.0) - logs, axis=1)
+    for block in coordinates.blocks:
+        slope += _log_slope(phi[:, block.places], block.root)
+    return np.asarray(slope)
+
+
+def _size(entries: int) -> int:
+    """Rows of a triangle with so many entries."""
+    return int(np.sqrt(2 * entries))
+
+
+def _lower(matrices: Array) -> Array:
+    rows, columns = np.tril_indices(matrices.shape[1])
+    return matrices[:, rows, columns]
+
+
+def _symmetric(entries: Array) -> Array:
+    n = _size(entries.shape[1])
+    rows, columns = np.tril_indices(n)
+    matrices = np.zeros((len(entries), n, n))
+    matrices[:, rows, columns] = matrices[:, columns, rows] = entries
+    return matrices
+
+
+def _parts(phi: Array) -> tuple[Array, Array, Array]:
+    """Log sds (S, n), arctanh of partial correlations (S, n, n), and log of their cosh; 0 on and above diagonals."""
+    n = _size(phi.shape[1])
+    matrices = np.tril(_symmetric(phi), -1)
+    logs = np.logaddexp(2.0 * matrices, 0.0) - matrices - np.log(2.0)
+    return phi[:, [(k + 1) * (k + 2) // 2 - 1 for k in range(n)]], matrices, np.tril(logs, -1)
+
+
+def _roots(phi: Array) -> Array:
+    """Lower roots (S, n, n) of covariances."""
+    log_sds, partials, log_cosh = _parts(phi)
+    n = log_sds.shape[1]
+    before = np.cumsum(log_cosh, axis=2) - log_cosh  # of the columns to the left
+    return np.tril(np.exp(log_sds[:, :, None] - before)) * (np.tanh(partials) + np.eye(n))
+
+
+def _sds_and_partials(roots: Array) -> Array:
+    """φ of lower roots, whose columns may have any sign."""
+    roots = roots * np.sign(np.diagonal(roots, axis1=1, axis2=2))[:, None, :]
+    squares = np.cumsum(roots[:, :, ::-1] ** 2, axis=2)[:, :, ::-1]  # with those of the columns to the right
+    n = roots.shape[1]
+    phi, behind = np.zeros_like(roots), np.sqrt(np.roll(squares, -1, axis=2))
+    rows, columns = np.tril_indices(n, -1)
+    phi[:, rows, columns] = np.arcsinh(roots[:, rows, columns] / behind[:, rows, columns])
+    phi[:, range(n), range(n)] = 0.5 * np.log(squares[:, :, 0])
+    return _lower(phi)
+
+
+def _log_slope(phi: Array, root: Array) -> Array:
+    """log |dφ / dA|: of sds and partial correlations by the root, of the root by Σ, and of Σ by A."""
+    log_sds, _, log_cosh = _parts(phi)
+    n = log_sds.shape[1]
+    rows = np.arange(n)
+    by_root = np.sum((rows[:, None] - rows) * log_cosh, axis=(1, 2)) - log_sds @ (rows + 1.0)
+    diagonal = log_sds - log_cosh.sum(axis=2)  # log L_kk
+    by_covariance = -n * np.log(2.0) - diagonal @ (n - rows)
+    w = 2.0 * np.log(np.linalg.svd(np.linalg.solve(root, _roots(phi)), compute_uv=False))
+    first, second = np.triu_indices(n, 1)
+    apart = np.maximum(w[:, first] - w[:, second], 1e-12)  # in descending order
+    by_logarithm = np.sum(w, axis=1) + np.sum(w[:, second] + np.log(np.expm1(apart) / apart), axis=1)
+    return np.asarray(by_root + by_covariance + by_logarithm + (n + 1) * np.linalg.slogdet(root)[1])
+
+
+def declared(labels: tuple[str, ...], phi: Array) -> Array:
+    """φ (S, m) on the scales that their variables are declared on, (S, L), where these are others.
+
+    Scales and rates, probabilities, compositions. A moment of these may be wrong where
+    that of the logarithm is right: sds above all, along the tail to the right.
+    """
+    by_name: dict[str, list[int]] = {}
+    for i, label in enumerate(labels):
+        by_name.setdefault(label.partition("[")[0], []).append(i)
+    columns = [np.zeros((len(phi), 0))]
+    for name, places in by_name.items():
+        if name.endswith("_log__"):
+            columns.append(np.exp(np.minimum(phi[:, places], _MOST_LOG)))
+        elif name.endswith(("_logodds__", "_interval__")):
+            columns.append(expit(phi[:, places]))
+        elif name.endswith("_simplex__"):
+            columns.append(
+                softmax(np.concatenate([phi[:, places], -phi[:, places].sum(axis=1, keepdims=True)], axis=1), axis=1)
+            )
+    return np.concatenate(columns, axis=1)
