@@ -356,7 +356,7 @@ def moments_of(of: Surrogate, mean: Array, covariance: Array, folded: Places, st
         new = kept * found.covariance + (1.0 - kept) * covariance
         moved = np.max(np.abs(found.mean - mean) / np.sqrt(np.diag(new)))
         widened = np.max(np.abs(0.5 * np.log(np.diag(new) / np.diag(covariance))))
-        mean, covariance = found.mean, new
+        mean, covariance = mean + kept * (found.mean - mean), new
         if max(moved, widened) < _STEADY:
             break
     return mean, covariance

@@ -8,7 +8,7 @@ from numpy.testing import assert_allclose
 
 from fedppl.algorithms.sums.phases import Unit, chance_of_draws, moments_of, tilted
 from fedppl.numerics import surrogate
-from fedppl.numerics.reweighting import declared
+from fedppl.numerics.coordinates import declared
 from fedppl.numerics.surrogate import Drawn, Places, Surrogate
 from fedppl.types import Array
 
@@ -116,11 +116,10 @@ def test_draws_are_put_right_where_candidates_without_weight_lie_far_out() -> No
 
 
 def test_coordinates_are_told_on_the_scales_that_variables_are_declared_on() -> None:
-    labels = ("w_simplex__[0]", "mu", "w_simplex__[1]", "p_logodds__", "tau_log__", "rate_log__")
-    u = np.array([[0.2, 9.0, -0.7, -1.0, 0.5, 2.0], [1e3, 0.0, 0.0, 1e3, 1e3, 1e3]])
-    folded = np.array([5])  # the rate itself is the coordinate
+    labels = ("w_simplex__[0]", "mu", "w_simplex__[1]", "p_logodds__", "tau_log__")
+    phi = np.array([[0.2, 9.0, -0.7, -1.0, 0.5], [1e3, 0.0, 0.0, 1e3, 1e3]])
     w = np.exp([0.2, -0.7, 0.5])
-    found = declared(labels, folded, u)
-    assert_allclose(found[0], [*(w / w.sum()), 1 / (1 + np.exp(1.0)), np.exp(0.5)])
-    assert np.all(np.isfinite(found))
-    assert declared(("mu",), folded[:0], u[:, :1]).shape == (2, 0)
+    natural = declared(labels, phi)
+    assert_allclose(natural[0], [*(w / w.sum()), 1 / (1 + np.exp(1.0)), np.exp(0.5)])
+    assert np.all(np.isfinite(natural))
+    assert declared(("mu",), phi[:, :1]).shape == (2, 0)

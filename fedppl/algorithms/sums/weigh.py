@@ -212,7 +212,7 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         state, mean, covariance = _after_pilot(state)
     else:
         assert state.draws is not None
-        mean, covariance = state.draws.candidates.mean, state.draws.candidates.covariance
+        mean, covariance = state.draws.posterior.mean, state.draws.posterior.covariance
     through = _through(state, mean, covariance)
     if through is None:  # a wider t, about the moments so far
         return _again(state, mean, covariance, count, stream)
@@ -228,10 +228,9 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     refolded = _folded_anew(state, posterior, stream)
     if refolded is not None:
         state, through, posterior = refolded
-        mean, covariance = posterior.mean, posterior.covariance
     outer = beyond(posterior.u, posterior.weights, _CANDIDATES)
     # Of another stream than the draws that stand for the posterior, which are nearly the same from stage to stage.
-    by = surrogate.mixture(mean, covariance, _CANDIDATES, 0.25, outer)
+    by = surrogate.mixture(posterior.mean, posterior.covariance, _CANDIDATES, 0.25, outer)
     candidates = surrogate.drawn(through, by, state.shape.coordinates.folded, stream + 1 + state.stage)
     drawn = candidates
     if _are_copies(candidates):

@@ -1,0 +1,70 @@
+"""Coordinates of a posterior: there and back, and the slope that a density takes on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose
+
+from fedppl.model.graph import SdsAndPartials
+from fedppl.numerics.coordinates import Coordinates, coordinates_of, log_slope, of_phi, plain, to_phi
+from fedppl.types import SDS_AND_PARTIALS, Array, Variable, coordinate_labels
+
+
+def _chosen(n: int, rng: np.random.Generator) -> tuple[Coordinates, Array]:
+    """Coordinates of a mean, a covariance of n effects and a scale, and points."""
+    variables = (Variable("mu", (), "", None), Variable("root", (n * (n + 1) // 2,), SDS_AND_PARTIALS, None))
+    labels = coordinate_labels((*variables, Variable("tau", (), "log", None)))
+    phi = rng.normal(size=(20, len(labels)))
+    return coordinates_of(labels, np.array([len(labels) - 1]), 0.5 * rng.normal(size=len(labels))), phi
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_points_come_back_and_the_slope_is_that_of_differences(n: int) -> None:
+    coordinates, phi = _chosen(n, np.random.default_rng(n))
+    assert len(coordinates.blocks) == 1
+    assert_allclose(to_phi(of_phi(phi, coordinates), coordinates), phi, atol=1e-10)
+    step, m = 1e-5, phi.shape[1]
+    ends = phi[:, None] + step * np.concatenate([np.eye(m), -np.eye(m)])
+    u = of_phi(ends.reshape(-1, m), coordinates).reshape(len(phi), 2, m, m)
+    jacobian = (u[:, 0] - u[:, 1]) / (2.0 * step)
+    assert_allclose(log_slope(phi, coordinates), -np.linalg.slogdet(jacobian)[1], atol=1e-6)
+
+
+def test_a_logarithm_is_that_of_the_covariance() -> None:
+    """At the center it is 0, and along a multiple c of the center's covariance log c times the identity."""
+    n = 3
+    coordinates, _ = _chosen(n, np.random.default_rng(0))
+    (block,) = coordinates.blocks
+    entries = block.root[np.tril_indices(n)]
+    transform = SdsAndPartials(n)
+    for factor in (1.0, 2.5):
+        root = np.sqrt(factor) * entries
+        phi = np.zeros((1, 1 + len(entries) + 1))
+        phi[0, block.places] = transform.forward(pm.math.stack(list(root))).eval()
+        logarithm = np.zeros((n, n))
+        logarithm[np.tril_indices(n)] = of_phi(phi, coordinates)[0, block.places]
+        assert_allclose(logarithm, np.log(factor) * np.eye(n), atol=1e-10)
+
+
+def test_covariances_with_a_folded_scale_stay_as_they_are() -> None:
+    variables = (Variable("root", (3,), SDS_AND_PARTIALS, None),)
+    labels = coordinate_labels(variables)
+    folded = np.array([2])
+    assert not coordinates_of(labels, folded, np.zeros(3)).blocks
+    assert len(coordinates_of(labels, folded[:0], np.zeros(3)).blocks) == 1
+
+
+def test_a_scale_is_itself_near_zero_and_its_logarithm_far_out() -> None:
+    coordinates = coordinates_of(("tau_log__",), np.array([0]), np.zeros(1))
+    u = of_phi(np.array([[-9.0], [9.0]]), coordinates)[:, 0]
+    assert_allclose(u, [np.exp(-9.0), 9.0 + np.log(2.0)], rtol=1e-6)
+    far = np.array([[-40.0], [0.0], [700.0]])
+    assert_allclose(to_phi(of_phi(far, coordinates), coordinates), far, rtol=1e-12)
+
+
+def test_plain_coordinates_are_those_that_are_sampled() -> None:
+    phi = np.random.default_rng(1).normal(size=(5, 3))
+    assert np.array_equal(of_phi(phi, plain()), phi) and np.array_equal(to_phi(phi, plain()), phi)
+    assert np.array_equal(log_slope(phi, plain()), np.zeros(5))
