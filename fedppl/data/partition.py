@@ -1,4 +1,4 @@
-"""Divide rows among clients by label, subclass or source; each row goes to one client.
+"""Divide rows among clients by label, subclass, Dirichlet shares or source; each row goes to one client.
 
 Clients that differ in their numbers of rows alone: `label_skew` with one label for all rows, and ``each=1``.
 """
@@ -126,6 +126,69 @@ def concept_drift(
     if clients < most:
         raise DeclarationError(f"{clients} clients cannot hold a class with {most} subclasses; raise clients=.")
     return _sliced([_kinds_of(below, clients, 1, rng) for below in under.values()], [lower] * len(under), cuts, rng)
+
+
+def dirichlet(
+    labels: Any, clients: int, alpha: float, *, least: int = 1, random_seed: int | np.random.Generator | None = None
+) -> Partition:
+    r"""Divide every label by shares from a symmetric Dirichlet distribution.
+
+    .. math:: (s_{c1}, \ldots, s_{cK}) \sim \mathrm{Dirichlet}(\alpha, \ldots, \alpha)
+
+    for each label c; client k has the share s_ck of its rows.
+
+    Parameters
+    ----------
+    labels
+        Label of every row, (n,).
+    clients
+        Number of clients.
+    alpha
+        Concentration: small for clients with few labels each, large for equal ones.
+    least
+        Rows that every client must have; shares are drawn anew until it holds.
+    random_seed
+        Seed.
+
+    Returns
+    -------
+    Partition
+
+    Raises
+    ------
+    DataError
+        For labels that are none: not one for every row, of several types, or numbers that are missing or infinite.
+    DeclarationError
+        For numbers out of range, or where 1,000 draws leave some client with too few rows.
+
+    Examples
+    --------
+    >>> parts = dirichlet(np.repeat([0, 1, 2], 40), clients=4, alpha=0.5, random_seed=1)
+    >>> sum(len(rows) for rows in parts.rows.values())
+    120
+
+    Notes
+    -----
+    *When this fails.* Draws that leave a client with too few rows are thrown away: with a small `alpha`, many clients
+    or a large `least`, those that are kept are more equal than the Dirichlet distribution, or there are none. Shares
+    are rounded to rows, and of a label with fewer rows than clients some clients have none whatever `alpha` is.
+    """
+    y, rng = _require_column("labels", labels), _generator(random_seed)
+    _require_whole(clients=clients, least=least)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
+        raise DeclarationError(f"alpha={alpha!r} must be positive and finite.")
+    for _ in range(1000):
+        owner = np.empty(len(y), dtype=np.int64)
+        for label in np.unique(y):
+            places = rng.permutation(np.flatnonzero(y == label))
+            ends = np.round(np.cumsum(rng.dirichlet(np.full(clients, float(alpha)))) * len(places)).astype(np.int64)
+            owner[places] = np.searchsorted(ends, np.arange(len(places)), side="right").clip(max=clients - 1)
+        if np.bincount(owner, minlength=clients).min() >= least:
+            rows = {name: np.flatnonzero(owner == k) for k, name in enumerate(_names_of(clients))}
+            return Partition(rows, {name: tuple(np.unique(y[at]).tolist()) for name, at in rows.items()})
+    raise DeclarationError(
+        f"1,000 draws left a client with fewer than least={least} rows; raise alpha={alpha} or lower clients={clients}."
+    )
 
 
 def feature_skew(

@@ -22,6 +22,7 @@ WAYS: dict[str, Callable[[int], data.Partition]] = {
     "equal cuts": lambda seed: data.label_skew(LABELS, 20, 5, cuts="equal", random_seed=seed),
     "uneven labels": lambda seed: data.label_skew(LABELS, 7, 3, random_seed=seed),
     "concept drift": lambda seed: data.concept_drift(LABELS, SUBCLASSES, 15, random_seed=seed),
+    "dirichlet": lambda seed: data.dirichlet(LABELS, 20, 0.3, random_seed=seed),
     "quantity": lambda seed: data.label_skew(np.zeros(2000), 20, 1, random_seed=seed),
     "feature skew": lambda seed: data.feature_skew(np.where(LABELS < 3, "a", "b"), 9, random_seed=seed),
     "feature skew by label": lambda seed: data.feature_skew(SOURCES, 9, labels=LABELS, each=5, random_seed=seed),
@@ -136,6 +137,8 @@ def test_slices_are_spread_as_the_paper_says() -> None:
         (lambda: data.feature_skew(SOURCES, 4, labels=LABELS, each=4), DeclarationError, "all 10 labels of 'a'"),
         (lambda: data.feature_skew(SOURCES, 9, labels=LABELS[1:], each=4), DataError, "1999 labels for 2000"),
         (lambda: data.feature_skew(["m", None, "u"], 2), DataError, "sources are of several types"),
+        (lambda: data.dirichlet(LABELS, 5, 0.0), DeclarationError, "alpha=0.0 must be positive"),
+        (lambda: data.dirichlet(LABELS, 50, 0.001, random_seed=0), DeclarationError, "1,000 draws left a client"),
         (lambda: data.label_skew([0] * 3, 5, 1), DataError, "3 rows of 0 for 5 clients"),
     ],
 )
