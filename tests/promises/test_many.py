@@ -85,8 +85,9 @@ def test_a_fit_is_that_of_clients_asked_one_by_one(fit: fedppl.Fit, frame: pd.Da
     expected = fedppl.fit(WARDS, by_id, AT_ONCE._replace(batch=None), progressbar=False, random_seed=1)
     assert fit.records[-1].together == COUNT and not expected.records[-1].together
     sd = gaussian.standard_deviations(expected.posterior)  # the unit in which rounding of sums is small
-    assert_allclose(gaussian.mean(fit.posterior) / sd, gaussian.mean(expected.posterior) / sd, rtol=0, atol=1e-8)
-    assert_allclose(gaussian.standard_deviations(fit.posterior), sd, rtol=1e-8)
+    # A spline through values magnifies their rounding: one in 10^8 of an sd was seen, on one of two kinds of processor.
+    assert_allclose(gaussian.mean(fit.posterior) / sd, gaussian.mean(expected.posterior) / sd, rtol=0, atol=1e-7)
+    assert_allclose(gaussian.standard_deviations(fit.posterior), sd, rtol=1e-7)
     assert abs(fit.log_evidence.value - expected.log_evidence.value) < 1e-8
     assert fit.client_ids == expected.client_ids
 
