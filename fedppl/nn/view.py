@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 P = TypeVar("P")
+_AS_THEY_ARE = (
+    "the weights' variables as they are, and put what is computed from them into the module, "
+    "torch.nn.utils.parametrize for example"
+)
 _ROUNDING = 1e-12  # of a sum over rows in double precision
 
 
@@ -160,6 +164,8 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         raise DeclarationError(
             f"{who}: free variables are {[v.name for v in variables]}, weights {list(slices)}; {CONTRACT}."
         )
+    _require_no_potential(parts, who)
+    _require_no_data(parts, node.inputs[0], who)
     replace, inputs = _graph._inputs_for(parts)
     value = model.rvs_to_values[observed]
     (X_in,) = clone_replace([node.inputs[1]], replace)
@@ -206,6 +212,25 @@ def _kind(rv: Any, model: Any) -> str:
     return kind if transform is None or kind != "normal" else f"{kind}, transformed by {type(transform).__name__}"
 
 
+def _require_no_potential(parts: _graph.Parts, who: str) -> None:
+    """Refuse a ``pm.Potential`` of a client, which is part of neither rows nor priors, wherever it is not 0."""
+    if names := [term.name for term in parts.model.potentials if term in parts.site_terms]:
+        raise DeclarationError(
+            f"{who}: {names} are pm.Potential of the client's own weights or data, and networks have the outcome and "
+            "priors of variables alone. Put such a term into the outcome's distribution, pm.CustomDist for example, "
+            f"or into the weights' priors; {CONTRACT}."
+        )
+
+
+def _require_no_data(parts: _graph.Parts, flat: Any, who: str) -> None:
+    """Refuse weights (d,) that are computed from data, which may change them at some clients only."""
+    above = set(ancestors(parts.model.replace_rvs_by_values([flat])))
+    if read := [v.name for v in parts.data if v in above]:
+        raise DeclarationError(
+            f"{who}: the network's weights are computed from the data {read}. Pass {_AS_THEY_ARE}; {CONTRACT}."
+        )
+
+
 def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
     """Compare the declared log density with torch's, at two random points."""
     rng = np.random.default_rng(0)
@@ -230,7 +255,8 @@ def _require_near(client_id: str, what: str, declared: float, ours: float, round
     if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)) + rounding:
         raise DeclarationError(
             f"client {client_id!r}: the declared {what} {declared:.8g} where a network's outcomes, row by row, and its "
-            f"local priors have {ours:.8g}; {CONTRACT}. For other models use fedppl.EP(local=fedppl.NUTS())."
+            f"local priors have {ours:.8g}; {CONTRACT}. Where weights are doubled or tied, pass {_AS_THEY_ARE}. For "
+            "other models use fedppl.EP(local=fedppl.NUTS())."
         )
 
 

@@ -97,6 +97,17 @@ def penalised(net: Any) -> Any:
     return weights
 
 
+def bounded(net: Any) -> Any:
+    weights = nn.parameters(net)
+    pm.Potential("bound", pm.math.switch(abs(weights["2.weight"]).max() > 3.0, -np.inf, 0.0))
+    return weights
+
+
+def shifted(net: Any) -> Any:
+    shift = pm.modelcontext(None)["shift"]
+    return {name: value * (1.0 + shift) for name, value in nn.parameters(net).items()}
+
+
 def doubled(net: Any) -> Any:
     return {name: 2.0 * value for name, value in nn.parameters(net).items()}
 
@@ -232,9 +243,9 @@ CHANGES = {
     "a scale of a prior": BASE["real"]._replace(
         weights=hierarchical, refused=r"\['scale'\] are neither weights of the network nor part of the likelihood"
     ),
-    "a penalty": BASE["real"]._replace(weights=penalised, refused="the declared log density"),
-    "twice the weights": BASE["real"]._replace(weights=doubled, refused="the declared log density"),
-    "tied weights": BASE["real"]._replace(weights=tied, refused="the declared log density"),
+    "a penalty": BASE["real"]._replace(weights=penalised, refused=r"\['ridge'\] are pm.Potential.*pm.CustomDist"),
+    "twice the weights": BASE["real"]._replace(weights=doubled, refused="the declared log density.*parametrize"),
+    "tied weights": BASE["real"]._replace(weights=tied, refused="the declared log density.*parametrize"),
     "weights beside the network": BASE["real"]._replace(
         outcome=beside, refused=r"reads the weights \['2.bias'\] beside"
     ),
@@ -247,7 +258,8 @@ CHANGES = {
         refused=r"\['other'\] are neither weights of the network nor part of the likelihood",
     ),
     "two outcomes": BASE["real"]._replace(outcome=two_outcomes, refused="2 observed variables"),
-    "a potential of rows": BASE["real"]._replace(outcome=with_potential, refused="the declared log density"),
+    "a potential of rows": BASE["real"]._replace(outcome=with_potential, refused=r"\['extra'\] are pm.Potential"),
+    "a bound far from the start": BASE["real"]._replace(weights=bounded, refused=r"\['bound'\] are pm.Potential"),
     "an outcome among its own parameters": BASE["real"]._replace(
         outcome=lambda f, d: normal(f[:, 0] + 0.5 * d["y"], 0.5, d), refused=r"\['y'\] are observed"
     ),
@@ -325,13 +337,24 @@ def test_what_cannot_be_followed_is_refused_before_any_round(name: str) -> None:
     assert not seen
 
 
-@pytest.mark.parametrize("name", ["twice the weights", "a potential of rows", "rows backwards"])
+@pytest.mark.parametrize("name", ["a penalty", "twice the weights", "a potential of rows", "rows backwards"])
 def test_large_outcomes_hide_nothing_of_a_declaration(name: str) -> None:
     """Their part of the density is a constant far above what weights change."""
     backwards = BASE["real"]._replace(outcome=lambda f, d: normal(f[::-1, 0], 0.5, d), refused="density rises by")
     change = CHANGES.get(name, backwards)
     model, clients = declared(change._replace(values=lambda rng: {"y": 1e7 * rng.normal(size=ROWS)}))
     with pytest.raises(fedppl.DeclarationError, match=change.refused):
+        model.enrol(clients, kernel=False)["a"].view(network_of)
+
+
+@pytest.mark.parametrize("weights", [shifted, bounded])
+def test_what_the_first_client_does_not_show_is_refused_there(weights: Any) -> None:
+    """Of a closed form no other client's density is compared, and none far from the start."""
+    values = with_column(classes, "shift", 0.0, 1.0)
+    model, clients = declared(BASE["classes"]._replace(values=values, weights=weights))
+    clients["a"]["shift"], clients["b"]["shift"] = np.array(0.0), np.array(50.0)
+    refused = r"weights are computed from the data \['shift'\].*parametrize" if weights is shifted else "pm.Potential"
+    with pytest.raises(fedppl.DeclarationError, match=refused):
         model.enrol(clients, kernel=False)["a"].view(network_of)
 
 
