@@ -104,6 +104,10 @@ def of_clients(clients: Mapping[Any, Any]) -> Table | None:
     first = next(iter(clients.values()), None)
     if first is None or any(not isinstance(data, Mapping) or set(first) != set(data) for data in clients.values()):
         return None
+    if any(np.ma.isMaskedArray(value) for data in clients.values() for value in data.values()):
+        return None  # NumPy would join what lies below the masks
+    for client_id, data in clients.items():
+        frames.require_alignment(client_id, data)
     arrays = {str(name): [np.asarray(data[name]) for data in clients.values()] for name in first}
     lengths = {tuple(len(array) if array.ndim else 0 for array in of_name) for of_name in arrays.values()}
     kinds = [{(array.dtype.kind, array.shape[1:]) for array in of_name} for of_name in arrays.values()]

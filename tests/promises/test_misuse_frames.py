@@ -25,6 +25,9 @@ POLARS = pl.DataFrame(FRAME.to_dict("list"))
 GAP = ["a", None, "b", "b"]
 
 
+TURNED = {"X": pd.Series(Y, index=[2, 1, 0]), "y": pd.Series(Y)}
+
+
 def line(X: Any, y: Any) -> pm.Model:
     with pm.Model() as model:
         X, y = pm.Data("X", X), pm.Data("y", y)
@@ -33,6 +36,7 @@ def line(X: Any, y: Any) -> pm.Model:
 
 
 MODEL = FederatedModel(line, ["mu"])
+OF_KINDS = FederatedModel({"line": line, "other": lambda X, z: line(X, z)}, ["mu"])
 
 
 def start(data: Any, **more: Any) -> Callable[[], Any]:
@@ -139,8 +143,13 @@ ROWS: dict[str, Mistake] = {
     "categories in another order": row(of_categories(["hi", "lo"]), "'X'", "set_categories"),
     # --- arrays
     "Series in another order": row(
-        arrays({"X": pd.Series(Y, index=[2, 1, 0]), "y": pd.Series(Y)}),
-        "'X' and 'y'", "pandas.DataFrame", ".to_numpy()",
+        arrays(TURNED), "'X' and 'y'", "pandas.DataFrame", ".to_numpy()",
+    ),
+    "Series in another order for one of two builders": row(
+        lambda: fedppl.rounds(OF_KINDS, {"a": {"X": Y, "z": Y}, "b": TURNED}), "'b'", "'X' and 'y'", ".to_numpy()"
+    ),
+    "Series in another order at one of many": row(
+        start({k: TURNED if k == 7 else {"X": Y, "y": Y} for k in range(60)}), "'7'", "'X' and 'y'", ".to_numpy()"
     ),
     "a ragged list": row(arrays({"X": [[1], [1, 2], [3]], "y": Y}), "'X' is no array", "rows of one length"),
     "an array for a client": row(arrays(Y), "'a'", "ndarray", "mapping"),
@@ -148,6 +157,10 @@ ROWS: dict[str, Mistake] = {
     "a DataArray for a client": row(arrays(xr.DataArray(Y)), "'a'", "DataArray", "mapping"),
     "too long a tuple": row(arrays((Y, Y, Y)), "tuple of 3", "['X', 'y']", "mapping"),
     "a mask": row(arrays({"X": Y, "y": np.ma.array(Y, mask=[0, 1, 0])}), "'y' in 1 rows", 'missing="drop"'),
+    "a mask at one of many": row(
+        start({k: {"X": Y, "y": np.ma.array(Y, mask=[0, k == 7, 0])} for k in range(60)}),
+        "'y' in 1 rows at client '7'", 'missing="drop"',
+    ),
     "a name of bytes": row(start({"a": {b"X": Y, b"y": Y}}), "b'X'", "not a text"),
     # --- Datasets
     "an array without rows of clients": row(
@@ -169,6 +182,12 @@ def test_a_gap_in_categories_is_no_category(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, logger="fedppl"):
         fedppl.rounds(MODEL, frame, by="site", missing="drop")
     assert any("1 of 2 rows" in record.getMessage() for record in caplog.records)
+
+
+def test_a_masked_row_of_one_of_many_clients_is_dropped() -> None:
+    many = {k: {"X": Y, "y": np.ma.array([0.5, 999.0, 1.0], mask=[0, k == 7, 0])} for k in range(60)}
+    found = given.clients(MODEL, many, None, "drop", one_table=True)[1]
+    np.testing.assert_array_equal(found[7]["y"], [0.5, 1.0])
 
 
 # --- what is read as it is meant -------------------------------------------------------------------------------
