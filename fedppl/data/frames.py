@@ -83,9 +83,13 @@ def opened(data: Any) -> Any:
 
 
 def is_frame(data: Any) -> bool:
-    """Whether data are a table with named columns."""
-    table = isinstance(data, Opened | xr.Dataset)
-    return table or (not isinstance(data, Mapping) and isinstance(opened(data), Opened))
+    """Whether data are a table with named columns; a lazy one is not collected."""
+    if isinstance(data, Opened | xr.Dataset):
+        return True
+    if data is None or isinstance(data, Mapping | tuple | np.ndarray):
+        return False
+    nw = narwhals()
+    return isinstance(read(data), nw.DataFrame | nw.LazyFrame)
 
 
 def _tables(data: Any) -> dict[Any, Opened]:

@@ -449,8 +449,9 @@ def _fits(data: Any, builder: Callable[..., Any]) -> bool:
 def _names(data: Any) -> set[str] | None:
     if isinstance(data, Mapping):
         return set(map(str, data))
-    table = frames.opened(data)
-    return set(map(str, table.names)) if isinstance(table, frames.Opened) else None
+    if isinstance(data, frames.Opened):
+        return set(map(str, data.names))
+    return set(frames.read(data).collect_schema().names()) if frames.is_frame(data) else None
 
 
 def knowing(kinds: Mapping[str, str], kind: Kind) -> Kind:

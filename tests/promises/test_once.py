@@ -9,6 +9,7 @@ from typing import Any
 import narwhals.stable.v2 as nw
 import numpy as np
 import pandas as pd
+import polars as pl
 import pymc as pm
 import pytest
 
@@ -74,6 +75,28 @@ def test_a_table_of_each_client_is_converted_once(counts: Counter[str]) -> None:
     counts.clear()
     read(fedppl.formula("y ~ x + arm + (1 | site)"), by_client, None)
     assert counts == {"formula": 1, "table": 3, "y": 3, "x": 3, "arm": 3}
+
+
+def test_a_lazy_table_is_collected_once_and_not_to_see_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected, collect = [], nw.LazyFrame.collect
+
+    def counted(lazy: Any) -> Any:
+        collected.append(lazy)
+        return collect(lazy)
+
+    monkeypatch.setattr(nw.LazyFrame, "collect", counted)
+    lazy = pl.LazyFrame({"y": [0.5, 1.5], "x": [1.0, 2.0]})
+    kinds = FederatedModel({"both": Builder(), "other": lambda z: Builder()(z, z)}, ["mu", "tau"])
+    assert frames.is_frame(lazy) and kinds.kind_of("a", lazy) == "both" and not collected
+    names = ["y", "x"]
+    for read_once in (
+        lambda: frames.named(lazy, names, "a"),
+        lambda: frames.raw(lazy, names, "a"),
+        lambda: frames.known("a", lazy, names=names, orders={}),
+    ):
+        assert list(read_once()) == names
+        assert len(collected) == 1
+        collected.clear()
 
 
 class Builder:
