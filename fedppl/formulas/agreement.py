@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -390,11 +390,11 @@ def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
         # A difference of two large numbers is rounding.
         sd = np.where(variance > 1e-12 * square, np.sqrt(variance), 0.0)
         moments = np.array([rows, mean, sd, np.sqrt(square)])
+        few = len(rows) <= _MANY
+        of_all = None if few else _usual(moments[1:], few=False)
         for place, client_id in enumerate(numeric):
-            few = len(rows) <= _MANY
-            if why := _odd(
-                moments[:, place], moments[1:, np.arange(len(rows)) != place] if few else moments[1:], few=few
-            ):
+            odd = of_all or _usual(np.delete(moments[1:], place, axis=1), few=True)
+            if why := odd(moments[:, place]):
                 messages.append(f"{name!r} at client {client_id!r} {why}")
     return messages
 
@@ -441,38 +441,42 @@ def _apart(values: Array, within: float, few: float) -> float:
     return 2.0 * within + max((_AWAY if len(logs) >= _FEW else few) * _between(logs), 2.0 * farthest)
 
 
-def _odd(own: Array, others: Array, *, few: bool) -> str | None:
-    """Describe a client's odd column; None if it is not odd.
+def _usual(others: Array, *, few: bool) -> Callable[[Array], str | None]:
+    """What describes a client's odd column, None if it is not odd, from its rows, mean, sd and size.
 
-    `own` are its rows, mean, sd and size (the root mean square), `others` means, sds and sizes (3, K) of the other
-    clients, or of all where there are not `few`.
+    The size is the root mean square; `others` are means, sds and sizes (3, K) of the other clients, or of all where
+    there are not `few`.
     """
-    rows, mean, sd, size = own.tolist()
     means, sds, sizes = others
     usual_mean, usual_sd, some = float(np.median(means)), float(np.median(sds)), sizes[sizes > 0]
     usual_size = float(np.median(some)) if len(some) else 0.0
     relative = np.minimum(sds, 1e3 * np.abs(means)) / np.where(means != 0, np.abs(means), 1.0)
     within = min(float(np.sqrt(np.log1p(np.median(relative) ** 2))), 1.0)  # sd of logarithms of a client's rows
+    between, least, most = _between(means), sds[sds > 0].min(initial=np.inf), sds.max()
+    apart_sizes, apart_sds = _apart(sizes, within, _APART), _apart(sds, within, _APART)
+    # Means near 0 have large ratios by chance; real ratios show in sds, too.
+    apart_means = min(_apart(means, within, _NEAR), _apart(sds, within, _NEAR))
 
     def like(value: float, usual: float, apart: float) -> bool:
         return bool(usual and value / usual > 0 and abs(np.log(value / usual)) <= apart)
 
-    as_large = like(size, usual_size, _apart(sizes, within, _APART))
-    if usual_size > 0 and size > 0 and not as_large and not 1 / _SCALE < size / usual_size < _SCALE:
-        return f"is of size {size:.3g}, at most others of {usual_size:.3g}"
-    if usual_sd == 0:  # constant within clients: there is no scale for differences
+    def odd(own: Array) -> str | None:
+        rows, mean, sd, size = own.tolist()
+        as_large = like(size, usual_size, apart_sizes)
+        if usual_size > 0 and size > 0 and not as_large and not 1 / _SCALE < size / usual_size < _SCALE:
+            return f"is of size {size:.3g}, at most others of {usual_size:.3g}"
+        if usual_sd == 0:  # constant within clients: there is no scale for differences
+            return None
+        wide = max(usual_sd, between, sd / np.sqrt(rows))
+        if abs(mean - usual_mean) > _AWAY * wide and rows > 1 and not like(mean, usual_mean, apart_means):
+            return f"has the mean {mean:.3g}, at most others {usual_mean:.3g} with sds of {usual_sd:.3g}"
+        slack = _SPREAD * np.exp(4.0 / np.sqrt(max(rows - 1, 1)))  # four standard errors of a log sd
+        alone = not few or sd > _BEYOND * most or sd < least / _BEYOND
+        if sd > 0 and alone and not like(sd, usual_sd, apart_sds) and not 1 / slack < sd / usual_sd < slack:
+            return f"has the sd {sd:.3g}, at most others {usual_sd:.3g}"
         return None
-    # Means near 0 have large ratios by chance; real ratios show in sds, too.
-    near = like(mean, usual_mean, min(_apart(means, within, _NEAR), _apart(sds, within, _NEAR)))
-    wide = max(usual_sd, _between(means), sd / np.sqrt(rows))
-    if abs(mean - usual_mean) > _AWAY * wide and rows > 1 and not near:
-        return f"has the mean {mean:.3g}, at most others {usual_mean:.3g} with sds of {usual_sd:.3g}"
-    slack = _SPREAD * np.exp(4.0 / np.sqrt(max(rows - 1, 1)))  # four standard errors of a log sd
-    alone = not few or sd > _BEYOND * sds.max() or sd < sds[sds > 0].min() / _BEYOND
-    as_wide = like(sd, usual_sd, _apart(sds, within, _APART))
-    if sd > 0 and alone and not as_wide and not 1 / slack < sd / usual_sd < slack:
-        return f"has the sd {sd:.3g}, at most others {usual_sd:.3g}"
-    return None
+
+    return odd
 
 
 def _between(means: Array) -> float:

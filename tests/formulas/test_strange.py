@@ -98,6 +98,19 @@ def test_what_is_another_column_is_named(case: str) -> None:
         assert len(found) == 1 and "'x' at client '0'" in found[0] and what in found[0]
 
 
+def test_of_many_clients_what_is_usual_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sort of all clients' moments for each of them would be quadratic."""
+    calls, sort, rng = [], np.sort, np.random.default_rng(3)
+    monkeypatch.setattr(np, "sort", lambda values: calls.append(len(values)) or sort(values))
+    counts = []
+    for clients in (50, 500):
+        summaries = told(*rng.normal(size=(clients, 4)))
+        calls.clear()
+        strange(summaries)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
+
+
 def test_where_nothing_can_be_said_nothing_is() -> None:
     assert strange(told([1.0, 2.0], [1000.0, 2000.0])) == []  # one of two: which?
     beds = [[40.0] * 5, [700.0] * 5, [90.0] * 5, [120.0] * 5]  # a column of clients
