@@ -104,22 +104,22 @@ def refuse(wrong: Any, name: str, values: Any, what: str, rule: str) -> None:
         raise DataError(f"{what}: {name!r} is {float(values[where]):.12g} in row {where}, and {rule}.")
 
 
-def rows(what: str, data: Mapping[str, Any], response: Response) -> None:
-    """Refuse columns without one value per row, without rows, or with infinite or complex numbers."""
+def rows(what: str, data: Mapping[str, Any], response: Response, unread: Collection[str] = ()) -> None:
+    """Refuse columns without one value per row, without rows, or, but in those `unread`, infinite or complex ones."""
     endless, count = response.columns[1:2] if response.kind == "interval" else (), {}  # may be infinite
     for name, column in data.items():
         values = np.asarray(column)
         if values.ndim != 1:
             raise DataError(f"{what}: column {name!r} has shape {values.shape}; give one value a row.")
-        if values.dtype.kind == "c":
+        if values.dtype.kind == "c" and name not in unread:
             raise DataError(f"{what}: column {name!r} is complex, and data must be real; give its parts as columns.")
-        if values.dtype.kind == "f" and name not in endless:
+        if values.dtype.kind == "f" and name not in (*endless, *unread):
             refuse(np.isinf(values), name, values, what, "values are finite; correct or drop such rows")
         count[name] = len(values)
     if len(set(count.values())) > 1:
         raise DataError(f"{what}: columns have different numbers of rows, {count}; give one value of each a row.")
     if 0 in count.values():
-        raise DataError(f"{what}: there are no rows; leave the client out.")
+        raise DataError(f"{what}: there are no rows; give one row or more, or leave the client out.")
 
 
 def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collection[str]) -> None:

@@ -239,7 +239,8 @@ class Formula:
         if not isinstance(columns, Mapping) or not columns:
             raise DataError(f"{what}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
         columns = columns if known is None else _as_rows(columns)
-        checks.rows(what, {name: columns[name] for name in self.columns if name in columns}, response)
+        wanted = {name: columns[name] for name in self.columns if name in columns} or columns  # of `y ~ 1` any
+        checks.rows(what, wanted, response, () if known is None else set(columns) - self._read_of_new)
         table = designs.table(columns, self.terms, design.agreement, what)
         rows = len(table)
         arrays: dict[str, Any] = {"rows": np.zeros(rows)}
@@ -261,6 +262,13 @@ class Formula:
             arrays |= {} if self.weights is None else {"weights": weights(self.weights, columns, what)}
         names = self.containers
         return {names[name]: value for name, value in arrays.items()}
+
+    @property
+    def _read_of_new(self) -> set[str]:
+        """Columns of new rows that are read: all but the weights and the outcome, of which trials are."""
+        trials = self.terms.response.columns[1:] if self.terms.response.kind == "proportion" else ()
+        nested = [name for group in self.terms.groups for name in group.factor[1:]]
+        return {*self.terms.columns, *nested, *trials}
 
     @property
     def positive(self) -> dict[str, Prior]:

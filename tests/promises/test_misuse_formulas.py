@@ -60,6 +60,11 @@ def of(formula: str, family: str = "gaussian", **more: Any) -> Callable[[], Any]
     return lambda: agreed(formula, family, **more)
 
 
+def new_of(formula: str, data: Any, family: str = "gaussian") -> Callable[[], Any]:
+    """What the builder gets of new rows of a client."""
+    return lambda: agreed(formula, family).model.builder.read_new("a", data, {})
+
+
 def prior(name: str, given: Any, formula: str = "y ~ x + dose") -> Callable[[], Any]:
     return lambda: agreed(formula, priors={name: given})
 
@@ -198,6 +203,11 @@ ROWS: dict[str, Mistake] = {
     ),
     "a matrix for a column": row(of("y ~ x", data={"a": {"x": np.ones((2, 2)), "y": [1.0, 2.0]}}), "(2, 2)", "a row"),
     "no rows": row(of("y ~ x", data={"a": FRAME[:0], "b": FRAME}), "'a'", "no rows", "leave the client out"),
+    "no new rows": row(new_of("y ~ x", {"x": []}), "'a'", "no rows", "one row or more"),
+    "no new rows of a formula without columns": row(new_of("y ~ 1", FRAME[:0][["arm"]]), "no rows", "one row or more"),
+    "new rows beyond all bounds": row(new_of("y ~ x", {"x": [np.inf], "y": [0.0]}), "'x'", "finite"),
+    "new trials beyond all bounds": row(new_of("prop(k, n) ~ x", {"x": [1.0], "n": [np.inf]}, "binomial"), "'n'"),
+    "new rows of two lengths": row(new_of("y ~ x", {"y": [1.0, 2.0], "x": [1.0]}), "'y': 2", "each a row"),
     "a declaration in PyMC": row(
         lambda: fedppl.agree(fedppl.FederatedModel(lambda y: None, ["mu"]), FRAME, by="site"), "fedppl.formula"
     ),
@@ -232,6 +242,13 @@ def test_times_may_be_beyond_all_bounds_and_columns_called_like_arrays(caplog: p
     frame = FRAME.assign(low=1.0 + FRAME["k"], high=np.where(FRAME["k"] > 1, np.inf, 3.0), common=FRAME["x"])
     fedppl.agree(fedppl.formula('Surv(low, high, "interval") ~ x', family="weibull"), frame, by="site")
     assert said("y ~ common + (1 + common | site)", frame, caplog) == []
+
+
+def test_outcomes_of_new_rows_are_not_read() -> None:
+    """Whatever they are."""
+    for outcome in (np.inf, 1j, "unknown"):
+        assert set(new_of("y ~ x", {"x": [1.0], "y": [outcome]})()) >= {"common"}
+    assert new_of("prop(k, n) ~ x", {"x": [1.0], "n": [4.0], "k": [np.inf]}, "binomial")()["trials"] == [4]
 
 
 def test_integers_are_levels_of_an_ordinal_outcome_in_their_order() -> None:
