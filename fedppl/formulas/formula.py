@@ -270,8 +270,11 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any,
             k: {name: column for name, column in rows.items() if name != factor} if isinstance(rows, Mapping) else rows
             for k, rows in with_factor.items()
         }
-    for k, rows in {_ALL_ROWS: clients.columns}.items() if isinstance(clients, Table) else clients.items():
-        checks.limits(built, rows, f"client {str(k)!r}")
+    if isinstance(clients, Table):
+        checks.limits(built, clients.columns, "the table")
+    else:
+        for k, rows in clients.items():
+            checks.limits(built, rows, f"client {str(k)!r}")
     if missing != gaps.OUTCOMES:
         complete: Mapping[Any, Any] = tables.complete(clients, missing)
         return complete

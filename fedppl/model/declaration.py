@@ -332,10 +332,26 @@ def _describe(parts: Parts) -> pd.DataFrame:
 
 def _prior(rv: Any) -> str:
     text = str(str_for_dist(rv, formatting="plain", include_params=True)).partition("~")[2].strip()
-    parameters = rv.owner.op.dist_params(rv.owner)
-    if not all(isinstance(root, Constant) for root in ancestors(parameters) if root.owner is None):
+    name, _, arguments = text.partition("(")
+    texts, parameters = _apart(arguments.removesuffix(")")), rv.owner.op.dist_params(rv.owner)
+    if len(texts) != len(parameters):
         return text
-    return f"{text.partition('(')[0]}({', '.join(map(_numbers, parameters))})"
+    return f"{name}({', '.join(map(_shown, texts, parameters))})"
+
+
+def _apart(text: str) -> list[str]:
+    """Split at commas outside of all parentheses."""
+    depth, parts = 0, [""]
+    for sign in text:
+        depth += (sign in "([<") - (sign in ")]>")
+        parts = [*parts, ""] if sign == "," and depth == 0 else [*parts[:-1], parts[-1] + sign]
+    return [part.strip() for part in parts]
+
+
+def _shown(text: str, parameter: Any) -> str:
+    """A parameter's numbers where it is constant, for which PyMC has no text; else its text."""
+    roots = [root for root in ancestors([parameter]) if root.owner is None]
+    return _numbers(parameter) if all(isinstance(root, Constant) for root in roots) else text
 
 
 def _numbers(parameter: Any) -> str:

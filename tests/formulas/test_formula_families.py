@@ -186,12 +186,15 @@ def test_every_name_that_is_described_is_one_for_priors(family: str) -> None:
 def test_any_declaration_says_what_it_shares() -> None:
     def builder(y: Any) -> pm.Model:
         with pm.Model(coords={"of": ["a", "b"]}) as model:
+            tau = pm.HalfNormal("tau", 1)
+            pm.Normal("beta", np.array([0.0, 0.5]), pm.math.sqrt(tau), shape=2)
             mu = pm.Normal("mu", 1, 10, dims="of")
             pm.Normal("y_", mu[0], pm.HalfNormal("s", 2.5), observed=pm.Data("y", y))
         return model
 
-    model = FederatedModel(builder, ["mu", "s"])
+    model = FederatedModel(builder, ["mu", "s", "tau", "beta"])
     found = model.describe({"y": np.ones(3)})
+    assert found.loc["beta", "prior"] == "Normal([0. , 0.5], f(tau))"  # numbers beside a variable
     assert found.loc["mu", "entries"] == ("a", "b") and found.loc["mu", "prior"] == "Normal(1, 10)"
     assert found.loc["s", "entries"] is None and "2.5" in found.loc["s", "prior"]
     with pytest.raises(DeclarationError, match="pass one client's data"):

@@ -319,8 +319,8 @@ def test_an_interval_without_an_upper_limit_has_none_yet(missing: str, kind: str
     frames = {name: one.drop(columns="site") for name, one in frame.groupby("site")}
     arrays = {name: {column: one[column].to_numpy() for column in one} for name, one in frames.items()}
     data: Any = {"a frame": frame, "frames": frames, "arrays": arrays}[kind]
-    by = "site" if kind == "a frame" else None
-    with pytest.raises(fedppl.DataError, match=r"'high' is missing in [12] rows.*inf"):
+    by, whose = ("site", "the table") if kind == "a frame" else (None, "client 'a'")
+    with pytest.raises(fedppl.DataError, match=rf"^{whose}: 'high' is missing in [12] rows.*inf"):
         fedppl.fit(model, data, by=by, missing=missing, progressbar=False)
     with pytest.raises(fedppl.DataError, match=r"'high' is missing in [12] rows.*inf"):
         fedppl.agree(model, data, by=by, missing=missing)
