@@ -25,7 +25,7 @@ def clients(model: Any, data: Any, by: Any, missing: str, *, one_table: bool = F
 
     if is_formula(model):
         return ready(model, data, by, missing, one_table=one_table)
-    data = frames.opened(data)
+    data = frames.opened(data, by)
     split = frames.given(data) if by is None else tables.of_frame(data, by, model.names)
     if not isinstance(split, Mapping):
         return model, split

@@ -336,7 +336,8 @@ def _ids_of(clients: Any) -> list[str]:
     """Ids of clients from the keyword; of a string each letter could be an id."""
     names: list[Any] = [None] if isinstance(clients, str) or not isinstance(clients, Iterable) else list(clients)
     if not all(isinstance(name, str) for name in names):
-        raise DeclarationError(f"clients={shown(clients)} must be a list of ids of clients, or None for all.")
+        one = f", [{clients!r}] for one" if isinstance(clients, str) else ""
+        raise DeclarationError(f"clients={shown(clients)} must be a list of ids of clients{one}, or None for all.")
     return names
 
 

@@ -64,9 +64,11 @@ class Opened:
         return self.source[name].to_numpy() if isinstance(self.source, xr.Dataset) else self.source.get_column(name)
 
 
-def opened(data: Any) -> Any:
+def opened(data: Any, by: Any = None) -> Any:
     """Convert a table, or those of a mapping or of groups, once; other data stay as they are."""
     if type(data).__name__.endswith("GroupBy"):
+        if by is not None:
+            raise DataError(f"by={shown(by)} is for one table, and data are grouped by clients already; leave by= out.")
         data = _of_groups(data)
     if isinstance(data, xr.Dataset):
         return Opened(data, data, [str(name) for name in (*data.data_vars, *data.coords)])

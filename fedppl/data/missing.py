@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import xarray as xr
 
 from fedppl.settings import one_of
 from fedppl.types import Array, DataError
@@ -26,13 +25,8 @@ def required(missing: Any) -> str:
     return one_of("missing", missing, _RULES, hint)
 
 
-def complete(clients: Any, missing: str) -> Any:
-    """Clients' arrays without rows that have missing values: refuse such rows with counts, or drop and log them.
-
-    Data that are not a mapping from client to arrays are returned as they are.
-    """
-    if not isinstance(clients, Mapping) or isinstance(clients, xr.Dataset):
-        return clients
+def complete(clients: Mapping[Any, Any], missing: str) -> Any:
+    """Clients' arrays without rows that have missing values: refuse such rows with counts, or drop and log them."""
     counts = {k: gaps(data) for k, data in clients.items()}
     if not any(counts.values()):
         return clients
@@ -41,11 +35,13 @@ def complete(clients: Any, missing: str) -> Any:
             f"values are missing: {_listed(counts)}; drop or impute them before the fit, or let "
             'missing="drop" leave those rows out.'
         )
-    kept = {k: dropped(k, data) if counts[k] else (data, "") for k, data in clients.items()}
-    lines = [line for _, line in kept.values() if line]
+    kept = {k: dropped(k, data) if counts[k] else (data, 0, 0) for k, data in clients.items()}
+    lost = {k: (gone, rows) for k, (_, gone, rows) in kept.items() if gone}
+    lines = [f"client {k}: {gone} of {rows} rows are left out" for k, (gone, rows) in lost.items()]
     more = f", and at {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
-    logger.warning("values are missing: %s%s", "; ".join(lines[:_NAMED]), more)
-    return {k: data for k, (data, _) in kept.items()}
+    total = sum(gone for gone, _ in lost.values())
+    logger.warning("values are missing in %d rows: %s%s", total, "; ".join(lines[:_NAMED]), more)
+    return {k: data for k, (data, _, _) in kept.items()}
 
 
 def _listed(counts: Mapping[Any, Mapping[str, int]]) -> str:
@@ -90,8 +86,8 @@ def _is_gone(array: Array) -> Array:
     return np.asarray(gone, dtype=bool)
 
 
-def dropped(client_id: Any, data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """A client's data without rows that have missing values, and a line that counts these."""
+def dropped(client_id: Any, data: Mapping[str, Any]) -> tuple[dict[str, Any], int, int]:
+    """A client's data without rows that have missing values, the number of these, and of all."""
     missing = {name: missing_rows(value) for name, value in data.items()}
     rows = {len(data[name]) for name, mask in missing.items() if mask is not None and mask.any()}
     arrays = {name: value if np.ma.isMaskedArray(value) else np.asarray(value) for name, value in data.items()}
@@ -111,7 +107,7 @@ def dropped(client_id: Any, data: Mapping[str, Any]) -> tuple[dict[str, Any], st
     by_name = {
         name: np.asarray(array[kept] if array.ndim and len(array) == count else array) for name, array in arrays.items()
     }
-    return by_name, f"client {client_id}: {count - kept.sum()} of {count} rows are left out"
+    return by_name, int(count - kept.sum()), count
 
 
 class Kept(NamedTuple):

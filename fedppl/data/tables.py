@@ -37,6 +37,7 @@ class Table(Mapping[str, dict[str, Array]]):
     client_ids: tuple[str, ...]
     begins: NDArray[np.int64]
     columns: Mapping[str, Array]
+    __hash__ = object.__hash__  # a mapping has none, and a table is equal to itself alone
 
     def rows(self, k: int) -> dict[str, Array]:
         """The arrays of the client in place k."""
@@ -121,7 +122,7 @@ def of_clients(clients: Mapping[Any, Any]) -> Table | None:
     return None if gaps.gaps(columns) else table
 
 
-def complete(clients: Any, missing: str) -> Any:
+def complete(clients: Mapping[Any, Any], missing: str) -> Any:
     """Clients' data without rows that have missing values, as `missing.complete` leaves them; a table stays one."""
     if not isinstance(clients, Table):
         return gaps.complete(clients, missing)

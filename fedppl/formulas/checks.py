@@ -283,10 +283,10 @@ def limits(built: Any, data: Any, what: str) -> None:
         )
 
 
-def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], clients: int) -> None:
+def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], count: int) -> None:
     """Warn of coefficients that the data do not identify, so that their priors decide; `parts` are arrays of rows."""
     design, terms, names_of = built.design, built.terms, built.containers
-    if terms.client is not None and clients == 1:
+    if terms.client is not None and count == 1:
         logger.warning(
             "there is one client, whose rows say nothing of how clients differ: the sd of (... | %s) keeps its prior; "
             "leave it out, or give more clients",

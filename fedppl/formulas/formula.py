@@ -204,7 +204,7 @@ def agree(
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
     gaps.required(missing)
-    data = frames.opened(data)
+    data = frames.opened(data, by)
     model = with_order(model, data)
     return _agreed(model, clients_of(_formula(model), data, by, missing), min_count, withheld)
 
@@ -287,7 +287,7 @@ def ready(
     model: FederatedModel, data: Any, by: Any, missing: str, *, one_table: bool = False
 ) -> tuple[FederatedModel, Any]:
     """The agreed model of a formula, and its builder's arrays by client, with `one_table` of many clients as one."""
-    data = frames.opened(data)
+    data = frames.opened(data, by)
     model = with_order(model, data)
     built = _formula(model)
     clients = clients_of(built, data, by, missing)

@@ -304,7 +304,7 @@ class FederatedModel:
         try:
             for group in group_by_columns(typed):
                 chosen, reference = {k: typed[k] for k in group}, next(iter(enrolled.values()), None)
-                models = enrol_group(declared, chosen, compared, reference, kernel=kernel)
+                models = list(enrol_group(declared, chosen, compared, reference, kernel=kernel))  # warns at depth 4
                 enrolled |= {client.client_id: client for client in models}
         except DataError as error:
             if other := of_another_type(declared, checked, typed):

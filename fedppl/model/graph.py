@@ -136,10 +136,11 @@ def _require_shared_priors(
 ) -> None:
     """Refuse a shared prior that depends on local variables, data or observed variables."""
     constant = "then every client would have another prior. Use a constant that is the same at all clients."
+    alone = "a shared prior may depend only on shared variables. Share {!r} too, or turn the arrow round."
     for rv in shared_rvs:
         above = set(ancestors([rv])) - {rv}
         for others, what, remedy in (
-            (local_rvs, "local variable {!r}", "a shared prior may depend only on shared variables. Share {!r} too."),
+            (local_rvs, "local variable {!r}", alone),
             (data, "client data {!r}", constant),
             (observed_rvs, "observed variable {!r}, whose values are a client's own", constant),
         ):

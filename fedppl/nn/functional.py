@@ -301,12 +301,14 @@ def device_for(net: torch.nn.Module, device: Any) -> torch.device:
         return CPU
     try:  # a transfer there and back proves more than torch's own list of devices
         probe = torch.ones(1, device=chosen)
-        float((probe + 1.0).cpu())
+        if (back := float((probe + 1.0).cpu())) != 2.0:
+            raise ArithmeticError(f"1 + 1 comes back as {back:g}")
     except Exception as error:  # each device has exceptions of its own
         first = str(error).strip().partition("\n")[0]
         raise DeclarationError(
             f"{subject} cannot be used on this machine ({type(error).__name__}: {first}). Devices differ between "
-            'clients; take device="cpu" here, or install a torch that has it.'
+            'clients; take device="cpu" here, or \'"cuda" if torch.cuda.is_available() else "cpu"\', or install a '
+            "torch that has it."
         ) from error
     return probe.device  # with its number
 

@@ -385,10 +385,12 @@ def warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
 
 
 def _size(values: Array) -> float:
-    """The largest root mean square of a column; 0 without any."""
-    columns = np.asarray(values, dtype=float).reshape(len(values), -1) if np.ndim(values) else np.zeros((0, 0))
-    with np.errstate(over="ignore"):
-        return float(np.max(np.sqrt(np.mean(columns**2, axis=0)), initial=0.0)) if columns.size else 0.0
+    """The largest root mean square of a column; 0 without columns, or where one is not finite."""
+    columns = np.abs(np.asarray(values, dtype=float)).reshape(len(values), -1) if np.ndim(values) else np.zeros((0, 0))
+    largest = float(np.max(columns, initial=0.0))
+    if not np.isfinite(largest) or largest == 0.0:
+        return 0.0
+    return largest * float(np.sqrt(np.max(np.mean((columns / largest) ** 2, axis=0))))
 
 
 _TRIED = 16  # rows in the checks below

@@ -269,6 +269,8 @@ def test_coefficients_are_those_of_the_clients_here() -> None:
     assert_allclose(drawn["noise_sd"].values.mean(), row["noise_sd"], rtol=1e-6)
     one = curves.coefficients(fit, ["unit 2"])
     xr.testing.assert_identical(one, found.sel(client=["unit 2"]))
+    with pytest.raises(DeclarationError, match=r"\['unit 2'\] for one"):
+        curves.coefficients(fit, "unit 2")
 
 
 def test_latent_curves_are_those_of_the_draws() -> None:

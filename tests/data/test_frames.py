@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel
-from fedppl.data import frames
+from fedppl.data import frames, missing, tables
 
 pl = pytest.importorskip("polars")
 pa = pytest.importorskip("pyarrow")
@@ -168,7 +168,21 @@ def test_rows_that_are_dropped_are_counted(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING, logger="fedppl"):
         found = fit(with_gaps(), by="site", missing="drop")
     assert "client 3: 2 of 5 rows are left out" in caplog.text and "client 2" not in caplog.text
+    assert "missing in 3 rows" in caplog.text
     assert_array_equal(found.posterior.linear, fit(complete, by="site").posterior.linear)
+
+
+def test_rows_that_are_dropped_are_counted_beyond_the_clients_that_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    clients = {k: {"x": np.array([np.nan] * (1 + k % 2) + [1.0])} for k in range(20)}
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        kept = missing.complete(clients, "drop")
+    assert all(len(rows["x"]) == 1 for rows in kept.values())
+    assert "missing in 30 rows" in caplog.text and "at 12 more" in caplog.text
+
+
+def test_a_table_can_be_a_key() -> None:
+    found = tables.of_frame(frames.opened(pd.DataFrame(table())), "site", ["x"])
+    assert {found: 1}[found] == 1
 
 
 def test_masks_and_arrays_of_other_lengths_are_understood() -> None:

@@ -105,7 +105,7 @@ DECLARATIONS = {
     "deterministic": (with_deterministic, ["twice"], ["'twice' is in the model but is not a free", "Name only"]),
     "discrete shared": (discrete_shared, ["rate"], ["shared variable 'rate' is discrete (int64)", "Sum it out"]),
     "discrete local": (discrete_local, ["mu"], ["local variable 'ill' is discrete (int64)", "pm.Mixture"]),
-    "on a local": (upside_down, ["mu"], ["'mu' depends on local variable 'theta'", "Share 'theta' too"]),
+    "on a local": (upside_down, ["mu"], ["'mu' depends on local variable 'theta'", "Share 'theta' too, or turn"]),
     "flat": (flat, ["mu"], ["improper", "pm.Normal(0, 10)"]),
     "half flat": (half_flat, ["mu"], ["'mu' (pm.HalfNormal(1) for example)", "improper"]),
     "flat above": (flat_hierarchy, ["mu", "tau"], ["'tau'", "improper", "proper prior"]),

@@ -21,7 +21,7 @@ import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
-from fedppl.nn import subnet  # noqa: E402
+from fedppl.nn import subnet, view  # noqa: E402
 from fedppl.nn.functional import call, state_of  # noqa: E402
 from fedppl.nn.likelihood import Declared  # noqa: E402
 from fedppl.nn.train import outcomes  # noqa: E402
@@ -752,6 +752,12 @@ def test_outcomes_that_cannot_be_drawn_are_told() -> None:
     unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
     with pytest.raises(fedppl.types.LocalFailure, match="cannot be drawn.*random="):
         subnet.curvature_diagonal(unit, unit.initial, np.arange(3))
+
+
+@pytest.mark.parametrize(("values", "size"), [([[3.0, 0.0], [4.0, 0.0]], 12.5**0.5), ([1.0, np.inf], 0.0), (3.0, 0.0)])
+def test_scales_of_infinite_values_are_none(values: Any, size: float) -> None:
+    """They are refused elsewhere; no warning calls their scale inf."""
+    assert view._size(np.array(values)) == pytest.approx(size)
 
 
 def test_an_index_of_the_client_s_is_no_part_of_a_closed_form() -> None:

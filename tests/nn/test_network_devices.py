@@ -214,6 +214,14 @@ def test_a_device_that_is_not_here_is_refused_at_the_declaration(device: Any, wo
         assert word in str(refused.value)
 
 
+def test_a_device_from_which_other_numbers_come_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with elsewhere.device_elsewhere():
+        assert functional.device_for(problems.network(), elsewhere.NAME).type == elsewhere.NAME
+        monkeypatch.setattr(torch.Tensor, "cpu", lambda self: torch.zeros(1))
+        with pytest.raises(fedppl.DeclarationError, match="cannot be used.*comes back as 0.*is_available"):
+            functional.device_for(problems.network(), elsewhere.NAME)
+
+
 def test_a_network_in_two_places_is_refused_but_where_the_device_is_said() -> None:
     with elsewhere.device_elsewhere(), pm.Model():
         net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2).to(elsewhere.NAME))

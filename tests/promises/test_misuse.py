@@ -418,6 +418,12 @@ def test_a_builder_that_uses_its_data_somewhere_is_not_refused(builder: Any, ids
     FederatedModel(builder, ["mu"]).enrol({client_id: {"y": Y} for client_id in ids}, kernel=False)
 
 
+def test_a_warning_of_a_builder_points_to_who_enrols() -> None:
+    with pytest.warns(UserWarning, match="compiled on its own") as seen:
+        FederatedModel(straight, ["mu"]).enrol({client_id: {"y": Y} for client_id in "ab"}, kernel=False)
+    assert seen[0].filename == __file__
+
+
 def test_one_argument_of_several_may_go_unused() -> None:
     FederatedModel(one_argument_of_two, ["mu"]).enrol({k: {"y": Y, "row": G} for k in "ab"}, kernel=False)
 

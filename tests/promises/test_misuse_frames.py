@@ -100,7 +100,7 @@ ROWS: dict[str, Mistake] = {
     "reals": row(start(FRAME.assign(site=[0.5, 0.5, 1.5, 1.5]), by="site"), "by=['site']", "0.5", "whole numbers"),
     "a gap in by": row(start(FRAME.assign(site=GAP), by="site"), "1 of 4 rows", "drop them"),
     "by of arrays": row(start({"site": GAP, "y": Y}, by="site"), "dict", "leave by= out", "pandas.DataFrame(data)"),
-    "by of groups": row(start(FRAME.groupby("site"), by="site"), "leave by= out"),
+    "by of groups": row(start(FRAME.groupby("site"), by="site"), "grouped", "leave by= out"),
     # --- ids
     "an id of None": row(named(None, "b"), "id is None", "name the client"),
     "an id of NaN": row(named(np.nan, "b"), "id is nan", "name the client"),

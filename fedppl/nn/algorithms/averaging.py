@@ -288,7 +288,7 @@ def SCAFFOLD(
     Parameters
     ----------
     learning_rate, epochs, batch_size, weights
-        As in `FedAvg`; steps have no momentum, since c_k is a mean gradient only then.
+        As in `FedAvg`, with passes over the rows; steps have no momentum, since c_k is a mean gradient only then.
 
     Returns
     -------

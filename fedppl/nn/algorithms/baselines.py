@@ -53,7 +53,7 @@ def PerFedAvg(
     inner_rate
         α, learning rate of the step inside, and of the steps that make the network a client's own in the end.
     learning_rate, epochs, batch_size, weights
-        As in `FedAvg`, of steps on F_k, each of which takes three batches and five gradients.
+        As in `FedAvg`, with passes over the rows, of steps on F_k, each of three batches and five gradients.
     tune_epochs
         Passes of gradient steps that a client takes in the end.
 
@@ -141,7 +141,7 @@ def PFedMe(
     lam
         λ, strength of the quadratic beside the mean loss.
     learning_rate, epochs, batch_size, weights
-        As in `FedAvg`; η is below 1 / λ, and every batch has its own θ_k.
+        As in `FedAvg`, with passes over the rows; η is below 1 / λ, and every batch has its own θ_k.
     inner_rate, inner_steps
         Learning rate and number of the steps to θ_k from w_k: each one on the loss, then the proximal map of the
         quadratic, so that large rates end at w − ∇f / λ.
@@ -243,7 +243,7 @@ def IFCA(
     spread
         Standard deviation of the random weights at which all networks but the first start, around the declared ones.
     learning_rate, momentum, epochs, batch_size, weights
-        As in `FedAvg`.
+        As in `FedAvg`, with passes over the rows.
 
     Returns
     -------
@@ -393,7 +393,7 @@ def PFedBayes(
     draws
         Number of draws of the weights in each step.
     learning_rate, epochs, batch_size, weights
-        As in `FedAvg`, by Adam.
+        As in `FedAvg`, with passes over the rows, by Adam.
 
     Returns
     -------

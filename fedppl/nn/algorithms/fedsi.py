@@ -105,7 +105,7 @@ def FedSI(
         keeps it. With `diagonal` no weight is a point; then it is the widest prior of the last inference, 0.03 by
         default. The defaults suit the networks of the paper, by the likelihood of held-out rows.
     learning_rate, epochs, batch_size
-        As in `FedAvg`, of Adam's steps towards the mode.
+        As in `FedAvg`, with passes over the rows, of Adam's steps towards the mode.
     rule
         Rule by which weights are chosen, "live" or "variance", see `fedppl.nn.subnet.select`.
     diagonal

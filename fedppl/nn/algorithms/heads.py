@@ -109,7 +109,7 @@ def Confidence(
     head
         Torch's names of the last layer's parameters, a linear one's, for example ``("2.weight", "2.bias")``.
     learning_rate, momentum, epochs, batch_size
-        As in `FedAvg`, of steps on the layers below.
+        As in `FedAvg`, with passes over the rows, of steps on the layers below.
     head_rate, head_momentum, head_steps, draws
         Adam's learning rate, number of steps, each on all rows, and draws in each. With a `head_momentum` they are
         gradient steps with that momentum, and the rate is for the slope of the bound, a sum over rows.
@@ -125,6 +125,11 @@ def Confidence(
     Algorithm
         Its fit has a point estimate, the global model (`fedppl.nn.network`). `fedppl.nn.predict` gives a client's
         predictions, by q_j and by layers trained once more on its own rows.
+
+    Raises
+    ------
+    DeclarationError
+        Before any round where the head is not the last linear layer, or some of the weights are not shared.
 
     Notes
     -----
@@ -459,6 +464,11 @@ def FedPop(
     Algorithm
         Its fit has a point estimate, θ and β. `fedppl.nn.predict` gives a client's predictions by a normal with its
         chain's mean and sds.
+
+    Raises
+    ------
+    DeclarationError
+        Before any round where the head is not the last linear layer, or some of the weights are not shared.
 
     Notes
     -----
