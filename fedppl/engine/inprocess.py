@@ -48,7 +48,7 @@ class InProcessEngine:
     ) -> None:
         if not models:
             raise DeclarationError(
-                "data are None, and only an engine that finds clients elsewhere, such as fedppl.Flower.grid(grid), "
+                "data are None, and only an engine that finds clients elsewhere, such as fedppl.Flower.grid, "
                 "goes without; pass the clients' data to run them in this process."
             )
         self._algorithm = algorithm

@@ -24,7 +24,8 @@ from fedppl.types import Array
 Places = NDArray[np.intp]
 
 _MOST_LOG = 100.0  # of a scale
-_MOST_EIGENVALUE = 60.0  # of a matrix logarithm, beyond which roots of covariances have no digits
+_MOST_EIGENVALUE = 60.0  # of a matrix logarithm: beyond, where no posterior has mass, it stands for all
+_LEAST_SCALE = 1e-150  # of a root of a covariance
 
 
 class Block(NamedTuple):
@@ -68,7 +69,8 @@ def of_phi(phi: Array, coordinates: Coordinates) -> Array:
     for block in coordinates.blocks:
         roots = _roots(phi[:, block.places])
         vectors, values, _ = np.linalg.svd(np.linalg.solve(block.root, roots))
-        u[:, block.places] = _lower((vectors * 2.0 * np.log(values)[:, None, :]) @ vectors.transpose(0, 2, 1))
+        logs = 2.0 * np.log(np.maximum(values, _LEAST_SCALE))
+        u[:, block.places] = _lower((vectors * logs[:, None, :]) @ vectors.transpose(0, 2, 1))
     return u
 
 
@@ -148,7 +150,8 @@ def _log_slope(phi: Array, root: Array) -> Array:
     by_root = np.sum((rows[:, None] - rows) * log_cosh, axis=(1, 2)) - log_sds @ (rows + 1.0)
     diagonal = log_sds - log_cosh.sum(axis=2)  # log L_kk
     by_covariance = -n * np.log(2.0) - diagonal @ (n - rows)
-    w = 2.0 * np.log(np.linalg.svd(np.linalg.solve(root, _roots(phi)), compute_uv=False))
+    scales = np.linalg.svd(np.linalg.solve(root, _roots(phi)), compute_uv=False)
+    w = 2.0 * np.log(np.maximum(scales, _LEAST_SCALE))
     first, second = np.triu_indices(n, 1)
     apart = np.maximum(w[:, first] - w[:, second], 1e-12)  # in descending order
     by_logarithm = np.sum(w, axis=1) + np.sum(w[:, second] + np.log(np.expm1(apart) / apart), axis=1)

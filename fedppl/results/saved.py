@@ -55,7 +55,7 @@ def save(
     The file is read back before it replaces another, and deleted where it cannot be read.
     """
     target = _target(path)
-    if include not in _INCLUDED:
+    if not isinstance(include, str | None) or include not in _INCLUDED:
         raise DeclarationError(f'include={shown(include)} must be None, "personal" or "clients".')
     personal = personal_of(fit, stored=include is not None)
     drawn = drawn_of(fit, client) if include == "clients" else {}

@@ -384,7 +384,7 @@ def _posterior(result: Any) -> Any:
 def _region(rope: Any) -> tuple[float, float]:
     """Low and high end of the region of practical equivalence."""
     try:
-        low, high = map(float, rope)
+        low, high = map(float, () if isinstance(rope, str) else rope)
     except (TypeError, ValueError):
         low = high = np.nan
     if not low < high:

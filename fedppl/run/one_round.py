@@ -249,8 +249,11 @@ def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
     )
 
 
+_EACH = 5  # clients with the same reason, each of which has a record of its own
+
+
 def _log_failures(number: int, failures: Mapping[str, str], logged: set[tuple[str, str]]) -> None:
-    """Log which clients were skipped and why; many clients with the same reason share a line.
+    """Log which clients were skipped and why; more than five clients with the same reason share a line.
 
     A reason that was logged for a client in an earlier round, numbers aside, is no warning any more.
     """
@@ -258,11 +261,11 @@ def _log_failures(number: int, failures: Mapping[str, str], logged: set[tuple[st
     for client_id, reason in failures.items():
         by_reason.setdefault(reason, []).append(client_id)
     for reason, together in by_reason.items():
-        names = diagnostics.listed(together)
         keys = {(client_id, without_numbers(reason)) for client_id in together}
         level = logging.DEBUG if keys <= logged else logging.WARNING
-        extra = {"round": number, "client": names, "status": "skipped", "reason": reason}
-        logger.log(level, "round %d, client %s skipped: %s", number, names, reason, extra=extra)
+        for names in together if len(together) <= _EACH else [diagnostics.listed(together)]:
+            extra = {"round": number, "client": names, "status": "skipped", "reason": reason}
+            logger.log(level, "round %d, client %s skipped: %s", number, names, reason, extra=extra)
         logged |= keys
 
 

@@ -159,7 +159,10 @@ def _simulated(
     if not isinstance(simulated, Mapping):
         raise DeclarationError(f"{who} returned {shown(simulated)}; return its data, a mapping from name to array.")
     for key in [key for key in data if key in simulated]:
-        shape, wanted = np.asarray(simulated[key], dtype=object).shape, np.shape(data[key])
+        try:
+            shape, wanted = np.shape(simulated[key]), np.shape(data[key])
+        except ValueError as error:
+            raise DeclarationError(f"{who} returned {key!r} that is no array: {error}") from error
         if shape != wanted:
             raise DeclarationError(f"{who} returned {key!r} with shape {shape}; return the client's, {wanted}.")
     return dict(simulated)
@@ -271,7 +274,7 @@ def without(
         raise DeclarationError(
             "the data of those that stay are not here. Of a fit from a file, give them: fedppl.load(path, model, "
             f"clients=...); of sites, pass an engine for them alone: fedppl.Flower.grid(grid, clients={shown(rest)}, "
-            "model=...)."
+            "model=..., example_data=...)."
         )
     certificate = flag("certificate", certificate)
     shared = fit.algorithm.result.shared
@@ -304,7 +307,7 @@ def _apart_from(engine: Any, names: tuple[str, ...]) -> EngineFactory:
             built.close()
             raise DeclarationError(
                 f"the engine finds {back}, who leave; give it the ids of those that stay: "
-                "fedppl.Flower.grid(grid, clients=[...], model=...)."
+                "fedppl.Flower.grid(grid, clients=[...], model=..., example_data=...)."
             )
         return built
 
