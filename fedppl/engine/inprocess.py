@@ -29,7 +29,7 @@ from fedppl.contracts import (
     Summed,
     unheard,
 )
-from fedppl.engine.answer import answer, checked, level_of, message_of, take_sum
+from fedppl.engine.answer import answer, checked, level_of, message_of, take, take_sum
 from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.client import reader_of
@@ -44,7 +44,13 @@ class InProcessEngine:
     """Clients' models and personal states; see `InProcess`."""
 
     def __init__(
-        self, algorithm: AnyAlgorithm, models: Mapping[str, Any], workers: int, policy: Policy | None = None
+        self,
+        algorithm: AnyAlgorithm,
+        models: Mapping[str, Any],
+        workers: int,
+        policy: Policy | None = None,
+        *,
+        secure: bool = False,
     ) -> None:
         if not models:
             raise DeclarationError(
@@ -59,6 +65,8 @@ class InProcessEngine:
         self._settings = settings()  # of PyTensor, while no thread was at work
         self._stacks: Sequence[Any] | None = None  # clients laid side by side, once a sum was asked for
         self._personal: dict[str, Any] = {}
+        self._secure = _masks_for(models) if secure else None
+        self._cohorts: dict[str, Mapping[str, Any]] = {}  # by run, where sums are secure
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
             try:
@@ -99,8 +107,16 @@ class InProcessEngine:
 
         A late client is not asked again before it is done, so that no two threads work for one client. Clients never
         compute in the calling thread: there Ctrl-C ends the wait at once, while a sampler would catch it and return the
-        draws it has.
+        draws it has. Where sums are secure there are no single answers.
         """
+        if self._secure is not None:
+            raise DeclarationError(f"{self._algorithm.name} asks for single replies, and sums are secure: {_SUMMED}")
+        return self._asked(requests, deadline, heard)
+
+    def _asked(
+        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard
+    ) -> dict[str, Reply | Failure]:
+        """Answers to every request."""
         self._late = {client_id: future for client_id, future in self._late.items() if not future.done()}
         if not self._late:
             self._settings = settings()
@@ -135,7 +151,12 @@ class InProcessEngine:
     def exchange_sum(
         self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
     ) -> Summed:
-        """The sum of replies: computed at once where clients are laid side by side, else reply by reply."""
+        """The sum of replies: computed at once where clients are laid side by side, else reply by reply.
+
+        Where sums are secure it is added under masks.
+        """
+        if self._secure is not None:
+            return self._under_masks(self._secure, requests, accept, deadline, heard)
         is_all = not requests.silent and deadline is None and requests.clients == self.clients()
         if is_all and not self._guards and (stacks := self._side_by_side()):
             try:
@@ -144,6 +165,30 @@ class InProcessEngine:
                 message = "%s: the sum over clients side by side failed, and each is asked alone"
                 logger.log(level_of(error), message, self._algorithm.name, exc_info=True)
         return take_sum(self.exchange, requests, accept, deadline, heard)
+
+    def _under_masks(
+        self, masks: Any, requests: Requests, accept: Accept, deadline: float | None, heard: Heard
+    ) -> Summed:
+        """The sum over all clients under masks; nothing where one has no answer, or a number that is none."""
+        if requests.silent or requests.clients != self.clients():
+            raise DeclarationError(
+                "sums are secure, and their cohort is all clients in every round, since two sums that differ by one "
+                "client tell that client's part: leave participation= and reporting= out."
+            )
+        taken = take(self._asked, requests, accept, deadline, heard)
+        if taken.failures:
+            return Summed({}, 0, taken.failures, sizes={})
+        first = requests.make(requests.clients[0])
+        cohort = self._cohorts.get(first.run) or masks.cohort_of(self.clients(), first.run)
+        parts = {name: masks.encoded(taken.messages[name], len(cohort)).words for name in cohort}
+        hidden = {name: masks.masked(cohort[name], words, first.round) for name, words in parts.items()}
+        self._cohorts[first.run] = {name: member for name, (member, _) in hidden.items()}
+        words = [part for _, part in hidden.values()]
+        total, cut, missing = masks.decoded(masks.added(words), first.shapes or {})
+        if cut or missing:
+            reason = f"{cut} numbers of the cohort are too large for its sum, and {missing} are not finite"
+            return Summed({}, 0, dict.fromkeys(cohort, reason), sizes={})
+        return Summed(total, len(cohort), sizes={name: part.nbytes for name, part in zip(hidden, words, strict=True)})
 
     def _side_by_side(self) -> Sequence[Any]:
         """All clients, laid side by side once; empty where the algorithm or the clients' models do not allow it."""
@@ -219,7 +264,7 @@ class InProcessEngine:
         return {client_id: reply for client_id, (_, reply) in answers.items()}
 
 
-def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> EngineFactory:
+def InProcess(*, workers: int | None = None, policy: Policy | None = None, secure: bool = False) -> EngineFactory:
     """Run all clients in this process.
 
     Parameters
@@ -229,6 +274,10 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
     policy
         A `fedppl.Policy` for every client, to try it out; its limits count in one run. By default there is none: the
         data are yours.
+    secure
+        Whether the server gets nothing but sums over all clients, added under masks that pairs of clients share, as a
+        rehearsal of sites that want it. It needs at least three clients and an algorithm whose server reads sums
+        alone, such as `fedppl.Sums`; all clients are asked in every round, each alone.
 
     Returns
     -------
@@ -237,13 +286,18 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
     Raises
     ------
     DeclarationError
-        If `workers` is below one or `policy` is no policy; in a fit, where there are no clients' data, or the policy
+        If `workers` is below one, `policy` is no policy or `secure` no truth value; in a fit, with fewer than three
+        clients or another algorithm where `secure` is true, where there are no clients' data, or the policy
         refuses the algorithm or a client's data.
 
     Examples
     --------
     >>> import fedppl
-    >>> engine = fedppl.InProcess(workers=1)
+    >>> from fedppl.testing import normal_means
+    >>> engine = fedppl.InProcess(workers=1, secure=True)
+    >>> fit = fedppl.fit(*normal_means(4), fedppl.Sums(), engine=engine, progressbar=False, random_seed=1)
+    >>> fit.status.value
+    'converged'
 
     Notes
     -----
@@ -255,7 +309,9 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     if policy is not None and not isinstance(policy, Policy):
         raise DeclarationError(f"policy={shown(policy)} must be a fedppl.Policy, such as fedppl.policy.read(path).")
-    return Threads(count, policy)
+    if not isinstance(secure, bool):
+        raise DeclarationError(f"secure={shown(secure)} must be True or False.")
+    return Threads(count, policy, secure)
 
 
 class Threads(NamedTuple):
@@ -263,13 +319,28 @@ class Threads(NamedTuple):
 
     workers: int
     policy: Policy | None
+    secure: bool = False
 
     def __call__(self, algorithm: AnyAlgorithm, clients: Mapping[str, Any], /) -> InProcessEngine:
         """Start the engine."""
-        return InProcessEngine(algorithm, clients, self.workers, self.policy)
+        return InProcessEngine(algorithm, clients, self.workers, self.policy, secure=self.secure)
 
 
 logger = logging.getLogger(__name__)
+
+_SUMMED = "use fedppl.Sums(), or another algorithm whose server reads sums alone, or leave secure= out."
+
+
+def _masks_for(clients: Mapping[str, Any]) -> Any:
+    """The module of secure sums, where clients are enough."""
+    from fedppl.engine import secure  # needs cryptography
+
+    if len(clients) < secure.FEWEST_SITES:
+        raise DeclarationError(
+            f"secure=True with {len(clients)} clients, and a sum of fewer than {secure.FEWEST_SITES} tells too much of "
+            "each; leave secure= out."
+        )
+    return secure
 
 
 def _grouped(

@@ -1,0 +1,250 @@
+r"""Sums over clients of which nobody sees the parts: fixed point in a ring of 64 bits, under masks that pairs share.
+
+.. math:: c_k = \mathrm{fixed}(x_k) + \sum_{j > k} m_{kj} - \sum_{j < k} m_{jk} \pmod{2^{64}}, \qquad
+          \sum_k c_k = \sum_k \mathrm{fixed}(x_k)
+
+A client sends c_k, which is uniform over the ring for everybody who does not know all masks m_kj of k with the others.
+In the sum over the whole cohort they cancel; without one client it is as random as each part.
+
+Each number is two words: multiples of 2⁻²⁰, and of 2⁻⁶⁰ what these leave, so that the sum has the digits of float64
+whatever the size of the numbers. Two counts follow: numbers too large for the ring, and numbers that are not finite.
+
+A client has an identity (Ed25519) that the others know beforehand, and for each run a key (X25519) that its identity
+has signed, so that a server that passes keys on cannot put its own in between. Masks are a stream of ChaCha20 under a
+key that HKDF derives from what both agree on, from the run and from the cohort: clients who were shown different
+cohorts have other masks, and their sum is noise.
+
+References
+----------
+.. [1] Bonawitz et al. (2017), Practical secure aggregation for privacy-preserving machine learning, CCS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl.types import DeclarationError
+
+try:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "secure sums need the package cryptography, which is not installed; pip install 'fedppl[secure]'."
+    ) from error
+
+Words = NDArray[np.uint64]
+
+FEWEST_SITES = 3  # of a cohort: of two each would know the other's part
+_COARSE, _FINE = 2.0**20, 2.0**60  # steps of the two words of a number, for each unit
+_WORD = 62  # bits that the sum of a word's parts may have, beside its sign
+
+
+class Identity(NamedTuple):
+    """A client's own: the others know its public part beforehand."""
+
+    private: ed25519.Ed25519PrivateKey
+
+    @property
+    def public(self) -> bytes:
+        """What goes on the others' rosters, 32 bytes."""
+        return _raw(self.private.public_key())
+
+
+class RunKey(NamedTuple):
+    """A client's key of one run, which is in memory alone."""
+
+    name: str
+    run: str
+    private: x25519.X25519PrivateKey
+    signature: bytes  # of its public part, by the identity
+
+
+class Greeting(NamedTuple):
+    """What a client shows the others at the start of a run, by way of the server."""
+
+    name: str
+    public: bytes
+    signature: bytes
+
+
+class Member(NamedTuple):
+    """A client's place in a cohort."""
+
+    name: str
+    keys: Mapping[str, bytes]  # of masks, by the names of the others
+    last: int = 0  # round of its last answer
+
+
+class Encoded(NamedTuple):
+    """A message in fixed point."""
+
+    words: Words  # (2 n + 2,)
+    cut: int  # numbers that did not fit
+    missing: int  # numbers that were not finite
+
+
+def new_identity() -> Identity:
+    """A new identity."""
+    return Identity(ed25519.Ed25519PrivateKey.generate())
+
+
+def new_key(identity: Identity, name: str, run: str) -> RunKey:
+    """A new key for a run, signed by the client's identity."""
+    private = x25519.X25519PrivateKey.generate()
+    return RunKey(name, run, private, identity.private.sign(_signed(name, run, _raw(private.public_key()))))
+
+
+def greeting(key: RunKey) -> Greeting:
+    """What the others need."""
+    return Greeting(key.name, _raw(key.private.public_key()), key.signature)
+
+
+def joined(
+    key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, bytes], fewest: int = FEWEST_SITES
+) -> Member:
+    """A client's place in the cohort of these greetings.
+
+    Parameters
+    ----------
+    key
+        The client's own.
+    greetings
+        Of all clients of the cohort, its own among them.
+    roster
+        Public identities by name that this client knows from elsewhere than the server.
+    fewest
+        Clients that a cohort must have, at least 3.
+
+    Raises
+    ------
+    DeclarationError
+        Of a cohort that is too small, of a client that is not on the roster, of a key that its identity has not signed
+        for this run, and where its own greeting is missing or another's.
+    """
+    names = [one.name for one in greetings]
+    if len(names) < max(fewest, FEWEST_SITES) or len(set(names)) < len(names):
+        raise DeclarationError(
+            f"a cohort of {len(set(names))} sites, and at least {max(fewest, FEWEST_SITES)} are wanted: of fewer a sum "
+            "tells too much of each. Wait until more sites take part."
+        )
+    if greeting(key) not in greetings:
+        raise DeclarationError(
+            f"the cohort {sorted(names)} lacks the key of {key.name!r}: this site takes no part in it."
+        )
+    for one in greetings:
+        _require_signed(one, key.run, roster)
+    cohort = hashlib.sha256(
+        b"".join(_framed(part) for one in sorted(greetings) for part in (one.name.encode(), one.public))
+    ).digest()
+    keys = {
+        one.name: HKDF(hashes.SHA256(), 32, None, b"fedppl masks" + _framed(key.run.encode()) + cohort).derive(
+            key.private.exchange(x25519.X25519PublicKey.from_public_bytes(one.public))
+        )
+        for one in greetings
+        if one.name != key.name
+    }
+    return Member(key.name, keys)
+
+
+def _require_signed(one: Greeting, run: str, roster: Mapping[str, bytes]) -> None:
+    if one.name not in roster:
+        raise DeclarationError(
+            f"site {one.name!r} is not on this site's roster {sorted(roster)}: add its identity once you have it from "
+            "that site itself, or leave it out of the cohort."
+        )
+    try:
+        known = ed25519.Ed25519PublicKey.from_public_bytes(roster[one.name])
+        known.verify(one.signature, _signed(one.name, run, one.public))
+    except InvalidSignature:
+        raise DeclarationError(
+            f"the key of site {one.name!r} is not signed for run {run!r} by the identity on this site's roster: "
+            "somebody stands in between, or that site has a new identity; ask it."
+        ) from None
+
+
+def encoded(message: Mapping[str, Any], clients: int) -> Encoded:
+    """A message as words, in the order of the names of its arrays; what does not fit is 0, and counted.
+
+    >>> words = sum(encoded({"a": np.array([1.5, -2.25])}, 3).words for _ in range(3))
+    >>> decoded(words, {"a": (2,)})[0]
+    {'a': array([ 4.5 , -6.75])}
+    """
+    parts = [np.asarray(message[name], dtype=float).ravel() for name in sorted(message)]
+    numbers = np.concatenate([np.zeros(0), *parts])
+    is_finite = np.isfinite(numbers)
+    fits = np.abs(numbers, where=is_finite, out=np.zeros(len(numbers))) * _COARSE < 2.0**_WORD / clients
+    kept = np.where(is_finite & fits, numbers, 0.0)
+    coarse = np.rint(kept * _COARSE)
+    fine = np.rint((kept - coarse / _COARSE) * _FINE)
+    cut, missing = int(np.sum(is_finite & ~fits)), int(np.sum(~is_finite))
+    words = np.concatenate([coarse, fine, [cut, missing]]).astype(np.int64).view(np.uint64)
+    return Encoded(words, cut, missing)
+
+
+def decoded(words: Words, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], int, int]:
+    """Arrays of a sum, with counts of numbers that did not fit and of those that were not finite."""
+    numbers = words.view(np.int64).astype(float)
+    count = (len(numbers) - 2) // 2
+    values, total, start = numbers[:count] / _COARSE + numbers[count:-2] / _FINE, {}, 0
+    for name in sorted(shapes):
+        size = int(np.prod(shapes[name], dtype=np.int64))
+        total[name] = values[start : start + size].reshape(shapes[name])
+        start += size
+    return total, int(numbers[-2]), int(numbers[-1])
+
+
+def masked(member: Member, words: Words, number: int) -> tuple[Member, Words]:
+    """Words under the masks of a round. There is one answer a round: the difference of two would be bare."""
+    if number <= member.last:
+        raise DeclarationError(
+            f"round {number} was asked of site {member.name!r} after round {member.last}: rounds increase, and each is "
+            "answered once. The server has to ask again in a new round."
+        )
+    hidden = words.copy()
+    for other, key in member.keys.items():
+        mask = _stream(key, number, len(words))
+        hidden = hidden + mask if member.name < other else hidden - mask
+    return member._replace(last=number), hidden
+
+
+def added(parts: Sequence[Words]) -> Words:
+    """The sum of all parts in the ring."""
+    return np.asarray(np.sum(np.stack(parts), axis=0, dtype=np.uint64))
+
+
+def cohort_of(names: Sequence[str], run: str) -> dict[str, Member]:
+    """All clients' places in a cohort in one process, with identities made for it, by name."""
+    identities = {name: new_identity() for name in names}
+    keys = {name: new_key(identity, name, run) for name, identity in identities.items()}
+    roster = {name: identity.public for name, identity in identities.items()}
+    greetings = [greeting(key) for key in keys.values()]
+    return {name: joined(key, greetings, roster) for name, key in keys.items()}
+
+
+def _stream(key: bytes, number: int, words: int) -> Words:
+    nonce = hashlib.sha256(b"fedppl round" + number.to_bytes(8, "little")).digest()[:16]
+    stream = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor().update(bytes(8 * words))
+    return np.frombuffer(stream, dtype=np.uint64)
+
+
+def _raw(public: Any) -> bytes:
+    raw: bytes = public.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+    return raw
+
+
+def _signed(name: str, run: str, public: bytes) -> bytes:
+    return b"fedppl run key" + _framed(name.encode()) + _framed(run.encode()) + public
+
+
+def _framed(part: bytes) -> bytes:
+    """A part with its length, so that no two lists of parts have the same bytes."""
+    return len(part).to_bytes(4, "little") + part
