@@ -1,10 +1,10 @@
 """What sums under masks cost, and what they change: one line of JSON.
 
 - models: fits by `fedppl.Sums` of models of `benchmarks/_exactness`, plain and with ``InProcess(secure=True)``.
-  Differences of means in sds and of log sds, of the log evidence, the numbers of rounds, and CPU seconds of both, clients
-  one by one.
-- cohorts: CPU milliseconds a site for its place in a cohort (keys, signatures, keys of masks) and for a round's masks of
-  as many words as a round of 512 points has, and bytes of the words beside those of the plain arrays.
+  Differences of means in sds and of log sds, of the log evidence, the numbers of rounds, and CPU seconds of both, with
+  clients one by one.
+- cohorts: CPU milliseconds a site for its place in a cohort (keys, signatures, keys of masks) and for a round's masks
+  of as many words as a round of 512 points has, and bytes of the words beside those of the plain arrays.
 
     python benchmarks/secure.py --models 10 --cohorts 3 20 100
 """
