@@ -114,6 +114,16 @@ def replayed(guard: Guard, request: Request) -> bool:
     return last is not None and (last.round, last.digest) == (request.round, digest(request))
 
 
+def reopen(guard: Guard, request: Request) -> None:
+    """Let a request be admitted once more that was admitted last and never answered: the process was killed between.
+
+    It counts again. Nothing left in that round, so that there is one answer still.
+    """
+    ledger = guard.read()
+    last = ledger.runs[request.run]
+    guard.write(ledger._replace(runs={**ledger.runs, request.run: last._replace(round=last.round - 1)}), {})
+
+
 def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) -> Request | None:
     """Count the request and return it as the client may answer it, or None where a rule refuses it.
 

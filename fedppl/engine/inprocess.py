@@ -110,7 +110,7 @@ class InProcessEngine:
         draws it has. Where sums are secure there are no single answers.
         """
         if self._secure is not None:
-            raise DeclarationError(f"{self._algorithm.name} asks for single replies, and sums are secure: {_SUMMED}")
+            raise self._secure.single(self._algorithm.name)
         return self._asked(requests, deadline, heard)
 
     def _asked(
@@ -170,25 +170,18 @@ class InProcessEngine:
         self, masks: Any, requests: Requests, accept: Accept, deadline: float | None, heard: Heard
     ) -> Summed:
         """The sum over all clients under masks; nothing where one has no answer, or a number that is none."""
-        if requests.silent or requests.clients != self.clients():
-            raise DeclarationError(
-                "sums are secure, and their cohort is all clients in every round, since two sums that differ by one "
-                "client tell that client's part: leave participation= and reporting= out."
-            )
+        masks.require_all(requests, self.clients())
         taken = take(self._asked, requests, accept, deadline, heard)
         if taken.failures:
-            return Summed({}, 0, taken.failures, sizes={})
+            void: Summed = masks.void(taken.failures)
+            return void
         first = requests.make(requests.clients[0])
         cohort = self._cohorts.get(first.run) or masks.cohort_of(self.clients(), first.run)
         parts = {name: masks.encoded(taken.messages[name], len(cohort)).words for name in cohort}
         hidden = {name: masks.masked(cohort[name], words, first.round) for name, words in parts.items()}
         self._cohorts[first.run] = {name: member for name, (member, _) in hidden.items()}
-        words = [part for _, part in hidden.values()]
-        total, cut, missing = masks.decoded(masks.added(words), first.shapes or {})
-        if cut or missing:
-            reason = f"{cut} numbers of the cohort are too large for its sum, and {missing} are not finite"
-            return Summed({}, 0, dict.fromkeys(cohort, reason), sizes={})
-        return Summed(total, len(cohort), sizes={name: part.nbytes for name, part in zip(hidden, words, strict=True)})
+        total: Summed = masks.summed({name: part for name, (_, part) in hidden.items()}, first.shapes or {})
+        return total
 
     def _side_by_side(self) -> Sequence[Any]:
         """All clients, laid side by side once; empty where the algorithm or the clients' models do not allow it."""
@@ -328,18 +321,12 @@ class Threads(NamedTuple):
 
 logger = logging.getLogger(__name__)
 
-_SUMMED = "use fedppl.Sums(), or another algorithm whose server reads sums alone, or leave secure= out."
-
 
 def _masks_for(clients: Mapping[str, Any]) -> Any:
     """The module of secure sums, where clients are enough."""
     from fedppl.engine import secure  # needs cryptography
 
-    if len(clients) < secure.FEWEST_SITES:
-        raise DeclarationError(
-            f"secure=True with {len(clients)} clients, and a sum of fewer than {secure.FEWEST_SITES} tells too much of "
-            "each; leave secure= out."
-        )
+    secure.require_enough(len(clients))
     return secure
 
 

@@ -11,8 +11,9 @@ whatever the size of the numbers. Two counts follow: numbers too large for the r
 
 A client has an identity (Ed25519) that the others know beforehand, and for each run a key (X25519) that its identity
 has signed, so that a server that passes keys on cannot put its own in between. Masks are a stream of ChaCha20 under a
-key that HKDF derives from what both agree on, from the run and from the cohort: clients who were shown different
-cohorts have other masks, and their sum is noise.
+key that HKDF derives from what both agree on, from the run and from the cohort, and HMAC from the round and from what
+was asked: clients who were shown different cohorts, or were asked different things, have other masks, and their sum is
+noise. So a server cannot ask one of them somewhere else while the others' part stays what it was.
 
 References
 ----------
@@ -22,13 +23,15 @@ References
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.types import DeclarationError
+from fedppl.contracts import Requests, Summed
+from fedppl.types import DeclarationError, Message
 
 try:
     from cryptography.exceptions import InvalidSignature
@@ -43,6 +46,7 @@ except ModuleNotFoundError as error:
 
 Words = NDArray[np.uint64]
 
+_SUMMED = "use fedppl.Sums(), or another algorithm whose server reads sums alone, or leave secure= out."
 FEWEST_SITES = 3  # of a cohort: of two each would know the other's part
 _COARSE, _FINE = 2.0**20, 2.0**60  # steps of the two words of a number, for each unit
 _WORD = 62  # bits that the sum of a word's parts may have, beside its sign
@@ -99,7 +103,22 @@ def new_identity() -> Identity:
 
 def new_key(identity: Identity, name: str, run: str) -> RunKey:
     """A new key for a run, signed by the client's identity."""
-    private = x25519.X25519PrivateKey.generate()
+    return _key_of(identity, name, run, x25519.X25519PrivateKey.generate())
+
+
+def derived_key(identity: Identity, name: str, run: str, cohort: int, place: str) -> RunKey:
+    """A client's key for one cohort of a run, always the same: nothing secret is kept beside the identity.
+
+    What it costs: there is no forward secrecy. Whoever gets the identity later, and has recorded what travelled, takes
+    the masks of this client off. So it is as precious as the data. `place` tells apart those of one identity.
+    """
+    run = f"{run} (cohort {cohort + 1})"
+    about = b"".join(_framed(part.encode()) for part in (name, run, place))
+    secret = HKDF(hashes.SHA256(), 32, None, b"fedppl run key" + about).derive(identity.private.private_bytes_raw())
+    return _key_of(identity, name, run, x25519.X25519PrivateKey.from_private_bytes(secret))
+
+
+def _key_of(identity: Identity, name: str, run: str, private: x25519.X25519PrivateKey) -> RunKey:
     return RunKey(name, run, private, identity.private.sign(_signed(name, run, _raw(private.public_key()))))
 
 
@@ -142,17 +161,21 @@ def joined(
         )
     for one in greetings:
         _require_signed(one, key.run, roster)
-    cohort = hashlib.sha256(
-        b"".join(_framed(part) for one in sorted(greetings) for part in (one.name.encode(), one.public))
-    ).digest()
+    about = b"fedppl masks" + _framed(key.run.encode()) + digest(greetings)
     keys = {
-        one.name: HKDF(hashes.SHA256(), 32, None, b"fedppl masks" + _framed(key.run.encode()) + cohort).derive(
+        one.name: HKDF(hashes.SHA256(), 32, None, about).derive(
             key.private.exchange(x25519.X25519PublicKey.from_public_bytes(one.public))
         )
         for one in greetings
         if one.name != key.name
     }
     return Member(key.name, keys)
+
+
+def digest(greetings: Sequence[Greeting]) -> bytes:
+    """A digest of a cohort, in any order."""
+    parts = (_framed(part) for one in sorted(greetings) for part in (one.name.encode(), one.public))
+    return hashlib.sha256(b"".join(parts)).digest()
 
 
 def _require_signed(one: Greeting, run: str, roster: Mapping[str, bytes]) -> None:
@@ -202,8 +225,11 @@ def decoded(words: Words, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[s
     return total, int(numbers[-2]), int(numbers[-1])
 
 
-def masked(member: Member, words: Words, number: int) -> tuple[Member, Words]:
-    """Words under the masks of a round. There is one answer a round: the difference of two would be bare."""
+def masked(member: Member, words: Words, number: int, asked: bytes = b"") -> tuple[Member, Words]:
+    """Words under the masks of a round, and of what was `asked` of all.
+
+    There is one answer a round: the difference of two would be bare.
+    """
     if number <= member.last:
         raise DeclarationError(
             f"round {number} was asked of site {member.name!r} after round {member.last}: rounds increase, and each is "
@@ -211,7 +237,7 @@ def masked(member: Member, words: Words, number: int) -> tuple[Member, Words]:
         )
     hidden = words.copy()
     for other, key in member.keys.items():
-        mask = _stream(key, number, len(words))
+        mask = _stream(key, number, asked, len(words))
         hidden = hidden + mask if member.name < other else hidden - mask
     return member._replace(last=number), hidden
 
@@ -219,6 +245,58 @@ def masked(member: Member, words: Words, number: int) -> tuple[Member, Words]:
 def added(parts: Sequence[Words]) -> Words:
     """The sum of all parts in the ring."""
     return np.asarray(np.sum(np.stack(parts), axis=0, dtype=np.uint64))
+
+
+def summed(parts: Mapping[str, Words], shapes: Mapping[str, tuple[int, ...]]) -> Summed:
+    """The sum of a cohort's masked words, by name; void where a number is none or too large, or masks do not cancel."""
+    total, cut, missing = decoded(added(list(parts.values())), shapes)
+    most = sum(len(words) for words in parts.values())
+    if not (0 <= cut <= most and 0 <= missing <= most):
+        reason = "masks of the cohort do not cancel: its members were not asked the same, or have other code"
+    elif cut or missing:
+        reason = f"{cut} numbers of the cohort are too large for its sum, and {missing} are not finite"
+    else:
+        return Summed(total, len(parts), sizes={name: words.nbytes for name, words in parts.items()})
+    return void(dict.fromkeys(parts, reason))
+
+
+def void(failures: Mapping[str, str]) -> Summed:
+    """A round without a sum, and who is why."""
+    return Summed({}, 0, failures, sizes={})
+
+
+# What a server whose sums are secure asks -----------------------------------------------------------------------------
+
+
+def require_enough(clients: int) -> None:
+    """Raise DeclarationError where a cohort would be too small."""
+    if clients < FEWEST_SITES:
+        raise DeclarationError(
+            f"secure=True with {clients} clients, and a sum of fewer than {FEWEST_SITES} tells too much of each; leave "
+            "secure= out."
+        )
+
+
+def require_all(requests: Requests, clients: tuple[str, ...]) -> None:
+    """Raise DeclarationError where a round is not of all clients."""
+    if requests.silent or requests.clients != clients:
+        raise DeclarationError(
+            "sums are secure, and their cohort is all clients in every round, since two sums that differ by one "
+            "client tell that client's part: leave participation= and reporting= out."
+        )
+
+
+def single(algorithm: str) -> DeclarationError:
+    """The error of an algorithm that asks for single replies."""
+    return DeclarationError(f"{algorithm} asks for single replies, and sums are secure: {_SUMMED}")
+
+
+def require_same(messages: Sequence[Message], algorithm: str) -> None:
+    """Raise DeclarationError where clients are not asked the same, so that their masks would not cancel."""
+    first = messages[0]
+    for message in messages[1:]:
+        if set(message) != set(first) or not all(np.array_equal(message[name], first[name]) for name in first):
+            raise DeclarationError(f"{algorithm} asks each client another thing, and sums are secure: {_SUMMED}")
 
 
 def cohort_of(names: Sequence[str], run: str) -> dict[str, Member]:
@@ -230,9 +308,10 @@ def cohort_of(names: Sequence[str], run: str) -> dict[str, Member]:
     return {name: joined(key, greetings, roster) for name, key in keys.items()}
 
 
-def _stream(key: bytes, number: int, words: int) -> Words:
-    nonce = hashlib.sha256(b"fedppl round" + number.to_bytes(8, "little")).digest()[:16]
-    stream = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor().update(bytes(8 * words))
+def _stream(key: bytes, number: int, asked: bytes, words: int) -> Words:
+    # A key of its own, not a nonce: of 12 bytes, of which the server chooses a part, two would be made equal.
+    once = hmac.digest(key, b"fedppl round" + number.to_bytes(16, "little") + asked, "sha256")
+    stream = Cipher(algorithms.ChaCha20(once, bytes(16)), mode=None).encryptor().update(bytes(8 * words))
     return np.frombuffer(stream, dtype=np.uint64)
 
 

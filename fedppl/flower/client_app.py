@@ -16,7 +16,7 @@ from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Parcel
-from fedppl.flower.messages import AGREE, ASK, CONCLUDE, HELLO, read_message, register, to_content
+from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, HELLO, read_message, register, to_content
 from fedppl.flower.node import Node
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
@@ -33,6 +33,7 @@ def client_app(
     kind: str | Callable[[Mapping[str, Any]], str | None] | None = None,
     folder: str | Path | Callable[[Mapping[str, Any]], str | Path] | None = None,
     policy: Policy | str | Path | Callable[[Mapping[str, Any]], Policy | str | Path] | None = None,
+    secure: str | Path | Callable[[Mapping[str, Any]], str | Path] | None = None,
     draws: int = 1000,
     chains: int = 4,
 ) -> ClientApp:
@@ -63,6 +64,11 @@ def client_app(
     policy
         Policy of this site: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
         to either. By default ``fedppl.Policy()``.
+    secure
+        Folder with this site's identity and its roster of the other sites (`python -m fedppl.site`), or a function from
+        the node config to it. With it the site answers under the masks of a cohort on its roster alone, so that nobody
+        sees its replies but in the sum (`grid(secure=True)`); it tells nothing of columns and lets out no conclusions.
+        It needs a `folder`, in which the cohorts of runs are kept.
     draws, chains
         Size of that posterior.
 
@@ -90,6 +96,7 @@ def client_app(
     enrols. The text of an exception stays in the site's log, since it may quote data; the server learns its type.
     """
     _require_arguments(federated_model, algorithm, load_data, client_id, kind, folder, policy)
+    _require_secure(secure, folder)
     draws, chains = whole("draws", draws), whole("chains", chains)
     id_of = client_id or (lambda config: str(config.get("client-id", "")))
     token = secrets.token_hex(8)
@@ -102,7 +109,11 @@ def client_app(
         chosen = policy(config) if callable(policy) else policy
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
         kind_here = kind(config) if callable(kind) else kind
-        return Node(token, federated_model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here)
+        files = secure(config) if callable(secure) else secure
+        its_files = None if secure is None else Path(str(files))
+        return Node(
+            token, federated_model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here, its_files
+        )
 
     # Flower copies the app to its workers: no closure here may hold data, compiled models or locks.
     app = ClientApp()
@@ -152,6 +163,19 @@ def _require_arguments(
         )
 
 
+def _require_secure(secure: Any, folder: Any) -> None:
+    if not (secure is None or callable(secure) or (isinstance(secure, str | Path) and str(secure))):
+        raise DeclarationError(
+            f"secure={shown(secure)} must be the folder of the site's identity and roster, or a function from the node "
+            "config to it."
+        )
+    if secure is not None and folder is None:
+        raise DeclarationError(
+            "secure= without folder=: cohorts and the last answer of each run are kept in it; give client_app a folder="
+            " that lasts."
+        )
+
+
 def _context_memory(context: Context) -> Memory:
     """A memory in the node's context, of one state and one digest; it is a cache, lost when the node restarts."""
 
@@ -180,8 +204,10 @@ def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, par
         return _node.introduce(here, config, memory, parcel[1])
     if kind == AGREE:
         return _node.agree(here, config, memory, parcel[1])
+    if kind == GREET:
+        return _node.greet(here, config, parcel[1])
     if kind == ASK:
         return _node.answer_request(here, config, memory, parcel)
     if kind == CONCLUDE:
         return _node.conclude(here, config, memory, parcel)
-    raise ValueError(f"{kind!r} is no type of message; a site answers {HELLO}, {AGREE}, {ASK}, {CONCLUDE}")
+    raise ValueError(f"{kind!r} is no type of message; a site answers {HELLO}, {AGREE}, {GREET}, {ASK}, {CONCLUDE}")

@@ -9,17 +9,33 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Failure, Heard, Reply, Request, SharedReader, unheard
-from fedppl.engine.answer import require_fit
+from fedppl.contracts import (
+    Accept,
+    AnyAlgorithm,
+    Engine,
+    EngineFactory,
+    Failure,
+    Heard,
+    Reply,
+    Request,
+    Requests,
+    SharedReader,
+    Summed,
+    unheard,
+)
+from fedppl.engine import secure as _secure
+from fedppl.engine.answer import require_fit, take_sum
+from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, reading, require
 from fedppl.flower.enrolment import Roll, ServerModel, agree, expected_clients
-from fedppl.flower.messages import ASK, CONCLUDE, Letter, Post, content_of, from_content, texts_of, trouble
+from fedppl.flower.messages import ASK, CONCLUDE, GREET, Letter, Post, content_of, from_content, texts_of, trouble
 from fedppl.flower.node import MOST_BYTES, read_told
 from fedppl.flower.site_agreement import waits
 from fedppl.formulas.exchange import example
@@ -30,7 +46,7 @@ from fedppl.run import loop
 from fedppl.run.loop import Options, require_callback, require_declared, require_settings, seed_of
 from fedppl.run.one_round import MOST_INFOS, Round
 from fedppl.run.progress import Participation
-from fedppl.settings import one_line, one_of, positive, shown, takes, whole
+from fedppl.settings import flag, one_line, one_of, positive, shown, takes, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -44,6 +60,7 @@ class GridSettings(NamedTuple):
     deadline: float
     poll: float
     grace: float = 2.0  # for which a message outlives the deadline, so that a reply at the last moment arrives
+    secure: bool = False  # whether sums under masks are all that the server gets
 
 
 class _Busy(NamedTuple):
@@ -66,11 +83,13 @@ class GridEngine:
         greeting: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
+        self._algorithm = algorithm.name
         self._server = server
         self._post = Post(grid, settings.poll, settings.grace)
         self._roll = Roll(self._post, algorithm, settings.clients, settings.wait, server, greeting)
         self._busy: dict[str, _Busy] = {}  # by client
         self._diagnostics: dict[str, set[str]] = {}  # names of those that each client has sent
+        self._greetings: dict[tuple[str, str], _secure.Greeting] = {}  # by run and client, where sums are secure
         self._roll.enrol()
 
     def clients(self) -> tuple[str, ...]:
@@ -88,7 +107,72 @@ class GridEngine:
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
     ) -> dict[str, Reply | Failure]:
-        """Send each request to its site; those without a reply at the deadline (seconds) are failures."""
+        """Send each request to its site; those without a reply at the deadline (seconds) are failures.
+
+        Where sums are secure there are no single answers.
+        """
+        if self._settings.secure:
+            raise _secure.single(self._algorithm)
+        return self._asked(requests, deadline, heard)
+
+    def exchange_sum(
+        self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
+    ) -> Summed:
+        """The sum of replies: added here, or under masks where sums are secure.
+
+        Then a round in which a site is missing, or refuses, has no sum.
+        """
+        if not self._settings.secure:
+            return take_sum(self.exchange, requests, accept, deadline, heard)
+        _secure.require_all(requests, self.clients())
+        made = {client_id: requests.make(client_id) for client_id in requests.clients}
+        _secure.require_same([request.message for request in made.values()], self._algorithm)
+        first = made[requests.clients[0]]
+        if missing := self._greeted(first.run, deadline):
+            return _secure.void(missing)
+        cohort = _masks.pack_cohort([self._greetings[first.run, client_id] for client_id in requests.clients])
+        shapes = first.shapes or {}
+        of_words = {name: request._replace(shapes=_masks.shapes_of(shapes)) for name, request in made.items()}
+        answers, fingerprint = self._asked(of_words, deadline, heard, cohort), self._server.layout.fingerprint
+        parts = {name: _masks.words_of(request, answers.get(name), fingerprint) for name, request in made.items()}
+        if failures := {name: part for name, part in parts.items() if isinstance(part, str)}:
+            return _secure.void(failures)
+        return _secure.summed({name: part for name, part in parts.items() if not isinstance(part, str)}, shapes)
+
+    def _greeted(self, run: str, deadline: float | None) -> dict[str, str]:
+        """Collect the sites' greetings for a run, once; why those are missing that are, or are not connected."""
+        limit, alive = deadline or self._settings.deadline, self._roll.welcome()
+        missing = {name: why for name in self.clients() if (why := self._why_not_ask(name, alive))}
+        sent: dict[str, str] = {}
+        for client_id in self.clients():
+            if client_id in missing or (run, client_id) in self._greetings:
+                continue
+            question = {}, _masks.ask(client_id, run)
+            if message_id := self._post.push(self._roll.nodes[client_id], GREET, question, limit):
+                sent[message_id] = client_id
+            else:
+                missing[client_id] = "the question for its greeting could not be sent"
+        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
+        for message_id, letter in self._post.replies(nodes, limit):
+            client_id = sent.pop(message_id)
+            if why := trouble(letter):
+                missing[client_id] = why
+                continue
+            try:
+                with reading("it"):
+                    self._greetings[run, client_id] = _masks.unpack_greeting(texts_of(content_of(letter)), client_id)
+            except Malformed as error:
+                missing[client_id] = f"its greeting cannot be used: {one_line(error)}"
+        return missing | dict.fromkeys(sent.values(), f"no greeting within the deadline of {limit:g} s")
+
+    def _asked(
+        self,
+        requests: Mapping[str, Request],
+        deadline: float | None,
+        heard: Heard,
+        cohort: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict[str, Reply | Failure]:
+        """Answers to every request; texts of the cohort go with each."""
         limit = deadline or self._settings.deadline
         alive = self._roll.welcome()
         self._drop_late()
@@ -98,7 +182,8 @@ class GridEngine:
             reason = self._why_not_ask(client_id, alive)
             message_id = None
             if not reason:
-                message_id = self._post.push(self._roll.nodes[client_id], ASK, _wire.pack_request(request), limit)
+                arrays, texts = _wire.pack_request(request)
+                message_id = self._post.push(self._roll.nodes[client_id], ASK, (arrays, {**texts, **cohort}), limit)
             if message_id is None:
                 answers[client_id] = Failure(client_id, request.nonce, reason or "its request could not be sent")
             else:
@@ -216,6 +301,7 @@ def grid(
     deadline: float = 120.0,
     poll: float = 0.25,
     grace: float = 2.0,
+    secure: bool = False,
 ) -> EngineFactory:
     """Run on the sites of a Flower grid, inside a ServerApp: ``fedppl.fit(model, None, ..., engine=...)``.
 
@@ -237,6 +323,10 @@ def grid(
         Seconds between two polls.
     grace
         Seconds that a request outlives the deadline. A client that missed it is not asked again before that.
+    secure
+        Whether the server gets nothing but sums over all sites, which these add under masks (`client_app(secure=...)`).
+        It needs at least three sites, all of them in every round, and an algorithm whose server reads sums alone,
+        such as `fedppl.Sums`.
 
     Returns
     -------
@@ -257,11 +347,13 @@ def grid(
     Notes
     -----
     *When this fails.* A site that is silent, late, down or restarted is skipped, and the round's record says so. Two
-    live sites with one id: the second is refused until the first has gone.
+    live sites with one id: the second is refused until the first has gone. Where sums are secure a round in which one is
+    missing, or refuses, has no sum, and the next asks all again.
     """
     expected = expected_clients(clients)
     for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
         positive(name, value, "it is in seconds")
+    _require_secure(secure, expected)
     _require_example(model, example_data)
     greeting: dict[str, str] = {}
     if is_formula(model):
@@ -279,10 +371,15 @@ def grid(
         client = model.enrol({"example_data": example_data}, kernel=algorithm.needs.kernel)["example_data"]
         require_fit(algorithm, client)
         server = ServerModel(client.layout, client.reader())
-        settings = GridSettings(expected, wait, deadline, poll, grace)
+        settings = GridSettings(expected, wait, deadline, poll, grace, secure)
         return GridEngine(grid, algorithm, settings, server, greeting)
 
     return factory
+
+
+def _require_secure(secure: Any, expected: int | tuple[str, ...]) -> None:
+    if flag("secure", secure):
+        _secure.require_enough(expected if isinstance(expected, int) else len(expected))
 
 
 def _require_example(model: Any, example_data: Any) -> None:
@@ -308,6 +405,7 @@ def server_app(
     checkpoint: str | Path | None = None,
     deadline: float = 120.0,
     wait: float = 600.0,
+    secure: bool = False,
     random_seed: int | None = None,
     on_fit: Callable[[Fit, Context], None] | None = None,
     callback: Callable[[Round], bool | None] | None = None,
@@ -318,8 +416,8 @@ def server_app(
     ----------
     federated_model, algorithm
         As at the sites.
-    clients, example_data, wait
-        As in `grid`.
+    clients, example_data, wait, secure
+        As in `grid`. Sites whose sums are secure tell nothing of their columns: a formula has to be agreed on before.
     min_count, withheld
         As in `agree`, which is asked first where the declaration is a formula that clients have not agreed on.
     rounds, participation, checkpoint, deadline, random_seed, callback
@@ -350,10 +448,15 @@ def server_app(
     *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
     all the same). A server that was killed goes on from `checkpoint` in a new run.
     """
-    expected_clients(clients)
+    _require_secure(secure, expected_clients(clients))
     for name, value in {"wait": wait, "deadline": deadline}.items():
         positive(name, value, "it is in seconds")
     require_declared(federated_model, algorithm)
+    if secure and waits(federated_model):
+        raise DeclarationError(
+            "secure=True and a formula that clients have not agreed on: what each tells of its columns would leave in "
+            "the clear. Pass the model of fedppl.agree on made-up tables with all levels, here and at the sites."
+        )
     _require_example(federated_model, example_data)
     whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
     require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
@@ -380,7 +483,9 @@ def server_app(
                 flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience
             )
             expected, model = agreement.clients, agreement.model
-        engine = grid(flower_grid, clients=expected, model=model, example_data=example_data, wait=patience)
+        engine = grid(
+            flower_grid, clients=expected, model=model, example_data=example_data, wait=patience, secure=secure
+        )
         options = Options(engine=engine, **{**chosen, "checkpoint": chosen["checkpoint"] or None})
         fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
         if on_fit is not None:

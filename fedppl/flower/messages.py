@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 # Message types: category and action.
 HELLO, AGREE, ASK, CONCLUDE = "query.fedppl_hello", "query.fedppl_agree", "train.fedppl", "evaluate.fedppl"
+GREET = "query.fedppl_greet"  # of sites whose sums are secure
 
 
 def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMessage]) -> None:
     """Register one function for all types of messages."""
-    for kind in (HELLO, AGREE, ASK, CONCLUDE):
+    for kind in (HELLO, AGREE, GREET, ASK, CONCLUDE):
         category, action = kind.split(".")
         {"query": app.query, "train": app.train, "evaluate": app.evaluate}[category](action)(reply)
 

@@ -35,10 +35,12 @@ from fedppl.engine.guard import (
     let_out,
     refuse_data,
     refuse_rows,
+    reopen,
     replayed,
     tells,
 )
 from fedppl.engine.policy import NO_RULES, Policy
+from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, Parcel, require
@@ -74,6 +76,7 @@ class Node(NamedTuple):
     chains: int
     policy: Policy
     kind: str | None = None  # of client, where it is declared
+    secure: Path | None = None  # folder of identity and roster, where it answers under masks alone
 
 
 _models: dict[tuple[str, str, str], ClientModel] = {}  # of this process, by app, node config and agreement
@@ -167,12 +170,29 @@ def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[
     name = node.client_id(config)
     try:
         with _locked(node):
+            guard = _guard(node, config)
+            if node.secure is not None:
+                _note(guard, {"event": "agreement", "refused": "sums: a summary of columns would leave in the clear"})
+                raise LocalFailure("a site with secure= tells nothing of its columns")
             load = functools.partial(node.load_data, config)
-            answer = _agreements.tell(node.model, node.algorithm, load, name, texts, memory, _guard(node, config))
+            answer = _agreements.tell(node.model, node.algorithm, load, name, texts, memory, guard)
     except Exception:
         logger.exception("client %s tells nothing", name, extra={"client": name, "status": "refused"})
         answer = {"refused": REFUSED}
     return {}, {"client_id": name, "version": version("fedppl"), **answer}
+
+
+def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Parcel:
+    """Answer with this site's signed key of a run, of which the other sites make masks; nothing of its data."""
+    name = node.client_id(config)
+    try:
+        if node.secure is None or node.folder is None:
+            raise LocalFailure("client_app has no secure=")
+        answer = _masks.greet(node.secure, node.folder, texts)
+    except Exception:
+        logger.exception("client %s greets nobody", name, extra={"client": name, "status": "refused"})
+        answer = {"refused": REFUSED}
+    return {}, {"client_id": name, **answer}
 
 
 def introduce(
@@ -250,7 +270,15 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel
             except Exception as error:  # no message of a server may end this process
                 _note(guard, {"event": "request", "refused": f"malformed: {type(error).__name__}: {error}"[:200]})
                 return refusal
-            return _answered(node, config, memory, request, guard)
+            if node.secure is None or node.folder is None or guard is None:
+                return _answered(node, config, memory, request, guard)
+            try:
+                place = _masks.joined(node.secure, node.folder, guard, request, parcel[1])
+            except DeclarationError as error:
+                about = {"event": "request", "run": request.run, "round": request.round, "client": client_id}
+                _note(guard, {**about, "refused": f"sums: {error}"})
+                return refusal
+            return _answered(node, config, memory, request, guard, place)
     except Exception:
         logger.exception("client %s refuses a request", client_id, extra={"client": client_id, "status": "refused"})
         return refusal
@@ -270,7 +298,14 @@ def _note(guard: Guard | None, entry: Mapping[str, Any]) -> None:
         guard.write(guard.read(), entry)
 
 
-def _answered(node: Node, config: Mapping[str, Any], memory: Memory, request: Request, guard: Guard | None) -> Parcel:
+def _answered(
+    node: Node,
+    config: Mapping[str, Any],
+    memory: Memory,
+    request: Request,
+    guard: Guard | None,
+    place: _masks.Place | None = None,
+) -> Parcel:
     name = name_of_kept(node.algorithm, node.client_id(config), request.run, request.client_id)
     about = {"event": "request", "run": request.run, "round": request.round, "client": request.client_id}
     try:
@@ -281,9 +316,13 @@ def _answered(node: Node, config: Mapping[str, Any], memory: Memory, request: Re
         data = None if guard is None else _version(node, config, memory)
         kept = recalled(node.algorithm, memory, name, request.client_id)
         # The digest differs where the site admitted this request and died before it answered.
-        if guard is not None and replayed(guard, request) and kept.digest == digest(request):
-            guard.write(guard.read(), {**about, "repeated": True, "refused": None})
-            return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
+        if guard is not None and replayed(guard, request):
+            is_masked = set(kept.arrays) == {_masks.WORDS}
+            if kept.digest == digest(request) and (place is None or is_masked):
+                guard.write(guard.read(), {**about, "repeated": True, "refused": None})
+                return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
+            if place is not None:  # a round of a cohort has all answers or none: this one is computed after all
+                reopen(guard, request)
         if data is not None and data.refused and guard is not None:
             guard.write(guard.read(), {**about, "refused": data.refused})
             return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
@@ -292,7 +331,8 @@ def _answered(node: Node, config: Mapping[str, Any], memory: Memory, request: Re
         logger.debug("client %s cannot answer", request.client_id, exc_info=True)
         _note(guard, {**about, "refused": f"site: {why}"})
         return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
-    after, reply = answer(node.algorithm, client, kept.personal, request, guard)
+    algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
+    after, reply = answer(algorithm, client, kept.personal, request, guard)
     if isinstance(reply, Failure):
         logger.warning(
             "round %d, client %s failed: %s %s",
@@ -302,11 +342,15 @@ def _answered(node: Node, config: Mapping[str, Any], memory: Memory, request: Re
             reply.private,
             extra={"round": request.round, "client": request.client_id, "status": "failed"},
         )
+    if place is not None:
+        reply = _masks.hidden(place, request, reply)
     answered = _wire.pack_reply(reply)
     if isinstance(reply, Failure) and reply.reason == REFUSED:
         return answered  # nothing is stored: a server could make up any number of names
     keep_seal(memory, seal)
     keep_version(memory, data)
+    if place is not None and guard is not None:
+        _masks.fix(guard, place, request)
     # State and answer are one file, replaced in one step: no answer leaves that the state does not know of.
     if guard is None and after is None:
         return answered
@@ -359,7 +403,7 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
     partial.chmod(0o600)  # a library may make the file anew
     partial.replace(path)
     logger.info("client %s: posterior written to %s", client_id, path)
-    names = tells(guard, node.algorithm, client, request)
+    names = tells(guard, node.algorithm, client, request) if node.secure is None else ()
     if not names:
         return {}
     agreement = _agreements.declared(node.model, memory, node.client_id(config))[1]

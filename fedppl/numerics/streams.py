@@ -27,6 +27,11 @@ def stream_of(client_id: str) -> int:
     return hashlib.blake2b(client_id.encode(), digest_size=1).digest()[0]
 
 
+def client_seed(client_id: str) -> int:
+    """The last part of a client's seeds."""
+    return int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
+
+
 def cached(most_bytes: int) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
     """Cache a function's arrays, read-only, up to `most_bytes` in total.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import re
 import secrets
@@ -29,7 +28,7 @@ from fedppl.contracts import (
 )
 from fedppl.contracts.printed import facts, number
 from fedppl.engine.answer import n_bytes, take, take_sum
-from fedppl.numerics.streams import stream
+from fedppl.numerics.streams import client_seed, stream
 from fedppl.results import diagnostics
 from fedppl.results.records import COLUMNS, Record
 from fedppl.run.progress import Participation, Run, add, save, standing
@@ -160,12 +159,11 @@ def _requests(run: Run, number: int, shapes: Shapes) -> Requests:
         report = client_id not in silent
         with _named(run, "broadcast"):
             message = run.algorithm.broadcast(run.state, client_id)
-        key = int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
         return Request(
             client_id,
             nonce=secrets.randbits(63),
             round=number,
-            seed=(run.seed, number, key),
+            seed=(run.seed, number, client_seed(client_id)),
             message=message,
             run=run.name,
             report=report,

@@ -1,0 +1,190 @@
+"""A site's identity and its roster of others, by which sums over sites are added under masks.
+
+``python -m fedppl.site identity FOLDER`` makes the identity, once, and prints its public line, which goes to the other
+sites by a way that is not the server. ``python -m fedppl.site roster FOLDER LINE`` adds another's line to the roster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import os
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fedppl.settings import one_line, shown
+from fedppl.storage.signed import open_to_write, replace
+from fedppl.types import DeclarationError
+
+if TYPE_CHECKING:
+    from fedppl.engine.secure import Identity
+
+IDENTITY, ROSTER = "identity", "roster"  # files in the folder
+_LENGTH = 32  # bytes of a key
+_LONGEST = 200  # characters of a name, as of a client's id
+_MOST = 2**20  # bytes of a file
+
+
+class Site(NamedTuple):
+    """What a site's folder holds."""
+
+    name: str
+    identity: Identity
+    roster: Mapping[str, bytes]  # public identities by name, its own among them
+
+
+def make(folder: Path, name: str) -> str:
+    """Make an identity in a folder and return its public line; one that is there stays."""
+    from fedppl.engine.secure import new_identity
+
+    path = folder / IDENTITY
+    _require_name(name, f"name {shown(name)}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = new_identity()
+    try:
+        file = open_to_write(path, os.O_EXCL)
+    except FileExistsError as error:
+        raise DeclarationError(
+            f"{str(path)!r} is there, and an identity is made once: the others know it. Move it away to make a new one."
+        ) from error
+    with file:
+        file.write(f"{_line(name, made.private.private_bytes_raw())}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+    return _line(name, made.public)
+
+
+def add(folder: Path, line: str) -> str:
+    """Add a site's public line to the roster in a folder, and return the site's name."""
+    path = folder / ROSTER
+    known = _roster(path)
+    name, key = _parsed(line, f"line {one_line(line, 60)!r}")
+    _require_new(name, key, known, f"line {one_line(line, 60)!r}")
+    before = path.read_bytes() if path.exists() else b""
+    if before and not before.endswith(b"\n"):
+        before += b"\n"
+    replace(path, before + f"{_line(name, key)}\n".encode())
+    return name
+
+
+def read(folder: Path) -> Site:
+    """Read identity and roster.
+
+    Raises
+    ------
+    DeclarationError
+        Where a file is missing, the identity is open to others, or a line is none.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from fedppl.engine.secure import Identity
+
+    path = folder / IDENTITY
+    name, secret = _parsed(_private(path), f"identity {str(path)!r}")
+    identity = Identity(Ed25519PrivateKey.from_private_bytes(secret))
+    roster = _roster(folder / ROSTER)
+    if roster.get(name, identity.public) == identity.public:
+        roster.pop(name, None)
+    _require_new(name, identity.public, roster, f"this site, in {str(folder / ROSTER)!r},")
+    return Site(name, identity, {**roster, name: identity.public})
+
+
+def _private(path: Path) -> str:
+    """Content of a file that only its owner may read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        raise DeclarationError(
+            f"identity {str(path)!r} cannot be read ({error.strerror}); make one by python -m fedppl.site identity "
+            f"{path.parent}"
+        ) from error
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or (os.name == "posix" and status.st_mode & 0o077):
+            raise DeclarationError(
+                f"identity {str(path)!r} is open to others (mode {stat.S_IMODE(status.st_mode):o}): whoever has it "
+                "takes this site's masks off. If nobody has read it, chmod 600; else make another, and tell the others."
+            )
+        return file.read(_MOST).decode(errors="replace")
+
+
+def _roster(path: Path) -> dict[str, bytes]:
+    """Public identities by name; lines that are empty or begin with # are none."""
+    roster: dict[str, bytes] = {}
+    if not path.exists():
+        return roster
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            where = f"line {number} of {str(path)!r}"
+            name, key = _parsed(line, where)
+            _require_new(name, key, roster, where)
+            roster[name] = key
+    return roster
+
+
+def _parsed(line: str, where: str) -> tuple[str, bytes]:
+    name, _, text = line.strip().rpartition(" ")
+    name = name.strip()
+    try:
+        key = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        key = b""
+    if len(key) != _LENGTH:
+        raise DeclarationError(
+            f"{where} is not a name, a space and {_LENGTH} bytes in base64; copy the whole line that python -m "
+            "fedppl.site identity printed."
+        )
+    _require_name(name, where)
+    return name, key
+
+
+def _require_name(name: str, where: str) -> None:
+    if not (0 < len(name) <= _LONGEST and name.isprintable() and name == name.strip() and not name.startswith("#")):
+        raise DeclarationError(
+            f"{where} has a name that is empty, longer than {_LONGEST} characters, not printable or begins with #; "
+            "give the site's client-id."
+        )
+
+
+def _require_new(name: str, key: bytes, known: Mapping[str, bytes], where: str) -> None:
+    other = name if name in known else next((one for one, its in known.items() if its == key), None)
+    if other is not None:
+        what = "name" if other == name else "key"
+        raise DeclarationError(
+            f"{where} has the {what} of {other!r} on the roster, and a duplicate would let one site stand for two: "
+            "take out the line that is wrong."
+        )
+
+
+def _line(name: str, key: bytes) -> str:
+    return f"{name} {base64.b64encode(key).decode()}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make an identity or add to a roster; 0 where it is done, 1 where a rule refuses it."""
+    parser = argparse.ArgumentParser(prog="python -m fedppl.site", description="A site's identity and roster.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    identity = commands.add_parser(IDENTITY, help="make the identity, and print its public line")
+    identity.add_argument("folder", type=Path)
+    identity.add_argument("--name", help="the site's client-id; by default the name of the folder")
+    roster = commands.add_parser(ROSTER, help="add another site's public line")
+    roster.add_argument("folder", type=Path)
+    roster.add_argument("line", help="as that site has printed it, in quotes")
+    given = parser.parse_args(argv)
+    try:
+        if given.command == IDENTITY:
+            print(make(given.folder, given.name or given.folder.resolve().name))
+        else:
+            print(f"{add(given.folder, given.line)!r} is on the roster {str(given.folder / ROSTER)!r}")
+    except (DeclarationError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

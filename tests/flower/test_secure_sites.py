@@ -1,0 +1,504 @@
+"""Sums over sites' messages that the server cannot take apart: the same numbers, what it is sent, what it is refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+pytest.importorskip("flwr")
+
+from flwr.app import Message as FlowerMessage
+
+import fedppl
+from fedppl import DeclarationError, Policy, audit, gaussian, site
+from fedppl.contracts import Failure, Reply, Request
+from fedppl.engine import secure
+from fedppl.engine.guard import REFUSED
+from fedppl.flower import masks, wire
+from fedppl.flower.decode import Parcel
+from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, from_content, to_content
+from fedppl.numerics.streams import client_seed
+from fedppl.storage import signed
+from fedppl.testing import normal_means
+from fedppl.types import Message
+from tests.support.fake_grid import FakeGrid, engine_of, node
+
+OPEN = Policy(
+    rows=0,
+    few_rows=0,
+    parameters_per_row=math.inf,
+    events=0,
+    requests=math.inf,
+    distance=math.inf,
+    correction=math.inf,
+    conclusions=("loo",),
+)
+NAMES = ("client 0", "client 1", "client 2")
+
+
+@functools.cache
+def declared() -> tuple[fedppl.FederatedModel, dict[str, Any]]:
+    return normal_means(3)
+
+
+def identities(folder: Path, names: tuple[str, ...] = NAMES) -> None:
+    """A folder for each site's identity, with all on all rosters."""
+    lines = [site.make(folder / name, name) for name in names]
+    for name, line in itertools.product(names, lines):
+        if not line.startswith(f"{name} "):
+            site.add(folder / name, line)
+
+
+def app_of(folder: Path, algorithm: Any = None, **keywords: Any) -> Any:
+    model, clients = declared()
+    return fedppl.Flower.client_app(
+        model,
+        algorithm or fedppl.Sums(),
+        lambda config: clients[config["client-id"]],
+        **{
+            "folder": lambda config: folder / f"at {config['client-id']}",
+            "policy": lambda config: OPEN,
+            "secure": lambda config: folder / str(config["client-id"]),
+            "draws": 50,
+            "chains": 2,
+            **keywords,
+        },
+    )
+
+
+def grid_of(folder: Path, fault: Any = None, algorithm: Any = None, **keywords: Any) -> FakeGrid:
+    app = app_of(folder, algorithm, **keywords)
+    return FakeGrid({10 + i: node(app, 10 + i, **{"client-id": name}) for i, name in enumerate(NAMES)}, fault)
+
+
+def fit(grid: FakeGrid, *, secured: bool = True, algorithm: Any = None, **keywords: Any) -> fedppl.Fit:
+    model, _ = declared()
+    engine = engine_of(grid, model, 3, deadline=keywords.pop("deadline", 60.0), secure=secured)
+    settings = {"progressbar": False, "random_seed": 1, **keywords}
+    return fedppl.fit(model, None, algorithm or fedppl.Sums(), engine=engine, **settings)
+
+
+def bits(words: np.ndarray) -> np.ndarray:
+    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8))
+
+
+# Fits ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_over_sites_is_the_plain_one_and_the_server_is_sent_noise(tmp_path: Path) -> None:
+    identities(tmp_path)
+    grid = grid_of(tmp_path)
+    hidden = fit(grid)
+    model, clients = declared()
+    plain = fedppl.fit(model, clients, fedppl.Sums(), progressbar=False, random_seed=1)
+    assert hidden.status is plain.status is fedppl.Status.CONVERGED
+    sd = gaussian.standard_deviations(plain.posterior)
+    assert_allclose(gaussian.mean(hidden.posterior) / sd, gaussian.mean(plain.posterior) / sd, rtol=0, atol=1e-6)
+    assert_allclose(gaussian.standard_deviations(hidden.posterior), sd, rtol=1e-6)
+    assert abs(hidden.log_evidence.value - plain.log_evidence.value) < 1e-5
+    assert len(hidden.records) == len(plain.records)
+    assert all(not record.infos and not record.reasons and not record.failures for record in hidden.records)
+
+    kinds = [message.metadata.message_type for message in grid.sent]
+    assert kinds.count(GREET) == 3 and kinds.count(ASK) == 3 * len(hidden.records)
+    words = []
+    for message in grid.replies:
+        arrays, texts = from_content(message.content)
+        if message.metadata.message_type == ASK:
+            assert set(arrays) == {masks.WORDS} and texts["info"] == "{}" and not texts["reason"]
+            assert set(texts) == {"client_id", "nonce", "fingerprint", "info", "reason"}
+            words.append(bits(arrays[masks.WORDS]))
+        if message.metadata.message_type == CONCLUDE:  # "loo" would leave by the policy
+            assert not arrays and set(texts) == {"client_id"}
+    noise = np.concatenate(words)
+    assert abs(noise.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(noise))
+    for name in NAMES:
+        lines = list(audit.lines(tmp_path / f"at {name}" / "audit.jsonl"))
+        (cohort,) = (line for line in lines if line["event"] == "cohort")
+        assert cohort["members"] == list(NAMES)
+        assert all(not line["diagnostics"] for line in lines if line["event"] == "reply")
+        assert (tmp_path / f"at {name}" / f"{name.replace(' ', '%20')}.nc").exists()  # each site's own posterior
+
+
+def test_a_site_that_is_missing_makes_the_round_void_and_the_next_is_right(tmp_path: Path) -> None:
+    identities(tmp_path)
+    asked = itertools.count()
+    lost = {4, 8}  # the second site's in the second round, and the third's in the third
+
+    def fault(message: FlowerMessage, node_id: int) -> Any:
+        return 5 if message.metadata.message_type == ASK and next(asked) in lost else None
+
+    missing = fit(grid_of(tmp_path, fault))
+    identities(tmp_path / "whole")
+    whole = fit(grid_of(tmp_path / "whole"))
+    void = [record for record in missing.records if record.failures]
+    assert [list(record.failures) for record in void] == [["client 1"], ["client 2"]]
+    assert all("not reachable" in reason for record in void for reason in record.failures.values())
+    assert missing.status is whole.status is fedppl.Status.CONVERGED
+    sd = gaussian.standard_deviations(whole.posterior)
+    assert_allclose(gaussian.mean(missing.posterior) / sd, gaussian.mean(whole.posterior) / sd, atol=0.05)
+
+
+def test_a_site_that_is_not_connected_costs_the_others_no_answer(tmp_path: Path) -> None:
+    identities(tmp_path)
+    grid = grid_of(tmp_path)
+    model, _ = declared()
+    factory = engine_of(grid, model, 3, deadline=60.0, secure=True)
+    engine = factory(fedppl.Sums(), {})
+    gone = grid.nodes.pop(12)
+    requests = requests_of(engine)
+    void = engine.exchange_sum(requests, None, None)
+    assert void.clients == 0 and list(void.failures) == ["client 2"] and "not connected" in void.failures["client 2"]
+    assert not [message for message in grid.sent if message.metadata.message_type == ASK]
+    grid.nodes[12] = gone
+    assert engine.exchange_sum(requests, None, None).clients == 3
+
+
+def requests_of(engine: Any, number: int = 1) -> Any:
+    """A first round's requests by the server's own algorithm."""
+    algorithm = fedppl.Sums()
+    state = algorithm.init(engine.layout(), engine.clients(), np.random.default_rng(1))
+    shapes = algorithm.replies.shapes(state)
+
+    def make(name: str) -> Request:
+        seed = (1, number, client_seed(name))
+        return Request(name, number, number, seed, algorithm.broadcast(state, name), "run", shapes=shapes)
+
+    return fedppl.contracts.Requests(engine.clients(), make)
+
+
+def test_what_needs_single_replies_or_fewer_sites_is_refused_before_any_is_asked(tmp_path: Path) -> None:
+    identities(tmp_path)
+    ep = fedppl.EP(correction=None)
+    grid = grid_of(tmp_path, algorithm=ep)
+    with pytest.raises(DeclarationError, match=r"Sums\(\)"):
+        fit(grid, algorithm=ep)
+    with pytest.raises(DeclarationError, match="participation="):
+        fit(grid_of(tmp_path), participation=2)
+    assert not [message for message in grid.sent if message.metadata.message_type == ASK]
+    model, _ = declared()
+    for wrong, match in (
+        ({"clients": 2, "secure": True}, "leave secure= out"),
+        ({"clients": 3, "secure": 1}, "True or"),
+    ):
+        with pytest.raises(DeclarationError, match=match):
+            fedppl.Flower.grid(grid, model=model, example_data={"y": np.ones(2)}, **wrong)
+        with pytest.raises(DeclarationError, match=match):
+            fedppl.Flower.server_app(model, fedppl.Sums(), example_data={"y": np.ones(2)}, **wrong)
+    with pytest.raises(DeclarationError, match=r"fedppl.agree"):
+        formula = fedppl.formula("y ~ x")
+        fedppl.Flower.server_app(formula, fedppl.Sums(), clients=3, secure=True)
+    with pytest.raises(DeclarationError, match="folder="):
+        app_of(tmp_path, folder=None, policy=fedppl.policy.NO_RULES)
+    with pytest.raises(DeclarationError, match="identity and roster"):
+        app_of(tmp_path, secure=3)
+
+
+def test_sites_and_servers_that_do_not_go_together_give_no_numbers(tmp_path: Path) -> None:
+    """Masked answers are asked of sites without an identity, and clear ones of sites with one."""
+    identities(tmp_path)
+    clear = fit(grid_of(tmp_path), secured=False, rounds=1)
+    assert {reason for record in clear.records for reason in record.failures.values()} == {REFUSED}
+    assert refused_by(tmp_path, "client 0") == ["sums"]
+    grid = grid_of(tmp_path / "plain", secure=None)
+    without = fit(grid, rounds=1)
+    reasons = without.records[0].failures
+    assert set(reasons) == set(NAMES) and all("client_app" in reason for reason in reasons.values())
+    assert not [message for message in grid.sent if message.metadata.message_type == ASK]
+
+
+def refused_by(folder: Path, name: str) -> list[str]:
+    """Rules by which a site has refused requests."""
+    lines = audit.lines(folder / f"at {name}" / "audit.jsonl")
+    return [line["refused"].partition(":")[0] for line in lines if line.get("refused")]
+
+
+# A server that wants more --------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Sends sites what it likes; its questions go to the same apps as a grid's."""
+
+    def __init__(self, folder: Path, **keywords: Any) -> None:
+        self.folder, self.keywords = folder, keywords
+        self._grid = grid_of(folder, **keywords)
+        model, clients = declared()
+        layout = model.enrol(clients)[NAMES[0]].layout
+        algorithm = fedppl.Sums()
+        state = algorithm.init(layout, NAMES, np.random.default_rng(1))
+        self.message, self.shapes = algorithm.broadcast(state, NAMES[0]), algorithm.replies.shapes(state)
+
+    def send(self, kind: str, name: str, parcel: Parcel) -> Parcel:
+        """What a site answers, in a process that knows nothing of earlier messages."""
+        one = self._grid.nodes[10 + NAMES.index(name)]
+        message = FlowerMessage(content=to_content(*parcel), dst_node_id=1, message_type=kind, ttl=60.0)
+        message.metadata.__dict__["_message_id"] = "1"
+        return from_content(one.app(message, one.context).content)
+
+    def greeting(self, name: str, run: str = "run", number: int = 0) -> secure.Greeting:
+        texts = {**masks.ask(name, run), "number": str(number)}
+        return masks.unpack_greeting(self.send(GREET, name, ({}, texts))[1], name)
+
+    def greetings(self, run: str = "run", number: int = 0) -> list[secure.Greeting]:
+        return [self.greeting(name, run, number) for name in NAMES]
+
+    def ask(
+        self,
+        name: str,
+        cohort: list[secure.Greeting] | None,
+        number: int = 0,
+        *,
+        round: int = 1,
+        run: str = "run",
+        message: Message | None = None,
+        seed: tuple[int, ...] | None = None,
+        **more: Any,
+    ) -> np.ndarray | str:
+        """The words that a site answers with, or why it does not."""
+        seed = (1, round, client_seed(name)) if seed is None else seed
+        request = Request(name, 7, round, seed, self.message if message is None else message, run)._replace(**more)
+        arrays, texts = wire.pack_request(request)
+        if cohort is not None:
+            texts |= masks.pack_cohort(cohort) | {"number": str(number)}
+        reply = wire.unpack_reply(*self.send(ASK, name, (arrays, texts)))
+        if isinstance(reply, Failure):
+            assert reply.reason == REFUSED
+            (rule,) = refused_by(self.folder, name)[-1:]
+            return rule
+        assert isinstance(reply, Reply) and set(reply.message) == {masks.WORDS} and not reply.info and not reply.reason
+        return np.asarray(reply.message[masks.WORDS]).view(np.uint64)
+
+    def moved(self) -> dict[str, Any]:
+        """The same question about other points."""
+        return {**self.message, "points": self.message["points"] + 0.1}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    identities(tmp_path)
+    return Server(tmp_path)
+
+
+def test_words_of_an_honest_round_add_up(server: Server) -> None:
+    cohort = server.greetings()
+    parts = {name: np.asarray(server.ask(name, cohort)) for name in NAMES}
+    total = secure.summed(parts, server.shapes)
+    assert total.clients == 3 and not total.failures
+    fewer = secure.summed({name: parts[name] for name in NAMES[:2]}, server.shapes)
+    assert fewer.clients == 0 and all("cancel" in reason for reason in fewer.failures.values())
+
+
+def stranger(server: Server) -> secure.Greeting:
+    return secure.greeting(secure.new_key(secure.new_identity(), "stranger", "run (cohort 1)"))
+
+
+ATTACKS: dict[str, Callable[[Server, list[secure.Greeting]], np.ndarray | str]] = {
+    "unmasked": lambda server, cohort: server.ask("client 0", None),
+    "key in between": lambda server, cohort: server.ask(
+        "client 0", [*cohort[:2], stranger(server)._replace(name="client 2")]
+    ),
+    "key of another run": lambda server, cohort: server.ask(
+        "client 0", [*cohort[:2], server.greeting("client 2", "another")]
+    ),
+    "stranger": lambda server, cohort: server.ask("client 0", [*cohort, stranger(server)]),
+    "cohort of two": lambda server, cohort: server.ask("client 0", cohort[:2]),
+    "one site thrice": lambda server, cohort: server.ask("client 0", [cohort[0], *cohort[1:2] * 2]),
+    "without itself": lambda server, cohort: server.ask("client 0", [*cohort[1:], stranger(server)]),
+    "third cohort": lambda server, cohort: server.ask("client 0", cohort, 2),
+    "cohort that cannot be read": lambda server, cohort: server.ask("client 0", [cohort[0]._replace(public=b"")]),
+    "silent": lambda server, cohort: server.ask("client 0", cohort, report=False),
+    "a seed of its own": lambda server, cohort: server.ask("client 0", cohort, seed=(1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_server_that_wants_a_single_answer_is_refused(server: Server, attack: str) -> None:
+    cohort = server.greetings()
+    assert ATTACKS[attack](server, cohort) == "sums"
+    for name in NAMES[1:]:  # and nothing was fixed by it
+        assert isinstance(server.ask(name, cohort), np.ndarray)
+    assert isinstance(server.ask("client 0", cohort), np.ndarray)
+
+
+def test_the_cohort_of_a_run_stays(tmp_path: Path) -> None:
+    """Fewer are refused in it, and so is a third; a second counts for itself."""
+    names = (*NAMES, "client 3")
+    identities(tmp_path, names)
+    server = Server(tmp_path)
+    other = site.read(tmp_path / "client 3")
+    four = [secure.greeting(key_of(other, k)) for k in range(3)]
+    assert isinstance(server.ask("client 0", [*server.greetings(), four[0]]), np.ndarray)
+    assert server.ask("client 0", server.greetings(), round=2) == "sums"
+    second = server.greetings(number=1)
+    assert isinstance(server.ask("client 0", second, 1, round=2), np.ndarray)
+    assert server.ask("client 0", [*second, four[1]], 1, round=3) == "sums"
+    assert server.ask("client 0", [*second, four[2]], 2, round=3) == "sums"
+    assert isinstance(server.ask("client 0", second, 1, round=3), np.ndarray)
+
+
+def key_of(other: site.Site, number: int) -> secure.RunKey:
+    return secure.derived_key(other.identity, other.name, "run", number, "elsewhere")
+
+
+def test_a_round_is_answered_once_and_repeated_alike(server: Server) -> None:
+    cohort = server.greetings()
+    first = server.ask("client 0", cohort)
+    assert isinstance(first, np.ndarray)
+    assert_array_equal(server.ask("client 0", cohort), first)
+    assert server.ask("client 0", cohort, message=server.moved()) == "round"
+    assert server.ask("client 0", cohort, round=1, seed=(2, 1, client_seed("client 0"))) == "round"
+    later = server.ask("client 0", cohort, round=2)
+    assert isinstance(later, np.ndarray) and np.mean(later == first) < 0.1
+
+
+def test_who_is_asked_something_else_has_other_masks(server: Server) -> None:
+    """Otherwise the difference of two rounds in which one site alone is asked elsewhere would be that site's."""
+    cohort = server.greetings()
+    for number, (more, reason) in enumerate(
+        [
+            ({"message": server.moved()}, "cancel"),
+            ({"seed": (2, 1, client_seed("client 0"))}, "cancel"),
+            ({"message": {name: np.asarray(value, "<f4") for name, value in server.message.items()}}, "cancel"),
+            ({}, ""),
+        ],
+        start=1,
+    ):
+        seeds = {name: (1, 1, client_seed(name)) for name in NAMES}
+        asked = {name: {"seed": seeds[name], **(more if name == "client 0" else {})} for name in NAMES}
+        parts = {name: np.asarray(server.ask(name, cohort, round=number, **asked[name])) for name in NAMES}
+        total = secure.summed(parts, server.shapes)
+        assert bool(total.clients) is not bool(reason)
+        assert all(reason in failure for failure in total.failures.values())
+
+
+def test_a_site_that_was_killed_before_it_answered_gives_the_same_words(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cohort = server.greetings()
+    replace, made = signed.replace, []
+
+    def killed(path: Path, raw: bytes) -> None:
+        if path.name.endswith(".personal"):
+            made.append(signed.unpack(raw, "it", "run-client 0.personal"))
+            raise SystemExit("killed")
+        replace(path, raw)
+
+    monkeypatch.setattr(signed, "replace", killed)
+    with pytest.raises(SystemExit):
+        server.ask("client 0", cohort)
+    monkeypatch.setattr(signed, "replace", replace)
+    (_, _, arrays, _), *_ = made
+    words = server.ask("client 0", cohort)
+    assert isinstance(words, np.ndarray)
+    assert_array_equal(words, np.asarray(arrays[masks.WORDS]).view(np.uint64))
+    assert_array_equal(server.ask("client 0", cohort), words)
+    parts = {"client 0": words} | {name: np.asarray(server.ask(name, cohort)) for name in NAMES[1:]}
+    assert secure.summed(parts, server.shapes).clients == 3
+
+
+def test_a_site_tells_nothing_of_its_columns(server: Server) -> None:
+    arrays, texts = server.send(AGREE, "client 0", ({}, {}))
+    assert not arrays and texts["refused"] == REFUSED and set(texts) == {"client_id", "version", "refused"}
+    assert refused_by(server.folder, "client 0") == ["sums"]
+
+
+def test_why_a_site_cannot_compute_stays_there(tmp_path: Path) -> None:
+    def failing(*arguments: Any) -> Any:
+        raise fedppl.types.LocalFailure("patient 7 is missing")
+
+    identities(tmp_path)
+    server = Server(tmp_path, algorithm=fedppl.Sums()._replace(update_client=failing))
+    cohort = server.greetings()
+    arrays, texts = wire.pack_request(Request("client 0", 7, 1, (1, 1, client_seed("client 0")), server.message, "run"))
+    told = server.send(ASK, "client 0", (arrays, {**texts, **masks.pack_cohort(cohort)}))
+    assert "patient" not in json.dumps(told[1]) and told[1]["failure"] == REFUSED and not told[0]
+    lines = list(audit.lines(tmp_path / "at client 0" / "audit.jsonl"))
+    assert [line["failed"] for line in lines if line.get("failed")] == ["patient 7 is missing"]
+
+
+def test_accounts_that_do_not_know_of_each_other_have_other_keys(tmp_path: Path) -> None:
+    """Two apps of one identity would answer one round twice, under the same masks."""
+    identities(tmp_path)
+    first = Server(tmp_path)
+    second = Server(tmp_path, folder=lambda config: tmp_path / f"elsewhere {config['client-id']}")
+    assert first.greeting("client 0") == first.greeting("client 0")
+    assert first.greeting("client 0") != second.greeting("client 0")
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_identities_are_made_once_and_rosters_grow_by_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "north"
+    assert site.main(["identity", str(folder)]) == 0
+    line = capsys.readouterr().out.strip()
+    assert line.startswith("north ")
+    if os.name == "posix":
+        assert stat.S_IMODE((folder / "identity").stat().st_mode) == 0o600
+    before = (folder / "identity").read_bytes()
+    assert site.main(["identity", str(folder)]) == 1 and "made once" in capsys.readouterr().err
+    assert (folder / "identity").read_bytes() == before
+    assert site.main(["identity", str(tmp_path / "b"), "--name", "the south"]) == 0
+    other = capsys.readouterr().out.strip()
+    (folder / "roster").write_text("# by telephone, 3 May\n\n" + other, encoding="utf-8")  # without an end of line
+    third = site.make(tmp_path / "west", "ü")
+    assert site.main(["roster", str(folder), third]) == 0
+    here = site.read(folder)
+    assert here.name == "north" and set(here.roster) == {"north", "the south", "ü"}
+    assert here.identity.public == here.roster["north"]
+    assert (folder / "roster").read_text(encoding="utf-8").startswith("# by telephone")
+    assert here.roster["ü"] == site.read(tmp_path / "west").identity.public
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("north", "copy the whole line"),
+        ("north short", "copy the whole line"),
+        ("north ÄÄ==", "copy the whole line"),
+        ("{key}", "copy the whole line|client-id"),
+        ("# {key}", "client-id"),
+        ("south {key}", "duplicate"),
+        ("another {south}", "duplicate"),
+        ("a\tb {key}", "client-id"),
+    ],
+)
+def test_lines_that_are_none_are_refused(tmp_path: Path, line: str, remedy: str) -> None:
+    site.make(tmp_path / "north", "north")
+    south = site.make(tmp_path / "south", "south")
+    key = site.make(tmp_path / "key", "key").split()[1]
+    site.add(tmp_path / "north", south)
+    before = (tmp_path / "north" / "roster").read_bytes()
+    wrong = line.format(key=key, south=south.split()[1])
+    with pytest.raises(DeclarationError, match=remedy):
+        site.add(tmp_path / "north", wrong)
+    assert (tmp_path / "north" / "roster").read_bytes() == before
+    if not wrong.startswith("#"):  # by hand
+        (tmp_path / "north" / "roster").write_bytes(before + wrong.encode() + b"\n")
+        with pytest.raises(DeclarationError, match=remedy):
+            site.read(tmp_path / "north")
+
+
+def test_an_identity_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeclarationError, match="make one"):
+        site.read(tmp_path)
+    site.make(tmp_path / "north", "north")
+    own = site.make(tmp_path / "other", "north")
+    site.add(tmp_path / "north", own)
+    with pytest.raises(DeclarationError, match="duplicate"):  # another's key under this site's name
+        site.read(tmp_path / "north")
+    if os.name == "posix":
+        (tmp_path / "north" / "identity").chmod(0o640)
+        with pytest.raises(DeclarationError, match="chmod 600"):
+            site.read(tmp_path / "north")
