@@ -347,8 +347,8 @@ def grid(
     Notes
     -----
     *When this fails.* A site that is silent, late, down or restarted is skipped, and the round's record says so. Two
-    live sites with one id: the second is refused until the first has gone. Where sums are secure a round in which one is
-    missing, or refuses, has no sum, and the next asks all again.
+    live sites with one id: the second is refused until the first has gone. Where sums are secure, a round in which a
+    site is missing, or refuses, has no sum, and the next asks all again.
     """
     expected = expected_clients(clients)
     for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
