@@ -295,7 +295,9 @@ def require_same(messages: Sequence[Message], algorithm: str) -> None:
     """Raise DeclarationError where clients are not asked the same, so that their masks would not cancel."""
     first = messages[0]
     for message in messages[1:]:
-        if set(message) != set(first) or not all(np.array_equal(message[name], first[name]) for name in first):
+        if set(message) != set(first) or not all(
+            np.array_equal(message[name], first[name], equal_nan=True) for name in first
+        ):
             raise DeclarationError(f"{algorithm} asks each client another thing, and sums are secure: {_SUMMED}")
 
 

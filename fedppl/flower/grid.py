@@ -147,8 +147,8 @@ class GridEngine:
         for client_id in self.clients():
             if client_id in missing or (run, client_id) in self._greetings:
                 continue
-            question = {}, _masks.ask(client_id, run)
-            if message_id := self._post.push(self._roll.nodes[client_id], GREET, question, limit):
+            question = _masks.ask(client_id, run)
+            if message_id := self._post.push(self._roll.nodes[client_id], GREET, ({}, question), limit):
                 sent[message_id] = client_id
             else:
                 missing[client_id] = "the question for its greeting could not be sent"

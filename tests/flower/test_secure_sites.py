@@ -8,7 +8,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,48 @@ def refused_by(folder: Path, name: str) -> list[str]:
     """Rules by which a site has refused requests."""
     lines = audit.lines(folder / f"at {name}" / "audit.jsonl")
     return [line["refused"].partition(":")[0] for line in lines if line.get("refused")]
+
+
+def test_a_site_that_sends_something_else_makes_the_round_void(tmp_path: Path) -> None:
+    identities(tmp_path)
+    junk: dict[str, Any] = {}
+
+    def fault(message: FlowerMessage, node_id: int) -> Any:
+        kind = message.metadata.message_type
+        return (lambda reply: junk[kind](reply)) if node_id == 11 and kind in junk else None
+
+    def other(arrays: Mapping[str, Any] | None = None, **texts: str) -> Callable[[FlowerMessage], FlowerMessage]:
+        def changed(reply: FlowerMessage) -> FlowerMessage:
+            before = from_content(reply.content)
+            reply.content = to_content(before[0] if arrays is None else arrays, {**before[1], **texts})
+            return reply
+
+        return changed
+
+    grid = grid_of(tmp_path, fault)
+    engine = engine_of(grid, declared()[0], 3, deadline=60.0, secure=True)(fedppl.Sums(), {})
+    shapes = masks.shapes_of(requests_of(engine).make("client 0").shapes)
+    size = shapes[masks.WORDS]
+    wrong: list[tuple[str, Any, str]] = [
+        (GREET, other(public="AAAA"), "greeting"),
+        (GREET, other(name="client 0"), "client-id"),
+        (GREET, other({}, refused="no"), "client_app"),
+        (ASK, other({"values": np.ones(3)}), "cannot be read"),
+        (ASK, other({masks.WORDS: np.ones(3, "<i8")}), "cannot be read"),
+        (ASK, other({masks.WORDS: np.ones(size)}), "int64"),
+        (ASK, other(fingerprint="another"), "fingerprint"),
+        (ASK, other(nonce="77"), "another request"),
+        (ASK, other({masks.WORDS: np.ones(size, "<i8")}), "cancel"),
+    ]
+    for number, (kind, change, reason) in enumerate(wrong, start=1):
+        junk.clear()
+        junk[kind] = change
+        void = engine.exchange_sum(requests_of(engine, number), None, None)
+        assert void.clients == 0 and not void.total
+        assert reason in void.failures["client 1"], (kind, void.failures)
+        assert reason == "cancel" or list(void.failures) == ["client 1"]
+    junk.clear()
+    assert engine.exchange_sum(requests_of(engine, 99), None, None).clients == 3
 
 
 # A server that wants more --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ LAYERS = [
     ["local", "run"],
     ["results"],
     ["plots"],
-    ["engine"],
+    ["engine", "site"],
     ["model"],
     ["contracts", "numerics", "storage", "audit", "privacy", "metrics", "data"],
     ["types", "structure", "gaussian", "settings"],
@@ -175,9 +175,9 @@ def test_no_algorithm_of_a_family_is_named_outside_it() -> None:
 
 def test_modules_are_few_and_short() -> None:
     lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in modules().items()}
-    assert len(list(ROOT.glob("*.py"))) <= 11
+    assert len(list(ROOT.glob("*.py"))) <= 12
     assert {module: length for module, length in lengths.items() if length > 700} == {}
-    assert len(lengths) <= 178
+    assert len(lengths) <= 181
 
 
 @pytest.mark.parametrize(
