@@ -24,6 +24,7 @@ import pytest
 pytest.importorskip("flwr")
 
 import fedppl
+from fedppl import site as fedppl_site
 from fedppl.testing import normal_means
 from tests.flower.test_deployment import free_ports
 from tests.support import page
@@ -33,7 +34,7 @@ PAGE = page.ROOT / "docs" / "deployment.md"
 # Every block of the page: its language, and what it alone has. All of them are run below.
 BLOCKS = {
     "keys": ("bash", "openssl req"),
-    "app": ("python", "read_rows"),
+    "app": ("python", "fedppl.NUTS()"),
     "formula": ("python", "fedppl.formula("),
     "logs": ("python", "logging.Formatter"),
     "environment": ("ini", "FEDPPL_KEY_FILE="),
@@ -41,6 +42,8 @@ BLOCKS = {
     "connection": ("toml", "root-certificates"),
     "policy": ("toml", "approval ="),
     "run": ("bash", "flwr run"),
+    "identities": ("bash", "fedppl.site"),
+    "secure": ("python", "secure=True"),
     "audit": ("bash", "fedppl.audit"),
 }
 
@@ -89,6 +92,26 @@ def test_an_app_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "converged" in said.lower() and "posterior" in said
     for name, config in places.items():
         assert (Path(config["folder"]) / f"{name}.nc").exists()
+
+
+def test_an_app_whose_sums_are_secure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng, names = np.random.default_rng(1), ("north", "south", "west")
+    places = {name: {**place(tmp_path, name), "secure": str(tmp_path / f"{name} secure")} for name in names}
+    commands = [shlex.split(line, comments=True) for line in block("identities").splitlines()]
+    identity, *rosters = [words[3:] for words in commands if words]
+    lines = {}
+    for name, config in places.items():
+        (tmp_path / f"{name}.toml").write_text("requests = 60\ncorrection = 5000\n")
+        np.savetxt(config["data"], rng.normal(2.0, 1.0, 300))
+        at = {"/var/lib/fedppl/secure": config["secure"], "north": name}
+        assert fedppl_site.main([at.get(word, word) for word in identity]) == 0
+        lines[name] = capsys.readouterr().out.strip()
+    for name, config in places.items():
+        others = [line for other, line in lines.items() if other != name]
+        at = {"/var/lib/fedppl/secure": config["secure"], "$LINE_OF_SOUTH": others[0], "$LINE_OF_WEST": others[1]}
+        assert [fedppl_site.main([at.get(word, word) for word in roster]) for roster in rosters] == [0, 0]
+    serve(run("secure", model=normal_means(1)[0], read_rows=lambda path: {"y": np.loadtxt(path)}), places)
+    assert "converged" in capsys.readouterr().out.lower()
 
 
 @pytest.mark.slow
