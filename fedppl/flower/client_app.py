@@ -110,7 +110,7 @@ def client_app(
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
         kind_here = kind(config) if callable(kind) else kind
         files = secure(config) if callable(secure) else secure
-        its_files = None if secure is None else Path(str(files))
+        its_files = None if secure is None else Path(files or "no folder")  # never in the clear because of a typo
         return Node(
             token, federated_model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here, its_files
         )

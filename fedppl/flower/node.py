@@ -270,8 +270,10 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel
             except Exception as error:  # no message of a server may end this process
                 _note(guard, {"event": "request", "refused": f"malformed: {type(error).__name__}: {error}"[:200]})
                 return refusal
-            if node.secure is None or node.folder is None or guard is None:
+            if node.secure is None:
                 return _answered(node, config, memory, request, guard)
+            if node.folder is None or guard is None:  # where a function of the node config gave none
+                raise LocalFailure("sums: secure= without a folder")
             try:
                 place = _masks.joined(node.secure, node.folder, guard, request, parcel[1])
             except DeclarationError as error:

@@ -449,6 +449,19 @@ def test_a_site_that_was_killed_before_it_answered_gives_the_same_words(
     assert secure.summed(parts, server.shapes).clients == 3
 
 
+@pytest.mark.parametrize("keywords", [{"folder": lambda config: None}, {"secure": lambda config: None}])
+def test_a_function_that_gives_no_folder_does_not_have_a_site_answer_in_the_clear(
+    tmp_path: Path, keywords: dict[str, Any]
+) -> None:
+    identities(tmp_path)
+    server = Server(tmp_path, **keywords)
+    for number, texts in enumerate([{}, {"cohort": "[]", "number": "0"}], start=1):
+        request = Request("client 0", 7, number, (1, number, client_seed("client 0")), server.message, "run")
+        arrays, asked = wire.pack_request(request)
+        told = server.send(ASK, "client 0", (arrays, {**asked, **texts}))
+        assert not told[0] and told[1]["failure"] == REFUSED
+
+
 def test_a_site_tells_nothing_of_its_columns(server: Server) -> None:
     arrays, texts = server.send(AGREE, "client 0", ({}, {}))
     assert not arrays and texts["refused"] == REFUSED and set(texts) == {"client_id", "version", "refused"}
