@@ -122,6 +122,8 @@ def _enrol(
     shapes = sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items())
     # Where one process serves many (virtual) clients, the first is enrolled again beside each: are they alike?
     label = name or _UNNAMED
+    for other in [other for other, first in _first.items() if other[0] == node.token and label in first]:
+        del _first[other]  # its rows are others now
     pair = {**_first.setdefault((node.token, agreement, kind, *shapes), {label: data}), label: data}
     enrolling = declaration.enrol(pair, kernel=node.algorithm.needs.kernel, kinds=dict.fromkeys(pair, kind))
     client = dataclasses.replace(enrolling[label], client_id=name)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from multiprocessing.context import AuthenticationError
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
 from fedppl.flower.messages import AGREE, ASK, GREET, HELLO, read_message, register, to_content
-from fedppl.flower.worker import LOCK, LOG, MOST, Door, opened, read_door
+from fedppl.flower.worker import LOCK, LOG, MOST, Door, clear, limited, opened, overdue, read_door
 from fedppl.settings import shown
 from fedppl.storage import codec
 from fedppl.storage.signed import open_to_write
@@ -44,6 +44,9 @@ _CODE = (
     "import sys, json; options = json.load(sys.stdin); sys.path[:] = options['path']; "
     "from fedppl.flower.worker import main; main(options)"
 )
+
+# By what stands in a door, or comes from the other end.
+_BROKEN = (OSError, EOFError, AuthenticationError, AssertionError, TypeError, ValueError)
 
 _workers: list[subprocess.Popen[bytes]] = []  # started by this process: Python warns of processes that are forgotten
 
@@ -110,7 +113,7 @@ def warm_app(
             try:
                 site = Path(folder(config) if callable(folder) else folder)
                 return FlowerMessage(to_content(*_asked(app, site, seconds, message, config)), reply_to=message)
-            except (_NoWorker, OSError, EOFError, AuthenticationError, codec.Unreadable, DeclarationError) as error:
+            except (_NoWorker, *_BROKEN) as error:
                 logger.warning("no warm worker answers, so this process does: %s", error)
         module, _, name = app.partition(":")
         site_app: ClientApp = getattr(importlib.import_module(module), name)
@@ -125,7 +128,7 @@ def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: di
     """The answer of the worker, which is started where there is none, or that of another app.
 
     A computation that outlives its message goes on, since it may be compiling, and the next message finds it done. But
-    a message that expires behind such a computation kills the worker: it may never end.
+    a message that expires behind such a computation kills the worker: it may never end. No other message does.
     """
     if not hasattr(socket, "AF_UNIX"):
         raise _NoWorker("this system has no Unix sockets")
@@ -134,32 +137,28 @@ def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: di
     kind = message.metadata.message_type
     options: dict[str, Any] = {"app": app, "folder": str(site.absolute()), "idle": idle, "path": sys.path}
     options["digest"] = digest(options)
-    request = codec.encode({"config": config, "kind": kind, "arrays": dict(arrays), "texts": texts})
     end = time.monotonic() + max(float(message.metadata.ttl), _LEAST)
+    request = codec.encode({"config": config, "kind": kind, "arrays": dict(arrays), "texts": texts, "end": end})
     if (reached := reach(folder, options["digest"])) is None:
         if kind not in _STARTERS:
             raise _NoWorker("none is running, and none is started to end a run")
         reached = start(folder, options)
     connection, door = reached
-    with connection:
-        if not connection.poll(max(0.0, end - time.monotonic())):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.kill(door.pid, signal.SIGKILL)
-            raise RuntimeError(
-                "the message's time is over, and the warm worker, still at an earlier one, was killed; a later message "
-                "starts another"
-            )
+    greeted = False
+    with connection, limited(connection, end - time.monotonic()) as over:
         try:
             greet(connection, door)
+            greeted = True
             connection.send_bytes(request)
-            if not connection.poll(max(0.0, end - time.monotonic())):
-                raise RuntimeError(
-                    "the message's time is over before the warm worker has answered; it goes on computing: raise "
-                    "deadline= at the server"
-                )
             reply = codec.decode(connection.recv_bytes(MOST))
-        except (EOFError, ConnectionError) as error:  # a request that it had admitted stays admitted
-            raise _NoWorker(f"it failed or died; {_said(folder)}") from error
+        except _BROKEN as error:  # a request that it had admitted stays admitted
+            if not over.is_set():
+                raise _NoWorker(f"it failed or died ({type(error).__name__}: {error}); {_said(folder)}") from error
+            what = f"it {'goes on computing' if greeted else 'has not come to it'}: raise deadline= at the server"
+            if not greeted and overdue(door):
+                _kill(door)
+                what = "still at an earlier one, whose time is over too, it was killed; a later message starts another"
+            raise RuntimeError(f"the message's time is over before the warm worker has answered; {what}") from error
     sys.stderr.write(reply["log"])
     return reply["arrays"], reply["texts"]
 
@@ -168,10 +167,21 @@ def reach(folder: Path, app: str) -> tuple[Connection, Door] | None:
     """A connection to the worker with this digest; None where there is none."""
     if (door := read_door(folder)) is None or door.app != app:
         return None
-    try:
-        return Client(door.address, "AF_UNIX"), door
-    except OSError:  # it has ended
-        return None
+    connection = _connected(door)
+    return None if connection is None else (connection, door)
+
+
+def _connected(door: Door) -> Connection | None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.setblocking(False)
+        try:
+            end.connect(door.address)
+        except BlockingIOError:  # it has more that wait than it lets wait
+            raise
+        except OSError:  # it has ended
+            return None
+        end.setblocking(True)
+        return Connection(end.detach())
 
 
 def greet(connection: Connection, door: Door) -> None:
@@ -186,6 +196,7 @@ def start(folder: Path, options: Mapping[str, Any]) -> tuple[Connection, Door]:
     with FileLock(folder / LOCK, timeout=2 * _STARTING):
         if reached := reach(folder, options["digest"]):
             return reached
+        _retire(folder)
         _workers[:] = [process for process in _workers if process.poll() is None]
         with open_to_write(folder / LOG, os.O_TRUNC | os.O_APPEND) as log:
             command = [sys.executable, "-u", "-P", "-c", _CODE, "fedppl-worker"]
@@ -193,7 +204,7 @@ def start(folder: Path, options: Mapping[str, Any]) -> tuple[Connection, Door]:
         _workers.append(process)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have ended already
-            pipe.write(json.dumps(options).encode())
+            pipe.write(json.dumps(options, default=str).encode())
         end = time.monotonic() + _STARTING
         while time.monotonic() < end and process.poll() is None:
             if reached := reach(folder, options["digest"]):
@@ -201,6 +212,24 @@ def start(folder: Path, options: Mapping[str, Any]) -> tuple[Connection, Door]:
             time.sleep(0.02)
         process.kill()
         raise _NoWorker(f"it did not listen, exit code {process.wait()}; {_said(folder)}")
+
+
+def _retire(folder: Path) -> None:
+    """Delete what a worker that died has left, and kill one of another digest at which nobody waits."""
+    if (old := read_door(folder)) is None:
+        return
+    if connection := _connected(old):
+        connection.close()
+        if not overdue(old):
+            logger.warning("the warm worker, process %d, is replaced, and ends after what it computes", old.pid)
+            return
+        _kill(old)
+    clear(old)
+
+
+def _kill(door: Door) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(door.pid, signal.SIGKILL)
 
 
 def _said(folder: Path) -> str:
@@ -214,7 +243,7 @@ def digest(options: Mapping[str, Any]) -> str:
 
     Raises `DeclarationError` if the package is not found.
     """
-    state = hashlib.sha256(json.dumps([sys.executable, version("fedppl"), dict(options)]).encode())
+    state = hashlib.sha256(json.dumps([sys.executable, version("fedppl"), dict(options)], default=str).encode())
     for file in _sources(options["app"]):
         state.update(f"{file}\0{hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
     return state.hexdigest()

@@ -195,9 +195,9 @@ def _make(where: Path) -> None:
 
 
 def open_to_write(path: Path, how: int) -> IO[bytes]:
-    """Open a file for writing that only its owner may read; links and pipes are refused."""
+    """Open a file for writing, and by its descriptor for reading, that only its owner may read; no links, no pipes."""
     safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how | safe, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | how | safe, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no file", str(path))

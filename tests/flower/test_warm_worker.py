@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from multiprocessing.context import AuthenticationError
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ pytest.importorskip("flwr")
 import fedppl
 from fedppl.flower import node as sites
 from fedppl.flower import warm, worker
-from fedppl.flower.messages import HELLO, from_content
+from fedppl.flower.messages import CONCLUDE, HELLO, from_content
 from fedppl.storage import codec
 from fedppl.testing import normal_means
 from tests.support.fake_grid import FakeGrid, engine_of, node
@@ -167,11 +168,13 @@ def test_it_ends_when_idle_and_when_its_key_is_gone(place: Place) -> None:
 
 def test_two_apps_at_once_start_one_worker_and_a_killed_one_is_replaced(place: Place) -> None:
     found: list[int] = []
+    private: list[Path] = []
 
     def start() -> None:
         connection, door, _ = place.started()
         connection.close()
         found.append(door.pid)
+        private.append(Path(door.address).parent)
 
     threads = [threading.Thread(target=start) for _ in range(2)]
     for thread in threads:
@@ -183,6 +186,65 @@ def test_two_apps_at_once_start_one_worker_and_a_killed_one_is_replaced(place: P
     assert _ends(found[0])
     start()
     assert found[2] != found[0] and _lives(found[2])
+    assert private[2].exists() and not private[0].exists()  # the killed one could not delete it
+
+
+LISTENING = "import socket, sys; s = socket.socket(1); s.bind(sys.argv[1]); s.listen(); print(1, flush=True); input()"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_the_start_of_a_worker_ends_one_of_another_app_only_if_nobody_waits_for_it(
+    place: Place, hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(warm, "_CODE", "")  # of the new one
+    folder, private = worker.opened(place.root / "one"), place.root / "fedppl-old"
+    private.mkdir()
+    command = [sys.executable, "-c", LISTENING, str(private / "socket")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as old:
+        assert old.stdout is not None and old.stdout.readline()
+        door = worker.Door(str(private / "socket"), "00", old.pid, "another")
+        worker.replace(folder / "key", json.dumps(door._asdict()).encode())
+        worker.serving(door).write_text(repr(time.monotonic() + (-1.0 if hangs else 600.0)))
+        with pytest.raises(warm._NoWorker):
+            place.started()
+        assert (_ends(old.pid) if hangs else _lives(old.pid)) and private.exists() != hangs
+        assert (f"process {old.pid}, is replaced" in caplog.text) != hangs
+
+
+@pytest.mark.parametrize(
+    "time_over, key, ended", [(True, "another", True), (False, "another", False), (True, "", False)]
+)
+def test_a_worker_that_hangs_ends_where_its_key_is_anothers(
+    tmp_path: Path, time_over: bool, key: str, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits = _exits(monkeypatch)
+    (private := tmp_path / "fedppl-own").mkdir()
+    door, computing = worker.Door(str(private / "socket"), "00", 1, "own"), threading.Lock()
+    computing.acquire()
+    worker.serving(door).write_text(repr(time.monotonic() + (-1.0 if time_over else 600.0)))
+    (tmp_path / "key").write_text(json.dumps((door._replace(key=key) if key else door)._asdict()))
+    thread = threading.Thread(target=worker._end, args=(tmp_path, door, 600.0, [0.0], computing), daemon=True)
+    thread.start()
+    assert exits.wait(10.0 if ended else 0.3) == ended
+    assert (tmp_path / "key").exists()  # of the one that is there
+    if not ended:
+        (tmp_path / "key").unlink()
+        computing.release()
+    thread.join(10.0)
+    assert exits.is_set() and not private.exists()
+
+
+def _exits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that says whether a worker, which is a thread here, has ended its process."""
+    exits = threading.Event()
+
+    def leave(code: int) -> None:
+        exits.set()
+        raise SystemExit
+
+    monkeypatch.setattr(worker.os, "_exit", leave)
+    monkeypatch.setattr(worker, "_TICK", 0.01)
+    return exits
 
 
 def test_a_folder_that_is_open_to_others_or_a_link_is_refused(tmp_path: Path) -> None:
@@ -195,6 +257,8 @@ def test_a_folder_that_is_open_to_others_or_a_link_is_refused(tmp_path: Path) ->
     (tmp_path / "site" / "worker").symlink_to(tmp_path / "worker")
     with pytest.raises(OSError, match="delete it"):
         worker.opened(tmp_path / "site")
+    folder = worker.opened(tmp_path / "parent" / "own")
+    assert [where.stat().st_mode & 0o777 for where in (folder, folder.parent)] == [0o700, 0o700]
 
 
 @pytest.mark.slow
@@ -239,29 +303,206 @@ def test_data_are_enrolled_anew_where_they_have_changed(tmp_path: Path) -> None:
     data["y"][0] = 9.0  # in place
     second = sites.enrolled(here, {})
     assert second is not first and second.arrays["y"][0] == 9.0 and second.kernel is first.kernel
+    (first_rows,) = (rows for key, rows in sites._first.items() if key[0] == "t")
+    assert first_rows["a"]["y"][0] == 9.0  # with which later clients are compared
     masked = {"y": np.ma.array([1.0, 2.0], mask=[False, True])}
     assert sites._seal(masked) != sites._seal({"y": masked["y"].data})
     objects = {"y": np.array([1.0, None])}
     assert sites._seal(objects) != sites._seal(objects)
 
 
+WAITING = """
+import pathlib, time
+def when_there(path):
+    while not pathlib.Path(path).exists():
+        time.sleep(0.02)
+    return path
+""" + SITE.replace('np.load(config["data"])', 'np.load(when_there(config["data"]))').replace(
+    'config["policy"],', 'when_there(config["policy"]),'
+)
+
+
 def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: Place) -> None:
+    (place.root / "waiting_site.py").write_text(WAITING)
     config = place.config("client0", ".")
-    connection, door, folder = place.started(folder=config["folder"])
-    request = codec.encode({"config": config, "kind": HELLO, "arrays": {}, "texts": {}})
-    warm.greet(connection, door)
-    connection.send_bytes(request)
-    connection.close()
-    with Client(door.address) as second:
-        warm.greet(second, door)  # it is at the next
-        second.send_bytes(b"")
-        with pytest.raises(EOFError):
-            second.recv_bytes()
-    if not (folder.parent / "audit.jsonl").exists():  # it was faster than the closing
-        assert "fedppl_hello) is closed" in (folder / "log").read_text()
+    np.savez(config["data"], y=np.ones(4))  # the policy wants five rows, and a refusal is counted
+    connection, door, folder = place.started(folder=config["folder"], app="waiting_site:app")
+    audit, log = folder.parent / "audit.jsonl", folder / "log"
+
+    def ask(connection: Connection, end: float, **paths: str) -> None:
+        texts = {"config": {**config, **paths}, "kind": HELLO, "arrays": {}, "texts": {}, "end": end}
+        warm.greet(connection, door)
+        connection.send_bytes(codec.encode(texts))
+
+    def computing(end: float) -> bool:
+        try:
+            return float(worker.serving(door).read_text()) == end
+        except OSError:
+            return False
+
+    later = time.monotonic() + 600.0
+    for number, name in enumerate(("policy", "data")):  # is looked at before and after the rows are loaded
+        path, there = Path(config[name]), place.root / f"{name}.later"
+        path.rename(there)
+        with connection:
+            ask(connection, later + number)
+            _until(lambda number=number: computing(later + number))
+        connection = Client(door.address)  # waits behind it
+        there.rename(path)
+        _until(lambda number=number: log.read_text().count("fedppl_hello) is closed") == number + 1)
+        assert not audit.exists()
+    log.unlink()  # rotated
+    with connection:
+        ask(connection, later)
+        answer = codec.decode(connection.recv_bytes())
+    assert "policy of its site" in answer["texts"]["error"] and "cannot take part" in answer["log"]
+    assert audit.exists() and not computing(later)
+
+
+def _until(condition: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# A worker's parts, in a thread ----------------------------------------------------------------------------------------
+
+
+def _ends_of(place: Place, monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, Connection, worker.Door, Any]:
+    """Two ends of a connection, a door, and what serves one of them, with an answer of 16 MB."""
+    here, there = (Connection(end.detach()) for end in socket.socketpair())
+    (private := place.root / "fedppl-own").mkdir()
+    site = Path(place.config("client0", ".")["folder"])
+    door = worker.Door(str(private / "socket"), "00" * 32, os.getpid(), "own")
+    own = sites.Node(
+        "t", normal_means(1)[0], fedppl.EP(), lambda c: None, lambda c: "a", site, 10, 1, fedppl.policy.NO_RULES
+    )
+    monkeypatch.setattr("fedppl.flower.client_app.answer", lambda *arguments: ({"a": np.zeros(2**21)}, {}))
+    log = os.open(place.root / "log", os.O_RDWR | os.O_CREAT)
+    monkeypatch.setattr(worker, "_STDERR", log)
+    return here, there, door, lambda config: own
+
+
+def test_proofs_a_request_and_an_answer_have_a_limit_in_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_PROOFS", 0.3)
+    monkeypatch.setattr(worker, "_PATIENCE", 0.3)
+    here, there, door, node_of = _ends_of(place, monkeypatch)
+    folder = worker.opened(Path(place.config("client0", ".")["folder"]))
+    told = {"config": {}, "kind": HELLO, "arrays": {}, "texts": {}, "end": time.monotonic()}
+
+    def trickle(fd: int) -> None:
+        while True:
+            os.write(fd, b"\0")
+            time.sleep(0.05)
+
+    for stage in ("proofs", "request", "answer"):
+        here, there = (Connection(end.detach()) for end in socket.socketpair())
+        with here, there:
+            serving = threading.Thread(target=worker._serve, args=(there, door, node_of, folder), daemon=True)
+            serving.start()
+            if stage != "proofs":
+                warm.greet(here, door)
+            if stage == "answer":
+                here.send_bytes(codec.encode(told))  # and is not read
+            else:
+                with pytest.raises(OSError):
+                    trickle(here.fileno())
+            serving.join(5.0)
+            assert not serving.is_alive()
+
+
+def test_the_apps_wait_has_a_limit_in_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a worker that stops within an answer, or does not read."""
+    monkeypatch.setattr(warm, "_LEAST", 0.5)
+    for part in (b"\0\0", b""):
+        here, there = (Connection(end.detach()) for end in socket.socketpair())
+        door = worker.Door(str(place.root / "no-socket"), "00", 1, "")
+
+        def answers(there: Connection = there, part: bytes = part) -> None:
+            there.send_bytes(b"")
+            answer_challenge(there, b"\0")
+            deliver_challenge(there, b"\0")
+            os.write(there.fileno(), part)
+
+        threading.Thread(target=answers, daemon=True).start()
+        monkeypatch.setattr(warm, "reach", lambda *arguments, here=here, door=door: (here, door))
+        with there, pytest.raises(RuntimeError, match="goes on computing.*deadline="):
+            _asks_late(place)
+
+
+class Blind(Connection):
+    """An end that welcomes any proof."""
+
+    def send_bytes(self, raw: Any, *more: Any) -> None:
+        super().send_bytes(b"#WELCOME#" if raw == b"#FAILURE#" else raw, *more)
+
+
+def test_who_does_not_look_at_the_workers_proof_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there, door, node_of = _ends_of(place, monkeypatch)
+    served: list[Any] = []
+    monkeypatch.setattr("fedppl.flower.client_app.answer", lambda *arguments: served.append(arguments))
+    folder = worker.opened(Path(place.config("client0", ".")["folder"]))
+    serving = threading.Thread(target=worker._serve, args=(there, door, node_of, folder), daemon=True)
+    serving.start()
+    with there, Blind(os.dup(here.fileno())) as blind, here:
+        blind.recv_bytes(0)
+        with pytest.raises(AuthenticationError):
+            deliver_challenge(blind, bytes(31) + b"1")
+        with pytest.raises(AuthenticationError):
+            answer_challenge(blind, bytes(31) + b"1")
+        serving.join(10.0)
+        assert not serving.is_alive() and not served
+
+
+@pytest.mark.parametrize("own_key", [True, False])
+def test_a_worker_that_ends_sends_all_answers_first(
+    place: Place, own_key: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long who asked takes to read; and it leaves the key of another that has taken its place."""
+    exits = _exits(monkeypatch)
+    here, there, _, node_of = _ends_of(place, monkeypatch)
+    waiting = [there]
+
+    class Once:
+        def __init__(self, *arguments: Any, **more: Any) -> None: ...
+
+        def accept(self) -> Connection:
+            if not waiting:
+                raise SystemExit
+            return waiting.pop()
+
+    monkeypatch.setattr(worker, "Listener", Once)
+    monkeypatch.setattr(worker, "_node_of", lambda app: node_of)
+    site = Path(place.config("client0", ".")["folder"])
+    told = {"app": "a:b", "folder": str(site), "idle": 60.0, "digest": "own"}
+    serving = threading.Thread(target=worker.main, args=(told,), daemon=True)
+    serving.start()
+    _until((site / "worker" / "key").exists)
+    door = worker.read_door(site / "worker")
+    assert door is not None
+    with here:
+        warm.greet(here, door)
+        if not own_key:
+            worker.replace(site / "worker" / "key", json.dumps(door._replace(key="11")._asdict()).encode())
+        request = {"config": {}, "kind": CONCLUDE, "arrays": {}, "texts": {}, "end": time.monotonic() + 60.0}
+        here.send_bytes(codec.encode(request))
+        assert here.poll(10.0) and not exits.wait(1.0)
+        assert (site / "worker" / "key").exists() != own_key  # before the answer: who comes now has a new worker
+        assert codec.decode(here.recv_bytes())["arrays"]["a"].shape == (2**21,)
+    assert exits.wait(10.0)
+    serving.join(10.0)
+    assert (site / "worker" / "key").exists() != own_key
 
 
 def test_a_worker_that_does_not_start_says_why(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, place.root])  # no text
+    long = place.root / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    with pytest.raises(warm._NoWorker, match="exit code 1; its log, (?s:.*)set TMPDIR"):
+        place.started()
+    assert not list(long.iterdir())
     monkeypatch.setattr(warm, "_CODE", "raise SystemExit('no such interpreter')")
     with pytest.raises(warm._NoWorker, match=r"exit code 1; its log, .*: no such interpreter"):
         place.started()
@@ -277,16 +518,36 @@ def reply(message, context):
 """
 
 
-@pytest.mark.parametrize("what", ["config", "no app of ours"])
+@pytest.mark.parametrize("what", ["config", "no app of ours", "no address", "no key", "no challenge"])
 def test_what_no_worker_answers_is_answered_in_flowers_process(
-    place: Place, what: str, caplog: pytest.LogCaptureFixture
+    place: Place, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (place.root / "plain_site.py").write_text(PLAIN)
     app = fedppl.Flower.warm_app("plain_site:app", folder=place.root / "one", idle=60.0)
     (message,) = (m for m in _hello(place, fedppl.Flower.warm_app("plain_site:app", folder="-", idle=0.0), {}))
-    reply = app(message, node(app, 1, odd=object() if what == "config" else 1).context)
+    expected = {"config": "of type builtins.object", "no app of ours": "client_app returned"}.get(
+        what, "no warm worker"
+    )
+    with Listener(str(place.root / "s"), "AF_UNIX") as listener:
+
+        def greeted() -> None:
+            connection = listener.accept()
+            connection.send_bytes(b"")
+            if what == "no challenge":
+                answer_challenge(connection, b"\0")
+                connection.send_bytes(b"anything")
+
+        if what in ("no address", "no key", "no challenge"):
+            monkeypatch.setattr(warm, "digest", lambda options: "own")
+            address = 5 if what == "no address" else str(place.root / "s")
+            door = {"address": address, "key": "no" if what == "no key" else "00", "pid": 1, "app": "own"}
+            (worker.opened(place.root / "one") / "key").write_text(json.dumps(door))
+            threading.Thread(target=greeted, daemon=True).start()
+        reply = app(message, node(app, 1, odd=object() if what == "config" else 1).context)
+        if what == "no address":
+            Client(str(place.root / "s")).close()  # ends the thread
     assert "plain" in reply.content
-    assert ("of type builtins.object" if what == "config" else "client_app returned") in caplog.text
+    assert expected in caplog.text
 
 
 def test_the_digest_is_of_sources_and_not_of_what_the_site_writes(
@@ -295,7 +556,7 @@ def test_the_digest_is_of_sources_and_not_of_what_the_site_writes(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "spacious" / "work").mkdir(parents=True)  # a namespace: no __init__.py
     (tmp_path / "spacious" / "site.py").write_text("")
-    told = {"app": "spacious.site:app", "folder": str(tmp_path), "idle": 1.0, "path": []}
+    told = {"app": "spacious.site:app", "folder": str(tmp_path), "idle": 1.0, "path": [tmp_path]}
     digests = [warm.digest(told)]
     (tmp_path / "spacious" / "work" / "ledger.json").write_text("{}")
     assert warm.digest(told) == digests[0]
@@ -309,33 +570,49 @@ def test_the_digest_is_of_sources_and_not_of_what_the_site_writes(
         warm.digest({**told, "app": "not_there:app"})
 
 
-@pytest.mark.parametrize("at_an_earlier_one", [True, False])
-def test_a_message_that_expires_behind_an_earlier_one_ends_the_worker(
-    place: Place, at_an_earlier_one: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "at, remedy",
+    [
+        ("one whose time is over", "was killed"),
+        ("one that is waited for", "deadline="),
+        ("importing", "deadline="),
+        ("this one", "deadline="),
+    ],
+)
+def test_a_message_that_expires_ends_a_worker_only_behind_one_whose_time_is_over(
+    place: Place, at: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
     monkeypatch.setattr(warm.os, "kill", lambda pid, sign: killed.append(pid))
     monkeypatch.setattr(warm, "_LEAST", 0.5)
     with Listener(str(place.root / "s"), "AF_UNIX") as listener:
         door = worker.Door(str(place.root / "s"), "00", 123456, "")
+        if at != "importing":
+            worker.serving(door).write_text(repr(time.monotonic() + 600.0 * (at == "one that is waited for")))
 
         def greeted() -> None:
             connection = listener.accept()
             connection.send_bytes(b"")
-            warm.answer_challenge(connection, b"\0")
-            warm.deliver_challenge(connection, b"\0")
+            answer_challenge(connection, b"\0")
+            deliver_challenge(connection, b"\0")
+            connection.poll(5.0)
             time.sleep(2.0)
 
-        if not at_an_earlier_one:
+        if at == "this one":
             threading.Thread(target=greeted, daemon=True).start()
         monkeypatch.setattr(warm, "reach", lambda *arguments: (Client(door.address), door))
-        config = place.config("client0", "one")
-        app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
-        with pytest.raises(RuntimeError, match="was killed" if at_an_earlier_one else "raise deadline="):
-            (message,) = (m for m in _hello(place, fedppl.Flower.warm_app("a:b", folder="-", idle=0.0), {}))
-            message.metadata.ttl = 0.1
-            app(message, node(app, 1, **config).context)
-    assert killed == [door.pid] * at_an_earlier_one
+        with pytest.raises(RuntimeError, match=remedy):
+            _asks_late(place)
+    assert killed == [door.pid] * (remedy == "was killed")
+
+
+def _asks_late(place: Place) -> None:
+    """Send a message that has hardly any time."""
+    config = place.config("client0", "one")
+    app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
+    (message,) = (m for m in _hello(place, fedppl.Flower.warm_app("a:b", folder="-", idle=0.0), {}))
+    message.metadata.ttl = 0.1
+    app(message, node(app, 1, **config).context)
 
 
 def _hello(place: Place, app: Any, config: dict[str, Any]) -> Iterator[Any]:
