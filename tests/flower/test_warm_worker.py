@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from multiprocessing.context import AuthenticationError
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -234,6 +235,16 @@ def test_a_worker_that_hangs_ends_where_its_key_is_anothers(
     assert exits.is_set() and not private.exists()
 
 
+def _quiet(function: Any) -> Any:
+    """The function, ended by SystemExit without a word: pytest reports that of a thread."""
+
+    def called(*arguments: Any) -> None:
+        with contextlib.suppress(SystemExit):
+            function(*arguments)
+
+    return called
+
+
 def _exits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event that says whether a worker, which is a thread here, has ended its process."""
     exits = threading.Event()
@@ -243,6 +254,7 @@ def _exits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         raise SystemExit
 
     monkeypatch.setattr(worker.os, "_exit", leave)
+    monkeypatch.setattr(worker, "_end", _quiet(worker._end))
     monkeypatch.setattr(worker, "_TICK", 0.01)
     return exits
 
@@ -317,7 +329,10 @@ def when_there(path):
     while not pathlib.Path(path).exists():
         time.sleep(0.02)
     return path
-""" + SITE.replace('np.load(config["data"])', 'np.load(when_there(config["data"]))').replace(
+def loaded(path):
+    pathlib.Path(path + ".loaded").touch()
+    return np.load(path)
+""" + SITE.replace('np.load(config["data"])', 'loaded(when_there(config["data"]))').replace(
     'config["policy"],', 'when_there(config["policy"]),'
 )
 
@@ -350,13 +365,14 @@ def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: P
         connection = Client(door.address)  # waits behind it
         there.rename(path)
         _until(lambda number=number: log.read_text().count("fedppl_hello) is closed") == number + 1)
-        assert not audit.exists()
+        assert not audit.exists() and Path(config["data"] + ".loaded").exists() == (name == "data")
     log.unlink()  # rotated
     with connection:
         ask(connection, later)
         answer = codec.decode(connection.recv_bytes())
     assert "policy of its site" in answer["texts"]["error"] and "cannot take part" in answer["log"]
-    assert audit.exists() and not computing(later)
+    assert audit.exists()
+    _until(lambda: not computing(later))
 
 
 def _until(condition: Any, seconds: float = 60.0) -> None:
@@ -369,54 +385,69 @@ def _until(condition: Any, seconds: float = 60.0) -> None:
 # A worker's parts, in a thread ----------------------------------------------------------------------------------------
 
 
-def _ends_of(place: Place, monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, Connection, worker.Door, Any]:
-    """Two ends of a connection, a door, and what serves one of them, with an answer of 16 MB."""
-    here, there = (Connection(end.detach()) for end in socket.socketpair())
-    (private := place.root / "fedppl-own").mkdir()
-    site = Path(place.config("client0", ".")["folder"])
+class Parts(NamedTuple):
+    """Two ends of a connection, a site's folder, and what a worker serves one end with: an answer of 16 MB."""
+
+    here: Connection
+    there: Connection
+    site: Path
+    door: worker.Door
+    node_of: Any
+
+    def serve(self) -> threading.Thread:
+        """Serve one request."""
+        arguments = (self.there, self.door, self.node_of, worker.opened(self.site))
+        thread = threading.Thread(target=worker._serve, args=arguments, daemon=True)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
+    (private := tmp_path / "fedppl-own").mkdir()
     door = worker.Door(str(private / "socket"), "00" * 32, os.getpid(), "own")
+    site = tmp_path / "site"
     own = sites.Node(
         "t", normal_means(1)[0], fedppl.EP(), lambda c: None, lambda c: "a", site, 10, 1, fedppl.policy.NO_RULES
     )
     monkeypatch.setattr("fedppl.flower.client_app.answer", lambda *arguments: ({"a": np.zeros(2**21)}, {}))
-    log = os.open(place.root / "log", os.O_RDWR | os.O_CREAT)
-    monkeypatch.setattr(worker, "_STDERR", log)
-    return here, there, door, lambda config: own
+    here, there = _pair()
+    with here, there, (tmp_path / "log").open("w+b") as log:
+        monkeypatch.setattr(worker, "_STDERR", log.fileno())
+        yield Parts(here, there, site, door, lambda config: own)
 
 
-def test_proofs_a_request_and_an_answer_have_a_limit_in_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def _pair() -> tuple[Connection, Connection]:
+    here, there = socket.socketpair()
+    return Connection(here.detach()), Connection(there.detach())
+
+
+@pytest.mark.parametrize("stage", ["proofs", "request", "answer"])
+def test_proofs_a_request_and_an_answer_have_a_limit_in_all(
+    parts: Parts, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "_PROOFS", 0.3)
     monkeypatch.setattr(worker, "_PATIENCE", 0.3)
-    here, there, door, node_of = _ends_of(place, monkeypatch)
-    folder = worker.opened(Path(place.config("client0", ".")["folder"]))
-    told = {"config": {}, "kind": HELLO, "arrays": {}, "texts": {}, "end": time.monotonic()}
-
-    def trickle(fd: int) -> None:
-        while True:
-            os.write(fd, b"\0")
-            time.sleep(0.05)
-
-    for stage in ("proofs", "request", "answer"):
-        here, there = (Connection(end.detach()) for end in socket.socketpair())
-        with here, there:
-            serving = threading.Thread(target=worker._serve, args=(there, door, node_of, folder), daemon=True)
-            serving.start()
-            if stage != "proofs":
-                warm.greet(here, door)
-            if stage == "answer":
-                here.send_bytes(codec.encode(told))  # and is not read
-            else:
-                with pytest.raises(OSError):
-                    trickle(here.fileno())
-            serving.join(5.0)
-            assert not serving.is_alive()
+    serving = parts.serve()
+    if stage != "proofs":
+        warm.greet(parts.here, parts.door)
+    if stage == "answer":
+        parts.here.send_bytes(codec.encode({"config": {}, "kind": HELLO, "arrays": {}, "texts": {}, "end": 0.0}))
+    else:
+        with pytest.raises(OSError):
+            os.write(parts.here.fileno(), b"\0\0\0\xc8")  # that so many bytes follow
+            for _ in range(100):
+                time.sleep(0.05)
+                os.write(parts.here.fileno(), b"1")
+    serving.join(5.0)
+    assert not serving.is_alive()
 
 
 def test_the_apps_wait_has_a_limit_in_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a worker that stops within an answer, or does not read."""
     monkeypatch.setattr(warm, "_LEAST", 0.5)
     for part in (b"\0\0", b""):
-        here, there = (Connection(end.detach()) for end in socket.socketpair())
+        here, there = _pair()
         door = worker.Door(str(place.root / "no-socket"), "00", 1, "")
 
         def answers(there: Connection = there, part: bytes = part) -> None:
@@ -438,31 +469,26 @@ class Blind(Connection):
         super().send_bytes(b"#WELCOME#" if raw == b"#FAILURE#" else raw, *more)
 
 
-def test_who_does_not_look_at_the_workers_proof_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there, door, node_of = _ends_of(place, monkeypatch)
+def test_who_does_not_look_at_the_workers_proof_is_refused(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
     monkeypatch.setattr("fedppl.flower.client_app.answer", lambda *arguments: served.append(arguments))
-    folder = worker.opened(Path(place.config("client0", ".")["folder"]))
-    serving = threading.Thread(target=worker._serve, args=(there, door, node_of, folder), daemon=True)
-    serving.start()
-    with there, Blind(os.dup(here.fileno())) as blind, here:
+    serving = parts.serve()
+    with Blind(os.dup(parts.here.fileno())) as blind:
         blind.recv_bytes(0)
         with pytest.raises(AuthenticationError):
             deliver_challenge(blind, bytes(31) + b"1")
         with pytest.raises(AuthenticationError):
             answer_challenge(blind, bytes(31) + b"1")
-        serving.join(10.0)
-        assert not serving.is_alive() and not served
+    serving.join(10.0)
+    assert not serving.is_alive() and not served
 
 
 @pytest.mark.parametrize("own_key", [True, False])
 def test_a_worker_that_ends_sends_all_answers_first(
-    place: Place, own_key: bool, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, own_key: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long who asked takes to read; and it leaves the key of another that has taken its place."""
-    exits = _exits(monkeypatch)
-    here, there, _, node_of = _ends_of(place, monkeypatch)
-    waiting = [there]
+    exits, waiting = _exits(monkeypatch), [parts.there]
 
     class Once:
         def __init__(self, *arguments: Any, **more: Any) -> None: ...
@@ -473,23 +499,22 @@ def test_a_worker_that_ends_sends_all_answers_first(
             return waiting.pop()
 
     monkeypatch.setattr(worker, "Listener", Once)
-    monkeypatch.setattr(worker, "_node_of", lambda app: node_of)
-    site = Path(place.config("client0", ".")["folder"])
+    monkeypatch.setattr(worker, "_node_of", lambda app: parts.node_of)
+    site = parts.site
     told = {"app": "a:b", "folder": str(site), "idle": 60.0, "digest": "own"}
-    serving = threading.Thread(target=worker.main, args=(told,), daemon=True)
+    serving = threading.Thread(target=_quiet(worker.main), args=(told,), daemon=True)
     serving.start()
     _until((site / "worker" / "key").exists)
     door = worker.read_door(site / "worker")
     assert door is not None
-    with here:
-        warm.greet(here, door)
-        if not own_key:
-            worker.replace(site / "worker" / "key", json.dumps(door._replace(key="11")._asdict()).encode())
-        request = {"config": {}, "kind": CONCLUDE, "arrays": {}, "texts": {}, "end": time.monotonic() + 60.0}
-        here.send_bytes(codec.encode(request))
-        assert here.poll(10.0) and not exits.wait(1.0)
-        assert (site / "worker" / "key").exists() != own_key  # before the answer: who comes now has a new worker
-        assert codec.decode(here.recv_bytes())["arrays"]["a"].shape == (2**21,)
+    warm.greet(parts.here, door)
+    if not own_key:
+        worker.replace(site / "worker" / "key", json.dumps(door._replace(key="11")._asdict()).encode())
+    request = {"config": {}, "kind": CONCLUDE, "arrays": {}, "texts": {}, "end": time.monotonic() + 60.0}
+    parts.here.send_bytes(codec.encode(request))
+    assert parts.here.poll(10.0) and not exits.wait(1.0)
+    assert (site / "worker" / "key").exists() != own_key  # before the answer: who comes now has a new worker
+    assert codec.decode(parts.here.recv_bytes())["arrays"]["a"].shape == (2**21,)
     assert exits.wait(10.0)
     serving.join(10.0)
     assert (site / "worker" / "key").exists() != own_key
@@ -518,36 +543,45 @@ def reply(message, context):
 """
 
 
-@pytest.mark.parametrize("what", ["config", "no app of ours", "no address", "no key", "no challenge"])
+@pytest.mark.parametrize("what", ["config", "no app of ours"])
 def test_what_no_worker_answers_is_answered_in_flowers_process(
-    place: Place, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Place, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert "plain" in _plainly(place, odd=object() if what == "config" else 1)
+    assert ("of type builtins.object" if what == "config" else "client_app returned") in caplog.text
+
+
+@pytest.mark.parametrize("what", ["no address", "no key", "no challenge"])
+def test_a_door_or_a_worker_that_says_anything_is_no_worker(
+    place: Place, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "digest", lambda options: "own")
+    address = str(place.root / "s")
+    door = {"address": 5 if what == "no address" else address, "key": "no" if what == "no key" else "00", "pid": 1}
+    (worker.opened(place.root / "one") / "key").write_text(json.dumps({**door, "app": "own"}))
+    with Listener(address, "AF_UNIX") as listener:
+
+        def greets() -> None:
+            with listener.accept() as connection:
+                connection.send_bytes(b"")
+                if what == "no challenge":
+                    answer_challenge(connection, b"\0")
+                    connection.send_bytes(b"anything")
+
+        thread = threading.Thread(target=greets, daemon=True)
+        if what != "no address":
+            thread.start()
+        assert "plain" in _plainly(place)
+        if what != "no address":
+            thread.join(10.0)
+
+
+def _plainly(place: Place, **config: Any) -> Any:
+    """What is answered for an app that no worker has."""
     (place.root / "plain_site.py").write_text(PLAIN)
     app = fedppl.Flower.warm_app("plain_site:app", folder=place.root / "one", idle=60.0)
     (message,) = (m for m in _hello(place, fedppl.Flower.warm_app("plain_site:app", folder="-", idle=0.0), {}))
-    expected = {"config": "of type builtins.object", "no app of ours": "client_app returned"}.get(
-        what, "no warm worker"
-    )
-    with Listener(str(place.root / "s"), "AF_UNIX") as listener:
-
-        def greeted() -> None:
-            connection = listener.accept()
-            connection.send_bytes(b"")
-            if what == "no challenge":
-                answer_challenge(connection, b"\0")
-                connection.send_bytes(b"anything")
-
-        if what in ("no address", "no key", "no challenge"):
-            monkeypatch.setattr(warm, "digest", lambda options: "own")
-            address = 5 if what == "no address" else str(place.root / "s")
-            door = {"address": address, "key": "no" if what == "no key" else "00", "pid": 1, "app": "own"}
-            (worker.opened(place.root / "one") / "key").write_text(json.dumps(door))
-            threading.Thread(target=greeted, daemon=True).start()
-        reply = app(message, node(app, 1, odd=object() if what == "config" else 1).context)
-        if what == "no address":
-            Client(str(place.root / "s")).close()  # ends the thread
-    assert "plain" in reply.content
-    assert expected in caplog.text
+    return app(message, node(app, 1, **config).context).content
 
 
 def test_the_digest_is_of_sources_and_not_of_what_the_site_writes(
