@@ -308,7 +308,7 @@ def test_data_are_enrolled_anew_where_they_have_changed(tmp_path: Path) -> None:
     model, _ = normal_means(1)
     data: dict[str, Any] = {"y": np.arange(6.0)}
     here = sites.Node(
-        "t", model, fedppl.EP(), lambda config: data, lambda config: "a", None, 10, 1, fedppl.policy.NO_RULES
+        "t", model, fedppl.EP(), lambda config: {**data}, lambda config: "a", None, 10, 1, fedppl.policy.NO_RULES
     )
     first = sites.enrolled(here, {})
     assert sites.enrolled(here, {}) is first
