@@ -159,7 +159,7 @@ def _through_flower() -> Any:
         if kind == "introduction":
             nodes = {1: site(1, lambda message: (case.arrays, case.texts), "bad"), 2: site(2, plain("good"))}
             try:
-                engine(nodes, ("bad", "good"), own=True, wait=1e-9)
+                engine(nodes, ("bad", "good"), wait=1e-9)
             except DeclarationError as error:
                 return str(error).partition("refused: ")[2] and str(error)
             return None
