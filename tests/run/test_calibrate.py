@@ -79,7 +79,7 @@ def test_what_cannot_be_simulated_or_read_is_refused() -> None:
     for wrong, said in (
         (lambda *given: 1 / 0, "'client 0' in data set 1 failed with ZeroDivisionError"),
         (lambda shared, client_id, data, rng: {"y": data["y"][:2]}, r"in data set 1 returned 'y' with shape \(2,\)"),
-        (lambda shared, client_id, data, rng: {"y": [[1.0], [1.0, 2.0]]}, "in data set 1 returned 'y' that is no array"),
+        (lambda shared, client_id, data, rng: {"y": [[1.0], [1.0, 2.0]]}, "returned 'y' that is no array"),
         (lambda shared, client_id, data, rng: {"y": np.nan * data["y"]}, "data set 1 of 2: client 'client 0'"),
     ):
         with pytest.raises((DeclarationError, fedppl.DataError), match=said):
