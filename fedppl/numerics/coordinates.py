@@ -2,7 +2,7 @@ r"""Coordinates in which a posterior is closer to normal than in those that are 
 
 A scale s whose logarithm has a long left tail becomes arsinh(s / s_0): the scale itself near 0, where the density is
 smooth and ends, so that it may be folded there; its logarithm where it is large. The sds and partial correlations of a
-covariance Σ become the matrix logarithm about the Σ_0 of a mode,
+covariance Σ become the matrix logarithm about a Σ_0 in its middle,
 
 .. math:: A = \log\left(C^{-1} \Sigma\, C^{-T}\right), \qquad C C^T = \Sigma_0, \qquad
           \left|\frac{\partial \Sigma}{\partial A}\right|
