@@ -35,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # one line per fault is what is wanted elsewhere
     problem = problems.noise(options.clients, rows=options.rows)
-    found = soak(problem, fedppl.NestedLaplace(points=options.points), options.rounds, seed=options.seed)
+    found = soak(problem, fedppl.local.NestedLaplace(points=options.points), options.rounds, seed=options.seed)
     print(f"{'fault':15s}{'rate':>7s}{'times':>8s}")
     for fault, rate in SOAK._asdict().items():
         if rate:

@@ -220,14 +220,14 @@ def one_run(task: Task, rounds: int = ROUNDS) -> dict[str, Any]:
 
 def chosen(task: Task, clients: dict[str, Any], theta: np.ndarray) -> dict[str, Any]:
     """HM1 with the structure of least validation loss, refitted on all rows."""
-    training, validation = fedppl.holdout(clients, 0.2, random_seed=task.run)
+    training, validation = fedppl.search.holdout(clients, 0.2, random_seed=task.run)
     candidates = {name: fedppl.HM1(structure=structure) for name, structure in STRUCTURES.items()}
     engine = fedppl.InProcess(workers=1)
     settings: dict[str, Any] = {"rounds": ROUNDS, "engine": engine, "progressbar": False, "random_seed": 0}
     losses = {}
     for name, algorithm in candidates.items():
         fit = fedppl.fit(model(None), training, algorithm, **settings)
-        losses[name] = fedppl.validation_loss(fit, validation, loss=squared_error).mean
+        losses[name] = fedppl.search.validation_loss(fit, validation, loss=squared_error).mean
     best = min(losses, key=lambda name: losses[name])
     started = time.perf_counter()
     fit = fedppl.fit(model(None), clients, candidates[best], **settings)

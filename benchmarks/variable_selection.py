@@ -96,7 +96,7 @@ def one_run(task: Task) -> dict[str, float]:
     started = time.perf_counter()
     model = fedppl.FederatedModel(functools.partial(hm2.penalised_regression, prior="lasso"), hm2.PENALISED_SHARED)
     # A short chain's R̂ is noisy, and EP averages over rounds: only a chain that is plainly lost is refused.
-    nuts = fedppl.NUTS(draws=task.draws, tune=task.draws, chains=1, target_accept=0.8, rhat_limit=1.3)
+    nuts = fedppl.local.NUTS(draws=task.draws, tune=task.draws, chains=1, target_accept=0.8, rhat_limit=1.3)
     # Clients of case III have 40 rows for 30 coefficients. Alone with the prior they put σ far too low or high, so
     # all of their first messages together overshoot; small steps need fewer rounds there than whole ones.
     algorithm = fedppl.EP(local=nuts, damping=0.3)

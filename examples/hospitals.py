@@ -133,13 +133,13 @@ def main(argv: list[str] | None = None) -> None:
     hierarchy = fedppl.FederatedModel(pfedvem.hierarchical, shared=["mu", "tau"])
     run: dict[str, Any] = {"random_seed": options.seed, "progressbar": False}
     fits = {
-        "alone": fedppl.fit(own, world.clients, fedppl.Separate(local=fedppl.ADVI()), **run),
+        "alone": fedppl.fit(own, world.clients, fedppl.one_shot.Separate(local=fedppl.local.ADVI()), **run),
         # What is compared are means and predictions; a correction integrates eight coefficients a hospital for minutes.
         "EP": fedppl.fit(hierarchy, world.clients, fedppl.EP(correction=None), rounds=40, **run),
         "pFedVEM": fedppl.fit(
             own,
             world.clients,
-            fedppl.Confidence(local=fedppl.ADVI(), spread=0.5, strength=options.strength, tolerance=1e-3),
+            fedppl.Confidence(local=fedppl.local.ADVI(), spread=0.5, strength=options.strength, tolerance=1e-3),
             rounds=options.rounds,
             **run,
         ),

@@ -148,7 +148,9 @@ def federated(prior: str, splits: Mapping[str, Split], names: list[str], options
     builder = functools.partial(hm2.penalised_regression, prior=prior, coefficients=names)
     model = fedppl.FederatedModel(builder, hm2.PENALISED_SHARED)
     # The lasso has a kink, which rules out Laplace approximations; ridge is Gaussian given φ, where they are exact.
-    local = fedppl.NUTS(draws=options.draws, tune=options.draws) if prior == "lasso" else fedppl.NestedLaplace()
+    local = (
+        fedppl.local.NUTS(draws=options.draws, tune=options.draws) if prior == "lasso" else fedppl.local.NestedLaplace()
+    )
     clients = {name: {"X": split.X, "y": split.y} for name, split in splits.items()}
     return fedppl.fit(
         model,

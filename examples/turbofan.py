@@ -222,13 +222,13 @@ def search(
 ) -> dict[str, float]:
     """Loss of each candidate on held-out training rows; inf where its steps diverge."""
     # Which rows are held out depends on the seed and not on the degree: losses can be compared between degrees.
-    kept, held_out = fedppl.holdout(training(task.splits, degree), 0.2, random_seed=task.seed)
+    kept, held_out = fedppl.search.holdout(training(task.splits, degree), 0.2, random_seed=task.seed)
     engine = fedppl.InProcess(workers=1)
     settings: dict[str, Any] = {"rounds": rounds, "engine": engine, "progressbar": False, "random_seed": task.seed}
     losses = {}
     for name, algorithm in candidates.items():
         fit = fedppl.fit(declared(model), kept, algorithm, **settings)
-        losses[name] = fedppl.validation_loss(fit, held_out).mean if fit.records[-1].used else np.inf
+        losses[name] = fedppl.search.validation_loss(fit, held_out).mean if fit.records[-1].used else np.inf
     return losses
 
 
@@ -288,7 +288,7 @@ def with_posterior(task: Task) -> tuple[dict[str, Row], dict[str, dict[str, Draw
     count = 200 if task.quick else 1000
     average = fedppl.HM1(structure=fedppl.covariance.moving_average(0.1))
     main = run(task, "regression", average, rounds=30)
-    alone = run(task, "regression", fedppl.Separate(), rounds=1)
+    alone = run(task, "regression", fedppl.one_shot.Separate(), rounds=1)
     hierarchy = run(task, "hierarchy", fedppl.EP(), rounds=20)
     draws = {
         MAIN: at_engines(main, count),
@@ -351,7 +351,7 @@ def least_squares(task: Task) -> dict[str, Row]:
     for degree in DEGREES:
         name = f"Separate, degree {degree}"
         data = training(task.splits, degree)
-        kept, held_out = fedppl.holdout(data, 0.2, random_seed=task.seed)
+        kept, held_out = fedppl.search.holdout(data, 0.2, random_seed=task.seed)
         losses[name] = sum(
             float(np.sum((held_out[k]["y"] - held_out[k]["X"] @ solve(rows_of)) ** 2)) for k, rows_of in kept.items()
         )
@@ -374,11 +374,11 @@ def averaging(task: Task) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     losses: dict[str, dict[str, float]] = {"FedAvg": {}, "Ditto": {}}
     for degree in degrees:
-        shared = grid(functools.partial(fedppl.FedAvg, steps=20), {"learning_rate": rates})
+        shared = grid(functools.partial(fedppl.averaging.FedAvg, steps=20), {"learning_rate": rates})
         average = search(task, "squared error", shared, rounds, degree)
         # φ of Ditto does not depend on its personal steps, so that its rate is the one found for FedAvg.
         rate = float(least(average).removeprefix("learning_rate="))
-        own = grid(functools.partial(fedppl.Ditto, steps=20, learning_rate=rate), personal)
+        own = grid(functools.partial(fedppl.averaging.Ditto, steps=20, learning_rate=rate), personal)
         ditto = search(task, "squared error", own, rounds, degree)
         for method, candidates, found in (("FedAvg", shared, average), ("Ditto", own, ditto)):
             name, best = f"{method}, degree {degree}", least(found)

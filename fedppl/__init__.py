@@ -4,57 +4,44 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedppl import data, metrics, plots, privacy
-    from fedppl.algorithms.averaging.ditto import Ditto
-    from fedppl.algorithms.averaging.fedavg import FedAvg, FedProx
-    from fedppl.algorithms.averaging.scaffold import SCAFFOLD
+    from fedppl import data, local, metrics, plots, privacy, search
+    from fedppl.algorithms import averaging, one_shot
     from fedppl.algorithms.ep.correction import Correction
     from fedppl.algorithms.ep.ep import EP
     from fedppl.algorithms.ep.private import PrivateEP
     from fedppl.algorithms.hierarchical.confidence import Confidence
     from fedppl.algorithms.hierarchical.hm1 import HM1
     from fedppl.algorithms.hierarchical.hm1_gradient import HM1Gradient
-    from fedppl.algorithms.one_shot.consensus import ConsensusMonteCarlo
-    from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
-    from fedppl.algorithms.one_shot.separate import Separate, SeparateSGD
     from fedppl.algorithms.sums.sums import Sums
-    from fedppl.contracts import Algorithm, LocalInference
+    from fedppl.contracts import Algorithm
     from fedppl.coregional import curves
     from fedppl.engine import policy
     from fedppl.engine.inprocess import InProcess
     from fedppl.engine.policy import Policy
-    from fedppl.formulas.formula import Agreed, agree, formula
+    from fedppl.formulas.formula import agree, formula
     from fedppl.formulas.marginal import marginal_effects
     from fedppl.formulas.priors import Prior
     from fedppl.front import fit, load, rounds, warm_up
-    from fedppl.local.advi import ADVI, MeanField
-    from fedppl.local.gradient_steps import GradientSteps
-    from fedppl.local.nested_laplace import Laplace, NestedLaplace
-    from fedppl.local.nuts import NUTS
     from fedppl.model import summaries
-    from fedppl.model.client import ClientModel
     from fedppl.model.declaration import FederatedModel
     from fedppl.numerics import covariance
     from fedppl.results.fit import Fit
-    from fedppl.results.loo import Loo, compare, loo, loo_compare
-    from fedppl.results.tables import Table, contrast, hypotheses, table
+    from fedppl.results.loo import compare, loo, loo_compare
+    from fedppl.results.tables import contrast, hypotheses, table
     from fedppl.run.conflicts import conflict
     from fedppl.run.one_round import Round
-    from fedppl.run.refits import Withdrawal, calibrate, without
-    from fedppl.search.validation import holdout, validation_loss
+    from fedppl.run.refits import calibrate, without
     from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ADVI", "EP", "HM1", "NUTS", "SCAFFOLD", "Agreed", "Algorithm", "ClientModel", "Confidence",
-    "ConsensusMonteCarlo", "ConvergenceWarning", "Correction", "DataError", "DeclarationError", "Ditto", "FedAvg",
-    "FedProx", "FederatedModel", "Fit", "GradientSteps", "HM1Gradient", "InProcess", "Laplace", "LocalInference",
-    "Loo", "MeanField", "NestedLaplace", "NotConvergedError", "Policy", "PrecisionWeighted", "Prior", "PrivateEP",
-    "Round", "Separate", "SeparateSGD", "Status", "Sums", "Table", "Withdrawal", "agree", "calibrate", "compare",
-    "conflict", "contrast", "covariance", "curves", "data", "fit", "formula", "holdout", "hypotheses", "load",
-    "loo", "loo_compare", "marginal_effects", "metrics", "plots", "policy", "privacy", "rounds", "summaries",
-    "table", "validation_loss", "warm_up", "without",
+    "EP", "HM1", "Algorithm", "Confidence", "ConvergenceWarning", "Correction", "DataError", "DeclarationError",
+    "FederatedModel", "Fit", "HM1Gradient", "InProcess", "NotConvergedError", "Policy", "Prior", "PrivateEP",
+    "Round", "Status", "Sums", "agree", "averaging", "calibrate", "compare", "conflict", "contrast", "covariance",
+    "curves", "data", "fit", "formula", "hypotheses", "load", "local", "loo", "loo_compare", "marginal_effects",
+    "metrics", "one_shot", "plots", "policy", "privacy", "rounds", "search", "summaries", "table", "warm_up",
+    "without",
 ]  # fmt: skip
 
 
@@ -62,14 +49,18 @@ __all__ = [
 # Namespaces: module, and the optional package and extra that it needs.
 _SPACES = {
     "Flower": ("fedppl.flower.app", "flwr", "flower"),
+    "averaging": ("fedppl.algorithms.averaging", "", ""),
     "covariance": ("fedppl.numerics.covariance", "", ""),
     "curves": ("fedppl.coregional.curves", "", ""),
     "data": ("fedppl.data", "", ""),
+    "local": ("fedppl.local", "", ""),
     "metrics": ("fedppl.metrics", "", ""),
     "nn": ("fedppl.nn", "torch", "torch"),
+    "one_shot": ("fedppl.algorithms.one_shot", "", ""),
     "plots": ("fedppl.plots", "", ""),
     "policy": ("fedppl.engine.policy", "", ""),
     "privacy": ("fedppl.privacy", "", ""),
+    "search": ("fedppl.search", "", ""),
     "summaries": ("fedppl.model.summaries", "", ""),
 }
 
@@ -77,39 +68,27 @@ _SPACES = {
 _NAMES = {
     name: f"fedppl.{module}"
     for module, names in {
-        "algorithms.averaging.ditto": "Ditto",
-        "algorithms.averaging.fedavg": "FedAvg FedProx",
-        "algorithms.averaging.scaffold": "SCAFFOLD",
         "algorithms.ep.correction": "Correction",
         "algorithms.ep.ep": "EP",
         "algorithms.ep.private": "PrivateEP",
         "algorithms.hierarchical.confidence": "Confidence",
         "algorithms.hierarchical.hm1": "HM1",
         "algorithms.hierarchical.hm1_gradient": "HM1Gradient",
-        "algorithms.one_shot.consensus": "ConsensusMonteCarlo",
-        "algorithms.one_shot.precision_weighted": "PrecisionWeighted",
-        "algorithms.one_shot.separate": "Separate SeparateSGD",
         "algorithms.sums.sums": "Sums",
-        "contracts": "Algorithm LocalInference",
+        "contracts": "Algorithm",
         "engine.inprocess": "InProcess",
         "engine.policy": "Policy",
-        "formulas.formula": "Agreed agree formula",
+        "formulas.formula": "agree formula",
         "formulas.marginal": "marginal_effects",
         "formulas.priors": "Prior",
         "front": "fit load rounds warm_up",
-        "local.advi": "ADVI MeanField",
-        "local.gradient_steps": "GradientSteps",
-        "local.nested_laplace": "Laplace NestedLaplace",
-        "local.nuts": "NUTS",
-        "model.client": "ClientModel",
         "model.declaration": "FederatedModel",
         "results.fit": "Fit",
-        "results.loo": "Loo compare loo loo_compare",
-        "results.tables": "Table contrast hypotheses table",
+        "results.loo": "compare loo loo_compare",
+        "results.tables": "contrast hypotheses table",
         "run.conflicts": "conflict",
         "run.one_round": "Round",
-        "run.refits": "Withdrawal calibrate without",
-        "search.validation": "holdout validation_loss",
+        "run.refits": "calibrate without",
         "types": "ConvergenceWarning DataError DeclarationError NotConvergedError Status",
     }.items()
     for name in names.split()
@@ -138,6 +117,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Names that can be loaded here."""
-    here = [name for name, (_, package, _) in _SPACES.items() if not package or importlib.util.find_spec(package)]
-    return sorted({*globals(), *here, *_NAMES})
+    """What users reach from here, without what this package has inside."""
+    optional = [name for name, (_, package, _) in _SPACES.items() if package and importlib.util.find_spec(package)]
+    return sorted({*__all__, *optional, "__version__"})

@@ -23,8 +23,8 @@ in the place of the declared priors one matrix normal,
 
 The declared :math:`N(\mu_0, A)`, here N(0, I), gives its mean and the covariance of the rows; Ω (K, K), the covariance
 over clients, is estimated. With Ω = I the clients are independent and have the declared prior, which is
-`fedppl.Separate`. Every other algorithm, `fedppl.FedAvg` or `fedppl.EP` for example, reads the same declaration as
-one θ for all clients. σ_k is local under all of them.
+`fedppl.one_shot.Separate`. Every other algorithm, `fedppl.averaging.FedAvg` or `fedppl.EP` for example,
+reads the same declaration as one θ for all clients. σ_k is local under all of them.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def logistic_regression(X: Any, y: Any, *, coefficients: Sequence[str] | None = 
     Notes
     -----
     *When this fails.* With few rows at a client the posterior of θ is skewed and nested Laplace is a little
-    biased; compare one client with ``local=fedppl.NUTS()``.
+    biased; compare one client with ``local=fedppl.local.NUTS()``.
     """
     with _rows(X, y, coefficients) as model:
         theta = _hierarchical_coefficients()
@@ -229,7 +229,7 @@ def penalised_regression(
     Notes
     -----
     *When this fails.* Lasso and elastic net have a kink at θ = 0, where every Laplace approximation is wrong:
-    fit them with ``EP(local=fedppl.NUTS())``, which fedppl insists on. The horseshoe is smooth in (z, ω) but far
+    fit them with ``EP(local=fedppl.local.NUTS())``, which fedppl insists on. The horseshoe is smooth in (z, ω) but far
     from Gaussian, and needs NUTS as well, though nothing refuses the default there.
 
     References

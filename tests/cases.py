@@ -100,22 +100,22 @@ EXACT, MEAN, MONTE_CARLO = "exact", "mean", "Monte Carlo"
 # has an ESS of at least 900.
 SAMPLED = (4 / np.sqrt(900), 4 / np.sqrt(1800))
 WAYS: dict[str, Way] = {
-    "nested Laplace": Way(fedppl.NestedLaplace(), EXACT, 0.02, 0.01),
-    "Laplace": Way(fedppl.Laplace(), EXACT, 0.2, 0.05),
-    "ADVI": Way(fedppl.ADVI(), EXACT, 0.03, 0.03),
+    "nested Laplace": Way(fedppl.local.NestedLaplace(), EXACT, 0.02, 0.01),
+    "Laplace": Way(fedppl.local.Laplace(), EXACT, 0.2, 0.05),
+    "ADVI": Way(fedppl.local.ADVI(), EXACT, 0.03, 0.03),
     "gradient steps": Way(
-        fedppl.GradientSteps(steps=1000, learning_rate=1e-2),
+        fedppl.local.GradientSteps(steps=1000, learning_rate=1e-2),
         EXACT,
         0.2,
         0.05,
-        fedppl.GradientSteps(steps=3000, learning_rate=2e-3),
+        fedppl.local.GradientSteps(steps=3000, learning_rate=2e-3),
     ),
-    "mean field": Way(fedppl.MeanField(), MEAN, 0.05, 0.05),
-    "NUTS of PyMC": Way(fedppl.NUTS(draws=600, tune=400, chains=2, nuts_sampler="pymc"), MONTE_CARLO, *SAMPLED),
+    "mean field": Way(fedppl.local.MeanField(), MEAN, 0.05, 0.05),
+    "NUTS of PyMC": Way(fedppl.local.NUTS(draws=600, tune=400, chains=2, nuts_sampler="pymc"), MONTE_CARLO, *SAMPLED),
 }
 if importlib.util.find_spec("nutpie"):
     WAYS["NUTS of nutpie"] = Way(
-        fedppl.NUTS(draws=1500, tune=600, chains=2, nuts_sampler="nutpie"), MONTE_CARLO, *SAMPLED
+        fedppl.local.NUTS(draws=1500, tune=600, chains=2, nuts_sampler="nutpie"), MONTE_CARLO, *SAMPLED
     )
 
 
@@ -180,7 +180,7 @@ def build(name: str, settings: Mapping[str, Any]) -> AnyAlgorithm:
 
 def nuts(sampler: str) -> dict[str, Any]:
     """So few draws that every reply is noisy."""
-    return {"local": fedppl.NUTS(draws=100, tune=80, chains=1, rhat_limit=2.0, nuts_sampler=sampler)}
+    return {"local": fedppl.local.NUTS(draws=100, tune=80, chains=1, rhat_limit=2.0, nuts_sampler=sampler)}
 
 
 SITES = ("sites.linear", "sites.precision")
@@ -201,19 +201,21 @@ CASES: dict[str, Case] = {
     "EP(blocks)": ep(
         {"structure": [["mu"], ["log_tau"]], "starts": 1}, noise, ending=posterior({"structure": [["a"], ["mu"]]})
     ),
-    "EP(Laplace)": ep({"local": fedppl.Laplace(), "tolerance": 1e-9}, noise),
+    "EP(Laplace)": ep({"local": fedppl.local.Laplace(), "tolerance": 1e-9}, noise),
     "EP(ADVI)": ep(
-        {"local": fedppl.ADVI(points=32), "tolerance": 1e-9}, noise, ending=posterior({"local": fedppl.ADVI()})
+        {"local": fedppl.local.ADVI(points=32), "tolerance": 1e-9},
+        noise,
+        ending=posterior({"local": fedppl.local.ADVI()}),
     ),
-    "EP(MeanField)": ep({"local": fedppl.MeanField(points=32), "tolerance": 1e-9}, noise),
+    "EP(MeanField)": ep({"local": fedppl.local.MeanField(points=32), "tolerance": 1e-9}, noise),
     "EP(GradientSteps)": ep(
-        {"local": fedppl.GradientSteps(steps=30, learning_rate=0.005), "tolerance": 1e-9}, regression
+        {"local": fedppl.local.GradientSteps(steps=30, learning_rate=0.005), "tolerance": 1e-9}, regression
     ),
     "EP(NUTS, pymc)": ep(
         nuts("pymc"),
         regression,
         rounds=5,
-        ending=posterior({"local": fedppl.NUTS(draws=150, tune=150, chains=1, nuts_sampler="pymc")}),
+        ending=posterior({"local": fedppl.local.NUTS(draws=150, tune=150, chains=1, nuts_sampler="pymc")}),
     ),
     "Sums": Case("Sums", {"points": 512, "pilot": 64, "starts": 1}, noise, summed=True, ending=posterior()),
     "FedAvg": Case("FedAvg", descent, noise, summed=True, ending=mode(one_step)),
@@ -251,7 +253,7 @@ CASES: dict[str, Case] = {
     "HM1Gradient(proximal)": Case(
         "HM1Gradient", {"learning_rate": 0.01, "steps": 5, "batch_size": 4, "prior_step": "proximal"}, trends
     ),
-    "Confidence": Case("Confidence", {"local": fedppl.Laplace()}, regression, summed=True),
+    "Confidence": Case("Confidence", {"local": fedppl.local.Laplace()}, regression, summed=True),
     "Confidence(remember)": Case("Confidence", {"strength": 2.0, "remember": True}, regression, ledger=("ledger",)),
     # Coefficients are drawn in the first round and first put to use in the second.
     "LMCAscent": Case("curves.Ascent", {"warmup": 2}, coregional, idle=(2,), summed=None),

@@ -119,7 +119,7 @@ def kills(folder: Path, count: int) -> dict[str, Any]:
     killed, in_a_write, identical = 0, 0, True
     for name, algorithm in {
         "EP": fedppl.EP(warm_start=False),
-        "Ditto": fedppl.Ditto(lam=1.0, learning_rate=0.01),
+        "Ditto": fedppl.averaging.Ditto(lam=1.0, learning_rate=0.01),
     }.items():
         path, whole = folder / f"{name}.ckpt", folder / f"{name}-whole.ckpt"
         _until(rounds, whole, endless(algorithm))

@@ -227,7 +227,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def _fit(problem: Any, how: Attack, trust: float | None, rounds: int, engine: Any = None) -> fedppl.Fit:
-    algorithm = fedppl.EP(local=fedppl.NestedLaplace(points=64), trust=trust, warm_start=how.warm_start)
+    algorithm = fedppl.EP(local=fedppl.local.NestedLaplace(points=64), trust=trust, warm_start=how.warm_start)
     more = {} if engine is None else {"engine": engine}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -285,7 +285,7 @@ def run(quick: bool = False) -> dict[str, Any]:
                 f"{model}, {name}: honest named": found.honest_named,
             }
     if not quick:
-        soaked = faults.soak(problems.regression(CLIENTS), fedppl.Laplace(), 1000, wrong=0.1, calm=10)
+        soaked = faults.soak(problems.regression(CLIENTS), fedppl.local.Laplace(), 1000, wrong=0.1, calm=10)
         figures |= {
             "soak: sds off": float(f"{soaked.mean_gap:.3g}"),
             "soak: log sds off": float(f"{soaked.sd_gap:.3g}"),

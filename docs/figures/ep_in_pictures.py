@@ -154,7 +154,10 @@ def by_fedppl() -> tuple[list[fedppl.Fit], fedppl.Fit, dict[str, Any]]:
 
     plain = [
         fedppl.fit(model, data, one, random_seed=1, progressbar=False)
-        for one in (fedppl.EP(correction=None), fedppl.EP(correction=None, local=fedppl.NestedLaplace(points=1024)))
+        for one in (
+            fedppl.EP(correction=None),
+            fedppl.EP(correction=None, local=fedppl.local.NestedLaplace(points=1024)),
+        )
     ]
     corrected = fedppl.fit(model, data, algorithm._replace(update_client=watched), random_seed=1, progressbar=False)
     kinds = {"points": "correction", "cavity_linear": "refinement", "point": "warm start"}

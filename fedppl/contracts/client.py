@@ -14,7 +14,7 @@ P = TypeVar("P")
 
 
 class ClientView(Protocol):
-    """What algorithms and local inferences may read of a client; `fedppl.ClientModel` is one.
+    """What algorithms and local inferences may read of a client; `fedppl.model.client.ClientModel` is one.
 
     Its log site factor is log p(y_k, θ | φ), with x = (φ, θ) flat and unconstrained.
     """

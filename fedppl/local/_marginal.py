@@ -248,6 +248,6 @@ def no_mode(client: ClientView, phi: Array) -> str:
     else:
         why = (
             "the local posterior may be flat there, or have its peak at a kink, as |θ| and pm.Laplace have one. Give θ "
-            "a proper prior and a smooth density, or use EP(local=fedppl.NUTS())"
+            "a proper prior and a smooth density, or use EP(local=fedppl.local.NUTS())"
         )
     return f"the inner search found no mode of θ at φ = {np.array2string(phi, precision=3)}: {why}"

@@ -198,7 +198,7 @@ def _fit(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
     if not np.all(np.isfinite(A)) or not np.linalg.eigvalsh(A)[0] > 0:
         raise LocalFailure(
             "the variational fit diverged: the tilted density does not fall off around it. Lower damping= of EP, or "
-            "use local=fedppl.NUTS()"
+            "use local=fedppl.local.NUTS()"
         )
     log_weights = np.array([density(mean + factor @ row)[0] + 0.5 * row @ row for row in z])
     return mean, factor, pareto_k(log_weights)

@@ -91,7 +91,7 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     -----
     *When this fails.* With many local coordinates, few observations for each and a skewed likelihood, importance
     weights of θ cannot correct Laplace's bias (relative ESS below 0.3, or more than 30 shared coordinates), which adds
-    up over clients. Compare with ``local=fedppl.NUTS()`` at one client.
+    up over clients. Compare with ``local=fedppl.local.NUTS()`` at one client.
 
     References
     ----------
@@ -397,7 +397,7 @@ def _joint_gaussian(target: Target) -> tuple[Array, Array]:
         value, gradient = trial
     raise LocalFailure(
         "no joint mode of (φ, θ) was found; the tilted posterior may have none (a scale going to zero). "
-        "Use local=fedppl.NestedLaplace() or fedppl.NUTS()"
+        "Use local=fedppl.local.NestedLaplace() or fedppl.local.NUTS()"
     )
 
 

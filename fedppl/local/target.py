@@ -85,7 +85,7 @@ def require_smooth(client: ClientView, why: str) -> None:
     if client.kink:
         raise DeclarationError(
             f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it "
-            f"{why}. Use EP(local=fedppl.NUTS()) for this model."
+            f"{why}. Use EP(local=fedppl.local.NUTS()) for this model."
         )
 
 
@@ -169,5 +169,8 @@ def local_inference(name: str, value: Any, default: LocalInference) -> LocalInfe
         raise DeclarationError(f"{name}={value!r} is text; pass fedppl.{builder}(), with brackets and its settings.")
     raise DeclarationError(
         f"{name}={shown(value)} is no local inference"
-        + (not_called(value) or "; pass one that is built, such as fedppl.NestedLaplace() or fedppl.NUTS().")
+        + (
+            not_called(value)
+            or "; pass one that is built, such as fedppl.local.NestedLaplace() or fedppl.local.NUTS()."
+        )
     )

@@ -581,7 +581,7 @@ def _declared(
     except (NotImplementedError, NullTypeGradError, ValueError, TypeError, AssertionError) as error:
         raise DeclarationError(
             f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}). For other models use fedppl.EP(local=fedppl.NUTS())."
+            f"{str(error).strip().partition(chr(10))[0]}). For other models use fedppl.EP(local=fedppl.local.NUTS())."
         ) from error
     curvatures = _built_once(lambda: interpreted.python_function([extended, columns], curved, _MODE))
     return Declared(

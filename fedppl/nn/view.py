@@ -256,7 +256,7 @@ def _require_near(client_id: str, what: str, declared: float, ours: float, round
         raise DeclarationError(
             f"client {client_id!r}: the declared {what} {declared:.8g} where a network's outcomes, row by row, and its "
             f"local priors have {ours:.8g}; {CONTRACT}. Where weights are doubled or tied, pass {_AS_THEY_ARE}. For "
-            "other models use fedppl.EP(local=fedppl.NUTS())."
+            "other models use fedppl.EP(local=fedppl.local.NUTS())."
         )
 
 

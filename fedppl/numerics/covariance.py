@@ -2,7 +2,7 @@
 
 A matrix of K clients has K (K + 1) / 2 entries and only d coordinates to learn them from, so it needs a structure. The
 best one depends on the clients, and evidence does not find it: compare them by
-`fedppl.validation_loss`.
+`fedppl.search.validation_loss`.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def forest(
         Whether to draw exp of all entries, on a logarithmic axis: odds, rate, hazard or time ratios of a formula. The
         dot is then the posterior median.
     alone
-        A fit of the same clients by `fedppl.Separate`, for the distance of each estimate from that of the client alone.
-        Of a formula totals are compared, since each client alone has coefficients of its own.
+        A fit of the same clients by `fedppl.one_shot.Separate`, for the distance of each estimate from that of the
+        client alone. Of a formula totals are compared, since each client alone has coefficients of its own.
     numbers
         Whether estimates and intervals stand at the right; by default where there is one panel.
     clients, ci_prob, draws, chains, random_seed, ax, figsize

@@ -61,7 +61,7 @@ def client_posterior(
     sample = draws_of(algorithm.name, drawn, (chains, draws), model.shared_size, model.local_size)
     k = sample.diagnostics.get("pareto_k", -np.inf)
     if k > 0.7:
-        logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.NUTS()", client_id, k)
+        logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.local.NUTS()", client_id, k)
     if sample.diagnostics.get("from_q"):
         logger.warning(
             "client %s: the corrected posterior of the others has few points where these data are, and draws are from "

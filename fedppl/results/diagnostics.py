@@ -98,7 +98,7 @@ def unchecked_laplace(infos: Infos) -> str:
     return (
         "the error of Laplace's approximation over local variables is not known at "
         f"{len(clients)} of {len(infos)} clients ({listed(clients)}): it can bias scales where their rows are few and "
-        "not normal. Compare with EP(local=fedppl.NUTS())"
+        "not normal. Compare with EP(local=fedppl.local.NUTS())"
     )
 
 

@@ -223,7 +223,7 @@ def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
     if isinstance(fit.algorithm.result.shared, Point):
         logger.warning(
             "%s: the shared variables are a point of %s, which depends on rows that are left out, so that elpd is too "
-            "high; score rows that were held out, see fedppl.holdout",
+            "high; score rows that were held out, see fedppl.search.holdout",
             *(what, fit.algorithm.name),
         )
 

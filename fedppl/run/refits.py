@@ -258,8 +258,8 @@ def without(
     Notes
     -----
     *When this fails.* What was published stays published: `Withdrawal.still_held` lists what has to be deleted by hand,
-    or cannot be. By draws (``local=fedppl.NUTS()``) or sums the distance is as large as their Monte Carlo error. Sites
-    count the requests of both fits (``certificate=False`` has one), and are not asked to delete what they have.
+    or cannot be. By draws (``local=fedppl.local.NUTS()``) or sums the distance is as large as their Monte Carlo error.
+    Sites count the requests of both fits (``certificate=False`` has one), and are not asked to delete what they have.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned, then who leaves.")

@@ -78,9 +78,9 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> model, clients = normal_means()
-    >>> training, validation = fedppl.holdout(clients, random_seed=1)
+    >>> training, validation = fedppl.search.holdout(clients, random_seed=1)
     >>> fit = fedppl.fit(model, training, fedppl.EP(), progressbar=False, random_seed=1)
-    >>> found = fedppl.validation_loss(fit, validation)
+    >>> found = fedppl.search.validation_loss(fit, validation)
     >>> found.rows, 1.0 < found.mean < 2.0
     (12, True)
 
@@ -104,7 +104,7 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
             "the fit's clients are sites of their own and their data are not here, so nor is their validation loss; "
             "search on clients in this process, or compare what the sites report of their own held-out rows."
         )
-    require_arrived(fit, "fedppl.validation_loss")
+    require_arrived(fit, "fedppl.search.validation_loss")
     losses: dict[str, Message] = {}
     for client_id, data in ((str(k), v) for k, v in validation.items()):
         if client_id not in fit.clients:
@@ -215,7 +215,7 @@ def holdout(
     Examples
     --------
     >>> import numpy as np, fedppl
-    >>> training, validation = fedppl.holdout({"a": {"X": np.ones((10, 2)), "y": np.arange(10)}}, random_seed=1)
+    >>> training, validation = fedppl.search.holdout({"a": {"X": np.ones((10, 2)), "y": np.arange(10)}}, random_seed=1)
     >>> training["a"]["X"].shape, len(validation["a"]["y"])
     ((8, 2), 2)
 

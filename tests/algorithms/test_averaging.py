@@ -35,7 +35,7 @@ def path(model: Any, clients: Any, algorithm: AnyAlgorithm, rounds: int, **setti
 def test_one_full_step_a_round_is_gradient_descent_on_the_log_posterior() -> None:
     """φ ← φ − η [(Σ XᵀX + I/9) φ − Σ Xᵀy] / N, from the prior's mean 0."""
     model, clients = pooled.linear()
-    found = path(model, clients, fedppl.FedAvg(learning_rate=0.1, steps=1, tolerance=1e-15), 150)
+    found = path(model, clients, fedppl.averaging.FedAvg(learning_rate=0.1, steps=1, tolerance=1e-15), 150)
     assert len(found) == 150
     X, y = (np.concatenate([d[name] for d in clients.values()]) for name in ("X", "y"))
     phi = np.zeros(2)
@@ -48,7 +48,7 @@ def test_one_full_step_a_round_is_gradient_descent_on_the_log_posterior() -> Non
 def test_the_same_holds_for_a_logistic_regression() -> None:
     """φ ← φ − η [Σ Xᵀ(logit⁻¹ Xβ − y) + β/4] / N."""
     model, clients = pooled.logit()
-    found = path(model, clients, fedppl.FedAvg(learning_rate=1.0, steps=1, tolerance=1e-15), 60)
+    found = path(model, clients, fedppl.averaging.FedAvg(learning_rate=1.0, steps=1, tolerance=1e-15), 60)
     beta, rows = np.zeros(2), sum(len(d["y"]) for d in clients.values())
     for ours in found:
         beta = beta - pooled.logit_gradient(clients, beta) / rows
@@ -62,7 +62,9 @@ def test_the_same_holds_for_a_logistic_regression() -> None:
 def test_rounds_of_many_steps_follow_their_closed_form(weights: str) -> None:
     """φ ← Σ w_k [φ_k* + (I − ηA_k)ᵀ (φ − φ_k*)] / Σ w_k."""
     model, clients = pooled.linear()
-    found = path(model, clients, fedppl.FedAvg(learning_rate=0.05, steps=7, weights=weights, tolerance=1e-15), 30)
+    found = path(
+        model, clients, fedppl.averaging.FedAvg(learning_rate=0.05, steps=7, weights=weights, tolerance=1e-15), 30
+    )
     phi = np.zeros(2)
     for ours in found:
         ends = [
@@ -78,10 +80,14 @@ def test_the_fixed_point_of_single_steps_is_the_mode_and_of_many_it_is_not(weigh
     """(Σ w A)⁻¹ Σ w b for T = 1; with T = 40 clients drift to their own modes, as the docstring says."""
     model, clients = pooled.linear()
     exact = pooled.mode(clients, weights)
-    single = fitted(model, clients, fedppl.FedAvg(learning_rate=0.2, steps=1, weights=weights, tolerance=1e-10))
+    single = fitted(
+        model, clients, fedppl.averaging.FedAvg(learning_rate=0.2, steps=1, weights=weights, tolerance=1e-10)
+    )
     assert single.status is Status.CONVERGED
     assert_allclose(single.estimate["mu"], exact, atol=1e-8)
-    many = fitted(model, clients, fedppl.FedAvg(learning_rate=0.2, steps=40, weights=weights, tolerance=1e-10))
+    many = fitted(
+        model, clients, fedppl.averaging.FedAvg(learning_rate=0.2, steps=40, weights=weights, tolerance=1e-10)
+    )
     assert many.status is Status.CONVERGED
     assert np.max(np.abs(many.estimate["mu"] - exact)) > 0.05
 
@@ -89,7 +95,7 @@ def test_the_fixed_point_of_single_steps_is_the_mode_and_of_many_it_is_not(weigh
 def test_local_variables_take_their_steps_along() -> None:
     """Gaussian throughout, so φ at the joint mode is the mean of the exact marginal posterior."""
     model, clients = problems.regression()
-    fit = fitted(model, clients, fedppl.FedAvg(learning_rate=0.2, steps=1, tolerance=1e-9), rounds=5000)
+    fit = fitted(model, clients, fedppl.averaging.FedAvg(learning_rate=0.2, steps=1, tolerance=1e-9), rounds=5000)
     assert fit.status is Status.CONVERGED
     exact = problems.regression_posterior(clients)
     assert_allclose(fit.state.phi, gaussian.mean(exact), atol=1e-6)
@@ -108,7 +114,7 @@ def test_local_variables_take_their_steps_along() -> None:
 def test_a_prior_that_is_not_gaussian_is_shared_out() -> None:
     """Mode of −n u − S e^(−2u)/2 + u − e^(2u)/2 over u = log σ, by a line search."""
     model, clients = pooled.spread()
-    fit = fitted(model, clients, fedppl.FedAvg(learning_rate=0.2, steps=1, tolerance=1e-10))
+    fit = fitted(model, clients, fedppl.averaging.FedAvg(learning_rate=0.2, steps=1, tolerance=1e-10))
     assert not fit.layout.prior_is_gaussian
     exact = minimize_scalar(lambda u: -pooled.spread_log_density(clients, u), (0.0, 1.0), options={"xtol": 1e-12}).x
     without = minimize_scalar(lambda u: -pooled.spread_log_density(clients, u, 0.0), (0.0, 1.0)).x
@@ -119,7 +125,7 @@ def test_a_prior_that_is_not_gaussian_is_shared_out() -> None:
 
 def test_all_draws_of_a_point_are_equal_and_there_is_no_posterior() -> None:
     model, clients = pooled.linear()
-    fit = fitted(model, clients, fedppl.FedAvg(learning_rate=0.1), rounds=3)
+    fit = fitted(model, clients, fedppl.averaging.FedAvg(learning_rate=0.1), rounds=3)
     drawn = fit.client("plot 2", draws=4, chains=2)["posterior"]["mu"].values
     assert_array_equal(drawn, np.broadcast_to(fit.state.phi, (2, 4, 2)))
     assert_array_equal(fit.idata["point_estimate"]["mu"].values, fit.state.phi)
@@ -132,9 +138,9 @@ def test_all_draws_of_a_point_are_equal_and_there_is_no_posterior() -> None:
 
 def test_batches_as_large_as_the_data_are_all_of_it() -> None:
     model, clients = problems.regression()
-    whole = path(model, clients, fedppl.FedAvg(learning_rate=0.05, steps=5), 3)
+    whole = path(model, clients, fedppl.averaging.FedAvg(learning_rate=0.05, steps=5), 3)
     for ours, theirs in zip(
-        path(model, clients, fedppl.FedAvg(learning_rate=0.05, steps=5, batch_size=99), 3), whole, strict=True
+        path(model, clients, fedppl.averaging.FedAvg(learning_rate=0.05, steps=5, batch_size=99), 3), whole, strict=True
     ):
         assert_array_equal(ours, theirs)
 
@@ -147,7 +153,7 @@ def test_small_batches_end_near_the_mode_and_do_not_claim_to_have_arrived() -> N
     total = sum(n * A for A, _, n in pooled.losses(clients)) / sum(n for *_, n in pooled.losses(clients))
     slowest = np.linalg.eigvalsh(total)[0]
     for rate in (0.1, 0.01):
-        found = np.array(path(model, clients, fedppl.FedAvg(learning_rate=rate, steps=1, batch_size=3), 1000))
+        found = np.array(path(model, clients, fedppl.averaging.FedAvg(learning_rate=rate, steps=1, batch_size=3), 1000))
         assert len(found) == 1000  # none of the rounds was taken for convergence
         late = found[500:]
         sds.append(late.std(axis=0))
@@ -204,7 +210,10 @@ def test_as_long_by_chance_is_no_trouble_at_another_length() -> None:
     model = problems.declared(as_long_by_chance, ("mu",))
     data = {"y": np.array([1.0, 2.0, 4.0, 3.0]), "w": np.array([1.0, 2.0, 3.0])}
     assert (
-        fitted(model, {"a": data}, fedppl.FedAvg(learning_rate=1e-3, batch_size=2), rounds=1).records[0].failures == {}
+        fitted(model, {"a": data}, fedppl.averaging.FedAvg(learning_rate=1e-3, batch_size=2), rounds=1)
+        .records[0]
+        .failures
+        == {}
     )
 
 
@@ -213,7 +222,7 @@ def test_as_long_by_chance_is_no_trouble_at_another_length() -> None:
 
 def test_steps_that_diverge_are_a_failure_that_names_the_learning_rate() -> None:
     model, clients = pooled.linear()
-    fit = fitted(model, clients, fedppl.FedAvg(learning_rate=30.0), rounds=2)
+    fit = fitted(model, clients, fedppl.averaging.FedAvg(learning_rate=30.0), rounds=2)
     assert fit.status is Status.STALLED
     assert set(fit.records[0].failures) == set(clients)
     assert all("learning_rate=30" in reason for reason in fit.records[0].failures.values())
@@ -222,16 +231,16 @@ def test_steps_that_diverge_are_a_failure_that_names_the_learning_rate() -> None
 
 def test_a_client_that_starts_blank_says_so() -> None:
     model, clients = problems.regression()
-    steps = list(fedppl.rounds(model, clients, fedppl.FedAvg(learning_rate=0.1), rounds=2, random_seed=1))
+    steps = list(fedppl.rounds(model, clients, fedppl.averaging.FedAvg(learning_rate=0.1), rounds=2, random_seed=1))
     assert all(info == {"blank": 1.0} for info in steps[0].record.infos.values())
     assert all(info == {} for info in steps[1].record.infos.values())
     everything_shared, of = pooled.linear()  # nothing to be blank about
-    step = next(iter(fedppl.rounds(everything_shared, of, fedppl.FedAvg(learning_rate=0.1), random_seed=1)))
+    step = next(iter(fedppl.rounds(everything_shared, of, fedppl.averaging.FedAvg(learning_rate=0.1), random_seed=1)))
     assert all(info == {} for info in step.record.infos.values())
 
 
 def test_replies_that_are_none_are_rejected() -> None:
-    algorithm = fedppl.FedAvg(learning_rate=0.1)
+    algorithm = fedppl.averaging.FedAvg(learning_rate=0.1)
     good = {"weighted": np.zeros(2), "weight": np.array(1.0), "local_change": np.array(0.0)}
     assert algorithm.replies.reject(None, good) is None
     for name, value in (("weight", 0.0), ("weight", -3.0), ("weight", 1e30), ("weight", 0.5), ("local_change", -1.0)):
@@ -277,13 +286,17 @@ def test_a_mode_by_brute_force() -> None:
         return float(-sum(values) + 0.5 * (x[0] / 1.5) ** 2)
 
     exact = minimize(loss, np.zeros(1 + len(models)), options={"gtol": 1e-7}).x
-    fit = fitted(model, clients, fedppl.FedAvg(learning_rate=1.0, steps=1, tolerance=1e-9), rounds=5000)
+    fit = fitted(model, clients, fedppl.averaging.FedAvg(learning_rate=1.0, steps=1, tolerance=1e-9), rounds=5000)
     assert fit.status is Status.CONVERGED
     assert_allclose(fit.state.phi, exact[:1], atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "algorithm", [fedppl.FedAvg(learning_rate=0.05, batch_size=4), fedppl.SeparateSGD(learning_rate=0.05, steps=30)]
+    "algorithm",
+    [
+        fedppl.averaging.FedAvg(learning_rate=0.05, batch_size=4),
+        fedppl.one_shot.SeparateSGD(learning_rate=0.05, steps=30),
+    ],
 )
 def test_flower_gives_the_embedded_engines_numbers(algorithm: AnyAlgorithm) -> None:
     """Over Flower's records, empty messages among them, by way of the grid in this process."""

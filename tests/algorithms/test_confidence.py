@@ -87,7 +87,9 @@ def test_the_e_step_is_the_closed_form_of_a_linear_model() -> None:
     for name, data in clients_of().items():
         for tau in (0.1, 5.0):
             centre = Gaussian(tau * w, tau * np.eye(SIZE))
-            moments = fedppl.MeanField().tilted(Target(models[name], centre, centre, 0.0), np.random.default_rng(0))
+            moments = fedppl.local.MeanField().tilted(
+                Target(models[name], centre, centre, 0.0), np.random.default_rng(0)
+            )
             mean, variance = best_q(data, w, tau)
             assert_allclose(moments.mean, mean, rtol=1e-3)
             assert_allclose(np.diag(moments.covariance), variance, rtol=1e-3)
@@ -130,7 +132,7 @@ def test_the_bound_never_falls_over_a_round_with_all_clients() -> None:
 
 def test_full_covariances_give_a_higher_bound_on_the_evidence() -> None:
     """With Laplace the E-step is exact, so that the mean of w_j is that of the exact posterior under N(w, I / τ)."""
-    fit = fitted(local=fedppl.Laplace(), run={"rounds": 60})
+    fit = fitted(local=fedppl.local.Laplace(), run={"rounds": 60})
     for name, data in clients_of().items():
         q = fit.personal[name]
         tau = confidence_of(q.mean, q.variance, fit.state.w)
@@ -152,12 +154,12 @@ def test_one_client_may_get_all_the_confidence_unless_it_is_held() -> None:
     clients = clients_of((60, 80, 120, 160))
     clients["client 0"] = {name: value[:3] for name, value in clients["client 0"].items()}
     run: dict[str, Any] = {"rounds": 200, "progressbar": False, "random_seed": 1}
-    free = fedppl.fit(MODEL, clients, fedppl.Confidence(local=fedppl.Laplace()), **run)
+    free = fedppl.fit(MODEL, clients, fedppl.Confidence(local=fedppl.local.Laplace()), **run)
     assert free.status is Status.MAX_ROUNDS
     assert "strength=" in free.message
     taus = free.idata["rounds"]["confidence"].values
     assert taus[-1].max() > 20 * np.median(taus[-1])
-    held = fedppl.fit(MODEL, clients, fedppl.Confidence(local=fedppl.Laplace(), strength=8.0), **run)
+    held = fedppl.fit(MODEL, clients, fedppl.Confidence(local=fedppl.local.Laplace(), strength=8.0), **run)
     assert held.status is Status.CONVERGED
     assert np.all(held.idata["rounds"]["confidence"].values[-1] <= (SIZE + 8) / 8)
 
@@ -214,7 +216,7 @@ def test_the_message_is_one_number_more_than_the_parameters() -> None:
 
 def test_a_declared_prior_holds_w() -> None:
     """N(0, 10²) hardly matters; with its precision in the sum, w solves (Λ + Στ) w = Στμ."""
-    fit = fitted(prior=True, local=fedppl.Laplace())
+    fit = fitted(prior=True, local=fedppl.local.Laplace())
     taus = {k: confidence_of(q.mean, q.variance, fit.state.w) for k, q in fit.personal.items()}
     weighted = sum(tau * fit.personal[k].mean for k, tau in taus.items())
     assert_allclose(fit.state.w, weighted / (sum(taus.values()) + 0.01), atol=1e-4)
@@ -222,10 +224,10 @@ def test_a_declared_prior_holds_w() -> None:
 
 @problems.few_rounds
 def test_a_ledger_makes_part_of_the_clients_as_good_as_all() -> None:
-    every = fitted(local=fedppl.Laplace())
-    some = fitted(local=fedppl.Laplace(), remember=True, run={"participation": 3, "rounds": 150})
+    every = fitted(local=fedppl.local.Laplace())
+    some = fitted(local=fedppl.local.Laplace(), remember=True, run={"participation": 3, "rounds": 150})
     assert_allclose(some.state.w, every.state.w, atol=1e-4)
-    only = fitted(local=fedppl.Laplace(), run={"participation": 3, "rounds": 40})
+    only = fitted(local=fedppl.local.Laplace(), run={"participation": 3, "rounds": 40})
     assert only.status is Status.MAX_ROUNDS
     assert np.max(np.abs(only.state.w - every.state.w)) > 1e-2
 
@@ -258,7 +260,7 @@ def test_draws_are_those_of_q_and_a_new_client_finds_its_own() -> None:
         ({"terms": [["uncertainty"]]}, r"terms=\[\['uncertainty'\]\] must be one or both"),
         ({"terms": ()}, r"terms=\(\) must be"),
         ({"terms": None}, "terms=None must be"),
-        ({"local": fedppl.Laplace}, "is no local inference.*call it: fedppl.Laplace"),
+        ({"local": fedppl.local.Laplace}, "is no local inference.*call it: fedppl.local.Laplace"),
         ({"prior": "no"}, "prior='no' must be True or False"),
         ({"tolerance": None}, "tolerance=None must lie"),
         ({"spread": 0.0}, r"spread=0.0 must be positive"),

@@ -19,7 +19,7 @@ from fedppl.types import DeclarationError, LocalFailure, Status
 from tests.algorithms.test_averaging import fitted
 from tests.support import pooled, problems
 
-ONE_SHOT = {"weighted": fedppl.PrecisionWeighted, "consensus": fedppl.ConsensusMonteCarlo}
+ONE_SHOT = {"weighted": fedppl.one_shot.PrecisionWeighted, "consensus": fedppl.one_shot.ConsensusMonteCarlo}
 
 
 def exact_of(clients: Any, ids: Any) -> Gaussian:
@@ -48,7 +48,7 @@ def posterior(algorithm: AnyAlgorithm, state: Any) -> Gaussian:
 
 def test_the_product_of_gaussian_posteriors_is_the_posterior() -> None:
     model, clients = problems.regression()
-    fit = fitted(model, clients, fedppl.PrecisionWeighted())
+    fit = fitted(model, clients, fedppl.one_shot.PrecisionWeighted())
     assert (fit.status, len(fit.records)) == (Status.CONVERGED, 1)
     exact = problems.regression_posterior(clients)
     assert_allclose(fit.posterior.precision, exact.precision, rtol=1e-8, atol=1e-8)
@@ -57,7 +57,7 @@ def test_the_product_of_gaussian_posteriors_is_the_posterior() -> None:
 
 def test_replies_are_posteriors_under_a_part_of_the_prior_and_q_is_their_sum() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients, kernel=False), fedppl.PrecisionWeighted()
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.one_shot.PrecisionWeighted()
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     replies = {}
     for client_id, client in models.items():
@@ -80,7 +80,7 @@ def test_clients_count_once_and_q_is_the_posterior_of_the_data_heard() -> None:
         fedppl.rounds(
             model,
             clients,
-            fedppl.PrecisionWeighted(),
+            fedppl.one_shot.PrecisionWeighted(),
             rounds=9,
             participation=lambda ids, rng: next(rounds),
             random_seed=1,
@@ -100,7 +100,7 @@ def test_clients_count_once_and_q_is_the_posterior_of_the_data_heard() -> None:
 
 def test_a_second_reply_changes_nothing_even_if_it_differs() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients, kernel=False), fedppl.PrecisionWeighted()
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.one_shot.PrecisionWeighted()
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     reply = {"linear": np.ones(3), "precision": gaussian.pack_triangle(np.eye(3))}
     once, _ = algorithm.update_server(state, each({"clinic 1": reply}))
@@ -117,7 +117,7 @@ def test_a_second_reply_changes_nothing_even_if_it_differs() -> None:
 def test_cavity_and_site_of_every_client_make_q() -> None:
     """Also for one that was not heard, whose cavity is q, and one that is new."""
     model, clients = problems.regression()
-    fit = fitted(model, clients, fedppl.PrecisionWeighted(), rounds=1, participation=lambda ids, rng: ids[:3])
+    fit = fitted(model, clients, fedppl.one_shot.PrecisionWeighted(), rounds=1, participation=lambda ids, rng: ids[:3])
     for client_id in clients:
         message = fit.algorithm.result.final_message(fit.state, client_id)
         cavity = gaussian.unpack_triangle(message["cavity_precision"])
@@ -134,7 +134,7 @@ def test_cavity_and_site_of_every_client_make_q() -> None:
 def test_a_prior_that_is_not_gaussian_is_shared_out() -> None:
     """Moments of f_k(u) p(u)^(1/3) by quadrature at each client; natural parameters add."""
     model, clients = pooled.spread()
-    fit = fitted(model, clients, fedppl.PrecisionWeighted(local=fedppl.NestedLaplace(points=1024)))
+    fit = fitted(model, clients, fedppl.one_shot.PrecisionWeighted(local=fedppl.local.NestedLaplace(points=1024)))
     precision, linear = 0.0, 0.0
     for client_id, d in clients.items():
         mean, sd = pooled.spread_moments({client_id: d}, 1 / 3)
@@ -166,7 +166,7 @@ def test_replies_that_are_no_distribution_are_refused(name: str, matrix: Any) ->
 def test_consensus_of_gaussian_posteriors_is_the_posterior_up_to_monte_carlo_error() -> None:
     """S = 4000 independent combined draws: sd / √S for means, 1 / √(2S) for sds."""
     model, clients = problems.regression()
-    fit = fitted(model, clients, fedppl.ConsensusMonteCarlo(draws=4000))
+    fit = fitted(model, clients, fedppl.one_shot.ConsensusMonteCarlo(draws=4000))
     assert (fit.status, len(fit.records)) == (Status.CONVERGED, 1)
     exact, draws = problems.regression_posterior(clients), fit.state.draws
     mean, sd = gaussian.mean(exact), gaussian.standard_deviations(exact)
@@ -184,7 +184,7 @@ def test_consensus_of_gaussian_posteriors_is_the_posterior_up_to_monte_carlo_err
 def test_draws_are_averaged_one_by_one_by_the_clients_precisions() -> None:
     """φ_s = (Σ W_k)⁻¹ Σ W_k φ_ks from the clients' own draws, read off their replies."""
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients, kernel=False), fedppl.ConsensusMonteCarlo(draws=200)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.one_shot.ConsensusMonteCarlo(draws=200)
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     replies, top, bottom = {}, np.zeros((200, 3)), np.zeros((3, 3))
     for k, (client_id, client) in enumerate(models.items()):
@@ -203,7 +203,7 @@ def test_draws_are_averaged_one_by_one_by_the_clients_precisions() -> None:
 
 def test_a_client_sends_the_same_draws_again_and_they_count_once() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients, kernel=False), fedppl.ConsensusMonteCarlo(draws=100)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.one_shot.ConsensusMonteCarlo(draws=100)
     client = models["clinic 1"]
     state = algorithm.init(client.layout, tuple(models), stream((1,)))
     message = algorithm.broadcast(state, "clinic 1")
@@ -222,7 +222,7 @@ def test_a_client_sends_the_same_draws_again_and_they_count_once() -> None:
 
 def test_replies_that_were_summed_on_the_way_count_as_many() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients, kernel=False), fedppl.ConsensusMonteCarlo(draws=50)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.one_shot.ConsensusMonteCarlo(draws=50)
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     replies = {
         client_id: algorithm.update_client(client, None, algorithm.broadcast(state, client_id), stream((k,))).reply
@@ -239,7 +239,7 @@ def test_replies_that_were_summed_on_the_way_count_as_many() -> None:
 
 def test_before_and_while_clients_are_missing_the_prior_stands_in() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients, kernel=False), fedppl.ConsensusMonteCarlo(draws=4000)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.one_shot.ConsensusMonteCarlo(draws=4000)
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     assert state.draws.shape == (0, 3)
     assert_array_equal(algorithm.result.details(state)["skewness"][1], np.zeros(3))
@@ -256,7 +256,7 @@ def test_before_and_while_clients_are_missing_the_prior_stands_in() -> None:
 def test_a_clients_own_posterior_is_that_of_all_data() -> None:
     """From what it knows of its own part, or draws anew where that is lost; q's error of sd / √4000 comes on top."""
     model, clients = problems.regression()
-    fit = fitted(model, clients, fedppl.ConsensusMonteCarlo(draws=4000))
+    fit = fitted(model, clients, fedppl.one_shot.ConsensusMonteCarlo(draws=4000))
     client, others = fit.clients["clinic 2"], exact_of(clients, ["clinic 0", "clinic 1", "clinic 3"])
     mean, covariance = problems.regression_joint(clients["clinic 2"], others)
     sd, message = np.sqrt(np.diag(covariance)), fit.algorithm.result.final_message(fit.state, "clinic 2")
@@ -274,7 +274,7 @@ def test_a_clients_own_posterior_is_that_of_all_data() -> None:
 def test_skewed_posteriors_of_clients_are_averaged_to_something_else() -> None:
     """What the docstring warns of: log σ from 8 to 16 rows; the skewness that is left is reported."""
     model, clients = pooled.spread()
-    fit = fitted(model, clients, fedppl.ConsensusMonteCarlo(draws=4000))
+    fit = fitted(model, clients, fedppl.one_shot.ConsensusMonteCarlo(draws=4000))
     mean, sd = pooled.spread_moments(clients)
     off = (gaussian.mean(fit.posterior)[0] - mean) / sd
     assert 4 / np.sqrt(4000) < abs(off) < 0.5
@@ -287,25 +287,25 @@ def test_skewed_posteriors_of_clients_are_averaged_to_something_else() -> None:
 @pytest.mark.parametrize("draws", [0, 3, 2.5, -10])
 def test_draws_out_of_range_are_refused(draws: Any) -> None:
     with pytest.raises(DeclarationError, match=f"draws={draws}"):
-        fedppl.ConsensusMonteCarlo(draws=draws)
+        fedppl.one_shot.ConsensusMonteCarlo(draws=draws)
 
 
 def test_too_few_draws_for_the_coordinates_are_refused_before_the_first_round() -> None:
     model, clients = problems.regression()
     with pytest.raises(DeclarationError, match="more than 5"):
-        fitted(model, clients, fedppl.ConsensusMonteCarlo(draws=5))
+        fitted(model, clients, fedppl.one_shot.ConsensusMonteCarlo(draws=5))
 
 
 @problems.few_rounds
 def test_draws_without_a_covariance_are_a_failure() -> None:
     model, clients = problems.regression()
-    inner = fedppl.NestedLaplace()
+    inner = fedppl.local.NestedLaplace()
 
     def stuck(target: Target, draws: int, chains: int, rng: np.random.Generator) -> Any:
         found = inner.draw(target, draws, chains, rng)
         return found._replace(shared=np.ones_like(found.shared))
 
-    fit = fitted(model, clients, fedppl.ConsensusMonteCarlo(local=inner._replace(draw=stuck)), rounds=1)
+    fit = fitted(model, clients, fedppl.one_shot.ConsensusMonteCarlo(local=inner._replace(draw=stuck)), rounds=1)
     assert fit.status is Status.STALLED
     assert "raise draws=" in fit.message
 
@@ -319,7 +319,7 @@ def test_a_client_that_fails_is_left_out_and_named(name: str) -> None:
     def draw(target: Target, draws: int, chains: int, rng: np.random.Generator) -> Any:
         if target.client.client_id == "clinic 2":
             raise LocalFailure("out of order")
-        return fedppl.NestedLaplace().draw(target, draws, chains, rng)
+        return fedppl.local.NestedLaplace().draw(target, draws, chains, rng)
 
     fit = fitted(model, clients, ONE_SHOT[name](local=local._replace(draw=draw)), rounds=2)
     assert fit.status is Status.MAX_ROUNDS

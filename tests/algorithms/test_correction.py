@@ -122,7 +122,7 @@ def test_a_clients_own_variables_are_those_of_the_corrected_posterior() -> None:
 
 def quiet(who: str) -> LocalInference:
     """Nested Laplace that has no log factor at one client."""
-    inner = fedppl.NestedLaplace()
+    inner = fedppl.local.NestedLaplace()
     assert inner.factor is not None
     answer = inner.factor
 
@@ -147,7 +147,7 @@ def test_who_does_not_answer_is_named_and_evidence_is_withheld() -> None:
 
 def answering(change: Callable[[Factor, Array, Array], Factor]) -> LocalInference:
     """Nested Laplace with other answers, of its own, the points and the center."""
-    inner = fedppl.NestedLaplace()
+    inner = fedppl.local.NestedLaplace()
     answer = inner.factor
     assert answer is not None
 
@@ -338,7 +338,7 @@ def test_what_is_no_correction_is_refused(value: Any) -> None:
 
 def test_a_local_inference_without_log_factors_cannot_be_corrected() -> None:
     with pytest.raises(DeclarationError, match="NestedLaplace"):
-        fedppl.EP(local=fedppl.ADVI(), correction=fedppl.Correction())
+        fedppl.EP(local=fedppl.local.ADVI(), correction=fedppl.Correction())
 
 
 def fixed_tau(effect: Any, error: Any) -> pm.Model:
@@ -440,7 +440,7 @@ def test_influence_without_a_correction_is_of_the_gaussian() -> None:
     assert_allclose(found["mean"], corrected["mean"], rtol=1e-6)
     assert_allclose(found["sd_ratio"], corrected["sd_ratio"], rtol=1e-6)
     with pytest.raises(DeclarationError, match="has no posterior of parameters that all clients share"):
-        fit(model, clients, fedppl.SeparateSGD(learning_rate=0.01), rounds=1).influence()
+        fit(model, clients, fedppl.one_shot.SeparateSGD(learning_rate=0.01), rounds=1).influence()
 
 
 def test_a_client_that_lies_at_the_points_is_named_where_trust_is_set() -> None:

@@ -192,7 +192,7 @@ def test_a_factor_that_is_hardly_one_is_no_converged_fit(shift: float) -> None:
 
 
 def test_the_reason_of_an_expansion_that_failed_after_a_step_is_kept() -> None:
-    inner, asked = fedppl.NestedLaplace(), {"client 0": 0}
+    inner, asked = fedppl.local.NestedLaplace(), {"client 0": 0}
 
     def expand(client: Any, point: Any, share: float) -> Any:
         if client.client_id in asked and np.any(point != 0):
@@ -220,7 +220,7 @@ def test_warnings_that_are_errors_have_the_fit() -> None:
 
 def test_errors_are_counted_by_visits_where_few_clients_are_asked() -> None:
     """Each mean has an error of .3 sd: no average of v replies of each of 4 clients is better than .6 / √v."""
-    inner = fedppl.NestedLaplace()
+    inner = fedppl.local.NestedLaplace()
 
     def tilted(target: Target, rng: np.random.Generator) -> Moments:
         found = inner.tilted(target, rng)

@@ -21,8 +21,8 @@ def test_the_shared_parameters_are_those_of_fedavg(batch_size: int | None) -> No
     """To the last bit, with batches too: the personal steps draw from the stream after the shared ones."""
     model, clients = problems.regression()
     settings = {"learning_rate": 0.05, "steps": 6, "batch_size": batch_size}
-    found = path(model, clients, fedppl.Ditto(lam=0.7, personal_steps=3, **settings), 5)
-    for ours, theirs in zip(found, path(model, clients, fedppl.FedAvg(**settings), 5), strict=True):
+    found = path(model, clients, fedppl.averaging.Ditto(lam=0.7, personal_steps=3, **settings), 5)
+    for ours, theirs in zip(found, path(model, clients, fedppl.averaging.FedAvg(**settings), 5), strict=True):
         assert_array_equal(ours, theirs)
 
 
@@ -30,7 +30,7 @@ def test_the_shared_parameters_are_those_of_fedavg(batch_size: int | None) -> No
 def test_personal_parameters_end_at_their_closed_form(lam: float) -> None:
     """v_k = (A_k + λI)⁻¹ (b_k + λφ): the client's own minimiser at λ = 0, φ for λ → ∞."""
     model, clients = pooled.linear()
-    algorithm = fedppl.Ditto(
+    algorithm = fedppl.averaging.Ditto(
         learning_rate=0.1, lam=lam, personal_steps=400, personal_rate=0.5 / (4 + lam), tolerance=1e-8
     )
     fit = fitted(model, clients, algorithm)
@@ -51,7 +51,7 @@ def test_personal_parameters_end_at_their_closed_form(lam: float) -> None:
 def test_a_round_of_personal_steps_follows_its_closed_form() -> None:
     """From φ of the round in which the client was first asked, towards φ of each round since."""
     model, clients = pooled.linear()
-    algorithm = fedppl.Ditto(learning_rate=0.05, lam=0.6, steps=4, personal_steps=3, personal_rate=0.08)
+    algorithm = fedppl.averaging.Ditto(learning_rate=0.05, lam=0.6, steps=4, personal_steps=3, personal_rate=0.08)
     v: dict[str, Any] = {}
     phi = np.zeros(2)
     run = fedppl.rounds(model, clients, algorithm, rounds=6, random_seed=1)
@@ -71,7 +71,9 @@ def test_a_round_of_personal_steps_follows_its_closed_form() -> None:
 def test_only_shared_coordinates_are_pulled() -> None:
     """λ → ∞ holds μ and a; β goes to its mode given them, (XᵀX + 4I)⁻¹ (Xᵀ(y − a) + 4μ)."""
     model, clients = problems.regression()
-    algorithm = fedppl.Ditto(learning_rate=0.1, lam=1e3, personal_rate=1e-3, personal_steps=2000, tolerance=1e-5)
+    algorithm = fedppl.averaging.Ditto(
+        learning_rate=0.1, lam=1e3, personal_rate=1e-3, personal_steps=2000, tolerance=1e-5
+    )
     fit = fitted(model, clients, algorithm)
     mu, a = fit.state.phi[:2], fit.state.phi[2]
     for client_id, d in clients.items():
@@ -88,14 +90,14 @@ def test_nothing_personal_is_in_a_message() -> None:
     """Whatever v_k is, the reply and its diagnostics are the same, and the same as FedAvg's."""
     model, clients = problems.regression()
     client = model.enrol(clients, kernel=False)["clinic 1"]
-    algorithm = fedppl.Ditto(learning_rate=0.05, lam=0.7)
+    algorithm = fedppl.averaging.Ditto(learning_rate=0.05, lam=0.7)
     message = {"phi": np.array([0.1, 0.2, 0.3]), "prior_share": np.array(0.25)}
     local = np.array([0.5, -0.5])
     answers = [
         algorithm.update_client(client, DittoClientState(local, own), message, stream((1,)))
         for own in (np.zeros(5), np.full(5, 3.0))
     ]
-    theirs = fedppl.FedAvg(learning_rate=0.05).update_client(
+    theirs = fedppl.averaging.FedAvg(learning_rate=0.05).update_client(
         client, DittoClientState(local, np.zeros(5)), message, stream((1,))
     )
     for update in answers:
@@ -111,7 +113,7 @@ def test_a_blank_client_starts_from_phi_and_says_so() -> None:
     """Also where everything is shared, and only in rounds in which there is no v_k."""
     model, clients = pooled.linear()
     client, d = model.enrol(clients, kernel=False)["plot 1"], clients["plot 1"]
-    algorithm = fedppl.Ditto(learning_rate=0.05, lam=0.7, personal_steps=2, personal_rate=0.03)
+    algorithm = fedppl.averaging.Ditto(learning_rate=0.05, lam=0.7, personal_steps=2, personal_rate=0.03)
     message = {"phi": np.array([0.4, -0.3]), "prior_share": np.array(0.25)}
     A, b = (d["X"].T @ d["X"] + 0.25 * pooled.PRIOR) / 10, d["X"].T @ d["y"] / 10
     exact = pooled.after_steps(A + 0.7 * np.eye(2), b + 0.7 * message["phi"], message["phi"], 0.03, 2)
@@ -125,7 +127,7 @@ def test_a_blank_client_starts_from_phi_and_says_so() -> None:
 def test_a_new_client_takes_its_steps_from_phi() -> None:
     """φ, then personal_steps on F + λ/2 ‖v − φ‖² with a share of the prior of one among K."""
     model, clients = pooled.linear()
-    algorithm = fedppl.Ditto(learning_rate=0.1, lam=0.5, personal_steps=11, personal_rate=0.05)
+    algorithm = fedppl.averaging.Ditto(learning_rate=0.1, lam=0.5, personal_steps=11, personal_rate=0.05)
     fit = fitted(model, clients, algorithm)
     rng = np.random.default_rng(8)
     X = rng.normal(size=(9, 2))
@@ -153,13 +155,13 @@ def test_a_new_client_takes_its_steps_from_phi() -> None:
 )
 def test_settings_out_of_range_are_refused(settings: Any, match: str) -> None:
     with pytest.raises(DeclarationError, match=match):
-        fedppl.Ditto(**({"learning_rate": 0.1, "lam": 0.5} | settings))
+        fedppl.averaging.Ditto(**({"learning_rate": 0.1, "lam": 0.5} | settings))
 
 
 def test_personal_steps_that_diverge_name_their_own_rate() -> None:
     """η_v (λ_max + λ) > 2, while the steps on φ are fine."""
     model, clients = pooled.linear()
-    fit = fitted(model, clients, fedppl.Ditto(learning_rate=0.05, lam=0.5, personal_rate=3.0), rounds=1)
+    fit = fitted(model, clients, fedppl.averaging.Ditto(learning_rate=0.05, lam=0.5, personal_rate=3.0), rounds=1)
     assert fit.status is Status.STALLED
     assert all("personal_rate=3" in reason for reason in fit.records[0].failures.values())
 
@@ -167,9 +169,9 @@ def test_personal_steps_that_diverge_name_their_own_rate() -> None:
 def test_a_pull_too_strong_for_its_rate_is_refused() -> None:
     """η_v λ >= 2 diverges whatever the data are."""
     with pytest.raises(DeclarationError, match="below 2"):
-        fedppl.Ditto(learning_rate=0.05, lam=5.0, personal_rate=0.4)
+        fedppl.averaging.Ditto(learning_rate=0.05, lam=5.0, personal_rate=0.4)
 
 
 def test_personal_settings_default_to_the_shared_ones() -> None:
-    settings = fedppl.Ditto(learning_rate=0.05, lam=5.0, steps=7).settings
+    settings = fedppl.averaging.Ditto(learning_rate=0.05, lam=5.0, steps=7).settings
     assert (settings["personal_rate"], settings["personal_steps"]) == ("0.05", "7")

@@ -61,7 +61,7 @@ def test_refinement_keeps_an_exact_posterior_exact() -> None:
 
 def test_ep_without_warm_start_is_exact_on_a_gaussian_model() -> None:
     model, clients = problems.regression()
-    fit = fitted(model, clients, fedppl.EP(local=fedppl.Laplace()))
+    fit = fitted(model, clients, fedppl.EP(local=fedppl.local.Laplace()))
     np.testing.assert_allclose(
         gaussian.mean(fit.posterior), gaussian.mean(problems.regression_posterior(clients)), rtol=0, atol=1e-7
     )
@@ -245,7 +245,7 @@ def test_sites_keep_the_form_of_their_structure(structure: Any) -> None:
 
 def exaggerating(factor: float) -> LocalInference:
     """A local inference that is exact but for a precision `factor` times too small."""
-    exact = fedppl.NestedLaplace()
+    exact = fedppl.local.NestedLaplace()
 
     def tilted(target: Any, rng: Any) -> Moments:
         moments = exact.tilted(target, rng)
@@ -267,7 +267,7 @@ def test_backtracking_keeps_q_proper_whatever_clients_say() -> None:
 @problems.few_rounds
 def test_a_client_that_fails_keeps_its_site_and_the_others_go_on() -> None:
     model, clients = problems.noise()
-    exact = fedppl.NestedLaplace()
+    exact = fedppl.local.NestedLaplace()
 
     def failing(target: Any, rng: Any) -> Moments:
         if target.client.client_id == list(clients)[0]:
@@ -294,7 +294,7 @@ def test_no_usable_reply_at_all_is_a_status_with_the_reason() -> None:
         raise LocalFailure("the disk is full; free some space")
 
     with pytest.warns(fedppl.ConvergenceWarning, match="the disk is full; free some space"):
-        fit = fitted(model, clients, fedppl.EP(local=fedppl.Laplace()._replace(tilted=failing)), rounds=3)
+        fit = fitted(model, clients, fedppl.EP(local=fedppl.local.Laplace()._replace(tilted=failing)), rounds=3)
     assert fit.status is fedppl.Status.STALLED
     with pytest.raises(fedppl.NotConvergedError, match="no client has replied.*the disk is full"):
         _ = fit.posterior
@@ -313,7 +313,7 @@ def test_nuts_replies_converge_to_monte_carlo_error() -> None:
     from fedppl.testing import normal_means
 
     model, clients = normal_means()
-    fit = fitted(model, clients, fedppl.EP(local=fedppl.NUTS(draws=400, tune=300, chains=2)), rounds=12)
+    fit = fitted(model, clients, fedppl.EP(local=fedppl.local.NUTS(draws=400, tune=300, chains=2)), rounds=12)
     mean, variance = problems.normal_means_posterior(clients)
     assert fit.status.ok, fit.message
     assert "Monte Carlo" in fit.message

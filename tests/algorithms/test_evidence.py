@@ -110,7 +110,7 @@ def test_what_is_not_known_of_log_densities_is_in_its_error(monkeypatch: pytest.
 def test_a_local_inference_without_factors_has_it_too() -> None:
     model, clients = normal_means()
     exact = fit(model, clients, fedppl.EP()).log_evidence
-    nuts = fedppl.EP(local=fedppl.NUTS(draws=500, tune=300, chains=2), tolerance=0.1)
+    nuts = fedppl.EP(local=fedppl.local.NUTS(draws=500, tune=300, chains=2), tolerance=0.1)
     found = fit(model, clients, nuts).log_evidence
     assert found.method == "EP"
     assert found.value == pytest.approx(exact.value, abs=0.02 + 3 * found.error)

@@ -55,7 +55,7 @@ def of_line(mu: float) -> float:
 @pytest.mark.parametrize(("builder", "truth"), [(level, of_level), (line, of_line)])
 def test_log_densities_under_cauchy_priors_are_those_of_quadrature(builder: Any, truth: Any) -> None:
     (client,) = FederatedModel(builder, ["mu"]).enrol({"a": {"y": np.zeros(3, dtype=int)}}).values()
-    compute = fedppl.NestedLaplace().factor
+    compute = fedppl.local.NestedLaplace().factor
     assert compute is not None
     found = compute(client, POINTS[:, None], np.array([-1.5]), 0.0)
     wrong = found.values - np.array([truth(mu) for mu in POINTS])
@@ -107,7 +107,7 @@ def test_a_ridge_that_data_leave_is_integrated_along_itself(degrees: int) -> Non
         return model
 
     (client,) = FederatedModel(of_a_sum, ["mu"]).enrol({"a": {"y": np.array([0.5])}}).values()
-    compute = fedppl.NestedLaplace().factor
+    compute = fedppl.local.NestedLaplace().factor
     assert compute is not None
     points = np.linspace(-1.0, 2.0, 25)
     found = compute(client, points[:, None], np.array([0.0]), 0.0)

@@ -512,7 +512,7 @@ def test_sites_of_a_diagonal_family_are_exact_beside_a_correlated_prior() -> Non
 def test_many_clients_with_real_noise_come_within_the_predicted_error() -> None:
     """No seed: six sds are passed once in 10⁸ runs."""
     model, clients = normal_means(300, rows=5)
-    algorithm = private(clip=0.17, noise_multiplier=2.0, releases=20, local=fedppl.Laplace())  # exact here
+    algorithm = private(clip=0.17, noise_multiplier=2.0, releases=20, local=fedppl.local.Laplace())  # exact here
     fit = fedppl.fit(model, clients, algorithm, rounds=25, progressbar=False, random_seed=1)
     mean, variance = problems.normal_means_posterior(clients)
     noise_sd = float(fit.idata["fit"]["noise_sd"][0])

@@ -38,7 +38,7 @@ def test_the_fixed_point_is_the_minimiser_though_clients_differ(weights: str, pa
     exact = pooled.mode(clients, weights)
     # c is stale where few clients are asked: smaller steps of the server
     rate = 1.0 if participation is None else 0.3
-    algorithm = fedppl.SCAFFOLD(learning_rate=0.05, weights=weights, tolerance=1e-9, server_rate=rate)
+    algorithm = fedppl.averaging.SCAFFOLD(learning_rate=0.05, weights=weights, tolerance=1e-9, server_rate=rate)
     fit = fitted(model, clients, algorithm, participation=participation)
     assert fit.status is Status.CONVERGED, fit.message
     assert_allclose(fit.estimate["mu"], exact, atol=1e-7)
@@ -54,7 +54,7 @@ def test_a_logistic_regression_ends_at_its_mode() -> None:
     """Root of Σ Xᵀ(logit⁻¹ Xβ − y) + β/4."""
     model, clients = pooled.logit()
     exact = root(lambda beta: pooled.logit_gradient(clients, beta), np.zeros(2), tol=1e-12).x
-    fit = fitted(model, clients, fedppl.SCAFFOLD(learning_rate=0.5, tolerance=1e-9))
+    fit = fitted(model, clients, fedppl.averaging.SCAFFOLD(learning_rate=0.5, tolerance=1e-9))
     assert fit.status is Status.CONVERGED
     assert_allclose(fit.state.phi, exact, atol=1e-7)
 
@@ -62,7 +62,7 @@ def test_a_logistic_regression_ends_at_its_mode() -> None:
 def test_a_model_with_local_variables_ends_at_its_joint_mode() -> None:
     """Gaussian throughout: φ there is the mean of the exact marginal posterior."""
     model, clients = problems.regression()
-    fit = fitted(model, clients, fedppl.SCAFFOLD(learning_rate=0.1, tolerance=1e-9))
+    fit = fitted(model, clients, fedppl.averaging.SCAFFOLD(learning_rate=0.1, tolerance=1e-9))
     assert fit.status is Status.CONVERGED
     assert_allclose(fit.state.phi, gaussian.mean(problems.regression_posterior(clients)), atol=1e-6)
 
@@ -70,7 +70,9 @@ def test_a_model_with_local_variables_ends_at_its_joint_mode() -> None:
 def test_clients_that_are_at_their_start_with_phi_have_not_converged() -> None:
     """θ = φ = 0 at first, so with T = 1 only the θ_k move in the first round."""
     model, clients = problems.logistic()
-    step = next(iter(fedppl.rounds(model, clients, fedppl.SCAFFOLD(learning_rate=0.1, steps=1), random_seed=1)))
+    step = next(
+        iter(fedppl.rounds(model, clients, fedppl.averaging.SCAFFOLD(learning_rate=0.1, steps=1), random_seed=1))
+    )
     assert_array_equal(step.state.phi, [0.0])
     assert step.status is Status.RUNNING
 
@@ -78,7 +80,7 @@ def test_clients_that_are_at_their_start_with_phi_have_not_converged() -> None:
 def test_the_first_round_is_that_of_fedavg() -> None:
     """Nothing is known of the clients' gradients yet."""
     model, clients = pooled.linear()
-    ours = path(model, clients, fedppl.SCAFFOLD(learning_rate=0.05, steps=7), 1)[0]
+    ours = path(model, clients, fedppl.averaging.SCAFFOLD(learning_rate=0.05, steps=7), 1)[0]
     theirs = path(model, clients, FedAvg(learning_rate=0.05, steps=7), 1)[0]
     assert_allclose(ours, theirs, rtol=1e-12)
 
@@ -86,7 +88,9 @@ def test_the_first_round_is_that_of_fedavg() -> None:
 def test_rounds_follow_the_papers_algorithm() -> None:
     """Algorithm 1 with option II and full gradients, written out; c starts at zero and all clients are asked."""
     model, clients = pooled.linear()
-    algorithm = fedppl.SCAFFOLD(learning_rate=0.03, steps=5, server_rate=0.7, weights="equal", tolerance=1e-15)
+    algorithm = fedppl.averaging.SCAFFOLD(
+        learning_rate=0.03, steps=5, server_rate=0.7, weights="equal", tolerance=1e-15
+    )
     losses = pooled.losses(clients)
     x, c, controls = np.zeros(2), np.zeros(2), np.zeros((4, 2))
     for ours in path(model, clients, algorithm, 30):
@@ -130,7 +134,7 @@ def test_a_ledger_entry_is_the_formula_and_a_correction_costs_one_row() -> None:
 
 def test_the_ledger_is_in_balance_in_every_round_of_some_clients() -> None:
     model, clients = pooled.linear()
-    algorithm = fedppl.SCAFFOLD(learning_rate=0.05, batch_size=3)
+    algorithm = fedppl.averaging.SCAFFOLD(learning_rate=0.05, batch_size=3)
     seen = set()
     for step in fedppl.rounds(model, clients, algorithm, rounds=15, participation=0.4, random_seed=3):
         assert_balanced(step.state)
@@ -142,7 +146,7 @@ def test_the_ledger_is_in_balance_in_every_round_of_some_clients() -> None:
 
 def test_controls_are_mean_gradients_along_the_path() -> None:
     model, clients = pooled.linear()
-    models, algorithm = model.enrol(clients, kernel=False), fedppl.SCAFFOLD(learning_rate=0.05, steps=4)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.averaging.SCAFFOLD(learning_rate=0.05, steps=4)
     state = algorithm.init(models["plot 0"].layout, tuple(models), stream((1,)))
     for number in range(3):
         messages = {client_id: algorithm.broadcast(state, client_id) for client_id in models}
@@ -161,7 +165,10 @@ def test_controls_are_mean_gradients_along_the_path() -> None:
 def test_lost_replies_and_wiped_clients_change_nothing_but_the_path() -> None:
     """A reply that never arrived leaves no trace: the client holds nothing that the server does not know."""
     model, clients = pooled.linear()
-    models, algorithm = model.enrol(clients, kernel=False), fedppl.SCAFFOLD(learning_rate=0.05, tolerance=1e-9)
+    models, algorithm = (
+        model.enrol(clients, kernel=False),
+        fedppl.averaging.SCAFFOLD(learning_rate=0.05, tolerance=1e-9),
+    )
     lost_on_the_way = np.random.default_rng(5)
     state = algorithm.init(models["plot 0"].layout, tuple(models), stream((1,)))
     personal: dict[str, Any] = dict.fromkeys(models)
@@ -187,7 +194,7 @@ def test_lost_replies_and_wiped_clients_change_nothing_but_the_path() -> None:
 
 def test_a_client_asked_for_the_first_time_takes_plain_steps() -> None:
     model, clients = pooled.linear()
-    models, algorithm = model.enrol(clients, kernel=False), fedppl.SCAFFOLD(learning_rate=0.05)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.averaging.SCAFFOLD(learning_rate=0.05)
     state = algorithm.init(models["plot 0"].layout, tuple(models), stream((1,)))
     for number, client_id in enumerate(("plot 0", "plot 1")):
         reply = algorithm.update_client(
@@ -202,7 +209,7 @@ def test_a_client_asked_for_the_first_time_takes_plain_steps() -> None:
 def test_it_has_not_converged_before_everyone_was_asked() -> None:
     """One client's own mode is a fixed point for it alone."""
     model, clients = pooled.linear()
-    algorithm = fedppl.SCAFFOLD(learning_rate=0.1)
+    algorithm = fedppl.averaging.SCAFFOLD(learning_rate=0.1)
     steps = list(
         fedppl.rounds(model, clients, algorithm, rounds=200, participation=lambda ids, rng: ["plot 1"], random_seed=1)
     )
@@ -214,4 +221,4 @@ def test_it_has_not_converged_before_everyone_was_asked() -> None:
 @pytest.mark.parametrize("rate", [0.0, -1.0, np.nan, np.inf])
 def test_a_server_rate_out_of_range_is_refused(rate: float) -> None:
     with pytest.raises(DeclarationError, match="server_rate="):
-        fedppl.SCAFFOLD(learning_rate=0.1, server_rate=rate)
+        fedppl.averaging.SCAFFOLD(learning_rate=0.1, server_rate=rate)

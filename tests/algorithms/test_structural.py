@@ -362,7 +362,7 @@ def test_new_clients_are_refused_with_the_remedy() -> None:
         ({"structure": "low rank"}, "structure"),
         ({"structure": covariance.exchangeable}, "structure=fedppl.covariance.exchangeable must be one that is built"),
         ({"report": "sigma"}, "list of names"),
-        ({"local": fedppl.NUTS()}, "expansions"),
+        ({"local": fedppl.local.NUTS()}, "expansions"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], word: str) -> None:

@@ -106,7 +106,7 @@ def test_the_budget_counts_expansions_a_client(participation: int | None) -> Non
         slopes[client.client_id] *= -1
         return Expansion(0.0, np.full(1, slopes[client.client_id]), np.zeros((1, 1)), {})
 
-    local = fedppl.NestedLaplace()._replace(
+    local = fedppl.local.NestedLaplace()._replace(
         expand=turning, log_factor=lambda client, points, share: np.zeros(len(points))
     )
     declared, clients = normal_means(4)

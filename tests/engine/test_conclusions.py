@@ -138,7 +138,9 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
 
 @pytest.mark.parametrize("beside", [("point", "move"), ("start", "pull", "weight")])
 @pytest.mark.parametrize(
-    "algorithm", [EP, fedppl.HM1(), fedppl.Separate(), fedppl.PrecisionWeighted()], ids=lambda one: str(one.name)
+    "algorithm",
+    [EP, fedppl.HM1(), fedppl.one_shot.Separate(), fedppl.one_shot.PrecisionWeighted()],
+    ids=lambda one: str(one.name),
 )
 def test_what_is_drawn_is_what_the_policy_looked_at(algorithm: Any, beside: tuple[str, ...]) -> None:
     """The final message holds other names than requests do, and those of a request tell nothing of it."""
@@ -162,7 +164,7 @@ def test_sites_of_correlated_clients_tell_too(tmp_path: Path) -> None:
 
 def test_no_p_values_from_cavities_that_are_not_of_all_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, clients = normal_means(3)
-    algorithm = fedppl.ConsensusMonteCarlo(draws=200)
+    algorithm = fedppl.one_shot.ConsensusMonteCarlo(draws=200)
     with caplog.at_level(logging.WARNING):
         found = fit(FakeGrid(nodes_of(tmp_path, model, clients, BOTH, algorithm)), model, algorithm)
     assert all(set(told) == {"loo"} for told in found.told.values())

@@ -205,7 +205,7 @@ def test_a_deadline_that_is_met_changes_nothing() -> None:
 def test_a_fit_goes_on_without_the_late_client() -> None:
     """Client 1 sleeps through the first round; what it sends then is not used, and the fit still converges."""
     release = threading.Event()
-    inner = fedppl.NestedLaplace()
+    inner = fedppl.local.NestedLaplace()
     slept: list[str] = []
 
     def expand(client: Any, point: Any, share: float) -> Any:
@@ -247,7 +247,7 @@ def test_the_number_of_workers_is_positive(workers: int) -> None:
 
 def test_the_target_of_a_request_is_not_kept() -> None:
     """Two rounds of the same request give the same reply: nothing of the first is remembered."""
-    inner = fedppl.NestedLaplace()
+    inner = fedppl.local.NestedLaplace()
     seen: list[Target] = []
 
     def tilted(target: Target, rng: np.random.Generator) -> Any:
@@ -264,7 +264,7 @@ def test_the_target_of_a_request_is_not_kept() -> None:
 def test_pytensors_settings_are_as_they_were_whatever_threads_do() -> None:
     """One client's thread sets a mode after another's did, and sets it back after it: the other's would be left."""
     mine, theirs = pytensor.config.mode, PYTHON_MODE
-    inner, order = fedppl.NestedLaplace(), [threading.Event() for _ in range(3)]
+    inner, order = fedppl.local.NestedLaplace(), [threading.Event() for _ in range(3)]
     expand = inner.expand
     assert expand is not None
 

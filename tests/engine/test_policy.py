@@ -297,9 +297,9 @@ def test_a_server_cannot_say_for_itself_which_points_are_inside() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        fedppl.EP(local=fedppl.Laplace()),
-        fedppl.EP(local=fedppl.NestedLaplace(points=16)),
-        fedppl.EP(local=fedppl.NUTS(draws=200, tune=200, chains=1)),
+        fedppl.EP(local=fedppl.local.Laplace()),
+        fedppl.EP(local=fedppl.local.NestedLaplace(points=16)),
+        fedppl.EP(local=fedppl.local.NUTS(draws=200, tune=200, chains=1)),
         fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2),
     ],
     ids=lambda algorithm: f"{algorithm.name}, {algorithm.settings['local'].split('(')[0]}",
@@ -318,7 +318,11 @@ def test_what_is_computed_is_what_the_policy_looked_at(algorithm: Any) -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [fedppl.FedAvg(learning_rate=0.1), fedppl.SCAFFOLD(learning_rate=0.1), fedppl.FedProx(learning_rate=0.1, mu=0.1)],
+    [
+        fedppl.averaging.FedAvg(learning_rate=0.1),
+        fedppl.averaging.SCAFFOLD(learning_rate=0.1),
+        fedppl.averaging.FedProx(learning_rate=0.1, mu=0.1),
+    ],
 )
 def test_a_point_with_coordinates_to_spare_is_none(algorithm: Any) -> None:
     """What is beyond φ would be taken for local variables, and where they end would leave."""
@@ -959,7 +963,7 @@ def test_conclusions_tell_nothing_of_a_uniform_likelihood(tmp_path: Path, asked:
     """Asked with narrow q at widths above and below the largest value, a site says the same, a hundred times."""
     data = {"y": np.linspace(0.1, 3.7, 30)}
     model = FederatedModel(uniform_builder, ["width"])
-    algorithm = fedppl.EP(local=fedppl.NUTS(draws=20, tune=20, chains=1), warm_start=False)
+    algorithm = fedppl.EP(local=fedppl.local.NUTS(draws=20, tune=20, chains=1), warm_start=False)
     failed = 0
 
     def draw(client: Any, personal: Any, message: Any, *rest: Any) -> Any:

@@ -303,7 +303,8 @@ def test_shared_variables_are_known_by_their_names_shapes_and_priors() -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [fedppl.EP(), fedppl.FedAvg(learning_rate=0.1), fedppl.HM1(), fedppl.ConsensusMonteCarlo()]
+    "algorithm",
+    [fedppl.EP(), fedppl.averaging.FedAvg(learning_rate=0.1), fedppl.HM1(), fedppl.one_shot.ConsensusMonteCarlo()],
 )
 def test_algorithms_for_continuous_parameters_refuse_indicators(algorithm: Algorithm) -> None:
     model, clients = problems.coregional()

@@ -55,7 +55,7 @@ def data_of(case: str) -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def enrolled(case: str) -> dict[str, fedppl.ClientModel]:
+def enrolled(case: str) -> dict[str, fedppl.model.client.ClientModel]:
     return fedppl.FederatedModel(CASES[case][0], hm1.SHARED).enrol(data_of(case))
 
 

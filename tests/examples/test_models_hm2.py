@@ -112,7 +112,7 @@ CASES = {
 }
 
 
-def enrolled(case: str) -> tuple[dict[str, Any], dict[str, fedppl.ClientModel]]:
+def enrolled(case: str) -> tuple[dict[str, Any], dict[str, fedppl.model.client.ClientModel]]:
     builder, client, _ = CASES[case]
     shared = hm2.HIERARCHICAL_SHARED if client is not gaussian_client else hm2.PENALISED_SHARED
     if case in ("regression", "known noise"):
@@ -228,7 +228,7 @@ def test_nested_laplace_is_refused_where_the_prior_has_a_kink(prior: str) -> Non
 def test_lasso_fits_with_nuts_and_results_are_labelled() -> None:
     model = fedppl.FederatedModel(functools.partial(PENALISED, prior="lasso"), hm2.PENALISED_SHARED)
     clients = {"one": gaussian_client(30, 1), "two": gaussian_client(40, 2)}
-    nuts = fedppl.NUTS(draws=150, tune=200, chains=1, rhat_limit=1.5)
+    nuts = fedppl.local.NUTS(draws=150, tune=200, chains=1, rhat_limit=1.5)
     fit = fedppl.fit(model, clients, fedppl.EP(local=nuts), rounds=2, progressbar=False, random_seed=1)
     assert not fit.records[-1].failures
     result = fit.client("one", predict={"X": np.eye(3)}, draws=200, chains=1)

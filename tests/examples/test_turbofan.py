@@ -77,7 +77,7 @@ def test_test_rows_change_nothing_in_a_fit_or_a_choice() -> None:
         task = turbofan.Task(3, turbofan.scaled(rows, "zscore"), seed=1, quick=True, bands=False)
         average = fedppl.HM1(structure=fedppl.covariance.moving_average(0.1))
         fits.append(turbofan.columns(turbofan.run(task, "regression", average, rounds=3)))
-        candidates = turbofan.grid(fedppl.FedAvg, {"learning_rate": [0.01, 0.1]})
+        candidates = turbofan.grid(fedppl.averaging.FedAvg, {"learning_rate": [0.01, 0.1]})
         choices.append(list(turbofan.search(task, "squared error", candidates, rounds=3).values()))
         choices.append(turbofan.least_squares(task)["Separate, tuned"].setting)
     for name in engines:

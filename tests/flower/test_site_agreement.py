@@ -70,8 +70,10 @@ def nodes_of(
     return {10 + i: node(app, 10 + i, **{"client-id": name}) for i, name in enumerate(data)}
 
 
-def agree(grid: FakeGrid, model: Any = MODEL, clients: Any = 3, **keywords: Any) -> fedppl.Agreed:
-    found: fedppl.Agreed = fedppl.Flower.agree(grid, model, clients=clients, **{"wait": 0.3, "poll": 0.001, **keywords})
+def agree(grid: FakeGrid, model: Any = MODEL, clients: Any = 3, **keywords: Any) -> fedppl.formulas.formula.Agreed:
+    found: fedppl.formulas.formula.Agreed = fedppl.Flower.agree(
+        grid, model, clients=clients, **{"wait": 0.3, "poll": 0.001, **keywords}
+    )
     return found
 
 

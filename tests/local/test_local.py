@@ -43,15 +43,17 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "NestedLaplace": Way(fedppl.NestedLaplace, "exact"),
-    "Laplace": Way(fedppl.Laplace, "exact"),
-    "ADVI": Way(fedppl.ADVI, "exact"),
-    "MeanField": Way(fedppl.MeanField, "mean"),
+    "NestedLaplace": Way(fedppl.local.NestedLaplace, "exact"),
+    "Laplace": Way(fedppl.local.Laplace, "exact"),
+    "ADVI": Way(fedppl.local.ADVI, "exact"),
+    "MeanField": Way(fedppl.local.MeanField, "mean"),
     # the slowest direction of `means` has curvature 0.8: (1 - 0.03 x 0.8)^800 is 4e-9
-    "GradientSteps": Way(lambda: fedppl.GradientSteps(steps=800, learning_rate=0.03), "exact"),
-    "NUTS with PyMC": Way(lambda: fedppl.NUTS(draws=500, tune=300, nuts_sampler="pymc"), "sampled", seeds_matter=True),
+    "GradientSteps": Way(lambda: fedppl.local.GradientSteps(steps=800, learning_rate=0.03), "exact"),
+    "NUTS with PyMC": Way(
+        lambda: fedppl.local.NUTS(draws=500, tune=300, nuts_sampler="pymc"), "sampled", seeds_matter=True
+    ),
     "NUTS with nutpie": Way(
-        lambda: fedppl.NUTS(draws=500, tune=300, nuts_sampler="nutpie"), "sampled", seeds_matter=True
+        lambda: fedppl.local.NUTS(draws=500, tune=300, nuts_sampler="nutpie"), "sampled", seeds_matter=True
     ),
 }
 
@@ -276,18 +278,18 @@ def test_names_are_for_reading(way: Way) -> None:
 @pytest.mark.parametrize(
     "build, words",
     [
-        (lambda: fedppl.NestedLaplace(points=15), "points=15"),
-        (lambda: fedppl.ADVI(points=15), "points=15"),
-        (lambda: fedppl.ADVI(max_iterations=0), "max_iterations=0"),
-        (lambda: fedppl.MeanField(points=0), "points=0"),
-        (lambda: fedppl.GradientSteps(steps=0), "steps=0"),
-        (lambda: fedppl.GradientSteps(learning_rate=0.0), "learning_rate=0.0"),
-        (lambda: fedppl.GradientSteps(learning_rate=-1e-3), "learning_rate=-0.001"),
-        (lambda: fedppl.GradientSteps(learning_rate=float("nan")), "learning_rate=nan"),
-        (lambda: fedppl.NUTS(draws=9, chains=2), "draws=9"),
-        (lambda: fedppl.NUTS(tune=0), "tune=0"),
-        (lambda: fedppl.NUTS(chains=0), "chains=0"),
-        (lambda: fedppl.NUTS(nuts_sampler="stan"), "'stan'"),
+        (lambda: fedppl.local.NestedLaplace(points=15), "points=15"),
+        (lambda: fedppl.local.ADVI(points=15), "points=15"),
+        (lambda: fedppl.local.ADVI(max_iterations=0), "max_iterations=0"),
+        (lambda: fedppl.local.MeanField(points=0), "points=0"),
+        (lambda: fedppl.local.GradientSteps(steps=0), "steps=0"),
+        (lambda: fedppl.local.GradientSteps(learning_rate=0.0), "learning_rate=0.0"),
+        (lambda: fedppl.local.GradientSteps(learning_rate=-1e-3), "learning_rate=-0.001"),
+        (lambda: fedppl.local.GradientSteps(learning_rate=float("nan")), "learning_rate=nan"),
+        (lambda: fedppl.local.NUTS(draws=9, chains=2), "draws=9"),
+        (lambda: fedppl.local.NUTS(tune=0), "tune=0"),
+        (lambda: fedppl.local.NUTS(chains=0), "chains=0"),
+        (lambda: fedppl.local.NUTS(nuts_sampler="stan"), "'stan'"),
     ],
 )
 def test_settings_out_of_range_are_refused(build: Callable[[], LocalInference], words: str) -> None:
@@ -297,10 +299,10 @@ def test_settings_out_of_range_are_refused(build: Callable[[], LocalInference], 
 
 def test_smallest_settings_are_taken() -> None:
     for build in (
-        lambda: fedppl.NestedLaplace(points=16),
-        lambda: fedppl.ADVI(points=16, max_iterations=1),
-        lambda: fedppl.GradientSteps(steps=1),
-        lambda: fedppl.NUTS(draws=20, tune=1, chains=1),
+        lambda: fedppl.local.NestedLaplace(points=16),
+        lambda: fedppl.local.ADVI(points=16, max_iterations=1),
+        lambda: fedppl.local.GradientSteps(steps=1),
+        lambda: fedppl.local.NUTS(draws=20, tune=1, chains=1),
     ):
         assert isinstance(build(), LocalInference)
 
@@ -310,15 +312,15 @@ def test_nutpie_is_the_default_where_it_is_installed_and_refused_where_not(monke
         return str(inference.tilted.keywords["settings"].sampler)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(nuts, "_HAS_NUTPIE", True)
-    assert sampler(fedppl.NUTS()) == "nutpie"
-    assert sampler(fedppl.NUTS(nuts_sampler="pymc")) == "pymc"
+    assert sampler(fedppl.local.NUTS()) == "nutpie"
+    assert sampler(fedppl.local.NUTS(nuts_sampler="pymc")) == "pymc"
     monkeypatch.setattr(nuts, "_HAS_NUTPIE", False)
-    assert sampler(fedppl.NUTS()) == "pymc"
+    assert sampler(fedppl.local.NUTS()) == "pymc"
     with pytest.raises(DeclarationError, match=r"fedppl\[nutpie\]"):
-        fedppl.NUTS(nuts_sampler="nutpie")
+        fedppl.local.NUTS(nuts_sampler="nutpie")
 
 
-@pytest.mark.parametrize("build", [fedppl.NestedLaplace, fedppl.Laplace])
+@pytest.mark.parametrize("build", [fedppl.local.NestedLaplace, fedppl.local.Laplace])
 def test_kinks_are_refused_with_the_remedy(build: Callable[[], LocalInference]) -> None:
     model, clients = problems.lasso()
     client = next(iter(model.enrol(clients, kernel=False).values()))
@@ -329,7 +331,7 @@ def test_kinks_are_refused_with_the_remedy(build: Callable[[], LocalInference]) 
 def test_kinks_are_for_ways_without_curvature() -> None:
     model, clients = problems.lasso()
     client = next(iter(model.enrol(clients).values()))
-    for build in (fedppl.NUTS, fedppl.ADVI, fedppl.MeanField):
+    for build in (fedppl.local.NUTS, fedppl.local.ADVI, fedppl.local.MeanField):
         build().check(client)
 
 
@@ -445,7 +447,7 @@ def test_expansion_of_a_gaussian_factor_is_the_factor(rng: np.random.Generator) 
     """log f(φ) = log N(y; Zφ, I + ¼ XXᵀ): gradient r − Qφ, Hessian −Q, wherever it is expanded."""
     client = the_case("regression").target.client
     site = problems.regression_site(client.arrays)
-    expand = fedppl.NestedLaplace().expand
+    expand = fedppl.local.NestedLaplace().expand
     assert expand is not None
     for phi in (np.zeros(3), rng.normal(size=3), np.array([20.0, -30.0, 10.0])):
         found = expand(client, phi, 0.25)  # a Gaussian prior has no share
@@ -460,7 +462,7 @@ def test_expansion_without_local_variables(rng: np.random.Generator) -> None:
     """log f(μ) = Σ log N(y; μ, 1)."""
     client = the_case("pooled").target.client
     y = client.arrays["y"]
-    expand = fedppl.NestedLaplace().expand
+    expand = fedppl.local.NestedLaplace().expand
     assert expand is not None
     found = expand(client, np.array([0.7]), 0.0)
     assert found.value == pytest.approx(norm.logpdf(y, 0.7).sum(), abs=1e-10)
@@ -471,7 +473,7 @@ def test_expansion_without_local_variables(rng: np.random.Generator) -> None:
 def test_expansion_agrees_with_differences_of_log_marginal() -> None:
     """Local noise sd and scale of the coefficients: neither Gaussian nor separable."""
     client = noise_client()
-    expand = fedppl.NestedLaplace().expand
+    expand = fedppl.local.NestedLaplace().expand
     assert expand is not None
     phi, h = np.array([0.8, -0.3, -0.9]), 2e-3
     steps = [np.zeros(3)]
@@ -508,7 +510,7 @@ def test_expansion_of_bernoulli_data_is_near_the_exact_derivatives() -> None:
     model, clients = problems.logistic(1, rows=30)
     client = model.enrol(clients)["ward 0"]
     ones = int(client.arrays["y"].sum())
-    expand = fedppl.NestedLaplace().expand
+    expand = fedppl.local.NestedLaplace().expand
     assert expand is not None
     theta = np.linspace(-6, 6, 20_001)
     for mu in (-0.5, 0.5, 1.5):
@@ -537,7 +539,7 @@ def rising_builder(y: Any) -> Any:
 def test_a_local_posterior_without_a_peak_is_a_failure_that_says_so() -> None:
     client = problems.declared(rising_builder, ("mu",)).enrol({"a": {"y": np.zeros(3)}})["a"]
     q = Gaussian(np.zeros(1), np.eye(1))
-    inference = fedppl.NestedLaplace()
+    inference = fedppl.local.NestedLaplace()
     assert inference.expand is not None
     with pytest.raises(LocalFailure, match="proper prior"):
         inference.expand(client, np.zeros(1), 0.0)
@@ -562,9 +564,9 @@ def shifted(case: Case, sds: float) -> Target:
 def test_a_far_q_falls_back_to_a_fitted_t(name: str, sds: float) -> None:
     """Moments have a Monte Carlo error, and it is the one that is stated."""
     case = the_case(name)
-    near = fedppl.NestedLaplace().tilted(case.target, np.random.default_rng(1))
+    near = fedppl.local.NestedLaplace().tilted(case.target, np.random.default_rng(1))
     assert near.diagnostics["fallback"] == 0
-    moments = fedppl.NestedLaplace().tilted(shifted(case, sds), np.random.default_rng(1))
+    moments = fedppl.local.NestedLaplace().tilted(shifted(case, sds), np.random.default_rng(1))
     expected = shared_part(case)
     assert moments.diagnostics["fallback"] == 1
     sd = gaussian.standard_deviations(expected)
@@ -577,7 +579,7 @@ def test_a_far_q_falls_back_to_a_fitted_t(name: str, sds: float) -> None:
 
 def test_a_far_q_without_fallback_is_a_failure_that_names_the_setting() -> None:
     with pytest.raises(LocalFailure, match="points=.*fallback=True"):
-        fedppl.NestedLaplace(fallback=False).tilted(shifted(the_case("means"), 30.0), np.random.default_rng(1))
+        fedppl.local.NestedLaplace(fallback=False).tilted(shifted(the_case("means"), 30.0), np.random.default_rng(1))
 
 
 def test_an_improper_cavity_falls_back_to_nuts() -> None:
@@ -588,7 +590,7 @@ def test_an_improper_cavity_falls_back_to_nuts() -> None:
     linear, precision = problems.normal_means_site(y)
     expected = Gaussian(np.array([0.4 + linear]), np.array([[precision - 0.5]]))
     q = gaussian.from_moments(gaussian.mean(expected) + 20.0, gaussian.covariance(expected))
-    moments = fedppl.NestedLaplace().tilted(Target(case.target.client, q, cavity, 0.0), np.random.default_rng(1))
+    moments = fedppl.local.NestedLaplace().tilted(Target(case.target.client, q, cavity, 0.0), np.random.default_rng(1))
     assert moments.diagnostics["fallback"] == 2
     assert moments.diagnostics["mc_error"] > 0
     ess = min(moments.diagnostics["ess"], 2000.0)
@@ -603,7 +605,7 @@ def test_what_takes_long_is_said_once_and_before_it_begins(
 
     def sampled(target: Target, rng: np.random.Generator) -> Any:
         before.append([record.getMessage() for record in caplog.records])
-        return fedppl.NestedLaplace().tilted(case.target, rng)
+        return fedppl.local.NestedLaplace().tilted(case.target, rng)
 
     monkeypatch.setattr(nested_laplace, "NUTS", lambda: SimpleNamespace(tilted=sampled))
     case.target.client.__dict__.pop("_views", None)  # of other tests
@@ -611,14 +613,14 @@ def test_what_takes_long_is_said_once_and_before_it_begins(
     cavity = Gaussian(np.zeros(case.m), -0.5 * np.eye(case.m))
     with caplog.at_level(logging.WARNING, logger="fedppl"):
         for _ in range(2):
-            fedppl.NestedLaplace().tilted(Target(case.target.client, q, cavity, 0.0), np.random.default_rng(1))
+            fedppl.local.NestedLaplace().tilted(Target(case.target.client, q, cavity, 0.0), np.random.default_rng(1))
     assert [len(said) for said in before] == [1, 1]
     assert all(word in before[0][0] for word in (case.target.client.client_id, "NUTS", "theta", "standardised"))
 
 
 def test_draws_from_a_far_q_are_right() -> None:
     case = the_case("means")
-    drawn = fedppl.NestedLaplace().draw(shifted(case, 30.0), 500, 2, np.random.default_rng(1))
+    drawn = fedppl.local.NestedLaplace().draw(shifted(case, 30.0), 500, 2, np.random.default_rng(1))
     assert drawn.diagnostics["fallback"] > 0
     sample = np.concatenate([drawn.shared, drawn.local], axis=-1).reshape(1000, 2)
     assert_within_error(
@@ -630,7 +632,7 @@ def test_nested_laplace_keeps_q_where_it_is_already_right() -> None:
     """Constant weights: no Monte Carlo error at all, which is what lets errors of K clients not add up."""
     case = the_case("regression")
     target = case.target._replace(global_=shared_part(case))
-    moments = fedppl.NestedLaplace(points=20).tilted(target, np.random.default_rng(1))
+    moments = fedppl.local.NestedLaplace(points=20).tilted(target, np.random.default_rng(1))
     # log f is known to 1e-8 or so, and the weights are constant to that
     assert_allclose(moments.mean, case.mean[:3], rtol=0, atol=1e-7)
     assert_allclose(moments.covariance, case.covariance[:3, :3], rtol=0, atol=1e-7)
@@ -650,11 +652,11 @@ def test_moments_of_bernoulli_data_are_those_of_quadrature() -> None:
     mean = weights @ mu[:, 0]
     variance = weights @ (mu[:, 0] - mean) ** 2
     q = gaussian.from_moments(np.array([mean + 0.1]), np.array([[1.2 * variance]]))
-    moments = fedppl.NestedLaplace().tilted(Target(client, q, cavity, 0.0), np.random.default_rng(0))
+    moments = fedppl.local.NestedLaplace().tilted(Target(client, q, cavity, 0.0), np.random.default_rng(0))
     assert moments.mean[0] == pytest.approx(mean, abs=0.01 * np.sqrt(variance))
     assert moments.covariance[0, 0] == pytest.approx(variance, rel=0.02)
     # draws have exact weights: no bias of Laplace, and θ beside μ
-    drawn = fedppl.NestedLaplace().draw(Target(client, q, cavity, 0.0), 2000, 1, np.random.default_rng(0))
+    drawn = fedppl.local.NestedLaplace().draw(Target(client, q, cavity, 0.0), 2000, 1, np.random.default_rng(0))
     by_theta = np.exp(logp - logp.max()).sum(axis=0)
     by_theta /= by_theta.sum()
     theta_mean = by_theta @ theta[0]
@@ -700,7 +702,7 @@ def test_shares_of_all_clients_make_the_declared_prior() -> None:
     """Σ_k (expansion with share 1/K − without) + N_0 is log p(φ), its gradient and its Hessian, for μ and log τ."""
     model, data = problems.schools()
     clients = model.enrol(data)
-    expand = fedppl.NestedLaplace().expand
+    expand = fedppl.local.NestedLaplace().expand
     assert expand is not None
     n0 = next(iter(clients.values())).layout.prior
     assert not next(iter(clients.values())).layout.prior_is_gaussian
@@ -725,12 +727,12 @@ def test_the_whole_share_gives_the_declared_prior_to_nested_laplace() -> None:
     n0 = client.layout.prior
     mean, sd, _ = spread_posterior(client, n0)
     q = gaussian.from_moments(np.array([mean + 0.3 * sd]), np.array([[1.5 * sd**2]]))
-    moments = fedppl.NestedLaplace(points=2048).tilted(Target(client, q, n0, 1.0), np.random.default_rng(0))
+    moments = fedppl.local.NestedLaplace(points=2048).tilted(Target(client, q, n0, 1.0), np.random.default_rng(0))
     # skewed, so not exact; the errors of 2048 quasi-random points stay below those of as many independent ones
     assert moments.mean[0] == pytest.approx(mean, abs=sd / np.sqrt(2048))
     assert np.sqrt(moments.covariance[0, 0]) == pytest.approx(sd, rel=2 / np.sqrt(2 * 2048))
     # and without the share the answer is another one
-    bare = fedppl.NestedLaplace(points=2048).tilted(Target(client, q, n0, 0.0), np.random.default_rng(0))
+    bare = fedppl.local.NestedLaplace(points=2048).tilted(Target(client, q, n0, 0.0), np.random.default_rng(0))
     assert abs(bare.mean[0] - mean) > 4 * sd / np.sqrt(2048)
 
 
@@ -785,20 +787,20 @@ def test_log_tilted_is_site_times_cavity_times_share(rng: np.random.Generator) -
 def test_laplace_without_a_joint_mode_is_a_failure_that_names_others() -> None:
     client = problems.declared(rising_builder, ("mu",)).enrol({"a": {"y": np.zeros(3)}})["a"]
     q = Gaussian(np.zeros(1), np.eye(1))
-    with pytest.raises(LocalFailure, match=r"NestedLaplace\(\) or fedppl.NUTS\(\)"):
-        fedppl.Laplace().tilted(Target(client, q, q, 0.0), np.random.default_rng(0))
+    with pytest.raises(LocalFailure, match=r"NestedLaplace\(\) or fedppl.local.NUTS\(\)"):
+        fedppl.local.Laplace().tilted(Target(client, q, q, 0.0), np.random.default_rng(0))
 
 
 def test_variational_fit_that_has_not_converged_is_a_failure_that_names_the_setting() -> None:
     with pytest.raises(LocalFailure, match="max_iterations=1"):
-        fedppl.MeanField(max_iterations=1).tilted(the_case("regression").target, np.random.default_rng(0))
+        fedppl.local.MeanField(max_iterations=1).tilted(the_case("regression").target, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("learning_rate", [0.09, 0.1, 1.0, 1e6])
 def test_gradient_steps_that_diverge_are_a_failure_that_names_the_setting(learning_rate: float) -> None:
     """The largest curvature of `means` is 25: steps above 2 / 25 grow without bound, slowly or fast."""
     with pytest.raises(LocalFailure, match=f"learning_rate={learning_rate}"):
-        fedppl.GradientSteps(steps=100, learning_rate=learning_rate).tilted(
+        fedppl.local.GradientSteps(steps=100, learning_rate=learning_rate).tilted(
             the_case("means").target, np.random.default_rng(0)
         )
 
@@ -806,7 +808,7 @@ def test_gradient_steps_that_diverge_are_a_failure_that_names_the_setting(learni
 def test_gradient_steps_that_have_not_arrived_say_so() -> None:
     """One small step from q's mean: the decrement is that of the Gaussian, gᵀ A⁻¹ g."""
     case = the_case("means")
-    moments = fedppl.GradientSteps(steps=1, learning_rate=1e-3).tilted(case.target, np.random.default_rng(0))
+    moments = fedppl.local.GradientSteps(steps=1, learning_rate=1e-3).tilted(case.target, np.random.default_rng(0))
     start = np.concatenate([gaussian.mean(case.target.global_), case.target.client.initial])
     x = start + 1e-3 * (case.joint.linear - case.joint.precision @ start)
     assert_allclose(moments.mean, x[:1], rtol=1e-10)
@@ -816,7 +818,7 @@ def test_gradient_steps_that_have_not_arrived_say_so() -> None:
 
 def test_nuts_withholds_moments_of_chains_that_disagree() -> None:
     # of 50 draws a chain, R̂ is above 1.0001
-    inference = fedppl.NUTS(draws=50, tune=50, rhat_limit=1.0001, nuts_sampler="pymc")
+    inference = fedppl.local.NUTS(draws=50, tune=50, rhat_limit=1.0001, nuts_sampler="pymc")
     target = the_case("means").target
     with pytest.raises(LocalFailure, match="R̂.*tune= and draws="):
         inference.tilted(target, np.random.default_rng(0))
@@ -826,7 +828,7 @@ def test_nuts_withholds_moments_of_chains_that_disagree() -> None:
 
 
 def test_nuts_reports_its_monte_carlo_error() -> None:
-    moments = fedppl.NUTS(draws=100, tune=100, nuts_sampler="pymc").tilted(
+    moments = fedppl.local.NUTS(draws=100, tune=100, nuts_sampler="pymc").tilted(
         the_case("means").target, np.random.default_rng(0)
     )
     assert moments.diagnostics["mc_error"] == pytest.approx(1 / np.sqrt(min(moments.diagnostics["ess"], 200.0)))
@@ -836,13 +838,13 @@ def test_nuts_reports_its_monte_carlo_error() -> None:
 def test_nuts_shrinks_the_precision_of_its_draws() -> None:
     """The mean of an inverse Wishart: Q̂ = (n − m − 2) S⁻¹ with S the scatter of n effective draws."""
     case = the_case("regression")
-    moments = fedppl.NUTS(draws=100, tune=100, nuts_sampler="pymc").tilted(case.target, np.random.default_rng(0))
+    moments = fedppl.local.NUTS(draws=100, tune=100, nuts_sampler="pymc").tilted(case.target, np.random.default_rng(0))
     n = min(moments.diagnostics["ess"], 200.0)
     assert_allclose(moments.precision, (n - 3 - 2) * np.linalg.inv((n - 1) * moments.covariance), rtol=1e-9)
 
 
 def test_nuts_runs_with_one_chain() -> None:
-    inference = fedppl.NUTS(draws=200, tune=100, chains=1, nuts_sampler="pymc")
+    inference = fedppl.local.NUTS(draws=200, tune=100, chains=1, nuts_sampler="pymc")
     moments = inference.tilted(the_case("means").target, np.random.default_rng(0))
     assert 0.99 < moments.diagnostics["rhat"] < 1.1
 
@@ -863,7 +865,7 @@ def test_nuts_samples_what_has_a_kink() -> None:
     weights /= weights.sum()
     mean = weights @ log_lambda
     sd = np.sqrt(weights @ (log_lambda - mean) ** 2)
-    inference = fedppl.NUTS(draws=500, tune=400, nuts_sampler="pymc")
+    inference = fedppl.local.NUTS(draws=500, tune=400, nuts_sampler="pymc")
     moments = inference.tilted(Target(client, cavity, cavity, 0.0), np.random.default_rng(0))
     ess = min(moments.diagnostics["ess"], 1000.0)
     assert abs(moments.mean[0] - mean) < 4 * sd / np.sqrt(ess)

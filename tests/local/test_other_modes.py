@@ -45,7 +45,7 @@ def outlying(y: Any) -> pm.Model:
 def factor(model: FederatedModel, clients: Any, at: Any) -> Factor:
     client = next(iter(model.enrol(clients).values()))
     points = at + 0.5 * np.random.default_rng(1).normal(size=(64, len(at)))
-    compute = fedppl.NestedLaplace().factor
+    compute = fedppl.local.NestedLaplace().factor
     assert compute is not None
     return compute(client, points, at, 0.0)
 
@@ -87,7 +87,7 @@ def test_clients_with_one_mode_are_not_accused(problem: Any) -> None:
 def test_no_points_have_no_values() -> None:
     model, clients = problems.logistic()
     client = next(iter(model.enrol(clients).values()))
-    compute = fedppl.NestedLaplace().factor
+    compute = fedppl.local.NestedLaplace().factor
     assert compute is not None
     found = compute(client, np.zeros((0, client.shared_size)), np.zeros(client.shared_size), 0.0)
     assert len(found.values) == len(found.errors) == 0

@@ -18,7 +18,7 @@ from fedppl.local import nuts
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
 
-NUTS = fedppl.NUTS(draws=400, tune=400)
+NUTS = fedppl.local.NUTS(draws=400, tune=400)
 RNG = np.random.default_rng(0)
 
 
@@ -141,7 +141,7 @@ def test_draws_that_do_not_mix_are_refused_with_the_remedy() -> None:
 
     client = FederatedModel(two, ["mu"]).enrol({"a": {"y": np.full(9, 20.0)}, "b": {"y": np.full(9, 20.0)}})["a"]
     with pytest.raises(LocalFailure, match=r"draws=.*NUTS.*standardised"):
-        log_factor(client, RNG.normal(size=(64, 1)), np.zeros(1), fedppl.NUTS(draws=20, tune=20))
+        log_factor(client, RNG.normal(size=(64, 1)), np.zeros(1), fedppl.local.NUTS(draws=20, tune=20))
 
 
 def test_the_two_sides_of_a_bridge_agree_on_a_known_constant() -> None:

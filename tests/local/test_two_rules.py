@@ -70,7 +70,7 @@ def test_what_thousands_of_clients_have_alike_does_not_add_up(y: list[int]) -> N
     model = FederatedModel(gamma_rate, ["log_shape"])
     client = model.enrol({"a": {"y": np.array(y)}})["a"]
     points = np.linspace(-1.3, -0.5, 9)[:, None]
-    found = fedppl.NestedLaplace().factor(client, points, points[4], 0.0)
+    found = fedppl.local.NestedLaplace().factor(client, points, points[4], 0.0)
     shape = np.exp(points[:, 0])
     exact = stats.nbinom.logpmf(sum(y), shape, 2 * shape / (2 * shape + len(y)))
     apart = found.values - exact
@@ -91,7 +91,7 @@ def test_what_is_not_known_is_told(builder: Any, density: Any, y: Any, points: A
     (client,) = (
         FederatedModel(builder, ["log_tau" if builder is nothing_counted else "mu"]).enrol({"a": {"y": y}}).values()
     )
-    compute = fedppl.NestedLaplace().factor
+    compute = fedppl.local.NestedLaplace().factor
     assert compute is not None
     found = compute(client, points[:, None], points[40:41], 0.0)
     known = np.isfinite(found.values)

@@ -35,7 +35,9 @@ def refusal(
     """Text of the one error that ends the fit, when nothing is left behind: no checkpoint, nothing compiled."""
     compiled, path = compilations(), folder / "run.ckpt"
     with pytest.raises(kind) as caught:
-        fedppl.fit(model, clients, fedppl.FedAvg(learning_rate=0.1), checkpoint=path, progressbar=False, rounds=1)
+        fedppl.fit(
+            model, clients, fedppl.averaging.FedAvg(learning_rate=0.1), checkpoint=path, progressbar=False, rounds=1
+        )
     assert not list(folder.iterdir())
     if before_compiling:
         assert compilations() == compiled

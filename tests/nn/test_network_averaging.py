@@ -637,13 +637,13 @@ def test_predictions_block_by_block_are_those_at_once(link: str, monkeypatch: py
 def test_the_loss_on_rows_held_out_is_that_of_what_is_predicted(shared: tuple[str, ...]) -> None:
     """Points: a client's loss is that of the probabilities that it predicts, wherever its own weights are."""
     model, clients = problems.classification(shared=shared)
-    training, validation = fedppl.holdout(clients, 0.3, random_seed=2)
+    training, validation = fedppl.search.holdout(clients, 0.3, random_seed=2)
     fit = fedppl.fit(model, training, nn.FedAvg(learning_rate=0.01), rounds=2, progressbar=False, random_seed=1)
     losses = [
         -np.log(nn.predict(fit, name, {"X": data["X"]})["probability"].values[np.arange(len(data["y"])), data["y"]])
         for name, data in validation.items()
     ]
-    assert_allclose(fedppl.validation_loss(fit, validation).mean, np.concatenate(losses).mean(), rtol=1e-6)
+    assert_allclose(fedppl.search.validation_loss(fit, validation).mean, np.concatenate(losses).mean(), rtol=1e-6)
 
 
 def test_a_category_that_the_embedding_does_not_have_is_named() -> None:

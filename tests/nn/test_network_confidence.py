@@ -58,7 +58,7 @@ def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     declared = fedppl.FederatedModel(functools.partial(linear_models.head, outputs=3), ["v"])
     prior = Gaussian(tau * centre, tau * np.eye(15))
     target = Target(declared.enrol({"a": rows}, kernel=False)["a"], prior, prior, 0.0)
-    moments = fedppl.MeanField(points=256).tilted(target, rng)
+    moments = fedppl.local.MeanField(points=256).tilted(target, rng)
     assert_allclose(q[0], moments.mean, atol=0.03)
     assert_allclose(q[1], np.sqrt(np.diag(moments.covariance)), rtol=0.08)
 

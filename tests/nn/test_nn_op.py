@@ -299,10 +299,10 @@ def exact(net: Any, data: dict[str, Any]) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "local",
     [
-        fedppl.NestedLaplace(),
-        fedppl.Laplace(),
-        pytest.param(fedppl.ADVI(), marks=pytest.mark.slow),
-        pytest.param(fedppl.NUTS(draws=400, tune=300, chains=2), marks=pytest.mark.slow),
+        fedppl.local.NestedLaplace(),
+        fedppl.local.Laplace(),
+        pytest.param(fedppl.local.ADVI(), marks=pytest.mark.slow),
+        pytest.param(fedppl.local.NUTS(draws=400, tune=300, chains=2), marks=pytest.mark.slow),
     ],
     ids=["nested Laplace", "Laplace", "ADVI", "NUTS"],
 )
@@ -330,7 +330,7 @@ def test_nuts_samples_a_network_with_a_hidden_layer_and_predicts(rng: np.random.
     X = rng.uniform(-2, 2, size=(60, 1))
     y = np.sin(2 * X) + 0.3 * rng.normal(size=X.shape)
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.3, sigma=1.0), ["2.bias"])
-    local = fedppl.NUTS(
+    local = fedppl.local.NUTS(
         draws=150, tune=200, chains=2, rhat_limit=3.0
     )  # short chains, and hidden units may change places
     with warnings.catch_warnings():

@@ -231,7 +231,7 @@ def test_algorithms_with_matrices_refuse_shared_blocks_beyond_two_thousand() -> 
     client = model.enrol(clients, kernel=False)["device 0"]
     assert client.layout.size == 3500 and client.layout.prior.precision.shape == (3500,)
     assert_allclose(client.layout.prior.precision, 1.0, rtol=1e-6)
-    for algorithm in (fedppl.EP(), fedppl.FedAvg(learning_rate=0.1)):
+    for algorithm in (fedppl.EP(), fedppl.averaging.FedAvg(learning_rate=0.1)):
         with pytest.raises(fedppl.DeclarationError, match="the model shares 3500 coordinates, and .* keeps matrices"):
             fedppl.fit(model, clients, algorithm, progressbar=False)
     fit = fedppl.fit(model, clients, nn.FedSI(epochs=1), rounds=1, progressbar=False, random_seed=0)
@@ -265,7 +265,7 @@ def test_the_loss_on_rows_held_out_is_that_of_the_linearised_network(diagonal: b
         X = rng.normal(size=(25, 2))
         clients[name] = {"X": X, "y": np.tanh(X[:, :1]) - X[:, 1:] + 0.5 * rng.normal(size=(25, 1))}
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.5), names)
-    training, validation = fedppl.holdout(clients, 0.2, random_seed=1)
+    training, validation = fedppl.search.holdout(clients, 0.2, random_seed=1)
     algorithm = nn.FedSI(ratio=1.0, learning_rate=0.05, tune=None, diagonal=diagonal)
     fit = problems.fit_some_rounds(model, training, algorithm, rounds=3, progressbar=False, random_seed=1)
     wanted, error = 0.0, 0.0
@@ -287,7 +287,7 @@ def test_the_loss_on_rows_held_out_is_that_of_the_linearised_network(diagonal: b
         at = f + rng.normal(size=(draws, len(f))) @ root.T
         density = np.exp(stats.norm(at, 0.5).logpdf(data["y"].ravel()).sum(1))
         error += (density.std() / density.mean()) ** 2 / draws
-    found = fedppl.validation_loss(fit, validation, draws=draws)
+    found = fedppl.search.validation_loss(fit, validation, draws=draws)
     assert abs(found.total - wanted) < 4 * np.sqrt(error)
     assert 4 * np.sqrt(error) < 0.2
 
@@ -318,10 +318,10 @@ def test_rows_held_out_take_no_matrix_of_all_their_slopes(convolution: bool, mon
     algorithm = nn.FedSI(diagonal=True, epochs=1, tune=None)
     fit = problems.fit_some_rounds(model, {"a": few}, algorithm, rounds=1, progressbar=False, random_seed=1)
     with Largest() as largest:
-        found = fedppl.validation_loss(fit, {"a": many}, draws=3).total
+        found = fedppl.search.validation_loss(fit, {"a": many}, draws=3).total
     assert largest.numbers < 300 * 5 * 1000
     monkeypatch.setattr(subnet, "_NUMBERS", 2**28)
-    assert_allclose(fedppl.validation_loss(fit, {"a": many}, draws=3).total, found, rtol=1e-10)
+    assert_allclose(fedppl.search.validation_loss(fit, {"a": many}, draws=3).total, found, rtol=1e-10)
 
 
 @pytest.mark.parametrize("average", ["sd", "variance"])

@@ -34,7 +34,7 @@ PAGE = page.ROOT / "docs" / "deployment.md"
 # Every block of the page: its language, and what it alone has. All of them are run below.
 BLOCKS = {
     "keys": ("bash", "openssl req"),
-    "app": ("python", "fedppl.NUTS()"),
+    "app": ("python", "fedppl.local.NUTS()"),
     "formula": ("python", "fedppl.formula("),
     "logs": ("python", "logging.Formatter"),
     "environment": ("ini", "FEDPPL_KEY_FILE="),

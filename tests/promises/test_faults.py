@@ -25,7 +25,7 @@ from tests.support.faults import Faulty, Rates, ledger_gap, soak
 from tests.support.markers import slow_but
 from tests.support.states import assert_same_state
 
-LOCAL = fedppl.NestedLaplace(points=64)
+LOCAL = fedppl.local.NestedLaplace(points=64)
 STALE = r"reply to request \d+, but the latest is \d+"
 REASONS = {
     "request_lost": "^no reply$",
@@ -180,7 +180,7 @@ def test_oscillating_sites_are_damped() -> None:
 
 def test_after_wrong_replies_and_ten_calm_rounds_q_is_back() -> None:
     """Means sds off, precisions off by factors, moments of some rounds ago: nothing refuses them."""
-    found = soak(problems.regression(12), fedppl.Laplace(), 50, wrong=0.1, calm=10)
+    found = soak(problems.regression(12), fedppl.local.Laplace(), 50, wrong=0.1, calm=10)
     assert found.counts["wrong"] > 10
     assert found.rounds == 60 and found.mean_gap < 0.02 and found.sd_gap < 0.02
 
@@ -191,7 +191,7 @@ def test_a_soak_with_wrong_replies_and_ten_calm_rounds(rounds: int) -> None:
     if rounds == 300:
         found = soak(problems.noise(20), LOCAL, rounds, wrong=0.03, calm=10)
     else:
-        found = soak(problems.regression(20), fedppl.Laplace(), rounds, wrong=0.1, calm=10)
+        found = soak(problems.regression(20), fedppl.local.Laplace(), rounds, wrong=0.1, calm=10)
     assert found.counts["wrong"] > 0.1 * rounds
     assert found.mean_gap < 0.02 and found.sd_gap < 0.02
 

@@ -135,7 +135,7 @@ def test_clients_leave_and_are_tested_and_have_rows_left_out(mixed: Any, caplog:
     loo = fedppl.loo(mixed, draws=200)
     assert list(loo.clients.index) == ["site 1", "site 3"] and "'site 0', 'site 2'" in caplog.text
     with pytest.raises(DeclarationError, match="'site 0'.*held-out"):
-        fedppl.validation_loss(mixed, {"site 0": estimate_of(ROWS["site 0"])})
+        fedppl.search.validation_loss(mixed, {"site 0": estimate_of(ROWS["site 0"])})
 
 
 def test_the_kind_is_told_by_id_by_a_function_or_by_names() -> None:

@@ -163,6 +163,6 @@ def test_a_fit_by_laplace_approximations_is_refused_and_says_what_kinks() -> Non
         return model
 
     model, clients = FederatedModel(build, ["mu"]), {"a": {"y": Y}}
-    for local in (fedppl.NestedLaplace(), fedppl.Laplace()):
+    for local in (fedppl.local.NestedLaplace(), fedppl.local.Laplace()):
         with pytest.raises(fedppl.DeclarationError, match=r"a clip.*NUTS\(\)"):
             fedppl.fit(model, clients, fedppl.EP(local=local), progressbar=False)

@@ -114,10 +114,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     # --- calls
     "engine not called": (lambda: start(engine=fedppl.InProcess), DeclarationError, ["call it: fedppl.InProcess()"]),
     "algorithm not called": (
-        lambda: start(algorithm=fedppl.FedAvg), DeclarationError, ["call it: fedppl.FedAvg(learning_rate=...)"]
+        lambda: start(algorithm=fedppl.averaging.FedAvg),
+        DeclarationError,
+        ["call it: fedppl.averaging.FedAvg(learning_rate=...)"]
     ),
     "algorithm by name": (lambda: start(algorithm="EP"), DeclarationError, ["algorithm='EP'", "fedppl.EP()"]),
-    "local for algorithm": (lambda: start(algorithm=fedppl.NUTS()), DeclarationError, ["no algorithm"]),
+    "local for algorithm": (lambda: start(algorithm=fedppl.local.NUTS()), DeclarationError, ["no algorithm"]),
     "builder for model": (lambda: start(model=line), DeclarationError, ["FederatedModel(builder"]),
     "text for rounds": (lambda: start(rounds="20"), DeclarationError, ["rounds='20'", "whole number"]),
     "more than there are": (lambda: start(participation=5), DeclarationError, ["participation=5", "clients, 2"]),
@@ -136,10 +138,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: fedppl.contrast(fitted(), fitted(), "mu", coords=["a"]), DeclarationError, ["coords=['a']", "dict"]
     ),
     "clients in a list": (
-        lambda: fedppl.holdout([{"y": Y}], 0.2, random_seed=1), DataError, ["clients are list", "mapping"]
+        lambda: fedppl.search.holdout([{"y": Y}], 0.2, random_seed=1), DataError, ["clients are list", "mapping"]
     ),
     "a loss by name": (
-        lambda: fedppl.validation_loss(fitted(), CLIENTS, loss="mse"),
+        lambda: fedppl.search.validation_loss(fitted(), CLIENTS, loss="mse"),
         DeclarationError,
         ["loss='mse'", "function"],
     ),
@@ -199,7 +201,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "text for null": (lambda: fedppl.hypotheses(fitted(), null="0"), DeclarationError, ["null='0'", "number"]),
     "half a draw": (lambda: fitted().shared(draws=2.5), DeclarationError, ["draws=2.5", "whole number"]),
     "text for a seed": (lambda: fitted().shared(random_seed="a"), DeclarationError, ["random_seed='a'"]),
-    "validation in a list": (lambda: fedppl.validation_loss(fitted(), [Y]), DataError, ["mapping from client id"]),
+    "validation in a list": (lambda: fedppl.search.validation_loss(fitted(), [Y]),
+        DataError, ["mapping from client id"]),
 }  # fmt: skip
 
 
@@ -240,7 +243,7 @@ def test_a_round_without_replies_says_why_and_is_logged_once(caplog: pytest.LogC
 
     model = FederatedModel(scattered, ["mu", "log_sd"])
     clients = {name: {"y": np.array([0, 1, 0, 0, 2, 0])} for name in ("a", "b")}
-    local = fedppl.NestedLaplace(fallback=False, pareto_limit=0.0)
+    local = fedppl.local.NestedLaplace(fallback=False, pareto_limit=0.0)
     with caplog.at_level(logging.WARNING, logger="fedppl"):
         fit = start(model, clients, fedppl.EP(local=local), rounds=9)
     assert not fit.status.ok and "fallback=True" in fit.message
@@ -270,7 +273,7 @@ def test_without_a_warm_start_a_vague_prior_is_no_singular_matrix() -> None:
     sd = warm.idata["fit"]["covariance_matrix"].values.diagonal() ** 0.5
     gap = cold.idata["fit"]["mean_vector"].values - warm.idata["fit"]["mean_vector"].values
     assert np.all(np.abs(gap) < 0.05 * sd)
-    alone = start(model, clients, fedppl.EP(warm_start=False, local=fedppl.NestedLaplace(fallback=False)))
+    alone = start(model, clients, fedppl.EP(warm_start=False, local=fedppl.local.NestedLaplace(fallback=False)))
     assert "warm_start=True" in alone.message and "LinAlgError" not in alone.message
 
 

@@ -43,11 +43,13 @@ def setting(build: Callable[..., Any], **more: Any) -> Callable[[], Any]:
 
 # What an outside look at the library found confusing, in its order.
 CONFUSING: dict[str, Mistake] = {
-    "EP(local=fedppl.NUTS)": row(setting(fedppl.EP, local=fedppl.NUTS), "local=fedppl.NUTS", "call it: fedppl.NUTS()"),
-    "EP(local='nuts')": row(setting(fedppl.EP, local="nuts"), "local='nuts'", "fedppl.NUTS()"),
+    "EP(local=fedppl.local.NUTS)": row(
+        setting(fedppl.EP, local=fedppl.local.NUTS), "local=fedppl.local.NUTS", "call it: fedppl.local.NUTS()"
+    ),
+    "EP(local='nuts')": row(setting(fedppl.EP, local="nuts"), "local='nuts'", "fedppl.local.NUTS()"),
     "engine=fedppl.InProcess": row(start(engine=fedppl.InProcess), "call it: fedppl.InProcess()"),
     "complex data": row(lambda: fedppl.rounds(MODEL, {"a": {"y": Y + 1j}}), "'y'", "complex128", "real"),
-    "NUTS(target_accept=1.2)": row(setting(fedppl.NUTS, target_accept=1.2), "target_accept=1.2", "0.99"),
+    "NUTS(target_accept=1.2)": row(setting(fedppl.local.NUTS, target_accept=1.2), "target_accept=1.2", "0.99"),
     "hypotheses(rope=0.1)": row(of_fit(lambda fit: fedppl.hypotheses(fit, rope=0.1)), "rope=0.1", "(low, high)"),
     "az.summary(fit)": row(of_fit(lambda fit: az.summary(fit)), "fit.idata"),
     "az.loo(fit)": row(of_fit(lambda fit: az.loo(fit)), "fit.idata"),
@@ -63,7 +65,7 @@ ROWS: dict[str, Mistake] = {
     "a model of PyMC": row(lambda: fedppl.rounds(pm.Model(), CLIENTS), "Model", "FederatedModel(builder"),
     "an algorithm's class": row(start(algorithm=fedppl.EP), "call it: fedppl.EP()"),
     "an algorithm's name": row(start(algorithm="ep"), "'ep'", "fedppl.EP()"),
-    "a local inference for it": row(start(algorithm=fedppl.NUTS()), "EP(local=...)"),
+    "a local inference for it": row(start(algorithm=fedppl.local.NUTS()), "EP(local=...)"),
     "a correction for it": row(start(algorithm=fedppl.Correction()), "Correction", "fedppl.EP()"),
     "algorithms in a list": row(start(algorithm=[fedppl.EP()]), "no algorithm", "fedppl.EP()"),
     "an engine's name": row(start(engine="ray"), "engine='ray'", "fedppl.InProcess()"),
@@ -82,7 +84,8 @@ ROWS: dict[str, Mistake] = {
     "draws to start from": row(start(start={"mu": 1.0}), "start={'mu': 1.0}", "must be a fit"),
     "draws of a fit to start from": row(of_fit(lambda fit: fedppl.rounds(MODEL, CLIENTS, start=fit.idata)), "be a fit"),
     "another algorithm's fit": row(
-        of_fit(lambda fit: fedppl.rounds(MODEL, CLIENTS, fedppl.FedAvg(learning_rate=0.1), start=fit)), "leave start="
+        of_fit(lambda fit: fedppl.rounds(MODEL, CLIENTS, fedppl.averaging.FedAvg(learning_rate=0.1), start=fit)),
+        "leave start="
     ),
     # --- settings
     "a tolerance of one": row(setting(fedppl.EP, tolerance=1), "tolerance=1", "posterior sds"),
@@ -94,13 +97,13 @@ ROWS: dict[str, Mistake] = {
     "a block of another name": row(start(algorithm=fedppl.EP(structure=[["mu"], ["tau"]])), "'tau'", "['mu']"),
     "a correction of True": row(setting(fedppl.EP, correction=True), "correction=True", "fedppl.Correction"),
     "a trust of nothing": row(setting(fedppl.EP, trust=0), "trust=0", "None for no bound"),
-    "a sampler of another": row(setting(fedppl.NUTS, nuts_sampler="stan"), "nuts_sampler='stan'", '"nutpie"'),
-    "too few points": row(setting(fedppl.NestedLaplace, points=4), "points=4", "64 or 256"),
+    "a sampler of another": row(setting(fedppl.local.NUTS, nuts_sampler="stan"), "nuts_sampler='stan'", '"nutpie"'),
+    "too few points": row(setting(fedppl.local.NestedLaplace, points=4), "points=4", "64 or 256"),
     "a structure by name": row(setting(fedppl.HM1, structure="full"), "structure='full'", "fedppl.covariance"),
     "no noise": row(
         setting(fedppl.PrivateEP, clip=1.0, noise_multiplier=0, releases=3), "noise_multiplier=0", "at least"
     ),
-    "weights by name": row(setting(fedppl.FedAvg, learning_rate=0.1, weights="n"), "weights='n'", '"rows"'),
+    "weights by name": row(setting(fedppl.averaging.FedAvg, learning_rate=0.1, weights="n"), "weights='n'", '"rows"'),
     "conclusions of a flag": row(setting(fedppl.Policy, conclusions=True), "conclusions=True", "'loo'"),
     "too small a correction": row(setting(fedppl.Correction, points=10), "points=10", "512"),
     # --- clients and predictions
@@ -150,14 +153,15 @@ ROWS: dict[str, Mistake] = {
     "a number for names": row(of_fit(lambda fit: fedppl.hypotheses(fit, var_names=3)), "var_names=3", "['mu']"),
     "no name": row(of_fit(lambda fit: fedppl.hypotheses(fit, var_names=[])), "var_names=[]", "['mu']"),
     "calibration of a point": row(
-        lambda: fedppl.calibrate(MODEL, CLIENTS, fedppl.FedAvg(learning_rate=0.1)), "FedAvg", "fedppl.EP()"
+        lambda: fedppl.calibrate(MODEL, CLIENTS, fedppl.averaging.FedAvg(learning_rate=0.1)), "FedAvg", "fedppl.EP()"
     ),
     "a fit for a calibration": row(of_fit(fedppl.plots.calibration), "fedppl.calibrate"),
     # --- searches
-    "a frame to divide": row(lambda: fedppl.holdout(FRAME, 0.2, random_seed=1), "DataFrame", 'groupby("site")'),
-    "all rows held out": row(lambda: fedppl.holdout(CLIENTS, 1, random_seed=1), "fraction=1", "between 0 and 1"),
-    "one row to divide": row(lambda: fedppl.holdout({"a": {"y": [1.0]}}, random_seed=1), "'a'", "leave the client"),
-    "a frame to validate on": row(of_fit(lambda fit: fedppl.validation_loss(fit, FRAME)), "mapping"),
+    "a frame to divide": row(lambda: fedppl.search.holdout(FRAME, 0.2, random_seed=1), "DataFrame", 'groupby("site")'),
+    "all rows held out": row(lambda: fedppl.search.holdout(CLIENTS, 1, random_seed=1), "fraction=1", "between 0 and 1"),
+    "one row to divide": row(lambda: fedppl.search.holdout({"a": {"y": [1.0]}}, random_seed=1),
+        "'a'", "leave the client"),
+    "a frame to validate on": row(of_fit(lambda fit: fedppl.search.validation_loss(fit, FRAME)), "mapping"),
 }  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def test_what_has_no_rows_here_or_no_posterior_is_refused() -> None:
     model, clients = normal_means(3)
     found = fit(model, clients)
     with pytest.raises(DeclarationError, match="estimates points"):
-        fedppl.loo(fit(model, clients, fedppl.FedAvg(learning_rate=0.01), rounds=2))
+        fedppl.loo(fit(model, clients, fedppl.averaging.FedAvg(learning_rate=0.01), rounds=2))
     with pytest.raises(DeclarationError, match="two or more fits"):
         fedppl.loo_compare({"a": found})
     with pytest.raises(DataError, match="not of the same clients"):

@@ -131,7 +131,7 @@ def test_a_forest_has_each_clients_own_posterior_beside_the_population(fit: fedp
 
 
 def test_a_forest_shows_how_far_clients_moved_from_what_they_say_alone(fit: fedppl.Fit) -> None:
-    alone = fedppl.fit(fit.declaration, data(), fedppl.Separate(), progressbar=False, random_seed=1)
+    alone = fedppl.fit(fit.declaration, data(), fedppl.one_shot.Separate(), progressbar=False, random_seed=1)
     names = list(fit.client_ids)
     (panel,) = plots.forest(fit, THETA, coords={"predictor": "$dose$"}, alone=alone, clients=names[:2])
     expected = [float(alone.client(name, draws=250)["posterior"][THETA][..., 1].mean()) for name in names[:2]]

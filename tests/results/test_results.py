@@ -219,7 +219,11 @@ def test_shared_and_local_draws_of_a_client_belong_together() -> None:
 
 @pytest.mark.parametrize("name", ["NUTS", "Laplace", "ADVI"])
 def test_other_local_inferences_draw_the_same_posterior(name: str) -> None:
-    local = {"NUTS": fedppl.NUTS(nuts_sampler="pymc"), "Laplace": fedppl.Laplace(), "ADVI": fedppl.ADVI()}[name]
+    local = {
+        "NUTS": fedppl.local.NUTS(nuts_sampler="pymc"),
+        "Laplace": fedppl.local.Laplace(),
+        "ADVI": fedppl.local.ADVI(),
+    }[name]
     fit, (_, clients) = means_fit(), normal_means(4)
     posterior = dataset(
         dataclasses.replace(fit, algorithm=fit.algorithm._replace(result=fedppl.EP(local=local).result)).client(
@@ -487,7 +491,7 @@ ASKED: dict[str, Any] = {
     "client": lambda fit: fit.client("clinic 0", draws=5),
     "predict": lambda fit: fit.predict("clinic 0", {"X": np.ones((2, 2))}, draws=5),
     "new client": lambda fit: fit.new_client({"X": np.ones((2, 2)), "y": np.ones(2)}, draws=5),
-    "validation loss": lambda fit: fedppl.validation_loss(fit, problems.regression()[1]),
+    "validation loss": lambda fit: fedppl.search.validation_loss(fit, problems.regression()[1]),
 }
 
 
@@ -514,7 +518,7 @@ def test_draws_of_what_never_arrived_are_labelled(case: str) -> None:
 
 
 def test_a_point_that_nobody_replied_to_is_no_estimate() -> None:
-    algorithm = fedppl.FedAvg(learning_rate=0.1)
+    algorithm = fedppl.averaging.FedAvg(learning_rate=0.1)
     algorithm = algorithm._replace(replies=algorithm.replies._replace(reject=lambda state, reply: "no"))
     fit = fedppl.fit(*problems.regression(), algorithm, rounds=2, progressbar=False)
     assert fit.status is Status.STALLED and "point_estimate" not in groups(fit.idata)
@@ -601,12 +605,12 @@ def test_the_summary_names_who_did_not_answer_and_who_fell_back() -> None:
 
 def test_the_summary_of_a_point_and_of_nothing() -> None:
     model, clients = problems.regression()
-    point = fedppl.fit(model, clients, fedppl.FedAvg(learning_rate=1e-3), rounds=2, progressbar=False)
+    point = fedppl.fit(model, clients, fedppl.averaging.FedAvg(learning_rate=1e-3), rounds=2, progressbar=False)
     table = point.summary(["mu"])
     assert list(table.columns) == ["mean"]
     assert_allclose(table["mean"], point.estimate["mu"])
     assert table.attrs["status"] == "max_rounds"
-    alone = fedppl.fit(model, clients, fedppl.Separate(), progressbar=False)
+    alone = fedppl.fit(model, clients, fedppl.one_shot.Separate(), progressbar=False)
     with pytest.raises(DeclarationError, match=r"Separate has no parameters.*fit.client"):
         alone.summary()
 

@@ -104,7 +104,12 @@ def test_fresh_processes_predict_the_same_to_the_bit(names: tuple[str, ...], tmp
 
 @pytest.mark.parametrize(
     "algorithm",
-    [fedppl.FedAvg(learning_rate=0.05, steps=2), fedppl.HM1(), fedppl.Separate(), fedppl.PrecisionWeighted()],
+    [
+        fedppl.averaging.FedAvg(learning_rate=0.05, steps=2),
+        fedppl.HM1(),
+        fedppl.one_shot.Separate(),
+        fedppl.one_shot.PrecisionWeighted(),
+    ],
     ids=lambda one: str(one.name),
 )
 def test_every_kind_of_result_can_be_saved(algorithm: Any, tmp_path: Path) -> None:
@@ -211,7 +216,7 @@ def test_others_can_read_all_groups(fitted: Any, folder: Path) -> None:
 def test_what_clients_keep_is_never_left_out_in_silence(tmp_path: Path) -> None:
     """A personal parameter that is not there would be replaced by another one."""
     model, clients = normal_means(3)
-    algorithm = fedppl.Ditto(learning_rate=0.05, lam=0.1, steps=2)
+    algorithm = fedppl.averaging.Ditto(learning_rate=0.05, lam=0.1, steps=2)
     fit = fedppl.fit(model, clients, algorithm, rounds=3, **QUIET)
     fit.save(tmp_path / "without.nc")
     fit.save(tmp_path / "with.nc", include="personal")

@@ -102,7 +102,7 @@ def test_alone_hospitals_are_compared_by_totals(fit: Any) -> None:
     """A hospital's level alone is that of its own rows, whatever its fit calls intercept and what effect."""
     frame = trial()
     model = fedppl.formula("died ~ arm + (1 | hospital)", family="bernoulli")
-    alone = fedppl.fit(model, frame, fedppl.Separate(), by="hospital", **QUIET)
+    alone = fedppl.fit(model, frame, fedppl.one_shot.Separate(), by="hospital", **QUIET)
     own = alone.declaration.builder.totals(alone.client("Delft", draws=500)["posterior"])["Intercept"]
     share = frame[(frame["hospital"] == "Delft") & (frame["arm"] == "control")]["died"].mean()
     assert own.mean().item() == pytest.approx(np.log(share / (1 - share)), abs=0.15)

@@ -71,7 +71,7 @@ def test_what_cannot_be_simulated_or_read_is_refused() -> None:
     with pytest.raises(DeclarationError, match="has a pm.Potential"):
         fedppl.calibrate(FederatedModel(pulled, ["mu"]), clients, GAUSSIAN, data_sets=2)
     with pytest.raises(DeclarationError, match="has no posterior of the shared variables"):
-        fedppl.calibrate(model, clients, fedppl.FedAvg(learning_rate=0.1), data_sets=2)
+        fedppl.calibrate(model, clients, fedppl.averaging.FedAvg(learning_rate=0.1), data_sets=2)
     with pytest.raises(DeclarationError, match="rounds=None must be a whole number"):
         fedppl.calibrate(model, clients, GAUSSIAN, data_sets=2, rounds=None)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="returned None; return its data"):

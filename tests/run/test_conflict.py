@@ -81,4 +81,6 @@ def test_without_others_there_is_no_p_and_strangers_are_refused() -> None:
         with pytest.raises(DeclarationError, match=message):
             fedppl.conflict(found, **settings)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="no posterior of the shared variables"):
-        fedppl.conflict(fedppl.fit(model, clients, fedppl.FedAvg(learning_rate=0.1), rounds=1, progressbar=False))
+        fedppl.conflict(
+            fedppl.fit(model, clients, fedppl.averaging.FedAvg(learning_rate=0.1), rounds=1, progressbar=False)
+        )

@@ -25,7 +25,7 @@ from fedppl.types import Status
 from tests import skeleton
 from tests.support import problems
 
-QUICK = fedppl.NUTS(draws=60, tune=60, chains=1, rhat_limit=2.0, nuts_sampler="pymc")
+QUICK = fedppl.local.NUTS(draws=60, tune=60, chains=1, rhat_limit=2.0, nuts_sampler="pymc")
 
 
 def fit(problem: Any, algorithm: Algorithm, **keywords: Any) -> fedppl.Fit:
@@ -434,7 +434,7 @@ def test_rounds_warn_of_nothing() -> None:
 
 def test_a_given_number_of_gradient_rounds_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="fedppl"):
-        result = fit(normal_means(2), fedppl.FedAvg(learning_rate=1e-4), rounds=2)
+        result = fit(normal_means(2), fedppl.averaging.FedAvg(learning_rate=1e-4), rounds=2)
     assert result.status is Status.MAX_ROUNDS
     assert result.message in caplog.text
 
@@ -553,7 +553,7 @@ def test_a_round_that_nobody_answers_leaves_what_was_said(tmp_path: Path) -> Non
         steps = fedppl.rounds(
             model,
             clients,
-            fedppl.FedAvg(learning_rate=0.05),
+            fedppl.averaging.FedAvg(learning_rate=0.05),
             rounds=rounds,
             engine=lambda algorithm, models: Quiet(algorithm, models, 1),
             checkpoint=tmp_path / "run",

@@ -149,7 +149,7 @@ def test_each_round_is_a_line_with_phase_and_change(caplog: pytest.LogCaptureFix
 
 def interrupting(when: Any) -> Any:
     """NestedLaplace at whose clients somebody presses Ctrl-C, and which then takes its time."""
-    inner = fedppl.NestedLaplace()
+    inner = fedppl.local.NestedLaplace()
 
     def tilted(target: Any, rng: Any) -> Any:
         if when(target):
@@ -197,7 +197,7 @@ def test_ctrl_c_while_clients_compute_gives_the_rounds_so_far(workers: int) -> N
 def test_what_clients_kept_is_that_of_the_last_whole_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those who had answered in the round that was broken off, too."""
     model, clients = normal_means(2)
-    algorithm = fedppl.Ditto(learning_rate=0.05, lam=0.1, steps=2)
+    algorithm = fedppl.averaging.Ditto(learning_rate=0.05, lam=0.1, steps=2)
     whole = fedppl.fit(model, clients, algorithm, rounds=2, **QUIET)
     exchange = InProcessEngine.exchange
 

@@ -21,13 +21,13 @@ from fedppl.testing import normal_means
 from tests.support import problems
 
 DRAWS = 4000
-FAST = functools.partial(fedppl.FedAvg, learning_rate=0.1, steps=5)
+FAST = functools.partial(fedppl.averaging.FedAvg, learning_rate=0.1, steps=5)
 
 
 @functools.cache
 def split() -> tuple[Any, Any, Any]:
     model, clients = problems.regression()
-    return model, *fedppl.holdout(clients, 0.3, random_seed=4)
+    return model, *fedppl.search.holdout(clients, 0.3, random_seed=4)
 
 
 @functools.cache
@@ -51,11 +51,11 @@ def test_the_loss_is_the_log_predictive_density_of_a_gaussian_model() -> None:
         term = -predictive.logpdf(data["y"])
         w = np.exp(stats.norm.logpdf(data["y"], rng.multivariate_normal(mean, covariance, 20_000) @ Z.T).sum(axis=1))
         error = np.std(w) / np.mean(w) / np.sqrt(DRAWS)
-        alone = fedppl.validation_loss(fit, {client_id: data}, draws=DRAWS)
+        alone = fedppl.search.validation_loss(fit, {client_id: data}, draws=DRAWS)
         assert abs(alone.total - term) < 4 * error
         assert alone.rows == len(data["y"])
         exact, variance = exact + term, variance + error**2
-    found = fedppl.validation_loss(fit, validation, draws=DRAWS)
+    found = fedppl.search.validation_loss(fit, validation, draws=DRAWS)
     assert abs(found.total - exact) < 4 * np.sqrt(variance)
     assert found.rows == sum(len(data["y"]) for data in validation.values())
     assert found.mean == found.total / found.rows
@@ -68,7 +68,7 @@ def test_of_a_point_it_is_the_likelihood_and_not_the_prior_of_local_variables() 
         at = fit.client(client_id, draws=1, chains=1)["posterior"]
         mean = at["a"].values.item() + data["X"] @ at["beta"].values[0, 0]
         total -= stats.norm.logpdf(data["y"], mean).sum()
-    assert fedppl.validation_loss(fit, split()[2]).total == pytest.approx(total, rel=1e-10)
+    assert fedppl.search.validation_loss(fit, split()[2]).total == pytest.approx(total, rel=1e-10)
 
 
 @problems.few_rounds
@@ -76,8 +76,8 @@ def test_of_a_point_it_is_the_likelihood_and_not_the_prior_of_local_variables() 
 def test_it_is_what_the_clients_own_draws_give(name: str) -> None:
     """Local scales, ordered and positive variables: equal to an average over the draws of `Fit.client`."""
     model, clients = problems.ALL[name]()
-    training, validation = fedppl.holdout(clients, 0.3, random_seed=1)
-    algorithm = fedppl.EP() if name == "noise" else fedppl.FedAvg(learning_rate=1e-3)
+    training, validation = fedppl.search.holdout(clients, 0.3, random_seed=1)
+    algorithm = fedppl.EP() if name == "noise" else fedppl.averaging.FedAvg(learning_rate=1e-3)
     fit = fedppl.fit(model, training, algorithm, rounds=2, progressbar=False, random_seed=1)
     total = 0.0
     for client_id, data in validation.items():
@@ -88,15 +88,15 @@ def test_it_is_what_the_clients_own_draws_give(name: str) -> None:
             mean = (of["z"] + of["p"][:, 1:]) @ data["X"].T + of["cuts"].sum(axis=1)[:, None]
             sd = of["sigma"]
         total -= logsumexp(stats.norm.logpdf(data["y"], mean, sd[:, None]).sum(axis=1)) - np.log(40)
-    assert fedppl.validation_loss(fit, validation, draws=40).total == pytest.approx(total, rel=1e-8)
+    assert fedppl.search.validation_loss(fit, validation, draws=40).total == pytest.approx(total, rel=1e-8)
 
 
 def test_sums_over_clients_do_not_depend_on_their_order() -> None:
     fit, validation = fitted(), split()[2]
-    alone = [fedppl.validation_loss(fit, {client_id: validation[client_id]}) for client_id in validation]
-    together = fedppl.validation_loss(fit, validation)
+    alone = [fedppl.search.validation_loss(fit, {client_id: validation[client_id]}) for client_id in validation]
+    together = fedppl.search.validation_loss(fit, validation)
     assert together.total == pytest.approx(sum(one.total for one in alone), rel=1e-14)
-    assert fedppl.validation_loss(fit, dict(reversed(validation.items()))) == together
+    assert fedppl.search.validation_loss(fit, dict(reversed(validation.items()))) == together
 
 
 def test_another_loss_gets_the_clients_posterior_and_its_rows() -> None:
@@ -107,22 +107,26 @@ def test_another_loss_gets_the_clients_posterior_and_its_rows() -> None:
     fit, total = fitted(), 0.0
     for client_id, data in split()[2].items():
         total += squared(fit.client(client_id, draws=50, chains=1)["posterior"], data)
-    assert fedppl.validation_loss(fit, split()[2], loss=squared, draws=50).total == pytest.approx(total, rel=1e-12)
+    assert fedppl.search.validation_loss(fit, split()[2], loss=squared, draws=50).total == pytest.approx(
+        total, rel=1e-12
+    )
     with pytest.raises(DeclarationError, match=r"shape \(2,\); return the sum"):
-        fedppl.validation_loss(fit, split()[2], loss=lambda posterior, data: np.zeros(2))  # type: ignore[arg-type, return-value]
+        fedppl.search.validation_loss(fit, split()[2], loss=lambda posterior, data: np.zeros(2))  # type: ignore[arg-type, return-value]
 
 
 def test_as_many_held_out_rows_as_coefficients_are_no_trouble() -> None:
     """Three rows, three predictors: θ has as many entries as there are rows, but not one a row."""
     rng = np.random.default_rng(3)
     clients = {k: {"X": rng.normal(size=(n, 3)), "y": rng.normal(size=n)} for k, n in (("a", 15), ("b", 20))}
-    training, validation = fedppl.holdout(clients, 0.2, random_seed=1)
+    training, validation = fedppl.search.holdout(clients, 0.2, random_seed=1)
     assert validation["a"]["X"].shape == (3, 3)
     model = fedppl.FederatedModel(functools.partial(hm2.hierarchical_regression, noise_sd=1.0), hm2.HIERARCHICAL_SHARED)
-    fit = fedppl.fit(model, training, fedppl.FedAvg(learning_rate=0.05), rounds=2, progressbar=False, random_seed=1)
+    fit = fedppl.fit(
+        model, training, fedppl.averaging.FedAvg(learning_rate=0.05), rounds=2, progressbar=False, random_seed=1
+    )
     theta = fit.client("a", draws=1, chains=1)["posterior"]["theta"].values[0, 0]
     expected = -stats.norm.logpdf(validation["a"]["y"], validation["a"]["X"] @ theta).sum()
-    assert fedppl.validation_loss(fit, {"a": validation["a"]}).total == pytest.approx(expected, rel=1e-10)
+    assert fedppl.search.validation_loss(fit, {"a": validation["a"]}).total == pytest.approx(expected, rel=1e-10)
 
 
 # --- splitting --------------------------------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ def test_as_many_held_out_rows_as_coefficients_are_no_trouble() -> None:
 def test_holdout_splits_rows_and_nothing_else() -> None:
     rng = np.random.default_rng(0)
     data = {"X": rng.normal(size=(10, 2)), "y": np.arange(10), "center": np.array([1.0, 2.0]), "scale": 3.0}
-    training, validation = fedppl.holdout({"a": data, "b": data}, 0.25, random_seed=1)
+    training, validation = fedppl.search.holdout({"a": data, "b": data}, 0.25, random_seed=1)
     for client_id in "ab":
         kept, held = training[client_id], validation[client_id]
         assert (len(kept["y"]), len(held["y"])) == (8, 2)
@@ -142,11 +146,11 @@ def test_holdout_splits_rows_and_nothing_else() -> None:
             assert_array_equal(part["center"], data["center"])
             assert part["scale"] == 3.0
     assert np.any(validation["a"]["y"] != validation["b"]["y"])
-    alone = fedppl.holdout({"b": data}, 0.25, random_seed=1)[1]
+    alone = fedppl.search.holdout({"b": data}, 0.25, random_seed=1)[1]
     assert_array_equal(alone["b"]["y"], validation["b"]["y"])
-    three = fedppl.holdout({"c": {"y": np.arange(3)}, "d": {"y": np.arange(2)}}, 0.9, random_seed=1)
+    three = fedppl.search.holdout({"c": {"y": np.arange(3)}, "d": {"y": np.arange(2)}}, 0.9, random_seed=1)
     assert [[len(part[k]["y"]) for k in "cd"] for part in three] == [[1, 1], [2, 1]]
-    named = fedppl.holdout({"a": {"y": np.arange(9), "w": np.ones(4)}}, rows=["y"], random_seed=1)[1]
+    named = fedppl.search.holdout({"a": {"y": np.arange(9), "w": np.ones(4)}}, rows=["y"], random_seed=1)[1]
     assert (len(named["a"]["y"]), len(named["a"]["w"])) == (2, 4)
 
 
@@ -172,7 +176,7 @@ def test_holdout_splits_rows_and_nothing_else() -> None:
 )
 def test_what_cannot_be_split_is_refused(clients: Any, settings: Any, message: str) -> None:
     with pytest.raises((DataError, DeclarationError), match=message):
-        fedppl.holdout(clients, **{"random_seed": 1, **settings})
+        fedppl.search.holdout(clients, **{"random_seed": 1, **settings})
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ def test_held_out_data_that_are_not_like_the_training_data_are_refused() -> None
         ({"X": np.ones((2, 9)), "y": np.ones(2)}, "'clinic 0'"),
     ):
         with pytest.raises((DataError, DeclarationError), match=message):
-            fedppl.validation_loss(fit, {**validation, "clinic 0": data})
+            fedppl.search.validation_loss(fit, {**validation, "clinic 0": data})
 
 
 def test_fits_without_a_loss_are_refused() -> None:
@@ -199,22 +203,26 @@ def test_fits_without_a_loss_are_refused() -> None:
         (fit, validation, {"draws": 0}, "draws=0"),
     ):
         with pytest.raises((DataError, DeclarationError), match=message):
-            fedppl.validation_loss(of, data, **settings)  # type: ignore[arg-type]
+            fedppl.search.validation_loss(of, data, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["counts", "schools"])
 def test_an_effect_a_row_or_no_rows_at_all_need_a_loss_of_their_own(name: str) -> None:
     model, clients = problems.ALL[name]()
-    fit = fedppl.fit(model, clients, fedppl.FedAvg(learning_rate=1e-3), rounds=1, progressbar=False, random_seed=1)
+    fit = fedppl.fit(
+        model, clients, fedppl.averaging.FedAvg(learning_rate=1e-3), rounds=1, progressbar=False, random_seed=1
+    )
     first = next(iter(clients))
     data = {k: v[:2] if np.ndim(v) else v for k, v in clients[first].items()}
     with pytest.raises(DeclarationError, match=re.escape(f"client {first!r}: the density of held-out rows")):
-        fedppl.validation_loss(fit, {first: data})
-    found = fedppl.validation_loss(fit, {first: data}, loss=lambda posterior, held: float(posterior["mu"].mean()))
+        fedppl.search.validation_loss(fit, {first: data})
+    found = fedppl.search.validation_loss(
+        fit, {first: data}, loss=lambda posterior, held: float(posterior["mu"].mean())
+    )
     assert_allclose(found.total, fit.estimate["mu"])
 
 
 def test_the_model_of_the_documentation_is_split_by_default() -> None:
-    training, validation = fedppl.holdout(normal_means()[1], random_seed=1)
+    training, validation = fedppl.search.holdout(normal_means()[1], random_seed=1)
     assert {len(data["y"]) for data in training.values()} == {16}
     assert {len(data["y"]) for data in validation.values()} == {4}

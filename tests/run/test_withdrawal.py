@@ -73,7 +73,7 @@ def test_what_cannot_be_taken_over_is_refused() -> None:
     before = fit(model, clients)
     for settings, message in (
         ({"start": 3}, "start=3 must be a fit"),
-        ({"algorithm": fedppl.FedAvg(learning_rate=0.01), "start": before}, "begins anew each time"),
+        ({"algorithm": fedppl.averaging.FedAvg(learning_rate=0.01), "start": before}, "begins anew each time"),
         (
             {"algorithm": fedppl.EP(structure="diagonal"), "start": fit(*problems.regression())},
             "another prior or shape",
@@ -89,7 +89,7 @@ def test_what_cannot_be_taken_over_is_refused() -> None:
     with pytest.raises(DeclarationError, match="are those of the fit"):
         fedppl.without(before, "client 0", start=before)
     with pytest.raises(DeclarationError, match="keeps no ledger"):
-        fedppl.without(fit(model, clients, fedppl.FedAvg(learning_rate=0.01), rounds=2), "client 0")
+        fedppl.without(fit(model, clients, fedppl.averaging.FedAvg(learning_rate=0.01), rounds=2), "client 0")
 
 
 def test_another_structure_is_refused() -> None:

@@ -52,7 +52,7 @@ def head(Z: Any, y: Any, *, outputs: int) -> pm.Model:
     """A network's last layer on features Z (n, h), one vector ``"v"`` (C h + C,) as torch has it; share ``"v"``.
 
     No algorithm calls it. It is the declaration of what `fedppl.nn.Confidence` fits in torch: tests hold the one
-    against `fedppl.MeanField` on the other.
+    against `fedppl.local.MeanField` on the other.
     """
     width = np.shape(Z)[1]
     with pm.Model() as model:

@@ -434,7 +434,7 @@ def without_containers(y: Any) -> Any:
 
 def failing(at: Callable[[str], bool], reason: str = "out of order") -> LocalInference:
     """Nested Laplace that fails at some clients, in both phases."""
-    inner = fedppl.NestedLaplace()
+    inner = fedppl.local.NestedLaplace()
 
     def expand(client: Any, point: Any, share: float) -> Any:
         if at(client.client_id):
@@ -458,7 +458,7 @@ def failing(at: Callable[[str], bool], reason: str = "out of order") -> LocalInf
 
 def falling_back(steps: Mapping[str, float], **told: float) -> LocalInference:
     """Nested Laplace that says that some clients fell back, and what it cost."""
-    inner = fedppl.NestedLaplace()
+    inner = fedppl.local.NestedLaplace()
 
     def tilted(target: Target, rng: np.random.Generator) -> Any:
         moments = inner.tilted(target, rng)

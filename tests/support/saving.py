@@ -62,8 +62,8 @@ RUNS: dict[str, Callable[[], Saving]] = {
     "corrected": with_correction,
     "HM1": lambda: of_means(fedppl.HM1()),
     "PrivateEP": lambda: of_means(fedppl.PrivateEP(clip=1.0, noise_multiplier=1.0, releases=6)),
-    "a point": lambda: of_means(fedppl.FedAvg(learning_rate=0.05, steps=2), "personal"),
-    "what clients keep": lambda: of_means(fedppl.Ditto(learning_rate=0.05, lam=0.1, steps=2), "clients"),
+    "a point": lambda: of_means(fedppl.averaging.FedAvg(learning_rate=0.05, steps=2), "personal"),
+    "what clients keep": lambda: of_means(fedppl.averaging.Ditto(learning_rate=0.05, lam=0.1, steps=2), "clients"),
 }
 
 

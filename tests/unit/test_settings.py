@@ -94,7 +94,7 @@ LOCAL = [build for build in BUILDERS if "local" in inspect.signature(build).para
 @pytest.mark.parametrize(
     ("local", "remedy"),
     [
-        (fedppl.NUTS, r"call it: fedppl\.NUTS\(\)"),
+        (fedppl.local.NUTS, r"call it: fedppl\.NUTS\(\)"),
         ("nuts", r"pass fedppl\.NUTS\(\), with brackets"),
         ("nested_laplace", r"pass fedppl\.NestedLaplace\(\), with brackets"),
         (3, r"one that is built, such as fedppl\.NestedLaplace\(\)"),

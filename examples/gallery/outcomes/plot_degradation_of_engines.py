@@ -78,8 +78,8 @@ print(fit.summary().iloc[:, :4].round(2))
 # Forecasts
 # ---------
 #
-# The comparison is every engine by itself. It is ``fedppl.Separate()`` with a declaration that puts the fleet's wide
-# prior on the engine's own coefficients.
+# The comparison is every engine by itself. It is ``fedppl.one_shot.Separate()`` with a declaration that puts the
+# fleet's wide prior on the engine's own coefficients.
 
 
 def lonely(X, y):
@@ -93,7 +93,7 @@ def lonely(X, y):
 
 
 separate = fedppl.FederatedModel(lonely, shared=["own"])
-alone = fedppl.fit(separate, engines, fedppl.Separate(), progressbar=False, random_seed=1)
+alone = fedppl.fit(separate, engines, fedppl.one_shot.Separate(), progressbar=False, random_seed=1)
 
 grid = np.linspace(0, OVERHAUL, 61)
 
@@ -157,4 +157,5 @@ print(f"margin at 1,500 flights: {low:.1f} to {high:.1f} °C (truth {design([OVE
 #   not of wear that follows another law: see the coverage on real engines in :doc:`/hm1`.
 # - Here every engine is compared with one fleet. Where some engines resemble each other more than the rest,
 #   ``fedppl.HM1()`` estimates how: :doc:`/hm1`. The model of this page is that of :doc:`/hm2`.
-# - ``fedppl.Separate()`` sends nothing and borrows nothing; it is the comparison to make first: :doc:`/algorithms`.
+# - ``fedppl.one_shot.Separate()`` sends nothing and borrows nothing; it is the comparison to make first:
+#   :doc:`/algorithms`.

@@ -63,7 +63,7 @@ before = np.stack([shared["Intercept"].values, shared["dose"].values]) + effects
 # ------------------------
 # ``fit.new_client`` combines the fit with the rows that the new clinic has, at the new clinic. Nobody else is asked
 # again, and what the ten clinics have learnt does not change. For comparison a clinic may know the model, but nothing
-# of the others: that is :func:`fedppl.Separate`.
+# of the others: that is :func:`fedppl.one_shot.Separate`.
 
 
 def lines(result):
@@ -73,7 +73,7 @@ def lines(result):
     return common + draws["clinic_effects"].transpose("clinic_effect", "sample").values
 
 
-alone = fedppl.fit(model, frame, fedppl.Separate(), by="clinic", random_seed=1, progressbar=False)
+alone = fedppl.fit(model, frame, fedppl.one_shot.Separate(), by="clinic", random_seed=1, progressbar=False)
 after = {n: lines(fit.new_client(newcomer[:n], random_seed=1)) for n in (10, 20, 40, 80)}
 by_itself = {n: lines(alone.new_client(newcomer[:n], random_seed=1)) for n in (10, 20, 40, 80)}
 

@@ -52,7 +52,7 @@ hierarchy = fedppl.formula("score ~ earlier + (1 | school)")
 settings = {"by": "school", "random_seed": 1, "progressbar": False}
 fits = {
     "full pooling": fedppl.fit(fedppl.formula("score ~ earlier"), frame, **settings),
-    "no pooling": fedppl.fit(hierarchy, frame, fedppl.Separate(), **settings),
+    "no pooling": fedppl.fit(hierarchy, frame, fedppl.one_shot.Separate(), **settings),
     "hierarchy": fedppl.fit(hierarchy, frame, **settings),
 }
 print({name: fit.status.value for name, fit in fits.items()})

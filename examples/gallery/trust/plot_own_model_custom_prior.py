@@ -57,7 +57,7 @@ def hospital(hours, log_concentration):
 # variables are the hyperpriors, and a local variable's prior is the hierarchy. fedppl reads them from the model, so
 # that any continuous distribution of PyMC will do. There are three rules. A shared prior may depend on shared
 # variables alone, and not on data. It has to be proper. And where a density has a kink, as Laplace's, clients have to
-# compute by draws, ``local=fedppl.NUTS()``.
+# compute by draws, ``local=fedppl.local.NUTS()``.
 
 rng = np.random.default_rng(2)
 sizes = [5, 6, 8, 10, 12, 16, 20, 30, 40]

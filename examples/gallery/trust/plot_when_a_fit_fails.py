@@ -206,7 +206,7 @@ print(fedppl.conflict(single).to_dataframe()["p_value"].round(2).to_string())
 # What shows it is every laboratory by itself. That sends nothing, and it is a good first look at any model.
 
 one = fedppl.FederatedModel(one_mean, shared=["mu"])
-alone = fedppl.fit(one, labs, fedppl.Separate(), progressbar=False, random_seed=1)
+alone = fedppl.fit(one, labs, fedppl.one_shot.Separate(), progressbar=False, random_seed=1)
 axis = fedppl.plots.forest(alone, "mu", random_seed=1, figsize=(7, 3))[0]
 _ = axis.set_xlabel("mu of each laboratory alone, units of the measurement")
 

@@ -67,7 +67,7 @@ def Ditto(
         Learning rate and number of the steps on φ, as in `FedAvg`.
     lam
         Strength λ of the pull towards φ, in units of the mean loss over a client's rows. Choose it by
-        `fedppl.validation_loss`.
+        `fedppl.search.validation_loss`.
     personal_steps
         Number of steps on v_k a round; by default as many as on φ.
     personal_rate

@@ -207,7 +207,7 @@ def FedAvg(
     ----------
     learning_rate
         Learning rate η for the *mean* loss over a client's rows, below 2 / λ_max of its curvature. Choose it by
-        `fedppl.validation_loss`.
+        `fedppl.search.validation_loss`.
     steps
         Number T of local gradient steps a round.
     batch_size

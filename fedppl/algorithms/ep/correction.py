@@ -573,7 +573,7 @@ def refitted(reweighted: Reweighted, count: int, q: Gaussian) -> tuple[Proposal,
 
 
 # The remedy where NUTS is used already, too.
-_BY_NUTS = "local=fedppl.NUTS(draws=4000)"
+_BY_NUTS = "local=fedppl.local.NUTS(draws=4000)"
 
 
 def _without(names: list[str]) -> str:

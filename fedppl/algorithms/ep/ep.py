@@ -250,8 +250,8 @@ def _closing(correction: Correction | str | None, matching: Matching) -> Closing
     if isinstance(correction, Correction) and not can:
         raise DeclarationError(
             f"correction={settings.shown(correction)} needs log densities with the local variables integrated, which "
-            f"local={matching.local.name} does not offer; use local=fedppl.NestedLaplace() or "
-            "fedppl.NUTS(), or correction=None."
+            f"local={matching.local.name} does not offer; use local=fedppl.local.NestedLaplace() or "
+            "fedppl.local.NUTS(), or correction=None."
         )
     if correction is None:
         return None
@@ -527,7 +527,7 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
         raise DeclarationError(
             f"EP's own evidence needs the data of all clients in this process, and those of {absent[:5]} are not here: "
             "give fedppl.load(..., clients=) the data of all; where clients are sites of their own, use "
-            "EP(correction=fedppl.Correction()), with local=fedppl.NestedLaplace() or fedppl.Laplace()."
+            "EP(correction=fedppl.Correction()), with local=fedppl.local.NestedLaplace() or fedppl.local.Laplace()."
         )
     return _own(state, clients)
 
@@ -627,7 +627,7 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
         why = f"Pareto k {k:.2f}" if lost <= _LOST else f"{lost:.0%} of the points of q are without a value"
         raise NotConvergedError(
             f"client {client.client_id!r} is too far from its Gaussian site for EP's own evidence ({why}); use "
-            "EP(correction=fedppl.Correction(), local=fedppl.NestedLaplace())."
+            "EP(correction=fedppl.Correction(), local=fedppl.local.NestedLaplace())."
         )
     ratio = np.where(np.isfinite(ratio), ratio, -np.inf)
     each = logsumexp(ratio.reshape(SCRAMBLES, -1), axis=1)

@@ -219,7 +219,7 @@ def _pole(label: str) -> str:
     return (
         f"Along {label} the density shoots up, as where a local scale has a single value and may go to 0: "
         "declare a prior that keeps that scale from 0 (pm.InverseGamma), or share it, or compute without curvature: "
-        "EP(local=fedppl.NUTS(), warm_start=False)"
+        "EP(local=fedppl.local.NUTS(), warm_start=False)"
     )
 
 

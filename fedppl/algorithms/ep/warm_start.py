@@ -560,7 +560,7 @@ def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[s
         or _convex(sites, point)
         or (
             "give every variable a proper prior that says what is plausible, or compute without curvature: "
-            "EP(local=fedppl.NUTS(), warm_start=False)"
+            "EP(local=fedppl.local.NUTS(), warm_start=False)"
         )
     )
 
@@ -646,7 +646,7 @@ def _convex(sites: Sites, point: Array) -> str:
         f"at {_at(sites.labels, point, _named(sites.labels, vectors[:, 0]))} the density curves upward, at "
         f"{_who(clients)} the most: it shoots up nearby, as where a local scale has a single value and may go to 0, or "
         "has several modes. Declare a prior that keeps such a scale from 0 (pm.InverseGamma), or share it, or compute "
-        "without curvature: EP(local=fedppl.NUTS(), warm_start=False)"
+        "without curvature: EP(local=fedppl.local.NUTS(), warm_start=False)"
     )
 
 

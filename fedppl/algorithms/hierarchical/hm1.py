@@ -279,7 +279,8 @@ def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:
     return (
         f"standard errors may be far too small: {structure.describe()} leaves clients a variance of "
         f"{omega.remainder:.2g} of their own, {omega.remainder / mean:.1g} of the mean, so that its factors may have "
-        "fitted noise. Use HM1(structure=fedppl.covariance.exchangeable()), or compare ranks by fedppl.validation_loss"
+        "fitted noise. Use HM1(structure=fedppl.covariance.exchangeable()), or compare ranks by "
+        "fedppl.search.validation_loss"
     )
 
 

@@ -51,7 +51,7 @@ _EVEN = 0.95  # effective share of points whose weights have no tail to speak of
 _LOST = 0.01  # share of the points that may be without a value
 _NOISE = 0.3  # sd, log units, of the error of Σ log f_k over the points
 _MOVED = 0.05  # posterior sds by which that error may move a mean or a log sd
-_BY_NUTS = "fedppl.EP(local=fedppl.NUTS(draws=4000))"
+_BY_NUTS = "fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
 
 
 class _Weights(NamedTuple):
