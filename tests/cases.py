@@ -218,27 +218,37 @@ CASES: dict[str, Case] = {
         ending=posterior({"local": fedppl.local.NUTS(draws=150, tune=150, chains=1, nuts_sampler="pymc")}),
     ),
     "Sums": Case("Sums", {"points": 512, "pilot": 64, "starts": 1}, noise, summed=True, ending=posterior()),
-    "FedAvg": Case("FedAvg", descent, noise, summed=True, ending=mode(one_step)),
-    "FedAvg(batches)": Case("FedAvg", batches, regression, summed=True),
-    "FedProx": Case("FedProx", {**batches, "mu": 0.1}, regression, summed=True, ending=mode({**one_step, "mu": 0.5})),
-    "SCAFFOLD": Case(
-        "SCAFFOLD", descent, noise, ledger=CONTROLS, ending=mode({"learning_rate": 0.05, "steps": 5, "tolerance": 1e-8})
+    "FedAvg": Case("averaging.FedAvg", descent, noise, summed=True, ending=mode(one_step)),
+    "FedAvg(batches)": Case("averaging.FedAvg", batches, regression, summed=True),
+    "FedProx": Case(
+        "averaging.FedProx", {**batches, "mu": 0.1}, regression, summed=True, ending=mode({**one_step, "mu": 0.5})
     ),
-    "SCAFFOLD(batches)": Case("SCAFFOLD", batches, regression, ledger=CONTROLS),
-    "Ditto": Case("Ditto", {**batches, "lam": 0.1}, regression, summed=True, ending=mode({**one_step, "lam": 0.1})),
-    "Separate": Case("Separate", {}, regression, rounds=1, ledger=("has_replied",), ending=Ending(Ends.OWN_POSTERIOR)),
+    "SCAFFOLD": Case(
+        "averaging.SCAFFOLD",
+        descent,
+        noise,
+        ledger=CONTROLS,
+        ending=mode({"learning_rate": 0.05, "steps": 5, "tolerance": 1e-8}),
+    ),
+    "SCAFFOLD(batches)": Case("averaging.SCAFFOLD", batches, regression, ledger=CONTROLS),
+    "Ditto": Case(
+        "averaging.Ditto", {**batches, "lam": 0.1}, regression, summed=True, ending=mode({**one_step, "lam": 0.1})
+    ),
+    "Separate": Case(
+        "one_shot.Separate", {}, regression, rounds=1, ledger=("has_replied",), ending=Ending(Ends.OWN_POSTERIOR)
+    ),
     "SeparateSGD": Case(
-        "SeparateSGD",
+        "one_shot.SeparateSGD",
         batches,
         regression,
         ledger=("changes",),
         ending=Ending(Ends.OWN_MODE, {"learning_rate": 0.1, "tolerance": 1e-8}),
     ),
     "PrecisionWeighted": Case(
-        "PrecisionWeighted", {}, regression, rounds=1, ledger=(*SITES, "has_replied"), ending=posterior()
+        "one_shot.PrecisionWeighted", {}, regression, rounds=1, ledger=(*SITES, "has_replied"), ending=posterior()
     ),
     "ConsensusMonteCarlo": Case(
-        "ConsensusMonteCarlo", {"draws": 100}, regression, rounds=1, ending=posterior({"draws": 400})
+        "one_shot.ConsensusMonteCarlo", {"draws": 100}, regression, rounds=1, ending=posterior({"draws": 400})
     ),
     "HM1": Case(
         "HM1", {"tolerance": 1e-12}, trends, ledger=("linear", "precision", "has_replied"), ending=Ending(Ends.COUPLED)
@@ -315,7 +325,7 @@ def rows(names: Iterable[str] = CASES) -> list[Any]:
 def exported() -> set[str]:
     """Names in fedppl, by namespace, of all algorithms."""
     found = set()
-    for where in ("", "nn", "curves"):
+    for where in ("", "averaging", "one_shot", "nn", "curves"):
         if where == "nn" and importlib.util.find_spec("torch") is None:
             continue
         module = getattr(fedppl, where) if where else fedppl

@@ -288,7 +288,8 @@ _LEAST = 20  # effective draws for each coefficient of the regression
 _AT_ONCE = 2**22  # numbers in memory at a time
 _HELP = (
     "raise draws= and tune= of fedppl.local.NUTS, or declare the client's own variables with less between them: "
-    "standardised where data say little of them (z = (θ − μ) / τ), as they are where data say much, scales by their logarithms"
+    "standardised where data say little of them (z = (θ − μ) / τ), as they are where data say much, scales by their "
+    "logarithms"
 )
 
 

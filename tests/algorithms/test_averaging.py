@@ -199,7 +199,7 @@ def test_models_without_batches_are_refused_before_the_first_round(
 ) -> None:
     model = problems.declared(builder, ("mu",))
     more = {"FedProx": {"mu": 0.1}, "Ditto": {"lam": 0.1}}.get(name, {})
-    build = getattr(fedppl, name)
+    build = getattr(fedppl.one_shot if name == "SeparateSGD" else fedppl.averaging, name)
     with pytest.raises(DataError, match=match) as error:
         fitted(model, {"a": data}, build(learning_rate=0.01, batch_size=2, **more))
     assert "batch_size=None" in str(error.value)
@@ -270,7 +270,9 @@ def test_settings_out_of_range_are_refused(name: str, settings: Any, match: str)
     if name == "SeparateSGD" and "weights" in settings:
         pytest.skip("it averages nothing")
     with pytest.raises(DeclarationError, match=match):
-        getattr(fedppl, name)(**({"learning_rate": 0.1, **more} | settings))
+        getattr(fedppl.one_shot if name == "SeparateSGD" else fedppl.averaging, name)(
+            **({"learning_rate": 0.1, **more} | settings)
+        )
 
 
 def test_a_mode_by_brute_force() -> None:

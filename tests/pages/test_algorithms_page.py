@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 def public() -> set[str]:
     """Functions that return an algorithm, as users write them."""
     found = set()
-    for space in ("", "curves", "nn"):
+    for space in ("", "averaging", "one_shot", "curves", "nn"):
         if space == "nn" and importlib.util.find_spec("torch") is None:
             continue
         module = getattr(fedppl, space) if space else fedppl

@@ -176,7 +176,7 @@ def test_every_way_is_in_the_table() -> None:
     """A local inference that is exported is held to the promises above."""
     exported = {
         build().name
-        for build in (getattr(fedppl, name) for name in fedppl.__all__)
+        for build in (getattr(fedppl.local, name) for name in fedppl.local.__all__)
         if callable(build) and getattr(build, "__module__", "").startswith("fedppl.local.")
     }
     assert exported == {way.local.name for way in WAYS.values()}
@@ -330,9 +330,11 @@ def test_what_tests_for_convergence_is_what_does_not_take_a_given_number_of_grad
     """Those warn at the end of a fit that has not converged; what has a posterior must be among them."""
     built = [(case.algorithm, case.build().result) for case in cases.runnable().values()]
     found = {name for name, result in built if result.tests_convergence}
-    one_shot = {"Separate", "PrecisionWeighted", "ConsensusMonteCarlo"}
+    one_shot = {"one_shot.Separate", "one_shot.PrecisionWeighted", "one_shot.ConsensusMonteCarlo"}
     assert {"EP", "HM1", "curves.Ascent", "Confidence"} | one_shot <= found
-    assert found.isdisjoint({"FedAvg", "FedProx", "SCAFFOLD", "Ditto", "SeparateSGD", "HM1Gradient", "nn.FedAvg"})
+    points = {"averaging.FedAvg", "averaging.FedProx", "averaging.SCAFFOLD", "averaging.Ditto", "one_shot.SeparateSGD"}
+    assert points <= {case.algorithm for case in cases.runnable().values()}
+    assert found.isdisjoint(points | {"HM1Gradient", "nn.FedAvg"})
     assert all(result.tests_convergence for _, result in built if isinstance(result.shared, Posterior))
 
 

@@ -19,7 +19,7 @@ NOTHING = inspect.Parameter.empty
 # The rules of PrivateEP's keywords are tested beside it.
 BUILDERS = [
     build
-    for where in (fedppl, fedppl.curves, covariance)
+    for where in (fedppl, fedppl.local, fedppl.averaging, fedppl.one_shot, fedppl.curves, covariance)
     for name in where.__all__
     if inspect.isfunction(build := getattr(where, name)) and name not in ("PrivateEP", "grid", "holdout", "hypotheses")
     if name[0].isupper() or where is covariance
@@ -94,10 +94,10 @@ LOCAL = [build for build in BUILDERS if "local" in inspect.signature(build).para
 @pytest.mark.parametrize(
     ("local", "remedy"),
     [
-        (fedppl.local.NUTS, r"call it: fedppl\.NUTS\(\)"),
-        ("nuts", r"pass fedppl\.NUTS\(\), with brackets"),
-        ("nested_laplace", r"pass fedppl\.NestedLaplace\(\), with brackets"),
-        (3, r"one that is built, such as fedppl\.NestedLaplace\(\)"),
+        (fedppl.local.NUTS, r"call it: fedppl\.local\.NUTS\(\)"),
+        ("nuts", r"pass fedppl\.local\.NUTS\(\), with brackets"),
+        ("nested_laplace", r"pass fedppl\.local\.NestedLaplace\(\), with brackets"),
+        (3, r"one that is built, such as fedppl\.local\.NestedLaplace\(\)"),
     ],
 )
 def test_a_local_inference_that_is_not_built(build: Callable[..., Any], local: Any, remedy: str) -> None:
