@@ -263,7 +263,7 @@ def _prior(arrays: Message, size: int) -> tuple[Gaussian, tuple[float, ...]]:
     require(len(linear) == size, f"'prior_linear' has length {len(linear)}, its variables {size} coordinates")
     expected = size * (size + 1) // 2 if size <= DENSE else size  # a triangle, or by coordinate
     require(len(precision) == expected, f"'prior_precision' has length {len(precision)}, expected {expected}")
-    require(len(density) == PROBES and not np.isnan(density).any(), f"'prior_density' is not {PROBES} numbers")
+    require(len(density) == 2 * PROBES and not np.isnan(density).any(), f"'prior_density' is not {2 * PROBES} numbers")
     with reading("'prior_precision'"):
         for name, value in (("prior_linear", linear), ("prior_precision", precision)):
             require(bool(np.isfinite(value).all()), f"{name!r} is not all finite")

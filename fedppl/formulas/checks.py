@@ -123,9 +123,10 @@ def rows(what: str, data: Mapping[str, Any], response: Response, unread: Collect
 
 
 def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collection[str]) -> None:
-    """Refuse booleans, which count as the numbers 1 and 0, where two levels would have a column each.
+    """Refuse booleans, which count as the numbers 1 and 0, where two levels would span more columns.
 
-    In `0 + flag`, `x:flag` without x, or `a:flag` without a, numbers span less than the levels of booleans in R.
+    In `0 + flag`, `x:flag` without x, or `a:flag` and `flag:a` without a, numbers span less than the levels of booleans
+    in R.
     """
     columns = {name: np.asarray(data[name]) for name in terms.columns if isinstance(terms.trees.get(name), ast.Name)}
     flags = {name for name, values in columns.items() if values.dtype == bool and name not in levels}
@@ -133,14 +134,26 @@ def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collec
     if not flags:
         return
     coded = {name for name, values in columns.items() if name in levels or is_text(values)}
-    named = dict.fromkeys(flags | coded, "ab")
-    for term, products in itertools.chain.from_iterable(one.products(named) for one in terms.sums):
-        for product in products:
-            if both := sorted(flags & {name for name, short in zip(*product, strict=True) if not short}):
-                name = both[0] if both[0].isidentifier() else f"`{both[0]}`"
-                remedy = f"write C({name})" if both[0] in columns else "compute a column of texts before"
+    for one in terms.sums:
+        as_levels, as_numbers = (
+            [
+                (term, frozenset((name, short or name in flags) for name, short in zip(*product, strict=True)), product)
+                for term, products in one.products(dict.fromkeys(named, "ab"))
+                for product in products
+            ]
+            for named in (flags | coded, coded)
+        )
+        spanned = {columns_of for _, columns_of, _ in as_numbers}
+        for term, columns_of, product in as_levels:
+            full = flags & {name for name, short in zip(*product, strict=True) if not short}
+            if columns_of not in spanned:  # levels of the term have columns that numbers lack
+                full |= flags & set(term)
+            if full:
+                flag = min(full)
+                name = flag if flag.isidentifier() else f"`{flag}`"
+                remedy = f"write C({name})" if flag in columns else "compute a column of texts before"
                 raise DataError(
-                    f"client {client_id!r}: {both[0]!r} is True or False, and {':'.join(term)!r} needs a column for "
+                    f"client {client_id!r}: {flag!r} is True or False, and {':'.join(term)!r} needs a column for "
                     f"each; {remedy} for two columns, or give the numbers 0 and 1 for one."
                 )
 

@@ -140,9 +140,7 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
     steady, altered = False, None
     builds: dict[str, _graph.Parts] = {}
     if others and first.parts.data:
-        # A client with other numbers of rows shows which lengths depend on them.
-        sizes = {k: [np.shape(array)[:1] for array in group[k].values()] for k in group}
-        other = max(others, key=lambda k: sum(a != b for a, b in zip(sizes[k], sizes[client_id], strict=True)))
+        other = _most_different(group, client_id)
         parts = parts_of(declared, other, group[other])
         lengths = _graph.open_lengths(first.parts, parts.model)
         if lengths != first.parts.open:
@@ -164,6 +162,33 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
     if alone and not steady and _public.prior_of_data(first.parts, first.variables[0], altered):
         raise private_prior(client_id)
     return first, not first.parts.data or (bool(others) and not steady), builds
+
+
+_COMPARED = 1000  # clients of which the most different is taken
+
+
+def _most_different(group: Clients, client_id: str) -> str:
+    """The client to compare the first one's build with: with other numbers of rows, then with the farthest values.
+
+    Other numbers of rows show which lengths depend on them, and far values a builder's branches on values.
+    """
+    first = group[client_id]
+
+    def apart(other: str) -> tuple[int, float]:
+        pairs = [(array, group[other][name]) for name, array in first.items()]
+        lengths = sum(np.shape(a)[:1] != np.shape(b)[:1] for a, b in pairs)
+        return lengths, max((_distance(a, b) for a, b in pairs), default=0.0)
+
+    return max((k for k in itertools.islice(group, _COMPARED) if k != client_id), key=apart)
+
+
+def _distance(one: Array, other: Array) -> float:
+    """Difference of means in sds of the first; 0 where there is none."""
+    if not (one.size and other.size):
+        return 0.0
+    with np.errstate(all="ignore"):
+        distance = abs(float(np.mean(other)) - float(np.mean(one))) / (float(np.std(one)) + 1e-9)
+    return distance if np.isfinite(distance) else 0.0
 
 
 def _repeats(declared: Declared, template: Template, client_id: str, arrays: Mapping[str, Any]) -> bool:
@@ -354,9 +379,8 @@ def require_whole(client: ClientModel) -> None:
     """Refuse fractions where a discrete distribution is observed, since PyMC would truncate them."""
     model = client.template.parts.model
     for rv in model.observed_RVs:
-        node = model.rvs_to_values[rv].owner
-        name = node.inputs[0].name if node is not None and len(node.inputs) == 1 else None
-        if name is None or name not in client.arrays or not rv.type.dtype.startswith(("int", "uint", "bool")):
+        name = _observed_array(client, model.rvs_to_values[rv])
+        if name is None or not rv.type.dtype.startswith(("int", "uint", "bool")):
             continue
         values = np.asarray(client.arrays[name])
         if not np.all(values == np.round(values)):
@@ -364,6 +388,20 @@ def require_whole(client: ClientModel) -> None:
                 f"client {client.client_id!r}: {name!r} holds {values[values != np.round(values)][0]}, and {rv.name!r} "
                 "is a discrete distribution of whole numbers; round the data, or declare a continuous distribution."
             )
+
+
+def _observed_array(client: ClientModel, value: Any) -> str | None:
+    """Name of the array that is observed: in a container, cast or not, or a constant that PyMC has truncated."""
+    if value.owner is not None:
+        name = value.owner.inputs[0].name if len(value.owner.inputs) == 1 else None
+        return name if name in client.arrays else None
+    constant = getattr(value, "data", None)
+    if constant is None:
+        return None
+    given = ((name, array) for name, array in client.arrays.items() if array.dtype.kind == "f" and np.ndim(array))
+    with np.errstate(invalid="ignore"):
+        same = (name for name, array in given if np.array_equal(array.astype(constant.dtype), constant))
+    return next(same, None)
 
 
 def _infinite(arrays: Mapping[str, Any]) -> tuple[str, tuple[int, ...]] | None:
@@ -511,9 +549,27 @@ def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array)
         gradients=gradients,
         kernel=kernel,
     )
-    density = tuple(float(value) for value in of_points(probes(variables, n0)))
+    at = probes(variables, n0)
+    density = (*(float(value) for value in of_points(at)), *_on_declared_scales(parts, variables, at))
     digest = fingerprint(variables, n0, exact is not None, density)
     return Layout(variables, n0, exact is not None, digest, density), prior
+
+
+_BY_SCALE = ("", "log", "ordered", "simplex", "logodds")  # transforms without limits of their own
+
+
+def _on_declared_scales(parts: _graph.Parts, variables: tuple[Variable, ...], at: Array) -> tuple[float, ...]:
+    """The sum of log |value| of shared variables with limits, at each point; 0 where there are none.
+
+    Limits are parameters of a transform: an interval's density by its unconstrained coordinate does not show them.
+    """
+    limited = [place for place, variable in enumerate(variables) if variable.transform not in _BY_SCALE]
+    if not limited:
+        return (0.0,) * len(at)
+    phi, _, _, outputs = _graph.constrained_graph(parts, variables, (), (), only_shared=True)
+    sizes = [pt.sum(pt.log(pt.abs(outputs[place]) + 1e-300)) for place in limited]
+    function = interpreted.python_function([phi], [sum(sizes[1:], sizes[0])])
+    return tuple(float(np.round(function(point)[0], 6)) for point in at)
 
 
 def _draws(parts: _graph.Parts, size: int) -> Array:

@@ -468,7 +468,7 @@ def probes(variables: Sequence[Variable], prior: Gaussian) -> Array:
 
 
 def fingerprint(variables: Sequence[Variable], prior: Gaussian, is_gaussian: bool, density: Sequence[Any]) -> str:
-    """Digest of the shared variables, N_0, whether that is the prior, and log p(φ) at `probes`.
+    """Digest of the shared variables, N_0, whether that is the prior, and `Layout.density`.
 
     Numbers are in units of the prior and rounded, so that builds of one model on two machines agree. The digest has 128
     bits, so that nobody can search for another prior with the same one.

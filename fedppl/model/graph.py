@@ -75,12 +75,26 @@ def _find_shared(model: Any, shared: Sequence[str]) -> tuple[Any, ...]:
     return tuple(free[name] for name in shared)
 
 
+_OF_DRAWS = ("chain", "draw")  # dims of every posterior in ArviZ
+
+
+def _require_names(model: Any) -> None:
+    """Refuse variables and dims whose names a posterior's own dims have."""
+    taken = [name for name in (*model.named_vars, *model.coords) if name in _OF_DRAWS]
+    if taken:
+        raise DeclarationError(
+            f"{taken[0]!r} names a variable or a dim of the model, and every posterior has dims 'chain' and 'draw'; "
+            "rename it."
+        )
+
+
 def dissect(model: Any, shared: Sequence[str]) -> Parts:
     """Sort a model's variables and log-density terms; refuse models that cannot be federated."""
     if not isinstance(model, pm.Model):
         raise DeclarationError(
             f"the builder returned {type(model).__name__}, not a pm.Model; end it with `return model`."
         )
+    _require_names(model)
     shared_rvs = _find_shared(model, shared)
     local_rvs = tuple(rv for rv in model.free_RVs if rv not in shared_rvs)
     for rv in model.free_RVs:

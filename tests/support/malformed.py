@@ -199,7 +199,7 @@ PRIORS: dict[str, dict[str, Any]] = {
     "tiny precision": {"prior_precision": [1e-300, 0.0, 0.0, 1e-300, 0.0, 1e-300]},
     "absurd mean": {"prior_linear": [1e200, 0.0, 0.0]},
     "integers": {"prior_linear": np.zeros(3, np.int64)},
-    "NaN in the density": {"prior_density": [np.nan] * PROBES},
+    "NaN in the density": {"prior_density": [np.nan] * 2 * PROBES},
 }
 REPLY_TEXTS: dict[str, list[Any]] = {
     "nonce": DIGITS,
