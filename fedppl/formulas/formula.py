@@ -463,7 +463,10 @@ def require_names(built: Formula) -> None:
                 f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
             )
     if unknown := sorted(set(built.priors) - set(built.shared) - later):
-        raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}; name some.")
+        spelled = {name.replace(" ", ""): name for name in built.shared}
+        meant = [spelled[name.replace(" ", "")] for name in unknown if name.replace(" ", "") in spelled]
+        hint = f"; write {', '.join(map(repr, meant))}" if meant else ""
+        raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}; name some{hint}.")
     if both := sorted(set(built.constants) & set(built.columns)):
         raise DeclarationError(f"constants {both} are columns of {built.text!r} too; rename one of the two.")
     words = {*re.findall(r"[^\W\d]\w*", built.text), *re.findall("`([^`]*)`", built.text)}

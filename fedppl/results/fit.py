@@ -378,10 +378,11 @@ class Fit(Ended):
             the client; ``shift`` is the change of the mean by the client, in sds with it, and ``sd_ratio`` the sd with
             it over that without. Where ``exact`` is True they are of the posterior itself, from reweighting its points
             with Pareto k ``pareto_k``: ``error``, of a mean or an sd in sds, is at most .05, 100 points or more are
-            effective, and no few points make a second moment; tails without points are not seen. Else they are of the
-            Gaussian q without the client's site, or NaN where the others determine no posterior. ``log_predictive`` is
-            log p(y_k | y_{-k}) where ``exact``, with its standard error ``log_predictive_error``; NaN where a prior has
-            no normalising constant that is known (pm.Potential, pm.Flat).
+            effective, and no few points make a second moment; tails without points are not seen. Else they are by the
+            same points where Pareto k is at most .7, with a larger ``error``, or of the Gaussian q without the client's
+            site, with an ``error`` of NaN, or NaN where the others determine no posterior; the log says so.
+            ``log_predictive`` is log p(y_k | y_{-k}) where ``exact``, with its standard error
+            ``log_predictive_error``; NaN where a prior has no normalising constant that is known (pm.Potential, pm.Flat).
 
         Raises
         ------
@@ -401,7 +402,8 @@ class Fit(Ended):
         -----
         *When this fails.* By `Sums` each client's log f_k is computed at all points, and its data have to be in this
         process. Where one client determines much of the posterior, few points lie where the others' is: `exact` is then
-        False, and the Gaussian by `EP` lacks the client's share of 1/K of a prior that is not Gaussian.
+        False, and `fedppl.without` fits the others anew. The Gaussian by `EP` lacks the client's share of 1/K of a
+        prior that is not Gaussian.
         """
         return shared.influence(self, clients)
 

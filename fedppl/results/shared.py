@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +17,14 @@ from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import resample
 from fedppl.numerics.region import SCRAMBLES
-from fedppl.numerics.reweighting import Reweighted, is_trusted
+from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted
 from fedppl.numerics.streams import standard_normal, stream
 from fedppl.results import idata
 from fedppl.results.records import Ended, require_arrived, rounds_dataset, unarrived
-from fedppl.settings import chosen, shown
+from fedppl.settings import chosen, shown, some_of
 from fedppl.types import Array, DeclarationError, Status
+
+logger = logging.getLogger(__name__)
 
 # Attributes of the posterior group, for users of tools that were made for MCMC.
 _SAMPLING = "independent draws of the approximation: r_hat and ess do not describe how good it is; see fit.summary()"
@@ -250,11 +253,19 @@ def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
     correction, q = corrected(fit), shared.gaussian(fit.state)
     each = shared.without(fit.state, names, fit.clients)
     columns = zip(*(_moments(without, fit.layout.size) for without in each), strict=True)
-    means, sds, pareto_k, exact, errors = (np.array(column) for column in columns)
+    means, sds, pareto_k, weighted, errors = (np.array(column) for column in columns)
+    exact = np.array([is_exact(without) for without in each])
+    if not np.all(exact):
+        some = some_of([name for name, known in zip(names, exact, strict=True) if not known])
+        logger.warning(
+            "the posterior without %s is known by few points (`exact` is False; `error` is in sds, NaN of a Gaussian): "
+            "fedppl.without fits it anew",
+            some,
+        )
     mean, sd = gaussian.mean(q), gaussian.standard_deviations(q)
-    if correction is not None:  # exact moments are compared with exact ones
-        mean = np.where(exact[:, None], correction.mean, mean)
-        sd = np.where(exact[:, None], np.sqrt(np.diag(correction.covariance)), sd)
+    if correction is not None:  # moments by points are compared with such
+        mean = np.where(weighted[:, None], correction.mean, mean)
+        sd = np.where(weighted[:, None], np.sqrt(np.diag(correction.covariance)), sd)
     values = {
         "mean": means,
         "sd": sds,
@@ -277,15 +288,18 @@ def is_exact(without: WithoutClient) -> bool:
 
 
 def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bool, float]:
-    """Mean, sds and Pareto k of the posterior without the client, whether they are exact, and the error."""
+    """Mean, sds and Pareto k of the posterior without the client, whether they are by points, and their error.
+
+    By points, and not exact, they are still nearer than the Gaussian, whose error is not known.
+    """
     weighted = without.corrected
-    k, error = (np.nan, np.nan) if weighted is None else (weighted.pareto_k, weighted.error)
-    if weighted is not None and is_exact(without):
-        return weighted.mean, np.sqrt(np.diag(weighted.covariance)), k, True, error
+    k = np.nan if weighted is None else weighted.pareto_k
+    if weighted is not None and (is_exact(without) or weighted.pareto_k <= MOST_SECOND_K):
+        return weighted.mean, np.sqrt(np.diag(weighted.covariance)), k, True, weighted.error
     if not gaussian.is_proper(without.gaussian):
         unknown = np.full(size, np.nan)
-        return unknown, unknown, k, False, error
-    return gaussian.mean(without.gaussian), gaussian.standard_deviations(without.gaussian), k, False, error
+        return unknown, unknown, k, False, np.nan
+    return gaussian.mean(without.gaussian), gaussian.standard_deviations(without.gaussian), k, False, np.nan
 
 
 # Values that an algorithm's functions return, held to the shapes they promise -----------------------------------------

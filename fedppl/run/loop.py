@@ -350,8 +350,9 @@ def _take_over(run: Run, begin: Fit) -> None:
     if run.layout.fingerprint != begin.layout.fingerprint:
         raise DeclarationError(
             f"start= is a fit that shares {[v.name for v in begin.layout.variables]}, and this one "
-            f"{[v.name for v in run.layout.variables]}, or the same with another prior or shape; start from a fit of "
-            "the same declaration."
+            f"{[v.name for v in run.layout.variables]}, with another prior or shape. Start from a fit of the same "
+            "declaration; of a formula, whose default priors and scales come from the rows, fit start.declaration: "
+            "fedppl.fit(before.declaration, data, start=before)."
         )
     run.state = run.algorithm.result.resume(run.state, begin.state)
 

@@ -271,8 +271,8 @@ def test_an_introduction_of_as_many_coordinates_as_there_may_be_is_read_in_secon
     size = 10**6
     variables = (Variable("w", (size,), "", None),)
     prior = Gaussian(np.zeros(size), np.full(size, 4.0))
-    told = fingerprint(variables, prior, True, (0.0, 0.0, 0.0))
-    arrays, texts = pack_hello("a", "1", {}, Layout(variables, prior, True, told, (0.0,) * 3), malformed.reader())
+    told = fingerprint(variables, prior, True, (0.0,) * 6)
+    arrays, texts = pack_hello("a", "1", {}, Layout(variables, prior, True, told, (0.0,) * 6), malformed.reader())
     started = time.process_time()
     assert unpack_hello(arrays, texts).layout.fingerprint == told
     assert time.process_time() - started < 5.0

@@ -161,7 +161,7 @@ def test_truths_are_numbers_where_these_span_what_two_levels_span(truth: str, in
 
 
 @pytest.mark.parametrize("truth", ["flag", "I(x > 1)", "I((x > 0) & (z < 2))"])
-@pytest.mark.parametrize("inner", ["0 + {}", "x:{}", "a:{}", "0 + {}:x", "{} / a"])
+@pytest.mark.parametrize("inner", ["0 + {}", "x:{}", "a:{}", "{}:a", "x + {}:a", "0 + {}:x", "{} / a"])
 def test_truths_that_would_have_two_columns_are_refused(truth: str, inner: str) -> None:
     frame = table(1).assign(flag=np.arange(ROWS) % 3 == 0)
     text = inner.format(truth)

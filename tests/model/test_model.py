@@ -151,6 +151,68 @@ def test_a_shared_prior_with_a_baked_in_constant_of_the_data_is_refused(tmp_path
         assert fragment in text
 
 
+@pytest.mark.parametrize("limits", [lambda y: (0.0, y.max()), lambda y: (y.min(), y.min() + 1.0)])
+@pytest.mark.parametrize("in_container", [True, False])
+def test_limits_of_a_shared_prior_from_data_are_refused(limits: Any, in_container: bool, tmp_path: Path) -> None:
+    """On the unconstrained scale densities between other limits are equal."""
+
+    def build(y: Any) -> Any:
+        low, high = limits(y)
+        with pm.Model() as model:
+            y = pm.Data("y", y) if in_container else y
+            pm.Normal("obs", pm.Uniform("mu", low, high), 1, observed=y)
+        return model
+
+    clients = {"a": {"y": np.abs(Y)}, "b": {"y": np.abs(Y) + 1}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without containers each client is compiled
+        text = refusal(
+            DeclarationError, FederatedModel(build, ["mu"]), clients, tmp_path, before_compiling=in_container
+        )
+    assert "client 'b'" in text and "same constants" in text
+
+
+def test_a_builder_is_held_against_the_client_with_the_farthest_values() -> None:
+    """A branch on values shows at one of many clients of equal size."""
+
+    def build(y: Any) -> Any:
+        scale = 0.01 if y.mean() > 50 else 1.0
+        with pm.Model() as model:
+            pm.Normal("obs", pm.Normal("mu", 0, 1), scale, observed=pm.Data("y", y))
+        return model
+
+    clients = {name: {"y": Y + 100.0 * (name == "c")} for name in "abcd"}
+    with pytest.warns(UserWarning, match="on its own"):
+        models = FederatedModel(build, ["mu"]).enrol(clients)
+    at = np.zeros(0)
+    values = [models[name].log_site(np.array([float(np.mean(clients[name]["y"]))]), at)[0] for name in "bc"]
+    spread = float(np.sum((Y - Y.mean()) ** 2))
+    expected = [-0.5 * spread / scale**2 - len(Y) * np.log(scale * np.sqrt(2 * np.pi)) for scale in (1.0, 0.01)]
+    assert_allclose(values, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["chain", "draw"])
+def test_names_of_draws_dims_are_refused(name: str, tmp_path: Path) -> None:
+    def build(y: Any) -> Any:
+        with pm.Model() as model:
+            pm.Normal("obs", pm.Normal(name, 0, 1), 1, observed=pm.Data("y", y))
+        return model
+
+    text = refusal(DeclarationError, FederatedModel(build, [name]), {"a": {"y": Y}}, tmp_path)
+    assert repr(name) in text and "rename" in text
+
+
+def test_fractions_that_pymc_truncates_are_refused_without_containers(tmp_path: Path) -> None:
+    def build(y: Any) -> Any:
+        with pm.Model() as model:
+            pm.Poisson("obs", pm.math.exp(pm.Normal("mu", 0, 1)), observed=y)
+        return model
+
+    clients = {"a": {"y": np.array([1.0, 2.5, 0.0])}}
+    text = refusal(DataError, FederatedModel(build, ["mu"]), clients, tmp_path)
+    assert "2.5" in text and "round" in text
+
+
 def test_a_model_without_likelihood_is_refused(tmp_path: Path) -> None:
     def build(y: Any) -> Any:
         with pm.Model() as model:

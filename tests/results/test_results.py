@@ -17,7 +17,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
-from fedppl.contracts import Posterior
+from fedppl.contracts import LogEvidence, Posterior
+from fedppl.contracts.algorithm import WithoutClient
+from fedppl.numerics.reweighting import Reweighted
+from fedppl.results import shared
 from fedppl.results.records import rounds_dataset
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
@@ -707,3 +710,39 @@ def test_the_record_of_a_fit_prints_nothing(capsys: pytest.CaptureFixture[str]) 
 def test_predicting_for_a_group_that_is_not_there_says_so() -> None:
     with pytest.raises(DataError, match="'town 6'.*points outside an array of the model: number groups 0 to n - 1"):
         grouped_fit().predict("town 6", {"X": np.ones(2), "group": np.array([0, 7])})
+
+
+# --- the posterior without a client ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "pareto_k", "by_points", "exact"),
+    [(0.02, 0.3, True, True), (0.06, 0.3, True, False), (0.06, 0.9, False, False)],
+)
+def test_moments_without_a_client_stand_beside_their_own_error(
+    error: float, pareto_k: float, by_points: bool, exact: bool
+) -> None:
+    """Points that are few are nearer than a Gaussian whose error nobody knows; of that the error is NaN."""
+    points, equal = np.zeros((400, 1)), np.full(400, 1 / 400)
+    weighted = Reweighted(
+        points,
+        equal,
+        equal,
+        np.arange(400),
+        np.ones(1),
+        np.full((1, 1), 4.0),
+        0.0,
+        error,
+        0.0,
+        400.0,
+        pareto_k,
+        0.1,
+        400,
+    )
+    others = WithoutClient(
+        gaussian.from_moments(np.full(1, 7.0), np.full((1, 1), 9.0)), weighted, LogEvidence(0.0, 0.0)
+    )
+    mean, sd, _, used, shown = shared._moments(others, 1)
+    assert (used, shared.is_exact(others)) == (by_points, exact)
+    assert_allclose([*mean, *sd], [1.0, 2.0] if by_points else [7.0, 3.0])
+    assert_allclose(shown, error if by_points else np.nan)

@@ -33,7 +33,7 @@ def layout(mean: float = 0.0, sd: float = 10.0, dims: bool = True) -> Layout:
     variables = (Variable("mu", (2,), "", ("predictor",) if dims else None), Variable("tau", (), "log", None))
     precision = np.diag([sd**-2, sd**-2, 4.0])
     prior = Gaussian(precision @ [mean, mean, 0.0], precision)
-    density = tuple(float(np.sum(point)) for point in probes(variables, prior))
+    density = (*(float(np.sum(point)) for point in probes(variables, prior)), *(0.0,) * PROBES)
     return Layout(variables, prior, True, fingerprint(variables, prior, True, density), density)
 
 
