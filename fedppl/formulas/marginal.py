@@ -46,7 +46,8 @@ def marginal_effects(
         A fit of a formula, whose clients are in this process.
     column
         A column of the formula. For one with levels the result has the mean outcome with all rows at each level, and
-        differences from the reference; for a numeric one the mean derivative, per unit of the column.
+        differences from the reference; for one of 0 and 1 (truths) at 0, at 1, and the difference; for another numeric
+        one the mean derivative, per unit of the column.
     at
         For times until an event, a time: then outcomes are probabilities of no event until it. By default they are
         median times.
@@ -106,11 +107,15 @@ def marginal_effects(
     shared = _stacked(fit.shared(**keywords)["posterior"])
     spec, names = built.spec, built.containers
     averages, sizes = {}, []
-    for client_id in ids:
-        held = fit.clients[client_id].arrays
-        rows = rows_of(spec, {key: held[name] for key, name in names.items() if name in held})
+    arrays = {client_id: fit.clients[client_id].arrays for client_id in ids}
+    each = {
+        k: rows_of(spec, {key: held[name] for key, name in names.items() if name in held}) for k, held in arrays.items()
+    }
+    has_levels = bool(spec.design.agreement.columns[column].levels)
+    is_truth = not has_levels and all(rows.table[column].isin([0, 1]).all() for rows in each.values())
+    for client_id, rows in each.items():
         own = _stacked(fit.client(client_id, **keywords)["posterior"]) if spec.terms.groups else shared
-        of = at_levels if spec.design.agreement.columns[column].levels else slope
+        of = at_levels if has_levels or is_truth else slope
         averages[client_id] = (of(spec, rows, column, own, at), own)
         sizes.append(rows.weights.sum())
     share = np.array(sizes) / np.sum(sizes)

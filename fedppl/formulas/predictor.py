@@ -253,13 +253,19 @@ def rows_of(spec: Spec, arrays: Mapping[str, Any]) -> Rows:
 
 
 def at_levels(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: float | None) -> dict[str, Array]:
-    """Mean outcome with all rows at each level, and differences from the reference: name to (S,) or (S, K)."""
+    """Mean outcome with all rows at each level, or at 0 and 1, and differences from the first; each (S,) or (S, K)."""
     levels = spec.design.agreement.columns[column].levels
-    means = {}
-    for level in levels:
-        at_level = pd.Categorical([level] * len(rows.table), categories=list(levels), ordered=True)
-        means[level] = averaged(spec, rows._replace(table=rows.table.assign(**{column: at_level})), draws, at)
-    return means | {f"{level} - {levels[0]}": means[level] - means[levels[0]] for level in levels[1:]}
+    at_each: dict[str, Any] = {"0": 0.0, "1": 1.0}  # of a column of truths, which are numbers
+    if levels:
+        at_each = {
+            one: pd.Categorical([one] * len(rows.table), categories=list(levels), ordered=True) for one in levels
+        }
+    means = {
+        name: averaged(spec, rows._replace(table=rows.table.assign(**{column: values})), draws, at)
+        for name, values in at_each.items()
+    }
+    first, *others = means
+    return means | {f"{name} - {first}": means[name] - means[first] for name in others}
 
 
 def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: float | None) -> dict[str, Array]:

@@ -382,7 +382,7 @@ class Fit(Ended):
             same points where Pareto k is at most .7, with a larger ``error``, or of the Gaussian q without the client's
             site, with an ``error`` of NaN, or NaN where the others determine no posterior; the log says so.
             ``log_predictive`` is log p(y_k | y_{-k}) where ``exact``, with its standard error
-            ``log_predictive_error``; NaN where a prior has no normalising constant that is known (pm.Potential, pm.Flat).
+            ``log_predictive_error``; NaN where a prior has no normalising constant that is known (pm.Potential, Flat).
 
         Raises
         ------

@@ -249,6 +249,16 @@ def test_levels_have_a_probability_each() -> None:
         assert_allclose(found["none - drug"].sum(axis=1), 0.0, atol=1e-12)
 
 
+def test_truths_have_a_mean_each_and_a_difference() -> None:
+    """On the identity link the difference is the coefficient."""
+    frame = FRAME.assign(none=FRAME["arm"] == "none")
+    truths = fedppl.fit(fedppl.formula("y ~ age + none"), frame, fedppl.EP(), by="site", **QUIET)
+    table, told = fedppl.marginal_effects(truths, "none").loc["all"], truths.summary().loc["none"]
+    assert list(table.index) == ["0", "1", "1 - 0"]
+    assert_allclose(table.loc["1 - 0", ["mean", "sd"]].astype(float), told[["mean", "sd"]].astype(float), rtol=0.1)
+    assert_allclose(table.loc["1", "mean"] - table.loc["0", "mean"], table.loc["1 - 0", "mean"], rtol=1e-9)
+
+
 def centred(age: Any, none: Any, y: Any) -> pm.Model:
     """What `y ~ age + arm + (1 | site)` declares, but for the effect, which is declared by its own distribution."""
     with pm.Model() as model:
