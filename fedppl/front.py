@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
@@ -269,7 +270,7 @@ def load(
     stored = saved.read(path)
     if algorithm is None:
         algorithm = Sums() if stored.algorithm == Sums().name else EP()
-    from fedppl.formulas.formula import is_formula, remembering  # slow to import
+    from fedppl.formulas.formula import is_formula, reader_of_formula, remembering  # slow to import
 
     clients = frames.opened(clients, by)
     if is_formula(model):
@@ -286,6 +287,9 @@ def load(
         if next(iter(models.values())).layout.fingerprint != stored.fields["layout"].fingerprint:
             raise DeclarationError("the file is of another declaration: the shared prior or its shapes differ.")
     reader = {"reader": reader_of(models.values())} if models else {}
+    if not models and is_formula(model):  # it says all that draws need
+        rebuild = functools.partial(reader_of_formula, model)
+        reader = {"reader": saved.or_rebuilt(stored.fields["reader"], rebuild)}
     loaded = Fit(**{**stored.fields, **reader, "algorithm": algorithm, "declaration": model, "clients": models})
     loaded.__dict__["idata"] = idata.from_groups(stored.groups)  # the saved draws
     return loaded

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fedppl.contracts import SharedReader
 from fedppl.data import frames, tables
 from fedppl.data import missing as gaps
 from fedppl.data.tables import Table
@@ -363,6 +364,20 @@ def remembering(model: FederatedModel, agreement: Any, data: Any = None) -> Fede
                 "here; pass what was fitted."
             )
     return _model(built.agreed(agreement))
+
+
+def reader_of_formula(model: FederatedModel) -> SharedReader:
+    """How draws of φ are read, by a client with one row at the agreed means and first levels; no data are needed."""
+    built = _formula(model)
+    assert built.design is not None
+    columns = built.design.agreement.columns
+    row = {name: [column.levels[0] if column.levels else column.mean] for name, column in columns.items()}
+    arrays = built.read_unseen("file", {name: row.get(name, [1]) for name in built.columns})
+    outcome = built.containers["outcome"]
+    if arrays[outcome].dtype.kind == "f":
+        arrays[outcome] = np.full(1, 0.5)  # in the support of positive outcomes and of shares, too
+    (client,) = model.reading(lambda _, given: given).enrol({"file": arrays}, kernel=False).values()
+    return client.reader()
 
 
 def is_formula(model: Any) -> bool:

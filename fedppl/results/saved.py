@@ -6,6 +6,7 @@ Of clients it has what they sent, and more only where the caller asks for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -214,6 +215,19 @@ def _reader(
         return values
 
     return SharedReader(constrain, {k: None if v is None else tuple(v) for k, v in dims.items()}, coords)
+
+
+def or_rebuilt(reader: SharedReader, rebuild: Callable[[], SharedReader]) -> SharedReader:
+    """The reader of a file, and for other points one that is made when they are first asked for."""
+    anew = functools.cache(rebuild)
+
+    def constrain(wanted: Array) -> Mapping[str, Array]:
+        try:
+            return reader.constrain(wanted)
+        except DataError:  # not the points of the file
+            return anew().constrain(wanted)
+
+    return reader._replace(constrain=constrain)
 
 
 def _plain(group: xr.Dataset) -> xr.Dataset:

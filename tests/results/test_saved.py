@@ -298,6 +298,27 @@ def test_draws_of_large_networks_are_refused_before_a_file_is_there(
 
 
 @problems.of_q
+@pytest.mark.parametrize(
+    ("text", "family"), [("prop(s, n) ~ arm + (1 + arm | site)", "binomial"), ("Surv(t, d) ~ arm + x", "weibull")]
+)
+def test_a_file_of_a_formula_predicts_at_new_sites_without_any_rows_of_others(
+    text: str, family: str, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(1)
+    frame = pd.DataFrame({"site": np.repeat(list("abc"), 40), "arm": rng.choice(["p", "q"], 120)})
+    frame = frame.assign(x=rng.normal(size=120), n=rng.integers(5, 9, 120), t=rng.exponential(3.0, 120), d=1)
+    frame["s"] = rng.binomial(frame["n"], 0.4)
+    model = fedppl.formula(text, family=family)
+    fit = fedppl.fit(model, frame, fedppl.EP(correction=None), by="site", **QUIET)
+    fit.save(tmp_path / "risk.nc")
+    again = fedppl.load(tmp_path / "risk.nc", model, fedppl.EP(correction=None))
+    assert not again.clients
+    rows = frame.loc[:3, ["arm", "x", "n"]]
+    ours, theirs = (one.predict(None, rows, kind="mean", random_seed=2)["predictions"] for one in (fit, again))
+    for name in ours.data_vars:
+        assert_array_equal(ours[name].values, theirs[name].values)
+
+
 def test_a_formula_of_other_columns_is_another_declaration(tmp_path: Path) -> None:
     frame = pd.DataFrame({"site": list("aabbcc"), "x": np.arange(6.0), "y": [0.1, 1.2, 1.9, 3.2, 4.1, 4.8], "t": 1.0})
     model = fedppl.formula("y ~ x", family="gaussian")
