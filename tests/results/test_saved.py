@@ -319,6 +319,7 @@ def test_a_file_of_a_formula_predicts_at_new_sites_without_any_rows_of_others(
         assert_array_equal(ours[name].values, theirs[name].values)
 
 
+@problems.of_q
 def test_a_formula_of_other_columns_is_another_declaration(tmp_path: Path) -> None:
     frame = pd.DataFrame({"site": list("aabbcc"), "x": np.arange(6.0), "y": [0.1, 1.2, 1.9, 3.2, 4.1, 4.8], "t": 1.0})
     model = fedppl.formula("y ~ x", family="gaussian")
