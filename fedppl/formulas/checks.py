@@ -38,7 +38,10 @@ def order_of(name: str, levels: Any) -> tuple[str, ...]:
     """Check an order of levels: texts, each once."""
     if isinstance(levels, str) or not isinstance(levels, Iterable):
         raise DeclarationError(f"levels={{{name!r}: {shown(levels)}}} must be a list of levels in their order.")
-    order = tuple(map(as_level, levels))
+    listed = list(levels)
+    if none := [level for level in listed if level is None or level != level]:
+        raise DeclarationError(f"levels={{{name!r}: ...}} names {none[0]!r}, which is a missing value; leave it out.")
+    order = tuple(map(as_level, listed))
     if len(set(order)) < len(order):
         raise DeclarationError(f"levels={{{name!r}: {list(order)}}} names a level twice; name each once.")
     return order

@@ -96,7 +96,7 @@ class _Settings(NamedTuple):
 
 
 def _build(name: str, fit: _Fit, points: int, max_iterations: int) -> LocalInference:
-    settings = _Settings(fit, whole("points", points, 16), whole("max_iterations", max_iterations))
+    settings = _Settings(fit, whole("points", points, 16, most=2**20), whole("max_iterations", max_iterations))
     return LocalInference(
         name,
         check=lambda client: None,

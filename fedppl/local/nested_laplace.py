@@ -98,7 +98,7 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     .. [1] Rue, Martino and Chopin (2009), Approximate Bayesian inference for latent Gaussian models.
     """
     settings = _Settings(
-        whole("points", points, 16, "better 64 or 256"),
+        whole("points", points, 16, "better 64 or 256", 2**20),
         between("pareto_limit", pareto_limit, 0, np.inf, "[)"),
         flag("fallback", fallback),
     )

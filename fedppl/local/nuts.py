@@ -95,7 +95,8 @@ def NUTS(
         sampler = one_of("nuts_sampler", nuts_sampler, ("nutpie", "pymc"))
     if sampler == "nutpie" and not _HAS_NUTPIE:
         raise DeclarationError('nuts_sampler="nutpie" needs nutpie; install fedppl[nutpie] or use "pymc".')
-    counts = (whole("draws", draws), whole("tune", tune), whole("chains", chains))
+    most = 10**7  # of each; more do not fit into memory
+    counts = (whole("draws", draws, most=most), whole("tune", tune, most=most), whole("chains", chains, most=most))
     if counts[0] * counts[2] < 20:
         raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least 20 in all.")
     settings = _Settings(

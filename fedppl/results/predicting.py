@@ -165,7 +165,7 @@ class Drawing(NamedTuple):
 def drawing_of(fit: Ended, draws: int, chains: int, random_seed: int | None) -> Drawing:
     """The keywords, checked; the seed is the fit's where none is given."""
     seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
-    return Drawing(whole("draws", draws), whole("chains", chains), seed)
+    return Drawing(whole("draws", draws, most=10**7), whole("chains", chains, most=10**4), seed)
 
 
 def at_client(
