@@ -150,7 +150,7 @@ def test_eight_schools_against_quadrature() -> None:
     mean = dict(zip(names, gaussian.mean(fit.posterior), strict=True))
     sd = dict(zip(names, gaussian.standard_deviations(fit.posterior), strict=True))
     assert fit.status is Status.STALLED and "correction=" in fit.message  # moments match, and sds are a fifth short
-    assert fit.state.change < 0.01
+    assert fit.state.steps.change < 0.01
     assert abs(mean["mu"] - exact["mu_mean"]) < 0.01 * exact["mu_sd"]
     assert abs(sd["mu"] / exact["mu_sd"] - 1) < 0.02
     assert abs(mean["tau"] - exact["log_tau_mean"]) < 0.15 * exact["log_tau_sd"]
@@ -228,7 +228,7 @@ def test_partial_participation_reaches_the_same_posterior() -> None:
 def test_sites_keep_the_form_of_their_structure(structure: Any) -> None:
     model, clients = problems.noise()
     fit = fitted(model, clients, fedppl.EP(structure=structure), rounds=60)
-    assert fit.state.change < 0.01
+    assert fit.state.steps.change < 0.01
     full = fitted(model, clients)
     precision = fit.posterior.precision
     assert ("correlated" in fit.message) == (structure != [["log_tau", "mu"]])

@@ -380,7 +380,7 @@ def test_a_persistent_liar_pulls_by_c_and_is_named_with_its_direction(caplog: py
     assert np.all(np.abs(off) <= trust * gaussian.standard_deviations(exact) * (1 + 1e-3))
     assert last.status is fedppl.Status.RUNNING and last.info.held_back == 1
     assert last.info.pulled_by == CLIENT and last.info.pull > trust
-    assert_array_equal(last.state.held, [False, True, False, False])
+    assert_array_equal(last.state.clients.held, [False, True, False, False])
     assert f"{CLIENT} (pulls " in last.message and "clinic 0" not in last.message
     lines = [r.getMessage() for r in caplog.records if "held back" in r.getMessage()]
     assert lines and all(line.startswith(f"client {CLIENT} held back: it pulls ") for line in lines)
@@ -554,10 +554,10 @@ def test_who_is_held_back_stays_so_until_it_is_replaced(step: float, rounds: int
     taken = Outcome(last.state, last.info)
     within = _trust.Bounded(sites, np.zeros((4, 3)), nobody, nobody, nobody, nobody, nobody)
     for count in range(1, rounds + 1):
-        assert taken.state.held[1] > 0
+        assert taken.state.clients.held[1] > 0
         taken = _rounds.hold_back(taken, [0, 1], within, 1.0, step)
-        assert_allclose(taken.state.held[1], (1 - step) ** count if count < rounds else 0.0)
-        assert np.any(taken.state.pull[1]) == (count < rounds)
+        assert_allclose(taken.state.clients.held[1], (1 - step) ** count if count < rounds else 0.0)
+        assert np.any(taken.state.clients.pull[1]) == (count < rounds)
 
 
 def test_where_no_step_can_be_made_who_is_held_back_is_named_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,7 +633,9 @@ def test_a_trust_that_binds_nobody_changes_no_bit_of_refinement() -> None:
         for algorithm in (fedppl.EP(warm_start=False), fedppl.EP(warm_start=False, trust=3.0))
     ]
     for none, some in zip(*runs, strict=True):
-        assert_same_state(none.state._replace(pull=some.state.pull), some.state)
+        assert_same_state(
+            none.state._replace(clients=none.state.clients._replace(pull=some.state.clients.pull)), some.state
+        )
         assert some.info.held_back == 0 and (some.info.phase == "correction" or some.info.pull < 3.0)
 
 
@@ -669,7 +671,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
 
     whole = until(14)
     parts = [until(number, checkpoint=tmp_path / "run.ckpt") for number in (2, 12, 14)]
-    assert parts[0].state.held_back.sum() > 0
+    assert parts[0].state.clients.held_back.sum() > 0
     assert_same_state(parts[-1].state, whole.state)
 
 

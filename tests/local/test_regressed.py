@@ -128,7 +128,7 @@ def test_a_correction_with_nuts_is_exact_up_to_what_it_says() -> None:
     evidence = stats.multivariate_normal(np.zeros(len(y)), covariance).logpdf(y)
     assert abs(found.log_evidence.value - evidence) < max(4 * found.log_evidence.error, 0.02) < 0.2
     state = fedppl.EP(local=NUTS).init(found.layout, ("a", "b"), np.random.default_rng(0))
-    assert not state.corrects
+    assert not state.plan.corrects
 
 
 def test_draws_that_do_not_mix_are_refused_with_the_remedy() -> None:

@@ -159,10 +159,10 @@ def judged(moves: list[tuple[float, bool]], damping: float) -> float:
     """Damping after rounds with changes of these sizes, that turned back or not, for 20 clients without noise."""
     clients = tuple(f"client {k}" for k in range(20))
     state = fedppl.EP().init(layout_of(UNIT), clients, np.random.default_rng(0))
-    taken: Any = Outcome(state._replace(damping=damping), None)  # type: ignore[arg-type]
+    taken: Any = Outcome(state._replace(steps=state.steps._replace(damping=damping)), None)  # type: ignore[arg-type]
     for size, turned in moves:
         taken = _rounds.judge(taken, _rounds.Change(size, turned, 0.0, 0.0), list(range(20)), 1e-9, 1.0)
-    return float(taken.state.damping)
+    return float(taken.state.steps.damping)
 
 
 def test_damping_recovers_when_faults_end(rng: np.random.Generator) -> None:

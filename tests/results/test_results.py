@@ -566,11 +566,11 @@ def test_the_summary_has_a_row_an_entry_and_eps_own_diagnostics() -> None:
         assert 0 <= table.loc[row, "mcse_mean"] < 1e-3 * x.std()
     # φ is (mu[0], mu[1], a); a deterministic has no coordinate of its own
     rows = ["mu[age]", "mu[dose]", "a"]
-    assert_array_equal(table.loc[rows, "skewness"], fit.state.skewness)
-    assert_array_equal(table.loc[rows, "last_change"], fit.state.last_change)
+    assert_array_equal(table.loc[rows, "skewness"], fit.state.skewed.total)
+    assert_array_equal(table.loc[rows, "last_change"], fit.state.steps.last_change)
     assert table.loc["mu_difference", ["last_change", "skewness"]].isna().all()
     last = [record.info for record in fit.records if record.info["phase"] == "EP"][-1]
-    assert np.max(fit.state.last_change) == max(float(last["change_mean"]), float(last["change_sd"])) < 0.01
+    assert np.max(fit.state.steps.last_change) == max(float(last["change_mean"]), float(last["change_sd"])) < 0.01
     assert table.attrs["status"] == "converged" and table.attrs["message"] == fit.message
     assert table.attrs["answered"] == 1.0 and table.attrs["fallbacks"] == {}
 
@@ -633,7 +633,7 @@ def test_the_summary_of_a_simplex_has_more_entries_than_coordinates() -> None:
     table = fit.summary()
     assert list(table.index) == ["share[0]", "share[1]", "share[2]"]
     assert table["mean"].sum() == pytest.approx(1.0)
-    assert set(table["last_change"]) == {np.max(fit.state.last_change)}
+    assert set(table["last_change"]) == {np.max(fit.state.steps.last_change)}
 
 
 def test_the_posterior_group_says_what_its_ess_is_of() -> None:

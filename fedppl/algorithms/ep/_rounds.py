@@ -29,34 +29,67 @@ logger = logging.getLogger(__name__)
 _VERY_SKEWED = 1.0  # skewness from which a converged fit warns
 
 
-class EPState(NamedTuple):
-    """What the next round needs. Invariant: sites.q = prior x Π_k site_k."""
+class Steps(NamedTuple):
+    """How q moves while moments are matched."""
 
-    sites: Sites
-    warm_start: WarmStart | None  # None once refinement has begun
-    starts: Starts | None  # where several searches were asked for
-    prior_share: float  # 1 / K when the prior is not Gaussian: each factor's share of p / N_0
     damping: float
+    falls: int  # rounds in which the change fell since the damping was last lowered
     change: float  # in the last round
+    heading: Array  # (2 m,) move of means and log sds in the last round, in posterior sds before damping
+    last_change: Array  # (m,) of a mean or a log sd in the last round, in posterior sds, before damping
     averaging: int  # rounds averaged since the change came down to Monte Carlo error
     has_replied: Array  # (K,) bool: in the current sweep
     sweep_change: float  # of the current sweep over all clients
-    last_change: Array  # (m,) of a mean or a log sd in the last round, in posterior sds, before damping
-    skewness: Array  # (m,) of the posterior's margins by the clients' factors, which q cannot have
-    skewed_by: Array  # (m,) row of the client without which it is least
-    skewness_without: Array  # (m,) without that client
+
+
+class Skewed(NamedTuple):
+    """Skewness of the posterior's margins by the clients' factors, which q cannot have."""
+
+    total: Array  # (m,)
+    by: Array  # (m,) row of the client without which it is least
+    without: Array  # (m,) without that client
+
+
+class OfClients(NamedTuple):
+    """What is known of each client beside its site."""
+
     held: Array  # (K,) share of the site that trust keeps from what the client asked for
     held_back: Array  # (K,) rounds in which the site was drawn in
     pull: Array  # (K, m) of means before sites are drawn in, in sds of the cavity, where trust is set; 0 where unknown
     errors: Array  # (K,) Monte Carlo error of the client's last reply, in posterior sds
     noise: Array  # (K,) variance of the site by the errors of all its replies, in the same unit
     moves: Moves  # of the replies since averaging began
-    heading: Array  # (2 m,) move of means and log sds in the last round, in posterior sds before damping
     unseen: Array  # (K,) bool: the client's rows are not in this process
+
+
+class Plan(NamedTuple):
+    """What is decided before the first round."""
+
+    prior_share: float  # 1 / K when the prior is not Gaussian: each factor's share of p / N_0
     corrects: bool  # whether a correction follows once moments are matched
     stream: int  # of the points of the correction
-    correction: Correcting | None  # once moments are matched, where one was asked for
-    falls: int  # rounds in which the change fell since the damping was last lowered
+
+
+class EPState(NamedTuple):
+    """What the next round needs. Invariant: sites.q = prior x Π_k site_k."""
+
+    plan: Plan
+    sites: Sites
+    phase: WarmStart | Correcting | None  # None while moments are matched
+    starts: Starts | None  # where several searches were asked for
+    steps: Steps
+    skewed: Skewed
+    clients: OfClients
+
+    @property
+    def warm_start(self) -> WarmStart | None:
+        """The search, before moments are matched."""
+        return self.phase if isinstance(self.phase, WarmStart) else None
+
+    @property
+    def correction(self) -> Correcting | None:
+        """The correction, once moments are matched."""
+        return self.phase if isinstance(self.phase, Correcting) else None
 
 
 class EPInfo(NamedTuple):
@@ -90,7 +123,7 @@ def reported(outcome: Outcome) -> tuple[EPState, Report]:
     """The state and the report; a converged fit does not warn where little is skewed and nobody is held back."""
     state = outcome.state
     corrected = state.correction is not None and state.correction.trusted
-    mild = bool((corrected or np.abs(state.skewness).max() < _VERY_SKEWED) and not np.any(state.held))
+    mild = bool((corrected or np.abs(state.skewed.total).max() < _VERY_SKEWED) and not np.any(state.clients.held))
     message = "; ".join(filter(None, (outcome.message, outcome.skewed))) if outcome.skewed else outcome.message
     return state, Report(outcome.info, outcome.status, message, mild)
 
@@ -108,7 +141,7 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
         if state.starts.modes:
             ended, sites, _ = _warm_start.next_search(state.starts._replace(left=state.starts.left[:0]), sites, None)
             info = EPInfo("warm start", before.change, np.inf, 1.0, before.objective, 0.0, np.nan)
-            return Outcome(state._replace(sites=sites, starts=ended, warm_start=None), info)
+            return Outcome(state._replace(sites=sites, starts=ended, phase=None), info)
         state = state._replace(starts=None)
     if replies:
         sites, after, bounded = _warm_start.step(sites, before, replies, trust)
@@ -116,7 +149,7 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
     over = not after.arrived and after.spent >= _BUDGET
     further = state.starts is not None and bool(state.starts.modes)  # not the first search
     outcome = Outcome(
-        state._replace(sites=sites, warm_start=None if after.arrived else after),
+        state._replace(sites=sites, phase=None if after.arrived else after),
         info,
         Status.STALLED if over else Status.RUNNING,
         "" if after.arrived or further else why_not_arrived(sites, after),
@@ -141,7 +174,7 @@ def _searched(outcome: Outcome, search: WarmStart) -> Outcome:
     if following is None and not after.modes:
         return outcome
     message = "" if following is None else f"{len(after.left) + 1} warm starts are left"
-    state = outcome.state._replace(starts=after, sites=sites, warm_start=following)
+    state = outcome.state._replace(starts=after, sites=sites, phase=following)
     return outcome._replace(state=state, status=Status.RUNNING, message=message)
 
 
@@ -174,7 +207,7 @@ def ep_round(
 ) -> Outcome:
     """Moment matching: the clients' tilted natural parameters against q's."""
     if not replies:
-        return Outcome(state, EPInfo("EP", 0.0, 0.0, state.damping, np.nan, 0.0, np.nan))
+        return Outcome(state, EPInfo("EP", 0.0, 0.0, state.steps.damping, np.nan, 0.0, np.nan))
     sites, q, form = state.sites, state.sites.q, state.sites.structure
     target_linear, target_packed = targets(sites, replies)
     # A prior with correlations puts q outside a smaller family: its projection takes its place.
@@ -229,10 +262,10 @@ def damped_step(
     """
     sites, q = state.sites, state.sites.q
     # Averaged over rounds, as the sites are.
-    total = state.skewness + (skewness.sum(axis=0) - state.skewness) / (1 + state.averaging)
+    total = state.skewed.total + (skewness.sum(axis=0) - state.skewed.total) / (1 + state.steps.averaging)
     by = np.argmax(np.sign(total) * skewness, axis=0)
     skewed = float(np.abs(total).max())
-    errors = state.errors.copy()
+    errors = state.clients.errors.copy()
     errors[rows] = mc_errors
     mc_error, fresh = float(np.linalg.norm(errors)), float(np.linalg.norm(mc_errors))
     delta, moved, bounded = _backtracked(state, rows, d_linear, d_packed, largest, trust)
@@ -241,33 +274,28 @@ def damped_step(
         if bounded is not None and trust is not None:
             outcome = hold_back(outcome, [], bounded, trust, 0.0)
         # A client that is held back may be why others lack precision.
-        least = [] if np.any(outcome.state.held) else _least_known(sites, rows, d_packed)
+        least = [] if np.any(outcome.state.clients.held) else _least_known(sites, rows, d_packed)
         return with_names(outcome._replace(message=_no_step(least, noisy=mc_error > tolerance)), trust)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
     heading = np.concatenate([(gaussian.mean(moved.q) - gaussian.mean(q)) / sd, np.log(new_sd / sd)]) / delta
-    turned = bool(heading @ state.heading <= 0)
+    turned = bool(heading @ state.steps.heading <= 0)
     shift, stretch = np.split(np.abs(heading), 2)
     change_mean, change_sd = float(np.max(shift)), float(np.max(stretch))
     # A site is a weighted mean of its client's replies, each with an error of its own. The remainder of the first site
     # counts as a reply with that error.
-    noise = state.noise.copy()
+    noise = state.clients.noise.copy()
     averaged = (1 - delta) ** 2 * noise[rows] + (delta * mc_errors) ** 2
     noise[rows] = np.where(noise[rows] > 0, averaged, mc_errors**2)
-    moves = state.moves
-    if state.averaging:
+    moves = state.clients.moves
+    if state.steps.averaging:
         new = _trust.moves_of(q, d_linear, _sites.dense(d_packed, sites.structure))
         moves = _trust.followed(moves, rows, new, np.full(len(rows), delta))
+    without = total - np.take_along_axis(skewness, by[None], axis=0)[0]
     state = state._replace(
         sites=moved,
-        damping=delta,
-        last_change=np.maximum(shift, stretch),
-        skewness=total,
-        skewed_by=np.asarray(rows)[by],
-        skewness_without=total - np.take_along_axis(skewness, by[None], axis=0)[0],
-        errors=errors,
-        noise=noise,
-        moves=moves,
-        heading=heading,
+        steps=state.steps._replace(damping=delta, last_change=np.maximum(shift, stretch), heading=heading),
+        skewed=Skewed(total, np.asarray(rows)[by], without),
+        clients=state.clients._replace(errors=errors, noise=noise, moves=moves),
     )
     outcome = Outcome(state, EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed))
     if bounded is not None and trust is not None:
@@ -280,7 +308,7 @@ def _backtracked(
     state: EPState, rows: list[int], d_linear: Array, d_packed: Array, largest: float, trust: float | None
 ) -> tuple[float, Sites | None, Bounded | None]:
     """δ, halved until q is proper and no more cavities are improper than before, and the sites or None."""
-    sites, delta, bounded = state.sites, state.damping, None
+    sites, delta, bounded = state.sites, state.steps.damping, None
     improper = _sites.improper_cavities(sites)
     # At δ = 1/K the new q is a convex combination of proper Gaussians; below it only cavities can be improper.
     while delta >= min(shortest_step(len(sites.where)), largest):
@@ -329,19 +357,19 @@ def judge(outcome: Outcome, change: Change, rows: list[int], tolerance: float, l
     """
     state = outcome.state
     noisy = change.mc_error > tolerance
-    drift = state.moves.mean.sum(axis=0)
-    limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(state.moves, state.noise)))
-    seen = state.averaging + 1 >= _ROUNDS and bool(np.all(state.moves.replies >= _REPLIES))
+    drift = state.clients.moves.mean.sum(axis=0)
+    limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(state.clients.moves, state.clients.noise)))
+    seen = state.steps.averaging + 1 >= _ROUNDS and bool(np.all(state.clients.moves.replies >= _REPLIES))
     drifts = bool(noisy and seen and np.abs(drift).max() > 2 * limit)
     after = _next_damping(state, change, noisy=noisy, drifts=drifts, tolerance=tolerance, largest=largest)
-    has_replied, sweep_change = state.has_replied.copy(), state.sweep_change + change.size
+    has_replied, sweep_change = state.steps.has_replied.copy(), state.steps.sweep_change + change.size
     has_replied[rows] = True
     swept = bool(np.all(has_replied))
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
     quiet = swept and not noisy and sweep_change < tolerance
     averaged = seen and np.abs(drift).max() < limit
-    error, skewed = float(np.sqrt(state.noise.sum())), ""
-    if (quiet or (swept and noisy and averaged)) and error <= _MOST_ERROR_LEFT and not np.any(state.held):
+    error, skewed = float(np.sqrt(state.clients.noise.sum())), ""
+    if (quiet or (swept and noisy and averaged)) and error <= _MOST_ERROR_LEFT and not np.any(state.clients.held):
         status, mc_error = Status.CONVERGED, change.mc_error
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
@@ -352,15 +380,16 @@ def judge(outcome: Outcome, change: Change, rows: list[int], tolerance: float, l
         remedy = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
         sweep = "the last sweep" if swept else f"a sweep of which {done} clients are done"
         message = f"{sweep} moved the posterior by {sweep_change:.2g} of its sds (tolerance {tolerance:g})"
-        if sweep_change >= tolerance or not np.any(state.held):  # else no number of rounds helps
+        if sweep_change >= tolerance or not np.any(state.clients.held):  # else no number of rounds helps
             message = f"{message}; {remedy}"
-        if noisy and after.averaging and bool(np.all(state.moves.replies)):
-            message = _noisy(state, state.moves.mean, drift, limit, error)
-    after = after._replace(
+        if noisy and after.steps.averaging and bool(np.all(state.clients.moves.replies)):
+            message = _noisy(state, state.clients.moves.mean, drift, limit, error)
+    steps = after.steps._replace(
         change=change.size,
         has_replied=np.zeros_like(has_replied) if swept else has_replied,
         sweep_change=0.0 if swept else sweep_change,
     )
+    after = after._replace(steps=steps)
     return outcome._replace(state=after, status=status, message=message, skewed=skewed)
 
 
@@ -368,7 +397,12 @@ def _next_damping(
     state: EPState, change: Change, *, noisy: bool, drifts: bool, tolerance: float, largest: float
 ) -> EPState:
     """The state with the damping of the next round, and how many rounds are averaged; q `drifts` despite its noise."""
-    averaging, moves, falls, count = state.averaging, state.moves, state.falls, len(state.sites.where)
+    averaging, moves, falls, count = (
+        state.steps.averaging,
+        state.clients.moves,
+        state.steps.falls,
+        len(state.sites.where),
+    )
     few = 3 * max(change.fresh, tolerance)
     if drifts:
         # The steps of averaging are too short for a q that still moves.
@@ -378,16 +412,17 @@ def _next_damping(
         moves = moves if averaging else _trust.forgotten(moves)
         averaging += 1
         damping = max(max(1.0 / (averaging + 1), LEAST) * largest, min(shortest_step(count), largest))
-    elif change.size > state.change:
+    elif change.size > state.steps.change:
         # Steps that are too long turn back. A change that grows without turning may be that of other clients.
         averaging = 0
-        shorten = change.turned or change.size > 2 * state.change
-        damping, falls = (max(state.damping / 2, 1.0 / count), 0) if shorten else (state.damping, falls)
+        shorten = change.turned or change.size > 2 * state.steps.change
+        damping, falls = (max(state.steps.damping / 2, 1.0 / count), 0) if shorten else (state.steps.damping, falls)
     else:
         # Longer with every fall: the cause of short steps, such as wrong replies, may be over.
         averaging, falls = 0, falls + 1
-        damping = min(largest, 1.5**falls * state.damping)
-    return state._replace(damping=damping, averaging=averaging, moves=moves, falls=falls)
+        damping = min(largest, 1.5**falls * state.steps.damping)
+    steps = state.steps._replace(damping=damping, averaging=averaging, falls=falls)
+    return state._replace(steps=steps, clients=state.clients._replace(moves=moves))
 
 
 def _noisy(state: EPState, moves: Array, drift: Array, limit: float, error: float) -> str:
@@ -424,7 +459,8 @@ def far_off(state: EPState) -> str:
 
 def mark_unseen(state: EPState, clients: Collection[str]) -> EPState:
     """Mark the clients whose rows are not in this process."""
-    return state._replace(unseen=np.array([name in clients for name in state.sites.where]))
+    unseen = np.array([name in clients for name in state.sites.where])
+    return state._replace(clients=state.clients._replace(unseen=unseen))
 
 
 def refuse_lone_pull(outcome: Outcome, trust: float | None) -> Outcome:
@@ -432,7 +468,7 @@ def refuse_lone_pull(outcome: Outcome, trust: float | None) -> Outcome:
     state = outcome.state
     if outcome.status is not Status.CONVERGED or trust is not None or len(state.sites.where) < 2:
         return outcome
-    k, i, pull = _strongest(np.where(state.unseen[:, None], _trust.pulls(state.sites), 0.0))
+    k, i, pull = _strongest(np.where(state.clients.unseen[:, None], _trust.pulls(state.sites), 0.0))
     if abs(pull) <= _ALONE:
         return outcome
     message = (
@@ -464,17 +500,17 @@ def _uncoupled(form: Structure) -> str:
 
 def _skewed(state: EPState, limit: float) -> str:
     """Coordinates whose margins are too skewed for a Gaussian, and what to do; empty where there are none."""
-    size = np.abs(state.skewness)
+    size = np.abs(state.skewed.total)
     worst = [int(i) for i in np.argsort(-size, kind="stable") if size[i] > limit]
     if not worst:
         return ""
     names = list(state.sites.where)
     named = ", ".join(
-        f"{as_declared(state.sites.labels[i])} {state.skewness[i]:.1f}"
+        f"{as_declared(state.sites.labels[i])} {state.skewed.total[i]:.1f}"
         # A skewness that one client of several makes is named as such.
         + (
-            f" ({round(float(state.skewness_without[i]), 1) + 0.0:.1f} without client {names[state.skewed_by[i]]})"
-            if len(names) > 1 and abs(state.skewness_without[i]) <= limit
+            f" ({round(float(state.skewed.without[i]), 1) + 0.0:.1f} without client {names[state.skewed.by[i]]})"
+            if len(names) > 1 and abs(state.skewed.without[i]) <= limit
             else ""
         )
         for i in worst[:3]
@@ -497,18 +533,20 @@ def hold_back(outcome: Outcome, rows: list[int], bounded: Bounded, trust: float,
     """
     _warn(bounded, trust)
     state, info = outcome.state, outcome.info
-    remaining = state.held.copy()
+    remaining = state.clients.held.copy()
     remaining[rows] *= 1 - step
     remaining[remaining < _LITTLE] = 0.0
     # A client whose pull is not known is held for this round alone: nothing was drawn in.
     held = np.maximum(np.where(bounded.held, 1.0, remaining), np.where(bounded.unknown, _LITTLE, 0.0))
-    pull = np.where((held > 0) & ~bounded.held, state.pull.T, _blamed_pulls(bounded, trust).T).T
+    pull = np.where((held > 0) & ~bounded.held, state.clients.pull.T, _blamed_pulls(bounded, trust).T).T
     size = np.nan_to_num(np.abs(bounded.pull).max(axis=1), nan=-1.0)
     most = int(np.argmax(size))
     if size[most] >= 0:
         info = info._replace(pull=float(size[most]), pulled_by=list(state.sites.where)[most])
     return outcome._replace(
-        state=state._replace(held=held, held_back=state.held_back + bounded.held, pull=pull),
+        state=state._replace(
+            clients=state.clients._replace(held=held, held_back=state.clients.held_back + bounded.held, pull=pull)
+        ),
         info=info._replace(held_back=int(bounded.held.sum())),
     )
 
@@ -517,11 +555,11 @@ def with_names(outcome: Outcome, trust: float | None, bounded: Bounded | None = 
     """The message with the clients that are held back or, while the run goes on, nearly so."""
     if trust is None:
         return outcome
-    state, rows = outcome.state, np.flatnonzero(outcome.state.held)
+    state, rows = outcome.state, np.flatnonzero(outcome.state.clients.held)
     nearly = bounded is not None and not len(rows) and outcome.status is not Status.CONVERGED
     if bounded is not None and nearly:
         rows = np.flatnonzero(bounded.near)
-    who = _held_back(state.sites, rows, state.pull, trust, nearly)
+    who = _held_back(state.sites, rows, state.clients.pull, trust, nearly)
     return outcome._replace(message="; ".join(filter(None, (outcome.message, who)))) if who else outcome
 
 
@@ -581,10 +619,12 @@ def refuse_several_modes(outcome: Outcome) -> Outcome:
 def refuse_skewed(outcome: Outcome) -> Outcome:
     """Not converged, however well moments are matched, where skewness shows that q's sds are far too small."""
     state = outcome.state
-    noise = float(np.sqrt(6.0 / (1 + state.averaging)) * np.linalg.norm(state.errors))  # sd of a sum of skewnesses
+    noise = float(
+        np.sqrt(6.0 / (1 + state.steps.averaging)) * np.linalg.norm(state.clients.errors)
+    )  # sd of a sum of skewnesses
     # The skewness of one client is in the moments that are matched.
-    of_several = np.sign(state.skewness) * state.skewness_without > _SEVERAL * np.abs(state.skewness)
-    if not np.any(of_several & (np.abs(state.skewness) - noise > diagnostics.SKEWED)):
+    of_several = np.sign(state.skewed.total) * state.skewed.without > _SEVERAL * np.abs(state.skewed.total)
+    if not np.any(of_several & (np.abs(state.skewed.total) - noise > diagnostics.SKEWED)):
         return outcome
     unknown = diagnostics.unknown_shortfall(diagnostics.CORRECTION)
     message = "; ".join(filter(None, (unknown, outcome.message, outcome.skewed)))
@@ -596,11 +636,11 @@ def begin_correction(outcome: Outcome, correction: Correction, trust: float | No
     state = outcome.state
     radius = np.inf if correction.radius is None else correction.radius
     begun = _correction.start(
-        state.sites, state.skewness, correction.points, radius, state.stream, keep=trust is not None
+        state.sites, state.skewed.total, correction.points, radius, state.plan.stream, keep=trust is not None
     )
     message = f"before the correction: {outcome.message}" if outcome.message else ""
     return outcome._replace(
-        state=state._replace(correction=begun._replace(message=message)),
+        state=state._replace(phase=begun._replace(message=message)),
         status=Status.RUNNING,
         message="the correction is not done",
         skewed="",
@@ -609,16 +649,18 @@ def begin_correction(outcome: Outcome, correction: Correction, trust: float | No
 
 def out_of_rounds(state: EPState, correction: Correction, trust: float | None) -> EPState:
     """Correct q as it is, where it is near enough: the corrected posterior does not depend on q."""
-    ready = state.corrects and state.warm_start is None and state.correction is None
+    ready = state.plan.corrects and state.warm_start is None and state.correction is None
     several = state.starts is not None and state.starts.said
-    swept = state.change < _NEAR and not np.any(state.has_replied)  # by all clients, the last of them in this round
-    if not ready or several or np.any(state.held) or not swept or not gaussian.is_proper(state.sites.q):
+    swept = state.steps.change < _NEAR and not np.any(
+        state.steps.has_replied
+    )  # by all clients, the last of them in this round
+    if not ready or several or np.any(state.clients.held) or not swept or not gaussian.is_proper(state.sites.q):
         return state
     moved = (
-        f"rounds ran out while it still moved by {state.change:.2g} posterior sds: the posterior is that of the "
+        f"rounds ran out while it still moved by {state.steps.change:.2g} posterior sds: the posterior is that of the "
         "correction; raise rounds= where fit.posterior is used"
     )
-    no_info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
+    no_info = EPInfo("correction", np.nan, np.nan, state.steps.damping, np.nan, np.nan, np.nan)
     return begin_correction(Outcome(state, no_info, message=moved), correction, trust).state
 
 
@@ -628,9 +670,9 @@ def correcting_round(
     """Add clients' log factors; converged once the reweighted points are to be trusted."""
     after = _correction.take(before, state.sites, replies)
     remedy = f"fedppl.EP(correction=fedppl.Correction(points={4 * correction.points}))"
-    verdict = _correction.judge(after, state.sites, correction.exchanges, state.stream, trust, remedy)
+    verdict = _correction.judge(after, state.sites, correction.exchanges, state.plan.stream, trust, remedy)
     reweighted = verdict.state.reweighted
-    info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
+    info = EPInfo("correction", np.nan, np.nan, state.steps.damping, np.nan, np.nan, np.nan)
     if reweighted is not None:
         info = info._replace(correction_ess=reweighted.ess, correction_pareto_k=reweighted.pareto_k)
     status = Status.RUNNING
@@ -638,4 +680,4 @@ def correcting_round(
         status = Status.CONVERGED if verdict.state.trusted else Status.STALLED
     cause = hardly_a_prior(state.sites.prior, state.sites.labels) if status is Status.STALLED else ""
     message = "; ".join(filter(None, (verdict.message, cause, verdict.state.message)))
-    return Outcome(state._replace(correction=verdict.state), info, status, message)
+    return Outcome(state._replace(phase=verdict.state), info, status, message)

@@ -22,6 +22,10 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._rounds import (
     EPState,
+    OfClients,
+    Plan,
+    Skewed,
+    Steps,
     begin_correction,
     correcting_round,
     ep_round,
@@ -241,7 +245,8 @@ def _searches(starts: int | str, warm: bool, trust: float | None) -> int:
 
 def _at_sites(state: EPState, *, corrects: bool, searches: bool) -> EPState:
     """Where clients are at sites of their own, a correction and several warm starts have to be asked for by name."""
-    return state._replace(corrects=state.corrects and corrects, starts=state.starts if searches else None)
+    plan = state.plan._replace(corrects=state.plan.corrects and corrects)
+    return state._replace(plan=plan, starts=state.starts if searches else None)
 
 
 def _closing(correction: Correction | str | None, matching: Matching) -> Closing | None:
@@ -281,32 +286,36 @@ def init(
     """Flat sites."""
     stream = int(rng.integers(2**31))
     say_if_large(layout, "EP")
+    count, m = len(clients), layout.size
     return EPState(
+        plan=Plan(
+            prior_share=0.0 if layout.prior_is_gaussian else 1.0 / count,
+            corrects=closing is not None and m <= closing.most,
+            stream=stream,
+        ),
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
-        warm_start=_warm_start.start(layout, len(clients)) if warm else None,
+        phase=_warm_start.start(layout, count) if warm else None,
         starts=_warm_start.begin_several(layout, starts, stream, asked_for) if starts > 1 else None,
-        prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
-        damping=matching.damping,
-        change=np.inf,
-        averaging=0,
-        has_replied=np.zeros(len(clients), dtype=bool),
-        sweep_change=0.0,
-        last_change=np.full(layout.size, np.nan),
-        skewness=np.zeros(layout.size),
-        skewed_by=np.zeros(layout.size, dtype=np.int64),
-        skewness_without=np.zeros(layout.size),
-        held=np.zeros(len(clients)),
-        held_back=np.zeros(len(clients), dtype=np.int64),
-        pull=np.zeros((len(clients), layout.size)),
-        errors=np.zeros(len(clients)),
-        noise=np.zeros(len(clients)),
-        moves=_trust.no_moves(len(clients), layout.size),
-        heading=np.zeros(2 * layout.size),
-        falls=0,
-        unseen=np.zeros(len(clients), dtype=bool),
-        corrects=closing is not None and layout.size <= closing.most,
-        stream=stream,
-        correction=None,
+        steps=Steps(
+            damping=matching.damping,
+            falls=0,
+            change=np.inf,
+            heading=np.zeros(2 * m),
+            last_change=np.full(m, np.nan),
+            averaging=0,
+            has_replied=np.zeros(count, dtype=bool),
+            sweep_change=0.0,
+        ),
+        skewed=Skewed(total=np.zeros(m), by=np.zeros(m, dtype=np.int64), without=np.zeros(m)),
+        clients=OfClients(
+            held=np.zeros(count),
+            held_back=np.zeros(count, dtype=np.int64),
+            pull=np.zeros((count, m)),
+            errors=np.zeros(count),
+            noise=np.zeros(count),
+            moves=_trust.no_moves(count, m),
+            unseen=np.zeros(count, dtype=bool),
+        ),
     )
 
 
@@ -314,10 +323,10 @@ def broadcast(state: EPState, client_id: str) -> Message:
     """The point to expand at, or q and the client's cavity."""
     if state.warm_start is not None:
         search = state.warm_start
-        return {"point": search.point, "move": search.move, "prior_share": np.array(state.prior_share)}
+        return {"point": search.point, "move": search.move, "prior_share": np.array(state.plan.prior_share)}
     if state.correction is not None:
-        return _correction.broadcast(state.correction, state.sites, client_id, state.prior_share)
-    return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
+        return _correction.broadcast(state.correction, state.sites, client_id, state.plan.prior_share)
+    return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.plan.prior_share)
 
 
 def _update_client(
@@ -353,7 +362,7 @@ def _update_server(
     if outcome.status is Status.CONVERGED:
         outcome = refuse_several_modes(outcome)
     if outcome.status is Status.CONVERGED:
-        if closing is not None and state.corrects:
+        if closing is not None and state.plan.corrects:
             outcome = begin_correction(outcome, closing.correction, trust)
         else:
             outcome = refuse_skewed(outcome)
@@ -412,7 +421,7 @@ def _corrected(state: EPState) -> Reweighted | None:
 
 def _conclusion(state: EPState, client_id: str) -> Message:
     """q and the client's cavity, with the reweighted points if there are any."""
-    message = dict(_sites.conclusion(state.sites, client_id, state.prior_share))
+    message = dict(_sites.conclusion(state.sites, client_id, state.plan.prior_share))
     corrected = _corrected(state)
     if corrected is not None:
         weighted = corrected.weights > 0
@@ -432,8 +441,8 @@ def _details(state: EPState) -> contracts.Details:
             gaussian.covariance(q) if corrected is None else corrected.covariance,
         )
     return {
-        "last_change": (("rows",), state.last_change),
-        "skewness": (("rows",), state.skewness),
+        "last_change": (("rows",), state.steps.last_change),
+        "skewness": (("rows",), state.skewed.total),
         "pull": (("client", "rows"), _trust.pulls(state.sites)),
         **exact,
     }
@@ -455,7 +464,7 @@ def _resume(first: EPState, last: EPState) -> EPState:
         return first
     if last.starts is not None and _warm_start.are_several(last.starts.modes):  # the mode may be another now
         return first
-    return first._replace(sites=sites, warm_start=None)
+    return first._replace(sites=sites, phase=None)
 
 
 def _without(state: EPState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
@@ -470,13 +479,13 @@ def _without_client(state: EPState, client_id: str, clients: Mapping[str, Client
     log_ratio = next((client.prior.log_ratio for client in clients.values()), None)
     k, sites, correction = state.sites.where[client_id], state.sites, state.correction
     cavity, unknown = _sites.cavity(sites, client_id), contracts.LogEvidence(np.nan, np.nan)
-    lacks_prior = state.prior_share and log_ratio is None  # its share of the prior would go with the client
+    lacks_prior = state.plan.prior_share and log_ratio is None  # its share of the prior would go with the client
     whole = None if correction is None or not correction.trusted else correction.reweighted
     if correction is None or whole is None or not len(correction.each) or lacks_prior:
         return WithoutClient(cavity, None, unknown)
     residual = correction.residual - correction.each[k]
-    if state.prior_share and log_ratio is not None:
-        residual = residual + state.prior_share * log_ratio(correction.points)
+    if state.plan.prior_share and log_ratio is not None:
+        residual = residual + state.plan.prior_share * log_ratio(correction.points)
     base = cavity
     if not gaussian.is_proper(cavity):
         base, site = sites.q, gaussian.quotient(sites.q, cavity)
@@ -519,8 +528,8 @@ _FACTOR = NestedLaplace().factor
 def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     """From the correction, which has to be trusted; without one from the clients that are in this process."""
     if state.correction is not None:
-        return of_correction(state.correction, state.sites, state.prior_share)
-    if state.corrects:
+        return of_correction(state.correction, state.sites, state.plan.prior_share)
+    if state.plan.corrects:
         raise NotConvergedError("the run ended before the correction, from which the evidence comes: see fit.message.")
     absent = [name for name in state.sites.where if name not in clients]
     if absent:
@@ -588,7 +597,7 @@ def _own(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     ratios = []
     for client_id in sorted(clients):
         site = _sites.site(sites, sites.where[client_id])
-        ratios.append(_of_client(clients[client_id], sites.q, site, state.prior_share))
+        ratios.append(_of_client(clients[client_id], sites.q, site, state.plan.prior_share))
     # Errors that clients have alike add up with their signs, others by their squares.
     shift, unknown = sum(ratio.shift for ratio in ratios), float(np.sqrt(sum(ratio.unknown for ratio in ratios)))
     worst = max(unknown, abs(shift))
@@ -598,7 +607,7 @@ def _own(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
             "model so that few local variables depend on each other, or with lighter tails."
         )
     squares = sum(ratio.variance for ratio in ratios) + max(shift**2, unknown**2)
-    value = log_of_gaussians(sites, state.prior_share) + sum(ratio.value for ratio in ratios)
+    value = log_of_gaussians(sites, state.plan.prior_share) + sum(ratio.value for ratio in ratios)
     return LogEvidence(value, float(np.sqrt(squares)), "EP")
 
 

@@ -128,7 +128,10 @@ def PrivateEP(
             _final_message,
             functools.partial(draw_target, local=inference),
             contracts.Posterior(lambda state: widened(state.sites.q, state)),
-            lambda state: {"last_change": (("rows",), state.ep.last_change), "noise_sd": (("rows",), noise_sd(state))},
+            lambda state: {
+                "last_change": (("rows",), state.ep.steps.last_change),
+                "noise_sd": (("rows",), noise_sd(state)),
+            },
             tests_convergence=True,
             reads_personal=False,  # a count of releases
         ),
@@ -171,7 +174,7 @@ def _update_client(
 
 def _final_message(state: PrivateEPState, client_id: str) -> Message:
     """As in EP, widened by the noise."""
-    sites, share = state.sites, state.ep.prior_share
+    sites, share = state.sites, state.ep.plan.prior_share
     q, cavity = (widened(g, state) for g in (sites.q, _sites.cavity(sites, client_id)))
     return pack_target(q, cavity, share if client_id in sites.where else 0.0)
 
@@ -276,7 +279,7 @@ def private_step(
     replies, sites, rounds, counts = received.each, state.sites, state.rounds + 1, state.replies.copy()
     spent = privacy.epsilon(mechanism.noise_multiplier, min(rounds, mechanism.releases), mechanism.delta)
     if not replies:
-        info = PrivateEPInfo("private EP", 0.0, 0.0, state.ep.damping, _relative(state), spent)
+        info = PrivateEPInfo("private EP", 0.0, 0.0, state.ep.steps.damping, _relative(state), spent)
         return state._replace(rounds=rounds), Report(info)
     rows, m, weight = _sites.indices(sites, replies), sites.structure.size, precision_weight(sites, mechanism)
     counts[rows] += 1
@@ -288,7 +291,7 @@ def private_step(
     outcome = Outcome(state.ep, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mechanism.sd, 0.0))
     if damping >= shortest_step(len(counts)):
         outcome = damped_step(
-            state.ep._replace(damping=damping),
+            state.ep._replace(steps=state.ep.steps._replace(damping=damping)),
             rows,
             linear - sites.linear[rows],
             packed - sites.precision[rows],
