@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _EPOCH = np.datetime64("1970-01-01", "us")
 _EXACT = 2**53  # larger whole numbers are not all floats
 _DAY = np.timedelta64(1, "D")
+_OF_ONE_KIND = "biufcmMU"  # kinds of arrays in which nothing is of another kind: numbers, dates, texts
 
 Categories = Mapping[str, tuple[Any, ...]]
 
@@ -53,7 +54,7 @@ def read(data: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A user's table, converted once: a data frame of narwhals, or a Dataset of xarray."""
+    """A user's table, converted once: a data frame of narwhals, a Dataset of xarray, or a formula's columns by name."""
 
     native: Any  # as the user gave it
     source: Any
@@ -61,11 +62,19 @@ class Opened:
 
     def column(self, name: Any) -> Any:
         """A column, as a Series of narwhals or an array."""
-        return self.source[name].to_numpy() if isinstance(self.source, xr.Dataset) else self.source.get_column(name)
+        if isinstance(self.source, xr.Dataset):
+            return self.source[name].to_numpy()
+        if isinstance(self.source, dict):
+            self.source[name] = column = _as_column(self.source[name])  # once
+            return column
+        return self.source.get_column(name)
 
 
-def opened(data: Any, by: Any = None) -> Any:
-    """Convert a table, or those of a mapping or of groups, once; other data stay as they are."""
+def opened(data: Any, by: Any = None, *, of_formula: bool = False) -> Any:
+    """Convert a table, or those of a mapping or of groups, once; other data stay as they are.
+
+    For a formula a client's columns by name become a table too: its builder takes no other arrays.
+    """
     if type(data).__name__.endswith("GroupBy"):
         if by is not None:
             raise DataError(f"by={shown(by)} is for one table, and data are grouped by clients already; leave by= out.")
@@ -74,7 +83,11 @@ def opened(data: Any, by: Any = None) -> Any:
         return Opened(data, data, [str(name) for name in (*data.data_vars, *data.coords)])
     if isinstance(data, Mapping):
         return {
-            k: one if isinstance(one, Mapping) and not isinstance(one, xr.Dataset) else opened(one)
+            k: opened(one)
+            if not isinstance(one, Mapping) or isinstance(one, xr.Dataset)
+            else _of_columns(k, one)
+            if of_formula
+            else one
             for k, one in data.items()
         }
     if data is None or isinstance(data, Opened | tuple | np.ndarray):
@@ -82,6 +95,51 @@ def opened(data: Any, by: Any = None) -> Any:
     nw, frame = narwhals(), read(data)
     frame = frame.collect() if isinstance(frame, nw.LazyFrame) else frame
     return Opened(data, frame, list(frame.columns)) if isinstance(frame, nw.DataFrame) else data
+
+
+def _of_columns(client_id: Any, data: Mapping[Any, Any]) -> Opened:
+    require_alignment(client_id, data)
+    return Opened(data, dict(data), list(data))
+
+
+def _as_column(values: Any) -> Any:
+    """Values as a data frame has them: an array where all are numbers, dates or texts, else a Series of narwhals.
+
+    Arrays that are not one value a row stay arrays, which are refused by their shape.
+    """
+    if type(values) is np.ndarray and values.dtype.kind in _OF_ONE_KIND:
+        return values
+    nw = narwhals()
+    if isinstance(values, nw.Series):
+        return values
+    if isinstance(values, pd.Index | pd.api.extensions.ExtensionArray):
+        values = pd.Series(values)
+    if isinstance(values, pd.Series):
+        if not isinstance(values.dtype, np.dtype | pd.StringDtype):
+            return nw.from_native(values, series_only=True)
+        values = values.to_numpy(dtype=object if isinstance(values.dtype, pd.StringDtype) else None)
+    elif not isinstance(values, np.ndarray | list | tuple):
+        values = nw.from_native(values, series_only=True, pass_through=True)
+        if isinstance(values, nw.Series):
+            return values
+    array = values if np.ma.isMaskedArray(values) else _as_array(values)
+    if array is not None:
+        of_one_kind = array.dtype.kind in (
+            _OF_ONE_KIND if array is values else "biufcmM"
+        )  # np.nan in a list is no text
+        if array.ndim != 1 or (of_one_kind and not np.ma.isMaskedArray(array)):
+            return np.asarray(array)
+        if pd.api.types.infer_dtype(values, skipna=False) == "string":
+            return np.asarray(values, dtype=object)
+    return nw.from_native(pd.Series(values), series_only=True)
+
+
+def _as_array(values: Any) -> Array | None:
+    """Values as an array; None for rows of different lengths."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return None
 
 
 def is_frame(data: Any) -> bool:
@@ -172,11 +230,26 @@ def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
     return data
 
 
-def raw(data: Any, names: Sequence[str] | None, whose: str) -> Any:
-    """One client's data by name, with texts and categories as texts; None where a text is missing."""
-    if is_frame(data):
-        return columns(data, names, whose, texts=True)
-    return {name: np.asarray(value) for name, value in data.items()} if isinstance(data, Mapping) else data
+def raw(data: Any, names: Sequence[str] | None, whose: str) -> dict[str, Array]:
+    """One client's columns of a formula by name, with texts and categories as texts; None where a text is missing."""
+    return columns(of_formula(data, whose), names, whose, texts=True)
+
+
+def of_formula(data: Any, whose: str) -> Opened:
+    """One client's table, from a frame or columns by name; refuse other data."""
+    if isinstance(data, Opened) or is_frame(data):
+        table: Opened = opened(data)
+        return table
+    if isinstance(data, Mapping) and data:
+        return _of_columns(whose, data)
+    what = (
+        "empty"
+        if isinstance(data, Mapping)
+        else shown(data)
+        if isinstance(data, str)
+        else f"of type {type(data).__name__}"
+    )
+    raise DataError(f"{whose}: data are {what}; pass a data frame, or a mapping from column to values.")
 
 
 def columns(
@@ -196,18 +269,24 @@ def columns(
         )
     by_name = {name: table.column(name) for name in wanted}
     return {
-        name: as_texts(column)
-        if texts and is_text(column)
+        name: _in_texts(column, f"{whose}: column {name!r}")
+        if texts
         else numeric(column, f"{whose}: column {name!r}", (orders or {}).get(name))
         for name, column in by_name.items()
     }
 
 
-def by_name(clients: Mapping[Any, Any], names: Sequence[str] | None, *, texts: bool = False) -> dict[Any, Any]:
-    """Arrays by name of every client, with their missing values; with `texts` as `raw` gives them."""
+def _in_texts(column: Any, what: str) -> Array:
+    """A column as numbers, or as texts where it has some; what is not one value a row stays, to be refused by shape."""
+    if isinstance(column, np.ndarray) and (column.ndim != 1 or column.dtype.kind in "biufcU"):
+        return column
+    return as_texts(column) if is_text(column) else numeric(column, what)
+
+
+def by_name(clients: Mapping[Any, Any], names: Sequence[str] | None) -> dict[Any, Any]:
+    """Arrays by name of every client, with their missing values."""
     require_by_client(clients, names)
-    of_client = raw if texts else named
-    arrays = {k: of_client(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+    arrays = {k: named(data, names, f"client {str(k)!r}") for k, data in clients.items()}
     for k, data in arrays.items():
         require_alignment(k, data)
     return arrays

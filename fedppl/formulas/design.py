@@ -339,9 +339,6 @@ def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
 
 def table(data: Mapping[str, Any], terms: Terms, agreement: Agreement, what: str) -> pd.DataFrame:
     """The columns that a formula reads right of ~, texts as agreed levels."""
-    absent = [name for name in terms.columns if name not in data]
-    if absent:
-        raise DataError(f"{what} lacks the columns {absent} of the formula; it has {sorted(data)[:20]}.")
     columns_of_table = {}
     for name in terms.columns:
         column, values = agreement.columns[name], np.asarray(data[name])
