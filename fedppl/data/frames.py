@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import narwhals.stable.v2 as nw
 
 _EPOCH = np.datetime64("1970-01-01", "us")
-_EXACT = 2**53  # larger whole numbers are not all floats
+EXACT = 2**53  # larger whole numbers are not all floats
 _DAY = np.timedelta64(1, "D")
 _OF_ONE_KIND = "biufcmMU"  # kinds of arrays in which nothing is of another kind: numbers, dates, texts
 
@@ -122,14 +122,14 @@ def _as_column(values: Any) -> Any:
         values = nw.from_native(values, series_only=True, pass_through=True)
         if isinstance(values, nw.Series):
             return values
+        values = np.asarray(values)  # of what NumPy reads, or a single object
     array = values if np.ma.isMaskedArray(values) else _as_array(values)
     if array is not None:
-        of_one_kind = array.dtype.kind in (
-            _OF_ONE_KIND if array is values else "biufcmM"
-        )  # np.nan in a list is no text
-        if array.ndim != 1 or (of_one_kind and not np.ma.isMaskedArray(array)):
+        kind = array.dtype.kind
+        of_one_kind = kind in _OF_ONE_KIND and (kind != "U" or array is values)  # a list of "a" and nan is of two
+        if array.ndim != 1 or kind == "V" or (of_one_kind and not np.ma.isMaskedArray(array)):
             return np.asarray(array)
-        if pd.api.types.infer_dtype(values, skipna=False) == "string":
+        if not np.ma.isMaskedArray(array) and pd.api.types.infer_dtype(values, skipna=False) == "string":
             return np.asarray(values, dtype=object)
     return nw.from_native(pd.Series(values), series_only=True)
 
@@ -226,8 +226,19 @@ def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
             raise DataError(
                 f"{whose}: data are a tuple of {len(data)}, and {known}; pass a mapping from name to array."
             )
-        return dict(zip(names, data, strict=False))
+        data = dict(zip(names, data, strict=False))
+    for name, value in data.items() if isinstance(data, Mapping) else ():
+        if has_categories(value):
+            raise DataError(
+                f"{whose}: {name!r} has categories, which are numbered in a data frame, and not by name; pass a frame, "
+                "or its .to_numpy() for the values and its .cat.codes for their places."
+            )
     return data
+
+
+def has_categories(values: Any) -> bool:
+    """Whether values are pandas' categories, of which NumPy sees the values and a data frame the places."""
+    return isinstance(getattr(values, "dtype", None), pd.CategoricalDtype)
 
 
 def raw(data: Any, names: Sequence[str] | None, whose: str) -> dict[str, Array]:
@@ -280,7 +291,7 @@ def _in_texts(column: Any, what: str) -> Array:
     """A column as numbers, or as texts where it has some; what is not one value a row stays, to be refused by shape."""
     if isinstance(column, np.ndarray) and (column.ndim != 1 or column.dtype.kind in "biufcU"):
         return column
-    return as_texts(column) if is_text(column) else numeric(column, what)
+    return as_texts(column) if is_text(column) else numeric(column, what, of_formula=True)
 
 
 def by_name(clients: Mapping[Any, Any], names: Sequence[str] | None) -> dict[Any, Any]:
@@ -384,7 +395,7 @@ def as_texts(column: Any) -> Array:
 def as_level(value: Any) -> str:
     """A level as a text; whole numbers and booleans become whole numbers, as levels of numeric columns are."""
     number = float(value) if isinstance(value, numbers.Real | np.bool_) else np.nan
-    return str(int(number)) if number.is_integer() and abs(number) < _EXACT else str(value)
+    return str(int(number)) if number.is_integer() and abs(number) < EXACT else str(value)
 
 
 def _categories_of(column: Any) -> tuple[Any, ...] | None:
@@ -408,8 +419,8 @@ def _order_of(column: Any, *, chosen: bool = True) -> tuple[str, ...] | None:
     return tuple(map(as_level, _categories_of(column) or ())) if ordered else None
 
 
-def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array:
-    """Numbers of a column; `known` are categories in the order of all clients."""
+def numeric(column: Any, what: str, known: Sequence[Any] | None = None, *, of_formula: bool = False) -> Array:
+    """Numbers of a column; `known` are categories in the order of all clients. A formula takes texts as well."""
     nw = narwhals()
     if not isinstance(column, nw.Series):
         return _of_numpy(np.asarray(column), what)
@@ -432,7 +443,7 @@ def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array
     plain = [np.nan if is_missing(value) else value for value in values]
     if kind == nw.Object and all(isinstance(value, numbers.Real | decimal.Decimal | np.generic) for value in plain):
         return _of_numpy(np.array(plain, dtype=float), what)
-    raise _not_numeric(what, str(kind), values)
+    raise _not_numeric(what, str(kind), values, of_formula=of_formula)
 
 
 def _of_numpy(values: Array, what: str) -> Array:
@@ -464,13 +475,15 @@ def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
     return codes if np.any(np.isnan(codes)) else codes.astype(np.int64)
 
 
-def _not_numeric(what: str, kind: str, values: Sequence[Any]) -> DataError:
+def _not_numeric(what: str, kind: str, values: Sequence[Any], *, of_formula: bool = False) -> DataError:
     present = [value for value in values if not is_missing(value)]
     examples = sorted({repr(value) for value in present})[:4]
-    return DataError(f"{what} has the type {kind} ({', '.join(examples)}), which is not numeric; {_remedy(present)}.")
+    return DataError(
+        f"{what} has the type {kind} ({', '.join(examples)}), which is not numeric; {_remedy(present, of_formula)}."
+    )
 
 
-def _remedy(values: Sequence[Any]) -> str:
+def _remedy(values: Sequence[Any], of_formula: bool) -> str:
     odd = [value for value in values if not is_number(value)]
     if values and not odd:
         return "convert its texts to numbers, .astype(float) in pandas"
@@ -482,6 +495,8 @@ def _remedy(values: Sequence[Any]) -> str:
         return "give one number a row, in several columns, or an array by name"
     if any(hasattr(value, "to_timestamp") for value in values):
         return "convert its periods to times, column.dt.to_timestamp()"
+    if of_formula:
+        return "give its values as numbers, or as levels by texts, .astype(str) in pandas"
     return "number its values alike at all clients, or use fedppl.formula, which agrees on levels"
 
 

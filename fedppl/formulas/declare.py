@@ -260,6 +260,8 @@ class Formula:
             arrays = {"common": design.common(table, what)}
         if self.terms.offsets:
             arrays["offset"] = design.offset(table, what)
+            if known is None:
+                checks.offsets(self.family, self.terms, arrays["offset"], what)
         for name in self.terms.columns:
             arrays[f"column_{name}"] = designs.plain(table[name])
         for number, group in enumerate(self.terms.groups):

@@ -60,6 +60,7 @@ def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
     factor = [name for name in (built.terms.client,) if name is not None and name not in built.columns]
     if absent := [name for name in built.columns if name not in table.names]:
         raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")
+    checks.no_constants(built, table.names, whose)
     columns = frames.raw(table, (*built.columns, *factor), whose)
     checks.one_factor_a_client(built, {whose: columns})
     columns = {name: values for name, values in columns.items() if name not in factor}

@@ -112,6 +112,7 @@ def formula(
     that are too narrow; scale them to their effective number of rows.
     """
     known = checks.mapping("constants", constants, '{"knots": [30, 50, 70]}')
+    checks.constants({name: value for name, value in known.items() if name != "cuts" or family != "piecewise"})
     outcomes, declared = family_of(family), parse(formula, tuple(known))
     flag("correlated", correlated)
     require_family(outcomes, declared, formula, known)
