@@ -82,14 +82,7 @@ def opened(data: Any, by: Any = None, *, of_formula: bool = False) -> Any:
     if isinstance(data, xr.Dataset):
         return Opened(data, data, [str(name) for name in (*data.data_vars, *data.coords)])
     if isinstance(data, Mapping):
-        return {
-            k: opened(one)
-            if not isinstance(one, Mapping) or isinstance(one, xr.Dataset)
-            else _of_columns(k, one)
-            if of_formula
-            else one
-            for k, one in data.items()
-        }
+        return {k: _of_client(k, one, of_formula) for k, one in data.items()}
     if data is None or isinstance(data, Opened | tuple | np.ndarray):
         return data
     nw, frame = narwhals(), read(data)
@@ -97,8 +90,14 @@ def opened(data: Any, by: Any = None, *, of_formula: bool = False) -> Any:
     return Opened(data, frame, list(frame.columns)) if isinstance(frame, nw.DataFrame) else data
 
 
-def _of_columns(client_id: Any, data: Mapping[Any, Any]) -> Opened:
-    require_alignment(client_id, data)
+def _of_client(client_id: Any, data: Any, of_formula: bool) -> Any:
+    if not isinstance(data, Mapping) or isinstance(data, xr.Dataset):
+        return opened(data)
+    return _of_columns(data, f"client {str(client_id)!r}") if of_formula else data
+
+
+def _of_columns(data: Mapping[Any, Any], whose: str) -> Opened:
+    require_alignment(data, whose)
     return Opened(data, dict(data), list(data))
 
 
@@ -252,7 +251,7 @@ def of_formula(data: Any, whose: str) -> Opened:
         table: Opened = opened(data)
         return table
     if isinstance(data, Mapping) and data:
-        return _of_columns(whose, data)
+        return _of_columns(data, whose)
     what = (
         "empty"
         if isinstance(data, Mapping)
@@ -299,7 +298,7 @@ def by_name(clients: Mapping[Any, Any], names: Sequence[str] | None) -> dict[Any
     require_by_client(clients, names)
     arrays = {k: named(data, names, f"client {str(k)!r}") for k, data in clients.items()}
     for k, data in arrays.items():
-        require_alignment(k, data)
+        require_alignment(data, f"client {str(k)!r}")
     return arrays
 
 
@@ -355,7 +354,7 @@ def require_by_client(clients: Mapping[Any, Any], names: Sequence[str] | None) -
         )
 
 
-def require_alignment(client_id: Any, data: Any) -> None:
+def require_alignment(data: Any, whose: str) -> None:
     """Refuse Series whose indices have the same labels in different orders: rows are matched by position."""
     if not isinstance(data, Mapping):
         return
@@ -365,7 +364,7 @@ def require_alignment(client_id: Any, data: Any) -> None:
         a, b = other.index, value.index
         if len(a) == len(b) and not a.equals(b) and a.is_unique and b.is_unique and a.symmetric_difference(b).empty:
             raise DataError(
-                f"client {str(client_id)!r}: {first!r} and {name!r} have the same index in different orders, and rows "
+                f"{whose}: {first!r} and {name!r} have the same index in different orders, and rows "
                 "are matched by position; make one frame, pandas.DataFrame({...}), or pass .to_numpy()."
             )
 

@@ -55,7 +55,9 @@ def columns(model: FederatedModel, loaded: Any, data: Any) -> Mapping[str, Any]:
         return data if isinstance(data, Mapping) else {}
     if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
         return {}
-    arrays = frames.raw(loaded, _built(model).columns, "this site")
+    table = frames.of_formula(loaded, "this site")
+    names = [name for name in _built(model).columns if name in table.names]
+    arrays = frames.raw(table, names, "this site") if names else {}
     return {name: column.astype(str) if column.dtype.hasobject else column for name, column in arrays.items()}
 
 

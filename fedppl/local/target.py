@@ -166,9 +166,7 @@ def local_inference(name: str, value: Any, default: LocalInference) -> LocalInfe
     word = value.replace("_", "").replace(" ", "").casefold() if isinstance(value, str) else ""
     builder = next((one for one in _INFERENCES if one.casefold() == word), None)
     if builder is not None:
-        raise DeclarationError(
-            f"{name}={value!r} is text; pass fedppl.local.{builder}(), with brackets and its settings."
-        )
+        raise DeclarationError(f"{name}={value!r} is text; pass fedppl.local.{builder}(), with brackets and its settings.")
     raise DeclarationError(
         f"{name}={shown(value)} is no local inference"
         + (

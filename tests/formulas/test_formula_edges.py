@@ -342,7 +342,7 @@ def test_series_in_different_orders_are_refused_of_a_formula_too() -> None:
     model = fedppl.formula("y ~ x")
     built = agreed("y ~ x", {"a": {"x": Y, "y": Y}}, None)
     for call in (lambda: fedppl.agree(model, {"a": rows}), lambda: built.read("a", rows)):
-        with pytest.raises(DataError, match=r"different orders.*to_numpy\(\)"):
+        with pytest.raises(DataError, match=r"^client 'a': .*different orders.*to_numpy\(\)"):
             call()
 
 
