@@ -272,7 +272,7 @@ def load(
         algorithm = Sums() if stored.algorithm == Sums().name else EP()
     from fedppl.formulas.formula import is_formula, reader_of_formula, remembering  # slow to import
 
-    clients = frames.opened(clients, by)
+    clients = frames.opened(clients, by, of_formula=is_formula(model))
     if is_formula(model):
         model = remembering(model, stored.agreement, clients)
     saved.require_same(stored, algorithm, model)

@@ -37,7 +37,7 @@ def clients(model: Any, data: Any, by: Any, missing: str, *, one_table: bool = F
                 'missing="drop_outcomes" needs a declaration of one builder; drop the rows before the fit.'
             )
         for client_id, arrays in named.items():
-            frames.require_alignment(client_id, arrays)
+            frames.require_alignment(arrays, f"client {str(client_id)!r}")
         return model, gaps.complete(named, missing)
     if one_table := one_table and model.reads is None and getattr(model.builder, "read", None) is None:
         split = (by is None and len(split) >= tables.FEWEST and tables.of_clients(split)) or split

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     import narwhals.stable.v2 as nw
 
 _EPOCH = np.datetime64("1970-01-01", "us")
-_EXACT = 2**53  # larger whole numbers are not all floats
+EXACT = 2**53  # larger whole numbers are not all floats
 _DAY = np.timedelta64(1, "D")
+_OF_ONE_KIND = "biufcmMU"  # kinds of arrays in which nothing is of another kind: numbers, dates, texts
 
 Categories = Mapping[str, tuple[Any, ...]]
 
@@ -53,7 +54,7 @@ def read(data: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A user's table, converted once: a data frame of narwhals, or a Dataset of xarray."""
+    """A user's table, converted once: a data frame of narwhals, a Dataset of xarray, or a formula's columns by name."""
 
     native: Any  # as the user gave it
     source: Any
@@ -61,11 +62,19 @@ class Opened:
 
     def column(self, name: Any) -> Any:
         """A column, as a Series of narwhals or an array."""
-        return self.source[name].to_numpy() if isinstance(self.source, xr.Dataset) else self.source.get_column(name)
+        if isinstance(self.source, xr.Dataset):
+            return self.source[name].to_numpy()
+        if isinstance(self.source, dict):
+            self.source[name] = column = _as_column(self.source[name])  # once
+            return column
+        return self.source.get_column(name)
 
 
-def opened(data: Any, by: Any = None) -> Any:
-    """Convert a table, or those of a mapping or of groups, once; other data stay as they are."""
+def opened(data: Any, by: Any = None, *, of_formula: bool = False) -> Any:
+    """Convert a table, or those of a mapping or of groups, once; other data stay as they are.
+
+    For a formula a client's columns by name become a table too: its builder takes no other arrays.
+    """
     if type(data).__name__.endswith("GroupBy"):
         if by is not None:
             raise DataError(f"by={shown(by)} is for one table, and data are grouped by clients already; leave by= out.")
@@ -73,15 +82,63 @@ def opened(data: Any, by: Any = None) -> Any:
     if isinstance(data, xr.Dataset):
         return Opened(data, data, [str(name) for name in (*data.data_vars, *data.coords)])
     if isinstance(data, Mapping):
-        return {
-            k: one if isinstance(one, Mapping) and not isinstance(one, xr.Dataset) else opened(one)
-            for k, one in data.items()
-        }
+        return {k: _of_client(k, one, of_formula) for k, one in data.items()}
     if data is None or isinstance(data, Opened | tuple | np.ndarray):
         return data
     nw, frame = narwhals(), read(data)
     frame = frame.collect() if isinstance(frame, nw.LazyFrame) else frame
     return Opened(data, frame, list(frame.columns)) if isinstance(frame, nw.DataFrame) else data
+
+
+def _of_client(client_id: Any, data: Any, of_formula: bool) -> Any:
+    if not isinstance(data, Mapping) or isinstance(data, xr.Dataset):
+        return opened(data)
+    return _of_columns(data, f"client {str(client_id)!r}") if of_formula else data
+
+
+def _of_columns(data: Mapping[Any, Any], whose: str) -> Opened:
+    require_alignment(data, whose)
+    return Opened(data, dict(data), list(data))
+
+
+def _as_column(values: Any) -> Any:
+    """Values as a data frame has them: an array where all are numbers, dates or texts, else a Series of narwhals.
+
+    Arrays that are not one value a row stay arrays, which are refused by their shape.
+    """
+    if type(values) is np.ndarray and values.dtype.kind in _OF_ONE_KIND:
+        return values
+    nw = narwhals()
+    if isinstance(values, nw.Series):
+        return values
+    if isinstance(values, pd.Index | pd.api.extensions.ExtensionArray):
+        values = pd.Series(values)
+    if isinstance(values, pd.Series):
+        if not isinstance(values.dtype, np.dtype | pd.StringDtype):
+            return nw.from_native(values, series_only=True)
+        values = values.to_numpy(dtype=object if isinstance(values.dtype, pd.StringDtype) else None)
+    elif not isinstance(values, np.ndarray | list | tuple):
+        values = nw.from_native(values, series_only=True, pass_through=True)
+        if isinstance(values, nw.Series):
+            return values
+        values = np.asarray(values)  # of what NumPy reads, or a single object
+    array = values if np.ma.isMaskedArray(values) else _as_array(values)
+    if array is not None:
+        kind = array.dtype.kind
+        of_one_kind = kind in _OF_ONE_KIND and (kind != "U" or array is values)  # a list of "a" and nan is of two
+        if array.ndim != 1 or kind == "V" or (of_one_kind and not np.ma.isMaskedArray(array)):
+            return np.asarray(array)
+        if not np.ma.isMaskedArray(array) and pd.api.types.infer_dtype(values, skipna=False) == "string":
+            return np.asarray(values, dtype=object)
+    return nw.from_native(pd.Series(values), series_only=True)
+
+
+def _as_array(values: Any) -> Array | None:
+    """Values as an array; None for rows of different lengths."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return None
 
 
 def is_frame(data: Any) -> bool:
@@ -168,15 +225,41 @@ def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
             raise DataError(
                 f"{whose}: data are a tuple of {len(data)}, and {known}; pass a mapping from name to array."
             )
-        return dict(zip(names, data, strict=False))
+        data = dict(zip(names, data, strict=False))
+    for name, value in data.items() if isinstance(data, Mapping) else ():
+        if has_categories(value):
+            raise DataError(
+                f"{whose}: {name!r} has categories, which are numbered in a data frame, and not by name; pass a frame, "
+                "or its .to_numpy() for the values and its .cat.codes for their places."
+            )
     return data
 
 
-def raw(data: Any, names: Sequence[str] | None, whose: str) -> Any:
-    """One client's data by name, with texts and categories as texts; None where a text is missing."""
-    if is_frame(data):
-        return columns(data, names, whose, texts=True)
-    return {name: np.asarray(value) for name, value in data.items()} if isinstance(data, Mapping) else data
+def has_categories(values: Any) -> bool:
+    """Whether values are pandas' categories, of which NumPy sees the values and a data frame the places."""
+    return isinstance(getattr(values, "dtype", None), pd.CategoricalDtype)
+
+
+def raw(data: Any, names: Sequence[str] | None, whose: str) -> dict[str, Array]:
+    """One client's columns of a formula by name, with texts and categories as texts; None where a text is missing."""
+    return columns(of_formula(data, whose), names, whose, texts=True)
+
+
+def of_formula(data: Any, whose: str) -> Opened:
+    """One client's table, from a frame or columns by name; refuse other data."""
+    if isinstance(data, Opened) or is_frame(data):
+        table: Opened = opened(data)
+        return table
+    if isinstance(data, Mapping) and data:
+        return _of_columns(data, whose)
+    what = (
+        "empty"
+        if isinstance(data, Mapping)
+        else shown(data)
+        if isinstance(data, str)
+        else f"of type {type(data).__name__}"
+    )
+    raise DataError(f"{whose}: data are {what}; pass a data frame, or a mapping from column to values.")
 
 
 def columns(
@@ -196,20 +279,26 @@ def columns(
         )
     by_name = {name: table.column(name) for name in wanted}
     return {
-        name: as_texts(column)
-        if texts and is_text(column)
+        name: _in_texts(column, f"{whose}: column {name!r}")
+        if texts
         else numeric(column, f"{whose}: column {name!r}", (orders or {}).get(name))
         for name, column in by_name.items()
     }
 
 
-def by_name(clients: Mapping[Any, Any], names: Sequence[str] | None, *, texts: bool = False) -> dict[Any, Any]:
-    """Arrays by name of every client, with their missing values; with `texts` as `raw` gives them."""
+def _in_texts(column: Any, what: str) -> Array:
+    """A column as numbers, or as texts where it has some; what is not one value a row stays, to be refused by shape."""
+    if isinstance(column, np.ndarray) and (column.ndim != 1 or column.dtype.kind in "biufcU"):
+        return column
+    return as_texts(column) if is_text(column) else numeric(column, what, of_formula=True)
+
+
+def by_name(clients: Mapping[Any, Any], names: Sequence[str] | None) -> dict[Any, Any]:
+    """Arrays by name of every client, with their missing values."""
     require_by_client(clients, names)
-    of_client = raw if texts else named
-    arrays = {k: of_client(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+    arrays = {k: named(data, names, f"client {str(k)!r}") for k, data in clients.items()}
     for k, data in arrays.items():
-        require_alignment(k, data)
+        require_alignment(data, f"client {str(k)!r}")
     return arrays
 
 
@@ -265,7 +354,7 @@ def require_by_client(clients: Mapping[Any, Any], names: Sequence[str] | None) -
         )
 
 
-def require_alignment(client_id: Any, data: Any) -> None:
+def require_alignment(data: Any, whose: str) -> None:
     """Refuse Series whose indices have the same labels in different orders: rows are matched by position."""
     if not isinstance(data, Mapping):
         return
@@ -275,7 +364,7 @@ def require_alignment(client_id: Any, data: Any) -> None:
         a, b = other.index, value.index
         if len(a) == len(b) and not a.equals(b) and a.is_unique and b.is_unique and a.symmetric_difference(b).empty:
             raise DataError(
-                f"client {str(client_id)!r}: {first!r} and {name!r} have the same index in different orders, and rows "
+                f"{whose}: {first!r} and {name!r} have the same index in different orders, and rows "
                 "are matched by position; make one frame, pandas.DataFrame({...}), or pass .to_numpy()."
             )
 
@@ -305,7 +394,7 @@ def as_texts(column: Any) -> Array:
 def as_level(value: Any) -> str:
     """A level as a text; whole numbers and booleans become whole numbers, as levels of numeric columns are."""
     number = float(value) if isinstance(value, numbers.Real | np.bool_) else np.nan
-    return str(int(number)) if number.is_integer() and abs(number) < _EXACT else str(value)
+    return str(int(number)) if number.is_integer() and abs(number) < EXACT else str(value)
 
 
 def _categories_of(column: Any) -> tuple[Any, ...] | None:
@@ -329,8 +418,8 @@ def _order_of(column: Any, *, chosen: bool = True) -> tuple[str, ...] | None:
     return tuple(map(as_level, _categories_of(column) or ())) if ordered else None
 
 
-def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array:
-    """Numbers of a column; `known` are categories in the order of all clients."""
+def numeric(column: Any, what: str, known: Sequence[Any] | None = None, *, of_formula: bool = False) -> Array:
+    """Numbers of a column; `known` are categories in the order of all clients. A formula takes texts as well."""
     nw = narwhals()
     if not isinstance(column, nw.Series):
         return _of_numpy(np.asarray(column), what)
@@ -353,7 +442,7 @@ def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array
     plain = [np.nan if is_missing(value) else value for value in values]
     if kind == nw.Object and all(isinstance(value, numbers.Real | decimal.Decimal | np.generic) for value in plain):
         return _of_numpy(np.array(plain, dtype=float), what)
-    raise _not_numeric(what, str(kind), values)
+    raise _not_numeric(what, str(kind), values, of_formula=of_formula)
 
 
 def _of_numpy(values: Array, what: str) -> Array:
@@ -385,13 +474,15 @@ def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
     return codes if np.any(np.isnan(codes)) else codes.astype(np.int64)
 
 
-def _not_numeric(what: str, kind: str, values: Sequence[Any]) -> DataError:
+def _not_numeric(what: str, kind: str, values: Sequence[Any], *, of_formula: bool = False) -> DataError:
     present = [value for value in values if not is_missing(value)]
     examples = sorted({repr(value) for value in present})[:4]
-    return DataError(f"{what} has the type {kind} ({', '.join(examples)}), which is not numeric; {_remedy(present)}.")
+    return DataError(
+        f"{what} has the type {kind} ({', '.join(examples)}), which is not numeric; {_remedy(present, of_formula)}."
+    )
 
 
-def _remedy(values: Sequence[Any]) -> str:
+def _remedy(values: Sequence[Any], of_formula: bool) -> str:
     odd = [value for value in values if not is_number(value)]
     if values and not odd:
         return "convert its texts to numbers, .astype(float) in pandas"
@@ -403,6 +494,8 @@ def _remedy(values: Sequence[Any]) -> str:
         return "give one number a row, in several columns, or an array by name"
     if any(hasattr(value, "to_timestamp") for value in values):
         return "convert its periods to times, column.dt.to_timestamp()"
+    if of_formula:
+        return "give its values as numbers, or as levels by texts, .astype(str) in pandas"
     return "number its values alike at all clients, or use fedppl.formula, which agrees on levels"
 
 

@@ -105,10 +105,11 @@ def of_clients(clients: Mapping[Any, Any]) -> Table | None:
     first = next(iter(clients.values()), None)
     if first is None or any(not isinstance(data, Mapping) or set(first) != set(data) for data in clients.values()):
         return None
-    if any(np.ma.isMaskedArray(value) for data in clients.values() for value in data.values()):
-        return None  # NumPy would join what lies below the masks
+    values = [value for data in clients.values() for value in data.values()]
+    if any(np.ma.isMaskedArray(value) or frames.has_categories(value) for value in values):
+        return None  # NumPy would join what lies below the masks, and values of categories
     for client_id, data in clients.items():
-        frames.require_alignment(client_id, data)
+        frames.require_alignment(data, f"client {str(client_id)!r}")
     arrays = {str(name): [np.asarray(data[name]) for data in clients.values()] for name in first}
     lengths = {tuple(len(array) if array.ndim else 0 for array in of_name) for of_name in arrays.values()}
     kinds = [{(array.dtype.kind, array.shape[1:]) for array in of_name} for of_name in arrays.values()]

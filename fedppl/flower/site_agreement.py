@@ -55,8 +55,9 @@ def columns(model: FederatedModel, loaded: Any, data: Any) -> Mapping[str, Any]:
         return data if isinstance(data, Mapping) else {}
     if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
         return {}
-    raw = frames.raw(loaded, None, "this site")
-    arrays = {name: np.asarray(raw[name]) for name in _built(model).columns if name in raw}
+    table = frames.of_formula(loaded, "this site")
+    names = [name for name in _built(model).columns if name in table.names]
+    arrays = frames.raw(table, names, "this site") if names else {}
     return {name: column.astype(str) if column.dtype.hasobject else column for name, column in arrays.items()}
 
 
@@ -67,7 +68,9 @@ def without_rare(model: FederatedModel, loaded: Any, rules: policy.Policy, site_
         return loaded
     if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
         return loaded
-    rows, left_out = exchange.without_rare(model.agreement, frames.raw(loaded, None, "this site"), fewest)
+    built = _built(model)
+    wanted = built.columns if built.terms.client is None else (*built.columns, built.terms.client)
+    rows, left_out = exchange.without_rare(model.agreement, frames.raw(loaded, wanted, "this site"), fewest)
     if not left_out:
         return loaded
     logger.warning("client %s leaves out %d rows of levels that clients did not agree on", site_id, left_out)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.data import frames, missing
-from fedppl.data.frames import as_level, is_number
+from fedppl.data.frames import EXACT, as_level, is_number
 from fedppl.formulas import expressions, predictor
 from fedppl.formulas.agreement import Agreement, coded, is_text
 from fedppl.formulas.families import NEVER, Family
@@ -24,6 +24,7 @@ from fedppl.types import Array, DataError, DeclarationError
 logger = logging.getLogger(__name__)
 
 _CLIENTS = ("client", "site")  # names of clients in formulas that need no column
+_LARGEST_LOG = 700.0  # exp of more overflows
 _MANY = 20  # levels above which a column looks like an identifier or numbers
 
 
@@ -32,6 +33,35 @@ def mapping(name: str, value: Any, example: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise DeclarationError(f"{name}={shown(value)} must be a mapping, such as {example}.")
     return dict(value or {})
+
+
+def constants(given: Mapping[str, Any]) -> None:
+    """Refuse constants that are neither numbers nor functions."""
+    for name, value in given.items():
+        if callable(value):
+            continue
+        try:
+            array = np.asarray(value)
+        except ValueError:  # lists of different lengths
+            array = np.asarray(None)
+        if array.dtype.kind not in "biuf" or np.any(np.isnan(array)):
+            raise DeclarationError(
+                f"constants={{{name!r}: {shown(value)}}} is no number; give a number, a list of numbers, or a function "
+                "of single rows."
+            )
+
+
+def no_constants(built: Any, names: Collection[Any], what: str) -> None:
+    """Refuse columns of the names of constants, since the formula may mean either."""
+    numbers = {name for name, value in built.constants.items() if not callable(value)}
+    if not numbers:
+        return
+    read = {name for tree in built.terms.trees.values() for name in expressions.columns(tree, ())}
+    if both := sorted(numbers & read & {*names}):
+        raise DeclarationError(
+            f"{what} has the columns {both}, and constants={{{both[0]!r}: {shown(built.constants[both[0]])}}} has the "
+            f"same name in {built.text!r}; rename the constant or the column."
+        )
 
 
 def order_of(name: str, levels: Any) -> tuple[str, ...]:
@@ -105,6 +135,16 @@ def refuse(wrong: Any, name: str, values: Any, what: str, rule: str) -> None:
     if np.any(wrong):
         where = int(np.argmax(wrong))
         raise DataError(f"{what}: {name!r} is {float(values[where]):.12g} in row {where}, and {rule}.")
+
+
+def offsets(family: Family, terms: Terms, values: Array, what: str) -> None:
+    """Refuse offsets of a logarithm so far apart that means of two rows have no ratio among numbers."""
+    apart = float(np.ptp(values))
+    if family.link.startswith("log") and not family.link.startswith("logit") and apart > _LARGEST_LOG:
+        raise DataError(
+            f"{what}: {' + '.join(terms.offsets)} differs by {apart:.3g} between rows, and offsets of family "
+            f"{family.name!r} are logarithms, at most {_LARGEST_LOG:g} apart; give the logarithm, offset(np.log(x))."
+        )
 
 
 def rows(what: str, data: Mapping[str, Any], response: Response, unread: Collection[str] = ()) -> None:
@@ -244,6 +284,7 @@ def tables(built: Any, data: Any, by: Any) -> None:
         if not isinstance(table, frames.Opened):
             continue
         columns([name for name in built.columns if name not in table.names], table.names, what)
+        no_constants(built, table.names, what)
         if table is data and factor in table.names and by not in (factor, [factor], (factor,)):
             raise DataError(
                 f"effects of {built.text!r} vary by {factor!r}, and clients by by={by!r}; write "
@@ -334,6 +375,7 @@ def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], coun
 # A client's outcomes in the numbers that a family takes ---------------------------------------------------------------
 
 
+_COUNTED = "counts are exact up to 2**53; correct such rows, or give the column in a larger unit"
 _OUTCOMES: Mapping[str, tuple[str, Callable[[Array], Any]]] = {
     "real": ("finite numbers", np.isfinite),
     "positive": ("above 0", lambda y: y > 0),
@@ -370,6 +412,8 @@ def outcome(
     rule, holds = _OUTCOMES[family.outcome]
     rule = f"outcomes of family {family.name!r} are {rule}; correct such rows, or choose another family"
     refuse(~holds(values.astype(float)), name, values, what, rule)
+    if family.outcome == "count":
+        refuse(values > EXACT, name, values, what, _COUNTED)
     arrays = {"outcome": values.astype(np.int64 if family.outcome in ("binary", "count") else float)}
     if response.kind == "proportion":
         arrays["trials"] = _trials(arrays["outcome"], np.asarray(data[response.columns[1]]), response, what)
@@ -416,6 +460,7 @@ def _trials(successes: Array, trials: Array, response: Response, what: str) -> A
     wrong = ~(trials >= np.maximum(successes, 1)) | (trials != np.floor(trials))
     rule = f"trials are whole numbers, at least 1 and at least the successes {response.columns[0]!r}"
     refuse(wrong, response.columns[1], trials, what, rule)
+    refuse(trials > EXACT, response.columns[1], trials, what, _COUNTED)
     return trials.astype(np.int64)
 
 
@@ -433,6 +478,7 @@ def size_of(response: Response, data: Mapping[str, Any]) -> Array:
     first, second = (np.asarray(data[name]) for name in response.columns)
     if response.kind != "interval" or is_text(first) or is_text(second):
         return first
+    first, second = first.astype(float), second.astype(float)  # sums of small whole numbers overflow
     return np.asarray(np.where(np.isfinite(second), (first + second) / 2.0, first))
 
 

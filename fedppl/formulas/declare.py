@@ -234,11 +234,23 @@ class Formula:
     ) -> dict[str, Any]:
         if isinstance(data, Mapping) and set(data) <= set(self.containers.values()) and len(data) > 0:
             return dict(data)
+        self._agreed()
+        what = f"client {client_id!r}"
+        given = frames.of_formula(data if known is None else _as_rows(data), what)
+        checks.columns([name for name in self.terms.columns if name not in given.names], given.names, what)
+        columns = frames.raw(given, [name for name in self.columns if name in given.names] or None, what)
+        return self.of_columns(client_id, columns, known, unseen=unseen)
+
+    def of_columns(
+        self,
+        client_id: str,
+        columns: Mapping[str, Array],
+        known: Mapping[str, Any] | None = None,
+        *,
+        unseen: bool = False,
+    ) -> dict[str, Any]:
+        """The builder's arrays from columns that are read; new rows of a client with `known` arrays have no outcome."""
         design, what, response = self._agreed(), f"client {client_id!r}", self.terms.response
-        columns = frames.raw(data, None, what)
-        if not isinstance(columns, Mapping) or not columns:
-            raise DataError(f"{what}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
-        columns = columns if known is None else _as_rows(columns)
         wanted = {name: columns[name] for name in self.columns if name in columns} or columns  # of `y ~ 1` any
         checks.rows(what, wanted, response, () if known is None else set(columns) - self._read_of_new)
         table = designs.table(columns, self.terms, design.agreement, what)
@@ -248,6 +260,8 @@ class Formula:
             arrays = {"common": design.common(table, what)}
         if self.terms.offsets:
             arrays["offset"] = design.offset(table, what)
+            if known is None:
+                checks.offsets(self.family, self.terms, arrays["offset"], what)
         for name in self.terms.columns:
             arrays[f"column_{name}"] = designs.plain(table[name])
         for number, group in enumerate(self.terms.groups):
@@ -327,13 +341,23 @@ class Formula:
         return self.design
 
 
-def _as_rows(columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Single values as a row; beside columns of several rows a value is repeated."""
-    lengths = {np.shape(value)[0] for value in columns.values() if np.ndim(value)} or {1}
-    if len(lengths) > 1 or all(np.ndim(value) for value in columns.values()):
-        return columns
+def _as_rows(data: Any) -> Any:
+    """Single values by name as a row; beside columns of several rows a value is repeated."""
+    if not isinstance(data, Mapping):
+        return data
+    single = {name for name, value in data.items() if _is_single(value)}
+    lengths = {len(value) for name, value in data.items() if name not in single} or {1}
+    if len(lengths) > 1 or not single:
+        return data
     count = lengths.pop()
-    return {name: value if np.ndim(value) else np.repeat(np.asarray(value), count) for name, value in columns.items()}
+    return {name: [value] * count if name in single else value for name, value in data.items()}
+
+
+def _is_single(value: Any) -> bool:
+    """Whether a value stands for one row: a number, a text, a time."""
+    if (dimensions := getattr(value, "ndim", None)) is not None:
+        return bool(dimensions == 0)
+    return isinstance(value, str | bytes) or not hasattr(value, "__len__")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

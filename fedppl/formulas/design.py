@@ -319,11 +319,15 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
         try:
             widths[name] = columns(tree, rows).shape[1]
             if name in design.terms.offsets and widths[name] != 1:
-                raise DeclarationError(f"it has {widths[name]} columns, and an offset is one number a row")
+                raise DeclarationError(
+                    f"it has {widths[name]} columns, and an offset is one number a row; compute a column before."
+                )
             require_rowwise(tree, rows)
+        except DeclarationError as error:  # has its remedy
+            raise DeclarationError(f"{name} cannot be evaluated: {error}") from error
         except Exception as error:
             raise DeclarationError(
-                f"{name} cannot be evaluated: {error}; give functions columns of numbers and "
+                f"{name} cannot be evaluated: {str(error).rstrip('.')}; give functions columns of numbers and "
                 "constants={...}, or compute a column before."
             ) from error
     return widths
@@ -339,9 +343,6 @@ def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
 
 def table(data: Mapping[str, Any], terms: Terms, agreement: Agreement, what: str) -> pd.DataFrame:
     """The columns that a formula reads right of ~, texts as agreed levels."""
-    absent = [name for name in terms.columns if name not in data]
-    if absent:
-        raise DataError(f"{what} lacks the columns {absent} of the formula; it has {sorted(data)[:20]}.")
     columns_of_table = {}
     for name in terms.columns:
         column, values = agreement.columns[name], np.asarray(data[name])

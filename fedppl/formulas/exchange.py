@@ -56,13 +56,12 @@ def asked(built: Formula) -> Asked:
 
 def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
     """A client's columns by name; refuse missing columns and missing values."""
-    data = frames.opened(data)
+    table = frames.of_formula(data, whose)
     factor = [name for name in (built.terms.client,) if name is not None and name not in built.columns]
-    columns = frames.raw(data, (*built.columns, *factor) if isinstance(data, frames.Opened) else None, whose)
-    if not isinstance(columns, Mapping) or not columns:
-        raise DataError(f"{whose}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
-    if absent := [name for name in built.columns if name not in columns]:
+    if absent := [name for name in built.columns if name not in table.names]:
         raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")
+    checks.no_constants(built, table.names, whose)
+    columns = frames.raw(table, (*built.columns, *factor), whose)
     checks.one_factor_a_client(built, {whose: columns})
     columns = {name: values for name, values in columns.items() if name not in factor}
     checks.limits(built, columns, whose)
@@ -283,13 +282,16 @@ def kind_of(client_id: str, data: Any) -> str:
 
 
 def as_rows(formula: Formula, clients: Any) -> Any:
-    """Clients' data with tables of counts as rows."""
+    """Clients' data with tables of counts as tables of rows."""
     if not isinstance(clients, Mapping) or not any(isinstance(given, Table) for given in clients.values()):
         return clients
     if formula.family.outcome != "binary":
         raise DataError(f"tables of events need a family like 'bernoulli', and this one is {formula.family.name!r}.")
     response = formula.terms.response.columns[0]
-    return {k: given.rows(response) if isinstance(given, Table) else given for k, given in clients.items()}
+    return {
+        k: frames.of_formula(given.rows(response), f"client {str(k)!r}") if isinstance(given, Table) else given
+        for k, given in clients.items()
+    }
 
 
 def _own(group: Any) -> bool:

@@ -113,6 +113,7 @@ def formula(
     that are too narrow; scale them to their effective number of rows.
     """
     known = checks.mapping("constants", constants, '{"knots": [30, 50, 70]}')
+    checks.constants({name: value for name, value in known.items() if name != "cuts" or family != "piecewise"})
     outcomes, declared = family_of(family), parse(formula, tuple(known))
     flag("correlated", correlated)
     require_family(outcomes, declared, formula, known)
@@ -205,7 +206,7 @@ def agree(
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
     gaps.required(missing)
-    data = frames.opened(data, by)
+    data = frames.opened(data, by, of_formula=True)
     model = with_order(model, data)
     return _agreed(model, clients_of(_formula(model), data, by, missing), min_count, withheld)
 
@@ -254,6 +255,7 @@ def of_told(
 
 def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any, Any]:
     """Clients' columns by id: one table of a data frame, else a mapping."""
+    data = as_rows(built, data)
     factor, one_frame = built.terms.client, isinstance(data, frames.Opened)
     by = factor if by is None and one_frame else by
     if one_frame or isinstance(data, Mapping):
@@ -265,7 +267,11 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any,
         raise DataError(f"data are {given_as}; pass a data frame with by=, or a mapping from client id to rows.")
     if not isinstance(clients, Table):
         wanted = built.columns if factor is None else (*built.columns, factor)
-        with_factor = frames.by_name(as_rows(built, clients), wanted, texts=True)
+        frames.require_by_client(clients, wanted)
+        with_factor = {
+            k: given if isinstance(given, Estimate) else frames.raw(given, wanted, f"client {str(k)!r}")
+            for k, given in clients.items()
+        }
         checks.one_factor_a_client(built, with_factor)
         clients = {
             k: {name: column for name, column in rows.items() if name != factor} if isinstance(rows, Mapping) else rows
@@ -288,7 +294,7 @@ def ready(
     model: FederatedModel, data: Any, by: Any, missing: str, *, one_table: bool = False
 ) -> tuple[FederatedModel, Any]:
     """The agreed model of a formula, and its builder's arrays by client, with `one_table` of many clients as one."""
-    data = frames.opened(data, by)
+    data = frames.opened(data, by, of_formula=True)
     model = with_order(model, data)
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
@@ -303,7 +309,7 @@ def ready(
     if agreed_here:
         model = _agreed(model, clients, 1, "error").model
         built = _formula(model)
-    arrays = {k: built.read(str(k), rows) for k, rows in clients.items() if not isinstance(rows, Estimate)}
+    arrays = {k: built.of_columns(str(k), rows) for k, rows in clients.items() if not isinstance(rows, Estimate)}
     if agreed_here:
         checks.say_what_cannot_be_told(built, list(arrays.values()), len(arrays))
     return model, {**clients, **arrays}
@@ -320,7 +326,7 @@ def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[
         summaries = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
         model = of_told(model, summaries, "error").model
     agreed_here, built = built.design is None, _formula(model)
-    arrays = built.read(_ALL_ROWS, table.columns)
+    arrays = built.of_columns(_ALL_ROWS, table.columns)
     if agreed_here:
         checks.say_what_cannot_be_told(built, [arrays], len(table))
     if any(len(array) != table.begins[-1] for array in arrays.values()):

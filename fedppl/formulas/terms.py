@@ -87,7 +87,7 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     trees, names, levels = _factors(tokens, constants)
     common = sum_of(formula, pieces.common or [Token("number", "1")], names)
     groups, sums = _groups(formula, pieces.effects, names)
-    summands = [expressions.read(text, constants) for text in pieces.offsets]
+    summands = [_offset(text, constants) for text in pieces.offsets]
     if several := [tree for tree in summands if expressions.calls(tree) in expressions.OF_SEVERAL]:
         raise DeclarationError(
             f"offset({expressions.written(several[0])}) has several columns, and an offset is one number a row; "
@@ -113,6 +113,20 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
         {name: tree for name, tree in trees.items() if name in used} | offsets,
         frozenset(varying),
     )
+
+
+def _offset(text: str, constants: Collection[str]) -> ast.expr:
+    """The syntax tree of an offset's one argument, which stands in parentheses."""
+    try:
+        tree: ast.expr | None = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # refused below
+        tree = None
+    if isinstance(tree, ast.Tuple):
+        raise DeclarationError(
+            f"offset{expressions.written(tree)} has {len(tree.elts)} arguments, and an offset has one; write "
+            "offset(x), or a sum of several, offset(x) + offset(z)."
+        )
+    return expressions.read(text, constants)
 
 
 def _factors(

@@ -250,6 +250,8 @@ def table(
     over all patients, averaged over sites, is nearer to 1. For risks see `Fit.predict` with ``kind="mean"``, and
     `marginal_effects`.
     """
+    if not hasattr(fit, "declaration"):
+        raise DeclarationError(f"fit is {shown(fit)}; pass what fedppl.fit returned.")
     flag("exponentiate", exponentiate)
     whole("digits", digits, 0)
     builder = fit.declaration.builder

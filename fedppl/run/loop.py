@@ -75,6 +75,7 @@ def fit(
 ) -> Fit:
     """See `fedppl.fit`; `stacklevel` is that of the caller, for warnings."""
     require_callback(callback)
+    settings.flag("progressbar", progressbar)
     choice = algorithm if isinstance(algorithm, Choice) else None
     with contextlib.ExitStack() as closing:
         with Progress(options.rounds, show=progressbar) as progress:
@@ -322,7 +323,7 @@ def _require_options(model: Any, clients: Clients, algorithm: AnyAlgorithm, opti
     engine = options.engine
     if options.start is not None:
         _require_start(options.start, algorithm)
-    if engine is not None and (not callable(engine) or not_called(engine)):
+    if engine is not None and (not callable(engine) or not_called(engine) or not takes(engine, 2)):
         raise DeclarationError(
             f"engine={shown(engine)} is no engine"
             + (not_called(engine) or "; pass one that is built, like fedppl.InProcess().")

@@ -132,6 +132,20 @@ def test_a_column_has_one_rule(values: Any, expected: Any) -> None:
     assert found.dtype.kind == np.asarray(expected).dtype.kind
 
 
+def test_categories_by_name_are_neither_their_values_nor_their_places() -> None:
+    """A data frame numbers them; values by name would be another covariate."""
+    column = pd.Categorical([3, 7] * 4)
+    for values in (column, pd.Series(column)):
+        rows = {"x": values, "y": np.arange(8.0)}
+        for clients in ({"a": rows}, {str(k): rows for k in range(60)}):
+            with pytest.raises(DataError, match="'x' has categories.*pass a frame"):
+                fit(clients)
+    found = fit({k: pd.DataFrame({"x": column, "y": np.arange(8.0)}) for k in "ab"})
+    assert found.clients["a"].arrays["x"].tolist() == [0, 1] * 4
+    with pytest.raises(DataError, match="'x' has categories"):
+        found.predict("a", {"x": column}, draws=10)
+
+
 @pytest.mark.parametrize("values", [["a", "b"], [[1, 2], [3, 4]], [datetime.time(3), datetime.time(4)]])
 def test_what_has_no_numbers_is_refused(values: Any) -> None:
     with pytest.raises(DataError, match="column 'x' has the type .*(number its values alike|one number a row)"):

@@ -178,6 +178,11 @@ def test_tables_of_builders_name_what_is_exponentiated() -> None:
     assert found["what"] == "exp of mu" and found["ci_low"] == pytest.approx(np.exp(fit.summary().loc["mu", "ci_low"]))
 
 
+def test_a_table_is_of_a_fit() -> None:
+    with pytest.raises(DeclarationError, match="'x'.*what fedppl.fit returned"):
+        fedppl.table("x")
+
+
 def test_a_table_of_a_fit_that_has_not_converged_says_so() -> None:
     with pytest.warns(fedppl.ConvergenceWarning):
         fit = fedppl.fit(*normal_means(), fedppl.EP(warm_start=False, correction=None), rounds=1, **QUIET)

@@ -500,6 +500,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"random_seed": -1}, "random_seed=-1 must be a non-negative int"),
     "seed text": ({"random_seed": "1"}, "random_seed='1' must be"),
     "engine": ({"engine": "local"}, "engine='local' is no engine; pass one that is built, like fedppl.InProcess"),
+    "engine of nothing": ({"engine": lambda: None}, "engine=<lambda> is no engine; pass one that is built"),
     "checkpoint": ({"checkpoint": "/no/such/folder/run.ckpt"}, "checkpoint='/no/such/folder/run.ckpt'.*does not exist"),
 }
 
@@ -512,6 +513,11 @@ def test_bad_arguments_are_refused_before_anything_is_compiled(call: Any, case: 
     with pytest.raises(DeclarationError, match=message):
         call(FederatedModel(never_compiled, ["mu"]), {"a": {"y": [1.0, 2.0]}}, fedppl.EP(), **keywords)
     assert compilations() == compiled
+
+
+def test_a_progress_bar_is_shown_or_not() -> None:
+    with pytest.raises(DeclarationError, match="progressbar='yes'.*True or False"):
+        fedppl.fit(FederatedModel(never_compiled, ["mu"]), {"a": {"y": [1.0]}}, fedppl.EP(), progressbar="yes")
 
 
 @pytest.mark.parametrize(
