@@ -549,6 +549,72 @@ def test_slopes_are_the_same_before_and_after_they_are_compiled(monkeypatch: pyt
         assert_allclose(slopes(client, beta, np.eye(2)), exact, atol=1e-12)
 
 
+def test_slopes_of_random_slopes_are_compiled_for_any_number_of_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewrites of PyTensor that assume equal shapes of zeros made code that was right for one direction alone."""
+    pandas = pytest.importorskip("pandas")
+    from fedppl.model import row_scores as module
+
+    adopted: list[bool] = []
+    agree = module._agree
+    monkeypatch.setattr(module, "_OFTEN", 1)
+    monkeypatch.setattr(module, "_agree", lambda *all_: adopted.append(agree(*all_)) or adopted[-1])
+    tables = {
+        name: pandas.DataFrame(
+            {
+                "site": name,
+                "age": RNG.normal(64, 12, rows),
+                "arm": RNG.choice(["control", "drug"], rows),
+                "score": RNG.normal(50, 8, rows),
+            }
+        )
+        for name, rows in {"a": 60, "b": 90}.items()
+    }
+    formula = fedppl.formula("score ~ center(age) + arm + (1 + arm | site)", family="gaussian")
+    clients = fedppl.agree(formula, tables).model.enrol(tables, kernel=False)
+    first, second = clients["a"], clients["b"]
+    x = np.concatenate([fedppl.gaussian.mean(first.layout.prior) + 0.1, first.initial])
+    ways = np.eye(len(x))
+    slowly = [slopes(client, x, ways[:1]) for client in (first, second)]  # the second call compiles
+    assert adopted == [True]
+    for client, before in zip((first, second), slowly, strict=True):
+        found = slopes(client, x, ways)
+        assert found.shape == (len(before), len(x))
+        assert_allclose(found[:, :1], before, rtol=1e-9)
+
+
+def test_code_that_is_wrong_or_fails_for_some_directions_is_not_used() -> None:
+    from fedppl.model.row_scores import _compiled_in_time
+
+    def right(x: Any, directions: Any) -> Any:
+        return [directions @ x[:, None] * np.ones(4)]
+
+    def broadcast(x: Any, directions: Any) -> Any:  # the values of one direction for all of them
+        return [right(x, directions)[0][:1]]
+
+    def failing(x: Any, directions: Any) -> Any:
+        if len(directions) > 1:
+            raise AssertionError
+        return right(x, directions)
+
+    def doubled(x: Any, directions: Any) -> Any:
+        return [2.0 * right(x, directions)[0]]
+
+    def later(x: Any, directions: Any) -> Any:  # as for another client's shapes
+        if x[0] == 2.0:
+            raise AssertionError
+        return [right(x, directions)[0] * (1.0 + 1e-12)]
+
+    x, ways = np.ones(3), np.eye(3)
+    for wrong in (broadcast, failing, doubled):
+        along, _ = _compiled_in_time(right, lambda anew, wrong=wrong: [wrong])  # type: ignore[misc]
+        along(x, np.zeros((1, 3)))
+        assert_allclose(along(x, ways)[0], right(x, ways)[0], rtol=0.0)
+    along, either = _compiled_in_time(right, lambda anew: [later])
+    assert along(x, ways)[0][0, 0] == 1.0 + 1e-12  # it is used
+    for function in (along, either):
+        assert_allclose(function(2.0 * x, ways)[0], right(2.0 * x, ways)[0], rtol=0.0)
+
+
 # --- requests -------------------------------------------------------------------------------------------------
 
 
