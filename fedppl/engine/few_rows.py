@@ -26,7 +26,7 @@ _FARTHER = 100.0  # times the distance of probes, so 1e-4 prior sds
 _KEPT = 128  # cached shares of a client: one or two for each point of a round
 _EQUAL = 1e-2  # relative tolerance of curvatures by differences
 _JUMP = 1e-4  # relative change of slopes over 1e-6 prior sds; smooth terms of columns within 100 change less
-ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
+ByRow = Callable[[Any, Array], Sequence[Array]]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
 
 class Ruling(NamedTuple):
@@ -166,8 +166,7 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
     few, enough = rules.few_rows, rules.few_rows_share
     try:
         if by_row is not None:
-            vectors = by_row(client, point)
-            return by_column(vectors, few) if np.all(np.isfinite(vectors)) else np.nan
+            return share_of_units(by_row(client, point), few, enough)
         sets = _vectors(reading(client).client, point)
     except Exception:  # the model has no such slopes, or no density at the point
         return np.nan
@@ -176,6 +175,64 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
         if not np.all(np.isfinite(vectors)):
             return np.nan
         share = max(share, largest_share(vectors, few, enough))
+    return share
+
+
+# Networks: of single units, of pairs of a layer's, and of all of them where rows are many -----------------------------
+
+_ROWS_A_UNIT = 100  # with fewer, honest layers too have a direction of few rows
+_FAINT_OF_UNITS = 1e-2  # of the largest singular value: training moves units alike in nearly all rows
+_ALIKE = 0.4  # a squared cosine: units that differ in few of their open rows are more alike
+_RATIOS = 64  # rows by which the ratio of two units' slopes is known
+_EXACT = 1e-9  # of the largest slope: a smaller difference is rounding
+
+
+def share_of_units(layers: Sequence[Array], few: int, enough: float) -> float:
+    """The largest share that `few` rows have of a unit's slopes, or of a difference of two; NaN if not all are finite.
+
+    With wide layers or few rows the span of all units has an indicator of each row, in honest networks too. But few
+    units are alike but for few rows, unless somebody chose thresholds next to each other.
+    """
+    share = 0.0
+    for vectors in layers:
+        if not np.all(np.isfinite(vectors)):
+            return np.nan
+        share = max(share, by_column(vectors, few))
+        if share < enough:
+            share = max(share, share_in_pairs(vectors, few, enough))
+        if share < enough and len(vectors) >= _ROWS_A_UNIT * vectors.shape[1]:
+            share = max(share, concentration(vectors, few, enough, _FAINT_OF_UNITS))
+        if share >= enough:
+            break
+    return share
+
+
+def share_in_pairs(vectors: Array, few: int, enough: float) -> float:
+    """The largest share in x_i - c x_j over columns i and j of X (n, p), c being their ratio in most rows.
+
+    >>> open_for = np.arange(300)[:, None] < [40, 41]
+    >>> share_in_pairs(open_for * [1.0, -2.0], 3, 0.97)
+    1.0
+    """
+    squares = np.sum(np.square(vectors), axis=0)
+    vectors, squares = vectors[:, squares > 0.0], squares[squares > 0.0]
+    alike = np.square(vectors.T @ vectors) >= _ALIKE * np.outer(squares, squares)
+    share = 0.0
+    for i in range(1, len(squares)):
+        others = np.flatnonzero(alike[i, :i])
+        if not len(others):
+            continue
+        rows = np.flatnonzero(vectors[:, i])
+        rows = rows[:: max(1, len(rows) // _RATIOS)]
+        one, other = vectors[rows, i][:, None], vectors[np.ix_(rows, others)]
+        ratios = np.where(other == 0.0, np.nan, one / np.where(other == 0.0, 1.0, other))
+        known = np.any(np.isfinite(ratios), axis=0)
+        others, ratio = others[known], np.nanmedian(ratios[:, known], axis=0)
+        rest = vectors[:, i][:, None] - ratio * vectors[:, others]
+        rest[np.abs(rest) <= _EXACT * np.max(np.abs(vectors[:, i]))] = 0.0
+        share = max(share, by_column(rest, few))
+        if share >= enough:
+            break
     return share
 
 

@@ -22,7 +22,7 @@ import fedppl
 from benchmarks._attacks import patients
 from fedppl import Policy
 from fedppl.contracts import Request
-from fedppl.engine.few_rows import by_column, concentration, refuse_model
+from fedppl.engine.few_rows import by_column, concentration, refuse_model, share_in_pairs, share_of_units
 from fedppl.engine.guard import admit, in_memory
 from fedppl.model.row_scores import row_scores, rows_apart, slopes
 from tests.support.markers import slow_but
@@ -637,6 +637,27 @@ def test_of_points_that_can_be_left_out_those_near_by_stay() -> None:
 def test_weights_that_open_a_unit_for_one_row_are_refused() -> None:
     pytest.importorskip("torch")
     assert patients.trapped()["patients_trap_weights_met"]
+
+
+@pytest.mark.parametrize("ratios", [(1.0, 1.0, 1.0), (0.5, -2.0, 1e-3)])
+def test_units_that_differ_by_few_rows_are_seen_and_others_are_not(ratios: Any) -> None:
+    """Where so many rows are open for both that no unit by itself has few."""
+    n, (first, second, third) = 400, ratios
+    common = RNG.normal(size=n)
+    layer = np.stack([(np.arange(n) < k) * common * c for k, c in ((40, first), (43, second), (300, third))], axis=1)
+    assert by_column(layer, 3) < 0.7
+    assert share_of_units([layer], 3, 0.97) > 0.999
+    apart = np.stack([(np.arange(n) < k) * common * c for k, c in ((40, first), (60, second), (300, third))], axis=1)
+    assert share_of_units([apart], 3, 0.97) < 0.97
+    assert math.isnan(share_of_units([apart, np.full((n, 2), np.inf)], 3, 0.97))
+
+
+def test_three_units_that_tell_a_row_together_are_seen_where_rows_are_many() -> None:
+    n = 400
+    one, other = RNG.normal(size=(2, n))
+    layer = np.stack([one, other, one + other + 3.0 * marks(7)], axis=1)
+    assert share_in_pairs(layer, 3, 0.97) < 0.5
+    assert share_of_units([layer], 3, 0.97) > 0.999
 
 
 # --- approved declarations ------------------------------------------------------------------------------------
