@@ -157,7 +157,8 @@ def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> s
         return "few_rows: what single rows say cannot be computed there; few_rows = 0 in the policy does not look"
     return (
         f"few_rows: {rules.few_rows} rows or fewer make up {share:.4g} of a direction of what is shared there, "
-        f"less than {rules.few_rows_share:g} wanted; merge rare levels, leave those rows out, or allow it in the policy"
+        f"less than {rules.few_rows_share:g} wanted; merge rare levels, take bounds of a spline nearer to the data, fewer "
+        "knots or a natural spline, leave those rows out, or allow it in the policy"
     )
 
 
@@ -175,6 +176,9 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
         if not np.all(np.isfinite(vectors)):
             return np.nan
         share = max(share, largest_share(vectors, few, enough))
+    if share < enough and np.array_equal(point, gaussian.mean(client.layout.prior)):
+        # Here codes of levels show as such, and which columns rows have together depends on the point in few models.
+        share = max(share, share_in_entries(reading(client).client, point, few, enough))
     return share
 
 
@@ -183,6 +187,9 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
 _ROWS_A_UNIT = 100  # with fewer, honest layers too have a direction of few rows
 _FAINT_OF_UNITS = 1e-2  # of the largest singular value: training moves units alike in nearly all rows
 _ALIKE = 0.4  # a squared cosine: units that differ in few of their open rows are more alike
+# Of trained layers of 8 to 64 units 1 in 12 has pairs that differ by three rows, wide ones more of them: so many count
+# as chance, one for ten units, or for 500 pairs.
+_A_PAIR_BY_CHANCE, _PAIRS_A_PAIR = 10, 1000
 _RATIOS = 64  # rows by which the ratio of two units' slopes is known
 _EXACT = 1e-9  # of the largest slope: a smaller difference is rounding
 
@@ -199,7 +206,7 @@ def share_of_units(layers: Sequence[Array], few: int, enough: float) -> float:
             return np.nan
         share = max(share, by_column(vectors, few))
         if share < enough:
-            share = max(share, share_in_pairs(vectors, few, enough))
+            share = max(share, share_in_pairs(vectors, few))
         if share < enough and len(vectors) >= _ROWS_A_UNIT * vectors.shape[1]:
             share = max(share, concentration(vectors, few, enough, _FAINT_OF_UNITS))
         if share >= enough:
@@ -207,33 +214,35 @@ def share_of_units(layers: Sequence[Array], few: int, enough: float) -> float:
     return share
 
 
-def share_in_pairs(vectors: Array, few: int, enough: float) -> float:
+def share_in_pairs(vectors: Array, few: int) -> float:
     """The largest share in x_i - c x_j over columns i and j of X (n, p), c being their ratio in most rows.
 
+    Or the next that is not larger than so many others as trained layers of this width have by chance.
+
     >>> open_for = np.arange(300)[:, None] < [40, 41]
-    >>> share_in_pairs(open_for * [1.0, -2.0], 3, 0.97)
+    >>> share_in_pairs(open_for * [1.0, -2.0], 3)
     1.0
     """
     squares = np.sum(np.square(vectors), axis=0)
     vectors, squares = vectors[:, squares > 0.0], squares[squares > 0.0]
     alike = np.square(vectors.T @ vectors) >= _ALIKE * np.outer(squares, squares)
-    share = 0.0
-    for i in range(1, len(squares)):
-        others = np.flatnonzero(alike[i, :i])
-        if not len(others):
-            continue
-        rows = np.flatnonzero(vectors[:, i])
-        rows = rows[:: max(1, len(rows) // _RATIOS)]
-        one, other = vectors[rows, i][:, None], vectors[np.ix_(rows, others)]
-        ratios = np.where(other == 0.0, np.nan, one / np.where(other == 0.0, 1.0, other))
-        known = np.any(np.isfinite(ratios), axis=0)
-        others, ratio = others[known], np.nanmedian(ratios[:, known], axis=0)
-        rest = vectors[:, i][:, None] - ratio * vectors[:, others]
-        rest[np.abs(rest) <= _EXACT * np.max(np.abs(vectors[:, i]))] = 0.0
-        share = max(share, by_column(rest, few))
-        if share >= enough:
-            break
-    return share
+    found = [_of_pairs(vectors[:, i], vectors[:, :i][:, alike[i, :i]], few) for i in range(1, len(squares))]
+    shares = np.sort(np.concatenate([np.zeros(1), *found]))[::-1]
+    width = len(squares)
+    by_chance = max(width // _A_PAIR_BY_CHANCE, width**2 // _PAIRS_A_PAIR)
+    return float(shares[min(by_chance, len(shares) - 1)])
+
+
+def _of_pairs(one: Array, others: Array, few: int) -> Array:
+    """Shares of `few` rows in the differences of a column (n,) and multiples of others (n, p)."""
+    rows = np.flatnonzero(one)
+    rows = rows[:: max(1, len(rows) // _RATIOS)]
+    some = others[rows]
+    others, some = others[:, np.any(some, axis=0)], some[:, np.any(some, axis=0)]
+    ratios = np.where(some == 0.0, np.nan, one[rows][:, None] / np.where(some == 0.0, 1.0, some))
+    rest = one[:, None] - (np.nanmedian(ratios, axis=0) if ratios.size else 1.0) * others
+    rest[np.abs(rest) <= _EXACT * np.max(np.abs(one))] = 0.0
+    return _shares_of_columns(rest, few)
 
 
 def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
@@ -305,6 +314,39 @@ def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     return np.concatenate([phi, theta]), np.concatenate([np.eye(m), path.T], axis=1)
 
 
+# Single entries of the Hessian: columns that few rows have together ----------------------------------------------------
+
+_CODED = 1e-6  # relative difference of squares of a column's values that are one
+_STEP_OF_ENTRIES = 1e-4  # prior sds
+_NOTHING_THERE = 1e-9  # of the largest term: a smaller one is rounding
+
+
+def share_in_entries(client: Any, point: Array, few: int, enough: float) -> float:
+    """The largest share of `few` rows in an entry of the Hessian of all rows that tells more than a count.
+
+    Where both columns are codes of levels the entry counts a cell of two factors, which is allowed.
+    """
+    x, paths = _at_modes(client, np.ascontiguousarray(point))
+    steps = _STEP_OF_ENTRIES * client.view(probes_of).sd[:, None] * paths
+    terms = np.stack([slopes(client, x + step, paths) - slopes(client, x - step, paths) for step in steps])
+    terms = np.abs(np.nan_to_num(terms, posinf=0.0, neginf=0.0))  # (m, n, m)
+    terms[terms <= _NOTHING_THERE * np.max(terms, axis=(1, 2), keepdims=True, initial=0.0)] = 0.0
+    coded = _are_codes(np.einsum("ana->na", terms))
+    share = 0.0
+    for i in range(1, len(terms)):
+        others = np.arange(i)[~(coded[:i] & coded[i])]
+        share = max(share, by_column(np.sqrt(terms[i][:, others]), few))
+        if share >= enough:
+            break
+    return share
+
+
+def _are_codes(sizes: Array) -> Any:
+    """Which columns of absolute values (n, m) have one value beside 0."""
+    largest = np.max(sizes, axis=0, initial=0.0)
+    return np.all((sizes == 0.0) | (np.abs(sizes - largest) <= _CODED * largest), axis=0)
+
+
 # Curvatures by outcomes: the rule on entries of the Hessian that depend on few rows' outcomes -------------------------
 
 # A term like `b[0] * b[1]` in the mean of a single row hides among the slopes of all rows, but has an entry of the
@@ -317,6 +359,7 @@ _STEP = 1e-3  # prior sds, of differences
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
 _NO_BEND = 1e-8  # the same along one direction, to which a large entry may contribute little
 _MOST_DIRECTIONS = 30
+_SAME_OUTCOMES = 1e-6  # relative: what differs less is taken for equal
 
 
 class Probes(NamedTuple):
@@ -348,15 +391,17 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     The effect is the difference between all outcomes at their largest and all at their smallest. The curvature of a
     linear predictor is a multiple of its squared slopes; this part is split off, and only its size is used.
     """
-    ends = _ends(client)
-    if ends is None:
-        return 0.0
+    return max(_bends_between(client, ends, x, paths, few, enough) for ends in _ends(client))
+
+
+def _bends_between(client: Any, ends: Sequence[Any], x: Array, paths: Array, few: int, enough: float) -> float:
+    """The same between two forms of a client's inputs, or of one as it is."""
     probes = client.view(probes_of)
     sd, m = probes.sd, len(probes.sd)
 
     def change(at: Array, along: Array) -> dict[int, Array]:
-        low, high = (by_length(row_scores(client).along, at, along, inputs) for inputs in ends)
-        changes = {length: high[length] - low[length] for length in low}
+        (high, *low) = (by_length(row_scores(client).along, at, along, inputs) for inputs in ends)
+        changes = {length: high[length] - low[0][length] if low else high[length] for length in high}
         # A row cannot have every outcome, as more successes than trials; then it has no difference.
         return {length: np.where(np.isfinite(difference), difference, 0.0) for length, difference in changes.items()}
 
@@ -403,17 +448,32 @@ def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, 
         yield np.sqrt(np.abs(times) * np.sqrt(squares)).T, True
 
 
-def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
-    """A client's inputs with all outcomes at their smallest and at their largest; None if no outcome is in pm.Data."""
+def _ends(client: Any) -> list[list[Any]]:
+    """A client's inputs with all outcomes at their largest, and at their smallest.
+
+    If no outcome is in pm.Data, as where a builder observes a constant, the inputs as they are. Outcomes that are all
+    equal are moved: which way stays in their support is not known, so that several are tried.
+    """
     template, values = client.template, client.template.parts.model.rvs_to_values
     rvs = template.parts.model.observed_RVs
     read = template.once("outcomes", lambda: values_read(values[rv] for rv in rvs))
-    low, high = list(client.inputs), list(client.inputs)
     pairs = enumerate(zip(template.parts.data, client.inputs, strict=False))  # after the data come shapes
     outcomes = [(place, value) for place, (v, value) in pairs if v in read and np.ndim(value) and len(value)]
-    for place, value in outcomes:
-        low[place], high[place] = (np.zeros_like(value) + end(value, axis=0) for end in (np.min, np.max))
-    return (low, high) if outcomes else None
+    if not outcomes:
+        return [[client.inputs]]
+    found = []
+    for moved in (lambda end: end + 1, lambda end: end - 1, lambda end: end / 2):
+        low, high, equal = list(client.inputs), list(client.inputs), False
+        for place, value in outcomes:
+            least, most = np.min(value, axis=0), np.max(value, axis=0)
+            same = np.abs(most - least) <= _SAME_OUTCOMES * np.abs(most)
+            equal = equal or bool(np.any(same))
+            low[place] = np.zeros_like(value) + least
+            high[place] = np.zeros_like(value) + np.where(same, moved(most), most).astype(value.dtype)
+        found.append([high, low])
+        if not equal:
+            break
+    return found
 
 
 # Terms that read several rows: the rule where a graph, or its builder, mixes rows -------------------------------------
@@ -593,14 +653,19 @@ def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = 
 
 def by_column(vectors: Array, few: int) -> float:
     """The largest such share over the columns of X (n, p) alone."""
+    return float(np.max(_shares_of_columns(vectors, few), initial=0.0))
+
+
+def _shares_of_columns(vectors: Array, few: int) -> Array:
+    """Such a share of each column that is not 0."""
     squares = np.square(vectors)
     total = np.sum(squares, axis=0)
     squares = squares[:, total > 0.0]
     if not squares.size:
-        return 0.0
+        return np.zeros(0)
     few = min(few, len(squares))
     top = np.sum(np.partition(squares, len(squares) - few, axis=0)[-few:], axis=0)
-    return float(np.max(top / total[total > 0.0]))
+    return np.asarray(top / total[total > 0.0])
 
 
 def _orthonormal(vectors: Array, faint: float) -> Array:

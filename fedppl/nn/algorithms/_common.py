@@ -197,15 +197,21 @@ def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -
             live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
             output = call(net, live, unit.tensor(X, torch.float64)).reshape(len(X), -1)
             signs = torch.randint(0, 2, output.shape, generator=rng).to(output) * 2.0 - 1.0
-            slopes = torch.autograd.grad((signs * output).sum(), [value for _, value in outputs], allow_unused=True)
+            values = [value for _, value in outputs]
+            # Two logits of classes have opposite slopes in each row; two other outputs need not.
+            ways = [signs, torch.tensor([1.0, -1.0]).to(output)] if output.shape[1] == 2 else [signs]
+            slopes = [
+                torch.autograd.grad((way * output).sum(), values, retain_graph=True, allow_unused=True) for way in ways
+            ]
     finally:
         for hook in hooks:
             hook.remove()
     columns = [
         _by_unit(module, torch.zeros_like(value) if slope is None else slope)
-        for (module, value), slope in zip(outputs, slopes, strict=True)
+        for way in slopes
+        for (module, value), slope in zip(outputs, way, strict=True)
     ]
-    size = torch.cat(columns, dim=1).square().sum(1, keepdim=True).sqrt()
+    size = torch.cat(columns[: len(outputs)], dim=1).square().sum(1, keepdim=True).sqrt()
     columns += [size * part.reshape(len(part), -1, part.shape[-1]).square().sum(1).sqrt() for part in inputs]
     return [np.asarray(host(part)) for part in columns]
 
