@@ -25,6 +25,7 @@ from fedppl.types import DeclarationError, Message
 logger = logging.getLogger(__name__)
 
 REFUSED = "refused by its site; the reason is in the site's own log"  # all that a server learns, whatever the rule
+_FEW_LEFT_OUT = 0.5  # of the points: a search tries points along a line far beyond the step that it takes
 _OWN = ("inside", "reach")  # arrays that the guard adds to a request
 
 
@@ -149,10 +150,14 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         left_out = int(np.sum(~request.message["inside"])) if "inside" in request.message else 0
         guard.write(after, {**entry, "refused": None, "left_out": left_out})
         if left_out:
-            logger.warning(
-                "client %s leaves out %d of the points that it is asked at, by distance and few_rows",
+            few = left_out <= _FEW_LEFT_OUT * request.message["inside"].size
+            logger.log(
+                logging.INFO if few else logging.WARNING,
+                "client %s leaves out %d of %d points that it is asked at, by distance and few_rows; %s",
                 request.client_id,
                 left_out,
+                request.message["inside"].size,
+                "nothing is to be done" if few else "few remain: look at the columns' scales and at rows far out",
             )
         return request
 
