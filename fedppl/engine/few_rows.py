@@ -157,8 +157,8 @@ def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> s
         return "few_rows: what single rows say cannot be computed there; few_rows = 0 in the policy does not look"
     return (
         f"few_rows: {rules.few_rows} rows or fewer make up {share:.4g} of a direction of what is shared there, "
-        f"less than {rules.few_rows_share:g} wanted; merge rare levels, take bounds of a spline nearer to the data, fewer "
-        "knots or a natural spline, leave those rows out, or allow it in the policy"
+        f"less than {rules.few_rows_share:g} wanted; merge rare levels, take bounds of a spline nearer to the data, "
+        "fewer knots or a natural spline, leave those rows out, or allow it in the policy"
     )
 
 
@@ -314,10 +314,11 @@ def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     return np.concatenate([phi, theta]), np.concatenate([np.eye(m), path.T], axis=1)
 
 
-# Single entries of the Hessian: columns that few rows have together ----------------------------------------------------
+# Single entries of the Hessian: columns that few rows have together ---------------------------------------------------
 
 _CODED = 1e-6  # relative difference of squares of a column's values that are one
 _STEP_OF_ENTRIES = 1e-4  # prior sds
+_BY_OUTCOMES = 1e-6  # relative change of a curvature with outcomes that is none
 _NOTHING_THERE = 1e-9  # of the largest term: a smaller one is rounding
 
 
@@ -331,7 +332,8 @@ def share_in_entries(client: Any, point: Array, few: int, enough: float) -> floa
     terms = np.stack([slopes(client, x + step, paths) - slopes(client, x - step, paths) for step in steps])
     terms = np.abs(np.nan_to_num(terms, posinf=0.0, neginf=0.0))  # (m, n, m)
     terms[terms <= _NOTHING_THERE * np.max(terms, axis=(1, 2), keepdims=True, initial=0.0)] = 0.0
-    coded = _are_codes(np.einsum("ana->na", terms))
+    # Where outcomes are in the curvature sizes do not show codes: such entries are not looked at.
+    coded = _are_codes(np.einsum("ana->na", terms)) | _by_outcomes(client, x, paths, steps)
     share = 0.0
     for i in range(1, len(terms)):
         others = np.arange(i)[~(coded[:i] & coded[i])]
@@ -339,6 +341,26 @@ def share_in_entries(client: Any, point: Array, few: int, enough: float) -> floa
         if share >= enough:
             break
     return share
+
+
+def _by_outcomes(client: Any, x: Array, paths: Array, steps: Array) -> Any:
+    """Of which coordinates the curvature of a row depends on its outcome, (m,) bool."""
+
+    def diagonal(inputs: Any) -> Array:
+        def along(at: Array, path: Array) -> Array:
+            rows = by_length(row_scores(client).along, at, path[None], inputs).values()
+            return np.concatenate([np.zeros(0), *(part[:, 0] for part in rows)])
+
+        return np.stack(
+            [along(x + step, path) - along(x - step, path) for step, path in zip(steps, paths, strict=True)]
+        )
+
+    high, *low = (diagonal(inputs) for inputs in _ends(client)[0])
+    if not low:
+        return np.zeros(len(paths), dtype=bool)
+    change = np.nan_to_num(np.abs(high - low[0]), posinf=0.0)
+    size = np.nanmax(np.where(np.isfinite(high), np.abs(high), 0.0), axis=1, initial=0.0)
+    return np.max(change, axis=1, initial=0.0) > _BY_OUTCOMES * size
 
 
 def _are_codes(sizes: Array) -> Any:
