@@ -486,14 +486,14 @@ def _ends(client: Any) -> list[list[Any]]:
     if not outcomes:
         return [[client.inputs]]
     found = []
-    for moved in (lambda end: end + 1, lambda end: end - 1, lambda end: end / 2):
+    for times, plus in ((1.0, 1.0), (1.0, -1.0), (0.5, 0.0)):
         low, high, equal = list(client.inputs), list(client.inputs), False
         for place, value in outcomes:
             least, most = np.min(value, axis=0), np.max(value, axis=0)
             same = np.abs(most - least) <= _SAME_OUTCOMES * np.abs(most)
             equal = equal or bool(np.any(same))
             low[place] = np.zeros_like(value) + least
-            high[place] = np.zeros_like(value) + np.where(same, moved(most), most).astype(value.dtype)
+            high[place] = np.zeros_like(value) + np.asarray(np.where(same, times * most + plus, most), dtype=value.dtype)
         found.append([high, low])
         if not equal:
             break
