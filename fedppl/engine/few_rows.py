@@ -493,7 +493,8 @@ def _ends(client: Any) -> list[list[Any]]:
             same = np.abs(most - least) <= _SAME_OUTCOMES * np.abs(most)
             equal = equal or bool(np.any(same))
             low[place] = np.zeros_like(value) + least
-            high[place] = np.zeros_like(value) + np.asarray(np.where(same, times * most + plus, most), dtype=value.dtype)
+            end = np.asarray(np.where(same, times * most + plus, most), dtype=value.dtype)
+            high[place] = np.zeros_like(value) + end
         found.append([high, low])
         if not equal:
             break
