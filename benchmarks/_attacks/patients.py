@@ -32,6 +32,7 @@ from fedppl.model.row_scores import slopes
 from fedppl.types import Array
 
 ROWS, TARGETS = 600, 25
+UNITS = 8  # of a network
 Columns = Callable[[Any, Array, Any], Array]  # of a generator, a site's covariates (n, 2) and the rows aimed at
 
 
@@ -380,11 +381,14 @@ def written_into_terms() -> dict[str, Any]:
 
 
 def trapped() -> dict[str, Any]:
-    """Weights of a network by which a hidden unit opens for one row, and weights as training begins with."""
+    """Weights of a network by which a hidden unit opens for one row, or for one row more than its neighbour.
+
+    And weights as training begins with. Differences of neighbours are single rows (Fowl et al., "Robbing the Fed").
+    """
     import torch
 
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).double()
+    net = torch.nn.Sequential(torch.nn.Linear(2, UNITS), torch.nn.ReLU(), torch.nn.Linear(UNITS, 2)).double()
 
     def build(X: Any, y: Any) -> Any:
         with pm.Model() as model:
@@ -399,16 +403,26 @@ def trapped() -> dict[str, Any]:
     start = np.concatenate([value.detach().numpy().ravel() for value in net.parameters()])
     trap, row = start.copy(), int(np.argmax(np.linalg.norm(X, axis=1)))
     way = X[row] / np.linalg.norm(X[row])
-    second = np.partition(X @ way, -2)[-2]
-    trap[:2], trap[16] = way, -0.5 * (second + X[row] @ way)
+    places = np.sort(X @ way)[::-1]
+    trap[:2], trap[2 * UNITS] = way, -0.5 * (places[1] + places[0])
     figures = {}
-    for name, weights in {"trap": trap, "start": start}.items():
+    for name, weights in {"trap": trap, "neighbours": _neighbours(start, way, places), "start": start}.items():
         guard, algorithm = in_memory(_many_columns(), "a"), fedppl.nn.FedAvg()
         kept_out = refuse_data(guard, client, algorithm)
         request = Request("a", 7, 1, (1,), {"mean": weights}, "run")
         figures[name] = kept_out is None and admit(guard, algorithm, client, request) is None
-    met = figures["trap"] and not figures["start"]
-    return {"patients_trap_weights_refused": figures["trap"], "patients_trap_weights_met": met}
+    return {
+        "patients_trap_weights_refused": [figures["trap"], figures["neighbours"]],
+        "patients_trap_weights_met": figures["trap"] and figures["neighbours"] and not figures["start"],
+    }
+
+
+def _neighbours(start: Array, way: Array, places: Array) -> Array:
+    """All units in one direction, open for 20 rows and more, with different weights to the outputs."""
+    weights, open_for = start.copy(), 20 + np.arange(UNITS)
+    weights[: 2 * UNITS] = np.tile(way, UNITS)
+    weights[2 * UNITS : 3 * UNITS] = -0.5 * (places[open_for - 1] + places[open_for])
+    return weights
 
 
 def honest(rng: Any, kind: str) -> Array:

@@ -301,8 +301,9 @@ class Disclosure(NamedTuple):
         Distributions from which the final message has a client draw, without points of a corrected posterior; it may
         have other names than requests. Without it no draws of a client may leave.
     by_row
-        ``by_row(client, point) -> (n, p)``: each row's part of every number that leaves, of algorithms for models whose
-        declared density has no slopes by row. A node checks on how few rows each number depends.
+        ``by_row(client, point) -> [(n, p), ...]``: each row's part of every number that leaves, of algorithms for
+        models whose declared density has no slopes by row; numbers of one array may be compared with each other, such
+        as units of a layer. A node checks on how few rows each number and each difference depend.
     """
 
     asks: AsksFn | None = None
@@ -310,7 +311,7 @@ class Disclosure(NamedTuple):
     at_sites: Callable[[Any], Any] = _as_it_is
     unseen: Callable[[Any, Collection[str]], Any] = _as_it_is
     concludes: AsksFn | None = None
-    by_row: Callable[[Any, Array], Array] | None = None
+    by_row: Callable[[Any, Array], Sequence[Array]] | None = None
 
 
 class Algorithm(NamedTuple, Generic[S, P]):

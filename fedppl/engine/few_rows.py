@@ -26,7 +26,7 @@ _FARTHER = 100.0  # times the distance of probes, so 1e-4 prior sds
 _KEPT = 128  # cached shares of a client: one or two for each point of a round
 _EQUAL = 1e-2  # relative tolerance of curvatures by differences
 _JUMP = 1e-4  # relative change of slopes over 1e-6 prior sds; smooth terms of columns within 100 change less
-ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
+ByRow = Callable[[Any, Array], Sequence[Array]]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
 
 class Ruling(NamedTuple):
@@ -157,7 +157,8 @@ def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> s
         return "few_rows: what single rows say cannot be computed there; few_rows = 0 in the policy does not look"
     return (
         f"few_rows: {rules.few_rows} rows or fewer make up {share:.4g} of a direction of what is shared there, "
-        f"less than {rules.few_rows_share:g} wanted; merge rare levels, leave those rows out, or allow it in the policy"
+        f"less than {rules.few_rows_share:g} wanted; merge rare levels, take bounds of a spline nearer to the data, "
+        "fewer knots or a natural spline, leave those rows out, or allow it in the policy"
     )
 
 
@@ -166,8 +167,7 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
     few, enough = rules.few_rows, rules.few_rows_share
     try:
         if by_row is not None:
-            vectors = by_row(client, point)
-            return by_column(vectors, few) if np.all(np.isfinite(vectors)) else np.nan
+            return share_of_units(by_row(client, point), few, enough)
         sets = _vectors(reading(client).client, point)
     except Exception:  # the model has no such slopes, or no density at the point
         return np.nan
@@ -176,7 +176,73 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
         if not np.all(np.isfinite(vectors)):
             return np.nan
         share = max(share, largest_share(vectors, few, enough))
+    if share < enough and np.array_equal(point, gaussian.mean(client.layout.prior)):
+        # Here codes of levels show as such, and which columns rows have together depends on the point in few models.
+        share = max(share, share_in_entries(reading(client).client, point, min(few, _FEW_IN_ENTRIES), enough))
     return share
+
+
+# Networks: of single units, of pairs of a layer's, and of all of them where rows are many -----------------------------
+
+_ROWS_A_UNIT = 100  # with fewer, honest layers too have a direction of few rows
+_FAINT_OF_UNITS = 1e-2  # of the largest singular value: training moves units alike in nearly all rows
+_ALIKE = 0.4  # a squared cosine: units that differ in few of their open rows are more alike
+# Of trained layers of 8 to 64 units 1 in 12 has pairs that differ by three rows, wide ones more of them: so many count
+# as chance, one for ten units, or for 500 pairs.
+_A_PAIR_BY_CHANCE, _PAIRS_A_PAIR = 10, 1000
+_RATIOS = 64  # rows by which the ratio of two units' slopes is known
+_EXACT = 1e-9  # of the largest slope: a smaller difference is rounding
+
+
+def share_of_units(layers: Sequence[Array], few: int, enough: float) -> float:
+    """The largest share that `few` rows have of a unit's slopes, or of a difference of two; NaN if not all are finite.
+
+    With wide layers or few rows the span of all units has an indicator of each row, in honest networks too. But few
+    units are alike but for few rows, unless somebody chose thresholds next to each other.
+    """
+    share = 0.0
+    for vectors in layers:
+        if not np.all(np.isfinite(vectors)):
+            return np.nan
+        share = max(share, by_column(vectors, few))
+        if share < enough:
+            share = max(share, share_in_pairs(vectors, few))
+        if share < enough and len(vectors) >= _ROWS_A_UNIT * vectors.shape[1]:
+            share = max(share, concentration(vectors, few, enough, _FAINT_OF_UNITS))
+        if share >= enough:
+            break
+    return share
+
+
+def share_in_pairs(vectors: Array, few: int) -> float:
+    """The largest share in x_i - c x_j over columns i and j of X (n, p), c being their ratio in most rows.
+
+    Or the next that is not larger than so many others as trained layers of this width have by chance.
+
+    >>> open_for = np.arange(300)[:, None] < [40, 41]
+    >>> share_in_pairs(open_for * [1.0, -2.0], 3)
+    1.0
+    """
+    squares = np.sum(np.square(vectors), axis=0)
+    vectors, squares = vectors[:, squares > 0.0], squares[squares > 0.0]
+    alike = np.square(vectors.T @ vectors) >= _ALIKE * np.outer(squares, squares)
+    found = [_of_pairs(vectors[:, i], vectors[:, :i][:, alike[i, :i]], few) for i in range(1, len(squares))]
+    shares = np.sort(np.concatenate([np.zeros(1), *found]))[::-1]
+    width = len(squares)
+    by_chance = max(width // _A_PAIR_BY_CHANCE, width**2 // _PAIRS_A_PAIR)
+    return float(shares[min(by_chance, len(shares) - 1)])
+
+
+def _of_pairs(one: Array, others: Array, few: int) -> Array:
+    """Shares of `few` rows in the differences of a column (n,) and multiples of others (n, p)."""
+    rows = np.flatnonzero(one)
+    rows = rows[:: max(1, len(rows) // _RATIOS)]
+    some = others[rows]
+    others, some = others[:, np.any(some, axis=0)], some[:, np.any(some, axis=0)]
+    ratios = np.where(some == 0.0, np.nan, one[rows][:, None] / np.where(some == 0.0, 1.0, some))
+    rest = one[:, None] - (np.nanmedian(ratios, axis=0) if ratios.size else 1.0) * others
+    rest[np.abs(rest) <= _EXACT * np.max(np.abs(one))] = 0.0
+    return _shares_of_columns(rest, few)
 
 
 def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
@@ -248,6 +314,63 @@ def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     return np.concatenate([phi, theta]), np.concatenate([np.eye(m), path.T], axis=1)
 
 
+# Single entries of the Hessian: columns that few rows have together ---------------------------------------------------
+
+_CODED = 1e-6  # relative difference of squares of a column's values that are one
+_STEP_OF_ENTRIES = 1e-4  # prior sds
+# Of a level and a spline's tail two or three rows are common in honest designs: by three 2.5 % of 200 are refused.
+_FEW_IN_ENTRIES = 1
+_BY_OUTCOMES = 1e-6  # relative change of a curvature with outcomes that is none
+_NOTHING_THERE = 1e-9  # of the largest term: a smaller one is rounding
+
+
+def share_in_entries(client: Any, point: Array, few: int, enough: float) -> float:
+    """The largest share of `few` rows in an entry of the Hessian of all rows that tells more than a count.
+
+    Where both columns are codes of levels the entry counts a cell of two factors, which is allowed.
+    """
+    x, paths = _at_modes(client, np.ascontiguousarray(point))
+    steps = _STEP_OF_ENTRIES * client.view(probes_of).sd[:, None] * paths
+    terms = np.stack([slopes(client, x + step, paths) - slopes(client, x - step, paths) for step in steps])
+    terms = np.abs(np.nan_to_num(terms, posinf=0.0, neginf=0.0))  # (m, n, m)
+    terms[terms <= _NOTHING_THERE * np.max(terms, axis=(1, 2), keepdims=True, initial=0.0)] = 0.0
+    # Where outcomes are in the curvature sizes do not show codes: such entries are not looked at.
+    coded = _are_codes(np.einsum("ana->na", terms)) | _by_outcomes(client, x, paths, steps)
+    share = 0.0
+    for i in range(1, len(terms)):
+        others = np.arange(i)[~(coded[:i] & coded[i])]
+        share = max(share, by_column(np.sqrt(terms[i][:, others]), few))
+        if share >= enough:
+            break
+    return share
+
+
+def _by_outcomes(client: Any, x: Array, paths: Array, steps: Array) -> Any:
+    """Of which coordinates the curvature of a row depends on its outcome, (m,) bool."""
+
+    def diagonal(inputs: Any) -> Array:
+        def along(at: Array, path: Array) -> Array:
+            rows = by_length(row_scores(client).along, at, path[None], inputs).values()
+            return np.concatenate([np.zeros(0), *(part[:, 0] for part in rows)])
+
+        return np.stack(
+            [along(x + step, path) - along(x - step, path) for step, path in zip(steps, paths, strict=True)]
+        )
+
+    high, *low = (diagonal(inputs) for inputs in _ends(client)[0])
+    if not low:
+        return np.zeros(len(paths), dtype=bool)
+    change = np.nan_to_num(np.abs(high - low[0]), posinf=0.0)
+    size = np.nanmax(np.where(np.isfinite(high), np.abs(high), 0.0), axis=1, initial=0.0)
+    return np.max(change, axis=1, initial=0.0) > _BY_OUTCOMES * size
+
+
+def _are_codes(sizes: Array) -> Any:
+    """Which columns of absolute values (n, m) have one value beside 0."""
+    largest = np.max(sizes, axis=0, initial=0.0)
+    return np.all((sizes == 0.0) | (np.abs(sizes - largest) <= _CODED * largest), axis=0)
+
+
 # Curvatures by outcomes: the rule on entries of the Hessian that depend on few rows' outcomes -------------------------
 
 # A term like `b[0] * b[1]` in the mean of a single row hides among the slopes of all rows, but has an entry of the
@@ -260,6 +383,7 @@ _STEP = 1e-3  # prior sds, of differences
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
 _NO_BEND = 1e-8  # the same along one direction, to which a large entry may contribute little
 _MOST_DIRECTIONS = 30
+_SAME_OUTCOMES = 1e-6  # relative: what differs less is taken for equal
 
 
 class Probes(NamedTuple):
@@ -291,15 +415,17 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     The effect is the difference between all outcomes at their largest and all at their smallest. The curvature of a
     linear predictor is a multiple of its squared slopes; this part is split off, and only its size is used.
     """
-    ends = _ends(client)
-    if ends is None:
-        return 0.0
+    return max(_bends_between(client, ends, x, paths, few, enough) for ends in _ends(client))
+
+
+def _bends_between(client: Any, ends: Sequence[Any], x: Array, paths: Array, few: int, enough: float) -> float:
+    """The same between two forms of a client's inputs, or of one as it is."""
     probes = client.view(probes_of)
     sd, m = probes.sd, len(probes.sd)
 
     def change(at: Array, along: Array) -> dict[int, Array]:
-        low, high = (by_length(row_scores(client).along, at, along, inputs) for inputs in ends)
-        changes = {length: high[length] - low[length] for length in low}
+        (high, *low) = (by_length(row_scores(client).along, at, along, inputs) for inputs in ends)
+        changes = {length: high[length] - low[0][length] if low else high[length] for length in high}
         # A row cannot have every outcome, as more successes than trials; then it has no difference.
         return {length: np.where(np.isfinite(difference), difference, 0.0) for length, difference in changes.items()}
 
@@ -346,17 +472,33 @@ def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, 
         yield np.sqrt(np.abs(times) * np.sqrt(squares)).T, True
 
 
-def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
-    """A client's inputs with all outcomes at their smallest and at their largest; None if no outcome is in pm.Data."""
+def _ends(client: Any) -> list[list[Any]]:
+    """A client's inputs with all outcomes at their largest, and at their smallest.
+
+    If no outcome is in pm.Data, as where a builder observes a constant, the inputs as they are. Outcomes that are all
+    equal are moved: which way stays in their support is not known, so that several are tried.
+    """
     template, values = client.template, client.template.parts.model.rvs_to_values
     rvs = template.parts.model.observed_RVs
     read = template.once("outcomes", lambda: values_read(values[rv] for rv in rvs))
-    low, high = list(client.inputs), list(client.inputs)
     pairs = enumerate(zip(template.parts.data, client.inputs, strict=False))  # after the data come shapes
     outcomes = [(place, value) for place, (v, value) in pairs if v in read and np.ndim(value) and len(value)]
-    for place, value in outcomes:
-        low[place], high[place] = (np.zeros_like(value) + end(value, axis=0) for end in (np.min, np.max))
-    return (low, high) if outcomes else None
+    if not outcomes:
+        return [[client.inputs]]
+    found = []
+    for times, plus in ((1.0, 1.0), (1.0, -1.0), (0.5, 0.0)):
+        low, high, equal = list(client.inputs), list(client.inputs), False
+        for place, value in outcomes:
+            least, most = np.min(value, axis=0), np.max(value, axis=0)
+            same = np.abs(most - least) <= _SAME_OUTCOMES * np.abs(most)
+            equal = equal or bool(np.any(same))
+            low[place] = np.zeros_like(value) + least
+            end = np.asarray(np.where(same, times * most + plus, most), dtype=value.dtype)
+            high[place] = np.zeros_like(value) + end
+        found.append([high, low])
+        if not equal:
+            break
+    return found
 
 
 # Terms that read several rows: the rule where a graph, or its builder, mixes rows -------------------------------------
@@ -536,14 +678,19 @@ def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = 
 
 def by_column(vectors: Array, few: int) -> float:
     """The largest such share over the columns of X (n, p) alone."""
+    return float(np.max(_shares_of_columns(vectors, few), initial=0.0))
+
+
+def _shares_of_columns(vectors: Array, few: int) -> Array:
+    """Such a share of each column that is not 0."""
     squares = np.square(vectors)
     total = np.sum(squares, axis=0)
     squares = squares[:, total > 0.0]
     if not squares.size:
-        return 0.0
+        return np.zeros(0)
     few = min(few, len(squares))
     top = np.sum(np.partition(squares, len(squares) - few, axis=0)[-few:], axis=0)
-    return float(np.max(top / total[total > 0.0]))
+    return np.asarray(top / total[total > 0.0])
 
 
 def _orthonormal(vectors: Array, faint: float) -> Array:

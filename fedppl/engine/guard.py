@@ -25,6 +25,7 @@ from fedppl.types import DeclarationError, Message
 logger = logging.getLogger(__name__)
 
 REFUSED = "refused by its site; the reason is in the site's own log"  # all that a server learns, whatever the rule
+_FEW_LEFT_OUT = 0.5  # of the points: a search tries points along a line far beyond the step that it takes
 _OWN = ("inside", "reach")  # arrays that the guard adds to a request
 
 
@@ -149,10 +150,14 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         left_out = int(np.sum(~request.message["inside"])) if "inside" in request.message else 0
         guard.write(after, {**entry, "refused": None, "left_out": left_out})
         if left_out:
-            logger.warning(
-                "client %s leaves out %d of the points that it is asked at, by distance and few_rows",
+            few = left_out <= _FEW_LEFT_OUT * request.message["inside"].size
+            logger.log(
+                logging.INFO if few else logging.WARNING,
+                "client %s leaves out %d of %d points that it is asked at, by distance and few_rows; %s",
                 request.client_id,
                 left_out,
+                request.message["inside"].size,
+                "nothing is to be done" if few else "few remain: look at the columns' scales and at rows far out",
             )
         return request
 
@@ -359,6 +364,10 @@ def let_out(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: 
 
 _AGREEMENT = "agreement "  # prefix of the names of agreements in a ledger
 _DECLARATION = "declaration "  # and of declarations
+_ONE_DECLARATION = (
+    "epsilon: one declaration, since whether another goes with the rows is not paid for; a builder is another where "
+    "its code, what that reads, or the version of Python is: run the first again, or begin a new account"
+)
 _NO_PART = "no part"  # in place of the digest of an agreement that contradicted the rows
 _MOST_NO_PARTS = 2
 
@@ -366,7 +375,8 @@ _MOST_NO_PARTS = 2
 def admit_declaration(guard: Guard, key: str) -> bool:
     """Count a declaration that is to be built on a client's rows, once each; False where a rule refuses it.
 
-    Whether it can be built may tell a bit of a row, so that each but the first counts as a request.
+    Whether it can be built, or has enough rows and events, may tell a bit of a row, so that each but the first counts
+    as a request. Under a total ε, which pays for no such bit, the first is the only one.
     """
     name = f"{_DECLARATION}{key}"
     with guard.lock():
@@ -377,9 +387,9 @@ def admit_declaration(guard: Guard, key: str) -> bool:
         if not any(known_name.startswith(_DECLARATION) for known_name in ledger.runs):
             guard.write(ledger._replace(runs=runs), {})  # costs nothing, and has no line
             return True
-        rule = _too_many(guard.policy, ledger)
-        unknown = ledger.unknown + (guard.policy.epsilon is None)
-        after = ledger if rule else ledger._replace(requests=ledger.requests + 1, unknown=unknown, runs=runs)
+        rule = _ONE_DECLARATION if guard.policy.epsilon is not None else _too_many(guard.policy, ledger)
+        counts = {"requests": ledger.requests + 1, "unknown": ledger.unknown + 1}
+        after = ledger if rule else ledger._replace(**counts, runs=runs)
         guard.write(after, {"event": "request", "run": name, "asked": {}, "refused": rule})
         return rule is None
 

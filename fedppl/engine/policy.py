@@ -124,12 +124,15 @@ class Policy:
     -----
     ``math.inf`` (``inf`` in a file) switches a limit off, 0 a smallest number.
 
-    *When this fails.* If all coefficients are shared, replies are functions of the rows, and a server that stays inside
-    every limit can learn enough to solve for some of them. Covariates of few values are the worst case: a few replies
-    tell how many rows have each combination. With continuous ones the defaults protect all rows but those farthest out,
-    with few coefficients up to a sixteenth of them: ``docs/privacy.md`` has the curve. Only `epsilon` bounds the
-    information for all data; a model with local coefficients reveals less. The policy restricts the server's requests,
-    not the code that runs at the site.
+    *When this fails.* Whoever writes the declaration chooses the design. No rule finds weights of rows by which one
+    number that leaves tells all outcomes, such as ``1 + 2**-k`` for row k of twenty: allow only declarations that
+    somebody at the site has read, by `declarations`, or set `epsilon`. A secure sum does not keep this back either.
+
+    Of a design that nobody chose to attack with: if all coefficients are shared, replies are functions of the rows, and
+    a server that stays inside every limit can learn enough to solve for some of them. Covariates of few values are the
+    worst case: a few replies tell how many rows have each combination. Of continuous ones ``docs/privacy.md`` has the
+    rows that were found. Only `epsilon` bounds the information for all data; a model with local coefficients reveals
+    less. The policy restricts the server's requests, not the code that runs at the site.
     """
 
     rows: int = 250

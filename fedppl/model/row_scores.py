@@ -41,6 +41,8 @@ _Along = Callable[..., Sequence[Array]]
 _OFTEN = 150
 _SAME = 1e-9  # relative difference of equal sums in another order
 _ALGEBRA = ("canonicalize", "stabilize", "uncanonicalize")
+_WRONG = "local_merge_alloc"  # assumes that arrays of zeros have equal shapes: such code fails at several directions
+_SEVERAL = 7  # directions: some wrong code is right for one, or for no direction but zero
 
 
 class RowScores(NamedTuple):
@@ -137,7 +139,12 @@ def _compiled_in_time(slowly: _Along, compiled: Callable[[bool], list[_Along]]) 
     calls = itertools.count()
 
     def either(*values: Any) -> Sequence[Array]:
-        return (known[0] if known else slowly)(*values)
+        if known:
+            try:
+                return known[0](*values)
+            except Exception:  # compiled code alone may fail, which says nothing of the data
+                return slowly(*values)
+        return slowly(*values)
 
     def along(*values: Any) -> Sequence[Array]:
         if not known and (number := next(calls)) in (0, _OFTEN):
@@ -148,12 +155,21 @@ def _compiled_in_time(slowly: _Along, compiled: Callable[[bool], list[_Along]]) 
 
 
 def _agree(one: _Along, other: _Along, values: Sequence[Any]) -> bool:
-    """Whether two functions agree at a point; some rewrites are wrong, or fail at a call."""
+    """Whether two functions agree at a point, along one and several directions; some rewrites are wrong, or fail."""
+    x, given, *inputs = values
+    several = np.cos(np.arange(_SEVERAL * np.shape(given)[1], dtype=float)).reshape(_SEVERAL, -1)
+    return all(_same(one, other, (x, directions, *inputs)) for directions in (several[:1], several))
+
+
+def _same(one: _Along, other: _Along, values: Sequence[Any]) -> bool:
     try:
-        pairs = zip(one(*values), other(*values), strict=True)
-        return all(np.allclose(a, b, rtol=_SAME, atol=_SAME * np.max(np.abs(b), initial=0.0)) for a, b in pairs)
+        pairs = list(zip(one(*values), other(*values), strict=True))
     except Exception:  # of compiled code
         return False
+    return all(
+        a.shape == b.shape and np.allclose(a, b, rtol=_SAME, atol=_SAME * np.max(np.abs(b), initial=0.0))
+        for a, b in pairs
+    )
 
 
 def _compiled(
@@ -161,9 +177,11 @@ def _compiled(
 ) -> list[_Along]:
     """One compiled function; none if there is none on disk, or Numba has no code for an operation."""
     types, key = [(v.type.dtype, v.type.ndim) for v in arguments], graph_key(arguments, outputs)
+    key = key and f"{key} without {_WRONG}"  # code on disk of other rewrites is not read
     # Algebraic rewrites were applied before; again they do not terminate on slopes of a formula with two effects. For
     # these the first way makes an operation with too many inputs for Numba; the second has a third of the speed.
-    for excluded in (_ALGEBRA, (*_ALGEBRA, "specialize"))[: 2 if anew else 1]:
+    usual = (*_ALGEBRA, _WRONG)
+    for excluded in (usual, (*usual, "specialize"))[: 2 if anew else 1]:
 
         def compiled(excluded: tuple[str, ...] = excluded) -> tuple[Callable[..., Any], bool]:
             if not anew:
@@ -181,9 +199,9 @@ def _compiled(
 
 def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
     """Numerically stable graphs of operations that NumPy has: others would be computed element by element in Python."""
-    # The first assumes that arrays of zeros have equal shapes; the second does not terminate on slopes of censored
-    # outcomes with a scale, nor the third where outcomes are constants.
-    excluded = ("local_merge_alloc", "local_greedy_distributor", "local_mul_zero")
+    # The second does not terminate on slopes of censored outcomes with a scale, nor the third where outcomes are
+    # constants.
+    excluded = (_WRONG, "local_greedy_distributor", "local_mul_zero")
     wanted = {"include": ("canonicalize", "stabilize"), "exclude": excluded}
     simpler = rewrite_graph(clone_replace(list(outputs)), **wanted)  # a copy: rewrites change the graph itself
     graph = FunctionGraph(outputs=simpler, clone=False)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -374,7 +374,9 @@ _PLAIN = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis))
 def code_key(builder: Any) -> str:
     """Digest of a function's code, defaults, closure and globals of its own package, or of an object's attributes.
 
-    It is the same in every process. Builders with one key may still differ in files that they read.
+    It is the same in every process. Global containers are read too: one that a module fills while it runs, such as a
+    cache, gives a builder another key for each content that it has when the builder is named. Builders with one key
+    may still differ in what nothing here reads: files, the clock, objects of other packages.
 
     >>> one, same, other = (functools.partial(np.power, exponent) for exponent in (2, 2, 3))
     >>> code_key(one) == code_key(same), code_key(one) == code_key(other)
@@ -390,15 +392,16 @@ def _package(value: Any) -> str:
     return str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
 
 
-def _parts(value: Any, package: str, seen: dict[int, Any]) -> Iterator[bytes]:
-    """Bytes that identify a value; values met before, and those of other packages, are identified by name."""
+def _parts(value: Any, package: str, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes]:
+    """Bytes that identify a value; one met before is identified by its number, one of another package by name."""
     if isinstance(value, _PLAIN):
         yield repr(value).encode(errors="surrogatepass")
         return
     yield type(value).__qualname__.encode()
     if id(value) in seen:
+        yield f"number {seen[id(value)][0]}".encode()
         return
-    seen[id(value)] = value
+    seen[id(value)] = len(seen), value  # with the value, or another object could have its id
     if isinstance(value, CodeType):
         yield value.co_code
         yield repr((value.co_names, value.co_varnames, value.co_freevars)).encode()
@@ -408,11 +411,8 @@ def _parts(value: Any, package: str, seen: dict[int, Any]) -> Iterator[bytes]:
         yield repr((array.dtype.str, array.shape)).encode()
         yield repr(array.tolist()).encode(errors="surrogatepass") if array.dtype.hasobject else array.tobytes()
     elif isinstance(value, FunctionType) and _package(value) == package and package != _OUR_CODE:
-        global_values = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
-        # Containers that a module fills while it runs, such as a cache, change between calls.
-        read = {name: item for name, item in global_values if not isinstance(item, dict | list | set)}
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        for part in (value.__code__, value.__defaults__, value.__kwdefaults__, cells, read):
+        for part in (value.__code__, value.__defaults__, value.__kwdefaults__, cells, _read_by(value, package)):
             yield from _parts(part, package, seen)
     elif isinstance(value, functools.partial):
         yield from _parts([value.func, value.args, value.keywords], _package(value.func), seen)
@@ -422,19 +422,39 @@ def _parts(value: Any, package: str, seen: dict[int, Any]) -> Iterator[bytes]:
         for name, item in value.items():
             yield from _parts(name, package, seen)
             yield from _parts(item, package, seen)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         for item in value:
             yield from _parts(item, package, seen)
     elif isinstance(value, set | frozenset):
-        yield repr(sorted(map(repr, value))).encode()
+        yield from sorted(b" ".join(_parts(item, package, dict(seen))) for item in value)
     elif isinstance(value, type | ModuleType | FunctionType):
         yield f"{_package(value)} {getattr(value, '__qualname__', getattr(value, '__name__', ''))}".encode()
     elif dataclasses.is_dataclass(value):
         yield from _parts([getattr(value, item.name) for item in dataclasses.fields(value)], package, seen)
     elif type(value).__module__.partition(".")[0] == package and package != _OUR_CODE:
         yield from _parts(getattr(value, "__dict__", {}), package, seen)
+    elif isinstance(inner := getattr(value, "__wrapped__", None), FunctionType):  # of `functools.cache`
+        yield from _parts(inner, package, seen)
     else:
         yield f"{type(value).__module__} {getattr(value, '__name__', '')}".encode()
+
+
+def _read_by(function: FunctionType, package: str) -> dict[str, Any]:
+    """Globals whose names a function and the functions in it read, and those of its package's modules among these."""
+    names = list(dict.fromkeys(_names(function.__code__)))
+    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    modules = [item for item in found.values() if isinstance(item, ModuleType)]
+    for module in modules:
+        if module.__name__.partition(".")[0] == package:
+            found |= {f"{module.__name__}.{name}": vars(module)[name] for name in names if name in vars(module)}
+    return found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 def _is_filled(cell: Any) -> bool:

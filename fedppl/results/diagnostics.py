@@ -140,7 +140,10 @@ _MENTIONED = 0.05
 TRUSTED = 0.1  # a share beyond which the estimate is too low by an unknown factor
 NOISY = 0.02  # the same where clients draw: noise ends EP early, with an sd in which factors depart less
 SKEWED = 0.3  # skewness of a margin beyond which the estimate is too low
-CORRECTION = "fedppl.EP(correction=fedppl.Correction()), which sites answer where their policies allow it"
+CORRECTION = (
+    "fedppl.EP(correction=fedppl.Correction()), for which a site's policy has to have correction = 31744 or more: by "
+    "default it allows no point"
+)
 _LARGEST = 1e3
 _UNKNOWN = "sds of shared variables may be far too small, by a half even"
 

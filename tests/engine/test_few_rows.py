@@ -22,7 +22,8 @@ import fedppl
 from benchmarks._attacks import patients
 from fedppl import Policy
 from fedppl.contracts import Request
-from fedppl.engine.few_rows import by_column, concentration, refuse_model
+from fedppl.engine import policy
+from fedppl.engine.few_rows import by_column, concentration, refuse_model, share_in_pairs, share_of_units
 from fedppl.engine.guard import admit, in_memory
 from fedppl.model.row_scores import row_scores, rows_apart, slopes
 from tests.support.markers import slow_but
@@ -549,6 +550,129 @@ def test_slopes_are_the_same_before_and_after_they_are_compiled(monkeypatch: pyt
         assert_allclose(slopes(client, beta, np.eye(2)), exact, atol=1e-12)
 
 
+def test_slopes_of_random_slopes_are_compiled_for_any_number_of_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewrites of PyTensor that assume equal shapes of zeros made code that was right for one direction alone."""
+    pandas = pytest.importorskip("pandas")
+    from fedppl.model import row_scores as module
+
+    adopted: list[bool] = []
+    agree = module._agree
+    monkeypatch.setattr(module, "_OFTEN", 1)
+    monkeypatch.setattr(module, "_agree", lambda *all_: adopted.append(agree(*all_)) or adopted[-1])
+    tables = {
+        name: pandas.DataFrame(
+            {
+                "site": name,
+                "age": RNG.normal(64, 12, rows),
+                "arm": RNG.choice(["control", "drug"], rows),
+                "score": RNG.normal(50, 8, rows),
+            }
+        )
+        for name, rows in {"a": 60, "b": 90}.items()
+    }
+    formula = fedppl.formula("score ~ center(age) + arm + (1 + arm | site)", family="gaussian")
+    clients = fedppl.agree(formula, tables).model.enrol(tables, kernel=False)
+    first, second = clients["a"], clients["b"]
+    x = np.concatenate([fedppl.gaussian.mean(first.layout.prior) + 0.1, first.initial])
+    ways = np.eye(len(x))
+    slowly = [slopes(client, x, ways[:1]) for client in (first, second)]  # the second call compiles
+    assert adopted == [True]
+    for client, before in zip((first, second), slowly, strict=True):
+        found = slopes(client, x, ways)
+        assert found.shape == (len(before), len(x))
+        assert_allclose(found[:, :1], before, rtol=1e-9)
+
+
+def test_code_that_is_wrong_or_fails_for_some_directions_is_not_used() -> None:
+    from fedppl.model.row_scores import _compiled_in_time
+
+    def right(x: Any, directions: Any) -> Any:
+        return [directions @ x[:, None] * np.ones(4)]
+
+    def broadcast(x: Any, directions: Any) -> Any:  # the values of one direction for all of them
+        return [right(x, directions)[0][:1]]
+
+    def failing(x: Any, directions: Any) -> Any:
+        if len(directions) > 1:
+            raise AssertionError
+        return right(x, directions)
+
+    def doubled(x: Any, directions: Any) -> Any:
+        return [2.0 * right(x, directions)[0]]
+
+    def later(x: Any, directions: Any) -> Any:  # as for another client's shapes
+        if x[0] == 2.0:
+            raise AssertionError
+        return [right(x, directions)[0] * (1.0 + 1e-12)]
+
+    x, ways = np.ones(3), np.eye(3)
+    for wrong in (broadcast, failing, doubled):
+        along, _ = _compiled_in_time(right, lambda anew, wrong=wrong: [wrong])  # type: ignore[misc]
+        along(x, np.zeros((1, 3)))
+        assert_allclose(along(x, ways)[0], right(x, ways)[0], rtol=0.0)
+    along, either = _compiled_in_time(right, lambda anew: [later])
+    assert along(x, ways)[0][0, 0] == 1.0 + 1e-12  # it is used
+    for function in (along, either):
+        assert_allclose(function(2.0 * x, ways)[0], right(2.0 * x, ways)[0], rtol=0.0)
+
+
+# --- single entries of the Hessian ----------------------------------------------------------------------------
+
+TOGETHER = [(i, j) for i in range(6) for j in range(i + 1, 6)]
+
+
+def entries(value: Any, died: Any) -> Any:
+    """One patient for each pair of coefficients, whose value is that entry of the Hessian."""
+    n = len(value)
+    first, second = np.zeros((2, n, 6))
+    first[np.arange(n), np.arange(n) % 6] = 1.0
+    for row, (i, j) in enumerate(TOGETHER):
+        first[row], second[row] = np.eye(6)[i], np.eye(6)[j]
+    with pm.Model() as model:
+        b = pm.Normal("b", 0, 2.5, shape=6)
+        eta = pt.constant(first) @ b + pm.Data("value", value) * (pt.constant(second) @ b)
+        pm.Bernoulli("obs", logit_p=eta, observed=pm.Data("died", died))
+    return model
+
+
+def test_an_entry_of_the_hessian_that_is_one_patients_value_is_refused_and_a_cell_of_two_factors_is_not() -> None:
+    died = RNG.integers(0, 2, 400)
+    values = RNG.lognormal(size=400)
+    assert rule_of(entries, {"value": values, "died": died}, ["b"]) == "few_rows"
+    assert rule_of(entries, {"value": 1.0 + 1e-4 * values, "died": died}, ["b"]) == "few_rows"
+    assert rule_of(entries, {"value": np.ones(400), "died": died}, ["b"]) == "None"
+
+
+def bent(outcome: Any, kind: str) -> Any:
+    """A product of two coefficients in the mean of one patient, by the patient's value."""
+    n = 400
+    ways = np.random.default_rng(0).normal(size=(n, 3))
+    with pm.Model() as model:
+        b = pm.Normal("b", 0, 2.5, shape=3)
+        alone = pt.concatenate([b[:1] * b[1:2], pt.zeros(n - 1)])
+        mean = pt.constant(ways) @ b + alone
+        y = pm.Data("outcome", outcome)
+        if kind == "normal":
+            pm.Normal("obs", 1.0 + mean, 1, observed=y)
+        elif kind == "bernoulli":
+            pm.Bernoulli("obs", logit_p=1.0 + mean, observed=y)
+        elif kind == "beta":
+            pm.Beta("obs", mu=pm.math.invlogit(mean), nu=9.0, observed=y)
+        else:
+            pm.Normal("obs", 1.0 + mean + 0.0 * y, 1, observed=np.zeros(n))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("normal", 0.0), ("bernoulli", 0), ("bernoulli", 1), ("beta", 0.4), ("in the builder", 0.0)]
+)
+def test_outcomes_that_are_all_equal_hide_no_curvature(kind: str, value: Any) -> None:
+    def builder(outcome: Any) -> Any:
+        return bent(outcome, kind)
+
+    assert rule_of(builder, {"outcome": np.full(400, value)}, ["b"]) == "few_rows"
+
+
 # --- requests -------------------------------------------------------------------------------------------------
 
 
@@ -571,6 +695,60 @@ def test_of_points_that_can_be_left_out_those_near_by_stay() -> None:
 def test_weights_that_open_a_unit_for_one_row_are_refused() -> None:
     pytest.importorskip("torch")
     assert patients.trapped()["patients_trap_weights_met"]
+
+
+@pytest.mark.parametrize("ratios", [(1.0, 1.0, 1.0), (0.5, -2.0, 1e-3)])
+def test_units_that_differ_by_few_rows_are_seen_and_others_are_not(ratios: Any) -> None:
+    """Where so many rows are open for both that no unit by itself has few."""
+    n, (first, second, third) = 400, ratios
+    common = RNG.normal(size=n)
+    layer = np.stack([(np.arange(n) < k) * common * c for k, c in ((40, first), (43, second), (300, third))], axis=1)
+    assert by_column(layer, 3) < 0.7
+    assert share_of_units([layer], 3, 0.97) > 0.999
+    apart = np.stack([(np.arange(n) < k) * common * c for k, c in ((40, first), (60, second), (300, third))], axis=1)
+    assert share_of_units([apart], 3, 0.97) < 0.97
+    assert math.isnan(share_of_units([apart, np.full((n, 2), np.inf)], 3, 0.97))
+
+
+def test_of_wide_layers_some_pairs_may_be_alike_by_chance() -> None:
+    def chain(width: int) -> Any:  # units that are open for a row more than their neighbours
+        return (np.arange(2000)[:, None] < 40 + 30 * np.arange(width)) * RNG.normal(size=(2000, 1))
+
+    layer = chain(64)
+    assert share_in_pairs(layer, 3) < 0.9
+    for pairs, share in ((6, 0.9), (7, 0.999)):
+        near = layer.copy()
+        near[:, 1 : 2 * pairs : 2] = near[:, : 2 * pairs : 2] * (np.arange(2000) != 7)[:, None]
+        assert (share_in_pairs(near, 3) >= share) == (pairs == 7)
+
+
+def test_three_units_that_tell_a_row_together_are_seen_where_rows_are_many() -> None:
+    n = 400
+    one, other = RNG.normal(size=(2, n))
+    layer = np.stack([one, other, one + other + 3.0 * marks(7)], axis=1)
+    assert share_in_pairs(layer, 3) < 0.5
+    assert share_of_units([layer], 3, 0.97) > 0.999
+
+
+def weighed(y: Any) -> Any:
+    """One number that leaves has the outcomes of twenty rows: 1 + 2⁻ᵏ times each."""
+    weights = np.ones(len(y))
+    weights[:20] += 0.5 ** np.arange(1, 21)
+    with pm.Model() as model:
+        b = pm.Normal("b", 0, 2.5)
+        pm.Bernoulli("died", logit_p=b * weights, observed=pm.Data("y", y))
+    return model
+
+
+def test_weights_of_rows_are_kept_back_by_a_list_of_declarations_alone() -> None:
+    """As docs/privacy.md and docs/security.md say: no rule on how few rows a number depends on can see them."""
+    y = (RNG.random(300) < 0.3).astype(int)
+    client = enrolled(weighed, {"y": y}, ["b"])
+    assert refuse_model(Policy(), client) is None
+    total = slopes(client, np.zeros(1), np.eye(1)).sum() + 0.5 * (300 + np.sum(0.5 ** np.arange(1, 21)))
+    assert [int(total % 1.0 * 2**k) % 2 for k in range(1, 21)] == list(y[:20])
+    listed = Policy(declarations=(digest_of(patients.logistic, 300),))
+    assert "declarations" in str(policy.refuse_declaration(listed, lambda: client.declaration))
 
 
 # --- approved declarations ------------------------------------------------------------------------------------

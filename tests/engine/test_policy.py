@@ -860,6 +860,21 @@ def test_introductions_are_counted(tmp_path: Path) -> None:
     assert audit.main([str(tmp_path / "audit.jsonl")]) == 0
 
 
+def test_under_a_total_epsilon_there_is_one_declaration(tmp_path: Path) -> None:
+    """Whether a second can be built is a bit that no noise hides, so that it is not tried, whatever the rows."""
+    rules = Policy(rows=0, parameters_per_row=math.inf, events=0, few_rows=0, epsilon=3.0)
+    algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=5.0, releases=3)
+    told = []
+    for number, limit in enumerate((50.0, 1.0, 60.0, 50.0)):  # the second cannot be built on these rows
+        site = site_of(tmp_path, rules, algorithm=algorithm, model=clipped_at(limit))._replace(token=f"one {number}")
+        told.append(_node.introduce(site, {}, file_memory(tmp_path))[1].get("error", "takes part"))
+    assert told[0] == told[3] == "takes part" and told[1] == told[2]
+    account = _account.in_folder(rules, tmp_path, "clinic 3").read()
+    assert (account.requests, account.unknown) == (0, 0)
+    refusals = [line["refused"] for line in log_of(tmp_path) if line.get("refused")]
+    assert len(refusals) == 2 and all(one.startswith("epsilon: ") and "new account" in one for one in refusals)
+
+
 # --- versions of the data ---
 
 

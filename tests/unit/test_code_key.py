@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -48,6 +49,61 @@ def test_what_it_reads_of_its_module_is_part_of_it(name: str, value: Any, monkey
     assert code_key(helped) != before
 
 
+PLACE, AT, BY = 0, [0], {"row": {0}}
+ROWS = [np.arange(2), np.arange(3)]
+FIRST = ROWS[0]
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+
+
+def by_containers(y: Any) -> Any:
+    return y[AT[0]], BY, ITSELF
+
+
+def by_inner(y: Any) -> Any:
+    return (lambda: y[PLACE])()
+
+
+def by_one_of_several(y: Any) -> Any:
+    return ROWS, y[FIRST]
+
+
+def by_module(y: Any) -> Any:
+    return y[here.PLACE]
+
+
+@functools.cache
+def place() -> int:
+    return PLACE
+
+
+def by_cached(y: Any) -> Any:
+    return y[place()]
+
+
+here = sys.modules[__name__]
+
+
+@pytest.mark.parametrize(
+    ("builder", "name", "value"),
+    [
+        (by_containers, "AT", [1]),
+        (by_containers, "BY", {"row": {1}}),
+        (by_inner, "PLACE", 1),
+        (by_one_of_several, "FIRST", ROWS[1]),
+        (by_module, "PLACE", 1),
+        (by_cached, "PLACE", 1),
+    ],
+)
+def test_what_it_reads_through_a_container_a_function_or_a_module_is_part_of_it(
+    builder: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = code_key(builder)
+    assert code_key(builder) == before
+    monkeypatch.setitem(globals(), name, value)
+    assert code_key(builder) != before
+
+
 def test_formulas_are_told_apart_by_their_constants() -> None:
     """And one that calls itself has an end."""
     models = [fedppl.formula("y ~ np.log(c - x)", constants={"c": c}) for c in (1.0, 1.0, 2.0)]
@@ -58,7 +114,8 @@ def test_formulas_are_told_apart_by_their_constants() -> None:
 
 def test_it_is_the_same_in_another_process() -> None:
     """Whatever the seed of Python's hashes, on which the order of a set depends."""
-    code = "from tests.unit.test_code_key import code_key, helped; print(code_key(helped))"
+    code = "from tests.unit.test_code_key import code_key, helped, by_containers; "
+    code += "print(code_key(helped), code_key(by_containers))"
     found = {
         subprocess.run(  # noqa: S603
             [sys.executable, "-c", code],

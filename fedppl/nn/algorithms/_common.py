@@ -164,20 +164,22 @@ def whole_network(algorithm: str, *trained: str | tuple[str, ...]) -> Needs:
 # The rows for which a network's units are open, which a site checks before it replies with weights or gradients -------
 
 
-def open_rows(client: Any, phi: Array) -> Array:
+def open_rows(client: Any, phi: Array) -> list[Array]:
     """Slopes (n, units) of a network's outputs, with random signs, in what its layers with weights compute, at φ.
 
-    A unit whose slope is 0 in a row is closed there, so that the row moves none of its weights. Weights can be chosen
-    so that a unit is open for one row, and training then reveals this row. Inputs of linear layers are further columns:
-    a row in which an input is 0 does not move the input's weights either.
+    One array for each layer. A unit whose slope is 0 in a row is closed there, so that the row moves none of its
+    weights. Weights can be chosen so that a unit is open for one row, or for one row more than another unit, and
+    training then reveals this row. Inputs of linear layers are further arrays: a row in which an input is 0 does not
+    move the input's weights either.
     """
     network = client.view(network_of)
     unit, w = network.unit, network.at(phi)
     rng = torch.Generator().manual_seed(0)
-    return np.concatenate([_open_rows_of(unit, w, unit.X[rows], rng) for rows in parts_of(unit.net, unit.X.shape)])
+    parts = [_open_rows_of(unit, w, unit.X[rows], rng) for rows in parts_of(unit.net, unit.X.shape)]
+    return [np.concatenate(layer) for layer in zip(*parts, strict=True)]
 
 
-def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -> Array:
+def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -> list[Array]:
     outputs: list[tuple[torch.nn.Module, torch.Tensor]] = []
     inputs: list[torch.Tensor] = []
 
@@ -195,21 +197,29 @@ def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -
             live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
             output = call(net, live, unit.tensor(X, torch.float64)).reshape(len(X), -1)
             signs = torch.randint(0, 2, output.shape, generator=rng).to(output) * 2.0 - 1.0
-            slopes = torch.autograd.grad((signs * output).sum(), [value for _, value in outputs], allow_unused=True)
+            values = [value for _, value in outputs]
+            # Two logits of classes have opposite slopes in each row; two other outputs need not.
+            ways = [signs, torch.tensor([1.0, -1.0]).to(output)] if output.shape[1] == 2 else [signs]
+            slopes = [
+                torch.autograd.grad((way * output).sum(), values, retain_graph=True, allow_unused=True) for way in ways
+            ]
     finally:
         for hook in hooks:
             hook.remove()
     columns = [
         _by_unit(module, torch.zeros_like(value) if slope is None else slope)
-        for (module, value), slope in zip(outputs, slopes, strict=True)
+        for way in slopes
+        for (module, value), slope in zip(outputs, way, strict=True)
     ]
-    size = torch.cat(columns, dim=1).square().sum(1, keepdim=True).sqrt()
+    size = torch.cat(columns[: len(outputs)], dim=1).square().sum(1, keepdim=True).sqrt()
     columns += [size * part.reshape(len(part), -1, part.shape[-1]).square().sum(1).sqrt() for part in inputs]
-    return np.concatenate([np.asarray(host(part)) for part in columns], axis=1)
+    return [np.asarray(host(part)) for part in columns]
 
 
 def _by_unit(module: torch.nn.Module, slope: torch.Tensor) -> torch.Tensor:
-    """Size of the slopes of a layer's units in each row, (n, units), over places in an image or a sequence."""
+    """Slopes of a layer's units in each row, (n, units), or their size over places in an image or a sequence."""
+    if slope.ndim == 2:
+        return slope
     if slope.ndim > 2 and not isinstance(module, torch.nn.Linear):
         slope = slope.movedim(1, -1)
     return slope.reshape(len(slope), -1, slope.shape[-1]).square().sum(1).sqrt()
