@@ -96,7 +96,7 @@ class Layout:
     fingerprint
         Digest of all of the above and of `density`. Clients whose fingerprints differ are refused.
     density
-        log p(φ) at three points about N_0, and the sum of log |value| there of variables with limits, which tell
+        log p(φ) at three points about N_0, and a sum of log |value| there of variables with limits, which tell
         priors with the same N_0 apart.
     """
 

@@ -108,6 +108,8 @@ def _as_column(values: Any) -> Any:
     """
     if type(values) is np.ndarray and values.dtype.kind in _OF_ONE_KIND:
         return values
+    if isinstance(values, np.ndarray) and values.dtype.kind == "S":
+        return np.char.decode(values)  # texts of HDF5
     nw = narwhals()
     if isinstance(values, nw.Series):
         return values

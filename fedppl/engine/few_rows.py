@@ -168,17 +168,16 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
     try:
         if by_row is not None:
             return share_of_units(by_row(client, point), few, enough)
-        sets = _vectors(reading(client).client, point)
+        share = 0.0
+        for vectors in _vectors(reading(client).client, point):
+            if not np.all(np.isfinite(vectors)):
+                return np.nan
+            share = max(share, largest_share(vectors, few, enough))
+        if share < enough and np.array_equal(point, gaussian.mean(client.layout.prior)):
+            # Here codes of levels show as such; which columns rows have together depends on the point in few models.
+            share = max(share, share_in_entries(reading(client).client, point, enough))
     except Exception:  # the model has no such slopes, or no density at the point
         return np.nan
-    share = 0.0
-    for vectors in sets:
-        if not np.all(np.isfinite(vectors)):
-            return np.nan
-        share = max(share, largest_share(vectors, few, enough))
-    if share < enough and np.array_equal(point, gaussian.mean(client.layout.prior)):
-        # Here codes of levels show as such, and which columns rows have together depends on the point in few models.
-        share = max(share, share_in_entries(reading(client).client, point, min(few, _FEW_IN_ENTRIES), enough))
     return share
 
 
@@ -324,22 +323,32 @@ _BY_OUTCOMES = 1e-6  # relative change of a curvature with outcomes that is none
 _NOTHING_THERE = 1e-9  # of the largest term: a smaller one is rounding
 
 
-def share_in_entries(client: Any, point: Array, few: int, enough: float) -> float:
-    """The largest share of `few` rows in an entry of the Hessian of all rows that tells more than a count.
+def share_in_entries(client: Any, point: Array, enough: float) -> float:
+    """The largest share of a row in an entry of the Hessian of all rows that tells more than a count.
 
     Where both columns are codes of levels the entry counts a cell of two factors, which is allowed.
     """
     x, paths = _at_modes(client, np.ascontiguousarray(point))
     steps = _STEP_OF_ENTRIES * client.view(probes_of).sd[:, None] * paths
-    terms = np.stack([slopes(client, x + step, paths) - slopes(client, x - step, paths) for step in steps])
-    terms = np.abs(np.nan_to_num(terms, posinf=0.0, neginf=0.0))  # (m, n, m)
-    terms[terms <= _NOTHING_THERE * np.max(terms, axis=(1, 2), keepdims=True, initial=0.0)] = 0.0
+
+    def sizes(i: int, directions: Array) -> Array:
+        change = slopes(client, x + steps[i], directions) - slopes(client, x - steps[i], directions)
+        return np.abs(np.nan_to_num(change, posinf=0.0, neginf=0.0))
+
+    m = len(paths)
+    diagonal = np.stack([sizes(i, paths[i : i + 1])[:, 0] for i in range(m)], axis=1)
+    largest = np.max(diagonal, axis=0, initial=0.0)
     # Where outcomes are in the curvature sizes do not show codes: such entries are not looked at.
-    coded = _are_codes(np.einsum("ana->na", terms)) | _by_outcomes(client, x, paths, steps)
+    codes = _are_codes(np.where(diagonal > _NOTHING_THERE * largest, diagonal, 0.0))
+    coded = codes | _by_outcomes(client, x, paths, steps)
     share = 0.0
-    for i in range(1, len(terms)):
+    for i in range(1, m):
         others = np.arange(i)[~(coded[:i] & coded[i])]
-        share = max(share, by_column(np.sqrt(terms[i][:, others]), few))
+        if not len(others):
+            continue
+        terms = sizes(i, paths[others])
+        terms[terms <= _NOTHING_THERE * max(largest[i], np.max(terms, initial=0.0))] = 0.0
+        share = max(share, by_column(np.sqrt(terms), _FEW_IN_ENTRIES))
         if share >= enough:
             break
     return share
@@ -489,12 +498,11 @@ def _ends(client: Any) -> list[list[Any]]:
     for times, plus in ((1.0, 1.0), (1.0, -1.0), (0.5, 0.0)):
         low, high, equal = list(client.inputs), list(client.inputs), False
         for place, value in outcomes:
-            least, most = np.min(value, axis=0), np.max(value, axis=0)
+            least, most = (np.asarray(end(value, axis=0), dtype=float) for end in (np.min, np.max))
             same = np.abs(most - least) <= _SAME_OUTCOMES * np.abs(most)
             equal = equal or bool(np.any(same))
-            low[place] = np.zeros_like(value) + least
-            end = np.asarray(np.where(same, times * most + plus, most), dtype=value.dtype)
-            high[place] = np.zeros_like(value) + end
+            ends = least, np.where(same, times * most + plus, most)
+            low[place], high[place] = (np.broadcast_to(one, value.shape).astype(value.dtype) for one in ends)
         found.append([high, low])
         if not equal:
             break
@@ -709,9 +717,9 @@ def _orthonormal(vectors: Array, faint: float) -> Array:
     if not columns.size:
         return np.zeros((len(vectors), 0))
     values, axes = np.linalg.eigh(columns.T @ columns)
-    clear = values > _CLEAR * values[-1]
+    clear = values > max(_CLEAR, faint**2) * values[-1]
     basis: Array = columns @ (axes[:, clear] / np.sqrt(values[clear]))
-    if np.all(clear):
+    if np.all(clear) or faint**2 >= _CLEAR:
         return basis
     rest = columns - basis @ (basis.T @ columns)
     if np.max(np.einsum("ij,ij->j", rest, rest)) <= _ROUNDED**2:

@@ -69,7 +69,7 @@ def order_of(name: str, levels: Any) -> tuple[str, ...]:
     if isinstance(levels, str) or not isinstance(levels, Iterable):
         raise DeclarationError(f"levels={{{name!r}: {shown(levels)}}} must be a list of levels in their order.")
     listed = list(levels)
-    if none := [level for level in listed if level is None or level != level]:
+    if none := [level for level in listed if frames.is_missing(level)]:
         raise DeclarationError(f"levels={{{name!r}: ...}} names {none[0]!r}, which is a missing value; leave it out.")
     order = tuple(map(as_level, listed))
     if len(set(order)) < len(order):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,7 @@ def marginal_effects(
         k: rows_of(spec, {key: held[name] for key, name in names.items() if name in held}) for k, held in arrays.items()
     }
     has_levels = bool(spec.design.agreement.columns[column].levels)
-    is_truth = not has_levels and all(rows.table[column].isin([0, 1]).all() for rows in each.values())
+    is_truth = not has_levels and _is_truth(fit, column, names)
     for client_id, rows in each.items():
         own = _stacked(fit.client(client_id, **keywords)["posterior"]) if spec.terms.groups else shared
         of = at_levels if has_levels or is_truth else slope
@@ -129,6 +129,14 @@ def marginal_effects(
         what: np.tensordot(share, np.stack([one[what] for one in moved]), axes=1) for what in next(iter(parts.values()))
     }
     return _table(parts, spec.scales.levels, ci_prob)
+
+
+def _is_truth(fit: Any, column: str, names: Mapping[str, str]) -> bool:
+    """Whether a column of numbers is 0 or 1 in all rows that are here, and both occur."""
+    held = [client.arrays for client in fit.clients.values()]
+    name = names[f"column_{column}"]
+    values = {value for arrays in held if name in arrays for value in np.unique(arrays[name])[:3].tolist()}
+    return values == {0.0, 1.0}
 
 
 def _formula_of(fit: Any, column: Any) -> Formula:

@@ -168,27 +168,27 @@ _COMPARED = 1000  # clients of which the most different is taken
 
 
 def _most_different(group: Clients, client_id: str) -> str:
-    """The client to compare the first one's build with: with other numbers of rows, then with the farthest values.
+    """The client to compare the first one's build with: with other numbers of rows, then with the farthest means.
 
-    Other numbers of rows show which lengths depend on them, and far values a builder's branches on values.
+    Other numbers of rows show which lengths depend on them, and far means a builder's branches on values.
     """
     first = group[client_id]
+    moments = {name: _mean_and_sd(array) for name, array in first.items()}
 
     def apart(other: str) -> tuple[int, float]:
-        pairs = [(array, group[other][name]) for name, array in first.items()]
-        lengths = sum(np.shape(a)[:1] != np.shape(b)[:1] for a, b in pairs)
-        return lengths, max((_distance(a, b) for a, b in pairs), default=0.0)
+        lengths = sum(np.shape(array)[:1] != np.shape(group[other][name])[:1] for name, array in first.items())
+        distances = (abs(_mean_and_sd(group[other][name])[0] - mean) / sd for name, (mean, sd) in moments.items())
+        return lengths, float(np.max(np.nan_to_num([0.0, *distances])))
 
     return max((k for k in itertools.islice(group, _COMPARED) if k != client_id), key=apart)
 
 
-def _distance(one: Array, other: Array) -> float:
-    """Difference of means in sds of the first; 0 where there is none."""
-    if not (one.size and other.size):
-        return 0.0
+def _mean_and_sd(values: Array) -> tuple[float, float]:
+    """Of numbers; NaN where there are none."""
+    if not values.size or values.dtype.kind not in "biuf":
+        return np.nan, np.nan
     with np.errstate(all="ignore"):
-        distance = abs(float(np.mean(other)) - float(np.mean(one))) / (float(np.std(one)) + 1e-9)
-    return distance if np.isfinite(distance) else 0.0
+        return float(np.mean(values)), float(np.std(values)) + 1e-9
 
 
 def _repeats(declared: Declared, template: Template, client_id: str, arrays: Mapping[str, Any]) -> bool:
@@ -398,6 +398,8 @@ def _observed_array(client: ClientModel, value: Any) -> str | None:
     constant = getattr(value, "data", None)
     if constant is None:
         return None
+    if any(np.array_equal(array, constant) for array in client.arrays.values()):
+        return None  # observed as it is
     given = ((name, array) for name, array in client.arrays.items() if array.dtype.kind == "f" and np.ndim(array))
     with np.errstate(invalid="ignore"):
         same = (name for name, array in given if np.array_equal(array.astype(constant.dtype), constant))
@@ -559,7 +561,7 @@ _BY_SCALE = ("", "log", "ordered", "simplex", "logodds")  # transforms without l
 
 
 def _on_declared_scales(parts: _graph.Parts, variables: tuple[Variable, ...], at: Array) -> tuple[float, ...]:
-    """The sum of log |value| of shared variables with limits, at each point; 0 where there are none.
+    """A weighted sum of log |value| of shared variables with limits, at each point; 0 where there are none.
 
     Limits are parameters of a transform: an interval's density by its unconstrained coordinate does not show them.
     """
@@ -567,8 +569,10 @@ def _on_declared_scales(parts: _graph.Parts, variables: tuple[Variable, ...], at
     if not limited:
         return (0.0,) * len(at)
     phi, _, _, outputs = _graph.constrained_graph(parts, variables, (), (), only_shared=True)
-    sizes = [pt.sum(pt.log(pt.abs(outputs[place]) + 1e-300)) for place in limited]
-    function = interpreted.python_function([phi], [sum(sizes[1:], sizes[0])])
+    values = pt.concatenate([outputs[place].flatten() for place in limited])
+    # Unequal weights: limits that change places would leave a plain sum as it is.
+    weights = 1.0 + pt.arange(values.shape[0]) / values.shape[0]
+    function = interpreted.python_function([phi], [pt.sum(weights * pt.log(pt.abs(values) + 1e-300))])
     return tuple(float(np.round(function(point)[0], 6)) for point in at)
 
 

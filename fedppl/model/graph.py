@@ -80,7 +80,8 @@ _OF_DRAWS = ("chain", "draw")  # dims of every posterior in ArviZ
 
 def _require_names(model: Any) -> None:
     """Refuse variables and dims whose names a posterior's own dims have."""
-    taken = [name for name in (*model.named_vars, *model.coords) if name in _OF_DRAWS]
+    containers = {variable.name for variable in model.data_vars}
+    taken = [name for name in (*model.named_vars, *model.coords) if name in _OF_DRAWS and name not in containers]
     if taken:
         raise DeclarationError(
             f"{taken[0]!r} names a variable or a dim of the model, and every posterior has dims 'chain' and 'draw'; "

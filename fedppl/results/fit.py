@@ -379,7 +379,7 @@ class Fit(Ended):
             it over that without. Where ``exact`` is True they are of the posterior itself, from reweighting its points
             with Pareto k ``pareto_k``: ``error``, of a mean or an sd in sds, is at most .05, 100 points or more are
             effective, and no few points make a second moment; tails without points are not seen. Else they are by the
-            same points where Pareto k is at most .7, with a larger ``error``, or of the Gaussian q without the client's
+            same points where Pareto k is at most .7 and ``error`` at most .5, or of the Gaussian q without the client's
             site, with an ``error`` of NaN, or NaN where the others determine no posterior; the log says so.
             ``log_predictive`` is log p(y_k | y_{-k}) where ``exact``, with its standard error
             ``log_predictive_error``; NaN where a prior has no normalising constant that is known (pm.Potential, Flat).

@@ -258,7 +258,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
     if not np.all(exact):
         some = some_of([name for name, known in zip(names, exact, strict=True) if not known])
         logger.warning(
-            "the posterior without %s is known by few points (`exact` is False; `error` is in sds, NaN of a Gaussian): "
+            "the posterior without %s is not exact: by few points (`error` in sds), or a Gaussian where that is NaN; "
             "fedppl.without fits it anew",
             some,
         )
@@ -282,6 +282,9 @@ def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
     return idata.dataset(values, dims, coords, {"space": "unconstrained", "status": fit.status.value})
 
 
+_MOST_ERROR = 0.5  # in sds, with which moments by few points are shown in place of a Gaussian's
+
+
 def is_exact(without: WithoutClient) -> bool:
     """Whether the posterior without the client is known from the points of the correction."""
     return without.corrected is not None and is_trusted(without.corrected)
@@ -294,7 +297,8 @@ def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bo
     """
     weighted = without.corrected
     k = np.nan if weighted is None else weighted.pareto_k
-    if weighted is not None and (is_exact(without) or weighted.pareto_k <= MOST_SECOND_K):
+    is_near = weighted is not None and weighted.pareto_k <= MOST_SECOND_K and weighted.error <= _MOST_ERROR
+    if weighted is not None and (is_exact(without) or is_near):
         return weighted.mean, np.sqrt(np.diag(weighted.covariance)), k, True, weighted.error
     if not gaussian.is_proper(without.gaussian):
         unknown = np.full(size, np.nan)

@@ -785,3 +785,18 @@ def test_the_digest_of_a_formula_is_of_what_was_written() -> None:
         return str(model.enrol(frames, kernel=False)["a"].declaration)
 
     assert digest("y ~ arm", 30, "xy") == digest("y ~ arm", 40, "xyz") != digest("y ~ 0 + arm", 30, "xy")
+
+
+@pytest.mark.parametrize("outcomes", [np.arange(400) % 3 == 0, np.zeros(400, dtype=bool)])
+def test_outcomes_of_true_and_false_are_looked_at(outcomes: Any) -> None:
+    """NumPy has no difference of booleans; a share that cannot be computed would refuse honest rows."""
+
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Bernoulli("died", logit_p=beta[0] + beta[1] * pm.Data("x", x), observed=pm.Data("y", y))
+        return model
+
+    x = np.random.default_rng(0).normal(size=400)
+    assert rule_of(build, {"x": x, "y": outcomes}) == "None"
+    assert rule_of(build, {"x": marks(7), "y": outcomes}) == "few_rows"

@@ -257,6 +257,7 @@ def test_truths_have_a_mean_each_and_a_difference() -> None:
     assert list(table.index) == ["0", "1", "1 - 0"]
     assert_allclose(table.loc["1 - 0", ["mean", "sd"]].astype(float), told[["mean", "sd"]].astype(float), rtol=0.1)
     assert_allclose(table.loc["1", "mean"] - table.loc["0", "mean"], table.loc["1 - 0", "mean"], rtol=1e-9)
+    assert len(fedppl.marginal_effects(truths, "age", clients=["s0"]).loc["s0"]) == 1
 
 
 def centred(age: Any, none: Any, y: Any) -> pm.Model:

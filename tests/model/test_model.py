@@ -172,6 +172,24 @@ def test_limits_of_a_shared_prior_from_data_are_refused(limits: Any, in_containe
     assert "client 'b'" in text and "same constants" in text
 
 
+def test_limits_that_change_places_are_another_prior() -> None:
+    """Densities on the unconstrained scale and products of limits are equal."""
+
+    def declared(first: float, second: float) -> FederatedModel:
+        def build(y: Any) -> Any:
+            with pm.Model() as model:
+                both = pm.Uniform("p", 0, first) + pm.Uniform("q", 0, second)
+                pm.Normal("obs", both, 1, observed=pm.Data("y", y))
+            return model
+
+        return FederatedModel(build, ["p", "q"])
+
+    one, same, other = (
+        declared(*limits).enrol({"a": {"y": Y}})["a"].layout.fingerprint for limits in ((1, 2), (1, 2), (2, 1))
+    )
+    assert one == same != other
+
+
 def test_a_builder_is_held_against_the_client_with_the_farthest_values() -> None:
     """A branch on values shows at one of many clients of equal size."""
 
@@ -211,6 +229,17 @@ def test_fractions_that_pymc_truncates_are_refused_without_containers(tmp_path: 
     clients = {"a": {"y": np.array([1.0, 2.5, 0.0])}}
     text = refusal(DataError, FederatedModel(build, ["mu"]), clients, tmp_path)
     assert "2.5" in text and "round" in text
+
+
+def test_whole_constants_are_observed_beside_a_column_that_truncates_to_them() -> None:
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            pm.Poisson("obs", pm.math.exp(pm.Normal("mu", 0, 1) + 0 * x), observed=y)
+        return model
+
+    client = {"x": np.array([0.3, -0.9, 0.5]), "y": np.zeros(3, dtype=np.int64)}
+    enrolled = FederatedModel(build, ["mu"]).enrol({"a": client})["a"]
+    assert_allclose(enrolled.log_site(np.zeros(1), np.zeros(0))[0], -3.0)
 
 
 def test_a_model_without_likelihood_is_refused(tmp_path: Path) -> None:
