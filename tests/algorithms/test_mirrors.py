@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import norm
 
 import fedppl
-from fedppl.numerics import mirrors
+from fedppl.run import conflicts
 
 
 def signed(y: Any) -> Any:
@@ -65,17 +65,17 @@ def mixture(points: np.ndarray) -> np.ndarray:
 
 def test_an_image_is_named_with_its_share_unless_the_posterior_has_seen_it() -> None:
     center, patterns = np.array([3.0, 5.0]), np.array([[1.0, -1.0], [-1.0, 1.0]])
-    places, share = mirrors.unseen(mixture, center, np.array([0.2, 1.0]), patterns) or ([], np.nan)
+    places, share = conflicts.unseen_image(mixture, center, np.array([0.2, 1.0]), patterns) or ([], np.nan)
     assert places == [0] and share == pytest.approx(1 / (1 + np.exp(2)), rel=1e-6)
-    assert mirrors.unseen(mixture, center, np.array([1.9, 1.0]), patterns) is None
+    assert conflicts.unseen_image(mixture, center, np.array([1.9, 1.0]), patterns) is None
 
 
 def test_points_of_what_was_found_tell_what_it_has_seen() -> None:
     """One point in fifty on the other side is a sixth of the image's share; one in a thousand is not a tenth of it."""
     center, sd, patterns = np.array([3.0, 5.0]), np.array([0.3, 1.0]), np.array([[-1.0, 1.0]])
     points = np.array([[3.0, 5.0], [-3.0, 5.0]])
-    assert mirrors.unseen(mixture, center, sd, patterns, (points, np.array([0.98, 0.02]))) is None
-    assert mirrors.unseen(mixture, center, sd, patterns, (points, np.array([0.999, 0.001]))) is not None
+    assert conflicts.unseen_image(mixture, center, sd, patterns, (points, np.array([0.98, 0.02]))) is None
+    assert conflicts.unseen_image(mixture, center, sd, patterns, (points, np.array([0.999, 0.001]))) is not None
 
 
 def test_a_posterior_of_both_signs_stays_converged() -> None:
@@ -99,7 +99,7 @@ def test_a_posterior_of_both_signs_stays_converged() -> None:
 def test_a_wide_density_without_a_dip_is_one_mode() -> None:
     """A Student t, at 5 sds of a normal that is too narrow for it."""
     wide = lambda points: -1.5 * np.log1p((points[:, 0] - 1.0) ** 2 / 2)  # noqa: E731
-    assert mirrors.unseen(wide, np.array([1.0]), np.array([0.3]), np.array([[-1.0]])) is None
+    assert conflicts.unseen_image(wide, np.array([1.0]), np.array([0.3]), np.array([[-1.0]])) is None
 
 
 def test_clients_with_most_rows_are_among_those_that_are_searched_first() -> None:
