@@ -287,11 +287,11 @@ def test_a_skewed_margin_is_named_with_a_remedy_and_mild_ones_are_no_warning(cap
     assert _rounds._skewed(state, 0.5) == ""
     info = _rounds.EPInfo("EP", 0.0, 0.0, 1.0, np.nan, 0.0, 0.0)
     for skewness, mild in ((-0.6, True), (1.4, False)):
-        skewed = state._replace(sites=sites, skewness=np.array([skewness]))
+        skewed = state._replace(sites=sites, skewed=state.skewed._replace(total=np.array([skewness])))
         text = _rounds._skewed(skewed, 0.5)
         assert f"mu {skewness}" in text and "closer to normal" in text
         assert _rounds.reported(_rounds.Outcome(skewed, info))[1].mild is mild
-    held = skewed._replace(skewness=np.zeros(1), held=np.array([True]))
+    held = skewed._replace(skewed=state.skewed, clients=state.clients._replace(held=np.array([True])))
     assert not _rounds.reported(_rounds.Outcome(held, info))[1].mild
 
 
