@@ -104,7 +104,8 @@ def test_a_skewness_that_several_have_is_not_called_converged() -> None:
 
     def status(skewness: float, without: float, error: float = 0.0) -> Status:
         told = state._replace(
-            skewness=np.array([skewness]), skewness_without=np.array([without]), errors=np.full(4, error)
+            skewed=state.skewed._replace(total=np.array([skewness]), without=np.array([without])),
+            clients=state.clients._replace(errors=np.full(4, error)),
         )
         return refuse_skewed(Outcome(told, None, Status.CONVERGED)).status  # type: ignore[arg-type]
 
