@@ -257,7 +257,7 @@ COLUMNS: dict[str, Any] = {
     "boolean": pd.Series([None, True, False, True, False, True], dtype="boolean"),
     "dates": DAYS.to_numpy(),
     "dates of nanoseconds, a Series": pd.Series(DAYS).astype("datetime64[ns]"),
-    "dates, one missing": np.array([*DAYS.to_numpy()[:-1], np.datetime64("NaT")]),
+    "dates, one missing": np.array([*DAYS.to_numpy()[:-1], np.datetime64("NaT", "s")]),
     "dates of a zone": pd.Series(DAYS.tz_localize("UTC")),
     "times of Python": [datetime.datetime(2024, 1, k + 1) for k in range(N)],
     "spans": (DAYS - DAYS[0]).to_numpy().astype("timedelta64[ms]"),
