@@ -9,11 +9,25 @@ import numpy as np
 from fedppl.numerics.streams import cached, whitened_points
 from fedppl.types import Array
 
+_MOST_CONTROL = 1.5  # coefficient of a control variate, which is 1 where it has the tails of what it controls
+
 
 def normalise(log_weights: Array) -> Array:
     """Self-normalised weights; log weights of −inf give 0."""
     weights: Array = np.exp(log_weights - np.max(log_weights))
     return np.asarray(weights / weights.sum())
+
+
+def control_coefficients(features: Array, weights: Array, control: Array) -> Array:
+    r"""Coefficients (n,) of a control variate for means of features (S, n), by least squares of points' influences.
+
+    .. math:: \beta = \frac{\sum_i w_i (h_i - \bar h_w)\, c_i (h_i - \bar h_c)}{\sum_i c_i^2 (h_i - \bar h_c)^2}
+
+    Both weights (S,) sum to 1. A control with tails of its own makes up moments: it gets a coefficient near 0.
+    """
+    influence, own = (part[:, None] * (features - part @ features) for part in (weights, control))
+    least_squares = np.sum(influence * own, axis=0) / np.maximum(np.sum(own**2, axis=0), 1e-300)
+    return np.asarray(np.clip(least_squares, 0.0, _MOST_CONTROL))
 
 
 def effective_size(weights: Array) -> float:

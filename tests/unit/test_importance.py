@@ -12,6 +12,7 @@ from scipy import stats
 
 from fedppl.local import _from_q
 from fedppl.numerics.importance import (
+    control_coefficients,
     controlled_moments,
     effective_size,
     enough_points,
@@ -80,6 +81,30 @@ def test_weights_are_normalised_whatever_their_size() -> None:
     # far outside the range of exp; −inf is no weight at all
     weights = normalise(np.array([0.0, np.log(3.0), -np.inf]) + 5000)
     assert_allclose(weights, [0.25, 0.75, 0.0], rtol=1e-12)
+
+
+def test_a_control_variate_hardly_adds_variance() -> None:
+    """Of a control with the right tails it takes the error away, of one with made-up tails it adds hardly any."""
+    errors: dict[str, list[list[float]]] = {"right": [], "made up": []}
+    for seed in range(200):
+        x = 2.0 * np.random.default_rng(seed).standard_t(4, 2_000)
+        log_proposal = stats.t.logpdf(x / 2.0, 4)
+        weights = normalise(stats.norm.logpdf(x) - log_proposal)
+        for name, log_control, second in (
+            ("right", stats.norm.logpdf(x, scale=1.02), 1.02**2),
+            ("made up", stats.t.logpdf(x, 3), 3.0),
+        ):
+            control = normalise(log_control - log_proposal)
+            squares = x[:, None] ** 2
+            coefficient = float(control_coefficients(squares, weights, control)[0])
+            off = second - float((control @ squares)[0])
+            errors[name].append([float((weights @ squares)[0]) + share * off for share in (0.0, coefficient, 1.0)])
+    without, chosen, whole = np.std(errors["right"], axis=0)
+    assert chosen < 0.2 * without  # as the whole of it does
+    assert chosen < 1.1 * whole
+    without, chosen, whole = np.std(errors["made up"], axis=0)
+    assert chosen < 1.15 * without
+    assert whole > 1.5 * without, (without, chosen, whole)
 
 
 def test_effective_size() -> None:

@@ -175,8 +175,13 @@ def values_of_batch(state: Weighing) -> Array:
 
 def moments_of(u: Array, weights: Array, unit: Unit) -> Array:
     """First and second moments (2 m,) of weighted points (S, m)."""
+    return np.asarray(weights @ features(u, unit))
+
+
+def features(u: Array, unit: Unit) -> Array:
+    """What moments are means of, (S, 2 m): points (S, m) in these units, and their squares."""
     z = (u - unit.center) / unit.length
-    return np.concatenate([weights @ z, weights @ z**2])
+    return np.concatenate([z, z**2], axis=1)
 
 
 def pooled(estimates: tuple[Estimate, ...]) -> Estimate:

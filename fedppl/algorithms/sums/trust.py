@@ -24,6 +24,7 @@ from fedppl.algorithms.sums.phases import (
     chance_of,
     chance_of_draws,
     effort_of,
+    features,
     moments_of,
     pooled,
     sizes,
@@ -227,18 +228,25 @@ def _spread(residuals: Array, weights: Array) -> float:
 
 
 def _estimate(state: Weighing, weights: _Weights, draws: Array, batch: Array, unit: Unit) -> Estimate:
-    """Moments of the last surrogate and what the weights add to them; scrambles of both are left out together.
+    r"""Moments of the last surrogate and what the weights add to them; scrambles of both are left out together.
 
+    .. math:: E[h] \approx \sum_i w_i h_i - \beta_h \left(\sum_i c_i h_i - E_{\hat s}[h]\right)
+
+    The surrogate is a control variate: where it is good β is 1, and less where its tails are not the posterior's.
     `draws` and `batch` are coordinates, on any scale, of the surrogate's draws and of the batch.
     """
     assert state.draws is not None
     posterior = state.draws.posterior
+    of_surrogate, of_batch = features(draws, unit), features(batch, unit)
+    coefficients = importance.control_coefficients(of_batch, weights.posterior, weights.control)
 
-    def by(of_draws: NDArray[np.bool_], of_batch: NDArray[np.bool_]) -> Array:
-        drawn = np.where(of_draws, posterior.weights, 0.0)
-        added, control = (np.where(of_batch, part, 0.0) for part in (weights.posterior, weights.control))
-        before = moments_of(draws, drawn / drawn.sum(), unit)
-        return before + moments_of(batch, added / added.sum() - control / control.sum(), unit)
+    def by(drawn: NDArray[np.bool_], evaluated: NDArray[np.bool_]) -> Array:
+        before, added, control = (
+            np.where(kept, part, 0.0)
+            for kept, part in ((drawn, posterior.weights), (evaluated, weights.posterior), (evaluated, weights.control))
+        )
+        expected = before / before.sum() @ of_surrogate - control / control.sum() @ of_batch
+        return np.asarray(added / added.sum() @ of_batch + coefficients * expected)
 
     without = [
         by(posterior.scramble != scramble, state.batch.scramble != scramble) for scramble in range(region.SCRAMBLES)
