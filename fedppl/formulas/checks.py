@@ -6,6 +6,7 @@ import ast
 import difflib
 import itertools
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _CLIENTS = ("client", "site")  # names of clients in formulas that need no column
 _LARGEST_LOG = 700.0  # exp of more overflows
+_DATE = re.compile(r"\s*\d{4}-\d{1,2}-\d{1,2}(?:[ T]\d{1,2}:\d{2}\S*)?\s*$")  # of ISO 8601, also with a time
 _MANY = 20  # levels above which a column looks like an identifier or numbers
 
 
@@ -233,6 +235,16 @@ def require_no_numbers(agreement: Agreement, declared: Iterable[str]) -> None:
             f"{name!r} is of texts with {len(column.levels)} levels, of which {which}; convert it to numbers "
             f"(pandas.to_numeric), or name its levels, fedppl.formula(..., levels={{{name!r}: [...]}})."
         )
+
+
+def require_no_dates(agreement: Agreement, declared: Iterable[str]) -> None:
+    """Refuse a column of texts that are dates, unless `declared` names it: each day would be a level."""
+    for name, column in agreement.columns.items():
+        if name not in declared and column.levels and all(_DATE.match(level) for level in column.levels):
+            raise DataError(
+                f"{name!r} is of texts that are dates, {shown(list(column.levels[:3]))}; make dates of them "
+                f"(pandas.to_datetime), for a number of days, or write C({name}) for a level each."
+            )
 
 
 def odd_levels(agreement: Agreement, declared: Iterable[str]) -> list[str]:

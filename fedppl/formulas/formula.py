@@ -236,6 +236,7 @@ def of_told(
     built = together(_formula(model), summaries, others=withheld == "other", believed=believed)
     assert built.design is not None
     checks.require_no_numbers(built.design.agreement, asked(built).levels)
+    checks.require_no_dates(built.design.agreement, asked(built).levels)
     units = strange(summaries)
     sizes = [] if believed else strange_sizes(summaries)
     levels = [*strange_levels(summaries), *checks.odd_levels(built.design.agreement, asked(built).levels)]

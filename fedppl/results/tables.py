@@ -409,8 +409,8 @@ def hypotheses(
     Parameters
     ----------
     draws
-        A fit, of which the shared posterior is taken, an ArviZ object with a posterior, or a DataArray of draws such
-        as `contrast` gives.
+        A fit, whose shared variables have the mean, sd and interval of `Fit.summary`, an ArviZ object with a
+        posterior, or a DataArray of draws such as `contrast` gives. Probabilities are of draws.
     var_names
         Names of variables, or of entries as they are printed (``"arm[drug]"``); by default all.
     ci_prob
@@ -446,7 +446,7 @@ def hypotheses(
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     null = between("null", null, -np.inf, np.inf)
     rope = None if rope is None else _region(rope)
-    default = None
+    default = told = None
     if isinstance(draws, xr.DataArray):
         if not {"chain", "draw"} <= set(draws.dims):
             raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
@@ -455,6 +455,7 @@ def hypotheses(
         posterior = _posterior(draws)
         if hasattr(draws, "declaration"):
             default = shown_by_default(draws.declaration, posterior.data_vars)
+            told = draws.summary(var_names, ci_prob=ci_prob)  # more exact than draws
     rows: dict[str, dict[str, Any]] = {}
     for name, places in entries_of(posterior, var_names, "the draws", default).items():
         stacked = posterior[name].stack(sample=("chain", "draw")).transpose("sample", ...)
@@ -465,18 +466,21 @@ def hypotheses(
                 raise DeclarationError(f"two entries of the draws are called {label!r}; give the dim distinct coords.")
             if not np.all(np.isfinite(x)):
                 raise DataError(f"draws of {label!r} hold values that are not finite; leave them out by var_names=.")
-            rows[label] = _row(x, ci_prob, rope, null)
+            rows[label] = _row(x, ci_prob, rope, null, None if told is None else told.iloc[len(rows)])
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _row(x: Any, ci_prob: float, rope: tuple[float, float] | None, null: float) -> dict[str, Any]:
-    low, high = np.quantile(x, interval(ci_prob))
+def _row(x: Any, ci_prob: float, rope: tuple[float, float] | None, null: float, told: Any) -> dict[str, Any]:
+    """One entry's tests from its draws; moments and interval as a fit's summary has them where it is `told`."""
+    if told is None or np.isnan(told.get("sd", np.nan)):  # a point estimate is told without an sd
+        low, high = np.quantile(x, interval(ci_prob))
+        moments = {"mean": np.mean(x), "sd": np.std(x, ddof=1), "ci_low": low, "ci_high": high}
+    else:
+        moments = {name: told[name] for name in ("mean", "sd", "ci_low", "ci_high")}
+    low, high = moments["ci_low"], moments["ci_high"]
     above = float(np.mean(x > null))
     row = {
-        "mean": float(np.mean(x)),
-        "sd": float(np.std(x, ddof=1)),
-        "ci_low": float(low),
-        "ci_high": float(high),
+        **{name: float(value) for name, value in moments.items()},
         "excludes_null": bool(low > null or high < null),
         "probability_of_direction": max(above, float(np.mean(x < null))),
     }

@@ -321,6 +321,16 @@ def test_one_column_is_numbers_or_levels() -> None:
     assert agreed("y ~ C(`k`)*x").terms.common == ("k", "x", "k:x")
 
 
+def test_texts_that_are_dates_are_levels_where_a_formula_says_so() -> None:
+    days = np.resize(["2024-03-01", "2024-03-08", "2024-03-15"], len(FRAME))
+    data = FRAME.assign(day=days)
+    for text in ("y ~ x + C(day)", "y ~ x + (1 | site/day)"):
+        assert fedppl.agree(fedppl.formula(text), data, by="site").clients
+    assert fedppl.agree(fedppl.formula("day ~ x", family="categorical"), data, by="site").clients
+    with pytest.raises(DataError, match="'day'.*dates"):
+        fedppl.agree(fedppl.formula("y ~ x + (day | site)"), data, by="site")
+
+
 @pytest.mark.parametrize(
     ("text", "levels", "names"),
     [

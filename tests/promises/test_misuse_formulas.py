@@ -34,6 +34,7 @@ FRAME = pd.DataFrame(
 )
 
 
+DAYS = pd.date_range("2024-03-01", periods=ROWS_OF_ALL).strftime("%Y-%m-%d").tolist()
 AGES = [str(age) for age in range(30, 53)]
 
 
@@ -73,6 +74,17 @@ ROWS: dict[str, Mistake] = {
     # --- numbers that came as texts
     "ages as texts": row(aged(last="53"), "'age'", "24 levels", "to_numeric"),
     "one cell that is no number": row(aged(last="72 y"), "'72 y'", "to_numeric", "levels="),
+    "dates as texts": row(
+        lambda: agreed("y ~ visit", data=FRAME.assign(visit=DAYS)),
+        "'visit'",
+        "to_datetime",
+        "C(visit)",
+    ),
+    "times of days as texts": row(
+        lambda: agreed("y ~ visit", data=FRAME.assign(visit=[f"{day}T08:30:00Z" for day in DAYS])),
+        "'visit'",
+        "to_datetime",
+    ),
     # --- syntax
     "no tilde": row(text("y = x"), "'y = x'", "y ~ age"),
     "a number": row(lambda: fedppl.formula(3), "formula=3", "y ~ age"),  # type: ignore[arg-type]

@@ -77,6 +77,18 @@ def test_a_row_an_entry_with_the_models_labels() -> None:
     assert list(hypotheses(posterior(beta=beta, a=grid(0, 1)), var_names=["a"]).index) == ["a"]
 
 
+def test_of_a_fit_moments_and_intervals_are_those_of_its_summary() -> None:
+    """Draws are rounder than weighted points, so that one entry could exclude 0 in one table and not in the other."""
+    fit = fedppl.fit(*normal_means(2), progressbar=False, random_seed=2)
+    told = fit.summary(ci_prob=0.9)
+    table = hypotheses(fit, ci_prob=0.9, null=float(told["ci_low"].iloc[0]) - 1e-9)
+    columns = ["mean", "sd", "ci_low", "ci_high"]
+    assert_allclose(table[columns], told[columns], rtol=1e-12)
+    assert table["excludes_null"].iloc[0]
+    one = told.index[-1]
+    assert_allclose(hypotheses(fit, var_names=[one]).loc[one, columns], fit.summary().loc[one, columns])
+
+
 def test_contrast_is_the_difference_of_draws() -> None:
     a, b = posterior(x=[[1.0, 2.0, 3.0]]), posterior(x=[[5.0, 1.0, 0.0]])
     difference = contrast(a, b, "x")
