@@ -104,7 +104,7 @@ class Formula:
         if exponentiate:
             return ratio(self.spec, name)
         if self.family.link == "identity":
-            return "mean" if name == "Intercept" else "difference"
+            return "difference" if _order(self.spec, name) else "mean"
         return f"log {ratio(self.spec, name)}"
 
     def totals(self, group: Any) -> xr.Dataset:
@@ -538,9 +538,26 @@ def ratio(spec: Spec, name: str) -> str:
         )
     of_slope, of_intercept = _RATIOS[family.link, family.outcome]
     several = f"ratio of {of_slope.replace('ratio', 'ratios', 1)}"
-    products = {variable(":".join(term)) for term in spec.terms.sums[0].terms if len(term) > 1}
-    text = of_intercept if name == "Intercept" else several if name in products else of_slope
+    text = (of_intercept, of_slope, several)[min(_order(spec, name), 2)]
     return text.format(spec.scales.levels[0] if spec.scales.levels else "")
+
+
+def _order(spec: Spec, name: str) -> int:
+    """How many differences a coefficient is made of: 0 of an intercept, 2 or more of an interaction.
+
+    A factor with all its levels, as in ``0 + arm`` or the slopes of ``arm/age``, is compared with no reference.
+    """
+    coding, levels = spec.design.coding[0], spec.design.agreement.columns
+    products = [
+        one for coded in coding if coded.term and variable(":".join(coded.term)) == name for one in coded.products
+    ]
+    return max(
+        (
+            sum(less or not (factor in levels and levels[factor].levels) for factor, less in zip(*one, strict=True))
+            for one in products
+        ),
+        default=0,
+    )
 
 
 def _of_clients(spec: Spec) -> dict[str, tuple[str, ...]]:

@@ -146,6 +146,11 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedMo
     if other := [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]:
         before, here = (", ".join(f"{k} {one_line(one.get(k), 300)}" for k in sorted(other)) for one in (theirs, ours))
         raise DeclarationError(f"the file is of a fit with {before}, and this model has {here}; pass what was fitted.")
+    if saved.agreement != declaration.agreement:
+        raise DeclarationError(
+            "the file is of another declaration: clients agreed on other levels or scales than this model's; pass the "
+            "formula as it was declared, or the declaration of the fit that was saved."
+        )
 
 
 def _written(declaration: FederatedModel) -> dict[str, str]:

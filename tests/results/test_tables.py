@@ -158,6 +158,25 @@ def test_ratios_have_the_names_of_papers(family: str) -> None:
         assert builder.effect("age:arm", exponentiate=True) == f"ratio of {WHAT[family].replace('ratio', 'ratios', 1)}"
 
 
+@pytest.mark.parametrize(
+    ("terms", "names"),
+    [
+        ("0 + arm", {"arm": "odds"}),
+        ("0 + arm + age", {"arm": "odds", "age": "odds ratio"}),
+        ("arm/age", {"arm": "odds ratio", "arm:age": "odds ratio"}),
+        ("0 + arm + arm:age", {"arm": "odds", "arm:age": "odds ratio"}),
+        ("age*arm - age", {"arm": "odds ratio", "age:arm": "odds ratio"}),
+        ("0 + arm*age", {"arm": "odds", "arm:age": "ratio of odds ratios"}),
+    ],
+)
+def test_a_factor_with_all_its_levels_is_no_ratio(terms: str, names: dict[str, str]) -> None:
+    """Neither odds at each level, nor slopes at each, are compared with those at a reference."""
+    builder = agreed(f"{RESPONSES['bernoulli']} ~ {terms}", "bernoulli").builder
+    assert {name: builder.effect(name, exponentiate=True) for name in names} == names
+    means = agreed(f"{RESPONSES['gaussian']} ~ {terms}", "gaussian").builder
+    assert means.effect("arm", exponentiate=False) == ("mean" if names["arm"] == "odds" else "difference")
+
+
 def test_tables_are_written_for_papers(fit: Any, tmp_path: Path) -> None:
     table = fedppl.table(fit, ["Intercept", "arm[drug]", "hospital_sd"], exponentiate=True, digits=3)
     latex = table.to_latex(tmp_path / "table.tex")
