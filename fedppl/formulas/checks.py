@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 _CLIENTS = ("client", "site")  # names of clients in formulas that need no column
 _LARGEST_LOG = 700.0  # exp of more overflows
-_DATE = re.compile(r"\s*\d{4}-\d{1,2}-\d{1,2}(?:[ T]\d{1,2}:\d{2}\S*)?\s*$")  # of ISO 8601, also with a time
+_DATE = re.compile(  # 2024-03-01, 2024/3/1, also with a time, 1/3/2024, 1.3.2024
+    r"\s*(?:\d{4}([-/])\d{1,2}\1\d{1,2}(?:[ T]\d{1,2}:\d{2}\S*)?|\d{1,2}([-/.])\d{1,2}\2\d{4})\s*$"
+)
 _MANY = 20  # levels above which a column looks like an identifier or numbers
 
 

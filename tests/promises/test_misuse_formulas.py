@@ -85,6 +85,11 @@ ROWS: dict[str, Mistake] = {
         "'visit'",
         "to_datetime",
     ),
+    "dates as texts, days first": row(
+        lambda: agreed("y ~ visit", data=FRAME.assign(visit=[f"{day[8:]}/{day[5:7]}/{day[:4]}" for day in DAYS])),
+        "'visit'",
+        "to_datetime",
+    ),
     # --- syntax
     "no tilde": row(text("y = x"), "'y = x'", "y ~ age"),
     "a number": row(lambda: fedppl.formula(3), "formula=3", "y ~ age"),  # type: ignore[arg-type]
