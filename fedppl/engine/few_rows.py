@@ -57,19 +57,20 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
     """
     if not rules.few_rows or by_row is not None:
         return None
-    share = _once(_share_beside, rules, client, point)
-    if share < rules.few_rows_share:
-        return None
-    if np.isnan(share):
-        return (
-            "few_rows: what rows say in terms of others cannot be looked at: the builder fails, or makes another "
-            "model, where entries of the data are other ones; hold the data as they are in pm.Data, compute from "
-            "these, and let nothing in the builder branch on values"
-        )
-    return (
-        f"few_rows: curvatures, or terms of others, depend by {share:.4g} on {rules.few_rows} rows or fewer; take "
-        "quantiles and extremes from constants that all sites agree on, leave those rows out, or allow it in the policy"
-    )
+    for look, what in ((_share_beside, "terms of others"), (_share_bent, "curvatures")):
+        share = _once(look, rules, client, point)
+        if np.isnan(share):
+            return (
+                f"few_rows: what rows say in {what} cannot be looked at: the builder fails, or makes another "
+                "model, where entries of the data are other ones; hold the data as they are in pm.Data, compute from "
+                "these, and let nothing in the builder branch on values"
+            )
+        if share >= rules.few_rows_share:
+            return (
+                f"few_rows: {what} depend by {share:.4g} on {rules.few_rows} rows or fewer; take quantiles and "
+                "extremes from constants that all sites agree on, leave those rows out, or allow it in the policy"
+            )
+    return None
 
 
 def _once(look: Callable[..., float], rules: Policy, client: Any, point: Array, *more: Any) -> float:
@@ -88,18 +89,23 @@ def _shares(_: Any) -> dict[Any, float]:
 
 
 def _share_beside(rules: Policy, client: Any, point: Array) -> float:
-    few, enough = rules.few_rows, rules.few_rows_share
+    """The largest share that few rows have in terms that read several rows, or that the builder computed from rows."""
     try:
-        share = 0.0
-        if not client.view(_rows_apart):
-            # Differences lose digits, so that this point is farther from where slopes may vanish.
-            phi = np.ascontiguousarray(point + _FARTHER * client.view(probes_of).aside)
-            share = share_in_others(client, *_at_modes(client, phi), few, enough)
-        if share < enough:
-            bends = share_in_bends(reading(client).client, *_along_modes(client, point), few, enough)
-            share = float(np.maximum(share, bends))  # NaN too
-        return share
+        if client.view(_rows_apart):
+            return 0.0
+        # Differences lose digits, so that this point is farther from where slopes may vanish.
+        phi = np.ascontiguousarray(point + _FARTHER * client.view(probes_of).aside)
+        return share_in_others(client, *_at_modes(client, phi), rules.few_rows, rules.few_rows_share)
     except Exception:  # it depends on rows too, and counts as a refusal by this rule
+        return np.nan
+
+
+def _share_bent(rules: Policy, client: Any, point: Array) -> float:
+    """The largest share of a curvature by outcomes that few rows have."""
+    try:
+        along = _along_modes(client, point)
+        return share_in_bends(reading(client).client, *along, rules.few_rows, rules.few_rows_share)
+    except Exception:  # as above
         return np.nan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import hashlib
 import sys
@@ -440,21 +441,29 @@ def _parts(value: Any, package: str, seen: dict[int, tuple[int, Any]]) -> Iterat
 
 
 def _read_by(function: FunctionType, package: str) -> dict[str, Any]:
-    """Globals whose names a function and the functions in it read, and those of its package's modules among these."""
-    names = list(dict.fromkeys(_names(function.__code__)))
-    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    """Globals that a function and the functions in it read, and what of its package's modules among these they name.
+
+    Attributes alone are no globals, though they may have a global's name.
+    """
+    codes = list(_codes(function.__code__))
+    read = dict.fromkeys(step.argval for code in codes for step in dis.get_instructions(code) if step.opname in _READ)
+    found = {name: function.__globals__[name] for name in read if name in function.__globals__}
     modules = [item for item in found.values() if isinstance(item, ModuleType)]
+    names = dict.fromkeys(name for code in codes for name in code.co_names)
     for module in modules:
         if module.__name__.partition(".")[0] == package:
             found |= {f"{module.__name__}.{name}": vars(module)[name] for name in names if name in vars(module)}
     return found
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+_READ = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # the latter two in bodies of classes
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _names(inner)
+            yield from _codes(inner)
 
 
 def _is_filled(cell: Any) -> bool:

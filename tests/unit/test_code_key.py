@@ -104,6 +104,25 @@ def test_what_it_reads_through_a_container_a_function_or_a_module_is_part_of_it(
     assert code_key(builder) != before
 
 
+minimum = 1
+
+
+def by_a_class(y: Any) -> Any:
+    class Read:
+        place = PLACE
+
+    return y[Read.place]
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    builders = (above(3.0), by_a_class)
+    before, by_class = map(code_key, builders)
+    monkeypatch.setitem(globals(), "minimum", 2)
+    assert [code_key(one) for one in builders] == [before, by_class]
+    monkeypatch.setitem(globals(), "PLACE", 1)
+    assert code_key(by_a_class) != by_class
+
+
 def test_formulas_are_told_apart_by_their_constants() -> None:
     """And one that calls itself has an end."""
     models = [fedppl.formula("y ~ np.log(c - x)", constants={"c": c}) for c in (1.0, 1.0, 2.0)]
