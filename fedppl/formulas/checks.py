@@ -7,7 +7,7 @@ import difflib
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def no_constants(built: Any, names: Collection[Any], what: str) -> None:
 
 def order_of(name: str, levels: Any) -> tuple[str, ...]:
     """Check an order of levels: texts, each once."""
-    if isinstance(levels, str) or not isinstance(levels, Iterable):
+    if isinstance(levels, str | Set) or not isinstance(levels, Iterable):  # a set has another order in each process
         raise DeclarationError(f"levels={{{name!r}: {shown(levels)}}} must be a list of levels in their order.")
     listed = list(levels)
     if none := [level for level in listed if frames.is_missing(level)]:

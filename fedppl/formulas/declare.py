@@ -216,6 +216,8 @@ class Formula:
         """
         if at is not None and self.family.outcome != "time":
             raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {self.family.name!r} are none.")
+        if not np.size(at):
+            raise DeclarationError(f"at={shown(at)} has no time; give one or more, such as at=[30, 90].")
         spec, names = self.spec, self.containers
         rows = rows_of(spec, {key: arrays[name] for key, name in names.items() if name in arrays})
         name = self.terms.response.variable

@@ -52,7 +52,7 @@ def columns(tree: ast.expr, rows: Rows) -> Array:
         case _:
             values = np.asarray(_number(tree, rows), dtype=float)
             values = np.broadcast_to(values, (len(rows.frame),)) if values.ndim == 0 else values
-    if values.ndim > 2 or len(values) != len(rows.frame):
+    if values.ndim > 2 or len(values) != len(rows.frame) or values.shape[1:] == (0,):
         raise DeclarationError(
             f"{expressions.written(tree)} has shape {values.shape} at {len(rows.frame)} rows; functions return "
             "one value per row, or a row of values."
@@ -87,11 +87,26 @@ def _number(node: ast.expr, rows: Rows) -> Any:
         case ast.Name(id=name):
             return _named(unquoted(name), rows)
         case ast.UnaryOp(op=op) | ast.BinOp(op=op) | ast.Compare(ops=[op]):
-            values = (_number(one, rows) for one in expressions.operands(node))
+            values = [_number(one, rows) for one in expressions.operands(node)]
+            if isinstance(op, ast.BitAnd | ast.BitOr):
+                _require_truths(node, values, rows)
             return np.asarray(expressions.SIGNS[type(op)](*values), dtype=float)
         case ast.Call():
             return _called(node, rows)
     raise DeclarationError(f"{ast.unparse(node)} is no number.")
+
+
+def _require_truths(node: ast.expr, values: Sequence[Array], rows: Rows) -> None:
+    """Refuse & and | of numbers, which are bits to Python and truths to R, in clients' rows."""
+    if rows.what is None or rows.stand_for_all:
+        return
+    for one, value in zip(expressions.operands(node), values, strict=True):
+        if np.any(wrong := (value != 0) & (value != 1)):
+            raise DataError(
+                f"{rows.what}: {expressions.written(one)!r} is {value[wrong][0] if value.ndim else value:g} in "
+                f"{expressions.written(node)!r}, and & and | are of truths, 0 or 1; compare it, (x > 0) & (z < 2), "
+                "with each comparison in parentheses."
+            )
 
 
 def _called(call: ast.Call, rows: Rows) -> Any:

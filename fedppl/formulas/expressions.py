@@ -275,7 +275,10 @@ def read(source: str, constants: Collection[str]) -> ast.expr:
             f"{_shown(source)} cannot be read: {getattr(error, 'msg', error)}; write functions like np.log(x), and "
             "columns' names with other signs in backquotes."
         ) from error
-    _require(tree, tree, tuple(constants), 0)
+    try:
+        _require(tree, tree, tuple(constants), 0)
+    except RecursionError as error:  # where the tree is written
+        raise _too_deep(_shown(source)) from error
     return tree
 
 
@@ -353,7 +356,7 @@ def is_truth(tree: ast.expr) -> bool:
 def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: int) -> None:
     """Refuse a node, or one below it, that is not on the list."""
     if depth > _DEEPEST:
-        raise DeclarationError(f"{_shown(ast.unparse(whole))[:80]} is nested too deeply; compute a column before.")
+        raise _too_deep(_shown(ast.unparse(whole)))
     below = functools.partial(_require, whole=whole, constants=constants, depth=depth + 1)
     match node:
         case ast.Constant(value=bool() | int() | float()) | ast.Name():
@@ -377,6 +380,10 @@ def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: 
                 "+ - * / // % ** < <= > >= == != & |, np.pi and functions of single values, such as np.log(x); compute "
                 "a column before."
             )
+
+
+def _too_deep(text: str) -> DeclarationError:
+    return DeclarationError(f"{text[:80]} is nested too deeply; compute a column before.")
 
 
 def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -> None:

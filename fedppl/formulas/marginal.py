@@ -103,6 +103,11 @@ def marginal_effects(
     at = None if at is None else between("at", at, 0.0, np.inf)
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     ids = _ids(fit, clients)
+    if ALL in ids:
+        raise DeclarationError(
+            f"a client is named {ALL!r}, as the mean over clients is here; rename it before the fit, or leave it out, "
+            "clients=[...]."
+        )
     keywords: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
     shared = _stacked(fit.shared(**keywords)["posterior"])
     spec, names = built.spec, built.containers

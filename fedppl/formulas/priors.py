@@ -135,7 +135,7 @@ def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
             raise DeclarationError(f"Prior({name!r}, ...) has no parameter {key!r}; see the parameters of pm.{name}.")
     try:
         getattr(pm, name).dist(**{key: value for key, value in parameters.items() if key not in _BESIDE})
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # PyMC and PyTensor raise errors of many kinds
         raise DeclarationError(
             f"Prior({name!r}, {', '.join(parameters)}) cannot be made: {error}; see the parameters of pm.{name}."
         ) from error

@@ -340,7 +340,7 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
             value, gradient, _ = client.log_site(phi, client.initial)
         else:
             value, gradient = _density(client, phi, known), np.zeros(0)
-    except DataError:
+    except (DataError, DeclarationError):
         raise
     except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
         if infinite is not None:

@@ -14,6 +14,7 @@ import pymc as pm
 import pytensor
 import pytensor.tensor as pt
 from pymc.logprob.abstract import _logprob
+from pytensor.gradient import NullTypeGradError
 
 from fedppl.model import checks, interpreted
 from fedppl.model import graph as _graph
@@ -37,6 +38,9 @@ class Declared(NamedTuple):
 def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:
     """Call the builder on one client's data; errors name the client."""
     require_arguments(client_id, builder, arrays)
+    held = [value for value in arrays.values() if isinstance(value, np.ndarray) and value.flags.writeable]
+    for value in held:  # a builder is called several times on these arrays
+        value.flags.writeable = False
     try:
         model = builder(**arrays)
         if isinstance(model, pm.Model):
@@ -55,12 +59,17 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
                 "Outcomes have fewer axes than a parameter of their distribution: give outcomes of shape (n, 1) for an "
                 "output (n, 1), or take a column of it, f[:, 0]."
             )
+        if "read-only" in str(error):
+            remedy = "It is called several times on the same data: make new arrays, y = y - y.mean(), not y -= ..."
         if twice := [name for name in arrays if f"Variable name {name} already exists" in str(error)]:
             remedy = f"pm.Data({twice[0]!r}) has that name: rename the other variable."
         raise DataError(
             f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: "
             f"{str(error).rstrip('.')}. {remedy}"
         ) from error
+    finally:
+        for value in held:
+            value.flags.writeable = True
 
 
 def parts_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:
@@ -290,7 +299,14 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
     # A graph of pieces of x: cutting x and joining the gradient take as long to compile as many a model, and are a few
     # lines of the source that unpacks the data.
     variables = [piece.variable for piece in graph.pieces]
-    slopes = pt.grad(graph.of_pieces, variables, disconnected_inputs="ignore", return_disconnected="none")
+    try:
+        slopes = pt.grad(graph.of_pieces, variables, disconnected_inputs="ignore", return_disconnected="none")
+    except (NotImplementedError, NullTypeGradError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise DeclarationError(
+            f"the log density has no gradient ({why}). Write the model with operations of PyTensor, or give your own "
+            "Op a gradient."
+        ) from error
     outputs = [graph.of_pieces, *(slope for slope in slopes if slope is not None)]
     inputs = [*variables, *graph.inputs]
     shapes = [p.shape if isinstance(p.shape, tuple) else graph.inputs.index(p.shape) for p in graph.pieces]

@@ -296,6 +296,11 @@ def test_effects_on_a_mean_are_its_coefficients(fit: Any) -> None:
         fedppl.marginal_effects(fit, "ward")
     with pytest.raises(DeclarationError, match="is a time"):
         fedppl.marginal_effects(fit, "arm", at=3.0)
+    alike = FRAME.assign(site=FRAME["site"].replace("s1", "all"))
+    other = fedppl.fit(fedppl.formula("y ~ age"), alike, by="site", **QUIET)
+    with pytest.raises(DeclarationError, match="named 'all'"):
+        fedppl.marginal_effects(other, "age")
+    assert set(fedppl.marginal_effects(other, "age", clients=["s0"]).index) == {("s0", "slope"), ("all", "slope")}
     for wrong in (["s9"], ["s1", "s1"], "s1s2", []):
         with pytest.raises(DeclarationError, match="name some of the fit's clients"):
             fedppl.marginal_effects(fit, "arm", clients=wrong)

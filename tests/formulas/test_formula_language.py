@@ -112,7 +112,14 @@ def test_a_text_is_a_formula_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["(a + b)**99", "I(" * 300 + "x" + ")" * 300, "I(" + "-" * 400 + "x)", "*".join("abcdefghijklmnopqrstuvw")]
+    "text",
+    [
+        "(a + b)**99",
+        "I(" * 300 + "x" + ")" * 300,
+        "I(" + "-" * 400 + "x)",
+        "I(x" + "+x" * 5000 + ")",
+        "*".join("abcdefghijklmnopqrstuvw"),
+    ],
 )
 def test_a_text_does_not_keep_a_site_busy(text: str) -> None:
     with pytest.raises(DeclarationError):
@@ -158,6 +165,21 @@ def test_functions_are_computed_row_by_row_with_what_all_know(text: str, right: 
     constants.pop("half", None) if "half" not in text else None
     found = columns("y ~ " + text, constants=constants)
     assert_allclose(found[:, 0], np.asarray(right, dtype=float), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", ["I(k & 2)", "I((flag & x) > 1)", "I(z | (x > 1))", "y + I(flag & k)"])
+def test_signs_of_truths_refuse_numbers(text: str) -> None:
+    """To Python they are bits there, to R truths; and & binds more tightly than a comparison."""
+    assert columns("y ~ I(flag & (x > 3))").sum() == (FRAME["flag"] & (FRAME["x"] > 3)).sum()
+    with pytest.raises(DataError, match="truths"):
+        columns("w ~ " + text)
+
+
+def test_an_order_of_levels_is_no_set_and_a_function_has_a_column() -> None:
+    with pytest.raises(DeclarationError, match="order"):
+        fedppl.formula("k ~ x", "ordinal", levels={"k": {1, 2, 3}})
+    with pytest.raises(DeclarationError, match="shape"):
+        agreed("y ~ f(x)", constants={"f": lambda x: np.zeros((len(x), 0))})
 
 
 def test_every_function_on_the_list_has_one_value_a_row_and_looks_at_no_other() -> None:

@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 import fedppl
-from fedppl import DataError, FederatedModel
+from fedppl import DataError, DeclarationError, FederatedModel
 from fedppl.engine.guard import holdings
 from fedppl.engine.policy import Holdings
 from fedppl.formulas import families
@@ -240,6 +240,11 @@ def test_the_owner_s_policy_sees_events(weights: str | None) -> None:
     ):
         client = agreed(text, family, weights=weights).enrol({"s1": data}, kernel=False)["s1"]
         assert holdings(client) == Holdings(len(data), events)
+
+
+def test_no_times_at_all_are_refused() -> None:
+    with pytest.raises(DeclarationError, match="at="):
+        agreed("Surv(time, event) ~ age", "weibull").builder.expected({}, {}, at=[])
 
 
 def test_never_is_beyond_all_times() -> None:

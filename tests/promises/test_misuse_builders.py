@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pymc as pm
+import pytensor.tensor as pt
 import pytest
+from pytensor.graph.op import Op
 
-from fedppl import FederatedModel
+from fedppl import DeclarationError, FederatedModel
 from tests.support.mistakes import Mistake, refused, row
 
 Y = np.array([0.5, 1.5, 1.0])
@@ -51,6 +53,19 @@ def standardised(y: Any) -> pm.Model:
     with pm.Model() as model:
         normal(pm.Data("y", (y - y.mean()) / y.std()))
     return model
+
+
+def in_place(y: Any) -> pm.Model:
+    """A builder is called several times, and a constant of its graph would be doubled by each call."""
+    y *= 2
+    with pm.Model() as model:
+        normal(pm.Data("y", y))
+    return model
+
+
+def sorted_in_place(y: Any) -> pm.Model:
+    y.sort()
+    return whole(y)
 
 
 def in_batches(y: Any) -> pm.Model:
@@ -125,6 +140,8 @@ ROWS: dict[str, Mistake] = {
     "nothing observed": row(of(lambda y: pm.Normal("obs", pm.Normal("mu"))), "observed="),
     "a container of another name": row(raw(of_two_names), "['y']", "['outcome']", "Name each container"),
     "other values in a container": row(raw(standardised), "pm.Data('y')", "compute from that", "before the fit"),
+    "data that it doubles": row(raw(in_place), "'a'", "read-only", "new arrays"),
+    "data that it sorts": row(raw(sorted_in_place), "'a'", "read-only", "new arrays"),
     "batches": row(raw(in_batches), "pm.Minibatch", "batch_size="),
     "rows counted several times": row(of(lambda y: normal(y, total_size=300)), "'obs'", "Remove total_size="),
     "a simulator": row(of(simulated), "'obs'", "density"),
@@ -155,6 +172,23 @@ ROWS: dict[str, Mistake] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_builders_that_cannot_be_meant_are_refused_in_words(name: str) -> None:
     refused(ROWS[name])
+
+
+def test_a_density_without_a_gradient_is_refused_beforehand() -> None:
+    class Twice(Op):
+        itypes = (pt.dscalar,)
+        otypes = (pt.dscalar,)
+
+        def perform(self, node: Any, inputs: Any, outputs: Any) -> None:
+            outputs[0][0] = np.array(2.0 * inputs[0])
+
+    def builder(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            normal(pm.Data("y", y), Twice()(pm.Normal("mu")))
+        return model
+
+    with pytest.raises(DeclarationError, match="no gradient"):
+        FederatedModel(builder, ["mu"]).enrol({"a": {"y": Y}})
 
 
 def test_a_container_may_hold_the_same_values_in_another_type() -> None:

@@ -155,6 +155,7 @@ ROWS: dict[str, Mistake] = {
     "a distribution of another name": row(lambda: Prior("Gaussian", mu=0), "'Gaussian'", "'Normal'"),
     "by position": row(lambda: Prior("Normal", 0, 1), "[0, 1]", "mu=0, sigma=1"),
     "sd for sigma": row(lambda: Prior("Normal", mu=0, sd=1), "'sd'", "pm.Normal"),
+    "a mixture of nothing": row(lambda: Prior("Mixture", w=[0.5, 0.5], comp_dists=[]), "comp_dists", "pm.Mixture"),
     "a scale below zero": row(lambda: Prior("Normal", mu=0, sigma=-1), "sigma=-1", "positive"),
     "a scale of NaN": row(lambda: Prior("Normal", sigma=np.nan), "sigma=nan", "give one"),
     "a text for a mean": row(lambda: Prior("Normal", mu="0"), "mu='0'", "numbers"),
