@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pymc as pm
 import pytensor.tensor as pt
 from pymc.distributions.dist_math import check_parameters
@@ -227,12 +229,29 @@ def _function(effects: Any) -> Effects:
 def _numbers(values: Any, name: str, what: str) -> Array:
     """Check that values are finite numbers."""
     try:
-        array = np.asarray(values, dtype=float)
+        masked = np.ma.isMaskedArray(values)
+        array = np.asarray(np.ma.filled(values.astype(float), np.nan) if masked else values, dtype=float)
     except (TypeError, ValueError) as error:
         raise DataError(f"{what}: {name!r} is {shown(values)}; give numbers.") from error
     if not np.all(np.isfinite(array)):
         raise DataError(f"{what}: {name!r} holds {array[~np.isfinite(array)][0]}; give finite numbers.")
     return array
+
+
+def _require_order(names: Sequence[str], estimate: Any, covariance: Any) -> None:
+    """Refuse pandas' labels in another order than the names, or than one another: values are taken by position."""
+    axes = {"names": list(names)}
+    for what, values in (("estimate", estimate), ("covariance", covariance)):
+        for axis in ("index", "columns"):
+            if isinstance(labels := getattr(values, axis, None), pd.Index):
+                axes[f"{what}.{axis}"] = list(labels)
+    for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
+        places = {label: k for k, label in enumerate(first)}
+        if moved := [label for k, label in enumerate(second) if places.get(label, k) != k]:
+            raise DataError(
+                f"an estimate: {moved[0]!r} is at another place in {other}, {second[:8]}, than in {one}, {first[:8]}; "
+                "put all in one order, such as estimate[names] and covariance.loc[names, names]."
+            )
 
 
 def _checked_estimate(data: Mapping[str, Array], what: str) -> dict[str, Array]:
@@ -344,8 +363,9 @@ class Estimate:
 
     def __init__(self, names: Sequence[str] | str, estimate: Any, covariance: Any) -> None:
         labels = (names,) if isinstance(names, str) else tuple(names)
-        if not all(isinstance(name, str) for name in labels) or len(set(labels)) < len(labels):
-            raise DataError(f"names={shown(names)} must be different names of coefficients.")
+        if isinstance(names, Set) or not all(isinstance(name, str) for name in labels) or len({*labels}) < len(labels):
+            raise DataError(f"names={shown(names)} must be a list of different names of coefficients.")
+        _require_order(labels, estimate, covariance)
         given = {"estimate": estimate, "covariance": covariance}
         valid = _checked_estimate({name: _numbers(v, name, "an estimate") for name, v in given.items()}, "an estimate")
         if len(valid["estimate"]) != len(labels):

@@ -124,3 +124,28 @@ def test_tables_and_estimates_that_cannot_be() -> None:
         fedppl.fit(model, {"a": Table("arm", {"x": 1}, {"x": 3})}, progressbar=False)
     with pytest.raises(DataError, match="levels and scales need rows"):
         fedppl.fit(model, {"a": Estimate("arm", 1.0, 1.0)}, progressbar=False)
+
+
+@pytest.mark.parametrize(
+    ("names", "estimate", "covariance"),
+    [
+        ({"a", "b"}, [0.5, 0.1], [0.01, 0.02]),
+        (["a", "b"], pd.Series([0.1, 0.5], index=["b", "a"]), [0.01, 0.02]),
+        (["a", "b"], [0.5, 0.1], pd.DataFrame(np.diag([0.02, 0.01]), index=["b", "a"], columns=["b", "a"])),
+        (["a", "b"], [0.5, 0.1], pd.DataFrame([[0.0, 0.01], [0.01, 0.0]], index=["a", "b"], columns=["b", "a"])),
+        (["a", "b"], pd.Series([0.5, 0.1], index=["A", "B"]), pd.Series([0.02, 0.01], index=["B", "A"])),
+        (["a", "b"], [0.5, 0.1], np.ma.array([0.01, 0.02], mask=[True, False])),
+    ],
+)
+def test_estimates_in_another_order_than_their_names_are_refused(names: Any, estimate: Any, covariance: Any) -> None:
+    with pytest.raises(DataError):
+        Estimate(names, estimate, covariance)
+
+
+def test_labels_of_another_program_are_read_by_position() -> None:
+    values = pd.Series([0.5, 0.1], index=["armdrug", "dose"])
+    told = Estimate(
+        ["arm", "dose"], values, pd.DataFrame(np.diag([0.01, 0.02]), index=values.index, columns=values.index)
+    )
+    assert_allclose(told.estimate, [0.5, 0.1])
+    assert_allclose(np.diag(told.covariance), [0.01, 0.02])
