@@ -58,6 +58,8 @@ class _Builder:
         named = frames.named(data, self.names, what)
         if not isinstance(named, Mapping) or set(named) != set(self.names):
             return named
+        if self.check is _checked_estimate:
+            _require_order((), named["estimate"], named["covariance"])
         return self.check({name: _numbers(named[name], name, what) for name in self.names}, what)
 
     def __call__(self, **data: Any) -> pm.Model:

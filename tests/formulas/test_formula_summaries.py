@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
 from scipy import stats
@@ -149,3 +151,15 @@ def test_labels_of_another_program_are_read_by_position() -> None:
     )
     assert_allclose(told.estimate, [0.5, 0.1])
     assert_allclose(np.diag(told.covariance), [0.01, 0.02])
+
+
+def test_an_estimate_of_a_builder_has_one_order_too() -> None:
+    def effect() -> Any:
+        return pm.Normal("mu", 0, 1, shape=2)
+
+    model = fedppl.FederatedModel({"told": fedppl.summaries.estimate(effect)}, ["mu"])
+    series = pd.Series([0.5, 0.1], index=["a", "b"])
+    for labels, refused in ((["a", "b"], False), (["b", "a"], True)):
+        data = {"estimate": series, "covariance": pd.DataFrame(np.diag([0.02, 0.01]), index=labels, columns=labels)}
+        with pytest.raises(DataError, match="another place") if refused else contextlib.nullcontext():
+            model.enrol({"s": data}, kernel=False)

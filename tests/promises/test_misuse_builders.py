@@ -175,7 +175,7 @@ def test_builders_that_cannot_be_meant_are_refused_in_words(name: str) -> None:
 
 
 def test_a_density_without_a_gradient_is_refused_beforehand() -> None:
-    class Twice(Op):
+    class Twice(Op):  # type: ignore[misc]
         itypes = (pt.dscalar,)
         otypes = (pt.dscalar,)
 
