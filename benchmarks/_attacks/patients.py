@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,13 @@ from scipy.interpolate import BSpline
 
 import fedppl
 from fedppl import gaussian
+from fedppl.algorithms.ep.warm_start import along
 from fedppl.contracts import Request
-from fedppl.engine.few_rows import _vectors, refuse_model
+from fedppl.engine.few_rows import _vectors, refuse_model, share_of_units
 from fedppl.engine.guard import Guard, Ledger, admit, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.row_scores import slopes
+from fedppl.numerics.concentration import by_column
 from fedppl.types import Array
 
 ROWS, TARGETS = 600, 25
@@ -99,6 +102,38 @@ def product(x: Any, y: Any, marked: Any) -> Any:
         x, y, marked = pm.Data("x", x), pm.Data("y", y), pm.Data("marked", marked)
         beta = pm.Normal("beta", 0, 2.5, shape=2)
         pm.Bernoulli("obs", logit_p=beta[0] + beta[1] * x + marked * beta[0] * beta[1], observed=y)
+    return model
+
+
+def signs(x: Any, y: Any, marked: Any) -> Any:
+    """Columns that differ by signs, and by size in one row, mixed: their squares differ by that row alone."""
+    with pm.Model() as model:
+        x, y, marked = pm.Data("x", x), pm.Data("y", y), pm.Data("marked", marked)
+        rng = np.random.default_rng(1)
+        both = pt.stack([x, x * rng.choice([-1.0, 1.0], ROWS) * (1.0 + marked)], axis=1)
+        beta = pm.Normal("beta", 0, 2.5, shape=2)
+        pm.Bernoulli("obs", logit_p=both @ rng.normal(size=(2, 2)) @ beta, observed=y)
+    return model
+
+
+def products(x: Any, y: Any, marked: Any, apart: bool = False) -> Any:
+    """Products of coefficients times noise that cancels in their sum but for one row: so does the Hessian's."""
+    with pm.Model() as model:
+        x, y, marked = pm.Data("x", x), pm.Data("y", y), pm.Data("marked", marked)
+        beta = [pm.Normal(f"b{i}", 0, 2.5) for i in range(5)] if apart else pm.Normal("beta", 0, 2.5, shape=5)
+        noise = np.random.default_rng(2).normal(size=(9, ROWS))
+        terms = [beta[i] * beta[j] for i in range(5) for j in range(i)]
+        last = terms.pop() * (marked - noise.sum(axis=0))
+        pm.Bernoulli("obs", logit_p=0.3 * x + last + sum(a * b for a, b in zip(noise, terms, strict=True)), observed=y)
+    return model
+
+
+def jumps(x: Any, y: Any, marked: Any, at: float = 0.3) -> Any:
+    """A term of one row on one side of a bound of a coefficient that has no slope."""
+    with pm.Model() as model:
+        x, y, marked = pm.Data("x", x), pm.Data("y", y), pm.Data("marked", marked)
+        beta = pm.Normal("beta", 0, 2.5, shape=2)
+        pm.Bernoulli("obs", logit_p=beta[0] * x + marked * pt.gt(beta[1], at), observed=y)
     return model
 
 
@@ -335,8 +370,10 @@ def disguised(quick: bool) -> dict[str, Any]:
         "effects": (fedppl.FederatedModel(wards, ["beta", "by"]), {"X": x, "y": y, "ward": ward, "marked": marked}),
     }
     marks = {"x": x[:, 0], "y": y, "marked": _marks(rows[:1], ROWS)}
-    builders = {f.__name__: f for f in (product, twice)} | dict(CONSTANTS)
+    builders = {f.__name__: f for f in (product, signs, products, twice)} | dict(CONSTANTS)
     others |= {name: (fedppl.FederatedModel(f, ["beta"]), marks) for name, f in builders.items()}
+    scalars = fedppl.FederatedModel(functools.partial(products, apart=True), [f"b{i}" for i in range(5)])
+    others |= {"products of scalars": (scalars, marks)}
     for declared, data in others.values():
         rule = refused(declared, data, rules=_many_columns())
         rules[str(rule)] += 1
@@ -368,6 +405,21 @@ def where_few_count() -> dict[str, Any]:
     rule = refused(declared, {"X": X, "y": y}, points=[far[np.argmax(top)]])
     near = refused(declared, {"X": X, "y": y}, points=[np.zeros(3), np.array([-0.7, 0.4, -0.4])])
     return {"patients_far_out_refused_by": str(rule), "patients_far_out_met": rule == "few_rows" and near is None}
+
+
+def along_a_step(at: float = 0.3) -> dict[str, Any]:
+    """Values along a step that crosses a bound at which one patient's density jumps: those beyond are left out."""
+    x, y, rows = site(0)
+    data = {"x": x[:, 1], "y": y, "marked": _marks(rows[:1], ROWS)}
+    builder = functools.partial(jumps, at=at)
+    client = fedppl.FederatedModel(builder, ["beta"]).enrol({"a": data}, kernel=False)["a"]
+    step = np.array([0.0, 0.2])
+    message = {"point": step, "move": step, "prior_share": np.array(0.0)}
+    admitted = admit(in_memory(Policy(), "a"), fedppl.EP(), client, Request("a", 7, 1, (1,), message, "run"))
+    assert admitted is not None
+    places = np.concatenate([step[1:], along(step, step)[:, 1]])[admitted.message["inside"]]
+    held = bool(np.all(places < at) and len(places) == 1 + np.sum(along(step, step)[:, 1] < at))
+    return {"patients_jumps_along_a_step_met": held}
 
 
 def written_into_terms() -> dict[str, Any]:
@@ -526,15 +578,71 @@ def honest_declarations(count: int) -> dict[str, Any]:
     }
 
 
+def honest_networks(count: int) -> dict[str, Any]:
+    """How many of so many networks of one hidden layer are refused, by all looks and by that at single units.
+
+    8 to 64 units, 250 to 2,000 rows; every other one is trained by Adam, the others are as training begins.
+    """
+    import torch
+
+    from fedppl.nn import functional
+    from fedppl.nn.algorithms._common import _open_rows_of
+
+    lost, lost_at_units = 0, 0
+    for seed in range(count):
+        rng = np.random.default_rng(5000 + seed)
+        torch.manual_seed(seed)
+        n, inputs, units = int(rng.integers(250, 2001)), int(rng.integers(2, 13)), int(2 ** rng.integers(3, 7))
+        X = rng.normal(size=(n, inputs))
+        if seed % 3 == 1:
+            X[:, 0] = rng.exponential(size=n)
+        if seed % 3 == 2:
+            X[:, 0] = rng.integers(0, 2, n)
+        y = (rng.random(n) < 1 / (1 + np.exp(-np.sin(2.0 * X[:, 0]) - X[:, 1]))).astype(int)
+        layers = torch.nn.Linear(inputs, units), torch.nn.ReLU(), torch.nn.Linear(units, 2)
+        net = torch.nn.Sequential(*layers).double()
+        if seed % 2:
+            _train(net, X, y, int(rng.integers(50, 501)))
+
+        # Without a client, whose declaration takes seconds: the looks need rows and weights alone.
+        unit = SimpleNamespace(
+            net=net,
+            state=lambda w, dtype, net=net: functional.state_of(net, torch.tensor(w, dtype=dtype)),
+            tensor=lambda values, dtype: torch.tensor(values, dtype=dtype),
+        )
+        weights = np.concatenate([value.detach().numpy().ravel() for value in net.parameters()])
+        rules, rows = Policy(), _open_rows_of(unit, weights, X, torch.Generator().manual_seed(0))
+        lost += not share_of_units(rows, rules.few_rows, rules.few_rows_share) < rules.few_rows_share
+        lost_at_units += any(by_column(layer, rules.few_rows) >= rules.few_rows_share for layer in rows)
+    return {
+        "patients_honest_networks": count,
+        "patients_honest_networks_refused": lost,
+        "patients_honest_networks_refused_at_units": lost_at_units,
+    }
+
+
+def _train(net: Any, X: Array, y: Array, steps: int) -> None:
+    import torch
+
+    inputs, outcomes = torch.tensor(X), torch.tensor(y)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(inputs), outcomes).backward()
+        optimizer.step()
+
+
 def run(quick: bool) -> dict[str, Any]:
     """All of it."""
     return {
         **unguarded(),
         **disguised(quick),
         **where_few_count(),
+        **along_a_step(),
         **written_into_terms(),
         **(trapped() if importlib.util.find_spec("torch") else {}),
         **honest_declarations(12 if quick else 200),
+        **(honest_networks(1100) if importlib.util.find_spec("torch") and not quick else {}),
     }
 
 

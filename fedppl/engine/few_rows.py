@@ -18,7 +18,7 @@ from fedppl.engine.policy import Policy, reached
 from fedppl.model.baked import Alteration, Reading, all_other, alterations, altered_at, reading
 from fedppl.model.compiled import pack
 from fedppl.model.graph import observed_through, values_read
-from fedppl.model.row_scores import by_length, row_scores, rows_apart, slopes
+from fedppl.model.row_scores import by_length, densities, row_scores, rows_apart, slopes
 from fedppl.numerics import pairs
 from fedppl.numerics.concentration import by_column, concentration, largest_share, shares_of_columns
 from fedppl.types import Array
@@ -151,7 +151,73 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
         probe = (good + bad) // 2
     kept = np.zeros(len(points), dtype=bool)
     kept[order[: good + 1]] = True
+    if by_row is None and good < _MANY_SPARE:
+        kept &= _before_jumps(client, points, kept, int(order[0]), rules.few_rows)
     return Ruling(None, kept)
+
+
+_MANY_SPARE = 64  # more points are for corrections, of which each value is an equation in the rows anyway
+_BESIDE, _HALVINGS = 1e-6, 12  # of a stretch; a smooth excess is less than 1e-10 after so many
+_EXCESS, _DIGITS = 1e-6, 1e-7  # of the largest change of a row, and of its density: a smaller excess is rounding
+
+
+def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int) -> Array:
+    """Which of the kept points no jump of few rows' densities divides from the first, (T,) bool.
+
+    Values at two points differ by the rows that a term has on one side of a bound alone, and no slope tells of it.
+    """
+    client = reading(client).client
+    away = points - points[first]
+    along = away @ away[np.argmax(np.einsum("ij,ij->i", away, away))]
+    order = np.flatnonzero(kept)[np.argsort(along[kept], kind="stable")]
+    theta = _at_modes(client, np.ascontiguousarray(points[first]))[0][len(points[first]) :]
+    x = np.concatenate([points[order], np.tile(theta, (len(order), 1))], axis=1)
+    jumps = _are_jumps(client, x[:-1], x[1:], few)
+    here = int(np.flatnonzero(order == first)[0])
+    before, after = jumps[:here], jumps[here:]
+    low = int(np.max(np.flatnonzero(before), initial=-1)) + 1
+    high = here + (int(np.argmax(after)) if np.any(after) else len(after))
+    found = np.zeros(len(points), dtype=bool)
+    found[order[low : high + 1]] = True
+    return found
+
+
+def _are_jumps(client: Any, start: Array, end: Array, few: int) -> Any:
+    """On which stretches between points (S, m + d) only few rows' densities jump, (S,) bool."""
+    excess, largest = _excess(client, start, end, None)
+    found = np.zeros(len(start), dtype=bool)
+    left, rng = np.arange(len(start)), np.random.default_rng(client.view(probes_of).seed)  # nobody can foresee it
+    for _ in range(_HALVINGS):
+        active = np.any(excess > 0.0, axis=1)
+        left, start, end, largest = left[active], start[active], end[active], largest[active]
+        if not len(left):
+            return found
+        middle = start + rng.uniform(0.4, 0.6) * (end - start)
+        one, other = (_excess(client, *pair, largest)[0] for pair in ((start, middle), (middle, end)))
+        second = np.max(other, axis=1) > np.max(one, axis=1)
+        start, end = np.where(second[:, None], middle, start), np.where(second[:, None], end, middle)
+        excess = np.where(second[:, None], other, one)
+    rows = np.sum(excess > 0.0, axis=1)
+    found[left] = (rows > 0) & (rows <= few)
+    return found
+
+
+def _excess(client: Any, start: Array, end: Array, largest: Array | None) -> tuple[Array, Array]:
+    """By how much rows' changes exceed what slopes at both ends allow, (S, n), and the largest change of a row, (S, 1).
+
+    The change of a concave density is between its slopes at the ends, also where these differ, as at a kink.
+    """
+    share = _BESIDE * np.random.default_rng(client.view(probes_of).seed).uniform(0.5, 1.5)
+    near = [share * times * (end - start) for times in (1.0, 2.0)]  # an end itself may be a place apart
+    places = [start, start + near[0], start + near[1], end - near[1], end - near[0], end]
+    one, *beside, other = np.split(densities(client, np.concatenate(places)), len(places))
+    slope, other_slope = (beside[1] - beside[0]) / share, (beside[3] - beside[2]) / share
+    change = other - one
+    excess = np.maximum(change - np.maximum(slope, other_slope), np.minimum(slope, other_slope) - change)
+    if largest is None:
+        largest = np.max(np.abs(np.nan_to_num(change, posinf=0.0, neginf=0.0)), axis=1, initial=0.0, keepdims=True)
+    size = _EXCESS * largest + _DIGITS * (np.abs(one) + np.abs(other))
+    return np.where(excess > size, excess, 0.0), largest
 
 
 def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
@@ -328,19 +394,26 @@ _STEP_OF_ENTRIES = 1e-4  # prior sds
 _FEW_IN_ENTRIES = 1
 _BY_OUTCOMES = 1e-6  # relative change of a curvature with outcomes that is none
 _NOTHING_THERE = 1e-9  # of the largest term: a smaller one is rounding
+# Entries combined: honest rows far out have most of a combination, but not all of it but a millionth.
+_ALL_OF_IT, _FAINT_ENTRIES, _ENTRIES_A_ROW = 1.0 - 1e-6, 1e-6, 0.25
 
 
 def share_in_entries(client: Any, point: Array, enough: float) -> float:
     """The largest share of a row in an entry of the Hessian of all rows that tells more than a count.
 
-    Where both columns are codes of levels the entry counts a cell of two factors, which is allowed.
+    Where both columns are codes of levels the entry counts a cell of two factors, which is allowed. Or one, if a row
+    has a combination of entries to itself, as where two columns differ by signs but for one row: their squares differ
+    by that row alone, and no direction does.
     """
     x, paths = _at_modes(client, np.ascontiguousarray(point))
     steps = _STEP_OF_ENTRIES * client.view(probes_of).sd[:, None] * paths
 
-    def sizes(i: int, directions: Array) -> Array:
+    def terms_of(i: int, directions: Array) -> Array:
         change = slopes(client, x + steps[i], directions) - slopes(client, x - steps[i], directions)
-        return np.abs(np.nan_to_num(change, posinf=0.0, neginf=0.0))
+        return np.asarray(np.nan_to_num(change, posinf=0.0, neginf=0.0))
+
+    def sizes(i: int, directions: Array) -> Array:
+        return np.abs(terms_of(i, directions))
 
     m = len(paths)
     diagonal = np.stack([sizes(i, paths[i : i + 1])[:, 0] for i in range(m)], axis=1)
@@ -357,7 +430,13 @@ def share_in_entries(client: Any, point: Array, enough: float) -> float:
         terms[terms <= _NOTHING_THERE * max(largest[i], np.max(terms, initial=0.0))] = 0.0
         share = max(share, by_column(np.sqrt(terms), _FEW_IN_ENTRIES))
         if share >= enough:
-            break
+            return share
+    numbers = np.flatnonzero(~coded)
+    if len(numbers) * (len(numbers) + 1) / 2 <= _ENTRIES_A_ROW * len(diagonal):
+        entries = [terms_of(i, paths[numbers[: place + 1]]) for place, i in enumerate(numbers)]
+        combined = np.concatenate([diagonal[:, :0], *entries], axis=1)
+        if concentration(combined, _FEW_IN_ENTRIES, _ALL_OF_IT, _FAINT_ENTRIES) >= _ALL_OF_IT:
+            return 1.0
     return share
 
 
@@ -399,6 +478,7 @@ _STEP = 1e-3  # prior sds, of differences
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
 _NO_BEND = 1e-8  # the same along one direction, to which a large entry may contribute little
 _MOST_DIRECTIONS = 30
+_LINEAR = 1e-4  # of the largest curvature: a smaller rest is that of one-sided differences
 _SAME_OUTCOMES = 1e-6  # relative: what differs less is taken for equal
 
 
@@ -484,8 +564,32 @@ def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, 
         squares = np.maximum(np.sum(np.square(row_slopes), axis=0), 1e-300)
         times = np.einsum("kan,an->kn", changes, row_slopes) / squares
         rest = changes - times[:, None] * row_slopes
+        if np.max(np.abs(rest), initial=0.0) > _LINEAR * np.max(np.abs(changes), initial=0.0):
+            # Without a linear predictor entries combine as they are: the split hides what all but few rows cancel.
+            yield changes.reshape(-1, changes.shape[-1]).T.copy(), False
         yield rest.reshape(-1, rest.shape[-1]).T, False
         yield np.sqrt(np.abs(times) * np.sqrt(squares)).T, True
+    if len(bends) == len(slopes):
+        yield _of_scalars(client, slopes, bends), False
+
+
+def _of_scalars(client: Any, slopes: Array, bends: Array) -> Array:
+    """Curvatures (n, columns) between scalar variables that are not of one linear predictor.
+
+    Combinations of a vector's are looked at with the vector; a declaration may have a variable for each coordinate.
+    """
+    sizes = [int(np.prod(variable.shape, dtype=int)) for variable in client.layout.variables]
+    scalars = [place for place, size in zip(np.cumsum([0, *sizes]), sizes, strict=False) if size == 1]
+    found = [bends[i, j] for i in scalars for j in scalars if j < i and not _are_linear(slopes[[i, j]], bends, (i, j))]
+    return np.stack(found, axis=1) if found else np.zeros((slopes.shape[1], 0))
+
+
+def _are_linear(pair: Array, bends: Array, places: tuple[int, int]) -> bool:
+    """Whether curvatures of two coordinates are multiples of their slopes, row by row."""
+    (i, j), (one, other) = places, pair
+    size = _LINEAR * np.max(np.abs(pair)) * np.max(np.abs(bends[np.ix_(places, places)]))
+    gaps = bends[i, j] * one - bends[i, i] * other, bends[i, j] * other - bends[j, j] * one
+    return bool(np.max(np.abs(gaps), initial=0.0) <= size)
 
 
 def _ends(client: Any) -> list[list[Any]]:

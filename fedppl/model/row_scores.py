@@ -67,6 +67,28 @@ def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
     return np.concatenate(rows) if rows else np.zeros((0, len(directions)))
 
 
+def densities(client: ClientModel, points: Array) -> Array:
+    """Log densities (S, n) of rows at points (S, m + d), interpreted."""
+    return np.concatenate(client.template.once("row densities", lambda: _densities(client))(points, *client.inputs), 1)
+
+
+def _densities(client: ClientModel) -> Callable[..., Sequence[Array]]:
+    template = client.template
+    x, inputs, by_entry = _graph.observed_graph(template.parts, *template.variables)
+    by_row = _by_row(template.parts.model.observed_RVs, by_entry)
+    return interpreted.batched(x, inputs, by_row, interpreted.AS_WRITTEN) if by_row else lambda x, *_: [x[:, :0]]
+
+
+def _by_row(observed: Sequence[Any], densities: Sequence[Any]) -> list[Any]:
+    """Log densities (n,) of rows of those outcomes that have rows."""
+    found = []
+    for rv, density in zip(observed, densities, strict=True):
+        if density.type.ndim or not rv.type.ndim:
+            entries = pt.atleast_1d(density)
+            found.append(pt.sum(entries.reshape((entries.shape[0], -1)), axis=1))
+    return found
+
+
 def by_length(along: _Along | None, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
     """Slopes by the length of outcomes, with `along` or `elsewhere` of `row_scores`.
 
@@ -86,13 +108,10 @@ def _build(client: ClientModel) -> RowScores:
     parts = template.parts
     joint = [term.name for term in parts.model.potentials if term in parts.site_terms]
     x, inputs, densities = _graph.observed_graph(parts, shared, local)
-    by_row = []
-    for rv, density in zip(parts.model.observed_RVs, densities, strict=True):
-        if density.type.ndim == 0 and rv.type.ndim:
-            joint.append(rv.name)
-        else:
-            entries = pt.atleast_1d(density)
-            by_row.append(pt.sum(entries.reshape((entries.shape[0], -1)), axis=1))
+    observed = parts.model.observed_RVs
+    pairs = zip(observed, densities, strict=True)
+    joint += [rv.name for rv, density in pairs if density.type.ndim == 0 and rv.type.ndim]
+    by_row = _by_row(observed, densities)
     if not by_row:
         return RowScores(tuple(joint), None, None, (inputs, densities))
     arguments, outputs = _graphs(x, inputs, by_row)

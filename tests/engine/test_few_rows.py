@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -664,6 +665,18 @@ def bent(outcome: Any, kind: str) -> Any:
     return model
 
 
+@pytest.mark.parametrize("how", ["signs", "products", "scalars"])
+@pytest.mark.parametrize("few", [True, False])
+def test_entries_that_tell_a_row_together_are_refused(how: str, few: bool) -> None:
+    """The squares of columns that differ by signs, and products of coefficients, cancel but for one row."""
+    x, y, rows = patients.site(0)
+    marked = marks(rows[:1] if few else rows, patients.ROWS)
+    names = [f"b{i}" for i in range(5)] if how == "scalars" else ["beta"]
+    builder = patients.signs if how == "signs" else functools.partial(patients.products, apart=how == "scalars")
+    data = {"x": x[:, 1], "y": y, "marked": marked}
+    assert rule_of(builder, data, names) == ("few_rows" if few else "None")
+
+
 @pytest.mark.parametrize(
     ("kind", "value"), [("normal", 0.0), ("bernoulli", 0), ("bernoulli", 1), ("beta", 0.4), ("in the builder", 0.0)]
 )
@@ -691,6 +704,36 @@ def test_of_points_that_can_be_left_out_those_near_by_stay() -> None:
     request = admit(guard, fedppl.EP(), client, Request("a", 7, 1, (1,), step, "run"))
     assert request is not None
     assert request.message["inside"][0] and np.all(np.diff(request.message["inside"][-6:].astype(int)) <= 0)
+
+
+@pytest.mark.parametrize("at", [0.3, 0.2 + 0.2 * 0.375, 0.25])  # 0.275 and 0.3: halfway between points of the step
+def test_values_beyond_a_jump_of_one_row_are_left_out(at: float) -> None:
+    assert patients.along_a_step(at)["patients_jumps_along_a_step_met"]
+
+
+@pytest.mark.parametrize("family", ["t", "Laplace", "normal", "change for all"])
+def test_what_is_not_concave_or_changes_for_all_rows_is_no_jump(family: str) -> None:
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 2.5, shape=2)
+            mean = beta[0] + beta[1] * x
+            if family == "t":
+                pm.StudentT("obs", nu=3, mu=mean, sigma=0.3, observed=y)
+            elif family == "Laplace":
+                pm.Laplace("obs", mean, 1, observed=y)
+            elif family == "normal":
+                pm.Normal("obs", beta[0] * x, pt.exp(beta[1]), observed=y)
+            else:
+                pm.Normal("obs", mean + pt.gt(beta[0], 0.3), 1, observed=y)
+        return model
+
+    x = RNG.normal(size=400)
+    client = enrolled(build, {"x": x, "y": 0.5 * x + RNG.standard_t(3, 400)})
+    step = np.array([0.2, 0.3])
+    message = {"point": step, "move": step, "prior_share": np.array(0.0)}
+    request = admit(in_memory(LOOSE, "a"), fedppl.EP(), client, Request("a", 7, 1, (1,), message, "run"))
+    assert request is not None and np.all(request.message["inside"])
 
 
 def test_weights_that_open_a_unit_for_one_row_are_refused() -> None:
