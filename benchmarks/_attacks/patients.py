@@ -605,7 +605,7 @@ def honest_networks(count: int) -> dict[str, Any]:
             _train(net, X, y, int(rng.integers(50, 501)))
 
         # Without a client, whose declaration takes seconds: the looks need rows and weights alone.
-        unit = SimpleNamespace(
+        unit: Any = SimpleNamespace(
             net=net,
             state=lambda w, dtype, net=net: functional.state_of(net, torch.tensor(w, dtype=dtype)),
             tensor=lambda values, dtype: torch.tensor(values, dtype=dtype),
@@ -628,7 +628,8 @@ def _train(net: Any, X: Array, y: Array, steps: int) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     for _ in range(steps):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(net(inputs), outcomes).backward()
+        loss: Any = torch.nn.functional.cross_entropy(net(inputs), outcomes)
+        loss.backward()
         optimizer.step()
 
 

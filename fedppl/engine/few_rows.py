@@ -151,7 +151,7 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
         probe = (good + bad) // 2
     kept = np.zeros(len(points), dtype=bool)
     kept[order[: good + 1]] = True
-    if by_row is None and good < _MANY_SPARE:
+    if by_row is None and 0 < good < _MANY_SPARE:
         kept &= _before_jumps(client, points, kept, int(order[0]), rules.few_rows)
     return Ruling(None, kept)
 
@@ -217,7 +217,8 @@ def _excess(client: Any, start: Array, end: Array, largest: Array | None) -> tup
     if largest is None:
         largest = np.max(np.abs(np.nan_to_num(change, posinf=0.0, neginf=0.0)), axis=1, initial=0.0, keepdims=True)
     size = _EXCESS * largest + _DIGITS * (np.abs(one) + np.abs(other))
-    return np.where(excess > size, excess, 0.0), largest
+    ends = np.isfinite(one) != np.isfinite(other)  # a row outside of its support on one side alone
+    return np.where(ends, np.inf, np.where(excess > size, excess, 0.0)), largest
 
 
 def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
@@ -433,7 +434,7 @@ def share_in_entries(client: Any, point: Array, enough: float) -> float:
             return share
     numbers = np.flatnonzero(~coded)
     if len(numbers) * (len(numbers) + 1) / 2 <= _ENTRIES_A_ROW * len(diagonal):
-        entries = [terms_of(i, paths[numbers[: place + 1]]) for place, i in enumerate(numbers)]
+        entries = [terms_of(int(i), paths[numbers[: place + 1]]) for place, i in enumerate(numbers)]
         combined = np.concatenate([diagonal[:, :0], *entries], axis=1)
         if concentration(combined, _FEW_IN_ENTRIES, _ALL_OF_IT, _FAINT_ENTRIES) >= _ALL_OF_IT:
             return 1.0
