@@ -251,8 +251,7 @@ def read(path: str | os.PathLike[str]) -> Policy:
         raise DeclarationError(f"path={settings.shown(path)} must be the path of a TOML file with a policy.")
     shown = repr(os.fspath(path))
     try:
-        with Path(path).open("rb") as file:
-            values = tomllib.load(file)
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # an editor may put a mark in front
     except OSError as error:
         raise DeclarationError(f"policy {shown} cannot be read: {error.strerror}; correct the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
