@@ -47,8 +47,8 @@ def test_a_file_says_what_the_keywords_say(tmp_path: Path) -> None:
     )
     path.write_text("")
     assert policy.read(path) == Policy()
-    path.write_text("min_rows = 7\n", encoding="utf-8-sig")  # as some editors save it
-    assert policy.read(path).min_rows == 7
+    path.write_text("rows = 7\n", encoding="utf-8-sig")  # as some editors save it
+    assert policy.read(path).rows == 7
 
 
 @pytest.mark.parametrize(
