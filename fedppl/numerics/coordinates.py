@@ -8,7 +8,11 @@ covariance Σ become the matrix logarithm about a Σ_0 in its middle,
           \left|\frac{\partial \Sigma}{\partial A}\right|
           = |C|^{n+1} \prod_i e^{w_i} \prod_{i<j} \frac{e^{w_i} - e^{w_j}}{w_i - w_j}
 
-with A's eigenvalues w: no order of the effects matters in it, and no unit.
+with A's eigenvalues w: no order of the effects matters in it, and no unit. Of a location μ that few groups tell the
+spread grows with the scales of their effects, so that its margin has heavy tails, and given the scales has none. Along
+each direction of the locations,
+
+.. math:: u = c + \frac{\mu - c}{\sqrt{1 + \sum_i b_i s_i^2}}
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import linalg
 from scipy.special import expit, softmax
 
 from fedppl.types import Array
@@ -26,6 +31,13 @@ Places = NDArray[np.intp]
 _MOST_LOG = 100.0  # of a scale
 _MOST_EIGENVALUE = 60.0  # of a matrix logarithm: beyond, where no posterior has mass, it stands for all
 _LEAST_SCALE = 1e-150  # of a root of a covariance
+_GROWTHS = np.concatenate([[0.0], 10.0 ** np.arange(-3.0, 3.1, 0.25)])
+_PASSES = 2
+_TOLD = 2048  # weighted points by which growths are chosen
+_EACH = 15  # effective ones for each location, with which other directions than these are looked at
+# Log units a point that a growth has to gain, and how many more for each point's share of the weight: one coefficient
+# gains half a unit in all by chance.
+_GAIN, _GAIN_BY_CHANCE = 0.02, 4.0
 
 
 class Block(NamedTuple):
@@ -35,12 +47,24 @@ class Block(NamedTuple):
     root: Array  # (n, n) C
 
 
+class Stretch(NamedTuple):
+    """Directions of locations that spread more where scales are large."""
+
+    places: Places  # (L,) of locations
+    center: Array  # (L,) c
+    basis: Array  # (L, L) its rows are the directions
+    scales: Places  # (n,) of their logarithms
+    log_units: Array  # (n,)
+    growth: Array  # (L, n) b, of variances with squared scales in these units
+
+
 class Coordinates(NamedTuple):
     """What stands in the place of which φ."""
 
     folded: Places  # logarithms of scales, of which arsinh is taken
     log_units: Array  # log s_0 of these
     blocks: tuple[Block, ...]  # matrix logarithms
+    stretch: Stretch
 
 
 def covariances(labels: tuple[str, ...]) -> list[Places]:
@@ -52,14 +76,107 @@ def covariances(labels: tuple[str, ...]) -> list[Places]:
 
 def plain() -> Coordinates:
     """φ itself."""
-    return Coordinates(np.zeros(0, dtype=np.intp), np.zeros(0), ())
+    return Coordinates(np.zeros(0, dtype=np.intp), np.zeros(0), (), _none())
 
 
-def coordinates_of(labels: tuple[str, ...], folded: Places, center: Array) -> Coordinates:
+def _none() -> Stretch:
+    nowhere = np.zeros(0, dtype=np.intp)
+    return Stretch(nowhere, np.zeros(0), np.zeros((0, 0)), nowhere, np.zeros(0), np.zeros((0, 0)))
+
+
+def coordinates_of(
+    labels: tuple[str, ...], folded: Places, center: Array, stretch: Stretch | None = None
+) -> Coordinates:
     """Coordinates about φ (m,) with these scales folded, and logarithms of covariances that have none of these."""
     whole = [places for places in covariances(labels) if not np.isin(places, folded).any()]
     blocks = tuple(Block(places, _roots(center[None, places])[0]) for places in whole)
-    return Coordinates(folded, center[folded], blocks)
+    return Coordinates(folded, center[folded], blocks, _none() if stretch is None else stretch)
+
+
+def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
+    """Which directions of locations spread with which scales, by weighted points (S, m).
+
+    Of a location by itself, or along those directions that spread the most from low to high values of a scale: effects
+    of a slope within each arm move the slopes of all arms together. What is most alike to a normal is taken.
+    """
+    names = [label.partition("[")[0] for label in labels]
+    places = np.array([i for i, name in enumerate(names) if not name.endswith("__")], dtype=np.intp)
+    scales = np.array([i for i, name in enumerate(names) if name.endswith("_log__")], dtype=np.intp)
+    if not len(places) or not len(scales):
+        return _none()
+    order = np.sort(np.argsort(weights, kind="stable")[-_TOLD:])
+    phi, weights = phi[order], weights[order] / weights[order].sum()
+    center, effective = weights @ phi, 1.0 / float(np.sum(weights**2))
+    x, logs = phi[:, places] - center[places], phi[:, scales] - center[scales]
+    squares = np.exp(2.0 * np.minimum(logs, _MOST_LOG))
+    bases = [np.eye(len(places))]
+    if effective > _EACH * len(places):
+        bases += [_spreading(x, logs[:, i], weights) for i in range(len(scales))]
+    gain = _GAIN + _GAIN_BY_CHANCE / effective
+    stretches = [
+        Stretch(
+            places,
+            center[places],
+            basis,
+            scales,
+            center[scales],
+            np.stack([_growth(along**2, squares, weights, gain) for along in (x @ basis.T).T]),
+        )
+        for basis in bases
+    ]
+    best = min(stretches, key=lambda one: misfit(phi, weights, one, places))
+    return best if np.any(best.growth) else _none()
+
+
+def _spreading(x: Array, log_scale: Array, weights: Array) -> Array:
+    """Directions (L, L) in which x (S, L) has other variances where a scale is high than where it is low."""
+    order = np.argsort(log_scale, kind="stable")
+    shares = np.cumsum(weights[order])
+    low, high = (
+        (x[some] * weights[some, None]).T @ x[some] / weights[some].sum()
+        for some in (order[shares <= 1.0 / 3.0], order[shares >= 2.0 / 3.0])
+    )
+    try:
+        return np.asarray(linalg.eigh(high, low)[1].T)
+    except linalg.LinAlgError:  # points in a plane
+        return np.eye(x.shape[1])
+
+
+def _growth(squared: Array, scales: Array, weights: Array, gain: float) -> Array:
+    """Growth (n,) of a variance with squared scales (S, n), by squared distances (S,).
+
+    Scale by scale, the best of a grid given the others; growth that gains too little is 0.
+    """
+    growth = np.zeros(scales.shape[1])
+    for i in [*range(len(growth))] * _PASSES:
+        variances = 1.0 + (scales @ growth - scales[:, i] * growth[i])[:, None] + scales[:, i : i + 1] * _GROWTHS
+        misfits = 0.5 * np.log(weights @ (squared[:, None] / variances)) + 0.5 * (weights @ np.log(variances))
+        growth[i] = _GROWTHS[np.argmin(misfits)] if misfits[0] - np.min(misfits) > gain else 0.0
+    return growth
+
+
+def misfit(phi: Array, weights: Array, stretch: Stretch, places: Places) -> float:
+    """Mean negative log density, but for a constant, of φ at these places as a normal in stretched coordinates."""
+    u = phi - weights @ phi
+    variances = np.ones((len(phi), 0))
+    if len(stretch.places):
+        variances = _variances(phi, stretch)
+        u[:, stretch.places] = _stretched(phi, stretch, variances)
+    u = u[:, places]
+    covariance = (u * weights[:, None]).T @ u
+    return float(0.5 * np.linalg.slogdet(covariance)[1] + 0.5 * weights @ np.log(variances).sum(axis=1))
+
+
+def _variances(phi: Array, stretch: Stretch) -> Array:
+    """Variances (S, L) along the directions, in those where scales are 0."""
+    scales = np.exp(2.0 * np.minimum(phi[:, stretch.scales] - stretch.log_units, _MOST_LOG))
+    return np.asarray(1.0 + scales @ stretch.growth.T)
+
+
+def _stretched(phi: Array, stretch: Stretch, variances: Array) -> Array:
+    """Locations (S, L) about their center, in units that grow with the scales."""
+    along = (phi[:, stretch.places] - stretch.center) @ stretch.basis.T / np.sqrt(variances)
+    return np.asarray(np.linalg.solve(stretch.basis, along.T).T)
 
 
 def of_phi(phi: Array, coordinates: Coordinates) -> Array:
@@ -71,6 +188,9 @@ def of_phi(phi: Array, coordinates: Coordinates) -> Array:
         vectors, values, _ = np.linalg.svd(np.linalg.solve(block.root, roots))
         logs = 2.0 * np.log(np.maximum(values, _LEAST_SCALE))
         u[:, block.places] = _lower((vectors * logs[:, None, :]) @ vectors.transpose(0, 2, 1))
+    stretch = coordinates.stretch
+    if len(stretch.places):
+        u[:, stretch.places] = stretch.center + _stretched(phi, stretch, _variances(phi, stretch))
     return u
 
 
@@ -84,6 +204,10 @@ def to_phi(u: Array, coordinates: Coordinates) -> Array:
         halves = np.exp(0.5 * np.clip(values, -_MOST_EIGENVALUE, _MOST_EIGENVALUE))
         upper = np.asarray(np.linalg.qr((block.root @ (vectors * halves[:, None, :])).transpose(0, 2, 1), mode="r"))
         phi[:, block.places] = _sds_and_partials(upper.transpose(0, 2, 1))
+    stretch = coordinates.stretch
+    if len(stretch.places):
+        along = (u[:, stretch.places] - stretch.center) @ stretch.basis.T * np.sqrt(_variances(phi, stretch))
+        phi[:, stretch.places] = stretch.center + np.linalg.solve(stretch.basis, along.T).T
     return phi
 
 
@@ -91,6 +215,7 @@ def log_slope(phi: Array, coordinates: Coordinates) -> Array:
     """log |dφ / du|, (S,): what is added to a log density in φ for one in u."""
     logs = phi[:, coordinates.folded] - coordinates.log_units
     slope = np.sum(0.5 * np.logaddexp(2.0 * logs, 0.0) - logs, axis=1)
+    slope += 0.5 * np.sum(np.log(_variances(phi, coordinates.stretch)), axis=1)
     for block in coordinates.blocks:
         slope += _log_slope(phi[:, block.places], block.root)
     return np.asarray(slope)

@@ -258,7 +258,10 @@ def _estimate(state: Weighing, weights: _Weights, draws: Array, batch: Array, un
 def _on_declared_scales(state: Weighing, posterior: Drawn, weights: _Weights) -> _Declared:
     assert state.draws is not None
     points = *(to_phi(of.u, state.shape.coordinates) for of in (posterior, state.draws.posterior)), state.batch.phi
-    at, draws, batch = (declared(state.about.labels, phi) for phi in points)
+    stretched = state.shape.coordinates.stretch.places
+    at, draws, batch = (
+        np.concatenate([declared(state.about.labels, phi), phi[:, stretched]], axis=1) for phi in points
+    )
     if not at.shape[1]:
         return _Declared(0.0, 0.0)
     center = posterior.weights @ at

@@ -38,7 +38,17 @@ from fedppl.algorithms.sums.phases import (
 from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance, region, surrogate
-from fedppl.numerics.coordinates import Coordinates, Places, coordinates_of, log_slope, of_phi, plain, to_phi
+from fedppl.numerics.coordinates import (
+    Coordinates,
+    Places,
+    coordinates_of,
+    log_slope,
+    misfit,
+    of_phi,
+    plain,
+    stretch_of,
+    to_phi,
+)
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
 from fedppl.numerics.integral import smooth_over
 from fedppl.numerics.proposals import Proposal, beyond
@@ -51,6 +61,7 @@ _FEWEST = 10  # effective draws for each coordinate, without which a surrogate t
 _CANDIDATES = 512  # of a scramble, from which a batch is chosen
 _SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _LOG = "log__"
+_GAINED = 0.03  # log units a point by which locations are to be more normal in other coordinates
 _PILOTS = 2
 _LATE = 3  # stage from which an error is not one of few points above all
 _COPIES = 0.2  # effective share of candidates below which draws are moved on
@@ -306,7 +317,8 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     weights = normalise(importance.smoothed(logs)[0])
     coordinates = state.shape.coordinates
     if not state.pilots:
-        coordinates = coordinates_of(state.about.labels, _scales(state, points, weights), weights @ points)
+        stretch = stretch_of(state.about.labels, points, weights)
+        coordinates = coordinates_of(state.about.labels, _scales(state, points, weights), weights @ points, stretch)
     u = of_phi(points, coordinates)
     moments, wide = weighted_moments(u, weights), weighted_moments(u, np.full(len(u), 1.0 / len(u)))
     kept = min(1.0, effective_size(weights) / (_FEWEST * len(moments.mean)))  # few points do not tell a covariance
@@ -361,15 +373,20 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
 
 
 def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighing, Surrogate, Drawn] | None:
-    """The same values in coordinates with more scales; None where no other scale should be one.
+    """The same values in coordinates with more scales, or stretched otherwise; None where they should stay.
 
     A pilot's weights may not show a tail that a surrogate has.
     """
     phi = to_phi(posterior.u, state.shape.coordinates)
-    folded = _scales(state, phi, posterior.weights)
-    if len(folded) == len(state.shape.coordinates.folded):
+    folded, stretch = _scales(state, phi, posterior.weights), state.shape.coordinates.stretch
+    if state.stage < _LATE:
+        other = stretch_of(state.about.labels, phi, posterior.weights)
+        places = np.union1d(stretch.places, other.places)
+        apart, closer = (misfit(phi, posterior.weights, one, places) for one in (stretch, other))
+        stretch = other if len(places) and apart - closer > _GAINED else stretch
+    if len(folded) == len(state.shape.coordinates.folded) and stretch is state.shape.coordinates.stretch:
         return None
-    coordinates = coordinates_of(state.about.labels, folded, posterior.weights @ phi)
+    coordinates = coordinates_of(state.about.labels, folded, posterior.weights @ phi, stretch)
     moments = weighted_moments(of_phi(phi, coordinates), posterior.weights)
     unit = Unit(moments.mean, np.sqrt(np.diag(moments.covariance)))
     after = _with_shape(state, coordinates, unit, ())
