@@ -25,9 +25,9 @@ from fedppl.types import Array
 
 MOST_FOLDED = 6
 _WIDE = 2.5  # times as wide as the posterior, a part of the candidates
-_ROOM = 1.3  # times the posterior's variances, the others
+ROOM = 1.3  # times the posterior's variances, the others
 _PARTS = 16  # of a mixture at most, each with a stream of its own
-WIDER = 0.5 * _ROOM * (1.0 + _WIDE**2)  # times the posterior's variances, those of candidates
+WIDER = 0.5 * ROOM * (1.0 + _WIDE**2)  # times the posterior's variances, those of candidates
 _DEEP, _DEEPER = 40.0, 2.0  # log units below the largest value down to which values count, and for each coordinate
 _MOST = 2000  # values that a surrogate goes through
 _PER_TERM = 1.3  # values for each coefficient of a quadratic, the least
@@ -97,9 +97,9 @@ def mixture(
     Without points far out a surrogate's tails are made up.
     """
     far, out = max(1, int(wide * per_scramble)), per_scramble // 4 if outer else 0
-    own = propose(mean, _ROOM * covariance, max(1, per_scramble - far - out))
+    own = propose(mean, ROOM * covariance, max(1, per_scramble - far - out))
     others = [one._replace(per_scramble=max(1, out // len(outer))) for one in outer]
-    return own, propose(mean, _ROOM * _WIDE**2 * covariance, far), *others
+    return own, propose(mean, ROOM * _WIDE**2 * covariance, far), *others
 
 
 def candidates(of: tuple[Proposal, ...], folded: Places, stream: int) -> Candidates:

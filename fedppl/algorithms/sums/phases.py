@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import region
-from fedppl.numerics.coordinates import Coordinates, log_slope
+from fedppl.numerics.coordinates import Coordinates, declared, log_slope
 from fedppl.numerics.importance import normalise, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
@@ -56,6 +56,7 @@ class Batch(NamedTuple):
     u: Array  # (S, m) in the coordinates of the surrogate
     log_density: Array  # (S,) of the candidates
     log_surrogate: Array  # (S,) not normalised; NaN in the pilot
+    log_drawn: Array  # (S,) what points are drawn from: the surrogate, more often in heavy tails, with its integral
     times: Array  # (S,) how often each was drawn; 0 of probes, which have no weight
     scramble: NDArray[np.intp]
 
@@ -84,7 +85,8 @@ class Shape(NamedTuple):
     """Coordinates of surrogates, and moments in these."""
 
     coordinates: Coordinates
-    outer: tuple[Proposal, ...]  # proposals in the tails, where they are heavy
+    outer: tuple[Proposal, ...]  # proposals in the tails of coordinates, where they are heavy
+    farther: tuple[Proposal, ...]  # where squares on declared scales come from, if their tails are heavy
     unit: Unit  # of moments
     estimates: tuple[Estimate, ...]  # of the stages so far
 
@@ -168,6 +170,11 @@ def values_of_batch(state: Weighing) -> Array:
     """Log densities, in the coordinates of the surrogate, of the batch that was evaluated last."""
     count = len(state.batch.phi)
     return np.asarray(state.evaluated.values[-count:] + log_slope(state.batch.phi, state.shape.coordinates))
+
+
+def on_declared_scales(state: Weighing, phi: Array) -> Array:
+    """φ (S, m) on the scales that variables are declared on, where these or their spread are others, (S, L)."""
+    return np.concatenate([declared(state.about.labels, phi), phi[:, state.shape.coordinates.stretch.places]], axis=1)
 
 
 # Moments of a posterior: what each stage says, what they say together, and draws put right by it ---

@@ -26,13 +26,14 @@ from fedppl.algorithms.sums.phases import (
     effort_of,
     features,
     moments_of,
+    on_declared_scales,
     pooled,
     sizes,
     tilted,
     values_of_batch,
 )
 from fedppl.numerics import importance, region, surrogate
-from fedppl.numerics.coordinates import declared, log_slope, to_phi
+from fedppl.numerics.coordinates import log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails
 from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, second_k
@@ -44,6 +45,7 @@ BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate
 _STAGES, _MORE_STAGES = 6, 8  # at most; and where more points would do
 _NEAR = 2.0  # times as large as it may be, an error of which two more stages are expected to leave little enough
 _ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
+_ENOUGH_DECLARED = 0.016  # the same on the scales that variables are declared on
 _MOST_OFF = 6.0  # standard errors by which moments of draws may be off to be put right by weights
 _PUT_RIGHT = 0.1  # posterior sds that they may be off by at least, where enough points are effective to tell
 _MOST_OF_MANY = 0.03  # standard error of many moments, of which the largest error is some times that
@@ -107,7 +109,7 @@ def judged(
     noise, moved = float(np.sqrt(weights.posterior @ squares)), _moved(state, weights, signed, squares)
     # With more points at which θ is integrated, the residuals at the others are predicted better.
     is_told = noise <= _NOISE and moved <= _MOVED
-    is_small = largest <= _ENOUGH and chance <= _MOST_OF_MANY and weights.effective >= _EFFECTIVE
+    is_small = largest <= _ENOUGH and chance <= _ENOUGH_DECLARED and weights.effective >= _EFFECTIVE
     enough = trusted and is_told and is_small and not (errors.heavy and not state.shape.outer)
     is_near = largest <= _NEAR * most and chance <= _NEAR * MOST_ERROR and weights.effective >= _LEAST
     more_would_do = not trusted and is_told and is_near
@@ -166,7 +168,8 @@ def _put_right(
     """Draws with the moments of the estimate, their error, and what of it is their number's."""
     by_draws, error, on_declared = chance_of_draws(posterior), errors.error, errors.on_declared
     if by_draws > BY_DRAWS:
-        by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, state.shape.outer)
+        far = (*state.shape.outer, *state.shape.farther)
+        by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, far)
         more = surrogate.drawn(through, by, state.shape.coordinates.folded, stream)
         pairs = (posterior, by_draws), (more, chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
@@ -202,7 +205,7 @@ def _weights(state: Weighing) -> _Weights:
     assert state.draws is not None
     batch, values = state.batch, values_of_batch(state)
     mixture = np.logaddexp(
-        np.log(1.0 - DEFENCE) + batch.log_surrogate - state.draws.candidates.log_integral,
+        np.log(1.0 - DEFENCE) + batch.log_drawn - state.draws.candidates.log_integral,
         np.log(DEFENCE) + batch.log_density,
     )
     raw = np.where(np.isfinite(values), values - mixture, -np.inf)
@@ -258,10 +261,7 @@ def _estimate(state: Weighing, weights: _Weights, draws: Array, batch: Array, un
 def _on_declared_scales(state: Weighing, posterior: Drawn, weights: _Weights) -> _Declared:
     assert state.draws is not None
     points = *(to_phi(of.u, state.shape.coordinates) for of in (posterior, state.draws.posterior)), state.batch.phi
-    stretched = state.shape.coordinates.stretch.places
-    at, draws, batch = (
-        np.concatenate([declared(state.about.labels, phi), phi[:, stretched]], axis=1) for phi in points
-    )
+    at, draws, batch = (on_declared_scales(state, phi) for phi in points)
     if not at.shape[1]:
         return _Declared(0.0, 0.0)
     center = posterior.weights @ at

@@ -32,6 +32,7 @@ from fedppl.algorithms.sums.phases import (
     Weighing,
     chance_of_draws,
     effort_of,
+    on_declared_scales,
     values_of_batch,
     widens,
 )
@@ -51,7 +52,7 @@ from fedppl.numerics.coordinates import (
 )
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
 from fedppl.numerics.integral import smooth_over
-from fedppl.numerics.proposals import Proposal, beyond
+from fedppl.numerics.proposals import Proposal, beyond, propose
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import standard_normal
 from fedppl.numerics.surrogate import Drawn, Surrogate
@@ -64,11 +65,21 @@ _LOG = "log__"
 _GAINED = 0.03  # log units a point by which locations are to be more normal in other coordinates
 _PILOTS = 2
 _LATE = 3  # stage from which an error is not one of few points above all
+_HEAVY = 5.0  # kurtosis from which points are drawn more often in a tail; 3 of a normal
+_CLOSE = 0.1  # share of the posterior's covariance in that of the draws that have most of a second moment
 _COPIES = 0.2  # effective share of candidates below which draws are moved on
 _STEPS = 24  # by which they are moved
 _APART = 1000  # between the streams of pilots and stages
 _NORMALS = 512  # draws of a scramble of a normal posterior
 _NORMAL = 1e-6  # log units, residual of a quadratic through all values where the posterior is normal
+
+
+class Tails(NamedTuple):
+    """Coordinates, and then declared scales, with heavy tails."""
+
+    places: Places
+    center: Array  # of all
+    variances: Array
 
 
 class Answer(NamedTuple):
@@ -96,7 +107,7 @@ def begin(
     return Weighing(
         About(q, prior, labels, many),
         Evaluated(nothing, np.zeros(0), np.zeros(0), _not_integrated(m), np.zeros(2), True),
-        Shape(plain(), (), Unit(mean, gaussian.standard_deviations(q)), ()),
+        Shape(plain(), (), (), Unit(mean, gaussian.standard_deviations(q)), ()),
         _of_candidates(mean, covariance, plain(), count, stream, (MANY if many else FEW).wide),
         draws=None,
         stage=0,
@@ -114,7 +125,7 @@ def _of_candidates(
 ) -> Batch:
     at = surrogate.candidates(surrogate.mixture(mean, covariance, per_scramble, wide), coordinates.folded, stream)
     ones = np.ones(len(at.u))
-    return Batch(to_phi(at.u, coordinates), at.u, at.log_density, np.nan * ones, ones, at.scramble)
+    return Batch(to_phi(at.u, coordinates), at.u, at.log_density, np.nan * ones, np.nan * ones, ones, at.scramble)
 
 
 def with_integrated(state: Weighing, integrated: Integrated, laplace: Array) -> Weighing:
@@ -205,7 +216,8 @@ def with_more_integrated(state: Weighing) -> Weighing:
     if state.rule == Rule.AT_FEW:
         return state._replace(evaluated=evaluated, rule=Rule.ROUGHLY)
     b, few = state.batch, slice(None, None, 4)
-    batch = Batch(b.phi[few], b.u[few], b.log_density[few], b.log_surrogate[few], b.times[few], b.scramble[few])
+    logs = b.log_density[few], b.log_surrogate[few], b.log_drawn[few]
+    batch = Batch(b.phi[few], b.u[few], *logs, b.times[few], b.scramble[few])
     return state._replace(evaluated=evaluated, batch=batch, rule=Rule.EVERYWHERE)
 
 
@@ -241,7 +253,9 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         state, through, posterior = refolded
     outer = beyond(posterior.u, posterior.weights, _CANDIDATES)
     # Of another stream than the draws that stand for the posterior, which are nearly the same from stage to stage.
-    by = surrogate.mixture(posterior.mean, posterior.covariance, _CANDIDATES, 0.25, outer)
+    tails = _tails(state, posterior)
+    farther = _farther(state, tails, posterior)
+    by = surrogate.mixture(posterior.mean, posterior.covariance, _CANDIDATES, 0.25, (*outer, *farther))
     candidates = surrogate.drawn(through, by, state.shape.coordinates.folded, stream + 1 + state.stage)
     drawn = candidates
     if _are_copies(candidates):
@@ -250,11 +264,11 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         )
     count *= 1 if state.stage < 2 else 2 ** (state.stage - 1)
     parts = (
-        _chosen(candidates, drawn, by, state.shape.coordinates, count),
+        _chosen(state, candidates, drawn, by, tails, count),
         _probes(posterior, state.shape.coordinates, effort_of(state).probes),
     )
     after = state._replace(
-        shape=state.shape._replace(outer=outer),
+        shape=state.shape._replace(outer=outer, farther=farther),
         batch=Batch(*(np.concatenate(pair) for pair in zip(*parts, strict=True))),
         draws=Draws(candidates, posterior),
         stage=state.stage + 1,
@@ -329,14 +343,15 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
 
 def _with_shape(state: Weighing, coordinates: Coordinates, unit: Unit, outer: tuple[Proposal, ...]) -> Weighing:
     """The state in other coordinates; estimates so far may be in other units, and go."""
-    return state._replace(shape=Shape(coordinates, outer, unit, ()))
+    return state._replace(shape=Shape(coordinates, outer, (), unit, ()))
 
 
 def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, stream: int) -> Drawn:
     """Draws of a surrogate, as many as its moments need: their error is part of every estimate."""
 
     def by(count: int) -> Drawn:
-        mixture = surrogate.mixture(mean, covariance, count, 0.125, state.shape.outer)
+        far = (*state.shape.outer, *state.shape.farther)
+        mixture = surrogate.mixture(mean, covariance, count, 0.125, far)
         return surrogate.drawn(through, mixture, state.shape.coordinates.folded, stream)
 
     count = effort_of(state).draws
@@ -416,12 +431,57 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
     return Judged(state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1), "")
 
 
-def _chosen(candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], coordinates: Coordinates, count: int) -> Batch:
-    """Draws of the surrogate, by systematic resampling in each scramble, and candidates as they come."""
-    each = max(4, count // region.SCRAMBLES)
+def _tails(state: Weighing, of: Drawn) -> Tails:
+    """Which coordinates and declared scales have heavy tails, of a surrogate."""
+    x = _all_scales(state, of.u)
+    center = of.weights @ x
+    squares = (x - center) ** 2
+    variances = np.maximum(of.weights @ squares, 1e-300)
+    is_heavy = of.weights @ squares**2 > _HEAVY * variances**2
+    return Tails(np.flatnonzero(is_heavy), center, variances)
+
+
+def _farther(state: Weighing, tails: Tails, of: Drawn) -> tuple[Proposal, ...]:
+    """A t about the draws weighted by squares along heavy tails: where most of an sd comes from."""
+    if not len(tails.places):
+        return ()
+    moments = weighted_moments(
+        of.u, normalise(np.log(np.maximum(of.weights, 1e-300)) + _log_squares(state, tails, of.u))
+    )
+    covariance = moments.covariance + _CLOSE * of.covariance  # few draws have most of the squares
+    return (propose(moments.mean, surrogate.ROOM * covariance, 1),)
+
+
+def _all_scales(state: Weighing, u: Array) -> Array:
+    return np.concatenate([u, on_declared_scales(state, to_phi(u, state.shape.coordinates))], axis=1)
+
+
+def _log_tilt(state: Weighing, tails: Tails, u: Array) -> Array:
+    """How much more often points (S, m) are drawn than the surrogate has them: by squares along heavy tails.
+
+    So an sd has an error that does not grow with the tail: half of the points tell of the middle, half of squares.
+    """
+    if not len(tails.places):
+        return np.zeros(len(u))
+    return np.asarray(np.logaddexp(0.0, _log_squares(state, tails, u)) - np.log(2.0))
+
+
+def _log_squares(state: Weighing, tails: Tails, u: Array) -> Array:
+    """Log of the mean squared distance along heavy tails, in variances."""
+    x = _all_scales(state, u)[:, tails.places]
+    squares = (x - tails.center[tails.places]) ** 2 / tails.variances[tails.places]
+    return np.asarray(np.log(np.maximum(np.mean(squares, axis=1), 1e-300)))
+
+
+def _chosen(state: Weighing, candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], tails: Tails, count: int) -> Batch:
+    """Draws of the surrogate, more of them in heavy tails, by systematic resampling by scrambles; and candidates."""
+    coordinates, each = state.shape.coordinates, max(4, count // region.SCRAMBLES)
     defensive = max(1, min(int(DEFENCE * each), len(candidates.u) // region.SCRAMBLES))
+    tilt = _log_tilt(state, tails, of.u)
+    log_mean = float(np.log(of.weights @ np.exp(tilt)))
+    tilted = of._replace(weights=of.weights * np.exp(tilt - log_mean))
     parts = []
-    for scramble, places in enumerate(surrogate.resampled(of, each - defensive)):
+    for scramble, places in enumerate(surrogate.resampled(tilted, each - defensive)):
         as_they_come = np.flatnonzero(candidates.scramble == scramble)[:defensive]
         u = np.concatenate([candidates.u[as_they_come], of.u[places]])
         logs = np.concatenate([candidates.log_density[as_they_come], of.log_density[places]])
@@ -431,7 +491,8 @@ def _chosen(candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], coordinates:
         parts.append((u[at], logs[at], number[order].astype(float), np.full(len(at), scramble)))
     u, logs, times, scrambles = (np.concatenate(part) for part in zip(*parts, strict=True))
     phi, log_density = to_phi(u, coordinates), surrogate.log_candidates(by, u, coordinates.folded)
-    return Batch(phi, u, log_density, logs, times, scrambles.astype(np.intp))
+    drawn = logs + _log_tilt(state, tails, u) - log_mean
+    return Batch(phi, u, log_density, logs, drawn, times, scrambles.astype(np.intp))
 
 
 def _probes(of: Drawn, coordinates: Coordinates, count: int) -> Batch:
@@ -439,7 +500,7 @@ def _probes(of: Drawn, coordinates: Coordinates, count: int) -> Batch:
     z = (of.u - of.mean) / np.sqrt(np.diag(of.covariance))
     at = np.argsort(-of.weights * np.max(z**2, axis=1), kind="stable")[:count]
     phi, none = to_phi(of.u[at], coordinates), np.zeros(len(at))
-    return Batch(phi, of.u[at], of.log_proposal[at], of.log_density[at], none, of.scramble[at])
+    return Batch(phi, of.u[at], of.log_proposal[at], of.log_density[at], of.log_density[at], none, of.scramble[at])
 
 
 def candidates_about(state: Weighed, per_scramble: int) -> tuple[Array, NDArray[np.intp], Array]:
@@ -447,7 +508,8 @@ def candidates_about(state: Weighed, per_scramble: int) -> tuple[Array, NDArray[
     assert state.posterior is not None
     u = of_phi(state.posterior.points, state.shape.coordinates)
     moments = weighted_moments(u, state.posterior.weights)
-    by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, 0.5, state.shape.outer)
+    far = (*state.shape.outer, *state.shape.farther)
+    by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, 0.5, far)
     at = surrogate.candidates(by, state.shape.coordinates.folded, 0)
     phi = to_phi(at.u, state.shape.coordinates)
     return phi, at.scramble, np.asarray(at.log_density - log_slope(phi, state.shape.coordinates))
