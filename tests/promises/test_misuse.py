@@ -223,7 +223,9 @@ def test_arguments_with_defaults_and_open_ones_need_no_data() -> None:
 def test_hypotheses_takes_a_fit_and_one_name() -> None:
     fit = fitted()
     table = fedppl.hypotheses(fit, rope=(-np.inf, 0), var_names="mu")
-    assert table.equals(fedppl.hypotheses(fit.idata, rope=(-np.inf, 0)))
+    of_draws = fedppl.hypotheses(fit.idata, rope=(-np.inf, 0))
+    assert table.columns.equals(of_draws.columns) and table.index.equals(of_draws.index)
+    assert table["probability_of_direction"].equals(of_draws["probability_of_direction"])
 
 
 # --- the message of a fit -------------------------------------------------------------------------------------
