@@ -31,9 +31,9 @@ Places = NDArray[np.intp]
 _MOST_LOG = 100.0  # of a scale
 _MOST_EIGENVALUE = 60.0  # of a matrix logarithm: beyond, where no posterior has mass, it stands for all
 _LEAST_SCALE = 1e-150  # of a root of a covariance
-_GROWTHS = np.concatenate([[0.0], 10.0 ** np.arange(-3.0, 3.1, 0.25)])
+_GROWTHS = np.concatenate([[0.0], 10.0 ** np.arange(-3.0, 3.1, 0.5)])
 _PASSES = 2
-_TOLD = 2048  # weighted points by which growths are chosen
+_TOLD = 1024  # weighted points by which growths are chosen
 _EACH = 15  # effective ones for each location, with which other directions than these are looked at
 # Log units a point that a growth has to gain, and how many more for each point's share of the weight: one coefficient
 # gains half a unit in all by chance.
@@ -55,7 +55,8 @@ class Stretch(NamedTuple):
     basis: Array  # (L, L) its rows are the directions
     scales: Places  # (n,) of their logarithms
     log_units: Array  # (n,)
-    growth: Array  # (L, n) b, of variances with squared scales in these units
+    powers: Array  # (n,) 2 of an sd's, −1 of a precision's
+    growth: Array  # (L, n) b, of variances with these powers of scales in their units
 
 
 class Coordinates(NamedTuple):
@@ -81,7 +82,7 @@ def plain() -> Coordinates:
 
 def _none() -> Stretch:
     nowhere = np.zeros(0, dtype=np.intp)
-    return Stretch(nowhere, np.zeros(0), np.zeros((0, 0)), nowhere, np.zeros(0), np.zeros((0, 0)))
+    return Stretch(nowhere, np.zeros(0), np.zeros((0, 0)), nowhere, np.zeros(0), np.zeros(0), np.zeros((0, 0)))
 
 
 def coordinates_of(
@@ -101,17 +102,18 @@ def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
     """
     names = [label.partition("[")[0] for label in labels]
     places = np.array([i for i, name in enumerate(names) if not name.endswith("__")], dtype=np.intp)
-    scales = np.array([i for i, name in enumerate(names) if name.endswith("_log__")], dtype=np.intp)
+    scales = np.array([i for i, name in enumerate(names) if name.endswith(("_log__", "_interval__"))], dtype=np.intp)
     if not len(places) or not len(scales):
         return _none()
+    powers, scales = np.repeat([2.0, -1.0], len(scales)), np.tile(scales, 2)
     order = np.sort(np.argsort(weights, kind="stable")[-_TOLD:])
     phi, weights = phi[order], weights[order] / weights[order].sum()
     center, effective = weights @ phi, 1.0 / float(np.sum(weights**2))
-    x, logs = phi[:, places] - center[places], phi[:, scales] - center[scales]
-    squares = np.exp(2.0 * np.minimum(logs, _MOST_LOG))
+    x = phi[:, places] - center[places]
+    variances = np.exp(np.minimum(powers * (phi[:, scales] - center[scales]), _MOST_LOG))
     bases = [np.eye(len(places))]
     if effective > _EACH * len(places):
-        bases += [_spreading(x, logs[:, i], weights) for i in range(len(scales))]
+        bases += [_spreading(x, phi[:, i], weights) for i in np.unique(scales)]
     gain = _GAIN + _GAIN_BY_CHANCE / effective
     stretches = [
         Stretch(
@@ -120,7 +122,8 @@ def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
             basis,
             scales,
             center[scales],
-            np.stack([_growth(along**2, squares, weights, gain) for along in (x @ basis.T).T]),
+            powers,
+            np.stack([_growth(along**2, variances, weights, gain) for along in (x @ basis.T).T]),
         )
         for basis in bases
     ]
@@ -143,7 +146,7 @@ def _spreading(x: Array, log_scale: Array, weights: Array) -> Array:
 
 
 def _growth(squared: Array, scales: Array, weights: Array, gain: float) -> Array:
-    """Growth (n,) of a variance with squared scales (S, n), by squared distances (S,).
+    """Growth (n,) of a variance with those of scales (S, n), by squared distances (S,).
 
     Scale by scale, the best of a grid given the others; growth that gains too little is 0.
     """
@@ -169,8 +172,8 @@ def misfit(phi: Array, weights: Array, stretch: Stretch, places: Places) -> floa
 
 def _variances(phi: Array, stretch: Stretch) -> Array:
     """Variances (S, L) along the directions, in those where scales are 0."""
-    scales = np.exp(2.0 * np.minimum(phi[:, stretch.scales] - stretch.log_units, _MOST_LOG))
-    return np.asarray(1.0 + scales @ stretch.growth.T)
+    logs = stretch.powers * (phi[:, stretch.scales] - stretch.log_units)
+    return np.asarray(1.0 + np.exp(np.minimum(logs, _MOST_LOG)) @ stretch.growth.T)
 
 
 def _stretched(phi: Array, stretch: Stretch, variances: Array) -> Array:

@@ -75,3 +75,58 @@ def test_a_mean_of_few_clients_has_its_sd_or_is_not_converged(prior: str, sizes:
     ratio = float(fit.summary().loc["mu", "sd"]) / exact
     assert abs(ratio - 1) < 0.05 or not fit.status.ok
     assert fit.status.ok or prior != "half-Cauchy"  # the others' tails fall as 1 / x² to a thousand
+
+
+SLOPES = {"sites": 4, "noise": 1.0, "prior": 2.0, "scale": 1.5}
+
+
+def slopes(x: Any, arm: Any, y: Any) -> pm.Model:
+    """Slopes in two arms, which a site's effect moves together."""
+    with pm.Model() as model:
+        x, arm, y = pm.Data("x", x), pm.Data("arm", arm), pm.Data("y", y)
+        b, tau = pm.Normal("b", 0, SLOPES["prior"], shape=2), pm.HalfNormal("tau", SLOPES["scale"])
+        own = pm.Normal("u", 0, tau)
+        pm.Normal("obs", (b[0] * (1 - arm) + b[1] * arm + own) * x, SLOPES["noise"], observed=y)
+    return model
+
+
+def quadrature(data: dict[str, Any]) -> tuple[Array, Array]:
+    """Means and sds of both slopes and tau: over tau by the trapezium rule, the rest by hand."""
+    taus = np.exp(np.linspace(-12, 2.5, 3000))
+    logs = stats.halfnorm.logpdf(taus, scale=SLOPES["scale"]) + np.log(taus)
+    known = np.tile(np.eye(2) / SLOPES["prior"] ** 2, (len(taus), 1, 1))
+    pulled = np.zeros((len(taus), 2))
+    for rows in data.values():
+        x, design = rows["x"], np.column_stack([(1 - rows["arm"]) * rows["x"], rows["arm"] * rows["x"]])
+        shrunk = taus**2 / (1.0 + taus**2 * (x @ x))  # of the covariance's inverse, along x
+        known += design.T @ design - shrunk[:, None, None] * np.outer(x @ design, x @ design)
+        pulled += rows["y"] @ design - shrunk[:, None] * (x @ rows["y"]) * (x @ design)
+        logs += 0.5 * shrunk * (x @ rows["y"]) ** 2 - 0.5 * np.log1p(taus**2 * (x @ x))
+    covariance = np.linalg.inv(known)
+    means = np.einsum("tij,tj->ti", covariance, pulled)
+    logs += 0.5 * np.einsum("ti,ti->t", pulled, means) - 0.5 * np.linalg.slogdet(known)[1]
+    weights = np.exp(logs - logs.max()) / np.sum(np.exp(logs - logs.max()))
+    first = np.column_stack([means, taus])
+    second = np.column_stack([np.diagonal(covariance, axis1=1, axis2=2) + means**2, taus**2])
+    return weights @ first, np.sqrt(weights @ second - (weights @ first) ** 2)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_slopes_that_few_sites_move_together(seed: int) -> None:
+    """Given tau they are normal, and their margins are not: some of their kurtoses are above 10."""
+    rng, data = np.random.default_rng(seed), {}
+    for k in range(SLOPES["sites"]):
+        n = int(rng.integers(20, 50))
+        x, arm = rng.normal(size=n), rng.integers(0, 2, n).astype(float)
+        y = (0.4 + 0.3 * arm + 0.02 * rng.normal()) * x + rng.normal(size=n)
+        data[f"s{k}"] = {"x": x, "arm": arm, "y": y}
+    model = fedppl.FederatedModel(slopes, shared=["b", "tau"])
+    fit = fedppl.fit(model, data, fedppl.Sums(), random_seed=seed, progressbar=False)
+    assert fit.status.ok
+    mean, sd = quadrature(data)
+    summary = fit.summary()
+    assert np.max(np.abs(summary["mean"] - mean) / sd) < 0.03
+    assert np.max(np.abs(summary["sd"] / sd - 1.0)) < 0.03
+    assert len(fit.state.phase.evaluated.points) < 4000  # in coordinates that do not spread with tau it takes 10,000

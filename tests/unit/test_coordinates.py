@@ -8,22 +8,41 @@ import pytest
 from numpy.testing import assert_allclose
 
 from fedppl.model.graph import SdsAndPartials
-from fedppl.numerics.coordinates import Coordinates, coordinates_of, log_slope, of_phi, plain, to_phi
+from fedppl.numerics.coordinates import (
+    Coordinates,
+    Stretch,
+    coordinates_of,
+    log_slope,
+    of_phi,
+    plain,
+    stretch_of,
+    to_phi,
+)
 from fedppl.types import SDS_AND_PARTIALS, Array, Variable, coordinate_labels
 
 
 def _chosen(n: int, rng: np.random.Generator) -> tuple[Coordinates, Array]:
-    """Coordinates of a mean, a covariance of n effects and a scale, and points."""
-    variables = (Variable("mu", (), "", None), Variable("root", (n * (n + 1) // 2,), SDS_AND_PARTIALS, None))
+    """Coordinates of two means, a covariance of n effects and a scale, and points."""
+    variables = (Variable("mu", (2,), "", None), Variable("root", (n * (n + 1) // 2,), SDS_AND_PARTIALS, None))
     labels = coordinate_labels((*variables, Variable("tau", (), "log", None)))
     phi = rng.normal(size=(20, len(labels)))
     return coordinates_of(labels, np.array([len(labels) - 1]), 0.5 * rng.normal(size=len(labels))), phi
 
 
+def _stretched(coordinates: Coordinates, m: int, rng: np.random.Generator) -> Coordinates:
+    """Two locations, along directions of their own, that spread with the last scale and the one before it."""
+    scales, some = np.array([m - 1, m - 2]), rng.normal(size=(2, 2))
+    stretch = Stretch(np.array([0, 1]), some[0], some, scales, some[1], np.array([2.0, -1.0]), rng.uniform(size=(2, 2)))
+    return coordinates._replace(stretch=stretch)
+
+
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_points_come_back_and_the_slope_is_that_of_differences(n: int) -> None:
-    coordinates, phi = _chosen(n, np.random.default_rng(n))
+    rng = np.random.default_rng(n)
+    coordinates, phi = _chosen(n, rng)
     assert len(coordinates.blocks) == 1
+    if n == 3:
+        coordinates = _stretched(coordinates, phi.shape[1], rng)
     assert_allclose(to_phi(of_phi(phi, coordinates), coordinates), phi, atol=1e-10)
     step, m = 1e-5, phi.shape[1]
     ends = phi[:, None] + step * np.concatenate([np.eye(m), -np.eye(m)])
@@ -41,7 +60,7 @@ def test_a_logarithm_is_that_of_the_covariance() -> None:
     transform = SdsAndPartials(n)
     for factor in (1.0, 2.5):
         root = np.sqrt(factor) * entries
-        phi = np.zeros((1, 1 + len(entries) + 1))
+        phi = np.zeros((1, 2 + len(entries) + 1))
         phi[0, block.places] = transform.forward(pm.math.stack(list(root))).eval()
         logarithm = np.zeros((n, n))
         logarithm[np.tril_indices(n)] = of_phi(phi, coordinates)[0, block.places]
@@ -62,6 +81,36 @@ def test_a_scale_is_itself_near_zero_and_its_logarithm_far_out() -> None:
     assert_allclose(u, [np.exp(-9.0), 9.0 + np.log(2.0)], rtol=1e-6)
     far = np.array([[-40.0], [0.0], [700.0]])
     assert_allclose(to_phi(of_phi(far, coordinates), coordinates), far, rtol=1e-12)
+
+
+def _kurtosis(x: Array) -> Array:
+    return np.asarray(np.mean((x - x.mean(axis=0)) ** 4, axis=0) / np.var(x, axis=0) ** 2)
+
+
+@pytest.mark.parametrize(("label", "power"), [("tau_log__", 1.0), ("precision_log__", -0.5)])
+def test_locations_that_spread_with_a_scale_are_normal_once_stretched(label: str, power: float) -> None:
+    """Two slopes that the effects of few groups move together, by a direction of neither."""
+    rng, count, together = np.random.default_rng(3), 20_000, np.array([1.0, 0.8])
+    logs = rng.normal(0, 1.0, count)
+    slopes = rng.normal(size=(count, 2)) @ [[0.3, 0.1], [0.0, 0.4]]
+    slopes += together * (np.exp(power * logs) * rng.normal(size=count))[:, None]
+    phi = np.column_stack([slopes, logs, rng.normal(size=count)])
+    labels = ("slope[0]", "slope[1]", label, "other")
+    equal = np.full(count, 1 / count)
+    coordinates = plain()._replace(stretch=stretch_of(labels, phi, equal))
+    across = np.array([[1.0, 0.0], [0.0, 1.0], together, [0.8, -1.0]])
+    assert np.all(_kurtosis(slopes @ across[:3].T) > 7)
+    error = np.sqrt(96 / 1024)  # of a normal's kurtosis by the points that the directions are chosen by
+    assert_allclose(_kurtosis(of_phi(phi, coordinates)[:, :2] @ across.T), 3.0, atol=4 * error)
+
+
+def test_locations_that_spread_with_no_scale_stay_as_they_are() -> None:
+    rng = np.random.default_rng(4)
+    labels = ("slope[0]", "slope[1]", "tau_log__", "sigma_log__")
+    for count in (60, 2000):
+        phi = rng.normal(size=(count, 4))
+        assert not len(stretch_of(labels, phi, np.full(count, 1 / count)).places)
+        assert not len(stretch_of(labels[:2], phi[:, :2], np.full(count, 1 / count)).places)
 
 
 def test_plain_coordinates_are_those_that_are_sampled() -> None:
