@@ -27,11 +27,11 @@ import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.ep.warm_start import along
 from fedppl.contracts import Request
-from fedppl.engine.few_rows import _vectors, refuse_model, share_of_units
+from fedppl.engine.few_rows import _vectors, refuse_model
 from fedppl.engine.guard import Guard, Ledger, admit, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.row_scores import slopes
-from fedppl.numerics.concentration import by_column
+from fedppl.numerics.concentration import by_column, share_of_units
 from fedppl.types import Array
 
 ROWS, TARGETS = 600, 25

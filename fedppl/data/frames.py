@@ -9,6 +9,7 @@ import datetime
 import decimal
 import difflib
 import functools
+import itertools
 import numbers
 import os
 import unicodedata
@@ -616,3 +617,19 @@ def id_of(key: tuple[Any, ...], by: Sequence[Any]) -> Any:
             "column of texts, whole numbers or dates."
         )
     return plain[0] if len(plain) == 1 else plain
+
+
+def require_order(names: Sequence[str], estimate: Any, covariance: Any) -> None:
+    """Refuse pandas' labels in another order than the names, or than one another: values are taken by position."""
+    axes = {"names": list(names)}
+    for what, values in (("estimate", estimate), ("covariance", covariance)):
+        for axis in ("index", "columns"):
+            if isinstance(labels := getattr(values, axis, None), pd.Index):
+                axes[f"{what}.{axis}"] = list(labels)
+    for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
+        places = {label: k for k, label in enumerate(first)}
+        if moved := [label for k, label in enumerate(second) if places.get(label, k) != k]:
+            raise DataError(
+                f"an estimate: {moved[0]!r} is at another place in {other}, {second[:8]}, than in {one}, {first[:8]}; "
+                "put all in one order, such as estimate[names] and covariance.loc[names, names]."
+            )

@@ -20,7 +20,15 @@ from fedppl.model.compiled import pack
 from fedppl.model.graph import observed_through, values_read
 from fedppl.model.row_scores import by_length, densities, row_scores, rows_apart, slopes
 from fedppl.numerics import pairs
-from fedppl.numerics.concentration import by_column, concentration, largest_share, shares_of_columns
+from fedppl.numerics.concentration import (
+    LINEAR,
+    are_jumps,
+    are_multiples,
+    by_column,
+    concentration,
+    largest_share,
+    share_of_units,
+)
 from fedppl.types import Array
 
 _FARTHER = 100.0  # times the distance of probes, so 1e-4 prior sds
@@ -157,8 +165,6 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
 
 
 _MANY_SPARE = 64  # more points are for corrections, of which each value is an equation in the rows anyway
-_BESIDE, _HALVINGS = 1e-6, 12  # of a stretch; a smooth excess is less than 1e-10 after so many
-_EXCESS, _DIGITS = 1e-6, 1e-7  # of the largest change of a row, and of its density: a smaller excess is rounding
 
 
 def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int) -> Array:
@@ -172,7 +178,8 @@ def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int)
     order = np.flatnonzero(kept)[np.argsort(along[kept], kind="stable")]
     theta = _at_modes(client, np.ascontiguousarray(points[first]))[0][len(points[first]) :]
     x = np.concatenate([points[order], np.tile(theta, (len(order), 1))], axis=1)
-    jumps = _are_jumps(client, x[:-1], x[1:], few)
+    seed = client.view(probes_of).seed  # nobody can foresee it
+    jumps = are_jumps(lambda at: densities(client, at), x[:-1], x[1:], few, seed)
     here = int(np.flatnonzero(order == first)[0])
     before, after = jumps[:here], jumps[here:]
     low = int(np.max(np.flatnonzero(before), initial=-1)) + 1
@@ -180,45 +187,6 @@ def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int)
     found = np.zeros(len(points), dtype=bool)
     found[order[low : high + 1]] = True
     return found
-
-
-def _are_jumps(client: Any, start: Array, end: Array, few: int) -> Any:
-    """On which stretches between points (S, m + d) only few rows' densities jump, (S,) bool."""
-    excess, largest = _excess(client, start, end, None)
-    found = np.zeros(len(start), dtype=bool)
-    left, rng = np.arange(len(start)), np.random.default_rng(client.view(probes_of).seed)  # nobody can foresee it
-    for _ in range(_HALVINGS):
-        active = np.any(excess > 0.0, axis=1)
-        left, start, end, largest = left[active], start[active], end[active], largest[active]
-        if not len(left):
-            return found
-        middle = start + rng.uniform(0.4, 0.6) * (end - start)
-        one, other = (_excess(client, *pair, largest)[0] for pair in ((start, middle), (middle, end)))
-        second = np.max(other, axis=1) > np.max(one, axis=1)
-        start, end = np.where(second[:, None], middle, start), np.where(second[:, None], end, middle)
-        excess = np.where(second[:, None], other, one)
-    rows = np.sum(excess > 0.0, axis=1)
-    found[left] = (rows > 0) & (rows <= few)
-    return found
-
-
-def _excess(client: Any, start: Array, end: Array, largest: Array | None) -> tuple[Array, Array]:
-    """By how much rows' changes exceed what slopes at both ends allow, (S, n), and the largest change of a row, (S, 1).
-
-    The change of a concave density is between its slopes at the ends, also where these differ, as at a kink.
-    """
-    share = _BESIDE * np.random.default_rng(client.view(probes_of).seed).uniform(0.5, 1.5)
-    near = [share * times * (end - start) for times in (1.0, 2.0)]  # an end itself may be a place apart
-    places = [start, start + near[0], start + near[1], end - near[1], end - near[0], end]
-    one, *beside, other = np.split(densities(client, np.concatenate(places)), len(places))
-    slope, other_slope = (beside[1] - beside[0]) / share, (beside[3] - beside[2]) / share
-    change = other - one
-    excess = np.maximum(change - np.maximum(slope, other_slope), np.minimum(slope, other_slope) - change)
-    if largest is None:
-        largest = np.max(np.abs(np.nan_to_num(change, posinf=0.0, neginf=0.0)), axis=1, initial=0.0, keepdims=True)
-    size = _EXCESS * largest + _DIGITS * (np.abs(one) + np.abs(other))
-    ends = np.isfinite(one) != np.isfinite(other)  # a row outside of its support on one side alone
-    return np.where(ends, np.inf, np.where(excess > size, excess, 0.0)), largest
 
 
 def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
@@ -253,69 +221,6 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
     except Exception:  # the model has no such slopes, or no density at the point
         return np.nan
     return share
-
-
-# Networks: of single units, of pairs of a layer's, and of all of them where rows are many -----------------------------
-
-_ROWS_A_UNIT = 100  # with fewer, honest layers too have a direction of few rows
-_FAINT_OF_UNITS = 1e-2  # of the largest singular value: training moves units alike in nearly all rows
-_ALIKE = 0.4  # a squared cosine: units that differ in few of their open rows are more alike
-# Of trained layers of 8 to 64 units 1 in 12 has pairs that differ by three rows, wide ones more of them: so many count
-# as chance, one for ten units, or for 500 pairs.
-_A_PAIR_BY_CHANCE, _PAIRS_A_PAIR = 10, 1000
-_RATIOS = 64  # rows by which the ratio of two units' slopes is known
-_EXACT = 1e-9  # of the largest slope: a smaller difference is rounding
-
-
-def share_of_units(layers: Sequence[Array], few: int, enough: float) -> float:
-    """The largest share that `few` rows have of a unit's slopes, or of a difference of two; NaN if not all are finite.
-
-    With wide layers or few rows the span of all units has an indicator of each row, in honest networks too. But few
-    units are alike but for few rows, unless somebody chose thresholds next to each other.
-    """
-    share = 0.0
-    for vectors in layers:
-        if not np.all(np.isfinite(vectors)):
-            return np.nan
-        share = max(share, by_column(vectors, few))
-        if share < enough:
-            share = max(share, share_in_pairs(vectors, few))
-        if share < enough and len(vectors) >= _ROWS_A_UNIT * vectors.shape[1]:
-            share = max(share, concentration(vectors, few, enough, _FAINT_OF_UNITS))
-        if share >= enough:
-            break
-    return share
-
-
-def share_in_pairs(vectors: Array, few: int) -> float:
-    """The largest share in x_i - c x_j over columns i and j of X (n, p), c being their ratio in most rows.
-
-    Or the next that is not larger than so many others as trained layers of this width have by chance.
-
-    >>> open_for = np.arange(300)[:, None] < [40, 41]
-    >>> share_in_pairs(open_for * [1.0, -2.0], 3)
-    1.0
-    """
-    squares = np.sum(np.square(vectors), axis=0)
-    vectors, squares = vectors[:, squares > 0.0], squares[squares > 0.0]
-    alike = np.square(vectors.T @ vectors) >= _ALIKE * np.outer(squares, squares)
-    found = [_of_pairs(vectors[:, i], vectors[:, :i][:, alike[i, :i]], few) for i in range(1, len(squares))]
-    shares = np.sort(np.concatenate([np.zeros(1), *found]))[::-1]
-    width = len(squares)
-    by_chance = max(width // _A_PAIR_BY_CHANCE, width**2 // _PAIRS_A_PAIR)
-    return float(shares[min(by_chance, len(shares) - 1)])
-
-
-def _of_pairs(one: Array, others: Array, few: int) -> Array:
-    """Shares of `few` rows in the differences of a column (n,) and multiples of others (n, p)."""
-    rows = np.flatnonzero(one)
-    rows = rows[:: max(1, len(rows) // _RATIOS)]
-    some = others[rows]
-    others, some = others[:, np.any(some, axis=0)], some[:, np.any(some, axis=0)]
-    ratios = np.where(some == 0.0, np.nan, one[rows][:, None] / np.where(some == 0.0, 1.0, some))
-    rest = one[:, None] - (np.nanmedian(ratios, axis=0) if ratios.size else 1.0) * others
-    rest[np.abs(rest) <= _EXACT * np.max(np.abs(one))] = 0.0
-    return shares_of_columns(rest, few)
 
 
 def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
@@ -479,7 +384,6 @@ _STEP = 1e-3  # prior sds, of differences
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
 _NO_BEND = 1e-8  # the same along one direction, to which a large entry may contribute little
 _MOST_DIRECTIONS = 30
-_LINEAR = 1e-4  # of the largest curvature: a smaller rest is that of one-sided differences
 _SAME_OUTCOMES = 1e-6  # relative: what differs less is taken for equal
 
 
@@ -565,7 +469,7 @@ def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, 
         squares = np.maximum(np.sum(np.square(row_slopes), axis=0), 1e-300)
         times = np.einsum("kan,an->kn", changes, row_slopes) / squares
         rest = changes - times[:, None] * row_slopes
-        if np.max(np.abs(rest), initial=0.0) > _LINEAR * np.max(np.abs(changes), initial=0.0):
+        if np.max(np.abs(rest), initial=0.0) > LINEAR * np.max(np.abs(changes), initial=0.0):
             # Without a linear predictor entries combine as they are: the split hides what all but few rows cancel.
             yield changes.reshape(-1, changes.shape[-1]).T.copy(), False
         yield rest.reshape(-1, rest.shape[-1]).T, False
@@ -581,16 +485,10 @@ def _of_scalars(client: Any, slopes: Array, bends: Array) -> Array:
     """
     sizes = [int(np.prod(variable.shape, dtype=int)) for variable in client.layout.variables]
     scalars = [place for place, size in zip(np.cumsum([0, *sizes]), sizes, strict=False) if size == 1]
-    found = [bends[i, j] for i in scalars for j in scalars if j < i and not _are_linear(slopes[[i, j]], bends, (i, j))]
+    found = [
+        bends[i, j] for i in scalars for j in scalars if j < i and not are_multiples(slopes[[i, j]], bends, (i, j))
+    ]
     return np.stack(found, axis=1) if found else np.zeros((slopes.shape[1], 0))
-
-
-def _are_linear(pair: Array, bends: Array, places: tuple[int, int]) -> bool:
-    """Whether curvatures of two coordinates are multiples of their slopes, row by row."""
-    (i, j), (one, other) = places, pair
-    size = _LINEAR * np.max(np.abs(pair)) * np.max(np.abs(bends[np.ix_(places, places)]))
-    gaps = bends[i, j] * one - bends[i, i] * other, bends[i, j] * other - bends[j, j] * one
-    return bool(np.max(np.abs(gaps), initial=0.0) <= size)
 
 
 def _ends(client: Any) -> list[list[Any]]:

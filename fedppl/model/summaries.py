@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pymc as pm
 import pytensor.tensor as pt
 from pymc.distributions.dist_math import check_parameters
@@ -59,7 +57,7 @@ class _Builder:
         if not isinstance(named, Mapping) or set(named) != set(self.names):
             return named
         if self.check is _checked_estimate:
-            _require_order((), named["estimate"], named["covariance"])
+            frames.require_order((), named["estimate"], named["covariance"])
         return self.check({name: _numbers(named[name], name, what) for name in self.names}, what)
 
     def __call__(self, **data: Any) -> pm.Model:
@@ -240,22 +238,6 @@ def _numbers(values: Any, name: str, what: str) -> Array:
     return array
 
 
-def _require_order(names: Sequence[str], estimate: Any, covariance: Any) -> None:
-    """Refuse pandas' labels in another order than the names, or than one another: values are taken by position."""
-    axes = {"names": list(names)}
-    for what, values in (("estimate", estimate), ("covariance", covariance)):
-        for axis in ("index", "columns"):
-            if isinstance(labels := getattr(values, axis, None), pd.Index):
-                axes[f"{what}.{axis}"] = list(labels)
-    for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
-        places = {label: k for k, label in enumerate(first)}
-        if moved := [label for k, label in enumerate(second) if places.get(label, k) != k]:
-            raise DataError(
-                f"an estimate: {moved[0]!r} is at another place in {other}, {second[:8]}, than in {one}, {first[:8]}; "
-                "put all in one order, such as estimate[names] and covariance.loc[names, names]."
-            )
-
-
 def _checked_estimate(data: Mapping[str, Array], what: str) -> dict[str, Array]:
     """Check an estimate (p,) and its covariance, and return the covariance as (p, p)."""
     vector, variances = np.atleast_1d(data["estimate"]), data["covariance"]
@@ -367,7 +349,7 @@ class Estimate:
         labels = (names,) if isinstance(names, str) else tuple(names)
         if isinstance(names, Set) or not all(isinstance(name, str) for name in labels) or len({*labels}) < len(labels):
             raise DataError(f"names={shown(names)} must be a list of different names of coefficients.")
-        _require_order(labels, estimate, covariance)
+        frames.require_order(labels, estimate, covariance)
         given = {"estimate": estimate, "covariance": covariance}
         valid = _checked_estimate({name: _numbers(v, name, "an estimate") for name, v in given.items()}, "an estimate")
         if len(valid["estimate"]) != len(labels):

@@ -1,8 +1,11 @@
-"""The largest share of the square of a direction in the span of vectors that few rows have."""
+"""What few rows have alone: the largest share of the square of a direction in a span, and jumps of densities."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl.types import Array
 
@@ -12,6 +15,9 @@ _TINY = 1e-200  # a square: columns with smaller ones are scaled in two steps
 _COLUMNS_A_ROW = 0.5  # with more columns each row has a direction of its own
 _STARTS, _STEPS = 24, 12  # rows of largest leverage to start from, and most steps from each
 _MORE = 1e-9  # a smaller increase of a share is rounding
+LINEAR = 1e-4  # of the largest curvature: a smaller rest is that of one-sided differences
+_BESIDE, _HALVINGS = 1e-6, 12  # of a stretch; a smooth excess is less than 1e-10 after so many
+_EXCESS, _DIGITS = 1e-6, 1e-7  # of the largest change of a row, and of its density: a smaller excess is rounding
 
 
 def largest_share(vectors: Array, few: int, enough: float, faint: float = _ROUNDED) -> float:
@@ -107,3 +113,118 @@ def _climb(basis: Array, direction: Array, few: int) -> float:
         direction = axes[:, -1] @ basis[rows]
         direction = direction / np.linalg.norm(direction)
     return share
+
+
+def are_jumps(densities: Callable[[Array], Array], start: Array, end: Array, few: int, seed: int) -> NDArray[np.bool_]:
+    """On which stretches between points (S, d) only few rows' densities, (S, n), jump, (S,) bool.
+
+    A stretch on which rows change by more than slopes at its ends allow is halved, at places by the seed.
+    """
+    rng = np.random.default_rng(seed)
+    share = _BESIDE * rng.uniform(0.5, 1.5)
+    excess, largest = _excess(densities, start, end, share, None)
+    found, left = np.zeros(len(start), dtype=bool), np.arange(len(start))
+    for _ in range(_HALVINGS):
+        active = np.any(excess > 0.0, axis=1)
+        left, start, end, largest = left[active], start[active], end[active], largest[active]
+        if not len(left):
+            return found
+        middle = start + rng.uniform(0.4, 0.6) * (end - start)
+        one, other = (_excess(densities, *pair, share, largest)[0] for pair in ((start, middle), (middle, end)))
+        second = np.max(other, axis=1) > np.max(one, axis=1)
+        start, end = np.where(second[:, None], middle, start), np.where(second[:, None], end, middle)
+        excess = np.where(second[:, None], other, one)
+    rows = np.sum(excess > 0.0, axis=1)
+    found[left] = (rows > 0) & (rows <= few)
+    return found
+
+
+def _excess(
+    densities: Callable[[Array], Array], start: Array, end: Array, share: float, largest: Array | None
+) -> tuple[Array, Array]:
+    """By how much rows' changes exceed what slopes at both ends allow, (S, n), and the largest change of a row, (S, 1).
+
+    The change of a concave density is between its slopes at the ends, also where these differ, as at a kink.
+    """
+    near = [share * times * (end - start) for times in (1.0, 2.0)]  # an end itself may be a place apart
+    places = [start, start + near[0], start + near[1], end - near[1], end - near[0], end]
+    one, *beside, other = np.split(densities(np.concatenate(places)), len(places))
+    slope, other_slope = (beside[1] - beside[0]) / share, (beside[3] - beside[2]) / share
+    change = other - one
+    excess = np.maximum(change - np.maximum(slope, other_slope), np.minimum(slope, other_slope) - change)
+    if largest is None:
+        largest = np.max(np.abs(np.nan_to_num(change, posinf=0.0, neginf=0.0)), axis=1, initial=0.0, keepdims=True)
+    size = _EXCESS * largest + _DIGITS * (np.abs(one) + np.abs(other))
+    ends = np.isfinite(one) != np.isfinite(other)  # a row outside of its support on one side alone
+    return np.where(ends, np.inf, np.where(excess > size, excess, 0.0)), largest
+
+
+def are_multiples(pair: Array, bends: Array, places: tuple[int, int]) -> bool:
+    """Whether curvatures of two coordinates are multiples of their slopes, row by row."""
+    (i, j), (one, other) = places, pair
+    size = LINEAR * np.max(np.abs(pair)) * np.max(np.abs(bends[np.ix_(places, places)]))
+    gaps = bends[i, j] * one - bends[i, i] * other, bends[i, j] * other - bends[j, j] * one
+    return bool(np.max(np.abs(gaps), initial=0.0) <= size)
+
+
+# Networks: of single units, of pairs of a layer's, and of all of them where rows are many -----------------------------
+
+_ROWS_A_UNIT = 100  # with fewer, honest layers too have a direction of few rows
+_FAINT_OF_UNITS = 1e-2  # of the largest singular value: training moves units alike in nearly all rows
+_ALIKE = 0.4  # a squared cosine: units that differ in few of their open rows are more alike
+# Of trained layers of 8 to 64 units 1 in 12 has pairs that differ by three rows, wide ones more of them: so many count
+# as chance, one for ten units, or for 500 pairs.
+_A_PAIR_BY_CHANCE, _PAIRS_A_PAIR = 10, 1000
+_RATIOS = 64  # rows by which the ratio of two units' slopes is known
+_EXACT = 1e-9  # of the largest slope: a smaller difference is rounding
+
+
+def share_of_units(layers: Sequence[Array], few: int, enough: float) -> float:
+    """The largest share that `few` rows have of a unit's slopes, or of a difference of two; NaN if not all are finite.
+
+    With wide layers or few rows the span of all units has an indicator of each row, in honest networks too. But few
+    units are alike but for few rows, unless somebody chose thresholds next to each other.
+    """
+    share = 0.0
+    for vectors in layers:
+        if not np.all(np.isfinite(vectors)):
+            return np.nan
+        share = max(share, by_column(vectors, few))
+        if share < enough:
+            share = max(share, share_in_pairs(vectors, few))
+        if share < enough and len(vectors) >= _ROWS_A_UNIT * vectors.shape[1]:
+            share = max(share, concentration(vectors, few, enough, _FAINT_OF_UNITS))
+        if share >= enough:
+            break
+    return share
+
+
+def share_in_pairs(vectors: Array, few: int) -> float:
+    """The largest share in x_i - c x_j over columns i and j of X (n, p), c being their ratio in most rows.
+
+    Or the next that is not larger than so many others as trained layers of this width have by chance.
+
+    >>> open_for = np.arange(300)[:, None] < [40, 41]
+    >>> share_in_pairs(open_for * [1.0, -2.0], 3)
+    1.0
+    """
+    squares = np.sum(np.square(vectors), axis=0)
+    vectors, squares = vectors[:, squares > 0.0], squares[squares > 0.0]
+    alike = np.square(vectors.T @ vectors) >= _ALIKE * np.outer(squares, squares)
+    found = [_of_pairs(vectors[:, i], vectors[:, :i][:, alike[i, :i]], few) for i in range(1, len(squares))]
+    shares = np.sort(np.concatenate([np.zeros(1), *found]))[::-1]
+    width = len(squares)
+    by_chance = max(width // _A_PAIR_BY_CHANCE, width**2 // _PAIRS_A_PAIR)
+    return float(shares[min(by_chance, len(shares) - 1)])
+
+
+def _of_pairs(one: Array, others: Array, few: int) -> Array:
+    """Shares of `few` rows in the differences of a column (n,) and multiples of others (n, p)."""
+    rows = np.flatnonzero(one)
+    rows = rows[:: max(1, len(rows) // _RATIOS)]
+    some = others[rows]
+    others, some = others[:, np.any(some, axis=0)], some[:, np.any(some, axis=0)]
+    ratios = np.where(some == 0.0, np.nan, one[rows][:, None] / np.where(some == 0.0, 1.0, some))
+    rest = one[:, None] - (np.nanmedian(ratios, axis=0) if ratios.size else 1.0) * others
+    rest[np.abs(rest) <= _EXACT * np.max(np.abs(one))] = 0.0
+    return shares_of_columns(rest, few)

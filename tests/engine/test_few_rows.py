@@ -24,10 +24,10 @@ from benchmarks._attacks import patients
 from fedppl import Policy
 from fedppl.contracts import Request
 from fedppl.engine import policy
-from fedppl.engine.few_rows import refuse_model, share_in_pairs, share_of_units
+from fedppl.engine.few_rows import refuse_model
 from fedppl.engine.guard import admit, in_memory
 from fedppl.model.row_scores import row_scores, rows_apart, slopes
-from fedppl.numerics.concentration import by_column, concentration
+from fedppl.numerics.concentration import by_column, concentration, share_in_pairs, share_of_units
 from tests.support.markers import slow_but
 
 RNG = np.random.default_rng(2)

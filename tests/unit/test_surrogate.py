@@ -109,7 +109,7 @@ def test_draws_are_put_right_where_candidates_without_weight_lie_far_out() -> No
     weights /= weights.sum()
     of = Drawn(u, np.zeros(len(u)), np.zeros(len(u)), weights, np.arange(len(u)) % 8, 0.0, weights @ u, np.eye(2))
     target = np.array([0.05, -0.03, 1.1, 0.95])
-    found = tilted(of, target, unit)
+    found = tilted(of, u, target, unit)
     assert found is not None
     assert_allclose(moments_of(found.u, found.weights, unit), target, atol=1e-3)
     assert np.max(found.weights[4096:]) < 1e-6

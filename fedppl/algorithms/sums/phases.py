@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import region
-from fedppl.numerics.coordinates import Coordinates, declared, log_slope
+from fedppl.numerics.coordinates import Coordinates, declared, log_slope, to_phi
 from fedppl.numerics.importance import normalise, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
@@ -26,7 +26,10 @@ _FAR = 20.0  # log units below the highest value, and one for each coordinate, f
 
 
 class Estimate(NamedTuple):
-    """First and second moments (2 m,) of the posterior in fixed units, and without each scramble, (scrambles, 2 m)."""
+    """First and second moments (2 M,) of the posterior in fixed units, and without each scramble, (scrambles, 2 M).
+
+    They are on all scales: of the m coordinates, and then on the scales that variables are declared on.
+    """
 
     moments: Array
     without: Array
@@ -34,7 +37,7 @@ class Estimate(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Center (m,) and lengths (m,) of the units that moments are in."""
+    """Center (M,) and lengths (M,) of the units that moments are in."""
 
     center: Array
     length: Array
@@ -172,22 +175,32 @@ def values_of_batch(state: Weighing) -> Array:
     return np.asarray(state.evaluated.values[-count:] + log_slope(state.batch.phi, state.shape.coordinates))
 
 
-def on_declared_scales(state: Weighing, phi: Array) -> Array:
-    """φ (S, m) on the scales that variables are declared on, where these or their spread are others, (S, L)."""
-    return np.concatenate([declared(state.about.labels, phi), phi[:, state.shape.coordinates.stretch.places]], axis=1)
+def all_scales(labels: tuple[str, ...], coordinates: Coordinates, u: Array) -> Array:
+    """Coordinates u (S, m), and φ on the scales that variables are declared on, where these or their spread are others.
+
+    Of M columns the first m are the coordinates.
+    """
+    phi = to_phi(u, coordinates)
+    return np.concatenate([u, declared(labels, phi), phi[:, coordinates.stretch.places]], axis=1)
+
+
+def unit_of(x: Array, weights: Array) -> Unit:
+    """Units of weighted points (S, M)."""
+    center = weights @ x
+    return Unit(center, np.maximum(np.sqrt(weights @ (x - center) ** 2), 1e-300))
 
 
 # Moments of a posterior: what each stage says, what they say together, and draws put right by it ---
 
 
-def moments_of(u: Array, weights: Array, unit: Unit) -> Array:
-    """First and second moments (2 m,) of weighted points (S, m)."""
-    return np.asarray(weights @ features(u, unit))
+def moments_of(x: Array, weights: Array, unit: Unit) -> Array:
+    """First and second moments (2 M,) of weighted points (S, M)."""
+    return np.asarray(weights @ features(x, unit))
 
 
-def features(u: Array, unit: Unit) -> Array:
-    """What moments are means of, (S, 2 m): points (S, m) in these units, and their squares."""
-    z = (u - unit.center) / unit.length
+def features(x: Array, unit: Unit) -> Array:
+    """What moments are means of, (S, 2 M): points (S, M) in these units, and their squares."""
+    z = (x - unit.center) / unit.length
     return np.concatenate([z, z**2], axis=1)
 
 
@@ -211,33 +224,39 @@ def _agree(one: Estimate, other: Estimate) -> bool:
     return float(np.max(np.abs(sizes(one.moments, other.moments)))) <= BY_CHANCE * by_chance
 
 
-def chance_of(one: Estimate) -> float:
-    """Standard error of a mean or a log sd, in posterior sds."""
+def chances(one: Estimate) -> Array:
+    """Standard errors of means, in posterior sds, and of log sds, (2 M,)."""
     return jackknife([sizes(left, one.moments) for left in one.without])
 
 
+def chance_of(one: Estimate) -> float:
+    """The largest of them."""
+    return float(np.max(chances(one)))
+
+
 def sizes(moments: Array, other: Array) -> Array:
-    """Means less those of others, in their sds, and log sds less theirs, (2 m,)."""
+    """Means less those of others, in their sds, and log sds less theirs, (2 M,)."""
     (mean, second), (center, square) = np.split(moments, 2), np.split(other, 2)
     variance, own = np.maximum(square - center**2, 1e-12), np.maximum(second - mean**2, 1e-12)
     return np.concatenate([(mean - center) / np.sqrt(variance), 0.5 * np.log(own / variance)])
 
 
-def jackknife(without: list[Array]) -> float:
-    """Largest standard error: points within a scramble are no independent sample."""
-    return float(np.max(np.sqrt(len(without) - 1.0) * np.std(np.stack(without), axis=0)))
+def jackknife(without: list[Array]) -> Array:
+    """Standard errors: points within a scramble are no independent sample."""
+    return np.asarray(np.sqrt(len(without) - 1.0) * np.std(np.stack(without), axis=0))
 
 
-def tilted(of: Drawn, target: Array, unit: Unit) -> Drawn | None:
-    """Draws whose weights are changed as little as gives them these moments, by exp(λ z + κ z²); None where none do.
+def tilted(of: Drawn, x: Array, target: Array, unit: Unit) -> Drawn | None:
+    """Draws whose weights are changed as little as gives x (S, M) of them these moments; None where none do.
 
-    Far out z stays as it is on the way there: a candidate without weight would get all of it.
+    The weights take a factor exp(λ z + κ z²). Far out z stays as it is on the way there: a candidate without weight
+    would get all of it.
     """
-    own = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
+    own = unit_of(x, of.weights)
     mean, second = np.split(target, 2)
     shift, ratio = (unit.center + unit.length * mean - own.center) / own.length, unit.length / own.length
     wanted = np.concatenate([shift, ratio**2 * (second - mean**2) + shift**2])
-    z = (of.u - own.center) / own.length
+    z = (x - own.center) / own.length
     features, near = (np.concatenate([one, one**2], axis=1) for one in (z, np.clip(z, -_FAR_OUT, _FAR_OUT)))
     tilt, weights = np.zeros(features.shape[1]), of.weights
     for _ in range(_TILTS):
@@ -256,7 +275,7 @@ def chance_of_draws(of: Drawn) -> float:
     unit = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
     whole = moments_of(of.u, of.weights, unit)
     kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(region.SCRAMBLES)]
-    return jackknife([sizes(moments_of(of.u, weights / weights.sum(), unit), whole) for weights in kept])
+    return float(np.max(jackknife([sizes(moments_of(of.u, one / one.sum(), unit), whole) for one in kept])))
 
 
 def widens(points: Array, weights: Array, i: int) -> bool:

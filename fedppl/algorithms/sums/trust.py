@@ -18,15 +18,15 @@ from fedppl.algorithms.sums.phases import (
     MOST_DRAWS,
     Estimate,
     Judged,
-    Unit,
     Weighed,
     Weighing,
+    all_scales,
     chance_of,
     chance_of_draws,
+    chances,
     effort_of,
     features,
     moments_of,
-    on_declared_scales,
     pooled,
     sizes,
     tilted,
@@ -96,7 +96,7 @@ def judged(
     """
     assert state.draws is not None
     weights = _weights(state)
-    of_stage = _estimate(state, weights, state.draws.posterior.u, state.batch.u, state.shape.unit)
+    of_stage = _estimate(state, weights)
     state = state._replace(shape=state.shape._replace(estimates=(*state.shape.estimates, of_stage)))
     errors = _errors(state, posterior, weights)
     tail = second_k(weights.posterior, state.batch.u, weights.posterior)
@@ -143,13 +143,10 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
     # Each stage reaches farther into a heavy tail. The sum of many clients has no tails that the last stage may have
     # missed, and its first surrogates may be so rough that their estimates add nothing.
     estimate = last if heavy or (state.about.many and chance_of(last) < chance_of(together)) else together
-    chance = chance_of(estimate)
-    of_draws = moments_of(posterior.u, posterior.weights, state.shape.unit)
-    differ = float(np.max(np.abs(sizes(estimate.moments, of_draws))))
+    (chance, differ), on_declared = _compared(state, posterior, estimate)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
-    on_declared = _on_declared_scales(state, posterior, weights)
     is_off = differ > max(min(BY_CHANCE * chance, MOST_ERROR), _ENOUGH)
-    is_off = is_off or on_declared.differ > max(min(BY_CHANCE * on_declared.chance, MOST_ERROR), _MOST_OF_MANY)
+    is_off = is_off or on_declared.differ > max(min(BY_CHANCE * on_declared.chance, MOST_ERROR), _ENOUGH_DECLARED)
     may_be_off = max(_MOST_OFF * max(chance, 0.2 * _ENOUGH), _PUT_RIGHT if weights.effective >= _EFFECTIVE else 0.0)
     return _Errors(
         estimate,
@@ -174,12 +171,12 @@ def _put_right(
         pairs = (posterior, by_draws), (more, chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
     if errors.is_off:
-        tilt = tilted(posterior, errors.estimate.moments, state.shape.unit)
+        tilt = tilted(posterior, _all_scales(state, posterior.u), errors.estimate.moments, state.shape.unit)
         if tilt is None:
             error = max(errors.differ, on_declared.differ)
         else:
             posterior = tilt
-        on_declared = _on_declared_scales(state, posterior, weights)
+        _, on_declared = _compared(state, posterior, errors.estimate)
     return posterior, _with_declared(error, on_declared), by_draws
 
 
@@ -230,17 +227,20 @@ def _spread(residuals: Array, weights: Array) -> float:
     return float(np.sqrt(weights @ (residuals - weights @ residuals) ** 2))
 
 
-def _estimate(state: Weighing, weights: _Weights, draws: Array, batch: Array, unit: Unit) -> Estimate:
+def _all_scales(state: Weighing, u: Array) -> Array:
+    return all_scales(state.about.labels, state.shape.coordinates, u)
+
+
+def _estimate(state: Weighing, weights: _Weights) -> Estimate:
     r"""Moments of the last surrogate and what the weights add to them; scrambles of both are left out together.
 
     .. math:: E[h] \approx \sum_i w_i h_i - \beta_h \left(\sum_i c_i h_i - E_{\hat s}[h]\right)
 
     The surrogate is a control variate: where it is good β is 1, and less where its tails are not the posterior's.
-    `draws` and `batch` are coordinates, on any scale, of the surrogate's draws and of the batch.
     """
     assert state.draws is not None
     posterior = state.draws.posterior
-    of_surrogate, of_batch = features(draws, unit), features(batch, unit)
+    of_surrogate, of_batch = (features(_all_scales(state, u), state.shape.unit) for u in (posterior.u, state.batch.u))
     coefficients = importance.control_coefficients(of_batch, weights.posterior, weights.control)
 
     def by(drawn: NDArray[np.bool_], evaluated: NDArray[np.bool_]) -> Array:
@@ -258,29 +258,25 @@ def _estimate(state: Weighing, weights: _Weights, draws: Array, batch: Array, un
     return Estimate(whole, np.stack(without), weights.effective * float(state.batch.times.sum()))
 
 
-def _on_declared_scales(state: Weighing, posterior: Drawn, weights: _Weights) -> _Declared:
-    assert state.draws is not None
-    points = *(to_phi(of.u, state.shape.coordinates) for of in (posterior, state.draws.posterior)), state.batch.phi
-    at, draws, batch = (on_declared_scales(state, phi) for phi in points)
-    if not at.shape[1]:
-        return _Declared(0.0, 0.0)
-    center = posterior.weights @ at
-    unit = Unit(center, np.maximum(np.sqrt(posterior.weights @ (at - center) ** 2), 1e-300))
-    estimate = _estimate(state, weights, draws, batch, unit)
-    differ = sizes(estimate.moments, moments_of(at, posterior.weights, unit))
-    return _Declared(chance_of(estimate), float(np.max(np.abs(differ))))
+def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[tuple[float, float], _Declared]:
+    """Standard errors of an estimate, and what draws differ from it by: of coordinates, and on declared scales."""
+    of_draws = moments_of(_all_scales(state, posterior.u), posterior.weights, state.shape.unit)
+    errors, m = np.stack([chances(estimate), np.abs(sizes(estimate.moments, of_draws))]), posterior.u.shape[1]
+    errors = errors.reshape(2, 2, -1)  # of means and of sds
+    (chance, differ), declared = (np.max(part, axis=(1, 2), initial=0.0) for part in (errors[..., :m], errors[..., m:]))
+    return (float(chance), float(differ)), _Declared(*map(float, declared))
 
 
 def _grown(state: Weighing, posterior: Drawn, last: Estimate) -> float:
     """Growth of a log sd since the stage before, where points reach farther into a tail each time."""
     assert state.draws is not None
-    before = [
-        moments_of(state.draws.posterior.u, state.draws.posterior.weights, state.shape.unit),
-        *(estimate.moments for estimate in state.shape.estimates[-2:-1]),
+    drawn = [
+        moments_of(_all_scales(state, of.u), of.weights, state.shape.unit) for of in (state.draws.posterior, posterior)
     ]
-    after = moments_of(posterior.u, posterior.weights, state.shape.unit), last.moments
-    m = len(state.shape.unit.center)
-    return float(max(np.max(np.abs(sizes(new, old)[m:])) for new in after for old in before))
+    before = [drawn[0], *(estimate.moments for estimate in state.shape.estimates[-2:-1])]
+    m, count = posterior.u.shape[1], len(state.shape.unit.center)
+    of_sds = slice(count, count + m)
+    return float(max(np.max(np.abs(sizes(new, old)[of_sds])) for new in (drawn[1], last.moments) for old in before))
 
 
 def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: float, tail: float) -> Reweighted:

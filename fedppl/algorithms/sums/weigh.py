@@ -30,9 +30,10 @@ from fedppl.algorithms.sums.phases import (
     Unit,
     Weighed,
     Weighing,
+    all_scales,
     chance_of_draws,
     effort_of,
-    on_declared_scales,
+    unit_of,
     values_of_batch,
     widens,
 )
@@ -337,12 +338,14 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     moments, wide = weighted_moments(u, weights), weighted_moments(u, np.full(len(u), 1.0 / len(u)))
     kept = min(1.0, effective_size(weights) / (_FEWEST * len(moments.mean)))  # few points do not tell a covariance
     covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / surrogate.WIDER
-    unit = Unit(moments.mean, np.sqrt(np.diag(covariance)))
-    return _with_shape(state, coordinates, unit, state.shape.outer), moments.mean, covariance
+    return _with_shape(state, coordinates, u, weights, state.shape.outer), moments.mean, covariance
 
 
-def _with_shape(state: Weighing, coordinates: Coordinates, unit: Unit, outer: tuple[Proposal, ...]) -> Weighing:
+def _with_shape(
+    state: Weighing, coordinates: Coordinates, u: Array, weights: Array, outer: tuple[Proposal, ...]
+) -> Weighing:
     """The state in other coordinates; estimates so far may be in other units, and go."""
+    unit = unit_of(all_scales(state.about.labels, coordinates, u), weights)
     return state._replace(shape=Shape(coordinates, outer, (), unit, ()))
 
 
@@ -402,9 +405,9 @@ def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighi
     if len(folded) == len(state.shape.coordinates.folded) and stretch is state.shape.coordinates.stretch:
         return None
     coordinates = coordinates_of(state.about.labels, folded, posterior.weights @ phi, stretch)
-    moments = weighted_moments(of_phi(phi, coordinates), posterior.weights)
-    unit = Unit(moments.mean, np.sqrt(np.diag(moments.covariance)))
-    after = _with_shape(state, coordinates, unit, ())
+    u = of_phi(phi, coordinates)
+    moments = weighted_moments(u, posterior.weights)
+    after = _with_shape(state, coordinates, u, posterior.weights, ())
     through = _through(after, moments.mean, moments.covariance)
     if through is None:
         return None
@@ -433,7 +436,7 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
 
 def _tails(state: Weighing, of: Drawn) -> Tails:
     """Which coordinates and declared scales have heavy tails, of a surrogate."""
-    x = _all_scales(state, of.u)
+    x = all_scales(state.about.labels, state.shape.coordinates, of.u)
     center = of.weights @ x
     squares = (x - center) ** 2
     variances = np.maximum(of.weights @ squares, 1e-300)
@@ -452,10 +455,6 @@ def _farther(state: Weighing, tails: Tails, of: Drawn) -> tuple[Proposal, ...]:
     return (propose(moments.mean, surrogate.ROOM * covariance, 1),)
 
 
-def _all_scales(state: Weighing, u: Array) -> Array:
-    return np.concatenate([u, on_declared_scales(state, to_phi(u, state.shape.coordinates))], axis=1)
-
-
 def _log_tilt(state: Weighing, tails: Tails, u: Array) -> Array:
     """How much more often points (S, m) are drawn than the surrogate has them: by squares along heavy tails.
 
@@ -468,7 +467,7 @@ def _log_tilt(state: Weighing, tails: Tails, u: Array) -> Array:
 
 def _log_squares(state: Weighing, tails: Tails, u: Array) -> Array:
     """Log of the mean squared distance along heavy tails, in variances."""
-    x = _all_scales(state, u)[:, tails.places]
+    x = all_scales(state.about.labels, state.shape.coordinates, u)[:, tails.places]
     squares = (x - tails.center[tails.places]) ** 2 / tails.variances[tails.places]
     return np.asarray(np.log(np.maximum(np.mean(squares, axis=1), 1e-300)))
 
