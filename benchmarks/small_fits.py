@@ -4,7 +4,7 @@ Three frames by formula at default settings, each in a process of its own with e
 
     six    six sites of 196 rows in all, healed ~ age + arm + (1 | site)
     trial  the first example of README, six sites of 2,820 rows
-    twelve twelve sites of forty rows, healed ~ x + (1 | site)
+    twelve twelve sites of forty rows, healed ~ age + (1 | site)
 
 ``imports`` is `import pymc, arviz`, as in any script, and is not in ``first``, which has `import fedppl` in it.
 ``second`` is the median of fits on other rows and seeds of the same declaration, ``same`` of the same rows with other

@@ -624,7 +624,8 @@ def require_order(names: Sequence[str], estimate: Any, covariance: Any) -> None:
     axes = {"names": list(names)}
     for what, values in (("estimate", estimate), ("covariance", covariance)):
         for axis in ("index", "columns"):
-            if isinstance(labels := getattr(values, axis, None), pd.Index):
+            labels = getattr(values, axis, None)
+            if isinstance(labels, pd.Index) and labels.inferred_type != "integer":  # numbers of rows name nothing
                 axes[f"{what}.{axis}"] = list(labels)
     for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
         places = {label: k for k, label in enumerate(first)}

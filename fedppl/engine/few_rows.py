@@ -164,6 +164,7 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
     return Ruling(None, kept)
 
 
+_AT_ONCE = 2**21  # values of the data for which rows' densities are computed together
 _MANY_SPARE = 64  # more points are for corrections, of which each value is an equation in the rows anyway
 
 
@@ -179,7 +180,13 @@ def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int)
     theta = _at_modes(client, np.ascontiguousarray(points[first]))[0][len(points[first]) :]
     x = np.concatenate([points[order], np.tile(theta, (len(order), 1))], axis=1)
     seed = client.view(probes_of).seed  # nobody can foresee it
-    jumps = are_jumps(lambda at: densities(client, at), x[:-1], x[1:], few, seed)
+    each = max(1, _AT_ONCE // max(1, sum(np.size(values) for values in client.inputs)))
+    jumps = np.concatenate(
+        [
+            are_jumps(lambda at: densities(client, at), x[:-1][k : k + each], x[1:][k : k + each], few, seed)
+            for k in range(0, len(x) - 1, each)
+        ]
+    )
     here = int(np.flatnonzero(order == first)[0])
     before, after = jumps[:here], jumps[here:]
     low = int(np.max(np.flatnonzero(before), initial=-1)) + 1
@@ -301,7 +308,7 @@ _FEW_IN_ENTRIES = 1
 _BY_OUTCOMES = 1e-6  # relative change of a curvature with outcomes that is none
 _NOTHING_THERE = 1e-9  # of the largest term: a smaller one is rounding
 # Entries combined: honest rows far out have most of a combination, but not all of it but a millionth.
-_ALL_OF_IT, _FAINT_ENTRIES, _ENTRIES_A_ROW = 1.0 - 1e-6, 1e-6, 0.25
+_ALL_OF_IT, _FAINT_ENTRIES, _ENTRIES_A_ROW, _MOST_ENTRIES = 1.0 - 1e-6, 1e-6, 0.25, 500
 
 
 def share_in_entries(client: Any, point: Array, enough: float) -> float:
@@ -338,7 +345,8 @@ def share_in_entries(client: Any, point: Array, enough: float) -> float:
         if share >= enough:
             return share
     numbers = np.flatnonzero(~coded)
-    if len(numbers) * (len(numbers) + 1) / 2 <= _ENTRIES_A_ROW * len(diagonal):
+    entries_in_all = len(numbers) * (len(numbers) + 1) / 2
+    if entries_in_all <= min(_ENTRIES_A_ROW * len(diagonal), _MOST_ENTRIES):
         entries = [terms_of(int(i), paths[numbers[: place + 1]]) for place, i in enumerate(numbers)]
         combined = np.concatenate([diagonal[:, :0], *entries], axis=1)
         if concentration(combined, _FEW_IN_ENTRIES, _ALL_OF_IT, _FAINT_ENTRIES) >= _ALL_OF_IT:

@@ -15,7 +15,7 @@ import numpy as np
 from fedppl.data import frames, missing
 from fedppl.data.frames import EXACT, as_level, is_number
 from fedppl.formulas import expressions, predictor
-from fedppl.formulas.agreement import Agreement, coded, is_text
+from fedppl.formulas.agreement import OTHER, Agreement, coded, is_text
 from fedppl.formulas.families import NEVER, Family
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Response, Terms
@@ -242,7 +242,11 @@ def require_no_numbers(agreement: Agreement, declared: Iterable[str]) -> None:
 def require_no_dates(agreement: Agreement, declared: Iterable[str]) -> None:
     """Refuse a column of texts that are dates, unless `declared` names it: each day would be a level."""
     for name, column in agreement.columns.items():
-        if name not in declared and column.levels and all(_DATE.match(level) for level in column.levels):
+        if (
+            name not in declared
+            and any(_DATE.match(k) for k in column.levels)
+            and all(_DATE.match(k) or k == OTHER for k in column.levels)
+        ):
             raise DataError(
                 f"{name!r} is of texts that are dates, {shown(list(column.levels[:3]))}; make dates of them "
                 f"(pandas.to_datetime), for a number of days, or write C({name}) for a level each."

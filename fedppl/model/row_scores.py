@@ -68,8 +68,11 @@ def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
 
 
 def densities(client: ClientModel, points: Array) -> Array:
-    """Log densities (S, n) of rows at points (S, m + d), interpreted."""
-    return np.concatenate(client.template.once("row densities", lambda: _densities(client))(points, *client.inputs), 1)
+    """Log densities (S, n) of rows at points (S, m + d), interpreted; outcomes of equal length are of the same rows."""
+    by_rows: dict[int, Array] = {}
+    for part in client.template.once("row densities", lambda: _densities(client))(points, *client.inputs):
+        by_rows[part.shape[1]] = by_rows.get(part.shape[1], 0.0) + part
+    return np.concatenate(list(by_rows.values()), axis=1)
 
 
 def _densities(client: ClientModel) -> Callable[..., Sequence[Array]]:

@@ -38,11 +38,10 @@ class Declared(NamedTuple):
 def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:
     """Call the builder on one client's data; errors name the client."""
     require_arguments(client_id, builder, arrays)
-    held = [value for value in arrays.values() if isinstance(value, np.ndarray) and value.flags.writeable]
-    for value in held:  # a builder is called several times on these arrays
-        value.flags.writeable = False
+    # A builder is called several times on these arrays.
+    unaltered = {name: _read_only(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()}
     try:
-        model = builder(**arrays)
+        model = builder(**unaltered)
         if isinstance(model, pm.Model):
             with_sds(model)
         return model
@@ -67,9 +66,12 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
             f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: "
             f"{str(error).rstrip('.')}. {remedy}"
         ) from error
-    finally:
-        for value in held:
-            value.flags.writeable = True
+
+
+def _read_only(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def parts_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:

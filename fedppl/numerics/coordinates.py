@@ -33,7 +33,9 @@ _MOST_EIGENVALUE = 60.0  # of a matrix logarithm: beyond, where no posterior has
 _LEAST_SCALE = 1e-150  # of a root of a covariance
 _GROWTHS = np.concatenate([[0.0], 10.0 ** np.arange(-3.0, 3.1, 0.5)])
 _PASSES = 2
-_TOLD = 1024  # weighted points by which growths are chosen
+_POINTS = 1024  # by which growths are chosen
+# Correlation of a squared location and a scale's logarithm from which growth is looked for, and standard errors more.
+_SPREAD, _SPREAD_BY_CHANCE = 0.03, 2.0
 _EACH = 15  # effective ones for each location, with which other directions than these are looked at
 # Log units a point that a growth has to gain, and how many more for each point's share of the weight: one coefficient
 # gains half a unit in all by chance.
@@ -106,11 +108,20 @@ def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
     if not len(places) or not len(scales):
         return _none()
     powers, scales = np.repeat([2.0, -1.0], len(scales)), np.tile(scales, 2)
-    order = np.sort(np.argsort(weights, kind="stable")[-_TOLD:])
-    phi, weights = phi[order], weights[order] / weights[order].sum()
-    center, effective = weights @ phi, 1.0 / float(np.sum(weights**2))
+    effective, shares = 1.0 / float(np.sum(weights**2)), np.cumsum(weights)
+    count = min(_POINTS, len(phi))
+    drawn = np.searchsorted(shares / shares[-1], (np.arange(count) + 0.5) / count)  # systematic resampling
+    phi, weights = phi[np.minimum(drawn, len(phi) - 1)], np.full(count, 1.0 / count)
+    center = weights @ phi
     x = phi[:, places] - center[places]
-    variances = np.exp(np.minimum(powers * (phi[:, scales] - center[scales]), _MOST_LOG))
+    logs = powers * (phi[:, scales] - center[scales])
+    spread = np.abs(_correlations(x**2, logs)).max(axis=0, initial=0.0) > _SPREAD + _SPREAD_BY_CHANCE / np.sqrt(
+        effective
+    )
+    if not np.any(spread):
+        return _none()
+    scales, powers, logs = scales[spread], powers[spread], logs[:, spread]
+    variances = np.exp(np.minimum(logs, _MOST_LOG))
     bases = [np.eye(len(places))]
     if effective > _EACH * len(places):
         bases += [_spreading(x, phi[:, i], weights) for i in np.unique(scales)]
@@ -129,6 +140,12 @@ def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
     ]
     best = min(stretches, key=lambda one: misfit(phi, weights, one, places))
     return best if np.any(best.growth) else _none()
+
+
+def _correlations(x: Array, y: Array) -> Array:
+    """Correlations (L, n) of columns (S, L) and (S, n)."""
+    first, second = ((one - one.mean(axis=0)) / np.maximum(one.std(axis=0), 1e-300) for one in (x, y))
+    return np.asarray(first.T @ second / len(x))
 
 
 def _spreading(x: Array, log_scale: Array, weights: Array) -> Array:
@@ -160,12 +177,11 @@ def _growth(squared: Array, scales: Array, weights: Array, gain: float) -> Array
 
 def misfit(phi: Array, weights: Array, stretch: Stretch, places: Places) -> float:
     """Mean negative log density, but for a constant, of φ at these places as a normal in stretched coordinates."""
-    u = phi - weights @ phi
-    variances = np.ones((len(phi), 0))
+    u, variances = phi.copy(), np.ones((len(phi), 0))
     if len(stretch.places):
         variances = _variances(phi, stretch)
         u[:, stretch.places] = _stretched(phi, stretch, variances)
-    u = u[:, places]
+    u = u[:, places] - weights @ u[:, places]
     covariance = (u * weights[:, None]).T @ u
     return float(0.5 * np.linalg.slogdet(covariance)[1] + 0.5 * weights @ np.log(variances).sum(axis=1))
 

@@ -146,11 +146,28 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedMo
     if other := [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]:
         before, here = (", ".join(f"{k} {one_line(one.get(k), 300)}" for k in sorted(other)) for one in (theirs, ours))
         raise DeclarationError(f"the file is of a fit with {before}, and this model has {here}; pass what was fitted.")
-    if saved.agreement != declaration.agreement:
+    if not _alike(saved.agreement, declaration.agreement):
         raise DeclarationError(
             "the file is of another declaration: clients agreed on other levels or scales than this model's; pass the "
             "formula as it was declared, or the declaration of the fit that was saved."
         )
+
+
+_ROUNDING = 1e-9  # relative: sums over rows depend on their order
+
+
+def _alike(agreed: Any, other: Any) -> bool:
+    """Whether two agreements are the same but for rounding."""
+    if isinstance(agreed, Mapping) and isinstance(other, Mapping):
+        return agreed.keys() == other.keys() and all(_alike(agreed[key], other[key]) for key in agreed)
+    if isinstance(agreed, list | tuple) and isinstance(other, list | tuple):
+        return len(agreed) == len(other) and all(map(_alike, agreed, other))
+    if isinstance(agreed, float | np.ndarray) and isinstance(other, float | np.ndarray):
+        one, second = np.asarray(agreed), np.asarray(other)
+        if one.dtype.kind == second.dtype.kind == "f" and one.shape == second.shape:
+            return bool(np.allclose(one, second, rtol=_ROUNDING, atol=0.0, equal_nan=True))
+        return np.array_equal(one, second)
+    return bool(agreed == other)
 
 
 def _written(declaration: FederatedModel) -> dict[str, str]:

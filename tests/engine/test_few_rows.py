@@ -17,6 +17,7 @@ from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 from pytensor.scalar.basic import UnaryScalarOp, upgrade_to_float
 from pytensor.tensor.elemwise import Elemwise
+from scipy import stats
 from scipy.special import expit
 
 import fedppl
@@ -26,7 +27,7 @@ from fedppl.contracts import Request
 from fedppl.engine import policy
 from fedppl.engine.few_rows import refuse_model
 from fedppl.engine.guard import admit, in_memory
-from fedppl.model.row_scores import row_scores, rows_apart, slopes
+from fedppl.model.row_scores import densities, row_scores, rows_apart, slopes
 from fedppl.numerics.concentration import by_column, concentration, share_in_pairs, share_of_units
 from tests.support.markers import slow_but
 
@@ -704,6 +705,25 @@ def test_of_points_that_can_be_left_out_those_near_by_stay() -> None:
     request = admit(guard, fedppl.EP(), client, Request("a", 7, 1, (1,), step, "run"))
     assert request is not None
     assert request.message["inside"][0] and np.all(np.diff(request.message["inside"][-6:].astype(int)) <= 0)
+
+
+def test_outcomes_of_the_same_rows_count_once() -> None:
+    """Two outcomes of a patient jump together: they are one row."""
+
+    def pairs(x: Any, y: Any, z: Any) -> pm.Model:
+        with pm.Model() as model:
+            x, y, z = pm.Data("x", x), pm.Data("y", y), pm.Data("z", z)
+            b = pm.Normal("b", 0, 1)
+            pm.Normal("first", b * x, 1, observed=y)
+            pm.Normal("second", b * x + 1, 1, observed=z)
+        return model
+
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=40) for name in ("x", "y", "z")}
+    client = enrolled(pairs, arrays, ("b",))
+    at = np.array([[0.3], [0.7]])
+    expected = sum(stats.norm.logpdf(arrays[name], at * arrays["x"] + k, 1) for k, name in enumerate(("y", "z")))
+    assert_allclose(densities(client, at), expected)
 
 
 @pytest.mark.parametrize("at", [0.3, 0.2 + 0.2 * 0.375, 0.25])  # 0.275 and 0.3: halfway between points of the step

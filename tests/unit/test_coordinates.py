@@ -6,6 +6,7 @@ import numpy as np
 import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
+from scipy import stats
 
 from fedppl.model.graph import SdsAndPartials
 from fedppl.numerics.coordinates import (
@@ -13,11 +14,13 @@ from fedppl.numerics.coordinates import (
     Stretch,
     coordinates_of,
     log_slope,
+    misfit,
     of_phi,
     plain,
     stretch_of,
     to_phi,
 )
+from fedppl.numerics.importance import normalise
 from fedppl.types import SDS_AND_PARTIALS, Array, Variable, coordinate_labels
 
 
@@ -102,6 +105,36 @@ def test_locations_that_spread_with_a_scale_are_normal_once_stretched(label: str
     assert np.all(_kurtosis(slopes @ across[:3].T) > 7)
     error = np.sqrt(96 / 1024)  # of a normal's kurtosis by the points that the directions are chosen by
     assert_allclose(_kurtosis(of_phi(phi, coordinates)[:, :2] @ across.T), 3.0, atol=4 * error)
+
+
+def test_weighted_points_tell_the_same_as_draws() -> None:
+    """Candidates of a wider t: those of largest weight alone would have neither a center nor tails."""
+    rng, count = np.random.default_rng(5), 8192
+    wide = stats.multivariate_t(np.zeros(2), 2.0 * np.eye(2), df=4, seed=rng)
+    phi = wide.rvs(count)
+    spread = np.sqrt(0.1 + np.exp(2.0 * phi[:, 1]))
+    logs = stats.norm.logpdf(phi[:, 0], 0, spread) + stats.norm.logpdf(phi[:, 1]) - wide.logpdf(phi)
+    weights = normalise(logs)
+    stretch = stretch_of(("mu", "tau_log__"), phi, weights)
+    ratio = _variances_at(stretch, np.array([[0.0, 2.0]])) / _variances_at(stretch, np.array([[0.0, -1.0]]))
+    assert 0.4 < ratio[0, 0] / ((0.1 + np.exp(4.0)) / (0.1 + np.exp(-2.0))) < 2.5  # growth is on a grid of √10
+
+
+def _variances_at(stretch: Stretch, phi: Array) -> Array:
+    """By the slope of the coordinates: half its logarithm is that of the variance along one location."""
+    return np.asarray(np.exp(2.0 * log_slope(phi, plain()._replace(stretch=stretch))))[:, None]
+
+
+def test_where_a_stretch_has_its_center_is_no_misfit() -> None:
+    rng = np.random.default_rng(6)
+    phi = np.column_stack([rng.normal(size=500), rng.normal(size=500)])
+    phi[:, 0] *= np.sqrt(0.1 + np.exp(2.0 * phi[:, 1]))
+    equal, places = np.full(500, 1 / 500), np.array([0])
+    stretch = stretch_of(("mu", "tau_log__"), phi, equal)
+    moved = phi + [0.7, 0.0]
+    shifted = stretch._replace(center=stretch.center + 0.7)
+    assert_allclose(misfit(moved, equal, shifted, places), misfit(phi, equal, stretch, places))
+    assert misfit(phi, equal, stretch, places) < misfit(phi, equal, plain().stretch, places) - 0.1
 
 
 def test_locations_that_spread_with_no_scale_stay_as_they_are() -> None:

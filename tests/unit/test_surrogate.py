@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from fedppl.algorithms.sums.phases import Unit, chance_of_draws, moments_of, tilted
+from fedppl.algorithms.sums.phases import Unit, chance_of_draws, moments_of, tilted, unit_of
 from fedppl.numerics import surrogate
 from fedppl.numerics.coordinates import declared
 from fedppl.numerics.surrogate import Drawn, Places, Surrogate
@@ -99,6 +99,26 @@ def test_scales_that_are_coordinates_stay_positive() -> None:
     assert of is not None
     candidates = surrogate.drawn(of, surrogate.mixture(mean, covariance, 512, 0.125), folded, 2)
     assert np.min(surrogate.walked(of, candidates, folded, 8, 5).u[:, folded]) >= 0.0
+
+
+def test_draws_are_put_right_on_scales_that_depend_on_each_other() -> None:
+    """Components of a composition: each estimate has an error of its own, and none fits all of them exactly."""
+    rng = np.random.default_rng(8)
+    u = rng.standard_normal((4096, 2))
+    x = np.column_stack([u, u @ [1.0, 1.0], u @ [1.0, -1.0]])
+    equal = np.full(len(u), 1 / len(u))
+    of = Drawn(u, np.zeros(len(u)), np.zeros(len(u)), equal, np.arange(len(u)) % 8, 0.0, u.mean(axis=0), np.eye(2))
+    unit = unit_of(x, equal)
+    exact = np.array([0.05, -0.03]), np.array([1.1, 0.95])
+    mean = np.array([0.05, -0.03, 0.02 + 1e-3, 0.08])
+    second = np.array([1.1, 0.95, 2.051, 2.05]) + mean**2
+    lengths = unit.length
+    target = np.concatenate(
+        [(mean - unit.center) / lengths, (second - 2 * unit.center * mean + unit.center**2) / lengths**2]
+    )
+    found = tilted(of, x, target, unit)
+    assert found is not None
+    assert_allclose(found.weights @ u, exact[0], atol=3e-3)
 
 
 def test_draws_are_put_right_where_candidates_without_weight_lie_far_out() -> None:

@@ -1,7 +1,9 @@
 r"""Whether a stage is to be trusted: the surrogate through all values, held against the weights of the last batch.
 
-.. math:: E[h] \approx E_{\hat s}[h] + \sum_i (w_i - c_i)\, h(\varphi_i), \qquad
-          w_i \propto \frac{p(\varphi_i \mid y)}{g(\varphi_i)}, \quad c_i \propto \frac{\hat s(\varphi_i)}{g(\varphi_i)}
+With g the density of the batch's points, their weights are those of the posterior and of the surrogate,
+
+.. math:: w_i \propto \frac{p(\varphi_i \mid y)}{g(\varphi_i)}, \qquad
+          c_i \propto \frac{\hat s(\varphi_i)}{g(\varphi_i)}
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from fedppl.algorithms.sums.phases import (
     MOST_DRAWS,
     Estimate,
     Judged,
+    Unit,
     Weighed,
     Weighing,
     all_scales,
@@ -171,12 +174,10 @@ def _put_right(
         pairs = (posterior, by_draws), (more, chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
     if errors.is_off:
-        tilt = tilted(posterior, _all_scales(state, posterior.u), errors.estimate.moments, state.shape.unit)
-        if tilt is None:
-            error = max(errors.differ, on_declared.differ)
-        else:
-            posterior = tilt
-        _, on_declared = _compared(state, posterior, errors.estimate)
+        tilt = _tilted(state, posterior, errors.estimate)
+        posterior = posterior if tilt is None else tilt
+        (_, differ), on_declared = _compared(state, posterior, errors.estimate)
+        error = max(errors.differ, errors.on_declared.differ) if tilt is None else max(error, differ)
     return posterior, _with_declared(error, on_declared), by_draws
 
 
@@ -184,6 +185,17 @@ def _with_declared(error: float, on_declared: _Declared) -> float:
     """The larger of an error and that on the scales that variables are declared on."""
     off = on_declared.differ if on_declared.differ > BY_CHANCE * on_declared.chance else 0.0
     return max(error, on_declared.chance, off)
+
+
+def _tilted(state: Weighing, of: Drawn, estimate: Estimate) -> Drawn | None:
+    """Draws with the moments of an estimate on all scales, or else of coordinates alone; None where there are none."""
+    x, unit, m = _all_scales(state, of.u), state.shape.unit, of.u.shape[1]
+    for count in (x.shape[1], m):
+        target = np.concatenate([part[:count] for part in np.split(estimate.moments, 2)])
+        tilt = tilted(of, x[:, :count], target, Unit(unit.center[:count], unit.length[:count]))
+        if tilt is not None:
+            return tilt
+    return None
 
 
 def nowhere(state: Weighing) -> Judged:

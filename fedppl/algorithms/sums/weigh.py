@@ -126,7 +126,7 @@ def _of_candidates(
 ) -> Batch:
     at = surrogate.candidates(surrogate.mixture(mean, covariance, per_scramble, wide), coordinates.folded, stream)
     ones = np.ones(len(at.u))
-    return Batch(to_phi(at.u, coordinates), at.u, at.log_density, np.nan * ones, np.nan * ones, ones, at.scramble)
+    return Batch(to_phi(at.u, coordinates), at.u, at.log_density, np.nan * ones, at.log_density, ones, at.scramble)
 
 
 def with_integrated(state: Weighing, integrated: Integrated, laplace: Array) -> Weighing:
