@@ -153,19 +153,20 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedMo
         )
 
 
-_ROUNDING = 1e-9  # relative: sums over rows depend on their order
+_ROUNDING = 1e-9  # of the largest number beside it: sums over rows depend on their order, and means may be 0
 
 
-def _alike(agreed: Any, other: Any) -> bool:
+def _alike(agreed: Any, other: Any, size: float = 0.0) -> bool:
     """Whether two agreements are the same but for rounding."""
     if isinstance(agreed, Mapping) and isinstance(other, Mapping):
         return agreed.keys() == other.keys() and all(_alike(agreed[key], other[key]) for key in agreed)
     if isinstance(agreed, list | tuple) and isinstance(other, list | tuple):
-        return len(agreed) == len(other) and all(map(_alike, agreed, other))
+        size = max((abs(value) for value in agreed if isinstance(value, float) and np.isfinite(value)), default=0.0)
+        return len(agreed) == len(other) and all(_alike(*pair, size) for pair in zip(agreed, other, strict=True))
     if isinstance(agreed, float | np.ndarray) and isinstance(other, float | np.ndarray):
         one, second = np.asarray(agreed), np.asarray(other)
         if one.dtype.kind == second.dtype.kind == "f" and one.shape == second.shape:
-            return bool(np.allclose(one, second, rtol=_ROUNDING, atol=0.0, equal_nan=True))
+            return bool(np.allclose(one, second, rtol=_ROUNDING, atol=_ROUNDING * size, equal_nan=True))
         return np.array_equal(one, second)
     return bool(agreed == other)
 

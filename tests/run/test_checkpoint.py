@@ -117,9 +117,9 @@ def test_no_crafted_file_runs_code_or_changes_a_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("BUILD on Mechanism, format 3", "has format 3, .*reads format 14; delete it to start again"),
+        ("BUILD on Mechanism, format 3", f"has format 3, .*reads format {signed.FORMAT}; delete it to start again"),
         ("format 2", "has format 2, .*finish it with the version that wrote it"),
-        ("format 4", "has format 4, and this version of fedppl reads format 14"),
+        ("format 4", f"has format 4, and this version of fedppl reads format {signed.FORMAT}"),
         ("npz with a pickle", "not a fedppl checkpoint; choose another path"),
         ("cut at 41", "truncated or damaged; restore it"),
         ("a bit of its arrays", "truncated or damaged"),

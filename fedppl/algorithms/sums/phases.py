@@ -97,6 +97,11 @@ class Shape(NamedTuple):
     unit: Unit  # of moments
     estimates: tuple[Estimate, ...]  # of the stages so far
 
+    @property
+    def far(self) -> tuple[Proposal, ...]:
+        """Proposals beside those about the posterior's moments."""
+        return (*self.outer, *self.farther)
+
 
 class Draws(NamedTuple):
     """Draws of a surrogate."""

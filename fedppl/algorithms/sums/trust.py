@@ -168,8 +168,7 @@ def _put_right(
     """Draws with the moments of the estimate, their error, and what of it is their number's."""
     by_draws, error, on_declared = chance_of_draws(posterior), errors.error, errors.on_declared
     if by_draws > BY_DRAWS:
-        far = (*state.shape.outer, *state.shape.farther)
-        by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, far)
+        by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, state.shape.far)
         more = surrogate.drawn(through, by, state.shape.coordinates.folded, stream)
         pairs = (posterior, by_draws), (more, chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])

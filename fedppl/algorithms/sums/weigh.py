@@ -353,8 +353,7 @@ def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, 
     """Draws of a surrogate, as many as its moments need: their error is part of every estimate."""
 
     def by(count: int) -> Drawn:
-        far = (*state.shape.outer, *state.shape.farther)
-        mixture = surrogate.mixture(mean, covariance, count, 0.125, far)
+        mixture = surrogate.mixture(mean, covariance, count, 0.125, state.shape.far)
         return surrogate.drawn(through, mixture, state.shape.coordinates.folded, stream)
 
     count = effort_of(state).draws
@@ -507,8 +506,7 @@ def candidates_about(state: Weighed, per_scramble: int) -> tuple[Array, NDArray[
     assert state.posterior is not None
     u = of_phi(state.posterior.points, state.shape.coordinates)
     moments = weighted_moments(u, state.posterior.weights)
-    far = (*state.shape.outer, *state.shape.farther)
-    by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, 0.5, far)
+    by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, 0.5, state.shape.far)
     at = surrogate.candidates(by, state.shape.coordinates.folded, 0)
     phi = to_phi(at.u, state.shape.coordinates)
     return phi, at.scramble, np.asarray(at.log_density - log_slope(phi, state.shape.coordinates))
