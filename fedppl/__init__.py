@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedppl import data, local, metrics, plots, privacy, search
     from fedppl.algorithms import averaging, one_shot
-    from fedppl.algorithms.ep.correction import Correction
     from fedppl.algorithms.ep.ep import EP
     from fedppl.algorithms.ep.private import PrivateEP
     from fedppl.algorithms.hierarchical.confidence import Confidence
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "EP", "HM1", "Algorithm", "Confidence", "ConvergenceWarning", "Correction", "DataError", "DeclarationError",
+    "EP", "HM1", "Algorithm", "Confidence", "ConvergenceWarning", "DataError", "DeclarationError",
     "FederatedModel", "Fit", "HM1Gradient", "InProcess", "NotConvergedError", "Policy", "Prior", "PrivateEP",
     "Round", "Status", "Sums", "agree", "averaging", "calibrate", "compare", "conflict", "contrast", "covariance",
     "curves", "data", "fit", "formula", "hypotheses", "load", "local", "loo", "loo_compare", "marginal_effects",
@@ -68,7 +67,6 @@ _SPACES = {
 _NAMES = {
     name: f"fedppl.{module}"
     for module, names in {
-        "algorithms.ep.correction": "Correction",
         "algorithms.ep.ep": "EP",
         "algorithms.ep.private": "PrivateEP",
         "algorithms.hierarchical.confidence": "Confidence",

@@ -70,7 +70,7 @@ def rounds(
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> model, clients = normal_means()
-    >>> [step.number for step in fedppl.rounds(model, clients, fedppl.EP(warm_start=False, correction=None), rounds=2)]
+    >>> [step.number for step in fedppl.rounds(model, clients, fedppl.EP(warm_start=False), rounds=2)]
     [1, 2]
 
     Notes

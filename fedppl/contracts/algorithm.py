@@ -110,7 +110,7 @@ class LogEvidence(NamedTuple):
 
     value: float
     error: float
-    method: str = "correction"  # or "sums"; or "EP": an approximation, whose own error is not in the standard error
+    method: str = "sums"  # or "EP": an approximation, whose own error is not in the standard error
 
 
 class WithoutClient(NamedTuple):
@@ -122,7 +122,7 @@ class WithoutClient(NamedTuple):
 
 
 def _no_evidence(state: Any, clients: Mapping[str, ClientView]) -> LogEvidence:
-    raise DeclarationError("this algorithm gives no evidence; use fedppl.EP().")
+    raise DeclarationError("this algorithm gives no evidence; use fedppl.Sums().")
 
 
 def _nothing(state: Any) -> Details:
@@ -190,13 +190,6 @@ class Result(NamedTuple, Generic[S, P]):
     preliminary
         Whether the next round belongs to a start with a budget of its own, which does not count towards ``rounds=``.
         Until its end there is no result.
-    closing
-        Whether the next round belongs to an end with a budget of its own, which does not count either. There is a
-        result.
-    out_of_rounds
-        The state once ``rounds=`` has run out. If `closing` is true of it the run goes on to its end, which is not
-        saved, so that the same call with more rounds goes on from before it. By default the state itself. Sites of
-        their own are not asked for such an end.
     tests_convergence
         Whether a fit should end as converged, and warns where it does not. Methods that run a given number of rounds
         of gradient steps should not, even where they stop once nothing changes.
@@ -219,8 +212,6 @@ class Result(NamedTuple, Generic[S, P]):
     shared: Posterior[S] | Point[S] | Sampler[S] | None = None
     details: Callable[[S], Details] = _nothing
     preliminary: Callable[[S], bool] = _never
-    closing: Callable[[S], bool] = _never
-    out_of_rounds: Callable[[S], S] = _as_it_is
     tests_convergence: bool = False
     family: object = None
     resume: Callable[[S, S], S] | None = None

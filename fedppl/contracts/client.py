@@ -170,7 +170,7 @@ class LocalInference(NamedTuple):
         ``draw(target, draws, chains, rng)``.
     factor, draw_given
         ``factor(client, points, center, prior_share)`` and ``draw_given(client, phi, center, rng)``, both or neither:
-        what EP's correction needs.
+        what draws at weighted points of the posterior need.
     settings
         Keywords of the builder: a run is resumed, and a node enrolled, only with equal settings.
     """

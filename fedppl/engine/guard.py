@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 REFUSED = "refused by its site; the reason is in the site's own log"  # all that a server learns, whatever the rule
 _FEW_LEFT_OUT = 0.5  # of the points: a search tries points along a line far beyond the step that it takes
-_OWN = ("inside", "reach")  # arrays that the guard adds to a request
+_OWN = ("inside",)  # arrays that the guard adds to a request
 
 
 class Run(NamedTuple):
@@ -197,10 +197,7 @@ def checked(
     except Exception as error:  # the request is not one of the algorithm's, or a user's code fails
         return f"numbers: the request cannot be read ({type(error).__name__})", request, 0
     if rule is None and len(asked.spare):
-        additions = {"inside": allowed}
-        if asked.correction:
-            additions["reach"] = np.array(policy.reach(rules))
-        request = request._replace(message={**request.message, **additions})
+        request = request._replace(message={**request.message, "inside": allowed})
     return rule, request, points
 
 

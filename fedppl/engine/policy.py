@@ -359,11 +359,6 @@ def inside(policy: Policy, layout: Layout, points: Array) -> Array:
     return np.asarray(_distances(layout, points) <= policy.distance)
 
 
-def reach(policy: Policy) -> float:
-    """The distance within which points are answered, in prior sds; 0 without a limit."""
-    return 0.0 if policy.epsilon is not None or policy.distance == np.inf else float(policy.distance)
-
-
 def _distances(layout: Layout, points: Array) -> Array:
     """Largest distance of a coordinate from the prior's mean, in prior sds, (S,)."""
     away = np.abs(points - gaussian.mean(layout.prior)) / gaussian.standard_deviations(layout.prior)

@@ -353,15 +353,7 @@ def Laplace() -> LocalInference:
     marginal: the estimate is biased towards small scales at one client and the bias adds up over clients. Use
     `NestedLaplace` unless the model is Gaussian with known variances.
     """
-    return LocalInference(
-        "Laplace",
-        check=_check_joint,
-        expand=None,
-        tilted=_joint_tilted,
-        draw=_joint_draw,
-        factor=_factor.factor,
-        draw_given=draw_given,
-    )
+    return LocalInference("Laplace", check=_check_joint, expand=None, tilted=_joint_tilted, draw=_joint_draw)
 
 
 def _check_joint(client: ClientView) -> None:

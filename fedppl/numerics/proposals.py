@@ -1,4 +1,4 @@
-"""Proposals of a correction: multivariate t's around q or around weighted points, and out into their tails."""
+"""Proposals: multivariate t's with given moments, and out into the tails of weighted points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fedppl.numerics import region
 from fedppl.numerics.importance import WeightedMoments, weighted_moments
 from fedppl.types import Array
 
-_SKEWED = 0.15  # skewness from which a coordinate has points of its own in its longer tail
 _MOST_TAILS = 6
 _HEAVY = 1.2  # times a normal's fourth moment
 _LEAST_SHARE = 0.1  # of a coordinate's second moment, from which one of its sides has points of its own
@@ -19,7 +18,6 @@ _LEAST_SHARE = 0.1  # of a coordinate's second moment, from which one of its sid
 # as half of it, so that second moments of a t with more than 2.5 degrees have a variance; else the second.
 _OF_POWERS, _POWER, _OF_OTHERS = 1.0, 2.5, 3.0
 _FEW = 0.1  # of the covariance, added to that of a tail, where one far point may have nearly all weight
-_SHIFT, _WIDER = 2.5, 2.5  # shift of a tail's proposal in sds, and its width in those of the posterior
 
 
 class Proposal(NamedTuple):
@@ -40,24 +38,6 @@ def propose(mean: Array, covariance: Array, count: int) -> Proposal:
     """The t with these moments."""
     scale = (region.DEGREES - 2.0) / region.DEGREES
     return Proposal(mean, np.asarray(np.linalg.cholesky(covariance * scale), dtype=np.float64), count)
-
-
-def with_tails(mean: Array, covariance: Array, count: int, skewness: Array) -> tuple[Proposal, ...]:
-    """The t with these moments, and half of its points along the longer tails of skewed coordinates.
-
-    The logarithm of a scale has a tail that falls as exp(x) only, along that coordinate alone. Hardly any point of a t
-    in several dimensions lies there, and the spread of the points does not show what is missing.
-    """
-    order = np.argsort(-np.abs(skewness), kind="stable")[:_MOST_TAILS]
-    tails = [int(i) for i in order if abs(skewness[i]) > _SKEWED and count > 1]
-    each = 2 ** int(np.log2(max(count // 2 / max(len(tails), 1), 1.0)))  # Sobol's points are balanced in such numbers
-    proposals = [propose(mean, covariance, count - count // 2 if tails else count)]
-    for i in tails:
-        shifted, wider = mean.copy(), covariance.copy()
-        shifted[i] += np.sign(skewness[i]) * _SHIFT * np.sqrt(covariance[i, i])
-        wider[i, i] *= _WIDER**2
-        proposals.append(propose(shifted, wider, each))
-    return tuple(proposals)
 
 
 def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance, region
-from fedppl.numerics.coordinates import declared
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
-from fedppl.numerics.proposals import Proposal, log_mixture, scrambles, whitened
+from fedppl.numerics.proposals import whitened
 from fedppl.types import Array
 
 MOST_ERROR = 0.05  # of a mean or an sd, in posterior sds
@@ -47,18 +46,13 @@ class Reweighted(NamedTuple):
     beside: float = 0.0  # error of a mean or an sd, in posterior sds, that the spread of the points does not show
 
 
-def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residual: Array) -> Reweighted | None:
-    """Weigh all proposals' points (S, m), in their order, by the posterior's log density less q's kernel, (S,).
-
-    Points with NaN, which have no value, are left out; None where none is left.
-    """
-    return weigh_points(q, points, scrambles(proposals), residual, log_mixture(proposals, points))
-
-
 def weigh_points(
     q: Gaussian, points: Array, scramble: NDArray[np.intp], residual: Array, log_proposal: Array
 ) -> Reweighted | None:
-    """The same at points of any proposal with this log density, (S,)."""
+    """Weigh points (S, m) of a proposal with a log density (S,) by the posterior's log density less q's kernel, (S,).
+
+    Points with NaN, which have no value, are left out; None where none is left.
+    """
     has_value = np.isfinite(residual) | (residual == -np.inf)
     of_q = np.where(has_value, gaussian.log_density(q, points) - log_proposal, -np.inf)
     raw = np.where(has_value, of_q + np.nan_to_num(residual, nan=-np.inf, neginf=-np.inf), -np.inf)
@@ -108,12 +102,6 @@ def is_trusted(by: Reweighted) -> bool:
     return bool(has_moments and by.error <= MOST_ERROR and by.ess >= FEWEST)
 
 
-def apart(one: Reweighted, other: Reweighted, sd: Array) -> float:
-    """Largest difference of means in sds, and of log sds."""
-    logs = 0.5 * np.log(np.diag(one.covariance) / np.diag(other.covariance))
-    return float(max(np.max(np.abs(one.mean - other.mean) / sd), np.max(np.abs(logs))))
-
-
 def second_k(added: Array, points: Array, weights: Array) -> float:
     """Largest Pareto k of what points add to an sd: where few have most of it, scrambles do not show its error.
 
@@ -158,21 +146,3 @@ def _by_scramble(functions: Array, log_weights: Array, of_q: Array, where: NDArr
 
 def _log_sum(logs: Array) -> float:
     return float(np.logaddexp.reduce(logs))
-
-
-def declared_error(labels: tuple[str, ...], reweighted: Reweighted) -> float:
-    """Largest standard error of a mean or an sd, in sds, on the scales that variables are declared on."""
-    x = declared(labels, reweighted.points)
-    if not x.shape[1]:
-        return 0.0
-    weights, of_q = reweighted.weights, reweighted.of_q
-    center = weights @ x
-    z = (x - center) / np.maximum(np.sqrt(weights @ (x - center) ** 2), 1e-300)
-    parts, sums = np.concatenate([z, 0.5 * z**2], axis=1), []
-    for scramble in range(region.SCRAMBLES):
-        kept = reweighted.scramble != scramble
-        sums.append([shares[kept] @ parts[kept] / shares[kept].sum() for shares in (weights, of_q)])
-    by_weights, by_q = np.moveaxis(np.array(sums), 1, 0)
-    # A control variate with a heavier tail than the posterior's adds more than it takes.
-    errors = np.minimum(np.std(by_weights, axis=0), np.std(by_weights - by_q, axis=0))
-    return float(np.sqrt(region.SCRAMBLES - 1.0) * np.max(errors))

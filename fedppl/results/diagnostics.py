@@ -14,21 +14,6 @@ logger = logging.getLogger(__name__)
 Infos = Mapping[str, Mapping[str, float]]  # diagnostics by name, by client
 
 
-def updated(last: Infos, infos: Infos, *, closing: bool) -> dict[str, Mapping[str, float]]:
-    """The last diagnostics of every client after one more round.
-
-    A closing round adds to what clients reported of their moments. It makes up for a posterior that is not Gaussian,
-    and checks Laplace's approximation: ``departure`` and ``inner_trust`` count no more.
-    """
-    if not closing:
-        return {**last, **infos}
-    before = {
-        k: {name: value for name, value in info.items() if name not in ("departure", "inner_trust")}
-        for k, info in last.items()
-    }
-    return {**last, **{k: {**before.get(k, {}), **info} for k, info in infos.items()}}
-
-
 def tolerance_of(settings: Mapping[str, str]) -> float | None:
     """The tolerance of an algorithm, where it has one.
 
@@ -140,10 +125,7 @@ _MENTIONED = 0.05
 TRUSTED = 0.1  # a share beyond which the estimate is too low by an unknown factor
 NOISY = 0.02  # the same where clients draw: noise ends EP early, with an sd in which factors depart less
 SKEWED = 0.3  # skewness of a margin beyond which the estimate is too low
-CORRECTION = (
-    "fedppl.EP(correction=fedppl.Correction()), for which a site's policy has to have correction = 31744 or more: by "
-    "default it allows no point"
-)
+EXACT = "fedppl.Sums()"
 _LARGEST = 1e3
 _UNKNOWN = "sds of shared variables may be far too small, by a half even"
 

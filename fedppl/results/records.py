@@ -31,8 +31,7 @@ class Record(NamedTuple):
     seconds: float
     status: Status
     silent: tuple[str, ...] = ()  # asked, with no reply wanted
-    preliminary: bool = False  # a round of a start or an end with a budget of its own
-    closing: bool = False  # a round of an end
+    preliminary: bool = False  # a round of a start with a budget of its own
     reasons: Mapping[str, str] = {}  # what clients whose replies were used could not compute
     message: str = ""  # the algorithm's, on its progress
     mild: bool = False  # whether the message is a remark only

@@ -16,7 +16,7 @@ import xarray as xr
 from fedppl.contracts import Point, Posterior
 from fedppl.contracts.printed import CI_PROB, entries_of, interval, labels_of, shown_by_default, variable_of
 from fedppl.contracts.printed import table as html_table
-from fedppl.results.diagnostics import fallbacks, shortfall, updated
+from fedppl.results.diagnostics import fallbacks, shortfall
 from fedppl.results.records import Ended, require_arrived
 from fedppl.results.shared import Estimates, estimates, point_estimates
 from fedppl.settings import between, flag, shown, whole
@@ -106,7 +106,7 @@ def _attributes(fit: Ended) -> dict[str, Any]:
         answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
     infos: dict[str, Mapping[str, float]] = {}
     for record in fit.records:
-        infos = updated(infos, record.infos, closing=record.closing)
+        infos |= record.infos
     return {
         "algorithm": fit.algorithm.name,
         "status": fit.status.value,

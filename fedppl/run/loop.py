@@ -31,7 +31,6 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import ClientsOf, samples, stacked, why_not
-from fedppl.numerics.surrogate import MANY
 from fedppl.results import diagnostics
 from fedppl.results.fit import Fit
 from fedppl.results.records import ever_used, unarrived
@@ -76,7 +75,6 @@ def fit(
     """See `fedppl.fit`; `stacklevel` is that of the caller, for warnings."""
     require_callback(callback)
     settings.flag("progressbar", progressbar)
-    choice = algorithm if isinstance(algorithm, Choice) else None
     with contextlib.ExitStack() as closing:
         with Progress(options.rounds, show=progressbar) as progress:
             progress.say("checking and compiling")
@@ -111,11 +109,6 @@ def fit(
             seconds=time.perf_counter() - started,
         )
         result = _concluded(run, result)
-    if choice is not None and options.checkpoint is None and _goes_on(choice, run, status, stopped):
-        logger.info("%s stalled, and the fit goes on by %s: %s", choice.first.name, choice.other.name, message)
-        again = Options(options.rounds, options.engine, random_seed=run.seed)
-        keywords: dict[str, Any] = {"callback": callback, "progressbar": progressbar, "stacklevel": stacklevel + 1}
-        return fit(model, clients, choice.other, again, **keywords)
     if algorithm.result.tests_convergence and not status.ok:
         warnings.warn(ConvergenceWarning(text, result), stacklevel=stacklevel)
     return result
@@ -137,26 +130,6 @@ def _concluded(run: Run, result: Fit) -> Fit:
             "sites are not asked to draw their posteriors: %s", reason, extra={"status": result.status.value}
         )
     return result
-
-
-_MOST_AGAIN = 2000  # clients that can be asked one after the other
-
-
-def _goes_on(choice: Choice, run: Run, status: Status, stopped: str) -> bool:
-    """Whether to go on by the other algorithm of a choice: the first, a default, stalled after its search.
-
-    A search that found several modes, or none, would end the same by the other. Of many coordinates a correction's
-    t's have fewer effective points than the surrogates that stalled.
-    """
-    return (
-        status is Status.STALLED
-        and not stopped
-        and run.algorithm is choice.first
-        and choice.first is not choice.other
-        and not choice.first.result.preliminary(run.state)
-        and len(run.clients) <= _MOST_AGAIN
-        and run.layout.size < MANY
-    )
 
 
 def _run_to_end(run: Run, callback: Callable[[Round], bool | None] | None) -> str:
@@ -184,14 +157,9 @@ def _stops(answer: Any, number: int) -> bool:
 
 def _run(run: Run) -> Iterator[Round]:
     """Run rounds until converged or out of rounds."""
-    result = run.algorithm.result
     while not run.records or run.records[-1].status is Status.RUNNING:
-        if run.limit is not None and run.counted >= run.limit and not result.closing(run.state):
-            # Sites count a run's rounds, and a round that is not saved could not be asked of them again.
-            if not run.engine.has_sites():
-                run.state, run.saves = result.out_of_rounds(run.state), False
-            if not result.closing(run.state):
-                return
+        if run.limit is not None and run.counted >= run.limit:
+            return
         yield one_round(run)
 
 
@@ -204,15 +172,14 @@ def _distinct(reasons: Iterable[str]) -> str:
 
 
 def _sd_shortfall(run: Run) -> tuple[str, bool]:
-    """A sentence where sds of a Gaussian may be too small, and whether that makes a correction necessary."""
+    """A sentence where sds of a Gaussian may be too small, and whether the fit is not to be called converged for it."""
     shared = run.algorithm.result.shared
     if not isinstance(shared, Posterior):
         return "", False
-    short, can_correct = diagnostics.shortfall(run.infos), shared.without is not None
+    short, can_judge = diagnostics.shortfall(run.infos), shared.without is not None
     noise = run.records[-1].info.get("mc_error", 0.0)
     trusted = diagnostics.NOISY if isinstance(noise, float) and noise > _NOISE else diagnostics.TRUSTED
-    remedy = diagnostics.CORRECTION if can_correct else "fedppl.EP()"
-    return diagnostics.shortfall_sentence(short, remedy, trusted), can_correct and short >= trusted
+    return diagnostics.shortfall_sentence(short, diagnostics.EXACT, trusted), can_judge and short >= trusted
 
 
 def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:

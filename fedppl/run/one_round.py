@@ -213,8 +213,7 @@ def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, s
         seconds=seconds,
         status=report.status,
         silent=silent,
-        preliminary=result.preliminary(run.state) or result.closing(run.state),
-        closing=result.closing(run.state),
+        preliminary=result.preliminary(run.state),
         reasons=replies.reasons,
         message=run.message if report.message is None else report.message,
         mild=run.records[-1].mild if report.message is None and run.records else report.mild,
@@ -225,7 +224,7 @@ def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, s
 def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
     """Log how a round went, and show it where progress is shown."""
     tolerance = diagnostics.tolerance_of(run.algorithm.settings)
-    summary = standing(record, run.infos if record.closing else record.infos, tolerance)
+    summary = standing(record, record.infos, tolerance)
     ended = record.status.value if record.status is not Status.RUNNING else ""
     run.progress.update(run.counted, "; ".join(filter(None, (summary, ended))))
     reporting = asked - len(record.silent)

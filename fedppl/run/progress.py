@@ -155,7 +155,6 @@ class Run:
         self.infos: dict[str, Mapping[str, float]] = {}  # each client's last diagnostics
         self.personal: Mapping[str, Any] = {}  # states of clients in this process after the last round
         self.progress = Progress()
-        self.saves = True  # until rounds have run out
         self.resumed = 0  # rounds from the checkpoint
         self.limit: int | None = None
         self.participation: Participation  # both are set before the first round
@@ -178,7 +177,7 @@ def add(run: Run, done: Record) -> None:
     """Add a round, and update what the next one needs of all rounds."""
     run.records.append(done)
     run.counted += not done.preliminary
-    run.infos = diagnostics.updated(run.infos, done.infos, closing=done.closing)
+    run.infos = {**run.infos, **done.infos}
 
 
 def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
@@ -200,7 +199,7 @@ def _parts(models: Mapping[str, ClientModel]) -> dict[str, tuple[Mapping[str, An
 
 def save(run: Run) -> None:
     """Write the run after a round, if it has a checkpoint."""
-    if run.checkpoint is None or not run.saves:
+    if run.checkpoint is None:
         return
     done = len(run.records)
     try:

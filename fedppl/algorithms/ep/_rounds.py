@@ -1,4 +1,4 @@
-"""EP at the server: its state, and a round of each phase, which are warm start, matching of moments, and correction."""
+"""EP at the server: its state, and a round of each phase, which are warm start and matching of moments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from scipy import special
 
 from fedppl import gaussian, structure
 from fedppl.algorithms.ep import _trust
-from fedppl.algorithms.ep import correction as _correction
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._trust import LEAST, Bounded, Moves
-from fedppl.algorithms.ep.correction import Correcting, Correction
 from fedppl.algorithms.ep.sites import Sites
-from fedppl.algorithms.ep.warm_start import Starts, WarmStart, hardly_a_prior, pulls_alone, why_not_arrived
+from fedppl.algorithms.ep.warm_start import Starts, WarmStart, pulls_alone, why_not_arrived
 from fedppl.contracts import Report
 from fedppl.results import diagnostics
 from fedppl.structure import Structure
@@ -62,34 +60,16 @@ class OfClients(NamedTuple):
     unseen: Array  # (K,) bool: the client's rows are not in this process
 
 
-class Plan(NamedTuple):
-    """What is decided before the first round."""
-
-    prior_share: float  # 1 / K when the prior is not Gaussian: each factor's share of p / N_0
-    corrects: bool  # whether a correction follows once moments are matched
-    stream: int  # of the points of the correction
-
-
 class EPState(NamedTuple):
     """What the next round needs. Invariant: sites.q = prior x Π_k site_k."""
 
-    plan: Plan
+    prior_share: float  # 1 / K when the prior is not Gaussian: each factor's share of p / N_0
     sites: Sites
-    phase: WarmStart | Correcting | None  # None while moments are matched
+    warm_start: WarmStart | None  # None while moments are matched
     starts: Starts | None  # where several searches were asked for
     steps: Steps
     skewed: Skewed
     clients: OfClients
-
-    @property
-    def warm_start(self) -> WarmStart | None:
-        """The search, before moments are matched."""
-        return self.phase if isinstance(self.phase, WarmStart) else None
-
-    @property
-    def correction(self) -> Correcting | None:
-        """The correction, once moments are matched."""
-        return self.phase if isinstance(self.phase, Correcting) else None
 
 
 class EPInfo(NamedTuple):
@@ -105,8 +85,6 @@ class EPInfo(NamedTuple):
     held_back: int = 0  # clients whose sites were drawn in, where trust is set
     pull: float = np.nan  # the largest pull of a client on a mean before sites are drawn in, in sds of its cavity
     pulled_by: str = ""  # that client
-    correction_ess: float = np.nan  # of the points of the correction, once an exchange is over
-    correction_pareto_k: float = np.nan
 
 
 class Outcome(NamedTuple):
@@ -116,16 +94,13 @@ class Outcome(NamedTuple):
     info: EPInfo
     status: Status = Status.RUNNING
     message: str | None = None
-    skewed: str = ""  # part of the message that a correction makes needless
 
 
 def reported(outcome: Outcome) -> tuple[EPState, Report]:
     """The state and the report; a converged fit does not warn where little is skewed and nobody is held back."""
     state = outcome.state
-    corrected = state.correction is not None and state.correction.trusted
-    mild = bool((corrected or np.abs(state.skewed.total).max() < _VERY_SKEWED) and not np.any(state.clients.held))
-    message = "; ".join(filter(None, (outcome.message, outcome.skewed))) if outcome.skewed else outcome.message
-    return state, Report(outcome.info, outcome.status, message, mild)
+    mild = bool(np.abs(state.skewed.total).max() < _VERY_SKEWED and not np.any(state.clients.held))
+    return state, Report(outcome.info, outcome.status, outcome.message, mild)
 
 
 # Warm start -----------------------------------------------------------------------------------------------------------
@@ -141,7 +116,7 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
         if state.starts.modes:
             ended, sites, _ = _warm_start.next_search(state.starts._replace(left=state.starts.left[:0]), sites, None)
             info = EPInfo("warm start", before.change, np.inf, 1.0, before.objective, 0.0, np.nan)
-            return Outcome(state._replace(sites=sites, starts=ended, phase=None), info)
+            return Outcome(state._replace(sites=sites, starts=ended, warm_start=None), info)
         state = state._replace(starts=None)
     if replies:
         sites, after, bounded = _warm_start.step(sites, before, replies, trust)
@@ -149,7 +124,7 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
     over = not after.arrived and after.spent >= _BUDGET
     further = state.starts is not None and bool(state.starts.modes)  # not the first search
     outcome = Outcome(
-        state._replace(sites=sites, phase=None if after.arrived else after),
+        state._replace(sites=sites, warm_start=None if after.arrived else after),
         info,
         Status.STALLED if over else Status.RUNNING,
         "" if after.arrived or further else why_not_arrived(sites, after),
@@ -174,7 +149,7 @@ def _searched(outcome: Outcome, search: WarmStart) -> Outcome:
     if following is None and not after.modes:
         return outcome
     message = "" if following is None else f"{len(after.left) + 1} warm starts are left"
-    state = outcome.state._replace(starts=after, sites=sites, phase=following)
+    state = outcome.state._replace(starts=after, sites=sites, warm_start=following)
     return outcome._replace(state=state, status=Status.RUNNING, message=message)
 
 
@@ -390,7 +365,8 @@ def judge(outcome: Outcome, change: Change, rows: list[int], tolerance: float, l
         sweep_change=0.0 if swept else sweep_change,
     )
     after = after._replace(steps=steps)
-    return outcome._replace(state=after, status=status, message=message, skewed=skewed)
+    message = "; ".join(filter(None, (message, skewed)))
+    return outcome._replace(state=after, status=status, message=message)
 
 
 def _next_damping(
@@ -494,7 +470,7 @@ def _uncoupled(form: Structure) -> str:
     return (
         "sds may be far too small where shared variables are correlated, which a "
         f"{'diagonal structure' if form.blocks is None else 'structure of blocks'} leaves out: "
-        f'EP(structure="full") has that, and {diagnostics.CORRECTION} the posterior itself'
+        f'EP(structure="full") has that, and {diagnostics.EXACT} the posterior itself'
     )
 
 
@@ -519,7 +495,7 @@ def _skewed(state: EPState, limit: float) -> str:
     return (
         f"rely on means more than on tails of what is skewed: {named}{more} on the scale that EP works on, where a "
         "Gaussian has a skewness of 0. Declare it on a scale where it is closer to normal, or use "
-        f"{diagnostics.CORRECTION}; see fit.idata['fit']['skewness']"
+        f"{diagnostics.EXACT}; see fit.idata['fit']['skewness']"
     )
 
 
@@ -604,16 +580,15 @@ def _where_it_pulls(pull: Array, labels: Sequence[str]) -> str:
     return f"pulls {as_declared(labels[i])} by {pull[i]:+.2g} sds"
 
 
-# After matching: what q cannot be, and the correction -----------------------------------------------------------------
+# After matching: what q cannot be -------------------------------------------------------------------------------------
 
-_NEAR = 0.1  # largest move of q in the last round, in posterior sds, with which a correction follows all the same
 _SEVERAL = 0.4  # share of a skewness without its main client from which several clients make it
 
 
 def refuse_several_modes(outcome: Outcome) -> Outcome:
     """Not converged, however well moments are matched, where q is of one mode of several."""
     several = outcome.state.starts.said if outcome.state.starts is not None else ""
-    return outcome._replace(status=Status.STALLED, message=several, skewed="") if several else outcome
+    return outcome._replace(status=Status.STALLED, message=several) if several else outcome
 
 
 def refuse_skewed(outcome: Outcome) -> Outcome:
@@ -626,58 +601,5 @@ def refuse_skewed(outcome: Outcome) -> Outcome:
     of_several = np.sign(state.skewed.total) * state.skewed.without > _SEVERAL * np.abs(state.skewed.total)
     if not np.any(of_several & (np.abs(state.skewed.total) - noise > diagnostics.SKEWED)):
         return outcome
-    unknown = diagnostics.unknown_shortfall(diagnostics.CORRECTION)
-    message = "; ".join(filter(None, (unknown, outcome.message, outcome.skewed)))
-    return outcome._replace(status=Status.STALLED, message=message, skewed="")
-
-
-def begin_correction(outcome: Outcome, correction: Correction, trust: float | None) -> Outcome:
-    """Begin the correction in place of a converged end, where q is proper and small enough for it."""
-    state = outcome.state
-    radius = np.inf if correction.radius is None else correction.radius
-    begun = _correction.start(
-        state.sites, state.skewed.total, correction.points, radius, state.plan.stream, keep=trust is not None
-    )
-    message = f"before the correction: {outcome.message}" if outcome.message else ""
-    return outcome._replace(
-        state=state._replace(phase=begun._replace(message=message)),
-        status=Status.RUNNING,
-        message="the correction is not done",
-        skewed="",
-    )
-
-
-def out_of_rounds(state: EPState, correction: Correction, trust: float | None) -> EPState:
-    """Correct q as it is, where it is near enough: the corrected posterior does not depend on q."""
-    ready = state.plan.corrects and state.warm_start is None and state.correction is None
-    several = state.starts is not None and state.starts.said
-    swept = state.steps.change < _NEAR and not np.any(
-        state.steps.has_replied
-    )  # by all clients, the last of them in this round
-    if not ready or several or np.any(state.clients.held) or not swept or not gaussian.is_proper(state.sites.q):
-        return state
-    moved = (
-        f"rounds ran out while it still moved by {state.steps.change:.2g} posterior sds: the posterior is that of the "
-        "correction; raise rounds= where fit.posterior is used"
-    )
-    no_info = EPInfo("correction", np.nan, np.nan, state.steps.damping, np.nan, np.nan, np.nan)
-    return begin_correction(Outcome(state, no_info, message=moved), correction, trust).state
-
-
-def correcting_round(
-    state: EPState, before: Correcting, replies: Mapping[str, Message], correction: Correction, trust: float | None
-) -> Outcome:
-    """Add clients' log factors; converged once the reweighted points are to be trusted."""
-    after = _correction.take(before, state.sites, replies)
-    remedy = f"fedppl.EP(correction=fedppl.Correction(points={4 * correction.points}))"
-    verdict = _correction.judge(after, state.sites, correction.exchanges, state.plan.stream, trust, remedy)
-    reweighted = verdict.state.reweighted
-    info = EPInfo("correction", np.nan, np.nan, state.steps.damping, np.nan, np.nan, np.nan)
-    if reweighted is not None:
-        info = info._replace(correction_ess=reweighted.ess, correction_pareto_k=reweighted.pareto_k)
-    status = Status.RUNNING
-    if verdict.done:
-        status = Status.CONVERGED if verdict.state.trusted else Status.STALLED
-    cause = hardly_a_prior(state.sites.prior, state.sites.labels) if status is Status.STALLED else ""
-    message = "; ".join(filter(None, (verdict.message, cause, verdict.state.message)))
-    return Outcome(state._replace(phase=verdict.state), info, status, message)
+    message = "; ".join(filter(None, (diagnostics.unknown_shortfall(diagnostics.EXACT), outcome.message)))
+    return outcome._replace(status=Status.STALLED, message=message)

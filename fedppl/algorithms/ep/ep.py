@@ -7,61 +7,43 @@ the sites. Refinement (EP): each client matches moments of its tilted distributi
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fedppl import contracts, gaussian, settings
 from fedppl.algorithms.ep import _trust
-from fedppl.algorithms.ep import correction as _correction
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._rounds import (
     EPState,
     OfClients,
-    Plan,
     Skewed,
     Steps,
-    begin_correction,
-    correcting_round,
     ep_round,
     mark_unseen,
     newton_round,
-    out_of_rounds,
     refuse_lone_pull,
     refuse_several_modes,
     refuse_skewed,
     reported,
 )
-from fedppl.algorithms.ep.correction import NOISE, Correcting, Correction, reached, weighed
 from fedppl.algorithms.ep.sites import Sites, say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, LogEvidence, Received, Report
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
-from fedppl.numerics import importance, region
+from fedppl.numerics import importance
 from fedppl.numerics.importance import normalise
-from fedppl.numerics.proposals import has_heavy_tails
 from fedppl.numerics.region import SCRAMBLES
-from fedppl.numerics.reweighting import Reweighted
-from fedppl.numerics.streams import STREAMS, standard_normal, stream_of
+from fedppl.numerics.streams import standard_normal, stream_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
-_MOST_BY_ITSELF = 20  # shared coordinates up to which "auto" corrects: beyond, few points have most of the weight
 _STARTS = 4  # of "auto"
 _MOST_STARTS = 1000
-
-
-class Closing(NamedTuple):
-    """The correction, and the largest number of shared coordinates with which there is one."""
-
-    correction: Correction
-    most: int
 
 
 class Matching(NamedTuple):
@@ -82,7 +64,6 @@ def EP(
     starts: int | str = "auto",
     structure: str | Sequence[Sequence[str]] = "full",
     trust: float | None = None,
-    correction: Correction | str | None = "auto",
 ) -> contracts.Algorithm[EPState, None]:
     r"""Federated expectation propagation with server-held sites (FedLin, Algorithms 2 and 3).
 
@@ -118,13 +99,6 @@ def EP(
     trust
         Bound c on how far one client may pull the shared mean over the whole run, in sds of what the others know (see
         Notes), or None. It does not bound a client alone.
-    correction
-        The `Correction` that turns q into the posterior once moments are matched, or None. "auto" is the default one
-        where clients are in this process, share at most 20 coordinates, and have a local inference that can evaluate
-        their factors without draws; those of `NUTS`, and of sites of their own, are asked for only where this is a
-        `Correction`. Its rounds do not count towards ``rounds=``. Where those run out at the end of a sweep, after a
-        round that moved q by less than 0.1 sds, q is corrected as it is: a trusted correction gives the same posterior
-        from any q.
 
     Returns
     -------
@@ -141,7 +115,8 @@ def EP(
     add up to is reported (``fit.idata["fit"]["skewness"]``); above about 1, distrust sd and tails of that margin.
     Nor can it follow the heavy tails of a mean of few clients: by how much sds may be too small is estimated
     (``fit.summary().attrs["sd_shortfall"]``) and reported from 5 % on. From 10 % on, or with a skewness of 0.3 that
-    several clients make, the estimate itself is not to be trusted, and a fit without correction not called converged.
+    several clients make, the estimate itself is not to be trusted, and the fit not called converged: `Sums` gives the
+    posterior itself.
     Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
     `damping`.
 
@@ -177,7 +152,6 @@ def EP(
     """
     matching = checked(local, tolerance, damping, structure)
     inference = matching.local
-    closing = _closing(correction, matching)
     if trust is not None:
         trust = settings.between(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
@@ -186,29 +160,25 @@ def EP(
     searches, by_number = _searches(starts, warm, trust), not isinstance(starts, str)
     return contracts.Algorithm[EPState, None](
         name="EP",
-        settings=settings.described(matching, warm_start=warm, starts=starts, trust=trust, correction=correction),
-        init=functools.partial(
-            init, matching=matching, warm=warm, closing=closing, starts=searches, asked_for=by_number
-        ),
+        settings=settings.described(matching, warm_start=warm, starts=starts, trust=trust),
+        init=functools.partial(init, matching=matching, warm=warm, starts=searches, asked_for=by_number),
         broadcast=broadcast,
         update_client=functools.partial(_update_client, local=inference),
-        update_server=functools.partial(_update_server, matching=matching, trust=trust, closing=closing),
+        update_server=functools.partial(_update_server, matching=matching, trust=trust),
         replies=contracts.Replies(_shapes, _reject),
         result=contracts.Result(
             _conclusion,
             functools.partial(draw_target, local=inference),
-            contracts.Posterior(lambda state: state.sites.q, _corrected, evidence, _without),
+            contracts.Posterior(lambda state: state.sites.q, evidence=evidence, without=_without),
             _details,
             preliminary=lambda state: state.warm_start is not None,
-            closing=_is_correcting,
-            out_of_rounds=functools.partial(_out_of_rounds, trust=trust, closing=closing),
             tests_convergence=True,
             resume=_resume,
         ),
         needs=contracts.Needs(inference.check),
         disclosure=contracts.Disclosure(
             functools.partial(_asks, local=inference),
-            at_sites=functools.partial(_at_sites, corrects=isinstance(correction, Correction), searches=by_number),
+            at_sites=functools.partial(_at_sites, searches=by_number),
             unseen=mark_unseen,
             concludes=at_target,
         ),
@@ -243,33 +213,9 @@ def _searches(starts: int | str, warm: bool, trust: float | None) -> int:
     return searches
 
 
-def _at_sites(state: EPState, *, corrects: bool, searches: bool) -> EPState:
-    """Where clients are at sites of their own, a correction and several warm starts have to be asked for by name."""
-    plan = state.plan._replace(corrects=state.plan.corrects and corrects)
-    return state._replace(plan=plan, starts=state.starts if searches else None)
-
-
-def _closing(correction: Correction | str | None, matching: Matching) -> Closing | None:
-    """The correction that is asked for, where the local inference has factors."""
-    can = matching.local.factor is not None
-    if isinstance(correction, Correction) and not can:
-        raise DeclarationError(
-            f"correction={settings.shown(correction)} needs log densities with the local variables integrated, which "
-            f"local={matching.local.name} does not offer; use local=fedppl.local.NestedLaplace() or "
-            "fedppl.local.NUTS(), or correction=None."
-        )
-    if correction is None:
-        return None
-    if isinstance(correction, Correction):
-        return Closing(correction, sys.maxsize)
-    if correction != "auto":
-        raise DeclarationError(
-            f'correction={settings.shown(correction)} must be a fedppl.Correction, None or "auto"'
-            + (settings.not_called(correction) or ".")
-        )
-    # NUTS draws anew for factors in every exchange, with errors of its own: only a `Correction` asks for them.
-    by_itself = can and matching.local.expand is not None and matching.structure == "full"
-    return Closing(Correction(), _MOST_BY_ITSELF) if by_itself else None
+def _at_sites(state: EPState, *, searches: bool) -> EPState:
+    """Where clients are at sites of their own, several warm starts have to be asked for by their number."""
+    return state._replace(starts=state.starts if searches else None)
 
 
 def init(
@@ -279,7 +225,6 @@ def init(
     *,
     matching: Matching,
     warm: bool,
-    closing: Closing | None = None,
     starts: int = 1,
     asked_for: bool = True,
 ) -> EPState:
@@ -288,13 +233,9 @@ def init(
     say_if_large(layout, "EP")
     count, m = len(clients), layout.size
     return EPState(
-        plan=Plan(
-            prior_share=0.0 if layout.prior_is_gaussian else 1.0 / count,
-            corrects=closing is not None and m <= closing.most,
-            stream=stream,
-        ),
+        prior_share=0.0 if layout.prior_is_gaussian else 1.0 / count,
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
-        phase=_warm_start.start(layout, count) if warm else None,
+        warm_start=_warm_start.start(layout, count) if warm else None,
         starts=_warm_start.begin_several(layout, starts, stream, asked_for) if starts > 1 else None,
         steps=Steps(
             damping=matching.damping,
@@ -323,18 +264,14 @@ def broadcast(state: EPState, client_id: str) -> Message:
     """The point to expand at, or q and the client's cavity."""
     if state.warm_start is not None:
         search = state.warm_start
-        return {"point": search.point, "move": search.move, "prior_share": np.array(state.plan.prior_share)}
-    if state.correction is not None:
-        return _correction.broadcast(state.correction, state.sites, client_id, state.plan.prior_share)
-    return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.plan.prior_share)
+        return {"point": search.point, "move": search.move, "prior_share": np.array(state.prior_share)}
+    return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
 
 
 def _update_client(
     client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference
 ) -> ClientUpdate[None]:
     """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
-    if "points" in message:
-        return _correction.answer(client, message, local)
     if _expands(message, local):
         point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
         share, inside = float(message["prior_share"]), message.get("inside")
@@ -350,44 +287,30 @@ def _update_client(
 
 
 def _update_server(
-    state: EPState, received: Received, *, matching: Matching, trust: float | None, closing: Closing | None
+    state: EPState, received: Received, *, matching: Matching, trust: float | None
 ) -> tuple[EPState, Report]:
-    """A round of the phase that the state is in: warm start, matching of moments, or correction."""
+    """A round of the warm start, or of matching moments."""
     if state.warm_start is not None:
         return reported(newton_round(state, state.warm_start, received.each, trust))
-    if state.correction is not None and closing is not None:
-        outcome = correcting_round(state, state.correction, received.each, closing.correction, trust)
-        return reported(refuse_lone_pull(outcome, trust))
     outcome = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
     if outcome.status is Status.CONVERGED:
         outcome = refuse_several_modes(outcome)
     if outcome.status is Status.CONVERGED:
-        if closing is not None and state.plan.corrects:
-            outcome = begin_correction(outcome, closing.correction, trust)
-        else:
-            outcome = refuse_skewed(outcome)
+        outcome = refuse_skewed(outcome)
     return reported(refuse_lone_pull(outcome, trust))
 
 
-def _out_of_rounds(state: EPState, *, trust: float | None, closing: Closing | None) -> EPState:
-    return state if closing is None else out_of_rounds(state, closing.correction, trust)
-
-
 def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
-    """An expansion with values along the step, moments, or log factors."""
+    """An expansion with values along the step, or moments."""
     m = state.sites.structure.size
     triangle = (m * (m + 1) // 2,)
     if state.warm_start is not None:
         return {"value": (), "gradient": (m,), "hessian": triangle, "ray": _warm_start.LENGTHS.shape}
-    if state.correction is not None:
-        return _correction.shapes(state.correction)
     return {"mean": (m,), "precision": triangle, "skewness": (m,), "mc_error": ()}
 
 
 def _reject(state: EPState, reply: Message) -> str | None:
     """Moments must be those of a distribution, an expansion may have any curvature; neither is implausibly large."""
-    if state.correction is not None:
-        return _correction.implausible(reply)
     if state.warm_start is None:
         return _sites.implausible_moments(state.sites, reply)
     # An implausible expansion after a step only shows that the step was too long.
@@ -400,51 +323,21 @@ def _expands(message: Message, local: LocalInference) -> bool:
 
 
 def _asks(layout: Layout, message: Message, *, local: LocalInference) -> Asked:
-    """The points of the correction, those of the warm start, or the target."""
-    if "points" in message:
-        return Asked(np.zeros((0, layout.size)), np.asarray(message["points"], dtype=float), correction=True)
+    """The points of the warm start, or the target."""
     return _warm_start.asks(layout, message) if _expands(message, local) else at_target(layout, message)
 
 
-def _is_correcting(state: EPState) -> bool:
-    """Whether the correction has begun, and is not, or not yet, to be trusted."""
-    return state.correction is not None and not state.correction.trusted
-
-
-def _corrected(state: EPState) -> Reweighted | None:
-    """The reweighted points, where they are to be trusted and differ from q."""
-    correction = state.correction
-    if correction is None or not correction.trusted or not _correction.says_more(correction):
-        return None
-    return correction.reweighted
-
-
 def _conclusion(state: EPState, client_id: str) -> Message:
-    """q and the client's cavity, with the reweighted points if there are any."""
-    message = dict(_sites.conclusion(state.sites, client_id, state.plan.prior_share))
-    corrected = _corrected(state)
-    if corrected is not None:
-        weighted = corrected.weights > 0
-        message |= {"points": corrected.points[weighted], "weights": corrected.weights[weighted]}
-        message["joins"] = np.array(float(client_id not in state.sites.where))
-    return message
+    """q and the client's cavity."""
+    return _sites.conclusion(state.sites, client_id, state.prior_share)
 
 
 def _details(state: EPState) -> contracts.Details:
     """Values by coordinate and by client."""
-    exact: dict[str, tuple[tuple[str, ...], Array]] = {}
-    if state.correction is not None and state.correction.trusted:
-        q, corrected = state.sites.q, _corrected(state)
-        exact["corrected_mean"] = ("rows",), gaussian.mean(q) if corrected is None else corrected.mean
-        exact["corrected_covariance"] = (
-            ("rows", "columns"),
-            gaussian.covariance(q) if corrected is None else corrected.covariance,
-        )
     return {
         "last_change": (("rows",), state.steps.last_change),
         "skewness": (("rows",), state.skewed.total),
         "pull": (("client", "rows"), _trust.pulls(state.sites)),
-        **exact,
     }
 
 
@@ -464,54 +357,16 @@ def _resume(first: EPState, last: EPState) -> EPState:
         return first
     if last.starts is not None and _warm_start.are_several(last.starts.modes):  # the mode may be another now
         return first
-    return first._replace(sites=sites, phase=None)
+    return first._replace(sites=sites, warm_start=None)
 
 
 def _without(state: EPState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
-    return [_without_client(state, client_id, clients) for client_id in client_ids]
+    """The posterior without each of some clients: q over its site."""
+    unknown = LogEvidence(np.nan, np.nan)
+    return [WithoutClient(_sites.cavity(state.sites, client_id), None, unknown) for client_id in client_ids]
 
 
-def _without_client(state: EPState, client_id: str, clients: Mapping[str, ClientView]) -> WithoutClient:
-    """The posterior without a client: q over its site, and the points of the correction without its answers.
-
-    The client's share of a prior that is not Gaussian is added again, where any client's model has that prior.
-    """
-    log_ratio = next((client.prior.log_ratio for client in clients.values()), None)
-    k, sites, correction = state.sites.where[client_id], state.sites, state.correction
-    cavity, unknown = _sites.cavity(sites, client_id), contracts.LogEvidence(np.nan, np.nan)
-    lacks_prior = state.plan.prior_share and log_ratio is None  # its share of the prior would go with the client
-    whole = None if correction is None or not correction.trusted else correction.reweighted
-    if correction is None or whole is None or not len(correction.each) or lacks_prior:
-        return WithoutClient(cavity, None, unknown)
-    residual = correction.residual - correction.each[k]
-    if state.plan.prior_share and log_ratio is not None:
-        residual = residual + state.plan.prior_share * log_ratio(correction.points)
-    base = cavity
-    if not gaussian.is_proper(cavity):
-        base, site = sites.q, gaussian.quotient(sites.q, cavity)
-        residual = residual - gaussian.log_kernel(site, correction.points)
-    rest = weighed(correction, base, residual)
-    mass = 0.0
-    if rest is not None:  # it may reach farther out than the posterior of all does
-        cut = region.beyond(sites.prior, reached(correction), base, rest.points, rest.weights)
-        mass = float(cut.mass.sum())
-        # After one exchange the only points in its tails are those of a t about the posterior of all.
-        unseen = correction.exchanges == 1 and has_heavy_tails(rest.points, rest.weights)
-        rest = rest if float(cut.effect.sum()) <= _correction.MOST_CUT and not unseen else None
-    if rest is None or not correction.is_proper:
-        return WithoutClient(cavity, rest, unknown)
-    with_it = gaussian.log_integral(sites.q) + whole.log_ratio
-    without_it = gaussian.log_integral(base) + rest.log_ratio
-    # The error of the client's own values; that of the others is in both.
-    squares = squares_of_errors(rest.weights, correction.errors[k], correction.errors[k] ** 2)
-    squares += squares_of_constants(correction, np.arange(len(correction.constants)) == k)
-    mass_of_all = region.beyond(sites.prior, reached(correction), sites.q, whole.points, whole.weights).mass
-    squares += mass**2 + float(mass_of_all.sum()) ** 2
-    error = float(np.sqrt(whole.log_ratio_error**2 + rest.log_ratio_error**2 + squares))
-    return WithoutClient(cavity, rest, contracts.LogEvidence(with_it - without_it, error))
-
-
-# Log evidence: from the correction, or where there was none, EP's own approximation -----------------------------------
+# Log evidence: EP's approximation -------------------------------------------------------------------------------------
 
 # .. math:: Z \approx \frac{\int \tilde p(\varphi) \prod_k \tilde q_k(\varphi)\, d\varphi}
 #                             {\int \tilde p(\varphi)\, d\varphi}
@@ -522,51 +377,35 @@ def _without_client(state: EPState, client_id: str, clients: Mapping[str, Client
 
 _POINTS = 256  # of a scramble of q, for each client
 _LOST = 0.01  # share of them that may be without a value
+_NOISE = 0.3  # sd, log units, of the error of Σ log f_k over them
 _FACTOR = NestedLaplace().factor
 
 
 def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
-    """From the correction, which has to be trusted; without one from the clients that are in this process."""
-    if state.correction is not None:
-        return of_correction(state.correction, state.sites, state.plan.prior_share)
-    if state.plan.corrects:
-        raise NotConvergedError("the run ended before the correction, from which the evidence comes: see fit.message.")
+    """From the clients that are in this process."""
     absent = [name for name in state.sites.where if name not in clients]
     if absent:
         raise DeclarationError(
-            f"EP's own evidence needs the data of all clients in this process, and those of {absent[:5]} are not here: "
-            "give fedppl.load(..., clients=) the data of all; where clients are sites of their own, use "
-            "EP(correction=fedppl.Correction()), with local=fedppl.local.NestedLaplace() or fedppl.local.Laplace()."
+            f"EP's evidence needs the data of all clients in this process, and those of {absent[:5]} are not here: "
+            "give fedppl.load(..., clients=) the data of all; where clients are sites of their own, use fedppl.Sums()."
         )
-    return _own(state, clients)
-
-
-def of_correction(state: Correcting | None, sites: Sites, prior_share: float) -> LogEvidence:
-    """Log of the integral of prior and factors over φ."""
-    if state is None or state.reweighted is None or not state.trusted:
+    sites = state.sites
+    require_known(all(client.has_proper_prior for client in clients.values()))
+    ratios = []
+    for client_id in sorted(clients):
+        site = _sites.site(sites, sites.where[client_id])
+        ratios.append(_of_client(clients[client_id], sites.q, site, state.prior_share))
+    # Errors that clients have alike add up with their signs, others by their squares.
+    shift, unknown = sum(ratio.shift for ratio in ratios), float(np.sqrt(sum(ratio.unknown for ratio in ratios)))
+    worst = max(unknown, abs(shift))
+    if worst > _NOISE:
         raise NotConvergedError(
-            "the correction of q is not to be trusted, so that there is no evidence: see fit.message."
+            f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's evidence would be: declare the "
+            "model so that few local variables depend on each other, or with lighter tails."
         )
-    squares = squares_of_constants(state, ~state.distrusted)
-    require_known(state.is_proper, float(np.sqrt(squares)))
-    # Beyond the radius q stands for the posterior.
-    reweighted = state.reweighted
-    cut = region.beyond(sites.prior, reached(state), sites.q, reweighted.points, reweighted.weights)
-    squares += squares_of_errors(reweighted.weights, state.alike, state.noise)
-    error = float(np.sqrt(reweighted.log_ratio_error**2 + cut.mass.sum() ** 2 + squares))
-    return LogEvidence(log_of_gaussians(sites, prior_share) + reweighted.log_ratio, error)
-
-
-def squares_of_errors(weights: Array, alike: Array, noise: Array) -> float:
-    """Square of the shift of a log integral by clients' errors (S,): their sum, and their squares."""
-    return float((weights @ np.nan_to_num(alike)) ** 2 + weights @ np.nan_to_num(noise))
-
-
-def squares_of_constants(state: Correcting, of: NDArray[np.bool_]) -> float:
-    """Square of the error of a constant in these clients' values: alike over clients, and by chance."""
-    alike, by_chance = state.constants[of].T
-    same = 1.0 + (len(alike) - 1.0) / STREAMS  # many clients share streams of random points
-    return float(np.abs(alike).sum() ** 2 + same * np.sum(by_chance**2))
+    squares = sum(ratio.variance for ratio in ratios) + max(shift**2, unknown**2)
+    value = log_of_gaussians(sites, state.prior_share) + sum(ratio.value for ratio in ratios)
+    return LogEvidence(value, float(np.sqrt(squares)), "EP")
 
 
 def require_known(is_proper: bool, off: float = 0.0) -> None:
@@ -577,7 +416,7 @@ def require_known(is_proper: bool, off: float = 0.0) -> None:
             "or pm.HalfFlat, pm.CAR or pm.ICAR, a pm.CustomDist with logp=, or a transform that cuts off a part of a "
             "density. Declare priors that integrate to one."
         )
-    if off > NOISE:
+    if off > _NOISE:
         raise NotConvergedError(
             f"what tails of clients' own variables leave out of the log evidence may be {off:.2g}, though it moves no "
             "moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
@@ -588,27 +427,6 @@ def log_of_gaussians(sites: Sites, prior_share: float) -> float:
     """Log of the integral of q's kernel over that of the prior's."""
     # A prior that is not Gaussian is in the clients' shares, with its constant.
     return gaussian.log_integral(sites.q) - (0.0 if prior_share else gaussian.log_integral(sites.prior))
-
-
-def _own(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
-    """EP's own approximation."""
-    sites = state.sites
-    require_known(all(client.has_proper_prior for client in clients.values()))
-    ratios = []
-    for client_id in sorted(clients):
-        site = _sites.site(sites, sites.where[client_id])
-        ratios.append(_of_client(clients[client_id], sites.q, site, state.plan.prior_share))
-    # Errors that clients have alike add up with their signs, others by their squares.
-    shift, unknown = sum(ratio.shift for ratio in ratios), float(np.sqrt(sum(ratio.unknown for ratio in ratios)))
-    worst = max(unknown, abs(shift))
-    if worst > NOISE:
-        raise NotConvergedError(
-            f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's own evidence would be: declare the "
-            "model so that few local variables depend on each other, or with lighter tails."
-        )
-    squares = sum(ratio.variance for ratio in ratios) + max(shift**2, unknown**2)
-    value = log_of_gaussians(sites, state.plan.prior_share) + sum(ratio.value for ratio in ratios)
-    return LogEvidence(value, float(np.sqrt(squares)), "EP")
 
 
 class _Ratio(NamedTuple):
@@ -635,8 +453,8 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
     if not k <= importance.limit(len(ratio)):
         why = f"Pareto k {k:.2f}" if lost <= _LOST else f"{lost:.0%} of the points of q are without a value"
         raise NotConvergedError(
-            f"client {client.client_id!r} is too far from its Gaussian site for EP's own evidence ({why}); use "
-            "EP(correction=fedppl.Correction(), local=fedppl.local.NestedLaplace())."
+            f"client {client.client_id!r} is too far from its Gaussian site for EP's evidence ({why}); use "
+            "fedppl.Sums()."
         )
     ratio = np.where(np.isfinite(ratio), ratio, -np.inf)
     each = logsumexp(ratio.reshape(SCRAMBLES, -1), axis=1)

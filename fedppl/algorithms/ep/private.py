@@ -174,7 +174,7 @@ def _update_client(
 
 def _final_message(state: PrivateEPState, client_id: str) -> Message:
     """As in EP, widened by the noise."""
-    sites, share = state.sites, state.ep.plan.prior_share
+    sites, share = state.sites, state.ep.prior_share
     q, cavity = (widened(g, state) for g in (sites.q, _sites.cavity(sites, client_id)))
     return pack_target(q, cavity, share if client_id in sites.where else 0.0)
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.algorithms.ep.correction import uncertain
 from fedppl.algorithms.sums.phases import (
     BY_CHANCE,
     MOST_DRAWS,
@@ -128,7 +127,7 @@ def judged(
     problems = [
         "" if trusted else _not_known(state, posterior, weights, weighted, errors.grown, remedy),
         _unreached(lost) if lost > _LOST else "",
-        "" if is_told else uncertain(noise, moved, _BY_NUTS),
+        "" if is_told else _uncertain(noise, moved),
     ]
     message = "; ".join(filter(None, problems))
     about = state.about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
@@ -383,4 +382,15 @@ def _unreached(share: float) -> str:
         f"means and sds may be wrong: at {share:.1%} of the points (at most {_LOST:.0%}) a client has no log density, "
         "or its integral over the client's own variables was not found. Declare the model so that it has a smooth "
         f"density everywhere, with no bound of an outcome's support among the shared variables; or use {_BY_NUTS}"
+    )
+
+
+def _uncertain(noise: float, moved: float) -> str:
+    """Errors of clients' values move moments too far."""
+    return (
+        f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
+        "all, since their own variables are too far from normal given the shared ones. Declare them on a scale where "
+        "they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have a location "
+        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or use "
+        f"{_BY_NUTS}"
     )
