@@ -117,7 +117,7 @@ class WithoutClient(NamedTuple):
     """The shared posterior without a client."""
 
     gaussian: Gaussian  # improper where the others do not determine it
-    corrected: Reweighted | None  # its weighted points, where single replies are known
+    weighted: Reweighted | None  # its weighted points, where single replies are known
     log_predictive: LogEvidence  # log density of the client's data given all others'; NaN where it is not known
 
 
@@ -153,7 +153,7 @@ class Posterior(NamedTuple, Generic[S]):
     """q(φ) on the unconstrained space is a Gaussian."""
 
     gaussian: Callable[[S], Gaussian]
-    corrected: Callable[[S], Reweighted | None] = _none  # weighted points of the posterior itself, where there are any
+    weighted: Callable[[S], Reweighted | None] = _none  # weighted points of the posterior itself, where there are any
     evidence: Callable[[S, Mapping[str, ClientView]], LogEvidence] = _no_evidence  # with the clients in this process
     # It without each of some clients, by what the state has of them, or by models where the state has nothing.
     without: Callable[[S, Sequence[str], Mapping[str, ClientView]], list[WithoutClient]] | None = None
@@ -260,14 +260,14 @@ class Asked(NamedTuple):
         them it may compute, (T,) bool. Empty where an algorithm has none.
     targets
         Pairs of q and a cavity, from whose tilted distribution moments or draws leave.
-    correction
+    values
         Whether values of log f_k leave at every one of many points, which disclose more than moments.
     """
 
     points: Array
     spare: Array
     targets: tuple[tuple[Gaussian, Gaussian], ...] = ()
-    correction: bool = False
+    values: bool = False
 
 
 AsksFn = Callable[[Layout, Message], Asked]
@@ -289,7 +289,7 @@ class Disclosure(NamedTuple):
         The first state where rows of the named clients cannot be read: those of sites of their own, and of clients
         that gave a summary.
     concludes
-        Distributions from which the final message has a client draw, without points of a corrected posterior; it may
+        Distributions from which the final message has a client draw, without weighted points of the posterior; it may
         have other names than requests. Without it no draws of a client may leave.
     by_row
         ``by_row(client, point) -> [(n, p), ...]``: each row's part of every number that leaves, of algorithms for

@@ -165,7 +165,7 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
 
 
 _AT_ONCE = 2**21  # values of the data for which rows' densities are computed together
-_MANY_SPARE = 64  # more points are for corrections, of which each value is an equation in the rows anyway
+_MANY_SPARE = 64  # more points are for values, each of which is an equation in the rows anyway
 
 
 def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int) -> Array:

@@ -43,7 +43,7 @@ class Ledger(NamedTuple):
     requests: int = 0  # admitted, whether or not a reply left
     unknown: int = 0  # those of them whose ε is not known
     spent: float = 0.0  # Σ 1 / z² over the others
-    points: int = 0  # at which log densities left for corrections
+    points: int = 0  # at which log densities left
     runs: Mapping[str, Run] = MappingProxyType({})
 
 
@@ -172,7 +172,7 @@ def checked(
 ) -> tuple[str | None, Request, int]:
     """The first rule that the request breaks, or None; the request with the points it may answer; their number.
 
-    Points are counted only where log densities at them leave for a correction.
+    Points are counted only where log densities at them leave.
     """
     last = ledger.runs.get(request.run, Run())
     if request.round <= last.round:
@@ -192,8 +192,8 @@ def checked(
             allowed = policy.inside(rules, client.layout, asked.spare)
             if rule is None:
                 rule, allowed = refuse_points(rules, client, asked, allowed, algorithm.disclosure.by_row)
-            points = int(np.sum(allowed)) if asked.correction else 0
-            rule = rule or policy.refuse_correction(rules, ledger.points + points if points else 0)
+            points = int(np.sum(allowed)) if asked.values else 0
+            rule = rule or policy.refuse_values(rules, ledger.points + points if points else 0)
     except Exception as error:  # the request is not one of the algorithm's, or a user's code fails
         return f"numbers: the request cannot be read ({type(error).__name__})", request, 0
     if rule is None and len(asked.spare):
@@ -287,7 +287,7 @@ def _asked(request: Request) -> dict[str, Any]:
 
 # The end of a run: a client's posterior is drawn once, and the summaries of it that leave are counted -----------------
 
-_OF_POINTS = ("points", "weights", "joins")  # of a corrected posterior
+_OF_POINTS = ("points", "weights", "joins")  # of a posterior
 
 
 def concluded(guard: Guard, run: str) -> bool:
@@ -337,14 +337,14 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
 
 
 def _elsewhere(guard: Guard, ledger: Ledger, client: ClientView, request: Request) -> str | None:
-    """The rule that points of a corrected posterior break, or None.
+    """The rule that points of a posterior break, or None.
 
     They need not be points that were answered: a server may put all weight on one of its own, which tells as much as a
     narrow q there.
     """
     points = np.asarray(request.message.get("points", np.zeros((0, client.layout.size))), dtype=float)
     if points.size and not ledger.points:
-        return "correction: points of a posterior, and none were answered"
+        return "points: of a posterior, and none were answered"
     if points.ndim == 2 and np.all(policy.inside(guard.policy, client.layout, points)):
         return None
     return "distance: of a point of the posterior"

@@ -75,10 +75,10 @@ class Policy:
         where the algorithm allows that; other requests with such points are refused.
     cavity
         Largest generalised eigenvalue of the precisions of a cavity and of q.
-    correction
-        Most points, over all runs, at which log densities leave for the correction of `fedppl.EP`: from many of them,
-        values far from q can be solved for rows (``docs/privacy.md``). 0 allows none. Points beyond `distance` are left
-        out and not counted; the server learns `distance`, and asks for none beyond it from then on.
+    points
+        Most points, over all runs, at which log densities leave, as for `fedppl.Sums`: from many of them, values far
+        from the posterior can be solved for rows (``docs/privacy.md``). 0 allows none. Points beyond `distance` are
+        left out and not counted.
     conclusions
         Summaries that leave when a run is over that the site answered in: "loo", sums of the rows' leave-one-out log
         densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. They count
@@ -142,7 +142,7 @@ class Policy:
     requests: float = 20
     distance: float = 10.0
     cavity: float = 2.0
-    correction: int = 0
+    points: int = 0
     conclusions: tuple[str, ...] = ()
     few_rows: int = 3
     few_rows_share: float = 0.97
@@ -159,7 +159,7 @@ class Policy:
         settings.whole("events", self.events, 0, "0 allows any number")
         if self.requests != np.inf:
             settings.whole("requests", self.requests, 1, "inf allows any number")
-        settings.whole("correction", self.correction, 0, "0 allows no correction")
+        settings.whole("points", self.points, 0, "0 allows no log densities at points")
         settings.whole("few_rows", self.few_rows, 0, "0 does not look at it")
         settings.between("few_rows_share", self.few_rows_share, 0, 1, "(]")
         settings.flag("joint", self.joint)
@@ -205,7 +205,7 @@ NO_RULES = Policy(
     requests=np.inf,
     distance=np.inf,
     cavity=np.inf,
-    correction=sys.maxsize,
+    points=sys.maxsize,
     few_rows=0,
     joint=True,
     agreement=1,
@@ -341,14 +341,14 @@ def refuse_request(policy: Policy, layout: Layout, asked: Asked) -> str | None:
     return None
 
 
-def refuse_correction(policy: Policy, points: int) -> str | None:
-    """The rule that this many points of corrections break, over all runs, or None.
+def refuse_values(policy: Policy, points: int) -> str | None:
+    """The rule that log densities at this many points break, over all runs, or None.
 
-    >>> refuse_correction(Policy(), 1024)
-    'correction: log densities at 1024 points over all runs, at most 0 wanted'
+    >>> refuse_values(Policy(), 1024)
+    'points: log densities at 1024 points over all runs, at most 0 wanted'
     """
-    if points > policy.correction:
-        return f"correction: log densities at {points} points over all runs, at most {policy.correction} wanted"
+    if points > policy.points:
+        return f"points: log densities at {points} points over all runs, at most {policy.points} wanted"
     return None
 
 

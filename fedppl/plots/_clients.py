@@ -53,8 +53,8 @@ def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = No
 
     Notes
     -----
-    Changes that are zero or not known are left out of the log axis: a step of a search that was not finite, or a
-    correction, which moves no q.
+    Changes that are zero or not known are left out of the log axis: as a step of a search that was not
+    finite.
 
     *When this fails.* A change below the tolerance in one round is no proof: few clients may have been asked, or steps
     short. The algorithm's own test is ``fit.status``. Curves of two algorithms have units of their own.

@@ -64,7 +64,7 @@ def client_posterior(
         logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.local.NUTS()", client_id, k)
     if sample.diagnostics.get("from_q"):
         logger.warning(
-            "client %s: the corrected posterior of the others has few points where these data are, and draws are from "
+            "client %s: the posterior of the others has few points where these data are, and draws are from "
             "the Gaussian q (fit.posterior). Fit again with this client among the others",
             client_id,
         )

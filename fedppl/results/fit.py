@@ -88,7 +88,7 @@ def _at_once(fit: Ended, clients: ClientsOf) -> dict[str, tuple[Array, Array]]:
     """Over points with the moments of q, or over weighted points of the posterior where its moments differ."""
     posterior = fit.algorithm.result.shared
     assert isinstance(posterior, Posterior)
-    q, weighted = posterior.gaussian(fit.state), posterior.corrected(fit.state)
+    q, weighted = posterior.gaussian(fit.state), posterior.weighted(fit.state)
     mean, root = gaussian.affine(q)
     if weighted is not None and _differs(q, weighted):
         drawn = resample(weighted.weights, _DRAWN, stream((fit.seed, 3)))
@@ -247,7 +247,7 @@ class Fit(Ended):
 
     @property
     def posterior(self) -> Gaussian:
-        """q(φ) on the unconstrained space, in natural parameters: a Gaussian, without the correction.
+        """q(φ) on the unconstrained space, in natural parameters: a Gaussian.
 
         Raises
         ------
@@ -329,20 +329,20 @@ class Fit(Ended):
 
     @functools.cached_property
     def log_evidence(self) -> LogEvidence:
-        r"""Log marginal likelihood of all clients' data, with its standard error, by `Sums` or by `EP`'s correction.
+        r"""Log marginal likelihood of all clients' data, with its standard error, by `Sums` or by `EP`.
 
         .. math:: \log \int p(\phi) \prod_k \int p(y_k, \theta_k \mid \phi)\, d\theta_k\, d\phi
 
-        Its ``method`` is "sums" or "correction"; or "EP", where no correction was asked for and the clients are in this
-        process: EP's own approximation, with the ``error`` of computing it and not of approximating.
+        Its ``method`` is "sums"; or "EP", where clients are in this process: an approximation, with the ``error`` of
+        computing it and not of approximating.
 
         Raises
         ------
         DeclarationError
-            Where sites of their own had no correction, or the priors have no normalising constant that is known
-            (pm.Potential, pm.Flat).
+            Where the fit is by EP and clients are sites of their own, or the priors have no normalising constant that
+            is known (pm.Potential, pm.Flat).
         NotConvergedError
-            Where weights or the correction are not to be trusted, or the run did not converge.
+            Where weights are not to be trusted, or the run did not converge.
 
         Notes
         -----
@@ -443,7 +443,7 @@ class Fit(Ended):
     ) -> Any:
         """Posterior of one client's θ_k, drawn at the client: by `EP` from cavity x local likelihood (FedLin eq. 8).
 
-        Where the shared posterior is weighted points, by `Sums` or corrected, φ is one of these, and θ_k is drawn given
+        Where the shared posterior is weighted points, as by `Sums`, φ is one of these, and θ_k is drawn given
         it and the client's rows.
 
         Parameters

@@ -379,17 +379,17 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     pandas.DataFrame
         A row a model: ``rank``, ``log_evidence`` and its standard error ``se``, ``difference`` to the best with the
         standard error ``dse``, ``probability`` where each model was as likely before the data, and the ``method`` of
-        `Fit.log_evidence`: "sums", "correction", or "EP", an approximation whose own error is in no standard error.
+        `Fit.log_evidence`: "sums", or "EP", an approximation whose own error is in no standard error.
 
     Raises
     ------
     DeclarationError
-        If there are fewer than two fits, or one has no evidence: a potential, an improper prior, sites of their own
-        without a correction.
+        If there are fewer than two fits, or one has no evidence: a potential, an improper prior, or it is by EP and
+        clients are sites of their own.
     DataError
         If the fits are of other clients or of other observations.
     NotConvergedError
-        Where weights or a correction are not to be trusted.
+        Where weights are not to be trusted.
 
     Examples
     --------

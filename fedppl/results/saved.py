@@ -21,7 +21,7 @@ from fedppl.contracts import AnyAlgorithm, Point, Posterior, SharedReader
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.records import Ended, unarrived
-from fedppl.results.shared import corrected, weighted_points
+from fedppl.results.shared import weighted_of, weighted_points
 from fedppl.settings import one_line, shown
 from fedppl.storage import codec
 from fedppl.types import Array, DataError, DeclarationError, Layout
@@ -218,7 +218,7 @@ def _points(fit: Ended) -> Array:
     if unarrived(fit):
         return np.zeros((0, fit.layout.size))
     if isinstance(shared, Posterior):
-        weighted = weighted_points(shared.gaussian(fit.state), corrected(fit))
+        weighted = weighted_points(shared.gaussian(fit.state), weighted_of(fit))
         return np.zeros((0, fit.layout.size)) if weighted is None else weighted.points
     return shared.estimate(fit.state)[None] if isinstance(shared, Point) else np.zeros((0, fit.layout.size))
 

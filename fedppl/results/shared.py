@@ -50,7 +50,7 @@ def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconver
         **({"warning": f"not a posterior: {reason}"} if reason else {}),
     }
     rng, phi, groups = stream((seed, 1)), None, {}
-    weighted = None if reason else corrected(fit)
+    weighted = None if reason else weighted_of(fit)
     if isinstance(shared, Sampler):
         drawn = shared.draw(fit.state, draws * chains, rng)
         phi = shaped(fit.algorithm.name, "Sampler.draw", drawn, (draws * chains, fit.layout.size))
@@ -89,16 +89,16 @@ def point_estimates(fit: Ended) -> list[str]:
     return [name for name, places in fit.layout.slices.items() if is_point[places].size and is_point[places].all()]
 
 
-def corrected(fit: Ended) -> Reweighted | None:
-    """The weighted points of the correction, where there was one that can be trusted."""
+def weighted_of(fit: Ended) -> Reweighted | None:
+    """The weighted points of the posterior, where there are any that can be trusted."""
     shared = fit.algorithm.result.shared
-    return shared.corrected(fit.state) if isinstance(shared, Posterior) else None
+    return shared.weighted(fit.state) if isinstance(shared, Posterior) else None
 
 
 def estimates(fit: Ended, probabilities: Array) -> dict[str, Estimates] | None:
     """Estimates of every entry of every shared variable, from weighted points; None where there are none."""
     shared = fit.algorithm.result.shared
-    weighted = weighted_points(shared.gaussian(fit.state), corrected(fit)) if isinstance(shared, Posterior) else None
+    weighted = weighted_points(shared.gaussian(fit.state), weighted_of(fit)) if isinstance(shared, Posterior) else None
     if weighted is None:
         return None
     values = {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(weighted.points).items()}
@@ -139,7 +139,7 @@ def _fit_dataset(fit: Ended, q: Gaussian | None) -> xr.Dataset:
     )
 
 
-# The shared posterior as weighted points: of q, and of a correction where there was one -------------------------------
+# The shared posterior as weighted points: of q, and the posterior's where there are any -------------------------------
 
 _POINTS = 512  # of q, of each scramble
 
@@ -165,10 +165,10 @@ class Estimates(NamedTuple):
     quantiles: Array  # (P, n)
 
 
-def weighted_points(q: Gaussian, correction: Reweighted | None) -> WeightedPoints | None:
-    """Quasi-random points of q, and those of the correction where there was one; None with too many coordinates.
+def weighted_points(q: Gaussian, exact: Reweighted | None) -> WeightedPoints | None:
+    """Quasi-random points of q, and those of the posterior where there are any; None with too many coordinates.
 
-    With a correction there are two weightings: its weights alone, and signed weights that correct q. The second has no
+    With these there are two weightings: their weights alone, and signed weights that correct q. The second has no
     error where q is exact, and a large one for a quantity with heavy tails under q.
     """
     center, root = gaussian.affine(q)
@@ -176,13 +176,13 @@ def weighted_points(q: Gaussian, correction: Reweighted | None) -> WeightedPoint
         return None
     of_q = center + standard_normal(len(center), _POINTS, 0, SCRAMBLES) @ root.T
     equal = _leaving_out(np.full(len(of_q), 1.0 / len(of_q)), np.repeat(np.arange(SCRAMBLES), _POINTS))
-    if correction is None:
+    if exact is None:
         return WeightedPoints(of_q, (equal,))
-    weights = _leaving_out(correction.weights, correction.scramble)
-    control = _leaving_out(correction.of_q, correction.scramble)
+    weights = _leaving_out(exact.weights, exact.scramble)
+    control = _leaving_out(exact.of_q, exact.scramble)
     alone = np.concatenate([np.zeros_like(equal), weights], axis=1)
     signed = np.concatenate([equal, weights - control], axis=1)
-    return WeightedPoints(np.concatenate([of_q, correction.points]), (signed, alone), correction.beside)
+    return WeightedPoints(np.concatenate([of_q, exact.points]), (signed, alone), exact.beside)
 
 
 def _estimates(values: Array, weighted: WeightedPoints, probabilities: Array) -> Estimates:
@@ -250,7 +250,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
         raise DeclarationError(f"{fit.algorithm.name} has no posterior without each client; use fedppl.EP().")
     require_arrived(fit, "fit.influence()")
     names = chosen("clients", clients, fit.client_ids, "the fit's clients")
-    correction, q = corrected(fit), shared.gaussian(fit.state)
+    points, q = weighted_of(fit), shared.gaussian(fit.state)
     each = shared.without(fit.state, names, fit.clients)
     columns = zip(*(_moments(without, fit.layout.size) for without in each), strict=True)
     means, sds, pareto_k, weighted, errors = (np.array(column) for column in columns)
@@ -263,9 +263,9 @@ def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
             some,
         )
     mean, sd = gaussian.mean(q), gaussian.standard_deviations(q)
-    if correction is not None:  # moments by points are compared with such
-        mean = np.where(weighted[:, None], correction.mean, mean)
-        sd = np.where(weighted[:, None], np.sqrt(np.diag(correction.covariance)), sd)
+    if points is not None:  # moments by points are compared with such
+        mean = np.where(weighted[:, None], points.mean, mean)
+        sd = np.where(weighted[:, None], np.sqrt(np.diag(points.covariance)), sd)
     values = {
         "mean": means,
         "sd": sds,
@@ -286,8 +286,8 @@ _MOST_ERROR = 0.5  # in sds, with which moments by few points are shown in place
 
 
 def is_exact(without: WithoutClient) -> bool:
-    """Whether the posterior without the client is known from the points of the correction."""
-    return without.corrected is not None and is_trusted(without.corrected)
+    """Whether the posterior without the client is known from weighted points."""
+    return without.weighted is not None and is_trusted(without.weighted)
 
 
 def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bool, float]:
@@ -295,7 +295,7 @@ def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bo
 
     By points, and not exact, they are still nearer than the Gaussian, whose error is not known.
     """
-    weighted = without.corrected
+    weighted = without.weighted
     k = np.nan if weighted is None else weighted.pareto_k
     is_near = weighted is not None and weighted.pareto_k <= MOST_SECOND_K and weighted.error <= _MOST_ERROR
     if weighted is not None and (is_exact(without) or is_near):

@@ -22,8 +22,6 @@ from fedppl.results.shared import Estimates, estimates, point_estimates
 from fedppl.settings import between, flag, shown, whole
 from fedppl.types import Array, DataError, DeclarationError
 
-_UNCONSTRAINED = ("corrected_mean",)  # variables of the fit group that are not on the scale of the rows
-
 
 class Summary(pd.DataFrame):  # type: ignore[misc]  # pandas has no types here
     """A table that is printed with all its columns, to four digits; results computed from it are plain tables."""
@@ -53,7 +51,7 @@ def summary(
     by_row = {
         name: np.asarray(column, dtype=float)
         for name, (dims, column) in result.details(fit.state).items()
-        if dims == ("rows",) and name not in _UNCONSTRAINED
+        if dims == ("rows",)
     }
     tails = np.array(interval(ci_prob))
     weighted = estimates(fit, tails) if drawn else None

@@ -151,12 +151,12 @@ def tested(
     declaration: FederatedModel, client: ClientModel, others: WithoutClient, replicates: int, rng: np.random.Generator
 ) -> tuple[float, float]:
     """P-value and statistic of one client; NaN where there is none."""
-    cavity, corrected = others.gaussian, others.corrected
+    cavity, points = others.gaussian, others.weighted
     if not gaussian.is_proper(cavity):
         return np.nan, np.nan
     center = gaussian.mean(cavity)
-    if corrected is not None and is_exact(others):
-        phi = corrected.points[rng.choice(len(corrected.points), size=replicates, p=corrected.weights)]
+    if points is not None and is_exact(others):
+        phi = points.points[rng.choice(len(points.points), size=replicates, p=points.weights)]
     else:
         phi = gaussian.draw(cavity, rng, replicates)
     values = client.constrain_shared(phi)
@@ -386,12 +386,12 @@ def mirror_image(run: Run) -> str:
     client = next(iter(run.models.values()))
     if client.prior.gaussian.precision.ndim == 1:
         return ""
-    corrected, q = shared.corrected(run.state), shared.gaussian(run.state)
-    if corrected is None:
+    exact, q = shared.weighted(run.state), shared.gaussian(run.state)
+    if exact is None:
         center, sd, weighted = gaussian.mean(q), gaussian.standard_deviations(q), None
     else:
-        center, sd = corrected.mean, np.sqrt(np.diag(corrected.covariance))
-        weighted = corrected.points, corrected.weights
+        center, sd = exact.mean, np.sqrt(np.diag(exact.covariance))
+        weighted = exact.points, exact.weights
     patterns = signs(client.layout)[: _MOST_DENSITIES // len(run.models)]
     stacks, prior = integrate.stacks(run.models), client.prior
 

@@ -75,7 +75,7 @@ def calibrate(
     Raises
     ------
     DeclarationError
-        If the algorithm has no Gaussian or corrected posterior of the shared variables, outcomes cannot be drawn, or
+        If the algorithm has no Gaussian and no weighted points of the shared variables, outcomes cannot be drawn, or
         `simulate` fails or returns no data of the client's shapes.
     DataError
         If what `simulate` returns cannot be data.
@@ -91,7 +91,7 @@ def calibrate(
     Notes
     -----
     For fits at sites of their own, make up clients with inputs and numbers of rows like theirs, and pass the algorithm
-    as they run it: ``EP()`` corrects clients in this process, and sites only where `correction` is given by name.
+    as they run it.
 
     *When this fails.* Where a prior is so wide that its data break fits, look at ``status``, and at the prior. Uniform
     transforms do not prove a posterior right: the prior has them too.
@@ -172,7 +172,7 @@ def _transform(fit: Fit, truth: Array) -> Array:
     """P(φ_i < truth_i) of every coordinate, by q and the weighted points that correct it."""
     shared = fit.algorithm.result.shared
     assert isinstance(shared, Posterior)
-    q, points = shared.gaussian(fit.state), shared.corrected(fit.state)
+    q, points = shared.gaussian(fit.state), shared.weighted(fit.state)
     below = stats.norm.cdf((truth - gaussian.mean(q)) / gaussian.standard_deviations(q))
     if points is not None:
         below = below + (points.weights - points.of_q) @ (points.points < truth)

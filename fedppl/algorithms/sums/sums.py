@@ -140,7 +140,7 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
         result=contracts.Result(
             _conclusion,
             functools.partial(draw_target, local=_LOCAL),
-            contracts.Posterior(_q, _corrected, _evidence, _without),
+            contracts.Posterior(_q, _weighted_points, _evidence, _without),
             _details,
             preliminary=lambda state: isinstance(state.phase, Search),
             tests_convergence=True,
@@ -212,7 +212,7 @@ def _points(phase: Weighing | Weighed) -> tuple[Array, Array]:
 
 def _asks(layout: Layout, message: Message) -> Asked:
     """Points, any of which can be left out."""
-    return Asked(np.zeros((0, layout.size)), np.asarray(message["points"], dtype=float), correction=True)
+    return Asked(np.zeros((0, layout.size)), np.asarray(message["points"], dtype=float), values=True)
 
 
 def _update_client(client: ClientView, personal: None, message: Message, rng: Rng) -> ClientUpdate[None]:
@@ -395,7 +395,7 @@ def _q(state: SumsState) -> Gaussian:
     return phase.sites.q if isinstance(phase, Search) else phase.about.q
 
 
-def _corrected(state: SumsState) -> Reweighted | None:
+def _weighted_points(state: SumsState) -> Reweighted | None:
     """The weighted points, where they are to be trusted and say more than q does."""
     phase = state.phase
     return phase.posterior if isinstance(phase, Weighed) and phase.trusted and not phase.is_normal else None
@@ -443,7 +443,7 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:
     """q, and points of the posterior, from which a client draws its own."""
-    q, posterior = _q(state), _corrected(state)
+    q, posterior = _q(state), _weighted_points(state)
     if posterior is not None:
         is_some = posterior.weights > 0
         points, weights = posterior.points[is_some], posterior.weights[is_some]
@@ -465,13 +465,7 @@ def _details(state: SumsState) -> contracts.Details:
     if not isinstance(phase, Weighed) or phase.posterior is None:
         return {}
     skewed = skewness(phase.posterior.points, phase.posterior.weights)
-    details: dict[str, tuple[tuple[str, ...], Array]] = {"skewness": (("rows",), skewed)}
-    if phase.trusted:
-        details |= {
-            "corrected_mean": (("rows",), phase.posterior.mean),
-            "corrected_covariance": (("rows", "columns"), phase.posterior.covariance),
-        }
-    return details
+    return {"skewness": (("rows",), skewed)}
 
 
 # The posterior without one client, from weighted points of the whole posterior and the client's log f_k there ---
