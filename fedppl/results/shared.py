@@ -139,19 +139,16 @@ def _fit_dataset(fit: Ended, q: Gaussian | None) -> xr.Dataset:
     )
 
 
-# The shared posterior as weighted points: of q, and the posterior's where there are any -------------------------------
+# The shared posterior as weighted points, or points of q where there are none -----------------------------------------
 
 _POINTS = 512  # of q, of each scramble
 
 
 class WeightedPoints(NamedTuple):
-    """Points with one weighting, or two that agree up to their errors.
-
-    The first row of a weighting has the weights, row 1 + r the weights without scramble r. Each row sums to 1.
-    """
+    """Points, their weights in the first row, and in row 1 + r the weights without scramble r; each row sums to 1."""
 
     points: Array  # (N, m)
-    weightings: tuple[Array, ...]  # each (1 + scrambles, N)
+    weights: Array  # (1 + scrambles, N)
     beside: float = 0.0  # error of a mean or an sd, in sds, that the spread of the points does not show
 
 
@@ -166,55 +163,28 @@ class Estimates(NamedTuple):
 
 
 def weighted_points(q: Gaussian, exact: Reweighted | None) -> WeightedPoints | None:
-    """Quasi-random points of q, and those of the posterior where there are any; None with too many coordinates.
-
-    With these there are two weightings: their weights alone, and signed weights that correct q. The second has no
-    error where q is exact, and a large one for a quantity with heavy tails under q.
-    """
+    """Weighted points of the posterior, or quasi-random ones of q; None with too many coordinates for these."""
+    if exact is not None:
+        return WeightedPoints(exact.points, _leaving_out(exact.weights, exact.scramble), exact.beside)
     center, root = gaussian.affine(q)
     if len(center) > qmc.Sobol.MAXDIM:
         return None
-    of_q = center + standard_normal(len(center), _POINTS, 0, SCRAMBLES) @ root.T
-    equal = _leaving_out(np.full(len(of_q), 1.0 / len(of_q)), np.repeat(np.arange(SCRAMBLES), _POINTS))
-    if exact is None:
-        return WeightedPoints(of_q, (equal,))
-    weights = _leaving_out(exact.weights, exact.scramble)
-    control = _leaving_out(exact.of_q, exact.scramble)
-    alone = np.concatenate([np.zeros_like(equal), weights], axis=1)
-    signed = np.concatenate([equal, weights - control], axis=1)
-    return WeightedPoints(np.concatenate([of_q, exact.points]), (signed, alone), exact.beside)
+    points = center + standard_normal(len(center), _POINTS, 0, SCRAMBLES) @ root.T
+    equal = np.full(len(points), 1.0 / len(points))
+    return WeightedPoints(points, _leaving_out(equal, np.repeat(np.arange(SCRAMBLES), _POINTS)))
 
 
 def _estimates(values: Array, weighted: WeightedPoints, probabilities: Array) -> Estimates:
-    """Moments and quantiles of quantities at the points, (N, n), each by the weighting with the smaller error.
-
-    Errors come from leaving out one scramble at a time.
-    """
-    each = [_by_weighting(values, weighting, probabilities) for weighting in weighted.weightings]
-    errors = np.stack([np.maximum(one.mean_error, one.sd_error) for one in each])
-    best = np.argmin(np.where(np.isnan(errors), np.inf, errors), axis=0)
-    columns = np.arange(values.shape[1])
-    smallest = Estimates(*(np.stack(field)[best, ..., columns].T for field in zip(*each, strict=True)))
-    beside = weighted.beside * smallest.sd
-    return smallest._replace(
-        mean_error=np.hypot(smallest.mean_error, beside), sd_error=np.hypot(smallest.sd_error, beside)
-    )
-
-
-def _by_weighting(values: Array, weighting: Array, probabilities: Array) -> Estimates:
-    used = np.any(weighting != 0, axis=0)  # elsewhere values may be infinite
-    values, weighting = values[used], weighting[:, used]
-    center = weighting[0] @ values
+    """Moments and quantiles of quantities at the points, (N, n); errors by leaving out one scramble at a time."""
+    used = weighted.weights[0] != 0  # elsewhere values may be infinite
+    values, weights = values[used], weighted.weights[:, used]
+    center = weights[0] @ values
     with np.errstate(invalid="ignore", over="ignore"):  # of values that have no moments under q
-        shifts = weighting @ (values - center)
-        squares = weighting @ (values - center) ** 2
-        variances = squares - shifts**2
-        sds = np.sqrt(np.maximum(variances, 0.0))
-        factor = np.sqrt(SCRAMBLES - 1.0)
-        errors = factor * np.std(shifts[1:], axis=0), factor * np.std(sds[1:], axis=0)
-    # A negative variance comes from signed weights whose terms do not cancel; that of a constant is rounding error.
-    errors = errors[0], np.where(np.any(variances < -1e-12 * center**2, axis=0), np.inf, errors[1])
-    return Estimates(center, sds[0], *errors, _quantiles(values, weighting[0], probabilities))
+        shifts = weights @ (values - center)
+        sds = np.sqrt(np.maximum(weights @ (values - center) ** 2 - shifts**2, 0.0))
+        errors = (np.sqrt(SCRAMBLES - 1.0) * np.std(part[1:], axis=0) for part in (shifts, sds))
+        mean_error, sd_error = (np.hypot(error, weighted.beside * sds[0]) for error in errors)
+    return Estimates(center, sds[0], mean_error, sd_error, _quantiles(values, weights[0], probabilities))
 
 
 def _leaving_out(weights: Array, scramble: NDArray[np.intp]) -> Array:
@@ -224,14 +194,11 @@ def _leaving_out(weights: Array, scramble: NDArray[np.intp]) -> Array:
 
 
 def _quantiles(values: Array, weights: Array, probabilities: Array) -> Array:
-    """Weighted quantiles of every column of values (N, n), (P, n).
-
-    Where negative weights make the distribution function fall, it stays at its largest value so far.
-    """
+    """Weighted quantiles of every column of values (N, n), (P, n)."""
     quantiles = np.empty((len(probabilities), values.shape[1]))
     for column in range(values.shape[1]):
         order = np.argsort(values[:, column], kind="stable")
-        cumulated = np.maximum.accumulate(np.cumsum(weights[order]) - 0.5 * weights[order])
+        cumulated = np.cumsum(weights[order]) - 0.5 * weights[order]
         quantiles[:, column] = np.interp(probabilities, cumulated, values[order, column])
     return quantiles
 
