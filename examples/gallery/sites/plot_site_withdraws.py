@@ -48,8 +48,8 @@ print(fit.summary(round_to=3).iloc[:, :4])
 # What would change, before anybody leaves
 # ----------------------------------------
 # ``fit.influence()`` has the posterior without each hospital. Nobody is asked for it; it is computed from the factors
-# that the server keeps. The column ``shift`` says by how many posterior sds a hospital moves the effect of the drug. It is a
-# look ahead and no withdrawal: the fit still holds what came from Odense.
+# that the server keeps. The column ``shift`` says by how many posterior sds a hospital moves the effect of the drug. It
+# is a look ahead and no withdrawal: the fit still holds what came from Odense.
 
 influence = fit.influence()
 shift = influence["shift"].sel(rows="arm[drug]").to_series()
