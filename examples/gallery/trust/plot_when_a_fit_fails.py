@@ -154,8 +154,8 @@ raw = attempt(rents, ["mu", "tau"], towns)
 
 # %%
 # This is the posterior of what was declared, and the declaration was wrong: a mean level of about one euro, and a
-# spread between towns that has to make up for it. A fit that converged can have a message. Read it: it names a client
-# and a coordinate, and asks for the units. The mended fit is the one above, of scaled rows.
+# spread between towns that has to make up for it. A fit that converged can have a message. Read it: it names
+# coordinates, and asks for the units. The mended fit is the one above, of scaled rows.
 #
 # Two groups of data, and a part of the posterior that is missing
 # ---------------------------------------------------------------
