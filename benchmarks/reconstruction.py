@@ -1,7 +1,7 @@
-"""What values of log f_k give away: rows of a client found again from its answers for a correction.
+"""What values of log f_k give away: rows of a client found again from its answers to `Sums`.
 
 A client holds n rows of a logistic regression whose coefficients φ are all shared, so that
-log f_k(φ) = Σ_i log σ(z_i·φ) with z_i = (2 y_i − 1) x_i. Whoever has its answers at the points of the correction looks
+log f_k(φ) = Σ_i log σ(z_i·φ) with z_i = (2 y_i − 1) x_i. Whoever has its answers looks
 for rows that give the same values, by least squares from many starts; found is a row that comes within a tenth of a
 covariate's sd. The attacker knows n. Beside it stands what a guess from the population finds.
 
@@ -47,9 +47,9 @@ def client_of(rng: np.random.Generator, rows: int) -> dict[str, Array]:
 
 
 def answers(victim: dict[str, Array], others: dict[str, dict[str, Array]]) -> tuple[Array, Array]:
-    """The points at which a client was asked, and what it answered: all that the server has seen of its correction."""
+    """The points at which a client was asked, and what it answered: all that the server has seen of it."""
     seen: list[tuple[Array, Array]] = []
-    algorithm = fedppl.EP(correction=fedppl.Correction(exchanges=1))
+    algorithm = fedppl.Sums(starts=1, points=1024)
 
     def listening(client: Any, personal: Any, message: Any, rng: Any) -> Any:
         update = algorithm.update_client(client, personal, message, rng)
@@ -58,7 +58,7 @@ def answers(victim: dict[str, Array], others: dict[str, dict[str, Array]]) -> tu
         return update
 
     model = fedppl.FederatedModel(logistic, ["beta"])
-    spied = algorithm._replace(update_client=listening)
+    spied = algorithm._replace(update_client=listening, batch=None)  # clients are asked one by one
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fedppl.ConvergenceWarning)
         fedppl.fit(model, {"victim": victim, **others}, spied, progressbar=False, random_seed=1)

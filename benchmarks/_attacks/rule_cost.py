@@ -102,7 +102,7 @@ def seconds(case: Case, algorithm: Any) -> tuple[float, float, int]:
 
         return measured
 
-    rules = fedppl.Policy(requests=1000, correction=10**7, parameters_per_row=np.inf)
+    rules = fedppl.Policy(requests=1000, points=10**7, parameters_per_row=np.inf)
     with (
         mock.patch("fedppl.engine.guard.refuse_points", timed("rule", few_rows.refuse_points)),
         mock.patch("fedppl.engine.guard.refuse_model", timed("rule", few_rows.refuse_model)),
@@ -117,7 +117,7 @@ def run(quick: bool) -> dict[str, Any]:
     """Milliseconds a request, what a declaration costs once, and the rule's share of an answer: a tenth is wanted."""
     figures: dict[str, dict[str, float]] = {}
     for name, case in cases(quick).items():
-        algorithm = fedppl.EP(correction=fedppl.Correction() if name == "logistic 300" else None)
+        algorithm = fedppl.Sums(starts=1) if name == "logistic 300" else fedppl.EP()
         first = seconds(case, algorithm)[0]
         rule, answers, requests = seconds(case, algorithm)
         figures[name] = {

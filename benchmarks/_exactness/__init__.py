@@ -1,1 +1,1 @@
-"""Models whose posteriors EP's correction is held against."""
+"""Models whose posteriors fits are held against."""

@@ -1,4 +1,4 @@
-"""What stands on the correction, against closed forms, refits and its own promises: seeds were fixed beforehand."""
+"""What stands on the posterior, against closed forms, refits and its own promises: seeds were fixed beforehand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def calibration(data_sets: int = 400) -> dict[str, Any]:
     model = fedppl.FederatedModel(binary, ["mu", "tau"])
     clients = {f"site {n}": {"y": np.resize([0, 1], n)} for n in (3, 4, 6, 8, 10)}
     row = {}
-    for name, algorithm in (("corrected", fedppl.EP()), ("ep_alone", fedppl.EP(correction=None))):
+    for name, algorithm in (("sums", fedppl.Sums()), ("ep", fedppl.EP())):
         found = fedppl.calibrate(model, clients, algorithm, data_sets=data_sets, progressbar=False, random_seed=_SEED)
         status, count = np.unique(found["status"].values, return_counts=True)
         row[name] = {
@@ -70,19 +70,18 @@ def withdrawal() -> float:
     """Largest distance of a fit that a client left from one that never saw it, in sds, both at tolerance 1e-3."""
     found = []
     for clinics in (_clinics(np.random.default_rng(_SEED)), _clinics(np.random.default_rng(_SEED + 1), flipped=3)):
-        fit = _fit(_line(), clinics, fedppl.EP(tolerance=1e-3, correction=None))
+        fit = _fit(_line(), clinics, fedppl.EP(tolerance=1e-3))
         found += [fedppl.without(fit, name, progressbar=False).distance for name in list(clinics)[:4]]
     return float(max(found))
 
 
 def conflict(runs: int = 200) -> dict[str, Any]:
     """P-values: of a site with flipped signs among twelve, and over honest runs of one named beforehand, of 3 rows."""
-    alone = fedppl.EP(correction=None)
-    p = fedppl.conflict(_fit(_line(), _clinics(np.random.default_rng(_SEED), flipped=7), alone))["p_value"]
+    p = fedppl.conflict(_fit(_line(), _clinics(np.random.default_rng(_SEED), flipped=7), fedppl.EP()))["p_value"]
     rng, honest = np.random.default_rng(_SEED), []
     for _ in range(runs):
         clinics = _clinics(rng, 6, rows=(3, 20, 20, 20, 20, 20))
-        found = fedppl.conflict(_fit(_line(), clinics, alone), "clinic 00")
+        found = fedppl.conflict(_fit(_line(), clinics, fedppl.EP()), "clinic 00")
         honest.append(float(found["p_value"][0]))
     return {
         "flipped_is_smallest": str(p.idxmin().values) == "clinic 07",
@@ -120,7 +119,7 @@ def _clinics(
 
 
 def _fit(model: fedppl.FederatedModel, clients: Any, algorithm: Any = None) -> fedppl.Fit:
-    return fedppl.fit(model, clients, algorithm or fedppl.EP(), progressbar=False, random_seed=_SEED)
+    return fedppl.fit(model, clients, algorithm or fedppl.Sums(), progressbar=False, random_seed=_SEED)
 
 
 PARTS = {

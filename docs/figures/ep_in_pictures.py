@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ PAGE = HERE.parent / "ep_in_pictures.md"
 WARDS = {"north": (8, 8), "south": (3, 4)}  # healed, patients
 PRIOR_SD, OWN_SD = 3.0, 0.5
 ROUNDS, MANY = 3, 30
+STAGE = 512  # points of the first stage of `Sums()`, at least
 
 GRID = np.linspace(-12.0, 18.0, 6001)
 STEP = GRID[1] - GRID[0]
@@ -140,32 +142,30 @@ def ward(healed: Any, patients: Any) -> pm.Model:
     return model
 
 
-def by_fedppl() -> tuple[list[fedppl.Fit], fedppl.Fit, dict[str, Any]]:
-    """Fits without and with the correction, and what north was told and said first in each kind of round."""
+def by_fedppl() -> tuple[list[fedppl.Fit], dict[str, Any]]:
+    """Fits by EP, by EP with more points, and by sums; and what north was told and said first in each kind of round."""
     model = fedppl.FederatedModel(ward, shared=["phi"])
     data = {name: {"healed": np.array([h]), "patients": np.array([n])} for name, (h, n) in WARDS.items()}
-    algorithm, seen = fedppl.EP(), []
+    first: dict[str, Any] = {}
 
-    def watched(client: Any, personal: Any, message: Any, rng: Any) -> Any:
-        update = algorithm.update_client(client, personal, message, rng)
-        if client.client_id == "north":
-            seen.append((dict(message), dict(update.reply)))
-        return update
+    def watched(algorithm: Any, kind_of: Callable[[Any], str]) -> Any:
+        def update_client(client: Any, personal: Any, message: Any, rng: Any) -> Any:
+            update = algorithm.update_client(client, personal, message, rng)
+            if client.client_id == "north":
+                first.setdefault(kind_of(message), (dict(message), dict(update.reply)))
+            return update
 
-    plain = [
+        return algorithm._replace(update_client=update_client, batch=None)
+
+    fits = [
         fedppl.fit(model, data, one, random_seed=1, progressbar=False)
         for one in (
-            fedppl.EP(correction=None),
-            fedppl.EP(correction=None, local=fedppl.local.NestedLaplace(points=1024)),
+            watched(fedppl.EP(), lambda told: "EP, warm start" if "point" in told else "EP, refinement"),
+            fedppl.EP(local=fedppl.local.NestedLaplace(points=1024)),
+            watched(fedppl.Sums(), lambda told: "sums, a stage" if len(told["points"]) >= STAGE else "sums, before"),
         )
     ]
-    corrected = fedppl.fit(model, data, algorithm._replace(update_client=watched), random_seed=1, progressbar=False)
-    kinds = {"points": "correction", "cavity_linear": "refinement", "point": "warm start"}
-    first: dict[str, Any] = {}
-    for told, said in seen:
-        kind = next((name for key, name in kinds.items() if key in told), "refinement")
-        first.setdefault(kind, (told, said))
-    return plain, corrected, first
+    return fits, first
 
 
 def axes_of(axes: Any, low: float = -5.0, high: float = 9.0) -> None:
@@ -247,17 +247,17 @@ def draw_rounds(
     save(figure, "ep_rounds")
 
 
-def draw_correction(q: Normal, exact: np.ndarray, corrected: fedppl.Fit) -> None:
-    """The exact posterior, q, and the weighted points; and what the weights undo."""
+def draw_exact(q: Normal, exact: np.ndarray, by_sums: fedppl.Fit) -> None:
+    """The exact posterior, q, and draws by sums; and the ratio of the two densities."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    draws = corrected.idata["posterior"]["phi"].to_numpy().ravel()
-    left.hist(draws, bins=np.arange(-5, 10, 0.25), density=True, color="#cccccc", label="fedppl after the correction")
+    draws = by_sums.idata["posterior"]["phi"].to_numpy().ravel()
+    left.hist(draws, bins=np.arange(-5, 10, 0.25), density=True, color="#cccccc", label="draws of Sums()")
     line(left, density(kernel(q)), "global", "q, Gaussian")
     line(left, exact, "exact", "exact, by quadrature", linestyle="--", linewidth=1.6)
     axes_of(left, -3.5, 6.0)
     left.legend(loc="upper left", frameon=False, fontsize=9)
     left.set_ylim(0, 1.3 * left.get_ylim()[1])
-    left.set_title("what the correction changes", fontsize=11)
+    left.set_title("what the Gaussian leaves out", fontsize=11)
     ratio = exact / density(kernel(q))
     seen = np.abs(GRID - q.mean) < 3.6 * q.sd
     right.plot(GRID[seen], ratio[seen], color=COLORS["tilted"], linewidth=2.2)
@@ -273,7 +273,7 @@ def draw_correction(q: Normal, exact: np.ndarray, corrected: fedppl.Fit) -> None
     right.set_title("posterior density over q's (dotted: q's mean ± 2 sd)", fontsize=11)
     for axes in (left, right):
         axes.set_xlabel("φ, log-odds of healing")
-    save(figure, "ep_correction")
+    save(figure, "ep_exact")
 
 
 def tail(values: np.ndarray) -> tuple[float, float]:
@@ -296,15 +296,15 @@ def table_of_rounds(rounds: list[Any], last: Normal, exact: np.ndarray) -> str:
     return "\n".join([*lines, f"| exact posterior | {mean:.3f}, {sd:.3f} | | |"])
 
 
-def table_of_answers(plain: list[fedppl.Fit], corrected: fedppl.Fit, exact: np.ndarray) -> str:
+def table_of_answers(fits: list[fedppl.Fit], exact: np.ndarray) -> str:
     """Mean, sd and outer quantiles by each way."""
-    q, finer = (Normal(float(one.posterior.linear[0]), float(one.posterior.precision[0, 0])) for one in plain)
-    table = corrected.summary(ci_prob=0.94).loc["phi"]
+    q, finer = (Normal(float(one.posterior.linear[0]), float(one.posterior.precision[0, 0])) for one in fits[:2])
+    table = fits[2].summary(ci_prob=0.94).loc["phi"]
     rows = {
         f"this script, {MANY} rounds": propagate(MANY)[-1],
-        "`EP(correction=None)`": q,
+        "`EP()`": q,
         "the same with `local=NestedLaplace(points=1024)`": finer,
-        "`EP()`, corrected": tuple(table[name] for name in ("mean", "sd", "ci_low", "ci_high")),
+        "`Sums()`": tuple(table[name] for name in ("mean", "sd", "ci_low", "ci_high")),
         "exact, by quadrature": (*moments(exact), *tail(exact)),
     }
     lines = ["| | mean | sd | 3 % | 97 % |", "|---|---|---|---|---|"]
@@ -318,7 +318,7 @@ def table_of_answers(plain: list[fedppl.Fit], corrected: fedppl.Fit, exact: np.n
 def messages(seen: dict[str, Any]) -> str:
     """What north was told and said, as printed."""
     lines = ["```text"]
-    for kind in ("warm start", "refinement", "correction"):
+    for kind in ("EP, warm start", "EP, refinement", "sums, a stage"):
         told, said = seen[kind]
         lines.append(f"{kind}")
         for who, message in (("to north", told), ("from north", said)):
@@ -350,13 +350,13 @@ def main() -> None:
     matplotlib.use("Agg")
     prior, factors, rounds, last = propagate(ROUNDS)
     exact = density(kernel(prior) * factors["north"] * factors["south"])
-    plain, corrected, seen = by_fedppl()
+    fits, seen = by_fedppl()
     draw_pieces(prior, factors, rounds[1][0], rounds[1][1]["north"])
     draw_rounds(prior, factors, rounds, last, exact)
-    draw_correction(propagate(MANY)[-1], exact, corrected)
+    draw_exact(propagate(MANY)[-1], exact, fits[2])
     text = PAGE.read_text(encoding="utf-8")
     text = put(text, "rounds", table_of_rounds(rounds, last, exact))
-    text = put(text, "answers", table_of_answers(plain, corrected, exact))
+    text = put(text, "answers", table_of_answers(fits, exact))
     PAGE.write_text(put(text, "messages", messages(seen)), encoding="utf-8")
     (HERE / "ep_in_pictures.sha256").write_text(digest() + "\n", encoding="utf-8")
 

@@ -78,8 +78,8 @@ for budget in budgets:
 # --------------------
 #
 # One vector of two numbers in each round, clipped and with noise, and nothing else: no diagnostics, no skewness, and no
-# log likelihood for a correction. Sites of their own would send all of these to a plain fit, but for the last, for
-# which they have to be asked.
+# log likelihood at points. Sites of their own would send all of these to a plain fit, but for the last, which only
+# ``fedppl.Sums()`` asks for.
 
 print(sorted({str(what) for what in fits[budgets[0]].idata["rounds"]["released"].values}))
 

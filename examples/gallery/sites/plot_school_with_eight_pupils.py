@@ -136,7 +136,7 @@ print(table.round(2).to_string())
 # - The hierarchy moves an unusual small school towards the others, and so is wrong about it in that direction. It
 #   gains over all schools, not for each of them.
 # - One simulated data set is an example and no proof: with other seeds single schools come out otherwise.
-# - No row left a school. What left were moments and log marginal likelihoods of the shared variables, and those of a
+# - No row left a school. What left were log marginal likelihoods at points of the shared variables, and those of a
 #   school with eight rows can tell much about them: :doc:`what leaves a site </privacy>`.
 #
 # See also :doc:`formulas </formulas>`, :doc:`pictures </plots>` and :doc:`which algorithm </algorithms>`.

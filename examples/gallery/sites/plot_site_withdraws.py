@@ -47,9 +47,9 @@ print(fit.summary(round_to=3).iloc[:, :4])
 # %%
 # What would change, before anybody leaves
 # ----------------------------------------
-# ``fit.influence()`` has the posterior without each hospital. Nobody is asked for it; it is computed from the answers
-# that were kept. The column ``shift`` says by how many posterior sds a hospital moves the effect of the drug. It is a
-# look ahead and no withdrawal: the fit still holds what came from Odense.
+# ``fit.influence()`` has the posterior without each hospital. Nobody is asked for it; it is computed from the factors
+# that the server keeps. The column ``shift`` says by how many posterior sds a hospital moves the effect of the drug. It
+# is a look ahead and no withdrawal: the fit still holds what came from Odense.
 
 influence = fit.influence()
 shift = influence["shift"].sel(rows="arm[drug]").to_series()
@@ -82,8 +82,8 @@ print(table.round({"mean": 3, "sd": 3, "CPU seconds": 1}).to_string(na_rep=""))
 # %%
 # In the table are the log odds ratio of the drug, and what each fit took. The effect is larger without Odense, and
 # ``without`` has the same as the fit that never had it. It needs fewer rounds, since the other hospitals begin where
-# they were. Rounds are what costs where hospitals are at the end of a network. The CPU time of this one process
-# differs less, because both end with the same exchange of log marginal likelihoods.
+# they were. Rounds are what costs where hospitals are at the end of a network. CPU time of this one process is
+# saved too.
 #
 # The last row is for those who look closely. Before a fit by a formula, hospitals agree on the means and sds of
 # columns, and the default priors rest on them. ``without`` and the row below it keep that agreement,

@@ -79,8 +79,8 @@ print(model.describe(data["hospital 1"]).to_string())
 # %%
 # The fit
 # -------
-# Nothing else is to be chosen. Hospitals send moments, and at the end the values of their log marginal likelihoods at
-# points, and no sample. ``fit.status`` says whether it arrived; the table is fedppl's own, since draws of the shared
+# Nothing else is to be chosen. Hospitals tell the values of their log marginal likelihoods at points, and send no
+# sample. ``fit.status`` says whether it arrived; the table is fedppl's own, since draws of the shared
 # posterior are independent and have a perfect R̂ always.
 
 fit = fedppl.fit(model, data, random_seed=1, progressbar=False)

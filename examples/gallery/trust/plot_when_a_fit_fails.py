@@ -154,8 +154,8 @@ raw = attempt(rents, ["mu", "tau"], towns)
 
 # %%
 # This is the posterior of what was declared, and the declaration was wrong: a mean level of about one euro, and a
-# spread between towns that has to make up for it. A fit that converged can have a message. Read it: it names a client
-# and a coordinate, and asks for the units. The mended fit is the one above, of scaled rows.
+# spread between towns that has to make up for it. A fit that converged can have a message. Read it: it names
+# coordinates, and asks for the units. The mended fit is the one above, of scaled rows.
 #
 # Two groups of data, and a part of the posterior that is missing
 # ---------------------------------------------------------------
@@ -239,7 +239,7 @@ _ = attempt(own_mean, ["mu", "tau"], labs)
 # - :doc:`/when_it_fails` has every status and what to do about each.
 # - Read ``fit.status`` and ``fit.message``, and the message also where the fit has converged: it may be about a
 #   client's units, or about a prior that its data contradict. :doc:`/models` has what a fit offers.
-# - ``converged`` says that rounds have come to rest and that the correction is trusted around there: :doc:`/exactness`.
+# - ``converged`` says that rounds have come to rest and what they found is trusted around there: :doc:`/exactness`.
 #   It says of other modes that a few searches came to none. Labels that can be exchanged, signs that can be turned
 #   round, and heavy tails with data in two places have several. Name what is exchangeable, and where you are in doubt,
 #   or data are at sites of their own, ask for more searches: ``fedppl.EP(starts=8)``.
