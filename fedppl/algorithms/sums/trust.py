@@ -28,6 +28,7 @@ from fedppl.algorithms.sums.phases import (
     chances,
     effort_of,
     features,
+    jackknife,
     moments_of,
     pooled,
     sizes,
@@ -64,10 +65,10 @@ class _Weights(NamedTuple):
 
     posterior: Array  # (S,) they sum to 1
     control: Array  # (S,) of the surrogate
-    log_integral: float
     effective: float  # share of the points
     pareto_k: float
     logs: Array  # (S,) of the posterior, not normalised
+    control_logs: Array  # (S,)
 
 
 class _Declared(NamedTuple):
@@ -203,7 +204,7 @@ def nowhere(state: Weighing) -> Judged:
         none,
         "about the mode too few points count to tell means and sds: tails are heavy, or few points have a log density "
         "at all clients. Declare the model so that it has a smooth density everywhere and priors with lighter tails, "
-        f"use fedppl.EP(), or {_BY_NUTS}",
+        f"or take a Gaussian by {_BY_NUTS}",
     )
 
 
@@ -225,9 +226,8 @@ def _weights(state: Weighing) -> _Weights:
     logs = np.where(is_drawn, logs + log_times, -np.inf)
     posterior = normalise(logs)
     effective = 1.0 / float(np.sum(posterior[is_drawn] ** 2 / batch.times[is_drawn])) / float(batch.times.sum())
-    control = normalise(np.where(is_drawn, batch.log_surrogate - mixture + log_times, -np.inf))
-    log_integral = float(np.logaddexp.reduce(logs) - np.log(batch.times.sum()))
-    return _Weights(posterior, control, log_integral, effective, shape, logs)
+    control_logs = np.where(is_drawn, batch.log_surrogate - mixture + log_times, -np.inf)
+    return _Weights(posterior, normalise(control_logs), effective, shape, logs, control_logs)
 
 
 def _spread(residuals: Array, weights: Array) -> float:
@@ -295,9 +295,8 @@ def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: flo
     moments = weighted_moments(phi, posterior.weights)
     q = gaussian.from_moments(moments.mean, moments.covariance)
     # A surrogate has mass where it is made up; the weights' integral has an error by chance alone.
-    chance = _chance_of_integral(state, weights)
-    is_off = abs(weights.log_integral - posterior.log_integral) > chance
-    log_integral = weights.log_integral if is_off else posterior.log_integral
+    by_weights, chance = _log_integral(state, weights)
+    log_integral = by_weights if abs(by_weights - posterior.log_integral) > chance else posterior.log_integral
     of_q = gaussian.log_density(q, phi) + log_slope(phi, state.shape.coordinates) - posterior.log_proposal
     has_tail = weights.effective <= _EVEN
     return Reweighted(
@@ -310,7 +309,7 @@ def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: flo
         log_ratio=log_integral - gaussian.log_integral(q),
         error=error,
         beside=error,
-        log_ratio_error=max(abs(weights.log_integral - log_integral), chance),
+        log_ratio_error=max(abs(by_weights - log_integral), chance),
         ess=effective_size(posterior.weights),
         pareto_k=weights.pareto_k if has_tail else -np.inf,
         second_k=tail if has_tail else -np.inf,
@@ -318,13 +317,32 @@ def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: flo
     )
 
 
-def _chance_of_integral(state: Weighing, weights: _Weights) -> float:
-    """Standard error of the log of the integral, by leaving out one scramble at a time."""
-    ratios = []
-    for scramble in range(region.SCRAMBLES):
-        kept = state.batch.scramble != scramble
-        ratios.append(np.logaddexp.reduce(weights.logs[kept]) - np.log(state.batch.times[kept].sum()))
-    return float(np.sqrt(region.SCRAMBLES - 1.0) * np.std(ratios))
+def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
+    r"""Log of the posterior's integral by the batch, and its standard error, by leaving out one scramble at a time.
+
+    .. math:: Z \approx \bar w - \beta (\bar c - Z_{\hat s})
+
+    The surrogate, whose integral is known, is a control variate.
+    """
+    assert state.draws is not None
+    times, of = state.batch.times, state.draws.posterior
+    drawn = np.maximum(times, 1.0)
+    each = np.stack([np.exp(logs - of.log_integral) / drawn for logs in (weights.logs, weights.control_logs)])
+    w, c = each - (each @ times / times.sum())[:, None]
+    beta = float(np.clip(times @ (w * c) / max(times @ c**2, 1e-300), 0.0, 1.0))
+
+    def by(kept: Array) -> float:
+        mean, control = each @ kept / kept.sum()
+        return of.log_integral + float(np.log(max(mean - beta * (control - 1.0), 0.5 * mean)))
+
+    def without(scramble: int) -> tuple[float, float]:
+        of_draws = np.where(of.scramble == scramble, -np.inf, of.log_density - of.log_proposal)
+        size = np.sum(of.scramble != scramble)
+        left = np.where(state.batch.scramble == scramble, 0.0, times)
+        return by(left), beta * float(np.logaddexp.reduce(of_draws) - np.log(size))
+
+    each_left_out = np.array([without(scramble) for scramble in range(region.SCRAMBLES)])
+    return by(times), float(np.linalg.norm(jackknife(list(each_left_out))))
 
 
 def _moved(state: Weighing, weights: _Weights, signed: Array, squares: Array) -> float:
@@ -381,7 +399,8 @@ def _unreached(share: float) -> str:
     return (
         f"means and sds may be wrong: at {share:.1%} of the points (at most {_LOST:.0%}) a client has no log density, "
         "or its integral over the client's own variables was not found. Declare the model so that it has a smooth "
-        f"density everywhere, with no bound of an outcome's support among the shared variables; or use {_BY_NUTS}"
+        "density everywhere, with no bound of an outcome's support among the shared variables; or take a Gaussian by "
+        f"{_BY_NUTS}"
     )
 
 
@@ -391,6 +410,6 @@ def _uncertain(noise: float, moved: float) -> str:
         f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
         "all, since their own variables are too far from normal given the shared ones. Declare them on a scale where "
         "they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have a location "
-        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or use "
-        f"{_BY_NUTS}"
+        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or "
+        f"take a Gaussian by {_BY_NUTS}"
     )
