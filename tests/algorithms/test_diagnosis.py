@@ -88,10 +88,7 @@ def test_one_client_without_any_spread_is_named() -> None:
 def test_a_prior_that_keeps_the_scale_from_zero_helps(builder: Any) -> None:
     shared = ["mu", "sigma"] if builder is with_noise else ["mu", "tau"]
     fit = fitted(
-        builder(lambda: pm.InverseGamma("sigma", 3, 1)),
-        shared,
-        {**outcomes(), **CONSTANT},
-        algorithm=fedppl.EP(correction=None),
+        builder(lambda: pm.InverseGamma("sigma", 3, 1)), shared, {**outcomes(), **CONSTANT}, algorithm=fedppl.EP()
     )
     assert diagnostics.matched(fit.status, fit.message)
 
@@ -212,7 +209,7 @@ def test_warnings_that_are_errors_have_the_fit() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(fedppl.ConvergenceWarning) as caught:
-            fedppl.fit(model, clients, fedppl.EP(correction=None), rounds=2, progressbar=False, random_seed=1)
+            fedppl.fit(model, clients, fedppl.EP(), rounds=2, progressbar=False, random_seed=1)
     fit = caught.value.fit
     assert fit.status is Status.MAX_ROUNDS and fit.message in str(caught.value)
     assert len(fit.records) > 2

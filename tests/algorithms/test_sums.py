@@ -188,6 +188,37 @@ def test_counts_and_squares_below_zero_are_refused(name: str) -> None:
         _with_one_changed(lambda message: {name: np.asarray(message[name] * 0.0 - 1.0)})
 
 
+def in_weighing(change: Any) -> Any:
+    """Changes answers at many points, which are none of a search."""
+    return lambda message: change(message) if len(message["values"]) > 100 else {}
+
+
+def lost(every: int) -> Any:
+    """The client has no value at a share of the points."""
+    places = lambda message: np.arange(len(message["values"])) % every == 7  # noqa: E731
+    return in_weighing(lambda message: {"values_lost": message["values_lost"] + places(message)})
+
+
+def test_few_points_without_a_value_do_no_harm_and_many_are_said() -> None:
+    mean, sd, _ = by_quadrature(hospitals(3))
+    few = _with_one_changed(lost(200))
+    assert few.status.value == "converged"
+    table = few.summary()
+    for place, name in enumerate(("mu", "log_tau")):
+        assert abs(table.loc[name, "mean"] - mean[place]) < 4 * table.loc[name, "mcse_mean"] + 0.01 * sd[place]
+    with pytest.warns(ConvergenceWarning, match="no log density"):
+        assert _with_one_changed(lost(20)).status.value == "stalled"
+
+
+def test_values_that_are_not_known_well_enough_are_not_called_converged() -> None:
+    def unsure(size: float) -> Any:
+        return in_weighing(lambda message: {"squares": message["squares"] + size**2})
+
+    assert _with_one_changed(unsure(1e-4)).status.value == "converged"
+    with pytest.warns(ConvergenceWarning, match="uncertain"):
+        assert _with_one_changed(unsure(0.3)).status.value == "stalled"
+
+
 def test_a_message_names_the_setting_where_rounds_ran_out_and_no_client_that_is_none() -> None:
     with pytest.warns(ConvergenceWarning, match="raise rounds="):
         fit(WARDS, hospitals(3), fedppl.Sums(starts=1), rounds=1)

@@ -314,7 +314,7 @@ def steps(
         return poison(request, reply) if request.client_id == CLIENT else reply
 
     model, clients = problem or problems.regression(4)
-    algorithm = fedppl.EP(**{"tolerance": 1e-9, "trust": 1.0, "correction": None} | settings)
+    algorithm = fedppl.EP(**{"tolerance": 1e-9, "trust": 1.0} | settings)
     found = fedppl.rounds(model, clients, algorithm, engine=Tampering(change), random_seed=1)
     return list(itertools.islice(found, rounds))
 
@@ -636,7 +636,7 @@ def test_a_trust_that_binds_nobody_changes_no_bit_of_refinement() -> None:
         assert_same_state(
             none.state._replace(clients=none.state.clients._replace(pull=some.state.clients.pull)), some.state
         )
-        assert some.info.held_back == 0 and (some.info.phase == "correction" or some.info.pull < 3.0)
+        assert some.info.held_back == 0 and some.info.pull < 3.0
 
 
 def test_an_outlier_with_few_rows_is_held_back_and_that_is_said() -> None:

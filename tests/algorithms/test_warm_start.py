@@ -89,7 +89,7 @@ def test_vague_priors_and_raw_columns_converge_to_the_exact_posterior(
 
 def test_rounds_of_the_warm_start_do_not_count(model: fedppl.FederatedModel) -> None:
     _, _, clients = raw(0, 900, 3)
-    algorithm = fedppl.EP(tolerance=1e-12, correction=None)
+    algorithm = fedppl.EP(tolerance=1e-12)
     steps = list(fedppl.rounds(model, clients, algorithm, rounds=2, random_seed=1))
     phases = [step.info.phase for step in steps]
     assert phases.count("EP") == 2
