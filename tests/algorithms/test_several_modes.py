@@ -89,6 +89,9 @@ def test_the_default_finds_a_second_mode_and_does_not_converge() -> None:
     model = FederatedModel(far_apart, ["mu"])
     with pytest.warns(fedppl.ConvergenceWarning, match="several modes: along mu"):
         assert fit(model, clients).status is Status.STALLED
+    both = fit(model, clients, fedppl.Sums(starts=1))  # its points are in both modes: 74 % below 0, by quadrature
+    assert both.status is Status.CONVERGED
+    assert abs(np.mean(both.idata["posterior"]["mu"].values < 0) - 0.741) < 0.03
 
 
 def shared_out(y: Any) -> pm.Model:
