@@ -165,7 +165,8 @@ def test_a_prior_that_is_hardly_one_is_named() -> None:
     fit = fitted(precisions(lambda name: pm.Gamma(name, 0.001, 0.001)), shared, outcomes())
     assert fit.status is Status.STALLED
     assert "between" in fit.message and "all but improper" in fit.message and "Gamma(2" in fit.message
-    assert fitted(precisions(lambda name: pm.Gamma(name, 2, 0.5)), shared, outcomes()).status is Status.CONVERGED
+    helped = fitted(precisions(lambda name: pm.Gamma(name, 2, 0.5)), shared, outcomes(), algorithm=fedppl.Sums())
+    assert helped.status is Status.CONVERGED
 
 
 def test_a_scale_of_one_value_is_told_as_what_it_is() -> None:
