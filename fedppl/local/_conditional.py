@@ -396,8 +396,9 @@ def at_nodes(of: Densities, who: Places, about: _Quadrature, which: Places, rest
     outputs = pairs.outputs_at(of, flat, np.repeat(who, nodes * (1 + r))).reshape(count, nodes, 1 + r, -1)
     slopes = outputs[..., 1 + m + rest]
     slope = slopes[:, :, 0]
-    curved = -(slopes[:, :, 1:] - slope[:, :, None]) / widths[:, None, :, None]
-    curved = 0.5 * (curved + np.swapaxes(curved, 2, 3))
+    with np.errstate(over="ignore", invalid="ignore"):  # where slopes are infinite: no term of the integral is known
+        curved = -(slopes[:, :, 1:] - slope[:, :, None]) / widths[:, None, :, None]
+        curved = 0.5 * (curved + np.swapaxes(curved, 2, 3))
     inverse, log_determinant = _inverses(curved)
     move = np.einsum("slij,slj->sli", inverse, slope)
     logs, gain, theta = outputs[:, :, 0, 0], 0.5 * np.einsum("sli,sli->sl", slope, move), x[:, :, 0, m:]

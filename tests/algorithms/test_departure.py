@@ -59,7 +59,7 @@ def drawn(count: int, differ: float) -> dict[str, Any]:
 
 def fit_of_q(clients: dict[str, Any]) -> fedppl.Fit:
     model = fedppl.FederatedModel(means, shared=["mu", "tau"])
-    return fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1)
+    return fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
 
 
 def missing(fit: fedppl.Fit, clients: dict[str, Any]) -> Any:
@@ -88,19 +88,19 @@ def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) 
 
 @problems.of_q
 @pytest.mark.parametrize("count", [3, 6])
-def test_clients_that_do_not_differ_are_not_called_converged_without_a_correction(count: int) -> None:
+def test_clients_that_do_not_differ_are_not_called_converged(count: int) -> None:
     """Few of them know little of how much they differ: what is missing is more than an estimate of first order says."""
     clients = drawn(count, 0.0)
     fit = fit_of_q(clients)
     assert max(missing(fit, clients)) > 0.12
-    assert fit.status is Status.STALLED and "Correction(" in fit.message
+    assert fit.status is Status.STALLED and "fedppl.Sums()" in fit.message
     assert diagnostics.matched(fit.status, fit.message)
 
 
 def test_a_skewness_that_several_have_is_not_called_converged() -> None:
     """One client's own is in the moments that are matched, and noise of draws is no skewness."""
     model, clients = normal_means(4)
-    state = fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1).state
+    state = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1).state
 
     def status(skewness: float, without: float, error: float = 0.0) -> Status:
         told = state._replace(

@@ -79,7 +79,7 @@ def test_points_of_what_was_found_tell_what_it_has_seen() -> None:
 
 
 def test_a_posterior_of_both_signs_stays_converged() -> None:
-    """The correction has the other sign, of which q alone has nothing."""
+    """The weighted points have the other sign, of which no search knew."""
 
     def squared(y: Any) -> Any:
         with pm.Model() as model:
@@ -88,7 +88,7 @@ def test_a_posterior_of_both_signs_stays_converged() -> None:
 
     model = fedppl.FederatedModel(squared, shared=["mu"])
     clients = {str(k): {"y": np.ones(1)} for k in range(4)}
-    fit = fedppl.fit(model, clients, fedppl.EP(starts=1), progressbar=False, random_seed=1)
+    fit = fedppl.fit(model, clients, fedppl.Sums(starts=1), progressbar=False, random_seed=1)
     mu = np.linspace(-4, 4, 4001)
     weight = np.exp(norm.logpdf(mu, 1, 0.8) + 4 * norm.logpdf(1, mu**2, 0.75))
     below = weight[mu < 0].sum() / weight.sum()

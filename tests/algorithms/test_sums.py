@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import numpy as np
 import pymc as pm
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 from scipy.special import expit, logsumexp
 
 import fedppl
 from fedppl import ConvergenceWarning, DeclarationError
 from fedppl.algorithms.sums import phases, sums
+from fedppl.contracts import Request
+from fedppl.engine import guard, policy
 from fedppl.testing import normal_means
 from fedppl.types import Array
 from tests.support import problems
@@ -186,6 +189,87 @@ def test_who_keeps_sums_from_being_of_all_is_named_with_the_reason() -> None:
 def test_counts_and_squares_below_zero_are_refused(name: str) -> None:
     with pytest.warns(ConvergenceWarning, match=f"'{name}' is below 0"):
         _with_one_changed(lambda message: {name: np.asarray(message[name] * 0.0 - 1.0)})
+
+
+def in_weighing(change: Any) -> Any:
+    """Changes answers at many points, which are none of a search."""
+    return lambda message: change(message) if len(message["values"]) > 100 else {}
+
+
+def lost(every: int) -> Any:
+    """The client has no value at a share of the points."""
+    places = lambda message: np.arange(len(message["values"])) % every == 7  # noqa: E731
+    return in_weighing(lambda message: {"values_lost": message["values_lost"] + places(message)})
+
+
+def test_few_points_without_a_value_do_no_harm_and_many_are_said() -> None:
+    mean, sd, _ = by_quadrature(hospitals(3))
+    few = _with_one_changed(lost(200))
+    assert few.status.value == "converged"
+    table = few.summary()
+    for place, name in enumerate(("mu", "log_tau")):
+        assert abs(table.loc[name, "mean"] - mean[place]) < 4 * table.loc[name, "mcse_mean"] + 0.01 * sd[place]
+    with pytest.warns(ConvergenceWarning, match="no log density"):
+        assert _with_one_changed(lost(20)).status.value == "stalled"
+
+
+def test_values_that_are_not_known_well_enough_are_not_called_converged() -> None:
+    def unsure(size: float) -> Any:
+        return in_weighing(lambda message: {"squares": message["squares"] + size**2})
+
+    assert _with_one_changed(unsure(1e-4)).status.value == "converged"
+    with pytest.warns(ConvergenceWarning, match="uncertain"):
+        assert _with_one_changed(unsure(0.3)).status.value == "stalled"
+
+
+# Sites of their own, as their policies have it.
+OPEN: dict[str, Any] = {
+    "rows": 0,
+    "few_rows": 0,
+    "parameters_per_row": np.inf,
+    "events": 0,
+    "cavity": np.inf,
+    "requests": np.inf,
+}
+
+
+def at_sites(**rules: Any) -> fedppl.Fit:
+    model, clients = problems.schools()
+    engine = fedppl.InProcess(policy=fedppl.Policy(**OPEN, **rules))
+    return fit(model, clients, fedppl.Sums(), engine=engine)
+
+
+def test_what_lies_beyond_the_distance_of_sites_is_not_missed_without_a_word() -> None:
+    exact, found = problems.schools_quadrature(), at_sites(distance=6.0, points=2**20)
+    moments, at = found.idata["fit"], found.layout.labels.index("tau_log__")
+    assert found.status.value == "converged"
+    assert abs(float(moments["mean_vector"][at]) - exact["log_tau_mean"]) < 0.05 * exact["log_tau_sd"]
+    assert float(moments["covariance_matrix"][at, at]) ** 0.5 / exact["log_tau_sd"] == pytest.approx(1, abs=0.05)
+    with pytest.warns(ConvergenceWarning, match="no log density"):
+        assert at_sites(distance=2.0, points=2**20).status.value == "stalled"
+
+
+def test_sites_answer_no_values_unless_their_policy_allows_them() -> None:
+    with pytest.warns(ConvergenceWarning, match="refused by its site"):
+        assert at_sites(points=0).status.value == "stalled"
+
+
+def test_a_site_counts_the_points_that_it_answers() -> None:
+    algorithm, model = fedppl.Sums(starts=1), WARDS.enrol(hospitals(3))
+    client = model["ward 0"]
+    message = algorithm.broadcast(algorithm.init(client.layout, tuple(model), np.random.default_rng(1)), "ward 0")
+    points = np.linspace(-9, 9, 61)[:, None] * np.ones(2)
+    message = {**message, "points": points, "known": np.zeros(0), "inside": np.ones(61, dtype=bool)}  # its own word
+    rules = fedppl.Policy(**OPEN, distance=2.0, points=61)
+    near = policy.inside(rules, client.layout, points)
+    assert 0 < near.sum() < 61
+    site = guard.in_memory(dataclasses.replace(rules, points=int(near.sum())), "ward 0")
+    admitted = guard.admit(site, algorithm, client, Request("ward 0", 1, 1, (1,), message, "run"))
+    assert admitted is not None and site.read().points == near.sum()
+    reply = algorithm.update_client(client, None, admitted.message, np.random.default_rng(0)).reply
+    assert_array_equal(np.asarray(reply["values_lost"]) == 0, near)
+    again = Request("ward 0", 1, 2, (1,), message, "run")
+    assert guard.admit(site, algorithm, client, again) is None  # none is left
 
 
 def test_a_message_names_the_setting_where_rounds_ran_out_and_no_client_that_is_none() -> None:

@@ -23,6 +23,7 @@ from fedppl.algorithms.ep._rounds import Outcome
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
+from fedppl.results import diagnostics
 from fedppl.testing import normal_means
 from fedppl.types import Layout, Variable
 from tests.support import problems
@@ -314,7 +315,7 @@ def steps(
         return poison(request, reply) if request.client_id == CLIENT else reply
 
     model, clients = problem or problems.regression(4)
-    algorithm = fedppl.EP(**{"tolerance": 1e-9, "trust": 1.0, "correction": None} | settings)
+    algorithm = fedppl.EP(**{"tolerance": 1e-9, "trust": 1.0} | settings)
     found = fedppl.rounds(model, clients, algorithm, engine=Tampering(change), random_seed=1)
     return list(itertools.islice(found, rounds))
 
@@ -608,6 +609,7 @@ HONEST: dict[str, Callable[[], Any]] = {
 }
 
 
+@problems.of_q
 @pytest.mark.parametrize("name", slow_but(HONEST, "regression", "counts", "two clients"))
 @pytest.mark.parametrize("how", ["all", "some", "no warm start", "diagonal"])
 def test_honest_clients_reach_the_same_posterior(name: str, how: str) -> None:
@@ -617,7 +619,7 @@ def test_honest_clients_reach_the_same_posterior(name: str, how: str) -> None:
     problem = HONEST[name]()
     without = fedppl.fit(*problem, fedppl.EP(tolerance=1e-3, **form), **settings)
     held = fedppl.fit(*problem, fedppl.EP(tolerance=1e-3, trust=3.0, **form), **settings)
-    assert without.status is held.status is fedppl.Status.CONVERGED
+    assert diagnostics.matched(without.status, without.message) and diagnostics.matched(held.status, held.message)
     sd = gaussian.standard_deviations(without.posterior)
     assert np.all(np.abs(gaussian.mean(held.posterior) - gaussian.mean(without.posterior)) < 0.01 * sd)
     assert_allclose(gaussian.standard_deviations(held.posterior), sd, rtol=0.01)
@@ -636,7 +638,7 @@ def test_a_trust_that_binds_nobody_changes_no_bit_of_refinement() -> None:
         assert_same_state(
             none.state._replace(clients=none.state.clients._replace(pull=some.state.clients.pull)), some.state
         )
-        assert some.info.held_back == 0 and (some.info.phase == "correction" or some.info.pull < 3.0)
+        assert some.info.held_back == 0 and some.info.pull < 3.0
 
 
 def test_an_outlier_with_few_rows_is_held_back_and_that_is_said() -> None:

@@ -173,11 +173,11 @@ def test_a_fit_says_whose_integrals_are_not_known() -> None:
     rng = np.random.default_rng(3)
     clients = {str(k): {"y": np.repeat(rng.integers(0, 2, (1, 30)), 2, axis=0)} for k in range(3)}
     model = FederatedModel(several, ["mu", "tau"])
-    fit = fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=0)
+    fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=0)
     assert {info["inner_trust"] < 1.0 for info in fit.records[-1].infos.values()} == {True}
     assert "local=fedppl.local.NUTS()" in fit.message
     fewer = {name: {"y": data["y"][:, :10]} for name, data in clients.items()}
-    fit = fedppl.fit(FederatedModel(several, ["mu", "tau"]), fewer, fedppl.EP(), progressbar=False, random_seed=0)
+    fit = fedppl.fit(FederatedModel(several, ["mu", "tau"]), fewer, fedppl.Sums(), progressbar=False, random_seed=0)
     assert fit.status.ok and fit.message == ""  # independent given what is shared, so that each is integrated alone
 
 
@@ -194,7 +194,7 @@ def test_small_errors_of_many_clients_do_not_add_up(seed: int) -> None:
         rows = int(rng.integers(2, 5))
         clients[str(k)] = {"y": (rng.normal(0, 2.5) + rng.logistic(size=rows) > 0).astype(int)}
     model = FederatedModel(intercepts, ["mu", "tau"])
-    fit = fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=0)
+    fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=0)
     assert fit.status.ok
     q_mean, q_sd = gaussian.mean(fit.posterior), gaussian.standard_deviations(fit.posterior)
     axes = [m + s * np.linspace(-7, 7, 57) for m, s in zip(q_mean, q_sd, strict=True)]

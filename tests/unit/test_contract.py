@@ -70,7 +70,7 @@ def test_rounds_by_hand_end_at_the_posterior(name: str) -> None:
     algorithm = (
         case.build_ending()
         if name == "PrecisionWeighted"
-        else cases.fedppl.EP(warm_start=name != "EP(cold)", tolerance=1e-9, correction=None)
+        else cases.fedppl.EP(warm_start=name != "EP(cold)", tolerance=1e-9)
     )
     played = contract.play(algorithm, models, 50)
     exact = next(iter(models.values())).prior.gaussian

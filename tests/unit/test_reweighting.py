@@ -11,8 +11,8 @@ from scipy import stats
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance, region
-from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, log_mixture, points_of, propose, with_tails
-from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, declared_error, is_trusted, reweigh
+from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, log_mixture, points_of, propose, scrambles
+from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted, weigh_points
 from fedppl.types import Array
 
 Q = gaussian.from_moments(np.array([1.0, -2.0]), np.array([[1.0, 0.3], [0.3, 0.5]]))
@@ -20,6 +20,11 @@ Q = gaussian.from_moments(np.array([1.0, -2.0]), np.array([[1.0, 0.3], [0.3, 0.5
 
 def proposal(count: int = 128, wider: float = 1.2) -> Proposal:
     return propose(gaussian.mean(Q), gaussian.covariance(Q) * wider**2, count)
+
+
+def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residual: Array) -> Reweighted | None:
+    """Weigh all proposals' points, in their order."""
+    return weigh_points(q, points, scrambles(proposals), residual, log_mixture(proposals, points))
 
 
 def weighed(target: Gaussian, proposals: tuple[Proposal, ...]) -> Reweighted:
@@ -81,37 +86,6 @@ def test_points_without_a_value_are_left_out_and_counted() -> None:
     assert found is not None and found.told == len(points) * 15 // 16
     assert_array_equal(found.weights[::16], 0.0)
     assert reweigh(Q, (proposal(),), points, np.full(len(points), np.nan)) is None
-
-
-def test_a_long_tail_along_one_coordinate_is_found_by_points_of_its_own() -> None:
-    """The logarithm of |N(0, 1)|, whose tail falls as exp(x), beside four normal coordinates; q has the near part."""
-    size = 5
-    q = gaussian.from_moments(np.r_[-0.4, np.zeros(size - 1)], np.diag(np.r_[0.7**2, np.ones(size - 1)]))
-    exact_sd = np.pi / np.sqrt(8)  # of log |N(0, 1)|; its mean is -(gamma + log 2) / 2
-    exact_mean, short, right = -(np.euler_gamma + np.log(2)) / 2, [], []
-    for stream in range(20):
-        for skewed, kept in ((0.0, short), (-0.8, right)):
-            covariance = gaussian.covariance(q) * 1.2**2
-            proposals = with_tails(gaussian.mean(q), covariance, 128, np.r_[skewed, np.zeros(size - 1)])
-            points = np.concatenate([points_of(one, 100 * stream + j) for j, one in enumerate(proposals)])
-            x, rest = points[:, 0], points[:, 1:]
-            logp = x - 0.5 * np.exp(2 * x) - 0.5 * np.sum(rest**2, axis=1)
-            found = reweigh(q, proposals, points, logp - gaussian.log_kernel(q, points))
-            assert found is not None
-            kept.append((found.mean[0], np.sqrt(found.covariance[0, 0]), found.error))
-    mean, sd, error = np.array(right).T
-    assert np.all(np.abs(sd / exact_sd - 1) < 5 * error) and np.all(np.abs(mean - exact_mean) / exact_sd < 5 * error)
-    assert np.sqrt(np.mean((sd / exact_sd - 1) ** 2)) < 0.03
-    assert np.mean(np.array(short)[:, 1]) < 0.97 * exact_sd  # no points, and no sign of what is missing
-
-
-def test_points_go_to_the_longest_tails_alone() -> None:
-    few = with_tails(np.zeros(3), np.eye(3), 128, np.array([0.1, -0.1, 0.0]))
-    assert len(few) == 1 and few[0].per_scramble == 128
-    base, first, second = with_tails(np.zeros(3), np.eye(3), 128, np.array([0.5, -0.9, 0.0]))
-    assert (base.per_scramble, first.per_scramble, second.per_scramble) == (64, 32, 32)
-    assert first.mean[1] < -2 and second.mean[0] > 2 and first.mean[0] == second.mean[1] == 0
-    assert sum(one.per_scramble for one in with_tails(np.zeros(20), np.eye(20), 128, np.ones(20))) <= 128
 
 
 STANDARD = gaussian.from_moments(np.zeros(2), np.eye(2))
@@ -235,19 +209,3 @@ def test_constant_weights_need_no_smoothing() -> None:
     ours, k = importance.smoothed(np.zeros(100))
     assert k == -np.inf
     assert_array_equal(ours, 0.0)
-
-
-def test_the_error_of_a_rate_is_larger_than_that_of_its_logarithm_where_its_tail_is_heavy() -> None:
-    """A rate with density ~ s^-3.2 has an sd that hardly any point tells; one with a gamma's tail has not."""
-    q = gaussian.from_moments(np.zeros(1), np.full((1, 1), 0.7))
-    one = propose(np.zeros(1), np.full((1, 1), 1.4), 256)
-    points = points_of(one, 0)
-    light = stats.loggamma.logpdf(points[:, 0], 3.0, loc=-np.log(3.0))
-    heavy = stats.betaprime.logpdf(np.exp(points[:, 0]), 3.0, 2.2) + points[:, 0]
-    errors = []
-    for log_density in (light, heavy):
-        weighted = reweigh(q, (one,), points, log_density - gaussian.log_kernel(q, points))
-        assert weighted is not None and weighted.error < 0.05
-        assert declared_error(("rate",), weighted) == 0.0
-        errors.append(declared_error(("rate_log__",), weighted))
-    assert errors[0] < 0.05 < errors[1]
