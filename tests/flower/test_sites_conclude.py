@@ -64,6 +64,15 @@ def test_influence_is_read_from_the_ledger(tmp_path: Any) -> None:
         assert_allclose(found[name], expected[name], rtol=1e-6, atol=1e-9)
 
 
+def test_sums_over_sites_tell_nothing_of_a_single_site(tmp_path: Any) -> None:
+    """Of its share in them: who wants that asks EP, or leaves the site out."""
+    sums = fedppl.Sums(starts=1)
+    there = at_sites(grid_of(tmp_path, sums), sums)
+    assert there.status is fedppl.Status.CONVERGED and np.isfinite(there.log_evidence.value)
+    with pytest.raises(DeclarationError, match=r"client 1.*fedppl.EP\(\)"):
+        there.influence("client 1")
+
+
 def test_without_a_site_is_a_fit_that_never_saw_it(tmp_path: Any) -> None:
     grid = grid_of(tmp_path, PLAIN)
     before = at_sites(grid, PLAIN)

@@ -540,17 +540,17 @@ def test_a_page_of_what_was_broken_off_says_so(tmp_path: Path) -> None:
     assert text.count("<img") == 2  # rounds and quality
 
 
-def test_a_page_of_a_fit_that_was_loaded_without_data_has_what_all_share(fit: fedppl.Fit, tmp_path: Path) -> None:
-    fit.save(tmp_path / "run.nc")
-    again = fedppl.load(tmp_path / "run.nc", fit.declaration, fit.algorithm)
+def test_a_page_of_a_fit_that_was_loaded_without_data_has_what_all_share(by_ep: fedppl.Fit, tmp_path: Path) -> None:
+    by_ep.save(tmp_path / "run.nc")
+    again = fedppl.load(tmp_path / "run.nc", by_ep.declaration, by_ep.algorithm)
     text = again.report(tmp_path / "report.html").read_text(encoding="utf-8")
     assert text.count("<img") == 3 and "Not drawn: " in text and "with data elsewhere" in text
-    fit.save(tmp_path / "more.nc", include="clients")
-    more = fedppl.load(tmp_path / "more.nc", fit.declaration, fit.algorithm)
-    own = [fit.client(name)["posterior"]["noise"].values.mean() for name in fit.client_ids]
+    by_ep.save(tmp_path / "more.nc", include="clients")
+    more = fedppl.load(tmp_path / "more.nc", by_ep.declaration, by_ep.algorithm)
+    own = [by_ep.client(name)["posterior"]["noise"].values.mean() for name in by_ep.client_ids]
     assert_allclose(dots(plots.forest(more, "noise")[0]), own)
     assert len(plots.forest(more)) == 3
-    for value in fit.summary()["mean"]:
+    for value in by_ep.summary()["mean"]:
         assert f"<td>{value:.4g}</td>" in text
 
 
