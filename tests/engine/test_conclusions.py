@@ -38,7 +38,7 @@ TELLS = Policy(
     rows=0, few_rows=0, joint=True, parameters_per_row=math.inf, events=0, requests=math.inf, conclusions=("loo",)
 )
 BOTH = dataclasses.replace(TELLS, conclusions=("loo", "conflict"))
-EP = fedppl.EP(correction=None)
+EP = fedppl.EP()
 
 
 def nodes_of(folder: Path, model: Any, clients: Any, rules: Any = TELLS, algorithm: Any = EP) -> dict[int, Node]:

@@ -283,7 +283,7 @@ def test_pytensors_settings_are_as_they_were_whatever_threads_do() -> None:
         return expand(client, *given)
 
     model, clients = normal_means()
-    way = fedppl.EP(local=inner._replace(expand=slow), correction=None)
+    way = fedppl.EP(local=inner._replace(expand=slow))
     fedppl.fit(model, clients, way, engine=fedppl.InProcess(workers=2), progressbar=False, random_seed=1)
     assert order[2].is_set()
     assert pytensor.config.mode is mine

@@ -275,6 +275,36 @@ def test_requests_count_over_runs() -> None:
     assert [admitted(guard, ask(1, f"run {i}")) for i in range(6)] == [True] * 4 + [False] * 2
 
 
+def of_sums(run: str, far: int = 0) -> Request:
+    """The first request of `fedppl.Sums`, with some points far from the prior's mean."""
+    algorithm = fedppl.Sums(starts=1)
+    message = algorithm.broadcast(algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
+    points = np.array(message["points"])
+    points[:far] = np.array(FAR) * SD
+    return ask(1, run)._replace(message={**message, "points": points})
+
+
+def test_points_with_values_count_over_runs_and_by_default_none_is_allowed() -> None:
+    sums, count = fedppl.Sums(starts=1), len(of_sums("a").message["points"])
+    assert count > 2
+    assert not admitted(in_memory(OPEN, "a"), of_sums("a"), sums)
+    guard = in_memory(dataclasses.replace(OPEN, points=2 * count), "a")
+    assert [admitted(guard, of_sums(run), sums) for run in "abc"] == [True, True, False]
+    assert guard.read().points == 2 * count
+    guard = in_memory(dataclasses.replace(OPEN, points=count - 1), "a")
+    assert not admitted(guard, of_sums("a"), sums) and admitted(guard, of_sums("b", far=1), sums)
+    assert guard.read().points == count - 1  # the one that is left out is not counted
+
+
+def test_points_that_are_too_far_have_no_value_in_the_sum() -> None:
+    sums, guard = fedppl.Sums(starts=1), in_memory(dataclasses.replace(OPEN, points=10**6), "a")
+    found = admit(guard, sums, CLIENT, of_sums("a", far=2))
+    assert found is not None
+    lost = sums.update_client(CLIENT, None, found.message, np.random.default_rng(0)).reply["values_lost"]
+    np.testing.assert_array_equal(lost, ~found.message["inside"])
+    np.testing.assert_array_equal(np.flatnonzero(lost), [0, 1])
+
+
 def test_points_on_the_way_are_left_out_where_they_are_too_far() -> None:
     move = np.array([20.0, 0.0, 0.0])
     found = admit(in_memory(OPEN, "a"), fedppl.EP(), CLIENT, ask(point=[1, 0, 0], move=move))
@@ -435,6 +465,22 @@ def test_an_honest_run_fits_into_the_default() -> None:
     fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1, engine=engine)
     assert fit.status.ok and len(fit.records) <= Policy().requests
     assert not any(record.failures for record in fit.records)
+
+
+@problems.few_rounds
+def test_a_fit_by_sums_goes_as_far_as_the_points_that_its_sites_allow(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights are of points that all answered; who allows none is refused by its own log."""
+    model, clients = problems.regression()
+    fits = {}
+    for points in (0, 10**6):
+        engine = fedppl.InProcess(policy=dataclasses.replace(OPEN, points=points))
+        fits[points] = fedppl.fit(model, clients, fedppl.Sums(), engine=engine, progressbar=False, random_seed=1)
+    refused, allowed = fits.values()
+    assert not refused.status.ok and all(set(record.failures) == set(clients) for record in refused.records)
+    assert any("points:" in record.getMessage() for record in caplog.records)
+    exact = problems.regression_posterior(clients)
+    assert allowed.status.ok and not any(record.failures for record in allowed.records)
+    np.testing.assert_allclose(gaussian.mean(allowed.posterior), gaussian.mean(exact), atol=1e-4)
 
 
 def test_a_prior_that_is_off_by_several_sds_is_left() -> None:

@@ -64,8 +64,7 @@ def fit(
 @pytest.mark.parametrize("problem", [normal_means, problems.regression, problems.noise])
 def test_equal_seeds_give_the_embedded_engines_numbers(problem: Callable[[], Any]) -> None:
     model, clients = problem()
-    # sites are not asked for a correction by themselves
-    here = fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1)
+    here = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     there = fit(FakeGrid(nodes_of(model, clients)), model, len(clients))
     assert there.status is here.status
     assert there.client_ids == tuple(sorted(clients))
@@ -80,9 +79,9 @@ def test_equal_seeds_give_the_embedded_engines_numbers(problem: Callable[[], Any
     )
 
 
-def test_sites_that_allow_it_answer_for_a_correction_as_clients_here_do() -> None:
+def test_sites_that_allow_points_add_up_to_what_clients_here_do() -> None:
     model, clients = problems.noise()
-    algorithm = fedppl.EP(correction=fedppl.Correction())
+    algorithm = fedppl.Sums(starts=1)
     here = fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=1)
     there = fit(FakeGrid(nodes_of(model, clients, algorithm=algorithm)), model, len(clients), algorithm)
     assert there.status is here.status is Status.CONVERGED
@@ -126,7 +125,7 @@ def test_a_site_known_by_its_authenticated_name_draws_the_same_points(problem: C
 @problems.few_rounds
 def test_the_same_clients_are_asked_whatever_order_they_enrol_in() -> None:
     model, clients = normal_means(5)
-    algorithm = fedppl.EP(correction=None)
+    algorithm = fedppl.EP()
     here = fedppl.fit(model, clients, algorithm, participation=2, rounds=4, progressbar=False, random_seed=1)
     turned = dict(reversed(nodes_of(model, clients).items()))
     there = fit(FakeGrid(turned), model, 5, participation=2, rounds=4)

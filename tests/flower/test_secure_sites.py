@@ -41,7 +41,7 @@ OPEN = Policy(
     events=0,
     requests=math.inf,
     distance=math.inf,
-    correction=2**30,
+    points=2**30,
     conclusions=("loo",),
 )
 NAMES = ("client 0", "client 1", "client 2")
@@ -178,7 +178,7 @@ def requests_of(engine: Any, number: int = 1) -> Any:
 
 def test_what_needs_single_replies_or_fewer_sites_is_refused_before_any_is_asked(tmp_path: Path) -> None:
     identities(tmp_path)
-    ep = fedppl.EP(correction=None)
+    ep = fedppl.EP()
     grid = grid_of(tmp_path, algorithm=ep)
     with pytest.raises(DeclarationError, match=r"Sums\(\)"):
         fit(grid, algorithm=ep)

@@ -97,7 +97,7 @@ def told(grid: FakeGrid) -> dict[str, dict[str, list[Any]]]:
 @problems.of_q
 def test_sites_fit_what_clients_here_fit(tmp_path: Path) -> None:
     """By a server app; every message comes to sites that have nothing but their folders."""
-    here = fedppl.fit(MODEL, DATA, fedppl.EP(correction=None), progressbar=False, random_seed=1)
+    here = fedppl.fit(MODEL, DATA, fedppl.EP(), progressbar=False, random_seed=1)
     seen: list[Any] = []
     app = fedppl.Flower.server_app(MODEL, fedppl.EP(), clients=3, on_fit=lambda result, context: seen.append(result))
     nodes = nodes_of(DATA, tmp_path, policies=dict.fromkeys(DATA, dataclasses.replace(OPEN, agreement=1)))

@@ -18,9 +18,9 @@ from fedppl.testing import normal_means
 from tests.support.fake_grid import FakeGrid, engine_of, node
 
 OPEN = Policy(
-    rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf, distance=math.inf, correction=2**20
+    rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf, distance=math.inf, points=2**20
 )
-PLAIN, CORRECTED = fedppl.EP(tolerance=1e-3, correction=None), fedppl.EP(correction=fedppl.Correction())
+PLAIN = fedppl.EP(tolerance=1e-3)
 
 
 @functools.cache
@@ -54,16 +54,23 @@ def here(algorithm: Any) -> fedppl.Fit:
     return fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=1)
 
 
-@pytest.mark.parametrize("algorithm", [PLAIN, CORRECTED], ids=["plain", "corrected"])
-def test_influence_is_read_from_the_ledger(tmp_path: Any, algorithm: Any) -> None:
-    grid = grid_of(tmp_path, algorithm)
-    there = at_sites(grid, algorithm)
+def test_influence_is_read_from_the_ledger(tmp_path: Any) -> None:
+    there = at_sites(grid_of(tmp_path, PLAIN), PLAIN)
     asked = len(there.records)
-    found, expected = there.influence(), here(algorithm).influence()
+    found, expected = there.influence(), here(PLAIN).influence()
     assert len(there.records) == asked and not there.clients
-    assert bool(found["exact"].all()) == (algorithm is CORRECTED) == bool(expected["exact"].all())
+    assert not bool(found["exact"].any()) and not bool(expected["exact"].any())
     for name in ("mean", "sd", "shift", "sd_ratio", "log_predictive"):
         assert_allclose(found[name], expected[name], rtol=1e-6, atol=1e-9)
+
+
+def test_sums_over_sites_tell_nothing_of_a_single_site(tmp_path: Any) -> None:
+    """Of its share in them: who wants that asks EP, or leaves the site out."""
+    sums = fedppl.Sums(starts=1)
+    there = at_sites(grid_of(tmp_path, sums), sums)
+    assert there.status is fedppl.Status.CONVERGED and np.isfinite(there.log_evidence.value)
+    with pytest.raises(DeclarationError, match=r"client 1.*fedppl.EP\(\)"):
+        there.influence("client 1")
 
 
 def test_without_a_site_is_a_fit_that_never_saw_it(tmp_path: Any) -> None:

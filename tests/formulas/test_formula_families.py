@@ -255,7 +255,9 @@ def test_truths_have_a_mean_each_and_a_difference() -> None:
     truths = fedppl.fit(fedppl.formula("y ~ age + none"), frame, fedppl.EP(), by="site", **QUIET)
     table, told = fedppl.marginal_effects(truths, "none").loc["all"], truths.summary().loc["none"]
     assert list(table.index) == ["0", "1", "1 - 0"]
-    assert_allclose(table.loc["1 - 0", ["mean", "sd"]].astype(float), told[["mean", "sd"]].astype(float), rtol=0.1)
+    mean, sd = table.loc["1 - 0", ["mean", "sd"]].astype(float)
+    assert_allclose(mean, told["mean"], atol=4 * told["sd"] / np.sqrt(1000))  # of a thousand draws
+    assert_allclose(sd, told["sd"], rtol=4 / np.sqrt(2 * 1000))
     assert_allclose(table.loc["1", "mean"] - table.loc["0", "mean"], table.loc["1 - 0", "mean"], rtol=1e-9)
     assert len(fedppl.marginal_effects(truths, "age", clients=["s0"]).loc["s0"]) == 1
 

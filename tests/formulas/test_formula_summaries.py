@@ -16,6 +16,7 @@ from scipy.special import expit
 import fedppl
 from fedppl import DataError
 from fedppl.model.summaries import Estimate, Table
+from tests.support import problems
 
 
 def trial() -> pd.DataFrame:
@@ -81,6 +82,7 @@ def test_an_estimate_joins_rows_in_a_fit_and_takes_no_part_in_the_agreement() ->
     assert names == ["s0 (20)", "told (summary)", "s1 (26)"]
 
 
+@problems.of_q
 def test_a_table_is_as_good_as_its_rows() -> None:
     counts = {site: rows.groupby("arm")["healed"].agg(["sum", "count"]) for site, rows in PARTS.items()}
     table = Table("arm", counts["s1"]["sum"].to_dict(), counts["s1"]["count"].to_dict())

@@ -101,7 +101,7 @@ def test_an_app_whose_sums_are_secure(tmp_path: Path, capsys: pytest.CaptureFixt
     identity, *rosters = [words[3:] for words in commands if words]
     lines = {}
     for name, config in places.items():
-        (tmp_path / f"{name}.toml").write_text("requests = 60\ncorrection = 5000\n")
+        (tmp_path / f"{name}.toml").write_text("requests = 60\npoints = 5000\n")
         np.savetxt(config["data"], rng.normal(2.0, 1.0, 300))
         at = {"/var/lib/fedppl/secure": config["secure"], "north": name}
         assert fedppl_site.main([at.get(word, word) for word in identity]) == 0
@@ -123,7 +123,7 @@ def test_an_app_of_a_formula(tmp_path: Path) -> None:
         died = np.where(rng.random(300) < 0.5 - 0.2 * (arm == "drug"), "yes", "no")
         pd.DataFrame({"age": age, "arm": arm, "died": died}).to_csv(config["data"], index=False)
     # Of three sites a Gaussian alone does not tell how small their sd may be, and is not called converged.
-    with pytest.warns(fedppl.ConvergenceWarning, match="Correction"):
+    with pytest.warns(fedppl.ConvergenceWarning, match="Sums"):
         serve(run("formula"), places)
     for name, config in places.items():
         # Sites tell what they agree on before they know the name that their key has.

@@ -31,11 +31,8 @@ def formulas() -> dict[str, tuple[str, str]]:
     return found
 
 
-CORRECTION = "EP, correction, S points"
-
-
-def bytes_of(message: str, m: int, p: int, points: int = 0) -> tuple[int, int]:
-    letters = {"m": m, "t": m * (m + 1) // 2, "p": p, "S": points}
+def bytes_of(message: str, m: int, p: int) -> tuple[int, int]:
+    letters = {"m": m, "t": m * (m + 1) // 2, "p": p}
     down, up = formulas()[message]
     return eval(down, letters), eval(up, letters)  # noqa: S307
 
@@ -48,7 +45,7 @@ def messages_of(algorithm: str) -> list[str]:
 def test_the_table_has_a_row_for_every_message() -> None:
     algorithms = {case.algorithm for case in CASES.values()} - {"skeleton.Newton"}
     found = {name: messages_of(name) for name in algorithms | {"PrivateEP"}}
-    assert all(len(messages) == (3 if name == "EP" else 1) for name, messages in found.items()), found
+    assert all(len(messages) == (2 if name == "EP" else 1) for name, messages in found.items()), found
     assert {message for messages in found.values() for message in messages} == set(formulas())
 
 
@@ -97,9 +94,8 @@ def test_bytes_of_ep_are_those_of_the_ledger(problem: Any) -> None:
     rounds, m = fit.idata["rounds"], fit.layout.size
     seen = set()
     for t, phase in enumerate(rounds["phase"].values):
-        message = {"warm start": "EP, warm start", "EP": "EP, refinement", "correction": CORRECTION}[phase]
-        points = re.findall(r"values \((\d+)\)", str(rounds["released"].values[t]))
-        down, up = bytes_of(message, m, 0, int(points[0]) if points else 0)
+        message = {"warm start": "EP, warm start", "EP": "EP, refinement"}[phase]
+        down, up = bytes_of(message, m, 0)
         assert set(rounds["bytes_down"].values[t]) == {down}
         assert set(rounds["bytes_up"].values[t]) == {up}
         names = re.sub(r" \(\d+\)|;.*", "", str(rounds["released"].values[t]))
@@ -108,11 +104,10 @@ def test_bytes_of_ep_are_those_of_the_ledger(problem: Any) -> None:
             == {
                 "EP, warm start": "value, gradient, hessian, ray",
                 "EP, refinement": "mean, precision, skewness, mc_error",
-                CORRECTION: "values, errors, constant, proper, reach",
             }[message]
         )
         seen.add(message)
-    assert seen == {"EP, warm start", "EP, refinement", CORRECTION}
+    assert seen == {"EP, warm start", "EP, refinement"}
 
 
 @pytest.mark.parametrize("problem", [problems.regression, problems.noise])

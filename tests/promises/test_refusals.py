@@ -92,7 +92,7 @@ BEYOND: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 @functools.cache
 def undisturbed() -> Gaussian:
-    *_, last = fedppl.rounds(*problems.noise(3, rows=60), fedppl.EP(tolerance=1e-6, correction=None), random_seed=1)
+    *_, last = fedppl.rounds(*problems.noise(3, rows=60), fedppl.EP(tolerance=1e-6), random_seed=1)
     return last.state.sites.q
 
 
@@ -108,7 +108,7 @@ def test_after_a_step_an_expansion_beyond_measure_says_that_the_step_was_too_lon
         return with_message(reply, **BEYOND[name](reply.message))
 
     model, clients = problems.noise(3, rows=60)
-    algorithm = fedppl.EP(tolerance=1e-6, correction=None)
+    algorithm = fedppl.EP(tolerance=1e-6)
     steps = list(fedppl.rounds(model, clients, algorithm, engine=Tampering(once), random_seed=1))
     (number,) = changed
     before, step = steps[number - 2].state, steps[number - 1]

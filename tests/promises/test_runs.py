@@ -213,9 +213,7 @@ def test_a_run_keeps_what_all_promise(name: str, tmp_path: Path) -> None:
         model, clients = case.problem()
         keywords: dict[str, Any] = {"rounds": sum(not step.record.preliminary for step in whole.steps)}
         keywords |= {"checkpoint": path, "participation": asking.get("participation"), "progressbar": False}
-        algorithm = case.build()
-        as_it_is = algorithm.result._replace(out_of_rounds=lambda state: state)  # here rounds have not run out
-        fit = fedppl.fit(model, clients, algorithm._replace(result=as_it_is), **keywords)
+        fit = fedppl.fit(model, clients, case.build(), **keywords)
         assert_same_state(fit.state, whole.steps[-1].state)
         assert_same(fit.personal, whole.personal[-1])
     with promises("numbers do not depend on the order of clients"):

@@ -115,7 +115,7 @@ def regression(x: Any, z: Any, y: Any) -> Any:
 def test_nothing_but_outcomes_may_be_left_out_for_a_client_without_rows() -> None:
     rng = np.random.default_rng(2)
     clients = {k: {"x": rng.normal(size=9), "z": np.float64(k), "y": rng.gamma(1.0, size=9)} for k in range(3)}
-    fit = fedppl.fit(FederatedModel(regression, ["mu"]), clients, fedppl.EP(correction=None), **QUIET)
+    fit = fedppl.fit(FederatedModel(regression, ["mu"]), clients, fedppl.EP(), **QUIET)
     found = fit.predict(None, {"x": [0.0, 1.0], "z": 40.0}, kind="mean")
     assert found["posterior"]["theta"].mean() > 30 and found["predictions"]["y__mean"].shape == (4, 1000, 2)
     assert_allclose(found["predictions"]["y__mean"][..., 1], np.exp(0.1 * found["posterior"]["theta"]))
@@ -145,7 +145,7 @@ def cut(y: Any) -> Any:
 
 def test_means_of_builders_are_pymcs_or_what_they_name() -> None:
     data = {k: {"y": np.random.default_rng(k).integers(0, 3, 9)} for k in range(3)}
-    levels = fedppl.fit(FederatedModel(graded, ["mu"]), data, fedppl.EP(correction=None), **QUIET)
+    levels = fedppl.fit(FederatedModel(graded, ["mu"]), data, fedppl.EP(), **QUIET)
     own = levels.predict(1, {"y": [0, 0]}, kind="mean")
     expected = np.stack([expit(-1 - own["posterior"]["eta"]), expit(own["posterior"]["eta"] - 1)], axis=-1)
     assert_allclose(own["predictions"]["grade_mean"].values[:, :, 1, [0, 2]], expected, rtol=1e-6)

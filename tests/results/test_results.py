@@ -52,7 +52,7 @@ def regression_fit() -> fedppl.Fit:
 @functools.cache
 def schools_fit() -> fedppl.Fit:
     model, clients = problems.schools()
-    return problems.fit_some_rounds(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=3)
+    return problems.fit_some_rounds(model, clients, fedppl.EP(), progressbar=False, random_seed=3)
 
 
 def assert_normal(draws: Any, mean: Any, sd: Any, ess: float) -> None:
@@ -162,6 +162,7 @@ def test_skipped_clients_stand_in_rounds_with_their_reason() -> None:
     assert_array_equal(rounds["bytes_up"].values[:, 1] == 0, [True, True])
 
 
+@problems.of_q
 def test_a_clients_diagnostic_takes_no_column_of_ours() -> None:
     model, clients = problems.noise(3)
     fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)

@@ -309,9 +309,9 @@ def test_a_file_of_a_formula_predicts_at_new_sites_without_any_rows_of_others(
     frame = frame.assign(x=rng.normal(size=120), n=rng.integers(5, 9, 120), t=rng.exponential(3.0, 120), d=1)
     frame["s"] = rng.binomial(frame["n"], 0.4)
     model = fedppl.formula(text, family=family)
-    fit = fedppl.fit(model, frame, fedppl.EP(correction=None), by="site", **QUIET)
+    fit = fedppl.fit(model, frame, fedppl.EP(), by="site", **QUIET)
     fit.save(tmp_path / "risk.nc")
-    again = fedppl.load(tmp_path / "risk.nc", model, fedppl.EP(correction=None))
+    again = fedppl.load(tmp_path / "risk.nc", model, fedppl.EP())
     assert not again.clients
     rows = frame.loc[:3, ["arm", "x", "n"]]
     ours, theirs = (one.predict(None, rows, kind="mean", random_seed=2)["predictions"] for one in (fit, again))
@@ -324,7 +324,7 @@ def test_rows_in_another_order_agree_on_the_same_but_for_rounding(tmp_path: Path
     """Of a column about 0 the mean is rounding alone."""
     x = np.random.default_rng(0).normal(size=40)
     frame = pd.DataFrame({"site": list("aabb") * 10, "x": x - x.mean(), "y": x})
-    model, algorithm = fedppl.formula("y ~ x", family="gaussian"), fedppl.EP(correction=None)
+    model, algorithm = fedppl.formula("y ~ x", family="gaussian"), fedppl.EP()
     agreed, again = (fedppl.agree(model, rows, by="site").model for rows in (frame, frame.iloc[::-1]))
     assert agreed.agreement != again.agreement
     fedppl.fit(agreed, frame, algorithm, by="site", progressbar=False, random_seed=1).save(tmp_path / "fit.nc")
@@ -335,22 +335,18 @@ def test_rows_in_another_order_agree_on_the_same_but_for_rounding(tmp_path: Path
 def test_a_formula_of_other_columns_is_another_declaration(tmp_path: Path) -> None:
     frame = pd.DataFrame({"site": list("aabbcc"), "x": np.arange(6.0), "y": [0.1, 1.2, 1.9, 3.2, 4.1, 4.8], "t": 1.0})
     model = fedppl.formula("y ~ x", family="gaussian")
-    fedppl.fit(model, frame, fedppl.EP(correction=None), by="site", progressbar=False, random_seed=1).save(
-        tmp_path / "fit.nc"
-    )
+    fedppl.fit(model, frame, fedppl.EP(), by="site", progressbar=False, random_seed=1).save(tmp_path / "fit.nc")
     far = fedppl.agree(model, frame.assign(x=frame["x"] + 10.0), by="site").model
     with pytest.raises(DeclarationError, match="agreed"):
-        fedppl.load(tmp_path / "fit.nc", far, fedppl.EP(correction=None))
+        fedppl.load(tmp_path / "fit.nc", far, fedppl.EP())
     again = fedppl.agree(model, frame, by="site").model
-    assert not fedppl.load(tmp_path / "fit.nc", again, fedppl.EP(correction=None)).clients
+    assert not fedppl.load(tmp_path / "fit.nc", again, fedppl.EP()).clients
     with pytest.raises(DeclarationError, match=r"another declaration.*\['t'\].*\['x', 'y'\]"):
-        fedppl.load(tmp_path / "fit.nc", fedppl.formula("t ~ x", family="gaussian"), fedppl.EP(correction=None))
+        fedppl.load(tmp_path / "fit.nc", fedppl.formula("t ~ x", family="gaussian"), fedppl.EP())
     by_builder, clients = normal_means(3)
-    fedppl.fit(by_builder, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1).save(
-        tmp_path / "other.nc"
-    )
+    fedppl.fit(by_builder, clients, fedppl.EP(), progressbar=False, random_seed=1).save(tmp_path / "other.nc")
     with pytest.raises(DeclarationError, match="another declaration"):
-        fedppl.load(tmp_path / "other.nc", model, fedppl.EP(correction=None))
+        fedppl.load(tmp_path / "other.nc", model, fedppl.EP())
 
 
 @problems.of_q
@@ -358,7 +354,7 @@ def test_a_formula_with_another_prior_is_another_declaration(tmp_path: Path) -> 
     """Without clients nothing is compiled that would tell; parameters are compared to the last digit."""
     frame = pd.DataFrame({"site": list("aabbcc"), "x": np.arange(6.0), "y": [0.1, 1.2, 1.9, 3.2, 4.1, 4.8]})
     own = {"x": fedppl.Prior("Normal", mu=0, sigma=np.array([1 / 3]))}
-    how = fedppl.EP(correction=None)
+    how = fedppl.EP()
     fit = fedppl.fit(fedppl.formula("y ~ x", priors=own), frame, how, by="site", progressbar=False, random_seed=1)
     fit.save(tmp_path / "fit.nc")
     again = fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ x", priors=own), how)
@@ -373,7 +369,7 @@ def test_another_order_of_levels_is_another_declaration(tmp_path: Path) -> None:
     """By levels=, or by the categories of the data."""
     frame = pd.DataFrame({"site": list("aabbcc"), "arm": list("uvuvvu"), "y": [0.1, 1.2, 0.3, 1.1, 1.4, 0.2]})
     frame["arm"] = frame["arm"].astype("category")
-    how = fedppl.EP(correction=None)
+    how = fedppl.EP()
     fit = fedppl.fit(fedppl.formula("y ~ arm"), frame, how, by="site", progressbar=False, random_seed=1)
     fit.save(tmp_path / "fit.nc")
     for same in ({}, {"levels": {"arm": ["u", "v"]}}):
@@ -392,7 +388,7 @@ def test_an_ordinal_outcome_in_another_order_is_another_declaration(tmp_path: Pa
     up, down = (
         (pd.Categorical(frame["o"], order, ordered=True)) for order in (["lo", "mid", "hi"], ["hi", "mid", "lo"])
     )
-    model, how = fedppl.formula("o ~ x", "ordinal"), fedppl.EP(correction=None)
+    model, how = fedppl.formula("o ~ x", "ordinal"), fedppl.EP()
     fit = fedppl.fit(model, frame.assign(o=up), how, by="site", progressbar=False, random_seed=1)
     fit.save(tmp_path / "fit.nc")
     fedppl.load(tmp_path / "fit.nc", model, how, clients=frame.assign(o=up), by="site")

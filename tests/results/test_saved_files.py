@@ -20,12 +20,12 @@ MODEL, CLIENTS = normal_means(2)
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("honest") / "run.nc"
-    fedppl.fit(MODEL, CLIENTS, fedppl.EP(correction=None), progressbar=False, random_seed=1).save(path)
+    fedppl.fit(MODEL, CLIENTS, fedppl.EP(), progressbar=False, random_seed=1).save(path)
     return path
 
 
 def load(path: Path) -> Any:
-    return fedppl.load(path, MODEL, fedppl.EP(correction=None))
+    return fedppl.load(path, MODEL, fedppl.EP())
 
 
 def test_the_honest_file_is_read(honest: Path) -> None:
@@ -54,7 +54,7 @@ def test_other_files_are_refused(honest: Path) -> None:
     other = honest.with_name("other.h5")
     with h5py.File(other, "w") as file:
         file["numbers"] = np.zeros(3)
-    fedppl.fit(MODEL, CLIENTS, fedppl.EP(correction=None), progressbar=False, random_seed=1).idata.to_netcdf(
+    fedppl.fit(MODEL, CLIENTS, fedppl.EP(), progressbar=False, random_seed=1).idata.to_netcdf(
         honest.with_name("idata.nc")
     )
     for path in (other, honest.with_name("idata.nc")):

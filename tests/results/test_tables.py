@@ -34,7 +34,7 @@ def trial() -> pd.DataFrame:
 @pytest.fixture(scope="module")
 def fit() -> Any:
     model = fedppl.formula("died ~ arm + (1 + arm | hospital)", family="bernoulli")
-    return fedppl.fit(model, trial(), fedppl.EP(), by="hospital", **QUIET)
+    return fedppl.fit(model, trial(), fedppl.Sums(), by="hospital", **QUIET)
 
 
 def test_a_table_has_odds_ratios_under_the_names_that_are_printed(fit: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_table_is_of_a_fit() -> None:
 
 def test_a_table_of_a_fit_that_has_not_converged_says_so() -> None:
     with pytest.warns(fedppl.ConvergenceWarning):
-        fit = fedppl.fit(*normal_means(), fedppl.EP(warm_start=False, correction=None), rounds=1, **QUIET)
+        fit = fedppl.fit(*normal_means(), fedppl.EP(warm_start=False), rounds=1, **QUIET)
     table = fedppl.table(fit)
     assert "Not converged" in repr(table) and "Not converged" in table.to_html() and "Not converged" in table.to_latex()
     assert fit.idata["posterior"].sizes["chain"] == 1  # independent draws of it agree with each other: R̂ would be 1

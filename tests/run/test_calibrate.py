@@ -16,7 +16,7 @@ from fedppl.results.at_client import outcomes, truths
 from fedppl.testing import normal_means
 from tests.support import problems
 
-CORRECTED, GAUSSIAN = fedppl.EP(), fedppl.EP(correction=None)
+GAUSSIAN = fedppl.EP()
 
 
 def test_a_gaussian_model_is_calibrated() -> None:
@@ -41,9 +41,9 @@ def test_a_posterior_of_another_model_is_not() -> None:
 
 
 @pytest.mark.slow
-def test_schools_with_a_correction(caplog: pytest.LogCaptureFixture) -> None:
+def test_schools_by_weighted_points(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="fedppl"):
-        found = fedppl.calibrate(*problems.schools(), CORRECTED, data_sets=10, random_seed=2)
+        found = fedppl.calibrate(*problems.schools(), fedppl.Sums(), data_sets=10, random_seed=2)
     assert not caplog.records  # what each fit says is in the result
     assert list(found["rows"].values) == ["mu", "tau_log__"]
     assert float(found["p_adjusted"].min()) > 0.01

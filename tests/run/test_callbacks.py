@@ -68,7 +68,7 @@ def test_the_log_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(sys, "stderr", stream)
     run("What a run says by itself", fedppl.EP())
-    fit = fedppl.fit(MODEL, CLIENTS, fedppl.EP(correction=None), progressbar=False, random_seed=1)
+    fit = fedppl.fit(MODEL, CLIENTS, fedppl.EP(), progressbar=False, random_seed=1)
     assert stream.getvalue().count("fedppl") >= len(fit.records)
 
 
@@ -90,7 +90,7 @@ def test_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
         start_run=start_run, **{name: fake(name, calls) for name in SIGNATURES if name != "add_scalar"}
     )
     monkeypatch.setitem(sys.modules, "mlflow", module)
-    fit = run("MLflow", fedppl.EP(correction=None))["fit"]
+    fit = run("MLflow", fedppl.EP())["fit"]
     assert [calls[0][0], calls[-1][0]] == ["start_run", "end_run"]
     metrics = [given for name, given in calls if name == "log_metrics"]
     assert [given["step"] for given in metrics] == [record.number for record in fit.records]
@@ -120,7 +120,7 @@ def test_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch", "torch.utils"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    fit = run("TensorBoard", fedppl.EP(correction=None))["fit"]
+    fit = run("TensorBoard", fedppl.EP())["fit"]
     assert calls.pop()[0] == "close"
     seconds = [given for _, given in calls if given["tag"] == "round/seconds"]
     assert [given["global_step"] for given in seconds] == [record.number for record in fit.records]
@@ -129,7 +129,7 @@ def test_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @problems.few_rounds
 def test_stopping_early() -> None:
-    algorithm = fedppl.EP(correction=None, warm_start=False, damping=0.3, tolerance=1e-9)
+    algorithm = fedppl.EP(warm_start=False, damping=0.3, tolerance=1e-9)
     found = run("Stopping early", algorithm)
     fit, enough = found["fit"], found["enough"]
     changes = [record.info["change_mean"] for record in fit.records if not record.preliminary]

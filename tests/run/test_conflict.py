@@ -36,7 +36,7 @@ def clinics(rng: np.random.Generator, count: int, *, flipped: int | None = None)
 
 
 def fit(model: Any, clients: Any) -> fedppl.Fit:
-    return fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1)
+    return fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
 
 
 def test_flipped_signs_have_the_smallest_p() -> None:
@@ -58,9 +58,9 @@ def test_p_is_uniform_where_the_model_is_right() -> None:
     assert stats.kstest(found, "uniform").pvalue > 0.01
 
 
-def test_where_the_correction_knows_the_others_replicates_are_of_their_posterior() -> None:
+def test_where_points_tell_the_others_posterior_replicates_are_of_it() -> None:
     model, clients = normal_means(4)
-    found = fedppl.conflict(fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1))
+    found = fedppl.conflict(fedppl.fit(model, clients, fedppl.Sums(), progressbar=False, random_seed=1))
     assert bool(found["exact"].all()) and np.all((found["p_value"] > 0) & (found["p_value"] <= 1))
     gaussian = fedppl.conflict(fit(model, clients))
     assert not bool(gaussian["exact"].any())

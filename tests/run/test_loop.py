@@ -71,9 +71,9 @@ def plain() -> fedppl.Fit:
 
 
 @functools.cache
-def uncorrected() -> fedppl.Fit:
+def precise() -> fedppl.Fit:
     """To a tolerance to compare with."""
-    return fit(problems.noise(), fedppl.EP(correction=None, tolerance=1e-3))
+    return fit(problems.noise(), fedppl.EP(tolerance=1e-3))
 
 
 # --- equal seeds, equal numbers -------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def test_a_generator_is_a_seed_too() -> None:
 
 @pytest.mark.parametrize("participation", [3, 0.5])
 def test_partial_participation_converges_to_the_same_posterior(participation: Any) -> None:
-    full = uncorrected()
-    part = fit(problems.noise(), fedppl.EP(correction=None, tolerance=1e-3), participation=participation, rounds=80)
+    full = precise()
+    part = fit(problems.noise(), fedppl.EP(tolerance=1e-3), participation=participation, rounds=80)
     assert full.status is part.status is Status.CONVERGED
     sd = gaussian.standard_deviations(full.posterior)
     assert np.all(np.abs(gaussian.mean(part.posterior) - gaussian.mean(full.posterior)) < 0.02 * sd)
@@ -246,8 +246,8 @@ def test_one_failed_round_does_not_change_where_a_fit_ends() -> None:
     problem = problems.noise()
     count = len(problem[1])
     flaky = Tampering(lambda request, reply: None if request.round in (2, 4) else reply)
-    with_failures = fit(problem, fedppl.EP(correction=None, tolerance=1e-3), engine=flaky)
-    without = fit(problem, fedppl.EP(correction=None, tolerance=1e-3))
+    with_failures = fit(problem, fedppl.EP(tolerance=1e-3), engine=flaky)
+    without = fit(problem, fedppl.EP(tolerance=1e-3))
     assert [len(r.failures) for r in with_failures.records[:4]] == [0, count, 0, count]
     assert with_failures.status is Status.CONVERGED
     sd = gaussian.standard_deviations(without.posterior)
@@ -346,10 +346,8 @@ def test_bytes_are_the_sizes_of_the_arrays() -> None:
     """m = 3 shared coordinates, 6 entries a triangle, 16 points along a step, 8 bytes each; one more for a scalar."""
     result = fit(problems.noise(), fedppl.EP(), participation=3)
     phases = {record.info["phase"] for record in result.records}
-    assert phases == {"warm start", "EP", "correction"}
+    assert phases == {"warm start", "EP"}
     for record in result.records:
-        if record.info["phase"] == "correction":  # points that are not asked again of who has answered
-            continue
         warm = record.info["phase"] == "warm start"
         down, up = (8 * (3 + 3 + 1), 8 * (1 + 3 + 6 + 16)) if warm else (8 * (2 * (3 + 6) + 1), 8 * (3 + 6 + 3 + 1))
         assert record.bytes_down == dict.fromkeys(record.asked, down)
@@ -374,7 +372,7 @@ def test_the_callback_sees_every_round_and_can_stop() -> None:
         return step.number == 2
 
     with pytest.warns(fedppl.ConvergenceWarning, match="stopped by the callback after"):
-        result = fit(problems.noise(), fedppl.EP(correction=None), callback=watch)
+        result = fit(problems.noise(), fedppl.EP(), callback=watch)
     assert seen == [1, 2] and len(result.records) == 2
     assert result.status is Status.MAX_ROUNDS
 
@@ -382,7 +380,7 @@ def test_the_callback_sees_every_round_and_can_stop() -> None:
 @pytest.mark.parametrize("rounds_before", [0, 3])
 def test_an_interrupt_gives_what_there_is(rounds_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a round, which then counts for nothing."""
-    whole = fit(problems.noise(), fedppl.EP(correction=None))
+    whole = fit(problems.noise(), fedppl.EP())
     exchange, calls = InProcessEngine.exchange, 0
 
     def interrupted(self: Any, *arguments: Any) -> Any:
@@ -397,20 +395,20 @@ def test_an_interrupt_gives_what_there_is(rounds_before: int, tmp_path: Path, mo
     monkeypatch.setattr(InProcessEngine, "exchange", interrupted)
     if not rounds_before:
         with pytest.raises(KeyboardInterrupt):
-            fit(problems.noise(), fedppl.EP(correction=None), **keywords)
+            fit(problems.noise(), fedppl.EP(), **keywords)
         return
     with pytest.warns(fedppl.ConvergenceWarning, match="stopped by Ctrl-C after"):
-        found = fit(problems.noise(), fedppl.EP(correction=None), **keywords)
+        found = fit(problems.noise(), fedppl.EP(), **keywords)
     assert found.status is Status.INTERRUPTED and len(found.records) == 3
     monkeypatch.undo()
-    rest = fit(problems.noise(), fedppl.EP(correction=None), **keywords)
+    rest = fit(problems.noise(), fedppl.EP(), **keywords)
     assert rest.status is whole.status and len(rest.records) == len(whole.records)
     assert_array_equal(rest.posterior.linear, whole.posterior.linear)
 
 
 def test_a_callback_that_returns_nothing_does_not_stop() -> None:
     seen: list[int] = []
-    result = fit(problems.noise(), fedppl.EP(correction=None), callback=lambda step: seen.append(step.number))
+    result = fit(problems.noise(), fedppl.EP(), callback=lambda step: seen.append(step.number))
     assert result.status is Status.CONVERGED
     assert seen == [record.number for record in result.records]
 
@@ -419,7 +417,7 @@ def test_running_out_of_rounds_is_a_status_that_names_the_knob(caplog: pytest.Lo
     """Said once: as a warning that points here."""
     model, clients = problems.noise()
     with caplog.at_level(logging.WARNING, logger="fedppl"), pytest.warns(fedppl.ConvergenceWarning) as warned:
-        result = fedppl.fit(model, clients, fedppl.EP(correction=None), rounds=2, progressbar=False, random_seed=1)
+        result = fedppl.fit(model, clients, fedppl.EP(), rounds=2, progressbar=False, random_seed=1)
     assert result.status is Status.MAX_ROUNDS and not result.status.ok
     assert "stopped after 2 of 2 rounds" in result.message and "raise rounds=" in result.message
     assert [(w.filename, result.message in str(w.message)) for w in warned] == [(__file__, True)]
@@ -428,7 +426,7 @@ def test_running_out_of_rounds_is_a_status_that_names_the_knob(caplog: pytest.Lo
 
 def test_rounds_warn_of_nothing() -> None:
     model, clients = problems.noise()
-    steps = list(fedppl.rounds(model, clients, fedppl.EP(correction=None), rounds=2, random_seed=1))
+    steps = list(fedppl.rounds(model, clients, fedppl.EP(), rounds=2, random_seed=1))
     assert steps[-1].status is Status.RUNNING
 
 

@@ -137,7 +137,7 @@ def test_the_log_has_a_line_every_so_often(caplog: pytest.LogCaptureFixture, mon
 @problems.few_rounds
 def test_each_round_is_a_line_with_phase_and_change(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fedppl"):
-        fedppl.fit(*problems.noise(), fedppl.EP(correction=None, damping=0.5, tolerance=1e-6), **QUIET, rounds=4)
+        fedppl.fit(*problems.noise(), fedppl.EP(damping=0.5, tolerance=1e-6), **QUIET, rounds=4)
     lines = [one.getMessage() for one in caplog.records if one.name == "fedppl.run.one_round"]
     assert "6 of 6 replies in " in lines[1] and "warm start, change" in lines[1]
     assert any("EP, change" in one and "(tolerance 1e-06)" in one for one in lines)
@@ -184,7 +184,7 @@ def test_ctrl_c_while_clients_compute_gives_the_rounds_so_far(workers: int) -> N
         fit = fedppl.fit(
             model,
             clients,
-            fedppl.EP(local=interrupting(when), correction=None, damping=0.2, tolerance=1e-9),
+            fedppl.EP(local=interrupting(when), damping=0.2, tolerance=1e-9),
             callback=lambda step: rounds.append(step.number),
             engine=fedppl.InProcess(workers=workers),
             **QUIET,

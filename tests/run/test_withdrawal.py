@@ -14,7 +14,7 @@ from fedppl.results import diagnostics
 from fedppl.testing import normal_means
 from tests.support import problems
 
-EXACT = fedppl.EP(tolerance=1e-3, correction=None)
+EXACT = fedppl.EP(tolerance=1e-3)
 
 
 def fit(model: Any, clients: Any, algorithm: Any = EXACT, **settings: Any) -> fedppl.Fit:

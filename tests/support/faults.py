@@ -40,10 +40,8 @@ def with_message(reply: Reply, **arrays: Any) -> Reply:
 
 
 def phase_of(request: Request) -> str:
-    """Of the warm start, of EP itself, whose messages have q, or of the correction, whose messages have points."""
-    if "point" in request.message:
-        return "warm start"
-    return "EP" if "global_linear" in request.message else "correction"
+    """Of the warm start, or of EP itself, whose messages have q."""
+    return "warm start" if "point" in request.message else "EP"
 
 
 def kind_of(request: Request) -> str:

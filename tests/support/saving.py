@@ -47,10 +47,10 @@ def by_formula() -> Saving:
     return Saving(fedppl.formula("y ~ t + arm + (1 | site)"), frame, fedppl.EP(), "b", new, {"by": "site"})
 
 
-def with_correction() -> Saving:
+def by_sums() -> Saving:
     model, clients = problems.noise()
     name, data = list(clients.items())[1]
-    return Saving(model, clients, fedppl.EP(), name, {k: v[:5] for k, v in data.items()}, new_client=True)
+    return Saving(model, clients, fedppl.Sums(), name, {k: v[:5] for k, v in data.items()}, new_client=True)
 
 
 def of_means(algorithm: Any, include: str | None = None) -> Saving:
@@ -59,7 +59,7 @@ def of_means(algorithm: Any, include: str | None = None) -> Saving:
 
 RUNS: dict[str, Callable[[], Saving]] = {
     "formula": by_formula,
-    "corrected": with_correction,
+    "weighted points": by_sums,
     "HM1": lambda: of_means(fedppl.HM1()),
     "PrivateEP": lambda: of_means(fedppl.PrivateEP(clip=1.0, noise_multiplier=1.0, releases=6)),
     "a point": lambda: of_means(fedppl.averaging.FedAvg(learning_rate=0.05, steps=2), "personal"),

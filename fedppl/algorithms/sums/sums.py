@@ -435,7 +435,8 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
 
     def factor_of(client: ClientView, at: Array, center: Array, share: float) -> Factor:
-        return factors[client.client_id]._replace(values=factors[client.client_id].values - ratio)
+        factor, has_prior = factors[client.client_id], np.isfinite(ratio)  # elsewhere others have no density either
+        return factor._replace(values=np.where(has_prior, factor.values - np.where(has_prior, ratio, 0.0), -np.inf))
 
     scaled = of_phi(points, phase.shape.coordinates)
     return without(Of(q, posterior, points, scaled), client_ids, clients, factor_of)
