@@ -153,6 +153,9 @@ TiltedFn = Callable[[Target, Rng], Moments]  # moments of φ under the tilted di
 TiltedDrawFn = Callable[[Target, int, int, Rng], Draws]
 
 
+LookFn = Callable[[ClientView, Array, Array], None]
+
+
 class LocalInference(NamedTuple):
     """One way for a client to turn its data and a cavity into moments.
 
@@ -171,6 +174,9 @@ class LocalInference(NamedTuple):
     factor, draw_given
         ``factor(client, points, center, prior_share)`` and ``draw_given(client, phi, center, rng)``, both or neither:
         what draws at weighted points of the posterior need.
+    look
+        ``look(client, points, center)`` raises `LocalFailure` where θ has mass about another mode than that which
+        moments are about; None where these are not about a mode.
     settings
         Keywords of the builder: a run is resumed, and a node enrolled, only with equal settings.
     """
@@ -184,6 +190,7 @@ class LocalInference(NamedTuple):
     log_factor: LogFactorFn | None = None
     factor: FactorFn | None = None
     draw_given: GivenFn | None = None
+    look: LookFn | None = None
 
     def __repr__(self) -> str:
         """Name and settings."""

@@ -112,6 +112,7 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
         log_factor=_marginal.log_factor,
         factor=_factor.factor,
         draw_given=draw_given,
+        look=_factor.require_one_mode,
     )
 
 
@@ -353,7 +354,14 @@ def Laplace() -> LocalInference:
     marginal: the estimate is biased towards small scales at one client and the bias adds up over clients. Use
     `NestedLaplace` unless the model is Gaussian with known variances.
     """
-    return LocalInference("Laplace", check=_check_joint, expand=None, tilted=_joint_tilted, draw=_joint_draw)
+    return LocalInference(
+        "Laplace",
+        check=_check_joint,
+        expand=None,
+        tilted=_joint_tilted,
+        draw=_joint_draw,
+        look=_factor.require_one_mode,
+    )
 
 
 def _check_joint(client: ClientView) -> None:

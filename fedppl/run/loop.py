@@ -219,14 +219,18 @@ def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
 
 def _missing_replies(run: Run, silent: set[str], searching: bool, message: str) -> str:
     """Clients without a usable reply in the last round, or without an answer in the search, with the reasons."""
-    last, missing = run.records[-1], ""
+    last, missing, is_sum = run.records[-1], "", bool(run.algorithm.replies.summed(run.state))
     # Failures that the algorithm does not know of, as of sums; where rounds ran out, they may be the reason.
-    unnamed = bool(set(last.failures) - silent) and bool(run.algorithm.replies.summed(run.state))
+    unnamed = is_sum and bool(set(last.failures) - silent)
     if last.failures and (run.records[-1].status is Status.RUNNING or not message or not last.used or unnamed):
         missing = f"{len(last.failures)} of {last.n_asked} clients, {some_of(last.failures)}, sent no usable reply in "
         missing += f"the last round: {_distinct(last.failures.values())}"
-    if searching and (reasons := {k: why for record in run.records for k, why in record.reasons.items()}):
-        unanswered = f"at points of the search clients {sorted(reasons)[:5]} had no answer: "
+    kinds = [record.reasons for record in run.records]
+    if is_sum and not missing:  # who failed in a round that was void
+        kinds += [record.failures for record in run.records]
+    reasons = {k: why for kind in kinds for k, why in kind.items()}
+    if (searching or is_sum) and reasons:
+        unanswered = f"at some points clients {sorted(reasons)[:5]} had no answer: "
         missing = "; ".join(filter(None, (missing, unanswered + _distinct(reasons.values()))))
     return missing
 

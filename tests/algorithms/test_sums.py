@@ -245,7 +245,7 @@ def test_what_lies_beyond_the_distance_of_sites_is_not_missed_without_a_word() -
     assert found.status.value == "converged"
     assert abs(float(moments["mean_vector"][at]) - exact["log_tau_mean"]) < 0.05 * exact["log_tau_sd"]
     assert float(moments["covariance_matrix"][at, at]) ** 0.5 / exact["log_tau_sd"] == pytest.approx(1, abs=0.05)
-    with pytest.warns(ConvergenceWarning, match="no log density"):
+    with pytest.warns(ConvergenceWarning, match="distance="):
         assert at_sites(distance=2.0, points=2**20).status.value == "stalled"
 
 

@@ -63,11 +63,15 @@ def test_groups_that_may_be_exchanged_are_found(rng: np.random.Generator) -> Non
         factor(FederatedModel(two_groups, ["mu"]), {"a": {"y": y}}, np.array([0.1]))
 
 
-def test_a_fit_names_who_has_them_and_is_not_converged(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("algorithm", [fedppl.Sums(), fedppl.EP(), fedppl.EP(local=fedppl.local.Laplace())])
+def test_a_fit_names_who_has_them_and_is_not_converged(algorithm: Any, rng: np.random.Generator) -> None:
     clients = {f"c{k}": {"y": rng.normal(3.0, 0.5, 3)} for k in range(3)}
     with pytest.warns(fedppl.ConvergenceWarning, match="more than one mode"):
-        fit = fedppl.fit(FederatedModel(squared, ["mu"]), clients, progressbar=False, random_seed=1)
-    assert not fit.status.ok and all(f"'{name}'" in fit.message for name in clients)
+        fit = fedppl.fit(
+            FederatedModel(squared, ["mu"]), clients, algorithm, rounds=3, progressbar=False, random_seed=1
+        )
+    assert not fit.status.ok and "theta" in fit.message
+    assert fit.status.value == "stalled" or all(f"'{name}'" in fit.message for name in clients)
 
 
 def test_where_the_prior_decides_there_is_one_mode() -> None:

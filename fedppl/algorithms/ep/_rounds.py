@@ -58,6 +58,7 @@ class OfClients(NamedTuple):
     noise: Array  # (K,) variance of the site by the errors of all its replies, in the same unit
     moves: Moves  # of the replies since averaging began
     unseen: Array  # (K,) bool: the client's rows are not in this process
+    looked: Array  # (K,) bool: the client has answered with moments, and so looked for other modes of its variables
 
 
 class EPState(NamedTuple):
@@ -184,6 +185,9 @@ def ep_round(
     if not replies:
         return Outcome(state, EPInfo("EP", 0.0, 0.0, state.steps.damping, np.nan, 0.0, np.nan))
     sites, q, form = state.sites, state.sites.q, state.sites.structure
+    looked = state.clients.looked.copy()
+    looked[_sites.indices(sites, replies)] = True
+    state = state._replace(clients=state.clients._replace(looked=looked))
     target_linear, target_packed = targets(sites, replies)
     # A prior with correlations puts q outside a smaller family: its projection takes its place.
     whole = form.blocks is not None and len(form.blocks) == 1

@@ -256,6 +256,7 @@ def init(
             noise=np.zeros(count),
             moves=_trust.no_moves(count, m),
             unseen=np.zeros(count, dtype=bool),
+            looked=np.zeros(count, dtype=bool),
         ),
     )
 
@@ -265,7 +266,9 @@ def broadcast(state: EPState, client_id: str) -> Message:
     if state.warm_start is not None:
         search = state.warm_start
         return {"point": search.point, "move": search.move, "prior_share": np.array(state.prior_share)}
-    return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
+    look = not state.clients.looked[state.sites.where[client_id]]
+    target = pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
+    return {**target, "look": np.array(float(look))}
 
 
 def _update_client(
@@ -276,7 +279,11 @@ def _update_client(
         point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
         share, inside = float(message["prior_share"]), message.get("inside")
         return ClientUpdate(None, *_warm_start.expand_along(client, local, point, move, share, inside))
-    moments = local.tilted(unpack_target(client, message), rng)
+    target = unpack_target(client, message)
+    if float(message["look"]) > 0 and local.look is not None and client.local_size:
+        mean, root = gaussian.affine(target.global_)
+        local.look(client, mean + root.T, mean)
+    moments = local.tilted(target, rng)
     reply = {
         "mean": moments.mean,
         "precision": gaussian.pack_triangle(moments.precision),

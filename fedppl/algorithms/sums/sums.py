@@ -220,8 +220,13 @@ def _update_client(client: ClientView, personal: None, message: Message, rng: Rn
     summed = _of_stack(client.view(integrate.alone), message, 1, message.get("inside"))
     for reason in summed.failures.values():
         raise LocalFailure(reason)
-    lost = np.asarray(summed.total["values_lost"])
-    return ClientUpdate(None, summed.total, {"values_lost": float(np.mean(lost > 0)) if len(lost) else 0.0})
+    lost, kept = np.asarray(summed.total["values_lost"]), np.asarray(message.get("inside", True), dtype=bool)
+    info: dict[str, float | str] = {"values_lost": float(np.mean(lost > 0)) if len(lost) else 0.0}
+    if not np.all(kept):
+        info["reason"] = (
+            f"{int(np.sum(~kept))} of {len(kept)} points lie farther from the prior's mean than distance= of its policy"
+        )
+    return ClientUpdate(None, summed.total, info)
 
 
 def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | None = None) -> Summed:
