@@ -117,7 +117,7 @@ class WithoutClient(NamedTuple):
     """The shared posterior without a client."""
 
     gaussian: Gaussian  # improper where the others do not determine it
-    weighted: Reweighted | None  # its weighted points, where single replies are known
+    weighted: Reweighted | None  # its weighted points, where clients' models are here
     log_predictive: LogEvidence  # log density of the client's data given all others'; NaN where it is not known
 
 

@@ -176,7 +176,7 @@ class LocalInference(NamedTuple):
         what draws at weighted points of the posterior need.
     look
         ``look(client, points, center)`` raises `LocalFailure` where θ has mass about another mode than that which
-        moments are about; None where these are not about a mode.
+        moments are about; None where nobody looks.
     settings
         Keywords of the builder: a run is resumed, and a node enrolled, only with equal settings.
     """

@@ -112,8 +112,14 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
         log_factor=_marginal.log_factor,
         factor=_factor.factor,
         draw_given=draw_given,
-        look=_factor.require_one_mode,
+        look=look,
     )
+
+
+def look(client: ClientView, points: Array, center: Array) -> None:
+    """Refuse a client whose θ has mass about another mode than that which moments are about."""
+    if client.local_size and not client.view(_conditional.is_gaussian):
+        _factor.require_one_mode(client, points, center)
 
 
 def _check(client: ClientView) -> None:
@@ -354,14 +360,7 @@ def Laplace() -> LocalInference:
     marginal: the estimate is biased towards small scales at one client and the bias adds up over clients. Use
     `NestedLaplace` unless the model is Gaussian with known variances.
     """
-    return LocalInference(
-        "Laplace",
-        check=_check_joint,
-        expand=None,
-        tilted=_joint_tilted,
-        draw=_joint_draw,
-        look=_factor.require_one_mode,
-    )
+    return LocalInference("Laplace", check=_check_joint, expand=None, tilted=_joint_tilted, draw=_joint_draw, look=look)
 
 
 def _check_joint(client: ClientView) -> None:

@@ -85,6 +85,7 @@ class Drawn(NamedTuple):
     weights: Array  # (N,) sum to 1
     scramble: NDArray[np.intp]
     log_integral: float
+    log_integral_error: float  # standard, by leaving out one scramble at a time
     mean: Array  # (m,)
     covariance: Array  # (m, m)
 
@@ -306,7 +307,9 @@ def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) 
     weights = normalise(log_weights)
     moments = weighted_moments(at.u, weights)
     log_integral = float(np.logaddexp.reduce(log_weights) - np.log(len(log_weights)))
-    return Drawn(at.u, at.log_density, logs, weights, at.scramble, log_integral, moments.mean, moments.covariance)
+    error = float(np.sqrt(region.SCRAMBLES - 1.0) * np.std(np.log1p(-np.bincount(at.scramble, weights))))
+    whole = log_integral, error
+    return Drawn(at.u, at.log_density, logs, weights, at.scramble, *whole, moments.mean, moments.covariance)
 
 
 def walked(of: Surrogate, drawn: Drawn, folded: Places, steps: int, stream: int) -> Drawn:
@@ -332,8 +335,8 @@ def walked(of: Surrogate, drawn: Drawn, folded: Places, steps: int, stream: int)
     u, densities = x.reshape(-1, m), logs.reshape(-1)
     weights = np.full(len(u), 1.0 / len(u))
     moments = weighted_moments(u, weights)
-    scramble, whole = np.repeat(np.arange(region.SCRAMBLES), _WALKERS), drawn.log_integral
-    return Drawn(u, densities - whole, densities, weights, scramble, whole, moments.mean, moments.covariance)
+    scramble, whole = np.repeat(np.arange(region.SCRAMBLES), _WALKERS), (drawn.log_integral, drawn.log_integral_error)
+    return Drawn(u, densities - whole[0], densities, weights, scramble, *whole, moments.mean, moments.covariance)
 
 
 def resampled(of: Drawn, each: int) -> list[Places]:

@@ -125,9 +125,13 @@ _MENTIONED = 0.05
 TRUSTED = 0.1  # a share beyond which the estimate is too low by an unknown factor
 NOISY = 0.02  # the same where clients draw: noise ends EP early, with an sd in which factors depart less
 SKEWED = 0.3  # skewness of a margin beyond which the estimate is too low
-EXACT = "fedppl.Sums()"
 _LARGEST = 1e3
 _UNKNOWN = "sds of shared variables may be far too small, by a half even"
+
+
+def exact(*, at_sites: bool) -> str:
+    """The call that has the posterior itself."""
+    return "fedppl.Sums()" + (", for which sites' policies have to allow points=" if at_sites else "")
 
 
 def shortfall(infos: Infos) -> float:

@@ -352,13 +352,11 @@ class Fit(Ended):
         """
         posterior = self.algorithm.result.shared
         if not isinstance(posterior, Posterior):
-            raise DeclarationError(f"{self.algorithm.name} gives no evidence; use fedppl.EP().")
+            raise DeclarationError(f"{self.algorithm.name} gives no evidence; use fedppl.Sums().")
         require_arrived(self, "fit.log_evidence")
         evidence = posterior.evidence(self.state, self.clients)
         if evidence.method == "EP" and not self.status.ok:
-            raise NotConvergedError(
-                f"EP's own evidence is of a q that has converged, and this fit is {self.status.value}."
-            )
+            raise NotConvergedError(f"EP's evidence is of a q that has converged, and this fit is {self.status.value}.")
         return evidence
 
     def influence(self, clients: Sequence[str] | str | None = None) -> xr.Dataset:
@@ -382,7 +380,7 @@ class Fit(Ended):
             same points where Pareto k is at most .7 and ``error`` at most .5, or of the Gaussian q without the client's
             site, with an ``error`` of NaN, or NaN where the others determine no posterior; the log says so.
             ``log_predictive`` is log p(y_k | y_{-k}) where ``exact``, with its standard error
-            ``log_predictive_error``; NaN where a prior has no normalising constant that is known (pm.Potential, Flat).
+            ``log_predictive_error``; NaN after EP, and where a prior has no normalising constant that is known.
 
         Raises
         ------

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Attributes of the posterior group, for users of tools that were made for MCMC.
 _SAMPLING = "independent draws of the approximation: r_hat and ess do not describe how good it is; see fit.summary()"
-_CORRECTED = "draws with repetition of weighted points of the posterior: ess is of the weights; r_hat says nothing"
+_WEIGHTED = "draws with repetition of weighted points of the posterior: ess is of the weights; r_hat says nothing"
 
 
 def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconverged: bool) -> Any:
@@ -57,7 +57,7 @@ def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconver
     elif weighted is not None:
         phi = weighted.points[resample(weighted.weights, draws * chains, rng)]
         attrs |= {"ess": weighted.ess, "pareto_k": weighted.pareto_k, "unique": len(np.unique(phi, axis=0))}
-        attrs["sampling"] = _CORRECTED
+        attrs["sampling"] = _WEIGHTED
     elif q is not None:
         phi = gaussian.draw(q, rng, draws * chains)
     if phi is not None:

@@ -176,10 +176,11 @@ def _sd_shortfall(run: Run) -> tuple[str, bool]:
     shared = run.algorithm.result.shared
     if not isinstance(shared, Posterior):
         return "", False
-    short, can_judge = diagnostics.shortfall(run.infos), shared.without is not None
+    short, has_without = diagnostics.shortfall(run.infos), shared.without is not None
     noise = run.records[-1].info.get("mc_error", 0.0)
+    remedy = diagnostics.exact(at_sites=run.engine.has_sites())
     trusted = diagnostics.NOISY if isinstance(noise, float) and noise > _NOISE else diagnostics.TRUSTED
-    return diagnostics.shortfall_sentence(short, diagnostics.EXACT, trusted), can_judge and short >= trusted
+    return diagnostics.shortfall_sentence(short, remedy, trusted), has_without and short >= trusted
 
 
 def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
@@ -218,7 +219,7 @@ def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
 
 
 def _missing_replies(run: Run, silent: set[str], searching: bool, message: str) -> str:
-    """Clients without a usable reply in the last round, or without an answer in the search, with the reasons."""
+    """Clients without a usable reply in the last round, or without an answer at some points, with the reasons."""
     last, missing, is_sum = run.records[-1], "", bool(run.algorithm.replies.summed(run.state))
     # Failures that the algorithm does not know of, as of sums; where rounds ran out, they may be the reason.
     unnamed = is_sum and bool(set(last.failures) - silent)
@@ -228,9 +229,9 @@ def _missing_replies(run: Run, silent: set[str], searching: bool, message: str) 
     kinds = [record.reasons for record in run.records]
     if is_sum and not missing:  # who failed in a round that was void
         kinds += [record.failures for record in run.records]
-    reasons = {k: why for kind in kinds for k, why in kind.items()}
+    reasons = {k: why for kind in kinds for k, why in kind.items() if k not in silent}
     if (searching or is_sum) and reasons:
-        unanswered = f"at some points clients {sorted(reasons)[:5]} had no answer: "
+        unanswered = f"in some rounds {some_of(sorted(reasons))} had no answer, or not at all points: "
         missing = "; ".join(filter(None, (missing, unanswered + _distinct(reasons.values()))))
     return missing
 

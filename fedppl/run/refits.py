@@ -169,14 +169,13 @@ def _simulated(
 
 
 def _transform(fit: Fit, truth: Array) -> Array:
-    """P(φ_i < truth_i) of every coordinate, by q and the weighted points that correct it."""
+    """P(φ_i < truth_i) of every coordinate, by weighted points or by q."""
     shared = fit.algorithm.result.shared
     assert isinstance(shared, Posterior)
     q, points = shared.gaussian(fit.state), shared.weighted(fit.state)
-    below = stats.norm.cdf((truth - gaussian.mean(q)) / gaussian.standard_deviations(q))
     if points is not None:
-        below = below + (points.weights - points.of_q) @ (points.points < truth)
-    return np.asarray(np.clip(below, 0.0, 1.0))
+        return np.asarray(np.clip(points.weights @ (points.points < truth), 0.0, 1.0))
+    return np.asarray(stats.norm.cdf((truth - gaussian.mean(q)) / gaussian.standard_deviations(q)))
 
 
 def _holm(p: Array) -> Array:

@@ -71,7 +71,7 @@ def test_a_fit_names_who_has_them_and_is_not_converged(algorithm: Any, rng: np.r
             FederatedModel(squared, ["mu"]), clients, algorithm, rounds=3, progressbar=False, random_seed=1
         )
     assert not fit.status.ok and "theta" in fit.message
-    assert fit.status.value == "stalled" or all(f"'{name}'" in fit.message for name in clients)
+    assert all(f"'{name}'" in fit.message for name in clients)
 
 
 def test_where_the_prior_decides_there_is_one_mode() -> None:

@@ -349,7 +349,7 @@ def test_bytes_are_the_sizes_of_the_arrays() -> None:
     assert phases == {"warm start", "EP"}
     for record in result.records:
         warm = record.info["phase"] == "warm start"
-        down, up = (8 * (3 + 3 + 1), 8 * (1 + 3 + 6 + 16)) if warm else (8 * (2 * (3 + 6) + 1), 8 * (3 + 6 + 3 + 1))
+        down, up = (8 * (3 + 3 + 1), 8 * (1 + 3 + 6 + 16)) if warm else (8 * (2 * (3 + 6) + 2), 8 * (3 + 6 + 3 + 1))
         assert record.bytes_down == dict.fromkeys(record.asked, down)
         assert record.bytes_up == dict.fromkeys(record.asked, up)
 

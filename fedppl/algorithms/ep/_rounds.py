@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -19,7 +20,6 @@ from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.warm_start import Starts, WarmStart, pulls_alone, why_not_arrived
 from fedppl.contracts import Report
 from fedppl.results import diagnostics
-from fedppl.structure import Structure
 from fedppl.types import Array, Message, Status, as_declared
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,14 @@ class OfClients(NamedTuple):
     noise: Array  # (K,) variance of the site by the errors of all its replies, in the same unit
     moves: Moves  # of the replies since averaging began
     unseen: Array  # (K,) bool: the client's rows are not in this process
-    looked: Array  # (K,) bool: the client has answered with moments, and so looked for other modes of its variables
+
+
+class Look(enum.IntEnum):
+    """When clients look for other modes of their own variables, which moments about one mode do not see."""
+
+    LATER = 0
+    NOW = 1  # in this sweep
+    DONE = 2
 
 
 class EPState(NamedTuple):
@@ -71,6 +78,7 @@ class EPState(NamedTuple):
     steps: Steps
     skewed: Skewed
     clients: OfClients
+    look: int  # a `Look`
 
 
 class EPInfo(NamedTuple):
@@ -185,9 +193,6 @@ def ep_round(
     if not replies:
         return Outcome(state, EPInfo("EP", 0.0, 0.0, state.steps.damping, np.nan, 0.0, np.nan))
     sites, q, form = state.sites, state.sites.q, state.sites.structure
-    looked = state.clients.looked.copy()
-    looked[_sites.indices(sites, replies)] = True
-    state = state._replace(clients=state.clients._replace(looked=looked))
     target_linear, target_packed = targets(sites, replies)
     # A prior with correlations puts q outside a smaller family: its projection takes its place.
     whole = form.blocks is not None and len(form.blocks) == 1
@@ -352,7 +357,7 @@ def judge(outcome: Outcome, change: Change, rows: list[int], tolerance: float, l
         status, mc_error = Status.CONVERGED, change.mc_error
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
-        skewed = "; ".join(filter(None, (skewed, _uncoupled(state.sites.structure))))
+        skewed = "; ".join(filter(None, (skewed, _uncoupled(state))))
         message = "; ".join(filter(None, (message, far_off(state))))
     else:
         status, done = Status.RUNNING, f"{int(has_replied.sum())} of {len(has_replied)}"
@@ -467,15 +472,20 @@ def _strongest(pulls: Array) -> tuple[int, int, float]:
     return int(k), int(i), float(pulls[k, i])
 
 
-def _uncoupled(form: Structure) -> str:
+def _uncoupled(state: EPState) -> str:
     """A precision without some of its entries has no correlations there; empty where it has all entries."""
+    form = state.sites.structure
     if form.size == 1 or (form.blocks is not None and len(form.blocks) == 1):
         return ""
     return (
         "sds may be far too small where shared variables are correlated, which a "
         f"{'diagonal structure' if form.blocks is None else 'structure of blocks'} leaves out: "
-        f'EP(structure="full") has that, and {diagnostics.EXACT} the posterior itself'
+        f'EP(structure="full") has that, and {_exact(state)} the posterior itself'
     )
+
+
+def _exact(state: EPState) -> str:
+    return diagnostics.exact(at_sites=bool(np.any(state.clients.unseen)))
 
 
 def _skewed(state: EPState, limit: float) -> str:
@@ -499,7 +509,7 @@ def _skewed(state: EPState, limit: float) -> str:
     return (
         f"rely on means more than on tails of what is skewed: {named}{more} on the scale that EP works on, where a "
         "Gaussian has a skewness of 0. Declare it on a scale where it is closer to normal, or use "
-        f"{diagnostics.EXACT}; see fit.idata['fit']['skewness']"
+        f"{_exact(state)}; see fit.idata['fit']['skewness']"
     )
 
 
@@ -586,7 +596,19 @@ def _where_it_pulls(pull: Array, labels: Sequence[str]) -> str:
 
 # After matching: what q cannot be -------------------------------------------------------------------------------------
 
+_NEAR = 0.1  # posterior sds, of the last round's move, from which q is near enough to look for modes
 _SEVERAL = 0.4  # share of a skewness without its main client from which several clients make it
+
+
+def look_for_modes(before: EPState, outcome: Outcome, replies: Mapping[str, Message]) -> Outcome:
+    """Have all clients of a sweep look for other modes of their own variables, near the end; nothing ends before it."""
+    state, look = outcome.state, before.look
+    if replies and not np.any(state.steps.has_replied):  # the end of a sweep
+        look = Look.DONE if look else Look.NOW if state.steps.change < _NEAR else Look.LATER
+    outcome = outcome._replace(state=state._replace(look=int(look)))
+    if outcome.status is not Status.CONVERGED or look == Look.DONE:
+        return outcome
+    return outcome._replace(status=Status.RUNNING, message="clients have not looked for other modes yet: raise rounds=")
 
 
 def refuse_several_modes(outcome: Outcome) -> Outcome:
@@ -605,5 +627,5 @@ def refuse_skewed(outcome: Outcome) -> Outcome:
     of_several = np.sign(state.skewed.total) * state.skewed.without > _SEVERAL * np.abs(state.skewed.total)
     if not np.any(of_several & (np.abs(state.skewed.total) - noise > diagnostics.SKEWED)):
         return outcome
-    message = "; ".join(filter(None, (diagnostics.unknown_shortfall(diagnostics.EXACT), outcome.message)))
+    message = "; ".join(filter(None, (diagnostics.unknown_shortfall(_exact(state)), outcome.message)))
     return outcome._replace(status=Status.STALLED, message=message)

@@ -19,10 +19,12 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._rounds import (
     EPState,
+    Look,
     OfClients,
     Skewed,
     Steps,
     ep_round,
+    look_for_modes,
     mark_unseen,
     newton_round,
     refuse_lone_pull,
@@ -256,8 +258,8 @@ def init(
             noise=np.zeros(count),
             moves=_trust.no_moves(count, m),
             unseen=np.zeros(count, dtype=bool),
-            looked=np.zeros(count, dtype=bool),
         ),
+        look=int(Look.NOW if warm else Look.LATER if matching.local.look is not None else Look.DONE),
     )
 
 
@@ -266,9 +268,8 @@ def broadcast(state: EPState, client_id: str) -> Message:
     if state.warm_start is not None:
         search = state.warm_start
         return {"point": search.point, "move": search.move, "prior_share": np.array(state.prior_share)}
-    look = not state.clients.looked[state.sites.where[client_id]]
     target = pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
-    return {**target, "look": np.array(float(look))}
+    return {**target, "look": np.array(float(state.look == Look.NOW))}
 
 
 def _update_client(
@@ -280,7 +281,7 @@ def _update_client(
         share, inside = float(message["prior_share"]), message.get("inside")
         return ClientUpdate(None, *_warm_start.expand_along(client, local, point, move, share, inside))
     target = unpack_target(client, message)
-    if float(message["look"]) > 0 and local.look is not None and client.local_size:
+    if float(message.get("look", 0.0)) > 0 and local.look is not None:
         mean, root = gaussian.affine(target.global_)
         local.look(client, mean + root.T, mean)
     moments = local.tilted(target, rng)
@@ -300,6 +301,7 @@ def _update_server(
     if state.warm_start is not None:
         return reported(newton_round(state, state.warm_start, received.each, trust))
     outcome = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
+    outcome = look_for_modes(state, outcome, received.each)
     if outcome.status is Status.CONVERGED:
         outcome = refuse_several_modes(outcome)
     if outcome.status is Status.CONVERGED:

@@ -150,7 +150,8 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: ep.Ma
 def _broadcast(state: PrivateEPState, client_id: str, *, mechanism: Mechanism) -> Message:
     """EP's message, and the weight of a site's precision against its linear in the norm that is clipped."""
     weight = precision_weight(state.sites, mechanism)
-    return {**ep.broadcast(state.ep, client_id), "precision_weight": np.array(weight)}
+    target = pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.ep.prior_share)
+    return {**target, "precision_weight": np.array(weight)}
 
 
 def _update_client(

@@ -55,6 +55,7 @@ _MOST_OF_MANY = 0.03  # standard error of many moments, of which the largest err
 _EFFECTIVE, _LEAST = 0.3, 0.1  # share of a stage's points: without another stage, and to be trusted at all
 _EVEN = 0.95  # effective share of points whose weights have no tail to speak of
 _LOST = 0.01  # share of the points that may be without a value
+_FAR_OFF = 50.0  # log units by which a surrogate's integral may exceed the largest weight; no converged fit comes near
 _NOISE = 0.3  # sd, log units, of the error of Σ log f_k over the points
 _MOVED = 0.05  # posterior sds by which that error may move a mean or a log sd
 _BY_NUTS = "fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
@@ -325,24 +326,22 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
     The surrogate, whose integral is known, is a control variate.
     """
     assert state.draws is not None
-    times, of = state.batch.times, state.draws.posterior
-    drawn = np.maximum(times, 1.0)
-    each = np.stack([np.exp(logs - of.log_integral) / drawn for logs in (weights.logs, weights.control_logs)])
+    times, of = state.batch.times, state.draws
+    shift = max(float(np.max(logs)) for logs in (weights.logs, weights.control_logs))
+    each = np.stack([np.exp(logs - shift) for logs in (weights.logs, weights.control_logs)]) / np.maximum(times, 1.0)
     w, c = each - (each @ times / times.sum())[:, None]
     beta = float(np.clip(times @ (w * c) / max(times @ c**2, 1e-300), 0.0, 1.0))
+    known = np.exp(min(of.posterior.log_integral - shift, _FAR_OFF))
 
-    def by(kept: Array) -> float:
+    def by(kept: Array, beta: float) -> float:
         mean, control = each @ kept / kept.sum()
-        return of.log_integral + float(np.log(max(mean - beta * (control - 1.0), 0.5 * mean)))
+        return float(mean - beta * (control - known))
 
-    def without(scramble: int) -> tuple[float, float]:
-        of_draws = np.where(of.scramble == scramble, -np.inf, of.log_density - of.log_proposal)
-        size = np.sum(of.scramble != scramble)
-        left = np.where(state.batch.scramble == scramble, 0.0, times)
-        return by(left), beta * float(np.logaddexp.reduce(of_draws) - np.log(size))
-
-    each_left_out = np.array([without(scramble) for scramble in range(region.SCRAMBLES)])
-    return by(times), float(np.linalg.norm(jackknife(list(each_left_out))))
+    without = [np.where(state.batch.scramble == one, 0.0, times) for one in range(region.SCRAMBLES)]
+    beta = beta if min(by(kept, beta) for kept in (times, *without)) > 0.0 else 0.0
+    by_chance = jackknife([np.log([by(kept, beta)]) for kept in without])[0]
+    errors = by_chance, beta * of.posterior.log_integral_error, (1.0 - beta) * of.candidates.log_integral_error
+    return shift + float(np.log(by(times, beta))), float(np.linalg.norm(errors))
 
 
 def _moved(state: Weighing, weights: _Weights, signed: Array, squares: Array) -> float:
