@@ -146,8 +146,6 @@ ExpandFn = Callable[[ClientView, Array, float], Expansion]
 LogFactorFn = Callable[[ClientView, Array, float], Array]
 # The same with errors, and θ integrated rather than approximated, by way of a center (m,).
 FactorFn = Callable[[ClientView, Array, Array, float], Factor]
-# A draw of θ from p(θ | φ, y_k) for each row of φ (N, m), by way of a center (m,): (N, d_k).
-GivenFn = Callable[[ClientView, Array, Array, Rng], Array]
 TiltedFn = Callable[[Target, Rng], Moments]  # moments of φ under the tilted distribution
 # Draws of (φ, θ_k) under the tilted distribution, eq. 8 of FedLin, with numbers of draws and of chains.
 TiltedDrawFn = Callable[[Target, int, int, Rng], Draws]
@@ -171,9 +169,6 @@ class LocalInference(NamedTuple):
         ``log_factor(client, points, prior_share)``, with `expand` or not at all.
     draw
         ``draw(target, draws, chains, rng)``.
-    factor, draw_given
-        ``factor(client, points, center, prior_share)`` and ``draw_given(client, phi, center, rng)``, both or neither:
-        what draws at weighted points of the posterior need.
     look
         ``look(client, points, center)`` raises `LocalFailure` where θ has mass about another mode than that which
         moments are about; None where nobody looks.
@@ -188,8 +183,6 @@ class LocalInference(NamedTuple):
     draw: TiltedDrawFn
     settings: Mapping[str, Any] = {}
     log_factor: LogFactorFn | None = None
-    factor: FactorFn | None = None
-    draw_given: GivenFn | None = None
     look: LookFn | None = None
 
     def __repr__(self) -> str:

@@ -3,7 +3,8 @@ r"""log f_k where most of θ is Gaussian given φ and few coordinates c of θ, a
 .. math:: \log f_k(\varphi) = \log \int \Big[\int p(y_k, \theta_c, \theta_r \mid \varphi)\, d\theta_r\Big]\, d\theta_c
 
 The inner integral is exact by Newton steps from any start. The outer one is a quadrature over c, which is centered anew
-where most of the integral is not about the mode of θ, and compared with another one. `_factor` looks for other modes.
+where most of the integral is not about the mode of θ, and compared with another one; `log_factors` looks for
+other modes.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant
-from fedppl.local import _conditional, _factor
-from fedppl.local._factor import several_modes
+from fedppl.local import _conditional, log_factors
 from fedppl.local._marginal import no_mode
+from fedppl.local.log_factors import several_modes
 from fedppl.numerics import pairs
 from fedppl.numerics.integral import Rule, by_grid, by_sparse_grid
 from fedppl.numerics.pairs import Densities, Laplace, Places
@@ -267,8 +267,8 @@ def _roughly_left_out(stack: Stacked, places: Places, points: Array, about: Lapl
     """
     of, d = stack.of, about.theta.shape[1]
     phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
-    if _factor.SPARSE_FEWEST <= d <= _factor.SPARSE_MOST and not (len(places) and _is_separable(stack, places)):
-        logs = _factor.by_signed_rule(of, about, phi, who, by_sparse_grid(d, _ROUGH_LEVEL))
+    if log_factors.SPARSE_FEWEST <= d <= log_factors.SPARSE_MOST and not (len(places) and _is_separable(stack, places)):
+        logs = log_factors.by_signed_rule(of, about, phi, who, by_sparse_grid(d, _ROUGH_LEVEL))
     elif d in _ROUGH:
         logs = _integrals(of, about, phi, who, by_grid(d, _ROUGH[d]))
     else:
@@ -288,7 +288,7 @@ def _integrals(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rul
 
 
 def _is_separable(stack: Stacked, places: Places) -> bool:
-    return _factor.is_separable(stack.client(int(places[0])))
+    return log_factors.is_separable(stack.client(int(places[0])))
 
 
 def _careful(
@@ -299,7 +299,7 @@ def _careful(
     values, errors, constants = np.zeros((len(places), count)), np.zeros((len(places), count)), []
     for row, k in enumerate(places):
         own = Laplace(*(part[row * count : (row + 1) * count] for part in about))
-        factor = _factor.integrated(stack.client(int(k)), points, center, own)
+        factor = log_factors.integrated(stack.client(int(k)), points, center, own)
         values[row], errors[row] = factor.values - own.values, factor.errors
         constants.append(factor.constant)
     return values, errors, constants

@@ -12,8 +12,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _conditional, _factor, _from_q, _marginal
-from fedppl.local._given import draw_given
+from fedppl.local import _conditional, _from_q, _marginal, log_factors
 from fedppl.local._marginal import no_mode
 from fedppl.local.nuts import NUTS
 from fedppl.local.target import (
@@ -110,8 +109,6 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
         draw=functools.partial(draw, settings=settings),
         settings=settings._asdict(),
         log_factor=_marginal.log_factor,
-        factor=_factor.factor,
-        draw_given=draw_given,
         look=look,
     )
 
@@ -119,7 +116,7 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
 def look(client: ClientView, points: Array, center: Array) -> None:
     """Refuse a client whose θ has mass about another mode than that which moments are about."""
     if client.local_size and not client.view(_conditional.is_gaussian):
-        _factor.require_one_mode(client, points, center)
+        log_factors.require_one_mode(client, points, center)
 
 
 def _check(client: ClientView) -> None:

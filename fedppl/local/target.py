@@ -10,13 +10,9 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import importance
-from fedppl.numerics.importance import effective_size, normalise, resample
 from fedppl.numerics.pairs import NO_DATA, difference_hessian
 from fedppl.settings import not_called, shown
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng
-
-_FEWEST = 100  # effective points
 
 
 def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
@@ -58,23 +54,7 @@ def draw_target(
     client: ClientView, personal: object, message: Message, draws: int, chains: int, rng: Rng, *, local: LocalInference
 ) -> Draws:
     """Draws of (φ, θ_k) from the tilted distribution of a message (FedLin, eq. 8)."""
-    target = unpack_target(client, message)
-    if "points" not in message or local.draw_given is None or local.factor is None:
-        return local.draw(target, draws, chains, rng)
-    points, weights = (np.asarray(message[name], dtype=float) for name in ("points", "weights"))
-    center, diagnostics = gaussian.mean(target.global_), {}
-    if float(message["joins"]):  # a client whose data are not in the weights
-        factor = local.factor(client, points, center, 0.0)
-        log_weights = np.where(np.isfinite(factor.values), np.log(weights) + factor.values, -np.inf)
-        diagnostics = {"pareto_k": importance.pareto_k(log_weights)}
-        weights = normalise(log_weights) if np.any(np.isfinite(log_weights)) else np.zeros(0)
-        if not len(weights) or effective_size(weights) < _FEWEST:  # few points where its data are
-            from_q = local.draw(target, draws, chains, rng)
-            return from_q._replace(diagnostics={**from_q.diagnostics, "from_q": 1.0})
-    phi = points[resample(weights, draws * chains, rng)]
-    theta = local.draw_given(client, phi, center, rng)
-    diagnostics |= {"ess": effective_size(weights), "unique": float(len(np.unique(phi, axis=0)))}
-    return Draws(phi.reshape(chains, draws, -1), theta.reshape(chains, draws, -1), diagnostics)
+    return local.draw(unpack_target(client, message), draws, chains, rng)
 
 
 # The tilted distribution over (φ, θ) as one log density with gradient -------------------------------------------------

@@ -13,6 +13,7 @@ from scipy.special import logsumexp
 
 import fedppl
 from fedppl import FederatedModel
+from fedppl.local import log_factors
 from fedppl.numerics.integral import beyond
 from fedppl.types import Array
 from tests.support.markers import slow_but
@@ -55,8 +56,7 @@ def of_line(mu: float) -> float:
 @pytest.mark.parametrize(("builder", "truth"), [(level, of_level), (line, of_line)])
 def test_log_densities_under_cauchy_priors_are_those_of_quadrature(builder: Any, truth: Any) -> None:
     (client,) = FederatedModel(builder, ["mu"]).enrol({"a": {"y": np.zeros(3, dtype=int)}}).values()
-    compute = fedppl.local.NestedLaplace().factor
-    assert compute is not None
+    compute = log_factors.factor
     found = compute(client, POINTS[:, None], np.array([-1.5]), 0.0)
     wrong = found.values - np.array([truth(mu) for mu in POINTS])
     assert np.max(np.abs(wrong)) < 0.005
@@ -107,8 +107,7 @@ def test_a_ridge_that_data_leave_is_integrated_along_itself(degrees: int) -> Non
         return model
 
     (client,) = FederatedModel(of_a_sum, ["mu"]).enrol({"a": {"y": np.array([0.5])}}).values()
-    compute = fedppl.local.NestedLaplace().factor
-    assert compute is not None
+    compute = log_factors.factor
     points = np.linspace(-1.0, 2.0, 25)
     found = compute(client, points[:, None], np.array([0.0]), 0.0)
     wide = np.sinh(np.linspace(-14, 14, 20001))

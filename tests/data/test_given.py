@@ -12,7 +12,7 @@ from scipy.special import expit, log_expit
 
 import fedppl
 from fedppl.contracts import ClientView
-from fedppl.local import _given
+from fedppl.local import conditional_draws
 
 _DRAWS = 20_000
 
@@ -56,7 +56,7 @@ def below(x: Any, phi: Any, successes: int, rows: int) -> Any:
 def test_given_phi_wards_are_drawn_from_their_own_posterior(successes: list[int], rows: list[int]) -> None:
     phi = np.array([0.3, np.log(1.4)])
     client = client_of(successes, rows)
-    theta = _given.draw_given(client, np.tile(phi, (_DRAWS, 1)), phi, np.random.default_rng(1))
+    theta = conditional_draws.draw_given(client, np.tile(phi, (_DRAWS, 1)), phi, np.random.default_rng(1))
     least = 0.001 / len(successes)
     for i, (y, n) in enumerate(zip(successes, rows, strict=True)):
         u = below(theta[:, i], phi, y, n)
@@ -67,16 +67,16 @@ def test_given_phi_wards_are_drawn_from_their_own_posterior(successes: list[int]
 
 def test_where_laplaces_approximation_holds_fewer_candidates_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     phi = np.tile([0.3, 1.5], (50, 1))
-    asked, outputs = [], _given._outputs
+    asked, outputs = [], conditional_draws._outputs
 
     def count(client: Any, phi: Any, theta: Any) -> Any:
         asked.append(len(theta))
         return outputs(client, phi, theta)
 
-    monkeypatch.setattr(_given, "_outputs", count)
+    monkeypatch.setattr(conditional_draws, "_outputs", count)
     for successes, rows, least, most in ((300, 700, 8, 20), (0, 5, 50, 100)):
         asked.clear()
-        _given.draw_given(client_of([successes], [rows]), phi, phi[0], np.random.default_rng(2))
+        conditional_draws.draw_given(client_of([successes], [rows]), phi, phi[0], np.random.default_rng(2))
         assert least < sum(asked) < most
 
 
@@ -90,7 +90,7 @@ def heavy(y: Any) -> pm.Model:
 def test_tails_that_fall_slowly_are_drawn_to_their_ends() -> None:
     """Three zeros and a Cauchy prior: a hundredth lies below -30."""
     client = fedppl.FederatedModel(heavy, ["mu"]).enrol({"A": {"y": np.zeros(3, dtype=int)}})["A"]
-    theta = _given.draw_given(client, np.zeros((_DRAWS, 1)), np.zeros(1), np.random.default_rng(3))[:, 0]
+    theta = conditional_draws.draw_given(client, np.zeros((_DRAWS, 1)), np.zeros(1), np.random.default_rng(3))[:, 0]
     u = np.linspace(-10, 10, 200_001)
     grid = np.sinh(u)
     density = np.exp(3 * log_expit(-grid) + stats.cauchy.logpdf(grid)) * np.cosh(u)
@@ -111,7 +111,7 @@ def counts(y: Any) -> pm.Model:
 def test_many_coordinates_are_drawn_as_well_as_one() -> None:
     y = np.repeat([0, 1, 2, 3, 5], 5)
     client = fedppl.FederatedModel(counts, ["mu"]).enrol({"A": {"y": y}})["A"]
-    theta = _given.draw_given(client, np.full((2000, 1), -1.0), np.zeros(1), np.random.default_rng(4))
+    theta = conditional_draws.draw_given(client, np.full((2000, 1), -1.0), np.zeros(1), np.random.default_rng(4))
     grid = np.linspace(-25, 8, 100_001)
     for value in np.unique(y):
         logs = value * grid - np.exp(grid) + stats.norm.logpdf(grid, -1, 3)
@@ -131,7 +131,7 @@ def turned(y: Any) -> pm.Model:
 @pytest.mark.slow
 def test_coordinates_that_hang_on_each_other() -> None:
     client = fedppl.FederatedModel(turned, ["mu"]).enrol({"A": {"y": np.array([0, 0])}})["A"]
-    theta = _given.draw_given(client, np.zeros((_DRAWS, 1)), np.zeros(1), np.random.default_rng(5))
+    theta = conditional_draws.draw_given(client, np.zeros((_DRAWS, 1)), np.zeros(1), np.random.default_rng(5))
     axis = np.linspace(-14, 14, 1401)
     one, other = np.meshgrid(axis, axis, indexing="ij")
     logs = stats.norm.logpdf(one, 0, 2) + stats.norm.logpdf(other, 0, 2)
@@ -155,7 +155,7 @@ def own_spread(y: Any) -> pm.Model:
 )
 def test_a_sd_of_a_clients_own_effects_is_drawn_into_its_long_tail(y: list[float]) -> None:
     client = fedppl.FederatedModel(own_spread, ["mu"]).enrol({"A": {"y": np.array(y)}})["A"]
-    theta = _given.draw_given(client, np.zeros((8000, 1)), np.zeros(1), np.random.default_rng(6))
+    theta = conditional_draws.draw_given(client, np.zeros((8000, 1)), np.zeros(1), np.random.default_rng(6))
     grid = np.linspace(-14, 4, 6001)
     sd = np.exp(grid)
     logs = stats.halfnorm.logpdf(sd, scale=2) + grid
@@ -182,7 +182,7 @@ def test_a_funnel_is_drawn_where_its_mass_is(size: int) -> None:
     rng, draws = np.random.default_rng(0), 2000
     y, error = rng.normal(size=size), 0.5 + rng.uniform(0, 1, size)
     client = fedppl.FederatedModel(effects, ["mu"]).enrol({"A": {"y": y, "error": error}})["A"]
-    theta = _given.draw_given(client, np.zeros((draws, 1)), np.zeros(1), np.random.default_rng(7))
+    theta = conditional_draws.draw_given(client, np.zeros((draws, 1)), np.zeros(1), np.random.default_rng(7))
     grid = np.linspace(-9, 9, 8001)
     scale = np.sqrt(np.exp(2 * grid) + error[:, None] ** 2)
     logs = stats.norm.logpdf(grid) + stats.norm.logpdf(y[:, None], 0, scale).sum(axis=0)
@@ -208,7 +208,7 @@ def test_a_funnel_with_two_sds_of_its_own_is_drawn_where_its_mass_is() -> None:
     ward = np.repeat(np.arange(8), rows)
     y = 0.2 * rng.normal(size=8)[ward] + rng.normal(size=len(ward))
     client = fedppl.FederatedModel(wards, ["mu"]).enrol({"A": {"y": y, "ward": ward}})["A"]
-    theta = _given.draw_given(client, np.zeros((draws, 1)), np.zeros(1), np.random.default_rng(8))
+    theta = conditional_draws.draw_given(client, np.zeros((draws, 1)), np.zeros(1), np.random.default_rng(8))
     axes = np.linspace(-7, 4, 600), np.linspace(-1.5, 1.5, 300)
     log_tau, log_sigma = np.meshgrid(*axes, indexing="ij")
     logs = stats.norm.logpdf(log_tau) + stats.norm.logpdf(log_sigma)

@@ -12,7 +12,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm, t
 
 from fedppl import FederatedModel
-from fedppl.local import _conditional, _factor, _marginal
+from fedppl.local import _conditional, _marginal, log_factors
 from fedppl.types import Array
 from tests.support import problems
 
@@ -83,7 +83,7 @@ def test_the_integral_is_that_of_the_closed_form_with_its_constant(rows: int) ->
     assert np.all(missed < 2e-5 + 3.0 * np.abs(errors))
     laplace = _marginal.modes(client, phi, center)[0] - exact(phi, data)
     assert np.std(laplace) > 20 * np.std(found - exact(phi, data))
-    assert_allclose(_factor.factor(client, phi, center, 0.0).values, exact(phi, data), atol=5e-4)
+    assert_allclose(log_factors.factor(client, phi, center, 0.0).values, exact(phi, data), atol=5e-4)
 
 
 def test_two_coordinates_are_integrated_on_a_grid() -> None:

@@ -9,7 +9,7 @@ import pymc as pm
 import pytest
 
 from fedppl import FederatedModel, gaussian
-from fedppl.local import _factor, integrate
+from fedppl.local import integrate, log_factors
 from fedppl.numerics.integral import by_sparse_grid
 from fedppl.types import Array
 
@@ -63,9 +63,9 @@ def test_correlated_effects_are_integrated_by_sparse_grids_as_by_sampled_nodes()
     y = (rng.random(30) < 1 / (1 + np.exp(-X @ [0.3, 0.8, -0.5, 0.2]))).astype(int)
     stack, points, center = stacked(FederatedModel(slopes, ["mu", "tau"]), {"a": {"X": X, "y": y}})
     client = stack.client(0)
-    found = _factor.by_two_levels(client, points, center, 0.003)
+    found = log_factors.by_two_levels(client, points, center, 0.003)
     assert found is not None
-    sampled, errors, _ = _factor._sampled(client, points, center)
+    sampled, errors, _ = log_factors._sampled(client, points, center)
     assert np.max(np.abs(found[0] - sampled)) < 0.01
     assert 1.48 * np.median(np.abs(found[0] - sampled)) < 0.003 + np.median(np.abs(errors))
     exact = integrate.summed(stack, points, np.arange(48), center, 1)
@@ -84,4 +84,4 @@ def test_lines_along_independent_axes_have_the_density_at_the_center_as_their_ba
 
 def test_heavy_tails_are_left_to_sampled_nodes() -> None:
     stack, points, center = stacked(FederatedModel(heavy, ["mu"]), {"a": {"y": np.array([9.0])}})
-    assert _factor._by_sparse_grids(stack.client(0), points, center) is None
+    assert log_factors._by_sparse_grids(stack.client(0), points, center) is None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedppl.local._given import draw_by_slopes, trajectories
+from fedppl.local.conditional_draws import draw_by_slopes, trajectories
 from fedppl.types import Array
 
 NODES = np.linspace(-9.0, 9.0, 85)

@@ -36,6 +36,7 @@ from fedppl.algorithms.ep.sites import Sites, say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, LogEvidence, Received, Report
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
+from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
 from fedppl.numerics import importance
@@ -387,7 +388,6 @@ def _without(state: EPState, client_ids: Sequence[str], clients: Mapping[str, Cl
 _POINTS = 256  # of a scramble of q, for each client
 _LOST = 0.01  # share of them that may be without a value
 _NOISE = 0.3  # sd, log units, of the error of Σ log f_k over them
-_FACTOR = NestedLaplace().factor
 
 
 def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
@@ -449,14 +449,13 @@ class _Ratio(NamedTuple):
 
 def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: float) -> _Ratio:
     """By points of independent scrambles, not whitened: whitening narrows the spread of distances."""
-    assert _FACTOR is not None
     mean, root = gaussian.affine(q)
     points = mean + standard_normal(len(mean), _POINTS, stream_of(client.client_id), SCRAMBLES) @ root.T
     try:
-        factor = _FACTOR(client, points, mean, prior_share)
+        of_client = factor(client, points, mean, prior_share)
     except LocalFailure as error:
         raise NotConvergedError(f"client {client.client_id!r} has no EP evidence: {error}") from error
-    ratio: Array = factor.values - gaussian.log_kernel(site, points)
+    ratio: Array = of_client.values - gaussian.log_kernel(site, points)
     lost = float(np.mean(~np.isfinite(ratio)))
     k = importance.pareto_k(ratio) if lost <= _LOST else np.inf
     if not k <= importance.limit(len(ratio)):
@@ -469,10 +468,10 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
     each = logsumexp(ratio.reshape(SCRAMBLES, -1), axis=1)
     value = float(logsumexp(each) - np.log(len(ratio)))
     ratios = np.exp(each - np.log(len(ratio) / SCRAMBLES) - value)
-    weights, errors = normalise(ratio), np.nan_to_num(factor.errors)
+    weights, errors = normalise(ratio), np.nan_to_num(of_client.errors)
     return _Ratio(
         value,
         float(np.var(ratios, ddof=1) / SCRAMBLES),
-        float(weights @ errors) + abs(factor.constant.alike),
-        float(weights @ errors**2) + factor.constant.by_chance**2,
+        float(weights @ errors) + abs(of_client.constant.alike),
+        float(weights @ errors**2) + of_client.constant.by_chance**2,
     )

@@ -30,9 +30,11 @@ from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.contracts.client import FactorFn
 from fedppl.gaussian import Gaussian
 from fedppl.local import integrate
+from fedppl.local.conditional_draws import draw_weighted
 from fedppl.local.integrate import Stacked, Values
+from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import draw_target, pack_target
+from fedppl.local.target import pack_target
 from fedppl.numerics import region
 from fedppl.numerics.coordinates import of_phi
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness
@@ -139,7 +141,7 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
         replies=contracts.Replies(_shapes, _implausible, summed=always),
         result=contracts.Result(
             _conclusion,
-            functools.partial(draw_target, local=_LOCAL),
+            draw_weighted,
             contracts.Posterior(_q, _weighted_points, _evidence, _without),
             _details,
             preliminary=lambda state: isinstance(state.phase, Search),
@@ -421,27 +423,22 @@ def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidenc
 def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
     """By values of all clients at points of the posterior, where these are not too many; else by its Gaussian."""
     phase, q = state.phase, _q(state)
-    assert _LOCAL.factor is not None
     if not isinstance(phase, Weighed) or not phase.trusted or not set(state.clients) <= set(clients):
-        return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, _LOCAL.factor)
+        return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, factor)
     if phase.is_normal:
         assert phase.posterior is not None
-        return without(Of(q, phase.posterior, *2 * (phase.posterior.points,)), client_ids, clients, _LOCAL.factor)
+        return without(Of(q, phase.posterior, *2 * (phase.posterior.points,)), client_ids, clients, factor)
     if len(state.clients) > _MOST_SINGLE:
-        return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, _LOCAL.factor)
+        return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, factor)
     points, scramble, log_proposal = _weigh.candidates_about(phase, _SINGLE)
-    factors = {
-        name: _LOCAL.factor(clients[name], points, gaussian.mean(q), state.prior_share) for name in state.clients
-    }
-    total = np.sum([factor.values for factor in factors.values()], axis=0) + gaussian.log_kernel(
-        phase.about.prior, points
-    )
+    factors = {name: factor(clients[name], points, gaussian.mean(q), state.prior_share) for name in state.clients}
+    total = np.sum([one.values for one in factors.values()], axis=0) + gaussian.log_kernel(phase.about.prior, points)
     posterior = weigh_points(q, points, scramble, total - gaussian.log_kernel(q, points), log_proposal)
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
 
     def factor_of(client: ClientView, at: Array, center: Array, share: float) -> Factor:
-        factor, has_prior = factors[client.client_id], np.isfinite(ratio)  # elsewhere others have no density either
-        return factor._replace(values=np.where(has_prior, factor.values - np.where(has_prior, ratio, 0.0), -np.inf))
+        own, has_prior = factors[client.client_id], np.isfinite(ratio)  # elsewhere others have no density either
+        return own._replace(values=np.where(has_prior, own.values - np.where(has_prior, ratio, 0.0), -np.inf))
 
     scaled = of_phi(points, phase.shape.coordinates)
     return without(Of(q, posterior, points, scaled), client_ids, clients, factor_of)

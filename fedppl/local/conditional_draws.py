@@ -14,14 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import softmax
 
-from fedppl.contracts import ClientView
+from fedppl import gaussian
+from fedppl.contracts import ClientView, Draws
 from fedppl.local import _conditional, _marginal
 from fedppl.local._conditional import Places, _centered, _gaps, _Quadrature, about_modes, at_nodes
-from fedppl.local._factor import is_separable
-from fedppl.numerics import pairs, region
+from fedppl.local.log_factors import factor, is_separable
+from fedppl.local.nested_laplace import NestedLaplace
+from fedppl.local.target import unpack_target
+from fedppl.numerics import importance, pairs, region
+from fedppl.numerics.importance import effective_size, normalise, resample
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.pairs import site_outputs
-from fedppl.types import Array, Rng
+from fedppl.types import Array, Message, Rng
 
 _CANDIDATES, _TIMES = 8, 2  # half of them normal, half of a t, which reaches further
 _DIFFERS = 0.005  # largest variance of the density's ratio to Laplace's with which candidates are enough
@@ -326,3 +330,27 @@ def _interpolated(logs: Array, rises: Array) -> Array:
 
 def _column(values: Array, ndim: int) -> Array:
     return values.reshape(-1, *(1,) * (ndim - 1))
+
+
+# Draws at a client from points of the posterior ----------------------------------------------------------------------
+
+_FEWEST = 100  # effective points
+
+
+def draw_weighted(client: ClientView, personal: object, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
+    """Draws of (φ, θ_k) from weighted points of φ; with few points where a newcomer's data are, from q."""
+    points, weights = (np.asarray(message[name], dtype=float) for name in ("points", "weights"))
+    target, diagnostics = unpack_target(client, message), {}
+    center = gaussian.mean(target.global_)
+    if float(message["joins"]):  # a client whose data are not in the weights
+        values = factor(client, points, center, 0.0).values
+        log_weights = np.where(np.isfinite(values), np.log(weights) + values, -np.inf)
+        diagnostics = {"pareto_k": importance.pareto_k(log_weights)}
+        weights = normalise(log_weights) if np.any(np.isfinite(log_weights)) else np.zeros(0)
+        if not len(weights) or effective_size(weights) < _FEWEST:  # few points where its data are
+            from_q = NestedLaplace().draw(target, draws, chains, rng)
+            return from_q._replace(diagnostics={**from_q.diagnostics, "from_q": 1.0})
+    phi = points[resample(weights, draws * chains, rng)]
+    theta = draw_given(client, phi, center, rng)
+    diagnostics |= {"ess": effective_size(weights), "unique": float(len(np.unique(phi, axis=0)))}
+    return Draws(phi.reshape(chains, draws, -1), theta.reshape(chains, draws, -1), diagnostics)
