@@ -211,6 +211,7 @@ def test_a_hierarchy_among_shared_variables_does_not_end_at_a_scale_of_zero() ->
     assert abs(gaussian.standard_deviations(fit.posterior)[place] / sd - 1) < 0.1
 
 
+@problems.of_q
 def test_a_search_that_one_wrong_value_misled_goes_on() -> None:
     """A point said to be far better than any: no step from there gains, however short, and all are asked anew."""
     rounds = []
@@ -226,6 +227,6 @@ def test_a_search_that_one_wrong_value_misled_goes_on() -> None:
     misled = fedppl.fit(
         model, clients, fedppl.EP(tolerance=1e-3), engine=Tampering(boast), progressbar=False, random_seed=1
     )
-    assert misled.status is Status.CONVERGED and len(misled.records) > len(honest.records)
+    assert diagnostics.matched(misled.status, misled.message) and len(misled.records) > len(honest.records)
     sd = gaussian.standard_deviations(honest.posterior)
     assert np.all(np.abs(gaussian.mean(misled.posterior) - gaussian.mean(honest.posterior)) < 0.01 * sd)

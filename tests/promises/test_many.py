@@ -17,6 +17,7 @@ import fedppl
 from fedppl import gaussian, given
 from fedppl.contracts import Summed
 from fedppl.data import frames, tables
+from fedppl.engine.policy import NO_RULES
 from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
 from fedppl.types import DataError, Status
 
@@ -588,7 +589,8 @@ def test_clients_of_a_rare_kind_are_integrated_as_they_need(rng: np.random.Gener
         clients[str(k)] = {"y": y, "yes": np.full(2, float(k in odd))}
     model = fedppl.FederatedModel(of_two_kinds, ["mu", "cut", "tau"])
     found = fedppl.fit(model, clients, AT_ONCE, progressbar=False, random_seed=1)
-    expected = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    one_by_one = fedppl.InProcess(policy=NO_RULES)
+    expected = fedppl.fit(model, clients, AT_ONCE, engine=one_by_one, progressbar=False, random_seed=2)
     assert found.status.ok and found.records[-1].together == 60 and not expected.records[-1].together
     ours, theirs = found.summary(), expected.summary()
     assert_allclose((ours["mean"] - theirs["mean"]) / theirs["sd"], 0, atol=0.05)
