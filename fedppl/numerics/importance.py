@@ -165,9 +165,20 @@ def weighted_moments(points: Array, weights: Array) -> WeightedMoments:
     return WeightedMoments(mean, (covariance + covariance.T) / 2)
 
 
-def skewness(points: Array, weights: Array) -> Array:
-    """Skewness of every coordinate of points (S, m) under weights (S,), (m,)."""
+def skewness(points: Array, weights: Array, farthest: float = 0.0) -> Array:
+    """Skewness of every coordinate of points (S, m) under weights (S,), (m,).
+
+    Without the points that lie farthest from the mean and have at most a share `farthest` of the weight in all.
+    """
     centred = points - weights @ points
+    if farthest:
+        order = np.argsort(-np.abs(centred), axis=0, kind="stable")
+        is_kept = np.cumsum(weights[order], axis=0) > farthest
+        centred = np.take_along_axis(centred, order, axis=0) * is_kept
+        weights = weights[order]
+        return np.asarray(
+            np.sum(weights * centred**3, axis=0) / np.maximum(np.sum(weights * centred**2, axis=0), 1e-200) ** 1.5
+        )
     return np.asarray(weights @ centred**3 / np.maximum(weights @ centred**2, 1e-200) ** 1.5)
 
 

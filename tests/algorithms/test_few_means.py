@@ -130,3 +130,19 @@ def test_slopes_that_few_sites_move_together(seed: int) -> None:
     assert np.max(np.abs(summary["mean"] - mean) / sd) < 0.03
     assert np.max(np.abs(summary["sd"] / sd - 1.0)) < 0.03
     assert len(fit.state.phase.evaluated.points) < 4000  # in coordinates that do not spread with tau it takes 10,000
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_skewness_is_not_that_of_points_that_only_a_surrogate_has(seed: int) -> None:
+    """Of the mean of three clinics under a vague prior of their spread: 0.03 by quadrature."""
+    clinics = {f"c{k}": {"y": np.repeat([1, 0], [some, 15 - some])} for k, some in enumerate([10, 4, 2])}
+
+    def clinic(y: Array) -> pm.Model:
+        with pm.Model() as model:
+            mu, tau, z = pm.Normal("mu", 0, 10), pm.HalfCauchy("tau", 2.5), pm.Normal("z")
+            pm.Bernoulli("outcome", logit_p=mu + tau * z, observed=pm.Data("y", y))
+        return model
+
+    fit = fedppl.fit(fedppl.FederatedModel(clinic, shared=["mu", "tau"]), clinics, random_seed=seed)
+    assert fit.status.ok
+    assert abs(fit.idata["fit"]["skewness"].sel(rows="mu").item()) < 0.5

@@ -49,6 +49,7 @@ _MANY = 500  # clients from which fewer points do, as the sum hardly departs fro
 _FEW_POINTS, _FEWER_POINTS, _VALUES = 64, 24, 10**6  # of them; of very many; values of clients between these
 _SINGLE, _MOST_SINGLE = 1024, 512  # points of a scramble at which single clients are asked; clients of whom all are
 _COUNTS = ("values_lost", "left_out_lost", "squares", "constants", "improper", "answered")
+_MADE_UP = 1e-5  # share of the posterior, farthest out, where a surrogate may have mass that no value tells of
 _DRAWN = 4096  # points of q for clients' draws, where no weighted ones are
 
 
@@ -467,7 +468,7 @@ def _details(state: SumsState) -> contracts.Details:
     phase = state.phase
     if not isinstance(phase, Weighed) or phase.posterior is None:
         return {}
-    skewed = skewness(phase.posterior.points, phase.posterior.weights)
+    skewed = skewness(phase.posterior.points, phase.posterior.weights, _MADE_UP)
     return {"skewness": (("rows",), skewed)}
 
 
