@@ -151,7 +151,7 @@ TiltedFn = Callable[[Target, Rng], Moments]  # moments of φ under the tilted di
 TiltedDrawFn = Callable[[Target, int, int, Rng], Draws]
 
 
-LookFn = Callable[[ClientView, Array, Array], None]
+LookFn = Callable[[ClientView, Array], None]
 
 
 class LocalInference(NamedTuple):
@@ -170,8 +170,8 @@ class LocalInference(NamedTuple):
     draw
         ``draw(target, draws, chains, rng)``.
     look
-        ``look(client, points, center)`` raises `LocalFailure` where θ has mass about another mode than that which
-        moments are about; None where nobody looks.
+        ``look(client, points)`` raises `LocalFailure` where θ has mass about another mode than that which moments are
+        about, at points (S, m); None where nobody looks.
     settings
         Keywords of the builder: a run is resumed, and a node enrolled, only with equal settings.
     """

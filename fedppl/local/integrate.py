@@ -23,7 +23,7 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant
 from fedppl.local import _conditional, log_factors
 from fedppl.local._marginal import no_mode
-from fedppl.local.log_factors import several_modes
+from fedppl.local.log_factors import near_and_far, several_modes
 from fedppl.numerics import pairs
 from fedppl.numerics.integral import Rule, by_grid, by_sparse_grid
 from fedppl.numerics.pairs import Densities, Laplace, Places
@@ -227,7 +227,9 @@ def _part(
     rows = np.flatnonzero(usable)
     if look and not stack.exact and len(rows):
         clients = [stack.client(int(k)) for k in places[rows]]
-        several = several_modes(stack.of, places[rows], clients, stack.starts[places[rows]], points, center)
+        several = several_modes(
+            stack.of, places[rows], clients, stack.starts[places[rows]], near_and_far(points, center)
+        )
         failures |= several
         rows = np.array([row for row in rows if str(stack.ids[places[row]]) not in several], dtype=np.int64)
     roughly = roughly and not stack.exact

@@ -88,7 +88,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     if not len(points):  # a policy may leave none
         return Factor(np.zeros(0), np.zeros(0))
     if client.local_size:
-        require_one_mode(client, points, center)
+        require_one_mode(client, near_and_far(points, center))
     about = _marginal.near(client, points, center)
     value = Factor(about.values, np.zeros(len(points)))
     if client.local_size and not client.view(_conditional.is_gaussian):
@@ -304,23 +304,23 @@ _ROUGH = 1e-6  # Newton decrement, log units, at which searches for other modes 
 _NEGLIGIBLE = np.log(1e-3)  # of the mass about the first mode
 
 
-def require_one_mode(client: ClientView, points: Array, center: Array) -> None:
-    """Refuse a client whose θ has mass about another mode, at the center or at a point near it.
+def require_one_mode(client: ClientView, points: Array) -> None:
+    """Refuse a client whose θ has mass about another mode at one of the points (S, m).
 
     The `LocalFailure` names variables, and no number of the client's.
     """
     begin, who = client.view(_marginal.start)[None], np.zeros(1, dtype=np.int64)
-    for reason in several_modes(client.view(_marginal.densities), who, [client], begin, points, center).values():
+    for reason in several_modes(client.view(_marginal.densities), who, [client], begin, points).values():
         raise LocalFailure(reason)
 
 
 def several_modes(
-    of: Densities, places: Places, clients: Sequence[ClientView], starts: Array, points: Array, center: Array
+    of: Densities, places: Places, clients: Sequence[ClientView], starts: Array, points: Array
 ) -> dict[str, str]:
     """Reason by id for clients (C,), in these places of those side by side, whose θ has mass about another mode."""
     reasons: dict[str, str] = {}
     rows, begin = np.arange(len(clients), dtype=np.int64), starts.copy()
-    for point in (center, _another(points, center)):
+    for point in points:
         first = pairs.modes(of, np.broadcast_to(point, (len(rows), len(point))), begin[rows], places[rows])
         # A client without a mode fails when it integrates.
         values, kept = pairs.of_modes(first), np.flatnonzero(first.arrived)
@@ -344,11 +344,11 @@ def several_modes(
     return reasons
 
 
-def _another(points: Array, center: Array) -> Array:
-    """The farthest point of the half that is nearest to the center."""
+def near_and_far(points: Array, center: Array) -> Array:
+    """The center, and the farthest of the half of the points (S, m) that is nearest to it, (2, m)."""
     scale = np.median(np.abs(points - center), axis=0)
     far = np.linalg.norm((points - center) / np.where(scale > 0, scale, 1.0), axis=1)
-    return np.array(points[np.argsort(far)[len(far) // 2]])
+    return np.stack([center, points[np.argsort(far)[len(far) // 2]]])
 
 
 def _starts(client: ClientView, mode: Array, factor: Array) -> Array:

@@ -113,10 +113,10 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     )
 
 
-def look(client: ClientView, points: Array, center: Array) -> None:
+def look(client: ClientView, points: Array) -> None:
     """Refuse a client whose θ has mass about another mode than that which moments are about."""
     if client.local_size and not client.view(_conditional.is_gaussian):
-        log_factors.require_one_mode(client, points, center)
+        log_factors.require_one_mode(client, points)
 
 
 def _check(client: ClientView) -> None:

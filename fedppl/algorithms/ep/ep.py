@@ -46,6 +46,7 @@ from fedppl.numerics.streams import standard_normal, stream_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
 _STARTS = 4  # of "auto"
+_AWAY, _AXES = 2.0, 8  # posterior sds from q's mean at which clients look for modes, and number of its axes
 _MOST_STARTS = 1000
 
 
@@ -284,7 +285,8 @@ def _update_client(
     target = unpack_target(client, message)
     if float(message.get("look", 0.0)) > 0 and local.look is not None:
         mean, root = gaussian.affine(target.global_)
-        local.look(client, mean + root.T, mean)
+        away = _AWAY * root.T[:_AXES]
+        local.look(client, np.concatenate([mean[None], mean + away, mean - away]))
     moments = local.tilted(target, rng)
     reply = {
         "mean": moments.mean,

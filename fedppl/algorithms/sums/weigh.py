@@ -61,7 +61,7 @@ from fedppl.types import Array
 
 _FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
 _CANDIDATES = 512  # of a scramble, from which a batch is chosen
-_SKEWED = -0.5  # skewness of a scale's logarithm from which the scale itself is the coordinate
+_SKEWED = -0.35  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _LOG = "log__"
 _GAINED = 0.03  # log units a point by which locations are to be more normal in other coordinates
 _PILOTS = 2
