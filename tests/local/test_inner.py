@@ -364,7 +364,7 @@ def test_a_second_hump_of_a_prior_is_no_gaussian(place: float, width: float) -> 
 def test_a_second_hump_of_a_prior_is_another_mode() -> None:
     """Of a density that would be taken for a Gaussian's too: the search comes in any case."""
     with pytest.raises(LocalFailure, match="more than one mode"):
-        require_one_mode(enrolled_alone(hump, y=np.array([3.5])), np.zeros((1, 1)), np.zeros(1))
+        require_one_mode(enrolled_alone(hump, y=np.array([3.5])), np.zeros((1, 1)))
 
 
 def hump(y: Any, place: float = 7.0, width: float = 0.5) -> pm.Model:
