@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fedppl.types import Status
+from fedppl.types import Array, Status, as_declared
 
 logger = logging.getLogger(__name__)
 
@@ -174,3 +174,20 @@ def matched(status: Status, message: str) -> bool:
     (True, False)
     """
     return status.ok or message.startswith(_UNKNOWN)
+
+
+_FLAT = 30.0  # sd of a prior on a log scale, from e^-30 to e^30, from which it is hardly a prior
+_LOG = "_log__"
+
+
+def hardly_a_prior(labels: Sequence[str], spread: Array) -> str:
+    """Priors with these sds (m,) on positive variables that are all but improper; empty where there are none."""
+    flat = [j for j, label in enumerate(labels) if _LOG in label and spread[j] > _FLAT]
+    if not flat:
+        return ""
+    named = ", ".join(f"{as_declared(labels[j])} (sd {spread[j]:.2g} on the log scale)" for j in flat[:3])
+    return (
+        f"the prior of {named} is all but improper, as Gamma(.001, .001) is: the search begins where it has its mass, "
+        "far from any data. Declare one that says what is plausible, such as pm.HalfNormal, pm.Exponential or "
+        "pm.Gamma(2, ...)"
+    )

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import settings
+from fedppl import gaussian, settings
 from fedppl.contracts import Algorithm, AnyAlgorithm, EngineFactory, LocalInference, Posterior
 from fedppl.data.tables import Table
 from fedppl.engine.answer import require_fit, say_unused
@@ -189,7 +189,9 @@ def _ending(run: Run, *, stopped: str = "") -> tuple[Status, str]:
     fell_back = diagnostics.fallback_sentence(run.infos, len(run.clients))
     if status is Status.CONVERGED:
         another, (short, is_wrong) = mirror_image(run), _sd_shortfall(run)
-        doubts = another, short, message, prior_conflict(run), diagnostics.unchecked_laplace(run.infos), fell_back
+        spread = gaussian.standard_deviations(run.layout.prior) if is_wrong else np.zeros(run.layout.size)
+        cause, laplace = diagnostics.hardly_a_prior(run.layout.labels, spread), diagnostics.unchecked_laplace(run.infos)
+        doubts = another, short, cause, message, prior_conflict(run), laplace, fell_back
         return Status.STALLED if another or is_wrong else status, "; ".join(filter(None, doubts))
     silent = set(run.clients) - ever_used(run.records, run.clients)
     if len(silent) == len(run.clients):

@@ -107,7 +107,7 @@ def test_draws_are_put_right_on_scales_that_depend_on_each_other() -> None:
     u = rng.standard_normal((4096, 2))
     x = np.column_stack([u, u @ [1.0, 1.0], u @ [1.0, -1.0]])
     equal = np.full(len(u), 1 / len(u))
-    of = Drawn(u, np.zeros(len(u)), np.zeros(len(u)), equal, np.arange(len(u)) % 8, 0.0, u.mean(axis=0), np.eye(2))
+    of = Drawn(u, np.zeros(len(u)), np.zeros(len(u)), equal, np.arange(len(u)) % 8, 0.0, 0.0, u.mean(axis=0), np.eye(2))
     unit = unit_of(x, equal)
     exact = np.array([0.05, -0.03]), np.array([1.1, 0.95])
     mean = np.array([0.05, -0.03, 0.02 + 1e-3, 0.08])
@@ -127,7 +127,7 @@ def test_draws_are_put_right_where_candidates_without_weight_lie_far_out() -> No
     u = np.concatenate([rng.standard_normal((4096, 2)), np.array([[53.0, 0.0], [0.0, -30.0]])])
     weights = np.where(np.arange(len(u)) < 4096, 1.0, 1e-12)
     weights /= weights.sum()
-    of = Drawn(u, np.zeros(len(u)), np.zeros(len(u)), weights, np.arange(len(u)) % 8, 0.0, weights @ u, np.eye(2))
+    of = Drawn(u, np.zeros(len(u)), np.zeros(len(u)), weights, np.arange(len(u)) % 8, 0.0, 0.0, weights @ u, np.eye(2))
     target = np.array([0.05, -0.03, 1.1, 0.95])
     found = tilted(of, u, target, unit)
     assert found is not None

@@ -22,6 +22,7 @@ from fedppl.algorithms.ep.sites import NO_VALUE, Sites, dense, implausible_expan
 from fedppl.contracts import Asked, ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import whitened_points
+from fedppl.results import diagnostics
 from fedppl.types import Array, Layout, LocalFailure, Message, as_declared
 
 LENGTHS = 2.0 ** np.arange(-10, 6)
@@ -496,7 +497,6 @@ def _several(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:
 # Why a search has not arrived, and what helps, judged by where it stands ----------------------------------------------
 
 _ALONE = 100.0  # times the others' slope
-_FLAT = 30.0  # sd of a prior on a log scale, from e^-30 to e^30, from which it is hardly a prior
 _LEVEL = 0.3  # slope in sds of the curvature below which a point is level: a search arrives with the same number
 _MANY_PRIOR_SDS = 3.0
 # Precision in the prior's from which a coordinate is pinned by a scale that goes to zero; the second where clients'
@@ -536,11 +536,6 @@ def pulls_alone(sites: Sites, x: Array) -> str:
     )
 
 
-def hardly_a_prior(prior: Gaussian, labels: tuple[str, ...]) -> str:
-    """Priors on positive variables that are all but improper; empty where there are none."""
-    return _flat(labels, gaussian.standard_deviations(prior))
-
-
 def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[str, str]) -> str:
     """The likeliest cause, with a remedy, where `sites` are expansions at the point (m,) and nothing led on from there.
 
@@ -551,7 +546,7 @@ def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[s
     spread = gaussian.standard_deviations(prior)
     away = (point - gaussian.mean(prior)) / spread
     return (
-        _flat(sites.labels, spread)
+        diagnostics.hardly_a_prior(sites.labels, spread)
         or _saddle(sites, point)
         or _collapse(sites, point, away, _PINNED_BEYOND if any(unusable.values()) else _PINNED)
         or _stopped(unusable)
@@ -562,19 +557,6 @@ def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[s
             "give every variable a proper prior that says what is plausible, or compute without curvature: "
             "EP(local=fedppl.local.NUTS(), warm_start=False)"
         )
-    )
-
-
-def _flat(labels: tuple[str, ...], spread: Array) -> str:
-    """A prior on a positive variable that is all but improper, as Gamma(.001, .001) is."""
-    flat = [j for j, label in enumerate(labels) if _LOG in label and spread[j] > _FLAT]
-    if not flat:
-        return ""
-    named = ", ".join(f"{_variable(labels[j])} (sd {spread[j]:.2g} on the log scale)" for j in flat[:3])
-    return (
-        f"the prior of {named} is all but improper, as Gamma(.001, .001) is: the search begins where it has its mass, "
-        "far from any data. Declare one that says what is plausible, such as pm.HalfNormal, pm.Exponential or "
-        "pm.Gamma(2, ...)"
     )
 
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from fedppl import contracts, gaussian, settings
 from fedppl.algorithms.ep.ep import require_known
 from fedppl.algorithms.ep.sites import implausible_values, say_if_large
-from fedppl.algorithms.ep.warm_start import hardly_a_prior
 from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
 from fedppl.algorithms.sums.phases import Integrated, Rule, Weighed, Weighing
@@ -41,6 +40,7 @@ from fedppl.numerics.importance import effective_size, normalise, quadratic_term
 from fedppl.numerics.proposals import has_heavy_tails, whitened
 from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
 from fedppl.numerics.streams import STREAMS, whitened_points
+from fedppl.results.diagnostics import hardly_a_prior
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
 _LOCAL = NestedLaplace()
@@ -390,7 +390,7 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     if isinstance(judged.phase, Weighing):
         return after, Report(info, message=f"the weights are not trusted yet: {more}")
     if not judged.phase.trusted:
-        cause = hardly_a_prior(state.prior, phase.about.labels)
+        cause = hardly_a_prior(phase.about.labels, gaussian.standard_deviations(state.prior))
         return after, Report(info, Status.STALLED, "; ".join(filter(None, (judged.message, cause))))
     return after, Report(info, Status.CONVERGED, "", mild=True)
 
