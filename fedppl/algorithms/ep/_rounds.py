@@ -627,5 +627,6 @@ def refuse_skewed(outcome: Outcome) -> Outcome:
     of_several = np.sign(state.skewed.total) * state.skewed.without > _SEVERAL * np.abs(state.skewed.total)
     if not np.any(of_several & (np.abs(state.skewed.total) - noise > diagnostics.SKEWED)):
         return outcome
-    message = "; ".join(filter(None, (diagnostics.unknown_shortfall(_exact(state)), outcome.message)))
+    cause = diagnostics.hardly_a_prior(state.sites.labels, gaussian.standard_deviations(state.sites.prior))
+    message = "; ".join(filter(None, (diagnostics.unknown_shortfall(_exact(state)), cause, outcome.message)))
     return outcome._replace(status=Status.STALLED, message=message)
