@@ -60,6 +60,10 @@ class ClientView(Protocol):
         """Jitted function ``kernel(x, *data) -> [log density, gradient]``."""
 
     @property
+    def value_kernel(self) -> Callable[..., Any]:
+        """The same without the gradient: its first entry is the log density."""
+
+    @property
     def packed(self) -> tuple[Any, Any, Any]:
         """The client's arrays, packed for the kernel."""
 

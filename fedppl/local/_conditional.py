@@ -25,7 +25,7 @@ from fedppl.local._marginal import LeftOut
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import has_enough_points
 from fedppl.numerics.integral import Rule, between_trapezoids, by_far_grid, by_grid, by_trapezoids, log_integrals
-from fedppl.numerics.pairs import Densities, site_outputs
+from fedppl.numerics.pairs import Densities, Laplace, site_outputs
 from fedppl.numerics.streams import stream_of
 from fedppl.types import Array, LocalFailure
 
@@ -212,18 +212,30 @@ class Pair(NamedTuple):
     first: int
     second: int
     better: int
+    enough: bool = True  # whether a small difference ends the comparisons
 
 
 def by_pairs(
-    quadratures: Sequence[Callable[[Array], tuple[Array, Array]]], points: Array, pairs: Sequence[Pair]
+    quadratures: Sequence[Callable[[Places], tuple[Array, Array]]], points: Array, pairs: Sequence[Pair]
 ) -> tuple[Array, Array]:
     """Logarithms of integrals at points (S, m) by the first quadrature that agrees with its other, and their errors.
 
-    Where no two agree, the better of those is taken that differ little, else of those that differ least. Their
-    difference, or twice that, is then an error of the points that are near to those at which both were computed.
+    Quadratures are computed at points in some places. Where no two agree, the better of those is taken that differ
+    little, else of those that differ least. Their difference, or twice that, is then an error of the points that are
+    near to those at which both were computed.
     """
     some = np.unique(np.linspace(0, len(points) - 1, _COMPARED).astype(int))
-    at = functools.cache(lambda place: quadratures[place](points[some])[0])
+    rest = np.setdiff1d(np.arange(len(points)), some)
+    at_some = functools.cache(lambda place: quadratures[place](some))
+
+    def at(place: int) -> Array:
+        return at_some(place)[0]
+
+    def everywhere(place: int) -> tuple[Array, Array]:
+        both = np.empty((2, len(points)))
+        both[:, some], both[:, rest] = at_some(place), quadratures[place](rest)
+        return both[0], both[1]
+
     smallest, better, largest = np.zeros(len(some)), pairs[0].first, np.inf
     for pair in pairs:
         raw = at(pair.second) - at(pair.first)
@@ -233,13 +245,13 @@ def by_pairs(
         difference = np.where(finite, raw, 0.0)
         constant = float(np.median(difference[finite])) if np.any(finite) else 0.0
         if _range(raw) < _ALIKE and abs(constant) < _CONSTANT:
-            values, errors = quadratures[pair.first](points)
+            values, errors = everywhere(pair.first)
             return values + constant, errors + 0.5 * constant
         if float(np.max(np.abs(difference))) < largest:
             smallest, better, largest = difference, pair.better, float(np.max(np.abs(difference)))
-        if largest < _CLOSE:
+        if pair.enough and largest < _CLOSE:
             break
-    values, errors = quadratures[better](points)
+    values, errors = everywhere(better)
     scale = np.maximum(np.std(points, axis=0), 1e-300)
     near = smallest[cKDTree(points[some] / scale).query(points / scale)[1]]
     times = 1.0 if largest < _CLOSE else 2.0
@@ -255,7 +267,7 @@ def _range(differences: Array) -> float:
 # Quadratures over c ---------------------------------------------------------------------------------------------------
 
 MOST = 3  # coordinates that are integrated by a grid
-_NODES = {2: (11, 15), 3: (7, 9)}  # of each coordinate, by their number
+_NODES = {2: (7, 11, 15), 3: (5, 7, 9)}  # of each coordinate, by their number
 _AT_ONCE = 2**22  # numbers in points in memory at a time
 _TIMES = 4  # that a quadrature is centered anew
 _CLIPPED = 3.0  # times half of the width of the middle two thirds, where tails are clipped
@@ -274,42 +286,44 @@ class _Quadrature(NamedTuple):
     spread: Array  # (S, q, q)
 
 
-def integrated(client: ClientView, points: Array, center: Array, which: Places) -> tuple[Array, Array]:
-    """log f_k at points (S, m), NaN where there is no mode, and its errors."""
+def integrated(client: ClientView, points: Array, about: Laplace, which: Places) -> tuple[Array, Array]:
+    """log f_k at points (S, m), NaN where there is no mode, and its errors; about modes of θ there."""
+    by_rule = functools.partial(_by_rule, client, points, about, which=which)
     if len(which) == 1:
-        return by_two_rules(lambda some, rule: _by_rule(client, some, center, which, rule), points)
-    by_rule = functools.partial(_by_rule, client, center=center, which=which)
+        return by_two_rules(lambda some, rule: by_rule(some, rule=rule), np.arange(len(points)))
     # Heavy tails are along coordinates, from priors, or along a ridge of the likelihood.
     quadratures = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in _NODES[len(which)]]
     for along in (True, False):
         far = [by_far_grid(len(which), finer=finer) for finer in (False, True)]
         quadratures += [functools.partial(by_rule, rule=rule, far=True, along_axes=along) for rule in far]
-    return by_pairs(quadratures, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2), Pair(4, 5, 4)))
+    grids = Pair(0, 1, 1, enough=False), Pair(1, 2, 2)
+    return by_pairs(quadratures, points, (*grids, Pair(2, 3, 2), Pair(3, 4, 3), Pair(5, 6, 5)))
 
 
 def _by_rule(
     client: ClientView,
     points: Array,
-    center: Array,
+    about: Laplace,
+    places: Places,
+    *,
     which: Places,
     rule: Rule,
-    *,
     far: bool = False,
     along_axes: bool = False,
 ) -> tuple[Array, Array]:
     q, m = len(which), points.shape[1]
     rest = np.setdiff1d(np.arange(client.local_size), which)
-    values, errors = np.full(len(points), np.nan), np.zeros(len(points))
+    values, errors = np.full(len(places), np.nan), np.zeros(len(places))
     chunk = max(1, _AT_ONCE // (len(rule.nodes) * (1 + len(rest)) * (m + client.local_size)))
-    for first in range(0, len(points), chunk):
-        some = points[first : first + chunk]
-        laplace, modes, factors = _marginal.modes(client, some, center)
-        known = np.flatnonzero(np.isfinite(laplace))
-        about = about_modes(some[known], modes[known], factors[known], which, rest)
+    known = np.flatnonzero(np.isfinite(about.values[places]))
+    for first in range(0, len(known), chunk):
+        to = known[first : first + chunk]
+        some = places[to]
+        at = about_modes(points[some], about.theta[some], about.root[some], which, rest)
         if along_axes:
-            about = about._replace(spread=np.sqrt(np.sum(about.spread**2, axis=2))[:, :, None] * np.eye(q))
-        terms = (_terms if far else _centered)(client, about, which, rest, rule)
-        values[first + known], errors[first + known] = log_integrals(terms, rule)
+            at = at._replace(spread=np.sqrt(np.sum(at.spread**2, axis=2))[:, :, None] * np.eye(q))
+        terms = (_terms if far else _centered)(client, at, which, rest, rule)
+        values[to], errors[to] = log_integrals(terms, rule)
     return values, errors
 
 
@@ -377,7 +391,7 @@ class Given(NamedTuple):
 def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
     """Log terms of the integral at nodes of c, (S, L)."""
     who = np.zeros(len(about.phi), dtype=np.int64)
-    return at_nodes(client.view(_marginal.densities), who, about, which, rest, rule).terms
+    return at_nodes(client.view(_marginal.integrands), who, about, which, rest, rule).terms
 
 
 def at_nodes(of: Densities, who: Places, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Given:
@@ -394,7 +408,8 @@ def at_nodes(of: Densities, who: Places, about: _Quadrature, which: Places, rest
     for i, place in enumerate(m + rest):
         x[:, :, 1 + i, place] += widths[:, None, i]
     flat = x.reshape(count * nodes * (1 + r), x.shape[-1])
-    outputs = pairs.outputs_at(of, flat, np.repeat(who, nodes * (1 + r))).reshape(count, nodes, 1 + r, -1)
+    at_all = pairs.outputs_at if r else pairs.values_at
+    outputs = at_all(of, flat, np.repeat(who, nodes * (1 + r))).reshape(count, nodes, 1 + r, -1)
     slopes = outputs[..., 1 + m + rest]
     slope = slopes[:, :, 0]
     with np.errstate(over="ignore", invalid="ignore"):  # where slopes are infinite: no term of the integral is known
@@ -459,8 +474,8 @@ def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:
     def difference(points: Array) -> tuple[Array, float] | None:
         if which is None:
             return _marginal.difference(client, points, mean)
-        laplace, _, _ = _marginal.modes(client, points, mean)
-        errors = integrated(client, points, mean, which)[0] - laplace
+        about = _marginal.near(client, points, mean)
+        errors = integrated(client, points, about, which)[0] - about.values
         return (errors, 1.0) if np.all(np.isfinite(errors)) else None
 
     return _marginal.left_out(difference, mean, root, stream_of(client.client_id))

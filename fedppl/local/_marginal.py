@@ -23,6 +23,11 @@ def densities(client: ClientView) -> Densities:
     return pairs.one(client.kernel, client.shared_size, client.packed)
 
 
+def integrands(client: ClientView) -> Densities:
+    """The same, for integrals: with the kernel that computes no gradient."""
+    return client.view(densities)._replace(value=client.value_kernel)
+
+
 def start(client: ClientView) -> Array:
     """Start of inner searches: the mode of θ at the prior mean of φ.
 
@@ -129,7 +134,7 @@ def integrals(client: ClientView, points: Array, center: Array, rule: Rule) -> I
         return np.concatenate([total, effective / len(rule.nodes), parts @ of_group], axis=1)
 
     who = np.zeros(len(points), dtype=np.int64)
-    columns = pairs.by_nodes(client.view(densities), about, points, who, rule, shared)
+    columns = pairs.by_nodes(client.view(integrands), about, points, who, rule, shared)
     known = np.isfinite(columns[:, :1])
     values, relative, shares = np.where(known, columns[:, 0:1], np.nan), columns[:, 1], columns[:, 2:]
     return Integrals(values[:, 0], about.values, np.where(known[:, 0], relative, 0.0), np.where(known, shares, 0.0))

@@ -121,6 +121,7 @@ def _stacked(
     places = np.unique(np.linspace(0, len(initial) - 1, min(_CHECKED, len(initial))).astype(int))
     d = initial.shape[1]
     exact = not d or (bool(np.all(gaussians)) and all(client(int(k)).view(_conditional.is_gaussian) for k in places))
+    of = of if exact else of._replace(value=like.value_kernel)
     return Stacked(of, starts, ids, client, like.prior, exact)
 
 

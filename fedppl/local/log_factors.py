@@ -10,6 +10,7 @@ moment but the evidence. The rest of it is estimated from two halves of the node
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -123,7 +124,7 @@ def integrated(client: ClientView, points: Array, center: Array, about: Laplace)
         which = np.arange(client.local_size)
     if which is None:
         return _by_sparse_grids(client, points, center) or _sampled(client, points, center)
-    return _with_alike(*_conditional.integrated(client, points, center, which))
+    return _with_alike(*_conditional.integrated(client, points, about, which))
 
 
 def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> Factor | None:
@@ -229,7 +230,7 @@ def _is_product(client: ClientView) -> bool:
 
 def _one_by_one(client: ClientView, points: Array, about: Laplace) -> tuple[Array, Array]:
     """log f_k at points (S, m), NaN where there is no mode, and its errors."""
-    of, d = client.view(_marginal.densities), client.local_size
+    of, d = client.view(_marginal.integrands), client.local_size
     about = about._replace(root=about.root * np.eye(d))
 
     def compute(some: Places, rule: Rule) -> tuple[Array, Array]:
@@ -262,7 +263,7 @@ def by_two_levels(client: ClientView, points: Array, center: Array, enough: floa
     Levels agree if at half of the points with both they differ by less than `enough`, but for a constant. These
     differences are the errors at the nearest points.
     """
-    about, of = _marginal.near(client, points, center), client.view(_marginal.densities)
+    about, of = _marginal.near(client, points, center), client.view(_marginal.integrands)
     some = np.unique(np.linspace(0, len(points) - 1, _SPARSE_COMPARED).astype(np.int64))
     who, d = np.zeros(len(points), dtype=np.int64), client.local_size
     at = Laplace(*(part[some] for part in about))
@@ -300,6 +301,7 @@ _FAR_STARTS = (4.0, 12.0, 40.0, 120.0, 400.0, 1200.0)  # sds from the mode, in a
 _FLIPPED, _EXCHANGED = 16, 12  # coordinates whose sign is changed one at a time, and pairs that are exchanged, at most
 _TURNED = 3  # variables whose signs are changed together, in all combinations
 _REACH = 5.0  # sds, by the curvature at either mode, within which a quadrature about one covers the other
+_BACK = 1.0  # sds from the first mode, within which a search ends there: those that matter are farther by _REACH
 _ROUGH = 1e-6  # Newton decrement, log units, at which searches for other modes end
 _NEGLIGIBLE = np.log(1e-3)  # of the mass about the first mode
 
@@ -331,7 +333,8 @@ def several_modes(
             break
         whose = np.repeat(np.arange(len(rows)), [len(one) for one in others])
         at = np.broadcast_to(point, (len(whose), len(point)))
-        ends = pairs.modes(of, at, np.concatenate(others), places[rows[whose]], _ROUGH)
+        is_back = functools.partial(_is_back, modes[whose], roots[whose])
+        ends = pairs.modes(of, at, np.concatenate(others), places[rows[whose]], _ROUGH, stop=is_back)
         away = ends.theta - modes[whose]
         with np.errstate(invalid="ignore"):
             by_first, by_other = (np.einsum("nji,nj->ni", root, away) for root in (roots[whose], ends.root))
@@ -342,6 +345,12 @@ def several_modes(
             reasons[client.client_id] = _several(client, np.abs(by_first[n]), point)
         rows = np.array([k for k in rows if clients[int(k)].client_id not in reasons], dtype=np.int64)
     return reasons
+
+
+def _is_back(modes: Array, roots: Array, which: Places, theta: Array) -> NDArray[np.bool_]:
+    """Whether searches in places `which` (n,) are at the first mode, theirs among modes (N, d)."""
+    away = np.einsum("nji,nj->ni", roots[which], theta - modes[which])
+    return np.asarray(np.linalg.norm(away, axis=1) < _BACK)
 
 
 def near_and_far(points: Array, center: Array) -> Array:

@@ -103,6 +103,11 @@ class ClientModel:
         """Compiled x, packed data -> [log density, gradient], shared by all clients of one template."""
         return _no_kernel if self.layout.binary else self.template.kernel
 
+    @property
+    def value_kernel(self) -> Callable[..., Any]:
+        """The same without the gradient: its first entry is the log density."""
+        return _no_kernel if self.layout.binary else self.template.value_kernel
+
     @functools.cached_property
     def declaration(self) -> str:
         """Digest of all that the declaration's density computes, as `Policy.declarations` lists it."""

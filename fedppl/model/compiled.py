@@ -224,8 +224,12 @@ def unpacking_kernel(
     pieces: Sequence[Piece],
     types: Sequence[tuple[str, int]],
     name: str | None = None,
+    *,
+    slopes: bool = True,
 ) -> Callable[..., Any]:
     """Wrap kernel(*pieces, *arrays) -> (value, *slopes) as kernel(x, reals, integers, where) -> [value, gradient].
+
+    Without `slopes` it returns [value].
 
     `compiled` makes the jitted function where there is none on disk, and says whether it may be cached there under a
     digest of its `name`. x consists of `pieces`; `types` are dtypes and dimensions of arrays, in the order of `pack`.
@@ -234,8 +238,9 @@ def unpacking_kernel(
     lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), "    start = 0"]
     for i, piece in enumerate(pieces):
         lines += _cut(i, piece)
+    size = "1 + x.shape[0]" if slopes else "1"
     names = [*(f"p{i}" for i in range(len(pieces))), *(f"a{i}" for i in range(len(types)))]
-    lines += [f"    outputs = kernel({', '.join(names)})", "    found = np.zeros(1 + x.shape[0])"]
+    lines += [f"    outputs = kernel({', '.join(names)})", f"    found = np.zeros({size})"]
     lines += ["    found[0] = np.asarray(outputs[0]).item()"]
     given = 1
     for i, piece in enumerate(pieces):

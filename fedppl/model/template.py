@@ -180,7 +180,8 @@ def shapes(graph: _graph.SiteGraph, local: tuple[Variable, ...]) -> tuple[Array,
 
 T = TypeVar("T")
 _KERNELS_KEPT = 64
-_Kernel = tuple[str | None, Callable[..., Any]]  # with the name of the graph that it was compiled for
+# With the name of the graph that they were compiled for: those with slopes and without.
+_Kernel = tuple[str | None, dict[bool, Callable[..., Any]]]
 _kernels: list[tuple[_graph.SiteGraph, _Kernel]] = []  # the last ones compiled
 _in_use: weakref.WeakKeyDictionary[_graph.SiteGraph, _Kernel] = weakref.WeakKeyDictionary()
 _compiled = 0
@@ -225,6 +226,11 @@ class Template:
     def kernel(self) -> Callable[..., Any]:
         """The compiled log density with its gradient, compiled at first use, after all checks."""
         return self.of_declaration("kernel", lambda: kernel_of(self.graph))
+
+    @property
+    def value_kernel(self) -> Callable[..., Any]:
+        """The same without the gradient, for integrals."""
+        return self.of_declaration("value kernel", lambda: kernel_of(self.graph, slopes=False))
 
     @property
     def density(self) -> Callable[..., Any]:
@@ -294,27 +300,23 @@ def differences(template: Template, client_id: str, arrays: Mapping[str, Any], p
     return {what for what, is_same in same.items() if not is_same}
 
 
-def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
-    """Compile x, packed data -> [log density, gradient] in NUMBA mode, callable from other jitted loops."""
+def _compile(graph: _graph.SiteGraph, *, slopes: bool) -> Callable[..., Any]:
+    """Compile x, packed data -> [log density, gradient] in NUMBA mode, callable from other jitted loops.
+
+    Without `slopes` [log density].
+    """
     global _compiled
     _compiled += 1
     # A graph of pieces of x: cutting x and joining the gradient take as long to compile as many a model, and are a few
     # lines of the source that unpacks the data.
     variables = [piece.variable for piece in graph.pieces]
-    try:
-        slopes = pt.grad(graph.of_pieces, variables, disconnected_inputs="ignore", return_disconnected="none")
-    except (NotImplementedError, NullTypeGradError) as error:
-        why = str(error).strip().partition("\n")[0]
-        raise DeclarationError(
-            f"the log density has no gradient ({why}). Write the model with operations of PyTensor, or give your own "
-            "Op a gradient."
-        ) from error
-    outputs = [graph.of_pieces, *(slope for slope in slopes if slope is not None)]
+    gradient = _gradient(graph, variables) if slopes else [None] * len(variables)
+    outputs = [graph.of_pieces, *(slope for slope in gradient if slope is not None)]
     inputs = [*variables, *graph.inputs]
     shapes = [p.shape if isinstance(p.shape, tuple) else graph.inputs.index(p.shape) for p in graph.pieces]
     pieces = [
         Piece(variable.type.ndim, shape, slope is not None)
-        for variable, shape, slope in zip(variables, shapes, slopes, strict=True)
+        for variable, shape, slope in zip(variables, shapes, gradient, strict=True)
     ]
     types = [(v.type.dtype, v.type.ndim) for v in graph.inputs]
 
@@ -324,10 +326,23 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
         return inlined(pytensor.function(inputs, outputs, mode=numba_mode, on_unused_input="ignore").vm.jit_fn)
 
     with without_notices():
-        return unpacking_kernel(compiled, pieces, types, graph_key(inputs, outputs))
+        return unpacking_kernel(compiled, pieces, types, graph_key(inputs, outputs), slopes=slopes)
 
 
-def kernel_of(graph: _graph.SiteGraph) -> Callable[..., Any]:
+def _gradient(graph: _graph.SiteGraph, variables: list[Any]) -> list[Any]:
+    """The gradient in pieces of x; None for those that the density does not depend on."""
+    try:
+        slopes = pt.grad(graph.of_pieces, variables, disconnected_inputs="ignore", return_disconnected="none")
+    except (NotImplementedError, NullTypeGradError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise DeclarationError(
+            f"the log density has no gradient ({why}). Write the model with operations of PyTensor, or give your own "
+            "Op a gradient."
+        ) from error
+    return list(slopes)
+
+
+def kernel_of(graph: _graph.SiteGraph, *, slopes: bool = True) -> Callable[..., Any]:
     """Find the kernel of an equal graph, or compile: a builder that is made anew (a closure) does not compile again.
 
     Only the site factor is looked up. Each build has its own names, priors, transforms and deterministics.
@@ -339,11 +354,13 @@ def kernel_of(graph: _graph.SiteGraph) -> Callable[..., Any]:
         known = [*_in_use.items(), *_kernels]
         entry = next((k for other, k in known if k[0] == key and _same.same_graph(other, graph)), None)
         if entry is None:
-            entry = (key, _compile(graph))
+            entry = (key, {})
+        if slopes not in entry[1]:
+            entry[1][slopes] = _compile(graph, slopes=slopes)
             _kernels.append((graph, entry))
             del _kernels[:-_KERNELS_KEPT]
         _in_use[graph] = entry
-        return entry[1]
+        return entry[1][slopes]
 
 
 # Cache of graphs and functions by what a build declares ---------------------------------------------------------------

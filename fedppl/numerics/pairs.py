@@ -96,6 +96,7 @@ class Densities(NamedTuple):
     kernel: Any
     packs: Packs
     shared: int  # coordinates of φ, m
+    value: Any = None  # the kernel without its gradient, for integrals; without it the other is called
 
 
 class Modes(NamedTuple):
@@ -172,6 +173,13 @@ def entries_at(kernel: Any, packs: Packs, x: Array, who: Places, count: int) -> 
     out = np.empty((len(x), count))
     outputs_of_pairs(kernel, np.ascontiguousarray(x), who, tuple(packs), out)
     return out
+
+
+def values_at(of: Densities, x: Array, who: Places) -> Array:
+    """log p(y_k, θ | φ) alone at rows x = (φ, θ), (N, 1)."""
+    if of.value is None:
+        return outputs_at(of, x, who)[:, :1]
+    return entries_at(of.value, of.packs, x, who, 1)
 
 
 def site_outputs(kernel: Any, points: Array, packed: Any) -> Array:
@@ -271,9 +279,18 @@ def _rescaled(A: Array, scale: Array) -> Array:
 
 
 def modes(
-    of: Densities, phi: Array, theta: Array, who: Places, tolerance: float = _ARRIVED, limit: int = _LIMIT
+    of: Densities,
+    phi: Array,
+    theta: Array,
+    who: Places,
+    tolerance: float = _ARRIVED,
+    limit: int = _LIMIT,
+    stop: Callable[[Places, Array], Flags] | None = None,
 ) -> Modes:
-    """Modes of θ at φ (N, m) from starts (N, d), by damped Newton steps."""
+    """Modes of θ at φ (N, m) from starts (N, d), by damped Newton steps.
+
+    Of searches in places (n,) that have come to θ (n, d) `stop` tells which end there, without having arrived.
+    """
     (count, d), m = theta.shape, of.shared
     theta, scale = np.array(theta), np.full((count, d), 0.1)
     at = _expanded(of, phi, theta, who, scale)
@@ -314,6 +331,8 @@ def modes(
                 left = np.einsum("ni,ni->n", slopes, solve(root[ended], slopes))
             arrived[ended] = positive & (left < max(tolerance, _LEFT)) & np.isfinite(at.out[:, 0])
         active = active[moved]
+        if stop is not None and len(active):
+            active = active[~stop(active, theta[active])]
     return Modes(arrived, theta, out[:, 0], out[:, 1:], root, cross, scale)
 
 
@@ -566,7 +585,8 @@ def node_terms(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rul
         unit = np.broadcast_to(np.eye(d), (count, d, d))
         axes = np.stack([solve_upper(about.root, unit[:, i]) for i in range(d)], axis=1)  # rows are L⁻ᵀ e
         theta += (rule.nodes @ axes).reshape(-1, d)
-    value = outputs(of, np.repeat(phi, nodes, axis=0), theta, np.repeat(who, nodes))[:, 0].reshape(count, nodes)
+    x = np.concatenate([np.repeat(phi, nodes, axis=0), theta], axis=1)
+    value = values_at(of, x, np.repeat(who, nodes)).reshape(count, nodes)
     constant = 0.5 * d * np.log(2.0 * np.pi) - 0.5 * log_determinant(about.root)
     terms = value + (0.5 * np.sum(rule.nodes**2, axis=1) + rule.log_weights) + constant[:, None]
     return np.where(terms < np.inf, terms, -np.inf)  # NaN: no density there

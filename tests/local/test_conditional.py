@@ -77,7 +77,7 @@ def test_the_integral_is_that_of_the_closed_form_with_its_constant(rows: int) ->
     assert_array_equal(which, [2])
     center = np.array([0.8, -0.4, -1.0])
     phi = center + np.random.default_rng(0).standard_t(5, size=(40, 3)) * [0.4, 0.4, 0.6]
-    found, errors = _conditional.integrated(client, phi, center, which)
+    found, errors = _conditional.integrated(client, phi, _marginal.near(client, phi, center), which)
     missed = np.abs(found - exact(phi, data))
     assert np.median(missed) < 1e-5 and missed.max() < 5e-4  # far out, with three rows
     assert np.all(missed < 2e-5 + 3.0 * np.abs(errors))
@@ -94,7 +94,7 @@ def test_two_coordinates_are_integrated_on_a_grid() -> None:
     assert which is not None
     assert_array_equal(which, [1, 2])
     phi = np.linspace(-1.5, 2.0, 7)[:, None]
-    found, _ = _conditional.integrated(client, phi, np.zeros(1), which)
+    found, _ = _conditional.integrated(client, phi, _marginal.near(client, phi, np.zeros(1)), which)
     grid = 0.5 * np.linspace(-6, 6, 241)
     a, b = (one.ravel() for one in np.meshgrid(grid, grid))
     expected = []
@@ -161,7 +161,7 @@ def test_a_funnel_is_integrated_where_its_mass_is(size: int, centred: bool) -> N
     scale = np.sqrt(np.exp(2 * grid) + error[:, None] ** 2)
     logs = np.array([norm.logpdf(grid) + norm.logpdf(y[:, None], mu, scale).sum(axis=0) for mu in phi[:, 0]])
     expected = logsumexp(logs, axis=1) + np.log(grid[1] - grid[0])
-    found, errors = _conditional.integrated(client, phi, np.zeros(1), which)
+    found, errors = _conditional.integrated(client, phi, _marginal.near(client, phi, np.zeros(1)), which)
     assert_allclose(found, expected, rtol=0, atol=1e-3)
     assert np.all(np.abs(found - expected) < 1e-4 + 3.0 * np.abs(errors))
 
@@ -192,7 +192,7 @@ def test_what_a_heavy_tail_leaves_unknown_is_said(nu: float, scale: float, known
     prior = t.logpdf(shift, nu, 0, scale)
     logs = [prior + norm.logpdf(y.mean(), mu + shift, np.sqrt(4 / 3)) + inside for mu in phi[:, 0]]
     expected = logsumexp(logs, axis=1) + np.log(shift[1] - shift[0])
-    found, errors = _conditional.integrated(client, phi, np.zeros(1), which)
+    found, errors = _conditional.integrated(client, phi, _marginal.near(client, phi, np.zeros(1)), which)
     missed = found - expected
     assert np.abs(missed).max() < known
     assert np.ptp(missed) < 1e-4 + 3.0 * np.ptp(errors)

@@ -128,9 +128,9 @@ def test_what_is_held_against_nothing_agrees_with_nothing() -> None:
     points = np.linspace(-1, 1, 50)[:, None]
 
     def way(shift: float, known: float = 1.0) -> Any:
-        def compute(some: Array) -> tuple[Array, Array]:
-            values = some[:, 0] * (1.0 + shift)
-            return np.where(np.abs(some[:, 0]) <= known, values, np.nan), np.zeros(len(some))
+        def compute(places: Array) -> tuple[Array, Array]:
+            some = points[places, 0]
+            return np.where(np.abs(some) <= known, some * (1.0 + shift), np.nan), np.zeros(len(some))
 
         return compute
 
@@ -140,6 +140,24 @@ def test_what_is_held_against_nothing_agrees_with_nothing() -> None:
     values, errors = by_pairs(ways, points, [Pair(0, 3, 3), Pair(0, 2, 2)])
     assert_allclose(values, points[:, 0] * 1.01)
     assert np.all(np.abs(errors) >= np.abs(values - points[:, 0]))
+
+
+def test_what_was_computed_to_compare_is_not_computed_again() -> None:
+    """And a small difference of the first two, which leaves room for the next ones, is no end."""
+    points, asked = np.linspace(-1, 1, 50)[:, None], list[tuple[int, int]]()
+
+    def way(number: int, shift: float) -> Any:
+        def compute(places: Array) -> tuple[Array, Array]:
+            asked.append((number, len(places)))
+            return points[places, 0] * (1.0 + shift), np.full(len(places), 0.1)
+
+        return compute
+
+    ways = [way(number, shift) for number, shift in enumerate((0.002, 0.0, 0.0))]
+    values, errors = by_pairs(ways, points, [Pair(0, 1, 1, enough=False), Pair(1, 2, 2)])
+    assert_allclose(values, points[:, 0], atol=1e-12)
+    assert_allclose(errors, 0.1, atol=1e-12)
+    assert sorted(asked) == [(0, 32), (1, 18), (1, 32), (2, 32)]
 
 
 def test_a_difference_of_two_rules_that_is_the_same_everywhere_is_an_error_too() -> None:
@@ -157,11 +175,12 @@ def test_a_difference_of_two_rules_that_is_the_same_everywhere_is_an_error_too()
 def test_a_way_that_is_not_known_at_many_points_confirms_nothing() -> None:
     """The first is off by 3 where the second has no value."""
     points = np.linspace(-1, 1, 50)[:, None]
+    x = points[:, 0]
     ways = [
-        lambda some: (some[:, 0] + 3.0 * (some[:, 0] > 0.2), np.zeros(len(some))),
-        lambda some: (np.where(some[:, 0] > 0.2, np.nan, some[:, 0]), np.zeros(len(some))),
-        lambda some: (some[:, 0], np.zeros(len(some))),
-        lambda some: (some[:, 0], np.zeros(len(some))),
+        lambda some: (x[some] + 3.0 * (x[some] > 0.2), np.zeros(len(some))),
+        lambda some: (np.where(x[some] > 0.2, np.nan, x[some]), np.zeros(len(some))),
+        lambda some: (x[some], np.zeros(len(some))),
+        lambda some: (x[some], np.zeros(len(some))),
     ]
     values, errors = by_pairs(ways, points, [Pair(0, 1, 1), Pair(2, 3, 3)])
     assert_allclose(values, points[:, 0], atol=1e-12)

@@ -163,6 +163,21 @@ def fitted(frame: pd.DataFrame, sd: float = 2.0, seed: int = 1) -> fedppl.Fit:
     return fedppl.fit(model, frame, by="site", progressbar=False, random_seed=seed)
 
 
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
+def test_the_density_without_its_gradient_is_compiled_where_own_variables_are_integrated(family: str) -> None:
+    """Those of a Gaussian outcome are Gaussian, and Laplace's approximation is exact."""
+    model = fedppl.formula(
+        "healed ~ x + (1 | site)", family=family, priors={"x": fedppl.Prior("Normal", mu=0, sigma=2.5)}
+    )
+    fit = fedppl.fit(model, trial(0), by="site", progressbar=False, random_seed=1)
+    client, before = fit.clients["0"], compilations()
+    assert callable(client.value_kernel) and compilations() - before == (1 if family == "gaussian" else 0)
+    x = np.random.default_rng(0).normal(size=client.shared_size + client.local_size)
+    both, alone = client.kernel(x, *client.packed), client.value_kernel(x, *client.packed)
+    assert len(both) == 1 + len(x) and len(alone) == 1
+    np.testing.assert_allclose(alone[0], both[0], rtol=1e-13)
+
+
 def test_a_second_fit_makes_no_graph_and_its_numbers_are_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = trial(0)
     first = fitted(frame).summary()
