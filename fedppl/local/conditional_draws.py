@@ -21,7 +21,7 @@ from fedppl.local._conditional import Places, _centered, _gaps, _Quadrature, abo
 from fedppl.local.log_factors import factor, is_separable
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import unpack_target
-from fedppl.numerics import importance, pairs, region
+from fedppl.numerics import importance, pairs, student_t
 from fedppl.numerics.importance import effective_size, normalise, resample
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.pairs import site_outputs
@@ -108,7 +108,7 @@ def _candidates(rng: Rng, count: int, d: int, *, normal: bool) -> Array:
     z = rng.normal(size=(_CANDIDATES, count, d))
     if not normal:
         reach = z[1::2]
-        reach *= np.sqrt(region.DEGREES / rng.chisquare(region.DEGREES, size=(*reach.shape[:2], 1)))
+        reach *= np.sqrt(student_t.DEGREES / rng.chisquare(student_t.DEGREES, size=(*reach.shape[:2], 1)))
     return z
 
 
@@ -133,7 +133,7 @@ def _log_candidates(z: Array) -> tuple[Array, Array]:
     """Log densities (C, N) of candidates z (C, N, d): normal, and twice that of the mixture with the t."""
     white = z.reshape(-1, z.shape[2])
     log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * white.shape[1] * np.log(2 * np.pi)
-    log_mixture = np.logaddexp(log_normal, region.log_density(white, np.eye(white.shape[1])))
+    log_mixture = np.logaddexp(log_normal, student_t.log_density(white, np.eye(white.shape[1])))
     return log_normal.reshape(z.shape[:2]), np.asarray(log_mixture).reshape(z.shape[:2])
 
 

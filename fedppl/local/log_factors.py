@@ -22,7 +22,7 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _marginal
 from fedppl.local._conditional import by_two_rules
-from fedppl.numerics import importance, pairs, region
+from fedppl.numerics import importance, pairs, student_t
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals, smooth_over
 from fedppl.numerics.pairs import Densities, Laplace, Places, site_batch
@@ -164,14 +164,14 @@ def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
         known = np.isfinite(values)
         if not np.any(known):
             break
-        rest = np.log(np.clip(1.0 - shares, 1e-8, 1.0)) - np.log1p(-1.0 / region.SCRAMBLES)  # without each scramble
-        bias = -(region.SCRAMBLES - 1.0) * rest.mean(axis=1)
-        half = shares[:, : region.SCRAMBLES // 2].sum(axis=1)
+        rest = np.log(np.clip(1.0 - shares, 1e-8, 1.0)) - np.log1p(-1.0 / student_t.SCRAMBLES)  # without each scramble
+        bias = -(student_t.SCRAMBLES - 1.0) * rest.mean(axis=1)
+        half = shares[:, : student_t.SCRAMBLES // 2].sum(axis=1)
         with np.errstate(divide="ignore"):
             halves = np.clip(np.log(half) - np.log1p(-half), -20.0, 20.0)
         values = values + bias
         errors = 0.5 * (_varying(halves, known) + _varying(bias, known))
-        spread = np.sqrt(region.SCRAMBLES) * np.std(shares[known], axis=1, ddof=1)  # of the mean of all scrambles
+        spread = np.sqrt(student_t.SCRAMBLES) * np.std(shares[known], axis=1, ddof=1)  # of the mean of all scrambles
         constant = Constant(0.5 * float(np.median(bias[known])), float(np.median(spread)))
         if before is not None:
             change = _varying(values - before, known & np.isfinite(before))

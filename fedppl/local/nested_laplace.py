@@ -36,8 +36,8 @@ from fedppl.numerics.importance import (
 )
 from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.proposals import log_mixture, points_of, propose
-from fedppl.numerics.region import SCRAMBLES
 from fedppl.numerics.streams import fresh_points, stream_of
+from fedppl.numerics.student_t import SCRAMBLES
 from fedppl.results.diagnostics import STANDARDISED
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure, Rng

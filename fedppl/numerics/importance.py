@@ -35,6 +35,14 @@ def effective_size(weights: Array) -> float:
     return float(1.0 / np.sum(weights**2))
 
 
+def jackknife(without: Array) -> Array:
+    """Standard errors (...) of estimates, by those without one scramble each (scrambles, ...).
+
+    Points within a scramble are no independent sample.
+    """
+    return np.asarray(np.sqrt(len(without) - 1.0) * np.std(without, axis=0))
+
+
 def enough_points(size: int, points: int) -> int:
     """Raise the number of points to what `controlled_moments` needs."""
     return max(points, 2 * (1 + size + size * (size + 1) // 2))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.numerics import region
+from fedppl.numerics import student_t
 from fedppl.numerics.importance import WeightedMoments, weighted_moments
 from fedppl.types import Array
 
@@ -36,7 +36,7 @@ class Proposal(NamedTuple):
 
 def propose(mean: Array, covariance: Array, count: int) -> Proposal:
     """The t with these moments."""
-    scale = (region.DEGREES - 2.0) / region.DEGREES
+    scale = (student_t.DEGREES - 2.0) / student_t.DEGREES
     return Proposal(mean, np.asarray(np.linalg.cholesky(covariance * scale), dtype=np.float64), count)
 
 
@@ -80,7 +80,7 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
     reached = np.searchsorted(np.cumsum(shares[nearest]), [0.5 * shares.sum(), 0.9 * shares.sum()])
     middle, far = away[nearest][reached]
     degrees = _OF_POWERS if far > _POWER * middle else _OF_OTHERS
-    scale = float(middle) / region.middle(degrees)
+    scale = float(middle) / student_t.middle(degrees)
     m = len(covariance)
     start, along, bend, root = points[0].copy(), np.zeros(m), np.zeros(m), np.zeros((m, m))
     start[i], along[i] = weights @ points[:, i], sign * scale
@@ -94,7 +94,7 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
     root[:, 0] = along
     if others:
         spread = (residuals * shares[:, None]).T @ residuals + _FEW * covariance[np.ix_(others, others)]
-        root[others, 1:] = np.linalg.cholesky(spread * (region.DEGREES - 2.0) / region.DEGREES)
+        root[others, 1:] = np.linalg.cholesky(spread * (student_t.DEGREES - 2.0) / student_t.DEGREES)
     return Proposal(start, root, count, bend, degrees)
 
 
@@ -126,8 +126,8 @@ def points_of(proposal: Proposal, stream: int) -> Array:
     """Points of a proposal, scramble after scramble, (scrambles x count, m)."""
     mean, root, count, bend, degrees = proposal
     if not len(bend):
-        return np.asarray(mean + region.standard_points(len(mean), count, stream) @ root.T)
-    z = region.points_along(len(mean), count, stream, degrees)
+        return np.asarray(mean + student_t.standard_points(len(mean), count, stream) @ root.T)
+    z = student_t.points_along(len(mean), count, stream, degrees)
     return np.asarray(mean + z @ root.T + np.log1p(z[:, :1]) * bend)
 
 
@@ -138,9 +138,9 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     for mean, root, count, bend, degrees in proposals:
         if len(bend):
             straight = points - np.log1p(_distance(points, mean, root))[:, None] * bend
-            log_density = region.log_density_along(whitened(straight, mean, root), root, degrees)
+            log_density = student_t.log_density_along(whitened(straight, mean, root), root, degrees)
         else:
-            log_density = region.log_density(whitened(points, mean, root), root)
+            log_density = student_t.log_density(whitened(points, mean, root), root)
         logs.append(log_density + np.log(count / total))
     return np.asarray(np.logaddexp.reduce(logs, axis=0))
 
@@ -153,7 +153,7 @@ def _distance(points: Array, mean: Array, root: Array) -> Array:
 
 def scrambles(proposals: tuple[Proposal, ...]) -> NDArray[np.intp]:
     """Number of the independent scramble of each of the proposals' points, (S,)."""
-    return np.concatenate([np.repeat(np.arange(region.SCRAMBLES), proposal.per_scramble) for proposal in proposals])
+    return np.concatenate([np.repeat(np.arange(student_t.SCRAMBLES), proposal.per_scramble) for proposal in proposals])
 
 
 def whitened(points: Array, mean: Array, root: Array) -> Array:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import importance, region
+from fedppl.numerics import importance, student_t
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import whitened
 from fedppl.types import Array
@@ -128,20 +128,16 @@ def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array
 
 
 def _by_scramble(functions: Array, log_weights: Array, of_q: Array, where: NDArray[np.intp]) -> tuple[Array, float]:
-    """Standard errors of the points' contribution to E_q of functions (S, n), (n,), and of log Z / Z_q.
-
-    By the jackknife over scrambles: points within one are no independent sample.
-    """
+    """Standard errors of the points' contribution to E_q of functions (S, n), (n,), and of log Z / Z_q."""
     shifts, ratios = [], []
-    for scramble in range(region.SCRAMBLES):
+    for scramble in range(student_t.SCRAMBLES):
         kept = where != scramble
         weights, control = log_weights[kept], of_q[kept]
         if not np.any(np.isfinite(weights)) or not np.any(np.isfinite(control)):
             return np.full(functions.shape[1], np.inf), np.inf
         shifts.append((normalise(weights) - normalise(control)) @ functions[kept])
         ratios.append(_log_sum(weights) - _log_sum(control))
-    factor = np.sqrt(region.SCRAMBLES - 1.0)
-    return factor * np.std(shifts, axis=0), float(factor * np.std(ratios))
+    return importance.jackknife(np.array(shifts)), float(importance.jackknife(np.array(ratios)))
 
 
 def _log_sum(logs: Array) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
 
-from fedppl.numerics import importance, region
+from fedppl.numerics import importance, student_t
 from fedppl.numerics.coordinates import Places
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, weighted_moments
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, whitened
@@ -106,14 +106,14 @@ def mixture(
 def candidates(of: tuple[Proposal, ...], folded: Places, stream: int) -> Candidates:
     """Points of a mixture, those of all parts in turn, scramble after scramble."""
     parts = [
-        points_of(one, _PARTS * stream + number).reshape(region.SCRAMBLES, -1, len(one.mean))
+        points_of(one, _PARTS * stream + number).reshape(student_t.SCRAMBLES, -1, len(one.mean))
         for number, one in enumerate(of)
     ]
     u = np.concatenate(parts, axis=1)
     count = u.shape[1]
     u = u[:, np.random.default_rng(0).permutation(count)].reshape(-1, u.shape[2])
     u[:, folded] = np.abs(u[:, folded])
-    return Candidates(u, log_candidates(of, u, folded), np.repeat(np.arange(region.SCRAMBLES), count))
+    return Candidates(u, log_candidates(of, u, folded), np.repeat(np.arange(student_t.SCRAMBLES), count))
 
 
 def log_candidates(of: tuple[Proposal, ...], u: Array, folded: Places) -> Array:
@@ -144,9 +144,9 @@ def _log_t(one: Proposal, u: Array, folded: Places, signs: Array) -> Array:
     both = 2.0 * (turn.T @ turn)[rows, columns] * u[:, folded[rows]] * u[:, folded[columns]]
     apart = first @ signs.T + both @ (signs[:, rows] * signs[:, columns]).T  # (S, images)
     squared = np.maximum(np.sum(z**2, axis=1)[:, None] + apart, 0.0)
-    power = -0.5 * (region.DEGREES + u.shape[1])
-    beside = np.sum(((region.DEGREES + squared) / (region.DEGREES + squared[:, :1])) ** power, axis=1)
-    return np.asarray(region.log_density(z, one.root) + np.log(beside))
+    power = -0.5 * (student_t.DEGREES + u.shape[1])
+    beside = np.sum(((student_t.DEGREES + squared) / (student_t.DEGREES + squared[:, :1])) ** power, axis=1)
+    return np.asarray(student_t.log_density(z, one.root) + np.log(beside))
 
 
 def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bool = False) -> Surrogate | None:
@@ -221,7 +221,7 @@ def _value(base: Base, z: Array) -> Array:
     """Beside which a spline has little to tell."""
     squared: Array = np.sum(z**2, axis=1)
     if base.is_drawn_in:
-        return np.asarray(-0.5 * (region.DEGREES + z.shape[1]) * np.log1p(squared / region.DEGREES))
+        return np.asarray(-0.5 * (student_t.DEGREES + z.shape[1]) * np.log1p(squared / student_t.DEGREES))
     if base.coefficients is None:
         return -0.5 * squared
     return np.asarray(_polynomial_terms(z) @ base.coefficients - 0.5 * squared)
@@ -307,7 +307,7 @@ def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) 
     weights = normalise(log_weights)
     moments = weighted_moments(at.u, weights)
     log_integral = float(np.logaddexp.reduce(log_weights) - np.log(len(log_weights)))
-    error = float(np.sqrt(region.SCRAMBLES - 1.0) * np.std(np.log1p(-np.bincount(at.scramble, weights))))
+    error = float(importance.jackknife(np.log1p(-np.bincount(at.scramble, weights))))
     whole = log_integral, error
     return Drawn(at.u, at.log_density, logs, weights, at.scramble, *whole, moments.mean, moments.covariance)
 
@@ -335,14 +335,17 @@ def walked(of: Surrogate, drawn: Drawn, folded: Places, steps: int, stream: int)
     u, densities = x.reshape(-1, m), logs.reshape(-1)
     weights = np.full(len(u), 1.0 / len(u))
     moments = weighted_moments(u, weights)
-    scramble, whole = np.repeat(np.arange(region.SCRAMBLES), _WALKERS), (drawn.log_integral, drawn.log_integral_error)
+    scramble, whole = (
+        np.repeat(np.arange(student_t.SCRAMBLES), _WALKERS),
+        (drawn.log_integral, drawn.log_integral_error),
+    )
     return Drawn(u, densities - whole[0], densities, weights, scramble, *whole, moments.mean, moments.covariance)
 
 
 def resampled(of: Drawn, each: int) -> list[Places]:
     """Places of so many draws of each scramble, by systematic resampling."""
     found = []
-    for scramble in range(region.SCRAMBLES):
+    for scramble in range(student_t.SCRAMBLES):
         places = np.flatnonzero(of.scramble == scramble)
         shares = np.cumsum(of.weights[places])
         at = np.searchsorted(shares / shares[-1], (np.arange(each) + 0.5) / each)

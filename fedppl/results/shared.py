@@ -15,10 +15,10 @@ from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, Draws, Point, Posterior, Sampler, coordinate_names
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.importance import resample
-from fedppl.numerics.region import SCRAMBLES
+from fedppl.numerics.importance import jackknife, resample
 from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted
 from fedppl.numerics.streams import standard_normal, stream
+from fedppl.numerics.student_t import SCRAMBLES
 from fedppl.results import idata
 from fedppl.results.records import Ended, require_arrived, rounds_dataset, unarrived
 from fedppl.settings import chosen, shown, some_of
@@ -182,7 +182,7 @@ def _estimates(values: Array, weighted: WeightedPoints, probabilities: Array) ->
     with np.errstate(invalid="ignore", over="ignore"):  # of values that have no moments under q
         shifts = weights @ (values - center)
         sds = np.sqrt(np.maximum(weights @ (values - center) ** 2 - shifts**2, 0.0))
-        errors = (np.sqrt(SCRAMBLES - 1.0) * np.std(part[1:], axis=0) for part in (shifts, sds))
+        errors = (jackknife(part[1:]) for part in (shifts, sds))
         mean_error, sd_error = (np.hypot(error, weighted.beside * sds[0]) for error in errors)
     return Estimates(center, sds[0], mean_error, sd_error, _quantiles(values, weights[0], probabilities))
 

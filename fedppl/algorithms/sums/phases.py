@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import region
+from fedppl.numerics import student_t
 from fedppl.numerics.coordinates import Coordinates, declared, log_slope, to_phi
-from fedppl.numerics.importance import normalise, weighted_moments
+from fedppl.numerics.importance import jackknife, normalise, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.surrogate import Drawn
@@ -235,7 +235,7 @@ def _agree(one: Estimate, other: Estimate) -> bool:
 
 def chances(one: Estimate) -> Array:
     """Standard errors of means, in posterior sds, and of log sds, (2 M,)."""
-    return jackknife([sizes(left, one.moments) for left in one.without])
+    return jackknife(np.stack([sizes(left, one.moments) for left in one.without]))
 
 
 def chance_of(one: Estimate) -> float:
@@ -248,11 +248,6 @@ def sizes(moments: Array, other: Array) -> Array:
     (mean, second), (center, square) = np.split(moments, 2), np.split(other, 2)
     variance, own = np.maximum(square - center**2, 1e-12), np.maximum(second - mean**2, 1e-12)
     return np.concatenate([(mean - center) / np.sqrt(variance), 0.5 * np.log(own / variance)])
-
-
-def jackknife(without: list[Array]) -> Array:
-    """Standard errors: points within a scramble are no independent sample."""
-    return np.asarray(np.sqrt(len(without) - 1.0) * np.std(np.stack(without), axis=0))
 
 
 def tilted(of: Drawn, x: Array, target: Array, unit: Unit) -> Drawn | None:
@@ -283,8 +278,9 @@ def chance_of_draws(of: Drawn) -> float:
     """Standard error of moments of a surrogate by its draws."""
     unit = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
     whole = moments_of(of.u, of.weights, unit)
-    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(region.SCRAMBLES)]
-    return float(np.max(jackknife([sizes(moments_of(of.u, one / one.sum(), unit), whole) for one in kept])))
+    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(student_t.SCRAMBLES)]
+    without = [sizes(moments_of(of.u, one / one.sum(), unit), whole) for one in kept]
+    return float(np.max(jackknife(np.stack(without))))
 
 
 def widens(points: Array, weights: Array, i: int) -> bool:

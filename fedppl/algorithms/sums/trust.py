@@ -28,14 +28,13 @@ from fedppl.algorithms.sums.phases import (
     chances,
     effort_of,
     features,
-    jackknife,
     moments_of,
     pooled,
     sizes,
     tilted,
     values_of_batch,
 )
-from fedppl.numerics import importance, region, surrogate
+from fedppl.numerics import importance, student_t, surrogate
 from fedppl.numerics.coordinates import log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails
@@ -263,7 +262,7 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
         return np.asarray(added / added.sum() @ of_batch + coefficients * expected)
 
     without = [
-        by(posterior.scramble != scramble, state.batch.scramble != scramble) for scramble in range(region.SCRAMBLES)
+        by(posterior.scramble != scramble, state.batch.scramble != scramble) for scramble in range(student_t.SCRAMBLES)
     ]
     whole = by(np.ones(len(posterior.weights), dtype=bool), np.ones(len(weights.posterior), dtype=bool))
     return Estimate(whole, np.stack(without), weights.effective * float(state.batch.times.sum()))
@@ -337,9 +336,9 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
         mean, control = each @ kept / kept.sum()
         return float(mean - beta * (control - known))
 
-    without = [np.where(state.batch.scramble == one, 0.0, times) for one in range(region.SCRAMBLES)]
+    without = [np.where(state.batch.scramble == one, 0.0, times) for one in range(student_t.SCRAMBLES)]
     beta = beta if min(by(kept, beta) for kept in (times, *without)) > 0.0 else 0.0
-    by_chance = jackknife([np.log([by(kept, beta)]) for kept in without])[0]
+    by_chance = float(importance.jackknife(np.log([by(kept, beta) for kept in without])))
     errors = by_chance, beta * of.posterior.log_integral_error, (1.0 - beta) * of.candidates.log_integral_error
     return shift + float(np.log(by(times, beta))), float(np.linalg.norm(errors))
 

@@ -39,7 +39,7 @@ from fedppl.algorithms.sums.phases import (
 )
 from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import importance, region, surrogate
+from fedppl.numerics import importance, student_t, surrogate
 from fedppl.numerics.coordinates import (
     Coordinates,
     Places,
@@ -103,7 +103,7 @@ def begin(
     """The pilot about a Gaussian; with `many` clients θ is integrated at few points."""
     m = len(q.linear)
     # its values have to tell a quadratic in all coordinates
-    count = -(-max(count, (m + 1) * (m + 2)) // region.SCRAMBLES)
+    count = -(-max(count, (m + 1) * (m + 2)) // student_t.SCRAMBLES)
     nothing, mean, covariance = np.zeros((0, m)), gaussian.mean(q), gaussian.covariance(q)
     return Weighing(
         About(q, prior, labels, many),
@@ -302,13 +302,13 @@ def _as_normal(state: Weighing) -> Weighed | None:
     whole = inverse.T @ precision @ inverse
     q = Gaussian(inverse.T @ coefficients[1 : 1 + m] + whole @ center, (whole + whole.T) / 2)
     mean, colour = gaussian.affine(q)
-    draws = mean + standard_normal(m, _NORMALS, 0, region.SCRAMBLES) @ colour.T
+    draws = mean + standard_normal(m, _NORMALS, 0, student_t.SCRAMBLES) @ colour.T
     equal = np.full(len(draws), 1.0 / len(draws))
     posterior = Reweighted(
         points=draws,
         weights=equal,
         of_q=equal,
-        scramble=np.repeat(np.arange(region.SCRAMBLES), _NORMALS),
+        scramble=np.repeat(np.arange(student_t.SCRAMBLES), _NORMALS),
         mean=gaussian.mean(q),
         covariance=gaussian.covariance(q),
         log_ratio=float(np.median(values - gaussian.log_kernel(q, points))),  # what q's kernel leaves of the density
@@ -428,7 +428,7 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
     """Another pilot about the moments so far."""
     if state.pilots >= _PILOTS:
         return nowhere(state)
-    per_scramble = max(2, count // region.SCRAMBLES)
+    per_scramble = max(2, count // student_t.SCRAMBLES)
     batch = _of_candidates(mean, covariance, state.shape.coordinates, per_scramble, stream + _APART + state.pilots)
     return Judged(state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1), "")
 
@@ -473,8 +473,8 @@ def _log_squares(state: Weighing, tails: Tails, u: Array) -> Array:
 
 def _chosen(state: Weighing, candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], tails: Tails, count: int) -> Batch:
     """Draws of the surrogate, more of them in heavy tails, by systematic resampling by scrambles; and candidates."""
-    coordinates, each = state.shape.coordinates, max(4, count // region.SCRAMBLES)
-    defensive = max(1, min(int(DEFENCE * each), len(candidates.u) // region.SCRAMBLES))
+    coordinates, each = state.shape.coordinates, max(4, count // student_t.SCRAMBLES)
+    defensive = max(1, min(int(DEFENCE * each), len(candidates.u) // student_t.SCRAMBLES))
     tilt = _log_tilt(state, tails, of.u)
     log_mean = float(np.log(of.weights @ np.exp(tilt)))
     tilted = of._replace(weights=of.weights * np.exp(tilt - log_mean))
