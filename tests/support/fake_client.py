@@ -54,6 +54,18 @@ def kernel() -> Callable[..., Any]:
     return compiled
 
 
+@functools.cache
+def value_kernel() -> Callable[..., Any]:
+    """The log density alone."""
+    both = kernel()
+
+    def density(x, reals, integers, where):  # type: ignore[no-untyped-def]
+        return both(x, reals, integers, where)[:1]
+
+    compiled: Callable[..., Any] = numba.njit(PACKED, nogil=True)(density)
+    return compiled
+
+
 def layout_of(prior: Gaussian) -> Layout:
     """φ = (μ, a) with a Gaussian prior."""
     return Layout(SHARED, prior, True, "fake")
@@ -105,6 +117,10 @@ class FakeClient:
     @property
     def kernel(self) -> Callable[..., Any]:
         return kernel()
+
+    @property
+    def value_kernel(self) -> Callable[..., Any]:
+        return value_kernel()
 
     @property
     def packed(self) -> tuple[Any, Any, Any]:
