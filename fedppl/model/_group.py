@@ -15,6 +15,7 @@ from pymc.logprob.utils import ParameterValueError
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
+from pytensor.tensor.variable import TensorConstant
 
 from fedppl.gaussian import Gaussian
 from fedppl.model import _public, interpreted
@@ -35,12 +36,14 @@ from fedppl.model.checks import (
 )
 from fedppl.model.client import EACH, ClientModel, is_written, unconstrained
 from fedppl.model.compiled import pack
+from fedppl.model.same import graph_key
 from fedppl.model.template import (
     Declared,
     Template,
     differences,
     kernel_of,
     lengths_of,
+    make_once,
     opened,
     parts_of,
     shapes,
@@ -608,18 +611,43 @@ def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origi
 # With more shared coordinates, many calls of an interpreted prior take longer than compiling it once.
 _INTERPRETED = 30
 _FEW = 32  # points for which an unneeded gradient costs less than a second function
+_KEPT = 64  # priors whose interpreted functions are kept
 _AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
 
 
 def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
-    """log p(φ) and its gradient at many φ by an interpreted vectorised function."""
-    slopes = pt.grad(logp, phi, disconnected_inputs="ignore")
-    both = interpreted.batched(phi, [], [logp, slopes], interpreted.AS_WRITTEN)
-    alone = functools.cache(lambda: interpreted.batched(phi, [], [logp]))  # a gradient takes PyTensor a loop over rows
+    """log p(φ) and its gradient at many φ by interpreted vectorised functions.
+
+    Numbers of the prior are arguments: data on another scale give a prior of others, and none is built anew.
+    """
+    numbers = [v for v in ancestors([logp]) if isinstance(v, TensorConstant) and v.type.dtype == "float64"]
+    arguments = [number.type() for number in numbers]
+    (density,) = clone_replace([logp], dict(zip(numbers, arguments, strict=True)))
+    key = graph_key([phi, *arguments], [density])
+    made = {} if key is None else _functions(key)
+    values = [number.data for number in numbers]
+
+    def both(draws: Array) -> list[Array]:
+        slopes = functools.partial(pt.grad, density, phi, disconnected_inputs="ignore")
+        function = make_once(
+            made, "both", lambda: interpreted.batched(phi, arguments, [density, slopes()], interpreted.AS_WRITTEN)
+        )
+        return list(function(draws, *values))
+
+    def alone(draws: Array) -> list[Array]:  # a gradient takes PyTensor a loop over rows
+        function = make_once(made, "alone", lambda: interpreted.batched(phi, arguments, [density]))
+        return list(function(draws, *values))
+
     return (
-        lambda draws: _by_row(both if len(draws) <= _FEW else alone(), 0, draws, -np.inf),
+        lambda draws: _by_row(both if len(draws) <= _FEW else alone, 0, draws, -np.inf),
         lambda draws: _by_row(both, 1, draws, np.nan),
     )
+
+
+@functools.lru_cache(maxsize=_KEPT)  # thread-safe
+def _functions(key: str) -> dict[str, Callable[..., Any]]:
+    """Functions of priors that differ in their numbers alone."""
+    return {}
 
 
 def _compiled(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMany]:

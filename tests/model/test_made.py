@@ -11,10 +11,12 @@ import pymc as pm
 import pytensor
 import pytensor.tensor as pt
 import pytest
+from scipy import stats
 
 import fedppl
 from fedppl import FederatedModel
 from fedppl.model import graph as graphs
+from fedppl.model import interpreted
 from fedppl.model.template import Declared, compilations, content_of, made_of, parts_of
 
 Y = np.array([0.3, -0.2, 1.1, 0.4])
@@ -216,3 +218,32 @@ def test_other_rows_start_and_are_checked_on_their_own() -> None:
     assert [float(client.initial[0]) for client in enrolled] == [1.0, 3.0]
     with pytest.raises(fedppl.DataError, match="starting point"):
         FederatedModel(build, ["mu"]).enrol({"a": {"y": np.array([1, -1])}}, kernel=False)
+
+
+def test_priors_that_differ_in_their_numbers_alone_have_the_same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With those numbers as arguments: densities and gradients are those of SciPy."""
+    built: list[Any] = []
+    batched = interpreted.batched
+    monkeypatch.setattr(interpreted, "batched", lambda *all_: built.append(all_) or batched(*all_))
+
+    def prior(sd: float, scale: float) -> Any:
+        def build(y: Any) -> pm.Model:
+            with pm.Model() as model:
+                y = pm.Data("y", y)
+                mean, spread = pm.Normal("mean", 0.5, sd, shape=2), pm.HalfNormal("spread", scale)
+                pm.Normal("obs", mean.sum(), spread, observed=y)
+            return model
+
+        client = FederatedModel(build, ["mean", "spread"]).enrol({"a": {"y": np.arange(3.0)}}, kernel=False)["a"]
+        return client.prior
+
+    phi = np.random.default_rng(0).normal(size=(40, 3))
+    for sd, scale in [(1.5, 2.0), (0.3, 7.0)]:
+        before = len(built)
+        own = prior(sd, scale)
+        exact = stats.norm.logpdf(phi[:, :2], 0.5, sd).sum(axis=1) + phi[:, 2]
+        exact += stats.halfnorm.logpdf(np.exp(phi[:, 2]), scale=scale)
+        np.testing.assert_allclose(own.log_density(phi), exact, rtol=1e-7)  # PyMC has constants in single precision
+        slopes = np.column_stack([(0.5 - phi[:, :2]) / sd**2, 1.0 - np.exp(2.0 * phi[:, 2]) / scale**2])
+        np.testing.assert_allclose(own.gradients(phi), slopes, rtol=1e-10)
+    assert len(built) == before
