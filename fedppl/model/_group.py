@@ -620,12 +620,14 @@ def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
 
     Numbers of the prior are arguments: data on another scale give a prior of others, and none is built anew.
     """
-    numbers = [v for v in ancestors([logp]) if isinstance(v, TensorConstant) and v.type.dtype == "float64"]
-    arguments = [number.type() for number in numbers]
-    (density,) = clone_replace([logp], dict(zip(numbers, arguments, strict=True)))
+    constants = [v for v in ancestors([logp]) if isinstance(v, TensorConstant)]
+    numbers = [v for v in constants if v.type.dtype.startswith("float") and v.data.size]  # no sizes are the shape ()
+    # PyTensor has a number in single precision where that is exact: another one would have another type.
+    arguments = [pt.TensorType("float64", number.type.shape)() for number in numbers]
+    (density,) = clone_replace([logp], dict(zip(numbers, arguments, strict=True)), rebuild_strict=False)
     key = graph_key([phi, *arguments], [density])
     made = {} if key is None else _functions(key)
-    values = [number.data for number in numbers]
+    values = [number.data.astype(np.float64) for number in numbers]
 
     def both(draws: Array) -> list[Array]:
         slopes = functools.partial(pt.grad, density, phi, disconnected_inputs="ignore")
