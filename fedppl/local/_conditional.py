@@ -174,6 +174,7 @@ _COMPARED = 32  # points at which both are computed
 _CLOSE = 0.003  # log units, a small difference
 _COVERED = 0.95  # share of the known points at which another quadrature has to have a value too
 _ALIKE, _CONSTANT = 0.001, 0.02  # log units: tolerance of a difference but for its constant, and of that
+_ALIKE_OF_FEW = 1e-4  # log units, of a grid of few nodes, whose error is as large as the difference and adds up
 # Log units, the same for two rules of one coordinate, since their differences at thousands of clients may add up.
 # Nearly all clients of eight models of `benchmarks/exactness.py` are within, but for those of zeros or of one outcome.
 _ALIKE_ON_A_LINE = 2e-5
@@ -212,7 +213,7 @@ class Pair(NamedTuple):
     first: int
     second: int
     better: int
-    enough: bool = True  # whether a small difference ends the comparisons
+    few: bool = False  # whether the first has few nodes: they have to agree better, and others follow
 
 
 def by_pairs(
@@ -244,12 +245,12 @@ def by_pairs(
             continue
         difference = np.where(finite, raw, 0.0)
         constant = float(np.median(difference[finite])) if np.any(finite) else 0.0
-        if _range(raw) < _ALIKE and abs(constant) < _CONSTANT:
+        if _range(raw) < (_ALIKE_OF_FEW if pair.few else _ALIKE) and abs(constant) < _CONSTANT:
             values, errors = everywhere(pair.first)
             return values + constant, errors + 0.5 * constant
         if float(np.max(np.abs(difference))) < largest:
             smallest, better, largest = difference, pair.better, float(np.max(np.abs(difference)))
-        if pair.enough and largest < _CLOSE:
+        if not pair.few and largest < _CLOSE:
             break
     values, errors = everywhere(better)
     scale = np.maximum(np.std(points, axis=0), 1e-300)
@@ -296,7 +297,7 @@ def integrated(client: ClientView, points: Array, about: Laplace, which: Places)
     for along in (True, False):
         far = [by_far_grid(len(which), finer=finer) for finer in (False, True)]
         quadratures += [functools.partial(by_rule, rule=rule, far=True, along_axes=along) for rule in far]
-    grids = Pair(0, 1, 1, enough=False), Pair(1, 2, 2)
+    grids = Pair(0, 1, 1, few=True), Pair(1, 2, 2)
     return by_pairs(quadratures, points, (*grids, Pair(2, 3, 2), Pair(3, 4, 3), Pair(5, 6, 5)))
 
 

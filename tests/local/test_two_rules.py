@@ -143,7 +143,7 @@ def test_what_is_held_against_nothing_agrees_with_nothing() -> None:
 
 
 def test_what_was_computed_to_compare_is_not_computed_again() -> None:
-    """And a small difference of the first two, which leaves room for the next ones, is no end."""
+    """And a small difference of a rule with few nodes is no end: others follow."""
     points, asked = np.linspace(-1, 1, 50)[:, None], list[tuple[int, int]]()
 
     def way(number: int, shift: float) -> Any:
@@ -154,7 +154,7 @@ def test_what_was_computed_to_compare_is_not_computed_again() -> None:
         return compute
 
     ways = [way(number, shift) for number, shift in enumerate((0.002, 0.0, 0.0))]
-    values, errors = by_pairs(ways, points, [Pair(0, 1, 1, enough=False), Pair(1, 2, 2)])
+    values, errors = by_pairs(ways, points, [Pair(0, 1, 1, few=True), Pair(1, 2, 2)])
     assert_allclose(values, points[:, 0], atol=1e-12)
     assert_allclose(errors, 0.1, atol=1e-12)
     assert sorted(asked) == [(0, 32), (1, 18), (1, 32), (2, 32)]
