@@ -300,8 +300,8 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         is_search = isinstance(phase, Search) and bool(np.any(phase.newton.move))
         missing = f"sums need all {count} clients, and {received.clients} answered"
         remedy = (
-            "ask all, without participation=, reporting= or a short deadline=, and mend what keeps one from answering; "
-            "or use fedppl.EP(), which keeps the site of who is missing"
+            "mend what fit.records[-1].failures says of the others, and ask all, without participation=, reporting= or "
+            "a short deadline=; or use fedppl.EP(), which keeps the site of who is missing"
         )
         if void >= _VOID or not is_search:
             status = Status.STALLED if void >= _VOID else Status.RUNNING
