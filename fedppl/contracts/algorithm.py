@@ -81,11 +81,7 @@ class Report(NamedTuple):
     mild: bool = False  # whether a message beside "converged" is a remark rather than a caveat
 
 
-InitFn = Callable[[Layout, tuple[str, ...], Rng], S]  # the server's state before any round
 BroadcastFn = Callable[[S, str], Message]  # the message to one client
-ServerFn = Callable[[S, Received], tuple[S, Report]]  # the server's, with replies of any subset of the clients
-ShapesFn = Callable[[S], Mapping[str, tuple[int, ...]]]  # names and shapes of the arrays expected next in replies
-RejectFn = Callable[[S, Message], str | None]  # why a reply of the right shapes cannot be used, or None
 # Draws of (φ, θ_k) at a client, old or new, from the final message, with numbers of draws and of chains.
 DrawFn = Callable[[ClientView, P | None, Message, int, int, Rng], Draws]
 # Log densities (S,) of a client's held-out rows, the second view, at S draws of the first.
@@ -139,13 +135,15 @@ class Replies(NamedTuple, Generic[S]):
     Attributes
     ----------
     shapes
-        Other replies are rejected.
+        Names and shapes of the arrays expected next; other replies are rejected.
+    reject
+        Why a reply of the right shapes cannot be used, or None.
     summed
         Whether this phase uses sums over clients alone, so that a secure sum can stand in the engine.
     """
 
-    shapes: ShapesFn[S]
-    reject: RejectFn[S] = _none
+    shapes: Callable[[S], Mapping[str, tuple[int, ...]]]
+    reject: Callable[[S, Message], str | None] = _none
     summed: Callable[[S], bool] = _never
 
 
@@ -321,7 +319,7 @@ class Algorithm(NamedTuple, Generic[S, P]):
     update_client
         ``update_client(client, personal, message, rng) -> ClientUpdate``.
     update_server
-        ``update_server(state, received) -> (state, Report)``.
+        ``update_server(state, received) -> (state, Report)``, with replies of any subset of the clients.
     unreported
         A client's part of a round without a reply, called as `update_client`; None where there is none.
     persistent
@@ -334,10 +332,10 @@ class Algorithm(NamedTuple, Generic[S, P]):
 
     name: str
     settings: Mapping[str, str]
-    init: InitFn[S]
+    init: Callable[[Layout, tuple[str, ...], Rng], S]
     broadcast: BroadcastFn[S]
     update_client: ClientFn[P]
-    update_server: ServerFn[S]
+    update_server: Callable[[S, Received], tuple[S, Report]]
     replies: Replies[S]
     result: Result[S, P]
     needs: Needs = Needs()

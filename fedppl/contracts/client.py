@@ -144,18 +144,6 @@ class Target(NamedTuple):
 
 
 CheckFn = Callable[[ClientView], None]  # raises DeclarationError where a client's model cannot be used
-# The quadratic expansion of log f_k at a point (m,).
-ExpandFn = Callable[[ClientView, Array, float], Expansion]
-# log f_k at points (S, m): (S,), −inf where there is none.
-LogFactorFn = Callable[[ClientView, Array, float], Array]
-# The same with errors, and θ integrated rather than approximated, by way of a center (m,).
-FactorFn = Callable[[ClientView, Array, Array, float], Factor]
-TiltedFn = Callable[[Target, Rng], Moments]  # moments of φ under the tilted distribution
-# Draws of (φ, θ_k) under the tilted distribution, eq. 8 of FedLin, with numbers of draws and of chains.
-TiltedDrawFn = Callable[[Target, int, int, Rng], Draws]
-
-
-LookFn = Callable[[ClientView, Array], None]
 
 
 class LocalInference(NamedTuple):
@@ -170,9 +158,11 @@ class LocalInference(NamedTuple):
     expand
         ``expand(client, point, prior_share)``, or None where there is no expansion (then EP has no warm start).
     log_factor
-        ``log_factor(client, points, prior_share)``, with `expand` or not at all.
-    draw
-        ``draw(target, draws, chains, rng)``.
+        ``log_factor(client, points, prior_share)``, log f_k at points (S, m), −inf where there is none; with `expand`
+        or not at all.
+    tilted, draw
+        ``tilted(target, rng)`` and ``draw(target, draws, chains, rng)``: moments of φ, and draws of (φ, θ_k), under
+        the tilted distribution (FedLin, eq. 8).
     look
         ``look(client, points)`` raises `LocalFailure` where θ has mass about another mode than that which moments are
         about, at points (S, m); None where nobody looks.
@@ -182,12 +172,12 @@ class LocalInference(NamedTuple):
 
     name: str
     check: CheckFn
-    expand: ExpandFn | None
-    tilted: TiltedFn
-    draw: TiltedDrawFn
+    expand: Callable[[ClientView, Array, float], Expansion] | None
+    tilted: Callable[[Target, Rng], Moments]
+    draw: Callable[[Target, int, int, Rng], Draws]
     settings: Mapping[str, Any] = {}
-    log_factor: LogFactorFn | None = None
-    look: LookFn | None = None
+    log_factor: Callable[[ClientView, Array, float], Array] | None = None
+    look: Callable[[ClientView, Array], None] | None = None
 
     def __repr__(self) -> str:
         """Name and settings."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,7 @@ def _probes(client: ClientView) -> _Probes | None:
     near, far = (_marginal.prior_sds(client, most) for most in (1.0, 10.0))
     points = center + np.stack([-near, 0.3 * near, near, -far, far])
     try:
-        _, modes, factors = _marginal.modes(client, points, center)
+        _, modes, factors = _marginal.near(client, points, center)
     except LocalFailure:
         return None
     if not np.all(np.isfinite(factors)) or not np.all(np.diagonal(factors, axis1=1, axis2=2) > 0):
@@ -168,7 +168,6 @@ def _agree(expected: Array, differences: Array, logs: Array) -> bool:
 
 # Quadratures compared with others: trapezoids with those between them, grids with finer ones --------------------------
 
-_Of = TypeVar("_Of", np.float64, np.int64)  # points, or their places
 _REACH, _FAR_REACH = 4, 6  # asinh of sds: 27, and where mass is missing 202
 _COMPARED = 32  # points at which both are computed
 _CLOSE = 0.003  # log units, a small difference
@@ -180,10 +179,8 @@ _ALIKE_OF_FEW = 1e-4  # log units, of a grid of few nodes, whose error is as lar
 _ALIKE_ON_A_LINE = 2e-5
 
 
-def by_two_rules(
-    compute: Callable[[NDArray[_Of], Rule], tuple[Array, Array]], points: NDArray[_Of]
-) -> tuple[Array, Array]:
-    """Logarithms of integrals at points (S, m), or at those in places (S,), and their errors.
+def by_two_rules(compute: Callable[[Places, Rule], tuple[Array, Array]], points: Places) -> tuple[Array, Array]:
+    """Logarithms of integrals at points in places (S,), and their errors.
 
     One rule's own estimate of its error holds for smooth functions. Where both rules differ at some of the points, as
     about a kink, a spike, or along a tail that falls as exp(−|θ|), they are averaged, with half of their difference as

@@ -35,14 +35,13 @@ _GRADIENT_REMAINDERS = ((1, 0.2), (4, np.inf))
 class Factor(NamedTuple):
     """Log weights of a client's factor against its site in q, at points (S, m)."""
 
-    size: int  # m
     values: Callable[[Array], Array]  # (S,)
     gradients: Callable[[Array], tuple[Array, Array]]  # (S,) and (S, m)
 
 
 def moments(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
     """Moments under q = N(mean, root rootᵀ) times the weights; None where no weight is finite."""
-    if has_enough_points(factor.size):
+    if has_enough_points(len(mean)):
         return _from_values(factor, mean, root, points, stream)
     return _from_gradients(factor, mean, root, points, stream)
 
@@ -55,7 +54,7 @@ def trusted(moments: Moments, limit: float) -> bool:
 
 def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
     for multiple, largest in _REMAINDERS:
-        key = (factor.size, multiple * enough_points(factor.size, points), stream)
+        key = (len(mean), multiple * enough_points(len(mean), points), stream)
         z = whitened_points(*key)
         log_weights = factor.values(mean + z @ root.T)
         if not np.any(np.isfinite(log_weights)):
@@ -79,7 +78,7 @@ def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: 
 def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
     fitted = None
     for multiple, largest in _GRADIENT_REMAINDERS:
-        z = whitened_points(factor.size, multiple * importance.enough_gradients(factor.size, points), stream)
+        z = whitened_points(len(mean), multiple * importance.enough_gradients(len(mean), points), stream)
         log_weights, gradients = factor.gradients(mean + z @ root.T)
         if not np.all(np.isfinite(log_weights)) or not np.all(np.isfinite(gradients)):
             return None
@@ -133,7 +132,7 @@ def against_site(target: Target, mean: Array, difference: Callable[[Array], Arra
         log_factor, slopes = _marginal.gradients(client, draws, mean, share)
         return log_factor - gaussian.log_kernel(site, draws), slopes - site.linear + draws @ site.precision
 
-    return Factor(client.shared_size, values, gradients)
+    return Factor(values, gradients)
 
 
 def departure_of(target: Target) -> dict[str, float]:

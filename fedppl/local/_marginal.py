@@ -10,10 +10,11 @@ from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Expansion
+from fedppl.local.target import local_mode
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import quadratic_terms
 from fedppl.numerics.integral import SIZES, Rule, by_grid, by_points
-from fedppl.numerics.pairs import Densities, Laplace, Origins, inner_mode_at, site_batch
+from fedppl.numerics.pairs import Densities, Laplace, Origins, site_outputs
 from fedppl.numerics.streams import stream_of, whitened_points
 from fedppl.types import Array, LocalFailure
 
@@ -26,6 +27,12 @@ def densities(client: ClientView) -> Densities:
 def integrands(client: ClientView) -> Densities:
     """The same, for integrals: with the kernel that computes no gradient."""
     return client.view(densities)._replace(value=client.value_kernel)
+
+
+def log_densities(client: ClientView, phi: Array, theta: Array) -> Array:
+    """log p(y_k, θ | φ) at rows of θ (S, d), with one φ (m,) for all or one for each, (S, m): (S,)."""
+    x = np.concatenate([np.broadcast_to(phi, (len(theta), client.shared_size)), theta], axis=1)
+    return site_outputs(client.kernel, x, client.packed)[:, 0]
 
 
 def start(client: ClientView) -> Array:
@@ -60,15 +67,10 @@ def prior_sds(client: ClientView, most: float) -> Array:
     return np.minimum(gaussian.standard_deviations(client.prior.gaussian), most)
 
 
-def modes(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Array]:
-    """The same with −inf where there is no mode: log f_k (S,), modes (S, d) and Cholesky factors (S, d, d)."""
-    values, theta, root = near(client, points, center)
-    return np.where(np.isfinite(values), values, -np.inf), theta, root
-
-
 def values(client: ClientView, points: Array, center: Array, prior_share: float) -> Array:
-    """log f_k (and its share of a non-Gaussian prior) at points (S, m), (S,)."""
-    logs, _, _ = modes(client, points, center)
+    """log f_k (and its share of a non-Gaussian prior) at points (S, m), (S,); −inf where there is no mode."""
+    logs = near(client, points, center).values
+    logs = np.where(np.isfinite(logs), logs, -np.inf)
     if not prior_share:
         return logs
     with np.errstate(invalid="ignore"):  # where the prior has no density
@@ -231,8 +233,8 @@ _SHRUNK = -4.0  # change of a log scale in the search, e^-4 = .02 times its star
 
 def no_mode(client: ClientView, phi: Array) -> str:
     """Why the inner search found no mode at φ (m,), with a remedy; names variables and no numbers of the client's."""
-    _, theta = inner_mode_at(client.kernel, phi, client.initial, client.packed)
-    value = site_batch(client.kernel, np.concatenate([phi, theta])[None], client.packed)[0]
+    _, theta = local_mode(client, phi)
+    value = log_densities(client, phi, theta[None])[0]
     moved = np.where(["_log__" in label for label in client.local_labels], theta - client.initial, 0.0)
     if not np.isfinite(value):
         why = (

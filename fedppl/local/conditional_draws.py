@@ -50,7 +50,7 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     count, d = len(phi), client.local_size
     unique, where = np.unique(phi, axis=0, return_inverse=True)
     where = where.ravel()
-    _, modes_there, factors_there = _marginal.modes(client, unique, center)
+    _, modes_there, factors_there = _marginal.near(client, unique, center)
     modes, factors = modes_there[where], factors_there[where]
     upper = np.swapaxes(factors, 1, 2)
     if client.view(_conditional.is_gaussian):
@@ -158,7 +158,11 @@ def drawn(
     d, theta = modes.shape[1], np.zeros((len(where), modes.shape[1]))
     rest, is_one = np.setdiff1d(np.arange(d), which), len(which) == 1
     about = about_modes(phi, modes, factors, which, rest)
-    about, terms, rule = _spread_out(client, about, which, rest) if is_one else _by_grid(client, about, which, rest)
+    if is_one:
+        about, terms, rule = _spread_out(client, about, which, rest)
+    else:
+        rule = by_grid(len(which), _FUNNEL_NODES)
+        terms = _in_chunks(client, about, which, rest, rule)
     known = np.isfinite(terms.max(axis=1))
     rows: Places = np.flatnonzero(known[where])
     if not len(rows):
@@ -192,11 +196,6 @@ def _spread_out(client: ClientView, about: _Quadrature, which: Places, rest: Pla
         if not np.any(ends > np.max(terms, axis=1) + _OUTSIDE):
             break
     return moved, terms, rule
-
-
-def _by_grid(client: ClientView, about: _Quadrature, which: Places, rest: Places) -> tuple[_Quadrature, Array, Rule]:
-    rule = by_grid(len(which), _FUNNEL_NODES)
-    return about, _in_chunks(client, about, which, rest, rule), rule
 
 
 def _in_chunks(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
@@ -273,7 +272,8 @@ def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array
     logs = np.where(np.isfinite(logs), logs, -np.inf)
     logs = np.maximum(logs - logs.max(axis=0), _LEAST)
     places = np.linspace(nodes[0], nodes[-1], _PARTS * (len(nodes) - 1) + 1)
-    below = _below(_interpolated(logs, slopes * step) + _column(np.interp(places, nodes, extra), logs.ndim))
+    added = np.interp(places, nodes, extra).reshape(-1, *(1,) * (logs.ndim - 1))
+    below = _below(_interpolated(logs, slopes * step) + added)
     return _drawn_from(places, below, rng.uniform(size=below.shape[1:]))
 
 
@@ -326,10 +326,6 @@ def _interpolated(logs: Array, rises: Array) -> Array:
         values[part:-1:_PARTS] = logs[:-1] + s**2 * (3 - 2 * s) * change + cubic
     values[-1] = logs[-1]
     return values
-
-
-def _column(values: Array, ndim: int) -> Array:
-    return values.reshape(-1, *(1,) * (ndim - 1))
 
 
 # Draws at a client from points of the posterior ----------------------------------------------------------------------

@@ -217,7 +217,7 @@ def descend(client: ClientView, x: Array, objective: Objective, descent: Descent
         else:
             none = client.packed if whole else client.batch(np.arange(0))
             for batch in _batches(rows, descent, rng):
-                pull = b + scale * share * client.prior.log_ratio_gradient(x[:m]) if share else b
+                pull = b + scale * share * client.prior.log_ratio_gradient(x[:m])
                 rows_of_batch = _alone(client.packed if whole else client.batch(batch))
                 x = _steps(client.kernel, x, *rows_of_batch, none, settings, A, pull)
         after = _loss(client, objective, x) if whole and np.all(np.isfinite(x)) else 0.0

@@ -179,18 +179,18 @@ def summed(
     """
     size = _parts_of(stack.starts.shape[1], points.shape[1], len(points))
 
-    def over(places: Places, way: _Way, *, look: bool = False) -> list[_Part]:
+    def over(places: Places, way: _Way | None, *, look: bool = False) -> list[_Part]:
         part = functools.partial(_part, stack, points, known, center, way=way, look=look, roughly=roughly)
         return in_parts(lambda own: part(places[own]), len(places), size, workers)
 
-    places = _asked(stack, some)
+    places = asked(stack, some)
     careful = places if len(places) <= _EACH else _sample(places)
     total = _added([part.values for part in over(careful, _careful, look=look)], points, known)
     rest = np.setdiff1d(places, careful)
     if not len(rest) or total.failures:  # a sum without one of them cannot be used
         return total
     if not len(known) or stack.exact:
-        return _added([total, *(part.values for part in over(rest, _nothing))], points, known)
+        return _added([total, *(part.values for part in over(rest, None))], points, known)
     cheap = _cheaper(stack, points[known], center, careful, len(rest))
     total = _added([total, *(part.values for part in over(rest, cheap.way))], points, known)
     scale = len(places) / len(careful)
@@ -216,7 +216,7 @@ def _part(
     known: Places,
     center: Array,
     places: Places,
-    way: _Way,
+    way: _Way | None,
     *,
     look: bool = False,
     roughly: bool = False,
@@ -243,7 +243,7 @@ def _part(
         values, left_out = values + rough, -rough[:, known]
         some = (np.arange(len(rows))[:, None] * len(points) + known).reshape(-1)
         about = Laplace(*(part[some] for part in about))
-    if len(known) and not stack.exact:
+    if way is not None and len(known) and not stack.exact:
         more, errors, constants = way(stack, places[rows], points[known], center, about)
         left_out = left_out + more
     finite, also = np.isfinite(values), np.isfinite(left_out)
@@ -270,7 +270,8 @@ def _roughly_left_out(stack: Stacked, places: Places, points: Array, about: Lapl
     """
     of, d = stack.of, about.theta.shape[1]
     phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
-    if log_factors.SPARSE_FEWEST <= d <= log_factors.SPARSE_MOST and not (len(places) and _is_separable(stack, places)):
+    by_sparse = log_factors.SPARSE_FEWEST <= d <= log_factors.SPARSE_MOST
+    if by_sparse and not (len(places) and log_factors.is_separable(stack.client(int(places[0])))):
         logs = log_factors.by_signed_rule(of, about, phi, who, by_sparse_grid(d, _ROUGH_LEVEL))
     elif d in _ROUGH:
         logs = _integrals(of, about, phi, who, by_grid(d, _ROUGH[d]))
@@ -290,10 +291,6 @@ def _integrals(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rul
     return pairs.by_nodes(of, about, phi, who, rule, lambda terms: logsumexp(terms, axis=1, keepdims=True))[:, 0]
 
 
-def _is_separable(stack: Stacked, places: Places) -> bool:
-    return log_factors.is_separable(stack.client(int(places[0])))
-
-
 def _careful(
     stack: Stacked, places: Places, points: Array, center: Array, about: Laplace
 ) -> tuple[Array, Array, list[Constant]]:
@@ -306,13 +303,6 @@ def _careful(
         values[row], errors[row] = factor.values - own.values, factor.errors
         constants.append(factor.constant)
     return values, errors, constants
-
-
-def _nothing(
-    stack: Stacked, places: Places, points: Array, center: Array, about: Laplace
-) -> tuple[Array, Array, list[Constant]]:
-    shape = len(places), len(points)
-    return np.zeros(shape), np.zeros(shape), []
 
 
 def _by_rule(
@@ -328,7 +318,7 @@ def _by_rule(
 class _Cheap(NamedTuple):
     """A rule in place of the careful one."""
 
-    way: _Way
+    way: _Way | None
     left: Array  # (T,) its error in the sum over clients
     chance: Array  # (T,) standard error of that
 
@@ -341,7 +331,7 @@ def _cheaper(stack: Stacked, points: Array, center: Array, places: Places, count
     from the center alone.
     """
     d = stack.starts.shape[1]
-    way = functools.partial(_by_rule, rule=_chosen_rule(stack, center, places, count)) if d in _NODES else _nothing
+    way = functools.partial(_by_rule, rule=_chosen_rule(stack, center, places, count)) if d in _NODES else None
 
     def differences(at: Array) -> Array:
         known = np.arange(len(at), dtype=np.int64)
@@ -371,15 +361,10 @@ def _chosen_rule(stack: Stacked, center: Array, places: Places, count: int) -> R
     return by_grid(d, nodes)
 
 
-def _asked(stack: Stacked, some: float) -> Places:
+def asked(stack: Stacked, some: float) -> Places:
     """Places of clients that are asked: all, or those whose ids come first by a checksum."""
     places = np.arange(len(stack), dtype=np.int64)
     return places if some >= 1.0 else places[[answers(client_id, some) for client_id in stack.ids]]
-
-
-def number_asked(stack: Stacked, some: float) -> int:
-    """Number of clients of a stack that are asked."""
-    return len(_asked(stack, some))
 
 
 def answers(client_id: str, some: float) -> bool:
@@ -394,21 +379,9 @@ def _sample(places: Places) -> Places:
 
 def _added(parts: Sequence[Values], points: Array, known: Places) -> Values:
     """The sum of sums, in their order."""
-
-    def total(sums: list[Array], size: int) -> Array:
-        return np.asarray(np.sum(np.stack(sums), axis=0)) if sums else np.zeros(size)
-
-    count, few = len(points), len(known)
-    return Values(
-        total([part.values for part in parts], count),
-        total([part.lost for part in parts], count),
-        total([part.left_out for part in parts], few),
-        total([part.left_out_lost for part in parts], few),
-        total([part.errors for part in parts], few),
-        total([part.squares for part in parts], few),
-        total([part.constants for part in parts], 2),
-        {client_id: reason for part in parts for client_id, reason in part.failures.items()},
-    )
+    nothing = [*np.zeros((2, len(points))), *np.zeros((4, len(known))), np.zeros(2)]
+    columns = zip(nothing, *(part[:-1] for part in parts), strict=True)
+    return Values._make([*map(sum, columns), {k: reason for part in parts for k, reason in part.failures.items()}])
 
 
 def _parts_of(d: int, m: int, points: int) -> int:

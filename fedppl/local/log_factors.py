@@ -25,7 +25,7 @@ from fedppl.local._conditional import by_two_rules
 from fedppl.numerics import importance, pairs, student_t
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals, smooth_over
-from fedppl.numerics.pairs import Densities, Laplace, Places, site_batch
+from fedppl.numerics.pairs import Densities, Laplace, Places
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.numerics.streams import STREAMS, stream_of
 from fedppl.types import Array, LocalFailure
@@ -46,15 +46,14 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
     of the t's before: the first points hardly see a shoulder beside the mode.
     """
     d = client.local_size
-    _, modes, factors = _marginal.modes(client, center[None], center)
+    _, modes, factors = _marginal.near(client, center[None], center)
     proposals: tuple[Proposal, ...] = (Proposal(np.zeros(d), np.eye(d), _SHAPING),)
     for time in range(_FITS):
         # Other points than the nodes: integrals by nodes that shapes are fitted to are too small, at all clients.
         stream = stream_of(client.client_id) + STREAMS * (1 + time)
         z = np.concatenate([points_of(one, stream + _APART * number) for number, one in enumerate(proposals)])
         theta = modes + np.linalg.solve(factors[0].T, z.T).T
-        x = np.concatenate([np.broadcast_to(center, (len(z), len(center))), theta], axis=1)
-        logs = site_batch(client.kernel, x, client.packed) - log_mixture(proposals, z)
+        logs = _marginal.log_densities(client, center, theta) - log_mixture(proposals, z)
         if not np.any(np.isfinite(logs)):
             break
         logs, _ = importance.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
@@ -205,7 +204,7 @@ def _is_product(client: ClientView) -> bool:
     prior = client.prior.gaussian
     points = gaussian.mean(prior) + np.array([[-1.0], [0.3], [1.0]]) * gaussian.standard_deviations(prior)
     try:
-        _, modes, factors = _marginal.modes(client, points, gaussian.mean(prior))
+        _, modes, factors = _marginal.near(client, points, gaussian.mean(prior))
     except LocalFailure:
         return False
     d = client.local_size
@@ -219,8 +218,7 @@ def _is_product(client: ClientView) -> bool:
         moved = z / scale
         alone = (moved[:, :, None] * np.eye(d)).reshape(-1, d)  # one coordinate moved at a time
         theta = mode + np.concatenate([np.zeros((1, d)), moved, alone])
-        x = np.concatenate([np.broadcast_to(point, (len(theta), len(point))), theta], axis=1)
-        logs = site_batch(client.kernel, x, client.packed)
+        logs = _marginal.log_densities(client, point, theta)
         logs = np.where(logs < np.inf, logs, -np.inf)
         together, each = logs[1 : 1 + len(z)] - logs[0], (logs[1 + len(z) :] - logs[0]).reshape(len(z), d).sum(axis=1)
         if not np.allclose(together, each, rtol=_EQUAL, atol=_EQUAL * max(1.0, float(np.abs(logs[0])))):
@@ -389,6 +387,5 @@ def _several(client: ClientView, away: Array, point: Array) -> str:
     where = np.array2string(point, precision=3)
     return (
         f"its local variables have more than one mode at φ = {where}, farthest apart in {name}, and only one is "
-        "integrated over. Declare them so that one remains: with a sign (pm.HalfNormal) or an order, where another "
-        "sign or order gives the same likelihood; or a prior that decides between them"
+        "integrated over. Declare them with a sign (pm.HalfNormal), an order, or a prior that leaves one"
     )

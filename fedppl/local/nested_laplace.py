@@ -34,7 +34,6 @@ from fedppl.numerics.importance import (
     skewness,
     weighted_moments,
 )
-from fedppl.numerics.pairs import site_batch
 from fedppl.numerics.proposals import log_mixture, points_of, propose
 from fedppl.numerics.streams import fresh_points, stream_of
 from fedppl.numerics.student_t import SCRAMBLES
@@ -257,7 +256,7 @@ def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, r
         some, root, noise = phi[first + known], about.root[known], rng.normal(size=(len(known), d))
         theta = about.theta[known] + pairs.solve_upper(root, noise)
         log_proposal = -0.5 * np.sum(noise**2, axis=1) + 0.5 * pairs.log_determinant(root)
-        values = site_batch(client.kernel, np.concatenate([some, theta], axis=1), client.packed)
+        values = _marginal.log_densities(client, some, theta)
         parts.append((some, theta, values - log_proposal + outside[first + known]))
     if not any(len(some) for some, _, _ in parts):
         raise LocalFailure(no_mode(client, center))
@@ -398,12 +397,10 @@ def _joint_gaussian(target: Target) -> tuple[Array, Array]:
 
 
 def _joint_tilted(target: Target, rng: Rng) -> Moments:
-    """Moments of φ under the Gaussian at the joint mode."""
     mode, A = _joint_gaussian(target)
     return gaussian_moments(mode, A, target.client.shared_size, {"ess": np.inf})
 
 
 def _joint_draw(target: Target, draws: int, chains: int, rng: Rng) -> Draws:
-    """Draws of (φ, θ) from the Gaussian at the joint mode."""
     mode, A = _joint_gaussian(target)
     return gaussian_draws(mode, A, target.client.shared_size, draws, chains, rng, {})

@@ -10,6 +10,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
+from fedppl.numerics import pairs
 from fedppl.numerics.pairs import NO_DATA, difference_hessian
 from fedppl.settings import not_called, shown
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng
@@ -130,6 +131,13 @@ def gaussian_draws(
     z = rng.normal(size=(chains, draws, len(x)))
     sample = x + z @ np.linalg.inv(np.linalg.cholesky(A))
     return Draws(sample[..., :m], sample[..., m:], {"ess": float(chains * draws), **diagnostics})
+
+
+def local_mode(client: ClientView, phi: Array) -> tuple[bool, Array]:
+    """Whether a search from the declared start arrives at a mode of θ at φ (m,), and where it ended."""
+    of, one = pairs.one(client.kernel, len(phi), client.packed), np.zeros(1, dtype=np.int64)
+    ends = pairs.modes(of, phi[None], client.initial[None], one)
+    return bool(ends.arrived[0]), ends.theta[0]
 
 
 # The rule of the keyword `local`: an algorithm's local inference ------------------------------------------------------

@@ -547,12 +547,7 @@ def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array)
     many_calls = len(origin) > _INTERPRETED and exact is None
     log_density, gradients = _compiled(kernel) if many_calls else (of_points, slopes)
     prior = SharedPrior(
-        log_density=log_density,
-        gradient=gradient,
-        gaussian=n0,
-        is_gaussian=exact is not None,
-        gradients=gradients,
-        kernel=kernel,
+        log_density=log_density, gradients=gradients, gaussian=n0, is_gaussian=exact is not None, kernel=kernel
     )
     at = probes(variables, n0)
     density = (*(float(value) for value in of_points(at)), *_on_declared_scales(parts, variables, at))

@@ -187,11 +187,6 @@ def site_outputs(kernel: Any, points: Array, packed: Any) -> Array:
     return outputs_at(one(kernel, points.shape[1], packed), points, np.zeros(len(points), dtype=np.int64))
 
 
-def site_batch(kernel: Any, points: Array, packed: Any) -> Array:
-    """log p(y, θ | φ) alone, (S,)."""
-    return site_outputs(kernel, points, packed)[:, 0]
-
-
 # Small matrices, many at once ---------------------------------------------------------------------------------------
 
 
@@ -411,12 +406,6 @@ def _better(of: Densities, on: _Line, A: Array, length: Array) -> tuple[Array, A
     first, second = value.reshape(-1, 2).T
     second_is = (other > 0.0) & ((length == 0.0) | (second > first))
     return np.where(second_is[:, None], step, on.step), np.where(second_is, other, length)
-
-
-def inner_mode_at(kernel: Any, phi: Array, theta: Array, packed: Any) -> tuple[bool, Array]:
-    """Whether a search from θ (d,) arrives at a mode at φ (m,), and where it ended."""
-    ends = modes(one(kernel, len(phi), packed), phi[None], theta[None], np.zeros(1, dtype=np.int64))
-    return bool(ends.arrived[0]), ends.theta[0]
 
 
 # Laplace's approximation ----------------------------------------------------------------------------------------------

@@ -23,10 +23,9 @@ class SharedPrior:
     """log p(φ) of the shared parameters and the Gaussian N_0 that the server starts from."""
 
     log_density: Callable[[Array], Array]  # draws (S, m) to log p(φ), (S,), up to a constant
-    gradient: Callable[[Array], Array]  # φ (m,) to its gradient (m,)
+    gradients: Callable[[Array], Array]  # the same to its gradients (S, m)
     gaussian: Gaussian  # N_0
     is_gaussian: bool  # Whether N_0 is the prior. If not, clients' factors carry (p(φ) / N_0(φ))^(1/K).
-    gradients: Callable[[Array], Array] | None = None  # `gradient` for many φ at once, (S, m) to (S, m)
     # compiles log p(φ) and its gradient for loops that are compiled themselves, at the first call
     kernel: Callable[[], Callable[..., Any]] | None = None
     # All clients of a process are asked at the same points, one after the other.
@@ -48,11 +47,8 @@ class SharedPrior:
         """Gradient of `log_ratio` at each row of phi, (S, m)."""
         if self.is_gaussian:
             return np.zeros_like(phi)
-        return self._cached("gradients", phi, lambda: self._ratio_gradients(phi))
-
-    def _ratio_gradients(self, phi: Array) -> Array:
-        gradients = np.stack([self.gradient(row) for row in phi]) if self.gradients is None else self.gradients(phi)
-        return np.asarray(gradients - self.gaussian.linear + phi @ self.gaussian.precision)
+        linear, precision = self.gaussian
+        return self._cached("gradients", phi, lambda: np.asarray(self.gradients(phi) - linear + phi @ precision))
 
     def _cached(self, what: str, phi: Array, compute: Callable[[], Array]) -> Array:
         """Values at these points, read-only, from the cache if they are in it; large sets of points are not cached."""

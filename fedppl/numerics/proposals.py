@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.numerics import student_t
-from fedppl.numerics.importance import WeightedMoments, weighted_moments
+from fedppl.numerics.importance import weighted_moments
 from fedppl.types import Array
 
 _MOST_TAILS = 6
@@ -53,15 +53,12 @@ def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
     if count < 1 or not (heavy or has_heavy_tails(points, weights)):
         return ()
     each = 2 ** int(np.log2(max(count // max(4 * len(heavy), 1), 1)))  # Sobol's points are balanced in such numbers
-    moments = _far(points, weights * _squared_distances(points, weights), covariance)
+    far = weights * _squared_distances(points, weights)
+    moments = weighted_moments(points, far / far.sum())
     sides = [_along(i, sign, points, weights, covariance, each) for i in heavy for sign in (-1.0, 1.0)]
     along = tuple(side for side in sides if side is not None)
-    return propose(moments.mean, moments.covariance, max(1, count // 2) if along else count), *along
-
-
-def _far(points: Array, weights: Array, covariance: Array) -> WeightedMoments:
-    moments = weighted_moments(points, weights / weights.sum())
-    return moments._replace(covariance=moments.covariance + _FEW * covariance)
+    middle = propose(moments.mean, moments.covariance + _FEW * covariance, max(1, count // 2) if along else count)
+    return middle, *along
 
 
 def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array, count: int) -> Proposal | None:

@@ -335,11 +335,9 @@ def walked(of: Surrogate, drawn: Drawn, folded: Places, steps: int, stream: int)
     u, densities = x.reshape(-1, m), logs.reshape(-1)
     weights = np.full(len(u), 1.0 / len(u))
     moments = weighted_moments(u, weights)
-    scramble, whole = (
-        np.repeat(np.arange(student_t.SCRAMBLES), _WALKERS),
-        (drawn.log_integral, drawn.log_integral_error),
-    )
-    return Drawn(u, densities - whole[0], densities, weights, scramble, *whole, moments.mean, moments.covariance)
+    scramble, log_integral = np.repeat(np.arange(student_t.SCRAMBLES), _WALKERS), drawn.log_integral
+    log_proposal, error = densities - log_integral, drawn.log_integral_error
+    return Drawn(u, log_proposal, densities, weights, scramble, log_integral, error, *moments)
 
 
 def resampled(of: Drawn, each: int) -> list[Places]:

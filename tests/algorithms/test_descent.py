@@ -67,7 +67,7 @@ def test_a_share_of_a_prior_that_is_not_gaussian_is_in_the_slope() -> None:
     p, n0 = Gaussian(np.full(2, 4.0), 4.0 * np.eye(2)), client.layout.prior
     prior = SharedPrior(
         log_density=lambda phi: gaussian.log_kernel(p, phi),
-        gradient=lambda phi: p.linear - p.precision @ phi,
+        gradients=lambda phi: p.linear - phi @ p.precision,
         gaussian=n0,
         is_gaussian=False,
     )

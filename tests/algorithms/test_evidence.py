@@ -15,7 +15,7 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, NotConvergedError, gaussian
 from fedppl.algorithms.ep import ep
 from fedppl.contracts.client import Factor
-from fedppl.numerics.pairs import site_batch
+from fedppl.numerics.pairs import site_outputs
 from fedppl.testing import normal_means
 from tests.algorithms.test_posterior import fixed_tau, flat_local
 from tests.support import problems
@@ -92,7 +92,7 @@ def test_its_error_is_that_of_its_points() -> None:
     for name, client in found.clients.items():
         k = sites.where[name]
         site = gaussian.Gaussian(sites.linear[k], gaussian.unpack_triangle(sites.precision[k]))
-        logs = site_batch(client.kernel, phi, client.packed) - gaussian.log_kernel(site, phi)
+        logs = site_outputs(client.kernel, phi, client.packed)[:, 0] - gaussian.log_kernel(site, phi)
         ratios = np.exp(logs - logs.max())
         value += float(np.log(ratios.mean()) + logs.max())
         squares += float(np.var(ratios) / ratios.mean() ** 2 / len(ratios))

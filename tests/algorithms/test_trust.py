@@ -271,7 +271,7 @@ def test_moves_are_those_of_a_replaced_site(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("kind", ["noise", "drift", "fixed"])
 def test_noise_scatters_and_a_drift_does_not(kind: str, rng: np.random.Generator) -> None:
     """A site that follows proposals T: noise about a value, one step beyond q each time, or a value from the start."""
-    moves, site, noise = _trust.forgotten(_trust.no_moves(1, 1)), np.zeros(2), np.ones(1)
+    moves, site, noise = _trust.no_moves(1, 1), np.zeros(2), np.ones(1)
     for t in range(60):
         proposal = {"noise": rng.normal(size=2), "drift": site + 1.0, "fixed": np.ones(2)}[kind]
         step = max(1 / (t + 2), 0.1)
@@ -289,7 +289,7 @@ def test_one_odd_reply_weighs_no_more_after_averaging_has_begun_anew() -> None:
     """Six replies that agree, then one that is 10 sds off: 100 / 2 over six pairs, begun anew or not."""
     scatter = []
     for forget in (lambda moves: moves, _trust.averaged_anew):
-        moves = _trust.forgotten(_trust.no_moves(1, 1))
+        moves = _trust.no_moves(1, 1)
         for _ in range(6):
             moves = _trust.followed(moves, [0], np.zeros((1, 2)), np.ones(1))
         scatter.append(_trust.followed(forget(moves), [0], np.full((1, 2), 10.0), np.ones(1)).scatter[0])
@@ -297,7 +297,7 @@ def test_one_odd_reply_weighs_no_more_after_averaging_has_begun_anew() -> None:
 
 
 def test_the_word_of_one_client_buys_no_tolerance() -> None:
-    moves = _trust.forgotten(_trust.no_moves(3, 1))._replace(share=np.full(3, 0.5), scatter=np.array([0.0, 0.1, 4.0]))
+    moves = _trust.no_moves(3, 1)._replace(share=np.full(3, 0.5), scatter=np.array([0.0, 0.1, 4.0]))
     assert _trust.backed_variance(moves, np.array([1.0, 0.01, 0.01])) == pytest.approx(0.02)
     assert _trust.backed_variance(moves, np.array([0.01, 0.01, 1.0])) == pytest.approx(1.02)
     assert _trust.backed_variance(moves, np.array([0.01, 1.0, 0.01])) == pytest.approx(0.07)
@@ -673,7 +673,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
 
     whole = until(14)
     parts = [until(number, checkpoint=tmp_path / "run.ckpt") for number in (2, 12, 14)]
-    assert parts[0].state.clients.held_back.sum() > 0
+    assert parts[0].state.clients.held.sum() > 0
     assert_same_state(parts[-1].state, whole.state)
 
 

@@ -81,7 +81,7 @@ def test_the_integral_is_that_of_the_closed_form_with_its_constant(rows: int) ->
     missed = np.abs(found - exact(phi, data))
     assert np.median(missed) < 1e-5 and missed.max() < 5e-4  # far out, with three rows
     assert np.all(missed < 2e-5 + 3.0 * np.abs(errors))
-    laplace = _marginal.modes(client, phi, center)[0] - exact(phi, data)
+    laplace = _marginal.near(client, phi, center)[0] - exact(phi, data)
     assert np.std(laplace) > 20 * np.std(found - exact(phi, data))
     assert_allclose(log_factors.factor(client, phi, center, 0.0).values, exact(phi, data), atol=5e-4)
 

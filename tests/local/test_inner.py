@@ -306,7 +306,7 @@ def test_thousands_and_logarithms_stand_side_by_side(unit: float) -> None:
         return model
 
     client = FederatedModel(builder, ["mu"]).enrol({"a": {"y": y}})["a"]
-    log_factors, modes, _ = _marginal.modes(client, np.array([[2.0 * unit]]), np.array([2.0 * unit]))
+    log_factors, modes, _ = _marginal.near(client, np.array([[2.0 * unit]]), np.array([2.0 * unit]))
 
     def against(x: Any) -> float:
         level, log_sd = x[0] * unit, x[1] + np.log(unit)

@@ -82,10 +82,9 @@ def test_a_prior_that_is_not_gaussian_enters_by_its_share(name: str) -> None:
 
     prior = SharedPrior(
         log_density=lambda phi: gaussian.log_kernel(p, phi),
-        gradient=lambda phi: p.linear - p.precision @ phi,
+        gradients=lambda phi: p.linear - phi @ p.precision,
         gaussian=n0,
         is_gaussian=False,
-        gradients=lambda phi: p.linear - phi @ p.precision,
         kernel=lambda: kernel,
     )
     base, way = target(), WAYS[name].local

@@ -162,7 +162,8 @@ def judged(moves: list[tuple[float, bool]], damping: float) -> float:
     state = fedppl.EP().init(layout_of(UNIT), clients, np.random.default_rng(0))
     taken: Any = Outcome(state._replace(steps=state.steps._replace(damping=damping)), None)  # type: ignore[arg-type]
     for size, turned in moves:
-        taken = _rounds.judge(taken, _rounds.Change(size, turned, 0.0, 0.0), list(range(20)), 1e-9, 1.0)
+        info = _rounds.EPInfo("EP", size, 0.0, 1.0, np.nan, 0.0, 0.0)
+        taken = _rounds.judge(taken._replace(info=info), list(range(20)), turned, 0.0, 1e-9, 1.0)
     return float(taken.state.steps.damping)
 
 

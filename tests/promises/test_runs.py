@@ -35,7 +35,7 @@ SEED = 7
 # Not known yet, and no number until it is.
 UNKNOWN = {"state.change", "state.warm_start.change", "state.steps.change", "state.omega.remainder", "state.bound"}
 UNKNOWN |= {f"state.phase.{name}" for name in ("search.change",)}
-UNKNOWN |= {f"state.phase.{name}" for name in ("newton.change", "batch.log_surrogate", "log_integral_error")}
+UNKNOWN |= {f"state.phase.{name}" for name in ("newton.change", "batch.log_surrogate")}
 UNKNOWN |= {"state.last_change", "state.steps.last_change", "said.1['last_change']", "said.1['last_change'].1"}
 UNKNOWN |= {"said.1['pull']", "said.1['pull'].1"}  # of a client without whom q is not proper
 UNKNOWN |= {"state.roles.log_odds"}  # infinite by declaration where no function is left out

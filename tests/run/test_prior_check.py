@@ -100,7 +100,7 @@ def test_a_hierarchy_among_shared_variables_yields() -> None:
 
     likelihood = Likelihood(lambda x: -20.0 * (x[:, 1] - 3.0) ** 2, slopes)
     start = gaussian.from_moments(np.zeros(2), np.diag([1.0, np.exp(2.0)]))
-    prior = SharedPrior(log_density, gradient, start, False)
+    prior = SharedPrior(log_density, lambda phi: np.stack([gradient(x) for x in phi]), start, False)
     for log_t in (-0.3, 0.0, 0.3, 0.6, 1.0):
         assert not conflicts.contradicted(prior, likelihood, ("a", "b"), np.array([log_t, 2.9]))
 

@@ -75,7 +75,7 @@ def prior_of(prior: Gaussian) -> SharedPrior:
     """The same prior as clients have it."""
     return SharedPrior(
         log_density=lambda phi: gaussian.log_kernel(prior, phi),
-        gradient=lambda phi: prior.linear - prior.precision @ phi,
+        gradients=lambda phi: prior.linear - phi @ prior.precision,
         gaussian=prior,
         is_gaussian=True,
     )

@@ -363,7 +363,7 @@ def test_from_31_coordinates_on_gradients_take_the_place_of_values() -> None:
         return np.asarray(0.1 * draws.sum(axis=1)), np.full_like(draws, 0.1)
 
     for size in (30, 31):
-        found = _from_q.moments(_from_q.Factor(size, values, gradients), np.ones(size), 2 * np.eye(size), 16, 3)
+        found = _from_q.moments(_from_q.Factor(values, gradients), np.ones(size), 2 * np.eye(size), 16, 3)
         assert found is not None
         # N(1, 4) e^{x / 10} is N(1.4, 4)
         assert_allclose(found.mean, 1.4, atol=1e-8)

@@ -91,7 +91,7 @@ def test_log_ratio_and_its_derivatives() -> None:
     n0 = Gaussian(np.array([0.25]), np.array([[0.25]]))
     prior = SharedPrior(
         log_density=lambda phi: -3.0 * np.log1p(phi[:, 0] ** 2 / 5),
-        gradient=student(0.0, 1.0),
+        gradients=student(0.0, 1.0),
         gaussian=n0,
         is_gaussian=False,
     )

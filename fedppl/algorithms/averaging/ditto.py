@@ -19,7 +19,7 @@ from fedppl.algorithms.averaging.fedavg import (
 )
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Needs, Result
 from fedppl.local.gradient_steps import Descent, check_batches, checked, descend
-from fedppl.numerics.pairs import inner_mode_at
+from fedppl.local.target import local_mode
 from fedppl.settings import between, described, positive, whole
 from fedppl.types import Array, DeclarationError, LocalFailure, Message, Rng
 
@@ -157,7 +157,7 @@ def _draw(
     v, m = fitting_point(client, personal and personal.point), client.shared_size
     if v is None:
         phi = np.asarray(message["phi"], dtype=float)
-        arrived, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
+        arrived, local = local_mode(client, phi)
         start = np.concatenate([phi, local if arrived else client.initial])
         v = _personal_steps(client, start, message, rng, settings)
     return draw_point(client, v[:m], v[m:], draws, chains)

@@ -15,8 +15,7 @@ import numpy as np
 from fedppl import contracts, gaussian
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked, descend
-from fedppl.local.target import at_points
-from fedppl.numerics.pairs import inner_mode_at
+from fedppl.local.target import at_points, local_mode
 from fedppl.settings import between, described, one_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
 
@@ -41,16 +40,14 @@ def average(total: Message) -> Array:
     return np.asarray(total["weighted"] / total["weight"])
 
 
-def not_positive(reply: Message, **least: float) -> str | None:
-    """Why a reply is rejected, where a number is not above the bound given, or None.
+def not_positive(reply: Message, name: str) -> str | None:
+    """Why a reply is rejected, where a number is not positive, or None.
 
-    >>> not_positive({"weight": np.array(0.0)}, weight=0)
+    >>> not_positive({"weight": np.array(0.0)}, "weight")
     "'weight' is 0, and must be positive"
     """
-    for name, bound in least.items():
-        if not float(reply[name]) > bound:
-            return f"{name!r} is {float(reply[name]):.3g}, and must be positive"
-    return None
+    value = float(reply[name])
+    return None if value > 0 else f"{name!r} is {value:.3g}, and must be positive"
 
 
 def not_counted(reply: Message, *names: str) -> str | None:
@@ -70,11 +67,6 @@ def negative(reply: Message, name: str) -> str | None:
     """Why a reply is rejected, where a distance is negative, or None."""
     value = float(reply[name])
     return None if value >= 0 else f"{name!r} is {value:.3g}, and must not be negative"
-
-
-def reject_weight(state: Any, reply: Message) -> str | None:
-    """A weight must be positive."""
-    return not_positive(reply, weight=0)
 
 
 def relative_change(before: Array, after: Array) -> float:
@@ -157,7 +149,7 @@ def weight_of(client: ClientView, weights: str) -> float:
 def draw_point(client: ClientView, phi: Array, local: Array | None, draws: int, chains: int) -> Draws:
     """Equal draws of one point; θ is the mode of p(θ | y, φ) if it is not given."""
     if local is None:
-        arrived, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
+        arrived, local = local_mode(client, phi)
         if not arrived:
             raise LocalFailure("no mode of the local variables was found at the shared estimate; look at the data")
     shape = (chains, draws)

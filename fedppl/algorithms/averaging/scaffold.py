@@ -121,7 +121,6 @@ def SCAFFOLD(
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
-    """Start at the mean of the prior, without a reply."""
     count = len(clients)
     return ScaffoldState(
         phi=gaussian.mean(layout.prior),
@@ -133,7 +132,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
 
 
 def _broadcast(state: ScaffoldState, client_id: str) -> Message:
-    """φ, and the correction of the client's gradient."""
     return {
         "phi": state.phi,
         "correction": correction(state.controls, state.where[client_id]),

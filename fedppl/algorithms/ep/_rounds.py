@@ -52,7 +52,6 @@ class OfClients(NamedTuple):
     """What is known of each client beside its site."""
 
     held: Array  # (K,) share of the site that trust keeps from what the client asked for
-    held_back: Array  # (K,) rounds in which the site was drawn in
     pull: Array  # (K, m) of means before sites are drawn in, in sds of the cavity, where trust is set; 0 where unknown
     errors: Array  # (K,) Monte Carlo error of the client's last reply, in posterior sds
     noise: Array  # (K,) variance of the site by the errors of all its replies, in the same unit
@@ -177,15 +176,6 @@ _ALONE = 20.0  # sds of what all others know: a pull beyond the heterogeneity of
 _LITTLE = 0.05  # share of a site that counts as none: of a pull by 3 sds, 0.15
 
 
-class Change(NamedTuple):
-    """Change of q in a round."""
-
-    size: float  # largest of a mean or a log sd, in posterior sds before damping
-    turned: bool  # whether it opposes that of the round before
-    mc_error: float  # of all clients' last replies
-    fresh: float  # of this round's replies
-
-
 def ep_round(
     state: EPState, replies: Mapping[str, Message], tolerance: float, largest: float, trust: float | None
 ) -> Outcome:
@@ -255,8 +245,7 @@ def damped_step(
     delta, moved, bounded = _backtracked(state, rows, d_linear, d_packed, largest, trust)
     if moved is None:
         outcome = Outcome(state, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed))
-        if bounded is not None and trust is not None:
-            outcome = hold_back(outcome, [], bounded, trust, 0.0)
+        outcome = hold_back(outcome, [], bounded, trust, 0.0)
         # A client that is held back may be why others lack precision.
         least = [] if np.any(outcome.state.clients.held) else _least_known(sites, rows, d_packed)
         return with_names(outcome._replace(message=_no_step(least, noisy=mc_error > tolerance)), trust)
@@ -282,10 +271,8 @@ def damped_step(
         clients=state.clients._replace(errors=errors, noise=noise, moves=moves),
     )
     outcome = Outcome(state, EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed))
-    if bounded is not None and trust is not None:
-        outcome = hold_back(outcome, rows, bounded, trust, delta)
-    change = Change(max(change_mean, change_sd), turned, mc_error, fresh)
-    return with_names(judge(outcome, change, rows, tolerance, largest), trust, bounded)
+    outcome = hold_back(outcome, rows, bounded, trust, delta)
+    return with_names(judge(outcome, rows, turned, fresh, tolerance, largest), trust, bounded)
 
 
 def _backtracked(
@@ -332,21 +319,24 @@ def shortest_step(clients: int) -> float:
     return 0.25 / clients
 
 
-def judge(outcome: Outcome, change: Change, rows: list[int], tolerance: float, largest: float) -> Outcome:
+def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, tolerance: float, largest: float) -> Outcome:
     """Set the next damping, and decide whether q has converged.
 
+    The change has `turned` where it opposes that of the round before; `fresh` is the error of this round's replies.
     The clients' own errors start the averaging of rounds, and keep q from converging where they are too large. Whether
     moves are small enough does not depend on them alone: moves are averaged with their signs, so that noise cancels,
     and compared with the errors of all but the client that reports most, and with the scatter of that one's replies.
     """
-    state = outcome.state
-    noisy = change.mc_error > tolerance
+    state, mc_error = outcome.state, outcome.info.mc_error
+    change = max(outcome.info.change_mean, outcome.info.change_sd)
+    noisy = mc_error > tolerance
     drift = state.clients.moves.mean.sum(axis=0)
     limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(state.clients.moves, state.clients.noise)))
     seen = state.steps.averaging + 1 >= _ROUNDS and bool(np.all(state.clients.moves.replies >= _REPLIES))
     drifts = bool(noisy and seen and np.abs(drift).max() > 2 * limit)
-    after = _next_damping(state, change, noisy=noisy, drifts=drifts, tolerance=tolerance, largest=largest)
-    has_replied, sweep_change = state.steps.has_replied.copy(), state.steps.sweep_change + change.size
+    few = 3 * max(fresh, tolerance)
+    after = _next_damping(state, change, few, turned=turned, noisy=noisy, drifts=drifts, largest=largest)
+    has_replied, sweep_change = state.steps.has_replied.copy(), state.steps.sweep_change + change
     has_replied[rows] = True
     swept = bool(np.all(has_replied))
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
@@ -354,7 +344,7 @@ def judge(outcome: Outcome, change: Change, rows: list[int], tolerance: float, l
     averaged = seen and np.abs(drift).max() < limit
     error, skewed = float(np.sqrt(state.clients.noise.sum())), ""
     if (quiet or (swept and noisy and averaged)) and error <= _MOST_ERROR_LEFT and not np.any(state.clients.held):
-        status, mc_error = Status.CONVERGED, change.mc_error
+        status = Status.CONVERGED
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
         skewed = "; ".join(filter(None, (skewed, _uncoupled(state))))
@@ -369,7 +359,7 @@ def judge(outcome: Outcome, change: Change, rows: list[int], tolerance: float, l
         if noisy and after.steps.averaging and bool(np.all(state.clients.moves.replies)):
             message = _noisy(state, state.clients.moves.mean, drift, limit, error)
     steps = after.steps._replace(
-        change=change.size,
+        change=change,
         has_replied=np.zeros_like(has_replied) if swept else has_replied,
         sweep_change=0.0 if swept else sweep_change,
     )
@@ -379,28 +369,30 @@ def judge(outcome: Outcome, change: Change, rows: list[int], tolerance: float, l
 
 
 def _next_damping(
-    state: EPState, change: Change, *, noisy: bool, drifts: bool, tolerance: float, largest: float
+    state: EPState, change: float, few: float, *, turned: bool, noisy: bool, drifts: bool, largest: float
 ) -> EPState:
-    """The state with the damping of the next round, and how many rounds are averaged; q `drifts` despite its noise."""
-    averaging, moves, falls, count = (
+    """The state with the damping of the next round, and how many rounds are averaged; q `drifts` despite its noise.
+
+    A change below a `few` errors is noise.
+    """
+    averaging, falls, moves, count = (
         state.steps.averaging,
-        state.clients.moves,
         state.steps.falls,
+        state.clients.moves,
         len(state.sites.where),
     )
-    few = 3 * max(change.fresh, tolerance)
     if drifts:
         # The steps of averaging are too short for a q that still moves.
         moves, averaging, damping = _trust.averaged_anew(moves), 1, 0.5 * largest
-    elif noisy and change.size < (2 * few if averaging else few):
+    elif noisy and change < (2 * few if averaging else few):
         # Down to noise: rounds are averaged, so that Monte Carlo error falls with their number.
-        moves = moves if averaging else _trust.forgotten(moves)
+        moves = moves if averaging else _trust.no_moves(count, len(state.sites.labels))
         averaging += 1
         damping = max(max(1.0 / (averaging + 1), LEAST) * largest, min(shortest_step(count), largest))
-    elif change.size > state.steps.change:
+    elif change > state.steps.change:
         # Steps that are too long turn back. A change that grows without turning may be that of other clients.
         averaging = 0
-        shorten = change.turned or change.size > 2 * state.steps.change
+        shorten = turned or change > 2 * state.steps.change
         damping, falls = (max(state.steps.damping / 2, 1.0 / count), 0) if shorten else (state.steps.damping, falls)
     else:
         # Longer with every fall: the cause of short steps, such as wrong replies, may be over.
@@ -507,20 +499,21 @@ def _skewed(state: EPState, limit: float) -> str:
     )
     more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
     return (
-        f"rely on means more than on tails of what is skewed: {named}{more} on the scale that EP works on, where a "
-        "Gaussian has a skewness of 0. Declare it on a scale where it is closer to normal, or use "
-        f"{_exact(state)}; see fit.idata['fit']['skewness']"
+        f"rely on means more than on tails of what is skewed: {named}{more} on the scale that EP works on. Declare it "
+        f"on a scale where it is closer to normal, or use {_exact(state)}; see fit.idata['fit']['skewness']"
     )
 
 
 # Whom trust holds back ------------------------------------------------------------------------------------------------
 
 
-def hold_back(outcome: Outcome, rows: list[int], bounded: Bounded, trust: float, step: float) -> Outcome:
+def hold_back(outcome: Outcome, rows: list[int], bounded: Bounded | None, trust: float | None, step: float) -> Outcome:
     """Count, report and log the clients that are held back; `step` is the share of their replies that was taken.
 
     A client within its bound again stays held until later replies have replaced what was drawn in.
     """
+    if bounded is None or trust is None:
+        return outcome
     _warn(bounded, trust)
     state, info = outcome.state, outcome.info
     remaining = state.clients.held.copy()
@@ -534,9 +527,7 @@ def hold_back(outcome: Outcome, rows: list[int], bounded: Bounded, trust: float,
     if size[most] >= 0:
         info = info._replace(pull=float(size[most]), pulled_by=list(state.sites.where)[most])
     return outcome._replace(
-        state=state._replace(
-            clients=state.clients._replace(held=held, held_back=state.clients.held_back + bounded.held, pull=pull)
-        ),
+        state=state._replace(clients=state.clients._replace(held=held, pull=pull)),
         info=info._replace(held_back=int(bounded.held.sum())),
     )
 
@@ -545,10 +536,9 @@ def with_names(outcome: Outcome, trust: float | None, bounded: Bounded | None = 
     """The message with the clients that are held back or, while the run goes on, nearly so."""
     if trust is None:
         return outcome
-    state, rows = outcome.state, np.flatnonzero(outcome.state.clients.held)
-    nearly = bounded is not None and not len(rows) and outcome.status is not Status.CONVERGED
-    if bounded is not None and nearly:
-        rows = np.flatnonzero(bounded.near)
+    state, rows, nearly = outcome.state, np.flatnonzero(outcome.state.clients.held), False
+    if bounded is not None and not len(rows) and outcome.status is not Status.CONVERGED:
+        rows, nearly = np.flatnonzero(bounded.near), True
     who = _held_back(state.sites, rows, state.clients.pull, trust, nearly)
     return outcome._replace(message="; ".join(filter(None, (outcome.message, who)))) if who else outcome
 
@@ -574,7 +564,7 @@ def _warn(bounded: Bounded, trust: float) -> None:
         )
 
 
-def _held_back(sites: Sites, rows: NDArray[np.intp], pull: Array, trust: float, nearly: bool = False) -> str:
+def _held_back(sites: Sites, rows: NDArray[np.intp], pull: Array, trust: float, nearly: bool) -> str:
     """Name the clients that are held back, or nearly so, and where they pull."""
     if not len(rows):
         return ""
@@ -620,9 +610,8 @@ def refuse_several_modes(outcome: Outcome) -> Outcome:
 def refuse_skewed(outcome: Outcome) -> Outcome:
     """Not converged, however well moments are matched, where skewness shows that q's sds are far too small."""
     state = outcome.state
-    noise = float(
-        np.sqrt(6.0 / (1 + state.steps.averaging)) * np.linalg.norm(state.clients.errors)
-    )  # sd of a sum of skewnesses
+    # sd of a sum of skewnesses
+    noise = float(np.sqrt(6.0 / (1 + state.steps.averaging)) * np.linalg.norm(state.clients.errors))
     # The skewness of one client is in the moments that are matched.
     of_several = np.sign(state.skewed.total) * state.skewed.without > _SEVERAL * np.abs(state.skewed.total)
     if not np.any(of_several & (np.abs(state.skewed.total) - noise > diagnostics.SKEWED)):

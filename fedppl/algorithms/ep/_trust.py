@@ -292,12 +292,6 @@ def no_moves(clients: int, size: int) -> Moves:
     return Moves(nothing, nowhere, none, np.zeros(clients, dtype=bool), nothing, nowhere, none)
 
 
-def forgotten(moves: Moves) -> Moves:
-    """Forget what there was: averaging begins anew."""
-    clients, double = moves.mean.shape
-    return no_moves(clients, double // 2)
-
-
 def averaged_anew(moves: Moves) -> Moves:
     """Average from the next reply on, with the scatter of the replies so far."""
     return moves._replace(replies=np.zeros_like(moves.replies))

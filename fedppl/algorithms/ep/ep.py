@@ -32,7 +32,7 @@ from fedppl.algorithms.ep._rounds import (
     refuse_skewed,
     reported,
 )
-from fedppl.algorithms.ep.sites import Sites, say_if_large
+from fedppl.algorithms.ep.sites import say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, LogEvidence, Received, Report
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
@@ -47,7 +47,6 @@ from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message,
 
 _STARTS = 4  # of "auto"
 _AWAY, _AXES = 2.0, 8  # posterior sds from q's mean at which clients look for modes, and number of its axes
-_MOST_STARTS = 1000
 
 
 class Matching(NamedTuple):
@@ -171,7 +170,7 @@ def EP(
         update_server=functools.partial(_update_server, matching=matching, trust=trust),
         replies=contracts.Replies(_shapes, _reject),
         result=contracts.Result(
-            _conclusion,
+            lambda state, client_id: _sites.conclusion(state.sites, client_id, state.prior_share),
             functools.partial(draw_target, local=inference),
             contracts.Posterior(lambda state: state.sites.q, evidence=evidence, without=_without),
             _details,
@@ -200,14 +199,8 @@ def checked(
 
 
 def _searches(starts: int | str, warm: bool, trust: float | None) -> int:
-    """Number of warm starts."""
-    by_number = not isinstance(starts, str)
-    if not by_number and starts != "auto":
-        raise DeclarationError(
-            f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to {_MOST_STARTS}.'
-        )
     alone = trust is not None or not warm  # several searches cannot be compared
-    searches = settings.whole("starts", starts, most=_MOST_STARTS) if by_number else 1 if alone else _STARTS
+    searches = _warm_start.number_of(starts, 1 if alone else _STARTS)
     if searches > 1 and alone:
         raise DeclarationError(
             f"starts={starts} compares clients' log densities, "
@@ -254,7 +247,6 @@ def init(
         skewed=Skewed(total=np.zeros(m), by=np.zeros(m, dtype=np.int64), without=np.zeros(m)),
         clients=OfClients(
             held=np.zeros(count),
-            held_back=np.zeros(count, dtype=np.int64),
             pull=np.zeros((count, m)),
             errors=np.zeros(count),
             noise=np.zeros(count),
@@ -339,13 +331,7 @@ def _asks(layout: Layout, message: Message, *, local: LocalInference) -> Asked:
     return _warm_start.asks(layout, message) if _expands(message, local) else at_target(layout, message)
 
 
-def _conclusion(state: EPState, client_id: str) -> Message:
-    """q and the client's cavity."""
-    return _sites.conclusion(state.sites, client_id, state.prior_share)
-
-
 def _details(state: EPState) -> contracts.Details:
-    """Values by coordinate and by client."""
     return {
         "last_change": (("rows",), state.steps.last_change),
         "skewness": (("rows",), state.skewed.total),
@@ -415,7 +401,9 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
             "model so that few local variables depend on each other, or with lighter tails."
         )
     squares = sum(ratio.variance for ratio in ratios) + max(shift**2, unknown**2)
-    value = log_of_gaussians(sites, state.prior_share) + sum(ratio.value for ratio in ratios)
+    # A prior that is not Gaussian is in the clients' shares, with its constant.
+    of_prior = 0.0 if state.prior_share else gaussian.log_integral(sites.prior)
+    value = gaussian.log_integral(sites.q) - of_prior + sum(ratio.value for ratio in ratios)
     return LogEvidence(value, float(np.sqrt(squares)), "EP")
 
 
@@ -432,12 +420,6 @@ def require_known(is_proper: bool, off: float = 0.0) -> None:
             f"what tails of clients' own variables leave out of the log evidence may be {off:.2g}, though it moves no "
             "moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
         )
-
-
-def log_of_gaussians(sites: Sites, prior_share: float) -> float:
-    """Log of the integral of q's kernel over that of the prior's."""
-    # A prior that is not Gaussian is in the clients' shares, with its constant.
-    return gaussian.log_integral(sites.q) - (0.0 if prior_share else gaussian.log_integral(sites.prior))
 
 
 class _Ratio(NamedTuple):

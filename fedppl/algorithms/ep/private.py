@@ -142,7 +142,6 @@ def PrivateEP(
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: ep.Matching) -> PrivateEPState:
-    """Flat sites, and no noise yet."""
     start = ep.init(layout, clients, rng, matching=matching, warm=False)
     return PrivateEPState(start, 0, np.zeros(len(clients)), np.zeros((layout.size, layout.size)))
 
@@ -256,7 +255,6 @@ def precision_weight(sites: Sites, mechanism: Mechanism) -> float:
 
 
 def _noise_covariance(g: Gaussian, state: PrivateEPState) -> Array:
-    """Covariance of g's mean through the clients' noise."""
     covariance = gaussian.covariance(g)
     return np.asarray(covariance @ state.noise @ covariance)
 

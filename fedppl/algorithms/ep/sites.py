@@ -26,6 +26,11 @@ _LARGEST_VALUE = _AGAINST_PRIOR * _PRIOR_SDS**2
 # Stands for a log f_k that is not finite: sums of a million of them are finite, and below all others.
 NO_VALUE = -1e300
 _SKEWNESS = 1e4  # n draws have a skewness below √n, and no client draws 10^8
+WITHOUT_CURVATURE = "compute without curvature: EP(local=fedppl.local.NUTS(), warm_start=False)"
+SHOOTS_UP = (
+    "shoots up, as where a local scale has a single value and may go to 0: declare a prior that keeps it from 0 "
+    f"(pm.InverseGamma), or share it, or {WITHOUT_CURVATURE}"
+)
 _LOOK = "look at this client's data and versions"
 _LARGE = 300  # coordinates from which a round may take minutes where the density is not concave
 
@@ -165,7 +170,7 @@ def implausible_moments(sites: Sites, reply: Message) -> str | None:
         beyond = _beyond("precision", ratios, "q's", _AGAINST_Q)
         return f"{beyond}; {_LOOK}"
     if ratios[0] <= 0 or not gaussian.is_proper(Gaussian(mean, precision)):
-        return f"'precision' is not positive definite (smallest eigenvalue {np.linalg.eigvalsh(precision)[0]:.3g})"
+        return indefinite("precision", precision)
     if ratios[0] < 1 / _AGAINST_Q:
         return (
             f"'precision' is {ratios[0]:.2g} times q's in a direction, at least {1 / _AGAINST_Q:.0e} allowed; {_LOOK}"
@@ -197,7 +202,9 @@ def implausible_expansion(sites: Sites, reply: Message) -> str | None:
     if ratios is None or np.abs(ratios).max() > _AGAINST_PRIOR:
         beyond = _beyond("hessian", ratios, "the precision of the prior", _AGAINST_PRIOR)
         label = sites.labels[worst]
-        return f"{beyond}. {_pole(label)}" if curved[worst] > 0 else f"{beyond}; {_LOOK}. {_rescale(label)}"
+        # A log density that curves upward without bound is that of a scale that goes to zero, and of no data.
+        pole = f"{beyond}. Along {label} the density {SHOOTS_UP}"
+        return pole if curved[worst] > 0 else f"{beyond}; {_LOOK}. {_rescale(label)}"
     steepest = _AGAINST_PRIOR * _PRIOR_SDS
     if not slope <= steepest:
         return f"'gradient' is {slope:.2g} per prior sd, at most {steepest:.0e} allowed; {_LOOK}. {_rescale(steep)}"
@@ -209,18 +216,13 @@ def implausible_expansion(sites: Sites, reply: Message) -> str | None:
 
 def _rescale(label: str) -> str:
     return (
-        f"Along {label} the data are on another scale than the prior: rescale the outcome or that column, or widen the "
-        "prior"
+        f"Along {label} data and prior are on different scales: rescale the outcome or that column, or widen the prior"
     )
 
 
-def _pole(label: str) -> str:
-    """The log density curves upward without bound, as no data but a scale that goes to zero makes it."""
-    return (
-        f"Along {label} the density shoots up, as where a local scale has a single value and may go to 0: "
-        "declare a prior that keeps that scale from 0 (pm.InverseGamma), or share it, or compute without curvature: "
-        "EP(local=fedppl.local.NUTS(), warm_start=False)"
-    )
+def indefinite(name: str, matrix: Array) -> str:
+    """Why a matrix that is not positive definite is no precision."""
+    return f"{name!r} is not positive definite (smallest eigenvalue {np.linalg.eigvalsh(matrix)[0]:.3g})"
 
 
 def implausible_values(reply: Message, names: Sequence[str] = ("value", "ray")) -> str | None:

@@ -16,14 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from fedppl import gaussian
+from fedppl import gaussian, settings
 from fedppl.algorithms.ep import _trust
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites, dense, implausible_expansion, in_structure, indices, update
 from fedppl.contracts import Asked, ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import whitened_points
 from fedppl.results import diagnostics
-from fedppl.types import Array, Layout, LocalFailure, Message, as_declared
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, as_declared
 
 LENGTHS = 2.0 ** np.arange(-10, 6)
 _ARRIVED = 0.3  # length of a step in posterior sds from which EP's importance weights are good
@@ -109,13 +110,17 @@ def expand_along(
     numbers = np.concatenate([[expansion.value], expansion.gradient, np.ravel(expansion.hessian)])
     if np.any(move) and not np.all(np.isfinite(numbers)):
         expansion = nothing
-    reply = {
+    return reply_of(expansion, ray), {**expansion.diagnostics, **why}
+
+
+def reply_of(expansion: Expansion, ray: Array) -> dict[str, Array]:
+    """An expansion as a reply, with values along the step."""
+    return {
         "value": np.array(expansion.value),
         "gradient": expansion.gradient,
         "hessian": gaussian.pack_triangle(expansion.hessian),
         "ray": ray,
     }
-    return reply, {**expansion.diagnostics, **why}
 
 
 def step(
@@ -264,6 +269,7 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
 
 
 _SINGULAR = 1e-13
+_SUSPECTS = 20  # coordinates whose couplings are left out first
 
 
 def _move_within(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool]:
@@ -289,13 +295,15 @@ def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[
     gradient = q.linear - q.precision @ x
     scale = np.sqrt(np.maximum(np.abs(np.diag(q.precision)), np.diag(prior.precision)))
     white, slope = q.precision / np.outer(scale, scale), gradient / scale
-    whole = _smallest(white) > _SINGULAR
+    values = np.linalg.eigvalsh(white)
+    whole = bool(values[0] / max(values[-1], 1e-300) > _SINGULAR)
     if whole:
         move = np.linalg.solve(white, slope)
     else:
         best: _Option | None = None
-        for first in _suspects(white):
-            option = _decoupled(white, slope, first, len(white) if best is None else best[0])
+        most_negative = np.linalg.eigh(white)[1][:, 0]
+        for first in np.argsort(-np.abs(most_negative), kind="stable")[:_SUSPECTS]:
+            option = _decoupled(white, slope, int(first), len(white) if best is None else best[0])
             if option is not None and (best is None or option[:2] < best[:2]):
                 best = option
         assert best is not None  # the first has no bound
@@ -306,17 +314,6 @@ def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[
     along = axes @ (move / scale)
     kept = np.clip(along, -radius, radius)
     return np.linalg.solve(axes, kept), whole, bool(np.any(kept != along))
-
-
-def _smallest(matrix: Array) -> float:
-    values = np.linalg.eigvalsh(matrix)
-    return float(values[0] / max(values[-1], 1e-300))
-
-
-def _suspects(white: Array, most: int = 20) -> list[int]:
-    """Coordinates that the direction of most negative curvature lies in."""
-    _, vectors = np.linalg.eigh(white)
-    return [int(j) for j in np.argsort(-np.abs(vectors[:, 0]), kind="stable")[:most]]
 
 
 _Option = tuple[int, float, Array, Array]  # number of coordinates without couplings, −gain, step, matrix
@@ -346,7 +343,11 @@ def _decoupled(white: Array, slope: Array, first: int, most: int) -> _Option | N
 # Several searches, one after the other: the mode with the most mass, and the others by name ---------------------------
 
 Indices = NDArray[np.int64]
+_ONE_MODE = (
+    "positive (pm.HalfNormal), ordered (pm.distributions.transforms.ordered), or by a prior that rules the others out"
+)
 _APART = 3.0  # posterior sds from which two modes are different
+_MOST_STARTS = 1000
 _ALIKE = 0.1  # sds of the prior by which moments of equal priors may differ
 MATTERS = 1e-3  # share of the mass from which a mode is named
 
@@ -369,6 +370,17 @@ class Starts(NamedTuple):
     modes: tuple[Mode, ...]
     said: str  # message of several modes, once all searches are over
     asked_for: bool  # by a number; else further searches end where few clients reply in a round
+
+
+def number_of(starts: int | str, default: int) -> int:
+    """Number of searches, by the keyword `starts`."""
+    if not isinstance(starts, str):
+        return settings.whole("starts", starts, most=_MOST_STARTS)
+    if starts != "auto":
+        raise DeclarationError(
+            f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to {_MOST_STARTS}.'
+        )
+    return default
 
 
 def begin_several(layout: Layout, starts: int, stream: int, asked_for: bool) -> Starts:
@@ -444,21 +456,13 @@ def next_search(starts: Starts, sites: Sites, new: Mode | None) -> tuple[Starts,
     best = next(mode for mode in modes if not _are_apart(mode, most))  # the first search that found it
     others = _distinct(best, modes)
     message = _several(best, others, sites.labels) if others else ""
-    return (
-        starts._replace(left=remaining, modes=tuple(map(_without_sites, modes)), said=message),
-        update(sites, best.linear, best.precision),
-        None,
-    )
+    kept = tuple(mode._replace(linear=mode.linear[:0], precision=mode.precision[:0]) for mode in modes)
+    return starts._replace(left=remaining, modes=kept, said=message), update(sites, best.linear, best.precision), None
 
 
 def are_several(modes: tuple[Mode, ...]) -> bool:
     """Whether searches found other modes than the first did, whatever their mass."""
     return any(_are_apart(modes[0], mode) for mode in modes[1:])
-
-
-def _without_sites(mode: Mode) -> Mode:
-    """A mode as it is kept when all searches are over."""
-    return mode._replace(linear=mode.linear[:0], precision=mode.precision[:0])
 
 
 def _distinct(best: Mode, modes: tuple[Mode, ...]) -> list[Mode]:
@@ -489,8 +493,7 @@ def _several(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:
     places = [f"{s} at {mode.point[worst]:.3g}" for s, mode in zip(percent, (best, *others[:3]), strict=True)]
     return (
         f"the posterior has several modes: along {labels[worst]}, of those found about {', '.join(places)}; q is of "
-        "the first alone. Declare the model so that one is left: positive (pm.HalfNormal), ordered "
-        "(pm.distributions.transforms.ordered), or by a prior that rules the others out"
+        f"the first alone. Declare the model so that one is left: {_ONE_MODE}"
     )
 
 
@@ -553,10 +556,7 @@ def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[s
         or _far(sites.labels, away)
         or _stopped(earlier)
         or _convex(sites, point)
-        or (
-            "give every variable a proper prior that says what is plausible, or compute without curvature: "
-            "EP(local=fedppl.local.NUTS(), warm_start=False)"
-        )
+        or f"give every variable a proper prior that says what is plausible, or {_sites.WITHOUT_CURVATURE}"
     )
 
 
@@ -569,10 +569,8 @@ def _saddle(sites: Sites, point: Array) -> str:
     named = _named(sites.labels, vectors[:, 0])
     return (
         f"at {_at(sites.labels, point, named)} the density is level, but rises on both sides, and has several modes: "
-        "it may be symmetric there, as where a sign or the labels of a mixture can be exchanged, or rows may "
-        "contradict a prior with heavy tails, or lie on either side of a threshold. Declare it so that one is left: "
-        "positive (pm.HalfNormal), ordered (pm.distributions.transforms.ordered), with lighter tails, or by a prior "
-        "that rules the others out"
+        "signs or labels may be exchanged, or rows contradict a prior with heavy tails, or lie on either side of a "
+        f"threshold. Declare it so that one is left: {_ONE_MODE}, or with lighter tails"
     )
 
 
@@ -626,9 +624,7 @@ def _convex(sites: Sites, point: Array) -> str:
     clients = [client_id for client_id, k in sites.where.items() if curvature[k] < 0.1 * curvature.min()]
     return (
         f"at {_at(sites.labels, point, _named(sites.labels, vectors[:, 0]))} the density curves upward, at "
-        f"{_who(clients)} the most: it shoots up nearby, as where a local scale has a single value and may go to 0, or "
-        "has several modes. Declare a prior that keeps such a scale from 0 (pm.InverseGamma), or share it, or compute "
-        "without curvature: EP(local=fedppl.local.NUTS(), warm_start=False)"
+        f"{_who(clients)} the most: it has several modes, or {_sites.SHOOTS_UP}"
     )
 
 

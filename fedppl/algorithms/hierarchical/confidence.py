@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.fedavg import reject_weight, tolerance_rule, weighted
+from fedppl.algorithms.averaging.fedavg import not_positive, tolerance_rule, weighted
 from fedppl.algorithms.ep.sites import say_if_large
 from fedppl.algorithms.one_shot.separate import near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
@@ -192,7 +192,9 @@ def Confidence(
         update_client=functools.partial(_update_client, settings=settings),
         update_server=functools.partial(_update_server, settings=settings),
         replies=contracts.Replies(
-            lambda state: {"weighted": state.w.shape, "weight": ()}, reject_weight, lambda state: not len(state.ledger)
+            lambda state: {"weighted": state.w.shape, "weight": ()},
+            lambda state, reply: not_positive(reply, "weight"),
+            lambda state: not len(state.ledger),
         ),
         result=contracts.Result(
             _broadcast,
@@ -216,7 +218,6 @@ def _check(client: ClientView, *, settings: _Settings) -> None:
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Settings) -> ConfidenceState:
-    """Start at the declared prior's mean."""
     say_if_large(layout, "Confidence")
     return ConfidenceState(
         gaussian.mean(layout.prior),
@@ -228,7 +229,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Sett
 
 
 def _broadcast(state: ConfidenceState, client_id: str) -> Message:
-    """w."""
     return {"w": state.w}
 
 

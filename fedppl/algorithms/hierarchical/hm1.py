@@ -156,7 +156,6 @@ def _check(client: ClientView, *, local: LocalInference, report: tuple[str, ...]
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Covariance) -> HM1State:
-    """Θ = μ₀, and clients' factors empty."""
     count, m = len(clients), layout.size
     omega, mean = structure.start(count), np.zeros((count, m))
     if (rank := int(structure.settings.get("rank", 0))) >= m:
@@ -303,7 +302,6 @@ def _final_message(state: HM1State, client_id: str) -> Message:
 
 
 def _details(state: HM1State) -> contracts.Details:
-    """Θ with standard errors, Ω, and its correlations."""
     root = state.frame.root
     sd = np.sqrt(np.diagonal(state.omega.matrix))
     spread = np.einsum("ij,kjl,il->ki", root, state.covariance, root)

@@ -24,8 +24,8 @@ from fedppl.algorithms.averaging.fedavg import (
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Expansion, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked, descend
-from fedppl.local.target import at_points
-from fedppl.numerics.pairs import difference_hessian, inner_mode_at
+from fedppl.local.target import at_points, local_mode
+from fedppl.numerics.pairs import difference_hessian
 from fedppl.settings import between, described, one_of, positive
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
 
@@ -121,7 +121,7 @@ def HM1Gradient(
         update_client=functools.partial(_update_client, descent=descent, explicit=explicit),
         update_server=functools.partial(_update_server, alpha=alpha, explicit=explicit, tolerance=tolerance),
         replies=contracts.Replies(
-            lambda state: {"theta": state.center.shape, "step": ()}, lambda state, reply: not_positive(reply, step=0)
+            lambda state: {"theta": state.center.shape, "step": ()}, lambda state, reply: not_positive(reply, "step")
         ),
         result=contracts.Result(_final_message, _draw, details=_details),
         needs=contracts.Needs(functools.partial(_check, descent=descent)),
@@ -147,7 +147,6 @@ def _start(layout: Layout) -> tuple[Array, float]:
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> HM1GradientState:
-    """Θ = μ₀ and Ω = s² I."""
     count = len(clients)
     center, variance = _start(layout)
     where = {client_id: k for k, client_id in enumerate(clients)}
@@ -205,18 +204,15 @@ def _update_server(
 
 
 def _final_message(state: HM1GradientState, client_id: str) -> Message:
-    """θ_k."""
     return {"theta": state.theta[row_of(state.where, client_id)]}
 
 
 def _draw(client: ClientView, personal: KeptLocal, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
-    """The client's point."""
     theta = np.asarray(message["theta"], dtype=float)
     return draw_point(client, theta, fitting_local(client, personal and personal.local), draws, chains)
 
 
 def _details(state: HM1GradientState) -> contracts.Details:
-    """Θ and Ω."""
     return {"theta": (("client", "rows"), state.theta), "omega": (("client", "other_client"), state.omega)}
 
 
@@ -307,7 +303,7 @@ def mode_given(
 
 def _curvature_given_local(client: ClientView, phi: Array) -> Array:
     """−∂² log p(y, θ | φ) / ∂φ² at φ and the mode of the local variables θ there, which are fixed."""
-    x = np.concatenate([phi, _local_mode(client, phi)])
+    x = np.concatenate([phi, _mode_there(client, phi)])
     m = len(phi)
     return np.asarray(-difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m])
 
@@ -329,9 +325,8 @@ def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
     return (precision + precision.T) / 2, int(np.sum(relative < _LEAST))
 
 
-def _local_mode(client: ClientView, phi: Array) -> Array:
-    """Mode of p(θ | y, φ)."""
-    arrived, theta = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
+def _mode_there(client: ClientView, phi: Array) -> Array:
+    arrived, theta = local_mode(client, phi)
     if not arrived:
         raise LocalFailure("no mode of the local variables was found")
     return theta
@@ -349,7 +344,7 @@ def _attempt(client: ClientView, local: LocalInference, phi: Array) -> Expansion
 
 def reported(client: ClientView, names: tuple[str, ...], phi: Array, theta: Array | None) -> dict[str, float]:
     """Scalar local variables and deterministics by name, at φ and at the mode of θ there."""
-    at = _local_mode(client, phi) if theta is None else theta
+    at = _mode_there(client, phi) if theta is None else theta
     values = client.constrain(phi[None], at[None])
     for name in names:
         if name not in values or np.size(values[name]) != 1:

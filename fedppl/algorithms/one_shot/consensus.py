@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
+from fedppl.algorithms.ep.sites import indefinite
 from fedppl.algorithms.one_shot.separate import alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
@@ -125,7 +126,6 @@ def ConsensusMonteCarlo(
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, draws: int) -> ConsensusState:
-    """Nothing but the prior."""
     m = layout.size
     if draws <= m + 2:
         raise DeclarationError(f"draws={draws} of {m} shared coordinates have no precision; use more than {m + 2}.")
@@ -168,7 +168,7 @@ def _reject(state: ConsensusState, reply: Message) -> str | None:
     """A weight is a positive definite matrix of at least one client."""
     weight = Gaussian(np.zeros(state.weighted.shape[1]), gaussian.unpack_triangle(np.asarray(reply["weight"], float)))
     if not gaussian.is_proper(weight):
-        return f"'weight' is not positive definite (smallest eigenvalue {np.linalg.eigvalsh(weight.precision)[0]:.3g})"
+        return indefinite("weight", weight.precision)
     count = float(reply["count"])
     return None if count >= 1 else f"'count' is {count:.3g}, and must be at least 1"
 

@@ -87,7 +87,6 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> PrecisionWeightedState:
-    """Nothing but the prior."""
     return PrecisionWeightedState(
         sites=_sites.empty(layout, clients, structure.full(layout.size)),
         has_replied=np.zeros(len(clients), dtype=bool),
@@ -117,14 +116,10 @@ def _natural(reply: Message) -> Gaussian:
 def _reject(state: PrecisionWeightedState, reply: Message) -> str | None:
     """A posterior has a positive definite precision."""
     posterior = _natural(reply)
-    if gaussian.is_proper(posterior):
-        return None
-    smallest = np.linalg.eigvalsh(posterior.precision)[0]
-    return f"'precision' is not positive definite (smallest eigenvalue {smallest:.3g})"
+    return None if gaussian.is_proper(posterior) else _sites.indefinite("precision", posterior.precision)
 
 
 def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[PrecisionWeightedState, Report]:
-    """Add the replies of clients that have not replied before."""
     sites, has_replied = state.sites, state.has_replied.copy()
     part = gaussian.power(sites.prior, 1.0 / len(has_replied))  # of p(φ) in each reply
     linear, precision = sites.linear.copy(), sites.precision.copy()

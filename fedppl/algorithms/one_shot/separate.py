@@ -90,7 +90,6 @@ def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[Sepa
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateState:
-    """No answers yet."""
     return SeparateState(
         prior=layout.prior,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0,
@@ -142,7 +141,6 @@ def _update_client(
 
 
 def _update_server(state: SeparateState, received: Received) -> tuple[SeparateState, Report]:
-    """Note which clients have answered."""
     has_replied = state.has_replied.copy()
     has_replied[[state.where[client_id] for client_id in received.each]] = True
     done, count = bool(np.all(has_replied)), int(np.sum(has_replied))
@@ -247,7 +245,6 @@ def SeparateSGD(
 
 
 def _sgd_init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateSGDState:
-    """No replies yet."""
     where = {client_id: k for k, client_id in enumerate(clients)}
     return SeparateSGDState(where, np.full(len(clients), np.inf), 0)
 
@@ -255,7 +252,6 @@ def _sgd_init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateSGD
 def _sgd_update_client(
     client: ClientView, personal: _Kept, message: Message, rng: Rng, *, descent: Descent
 ) -> ClientUpdate[SeparateSGDClientState]:
-    """Steps from the client's last point."""
     last = fitting_point(client, personal and personal.point)
     before = _first_point(client) if last is None else last
     after = descend(client, before, client_loss(client, 1.0), descent, rng)
@@ -268,7 +264,6 @@ def _first_point(client: ClientView) -> Array:
 
 
 def _sgd_update(state: SeparateSGDState, received: Received, *, tolerance: float) -> tuple[SeparateSGDState, Report]:
-    """Note the clients' moves."""
     if not received.clients:
         return state, Report(SeparateSGDInfo(np.nan))
     changes = state.changes.copy()

@@ -140,7 +140,6 @@ class Weighed(NamedTuple):
     posterior: Reweighted | None
     is_normal: bool  # q is the posterior
     trusted: bool
-    log_integral_error: float
 
 
 class Judged(NamedTuple):
@@ -184,13 +183,14 @@ def values_of_batch(state: Weighing) -> Array:
     return np.asarray(state.evaluated.values[-count:] + log_slope(state.batch.phi, state.shape.coordinates))
 
 
-def all_scales(labels: tuple[str, ...], coordinates: Coordinates, u: Array) -> Array:
+def all_scales(state: Weighing, u: Array) -> Array:
     """Coordinates u (S, m), and φ on the scales that variables are declared on, where these or their spread are others.
 
     Of M columns the first m are the coordinates.
     """
-    phi = to_phi(u, coordinates)
-    return np.concatenate([u, declared(labels, phi), phi[:, coordinates.stretch.places]], axis=1)
+    phi = to_phi(u, state.shape.coordinates)
+    places = state.shape.coordinates.stretch.places
+    return np.concatenate([u, declared(state.about.labels, phi), phi[:, places]], axis=1)
 
 
 def unit_of(x: Array, weights: Array) -> Unit:

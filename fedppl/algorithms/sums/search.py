@@ -16,6 +16,7 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
 from fedppl.algorithms.ep.warm_start import ALL, LENGTHS, Mode, Starts, WarmStart, why_not_arrived
+from fedppl.contracts import Expansion
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import whitened_points
 from fedppl.structure import full
@@ -203,21 +204,12 @@ def _reply(about: Array, along: Array, ray: Array) -> Message:
     m = len(along)
     if not np.all(np.isfinite(about)):
         nothing = np.zeros((m, m))
-        return {
-            "value": np.array(NO_VALUE),
-            "gradient": np.zeros(m),
-            "hessian": gaussian.pack_triangle(nothing),
-            "ray": ray,
-        }
+        return _warm_start.reply_of(Expansion(NO_VALUE, nothing[0], nothing, {}), ray)
     middle, high, low = about[0], about[1 : 1 + m], about[1 + m : 1 + 2 * m]
     hessian = np.diag(high - 2.0 * middle + low)
     for n, (i, j) in enumerate(itertools.combinations(range(m), 2)):
         hessian[i, j] = hessian[j, i] = about[1 + 2 * m + n] - high[i] - high[j] + middle
     inverse = np.linalg.inv(along)
     whole = inverse.T @ hessian @ inverse
-    return {
-        "value": np.array(middle),
-        "gradient": inverse.T @ (0.5 * (high - low)),
-        "hessian": gaussian.pack_triangle(0.5 * (whole + whole.T)),
-        "ray": ray,
-    }
+    slopes = inverse.T @ (0.5 * (high - low))
+    return _warm_start.reply_of(Expansion(middle, slopes, 0.5 * (whole + whole.T), {}), ray)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian, settings
+from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.ep import require_known
 from fedppl.algorithms.ep.sites import implausible_values, say_if_large
 from fedppl.algorithms.sums import search as _search
@@ -26,7 +27,6 @@ from fedppl.algorithms.sums.search import Search
 from fedppl.algorithms.sums.weigh import Answer
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
 from fedppl.contracts.algorithm import WithoutClient, always
-from fedppl.contracts.client import FactorFn
 from fedppl.gaussian import Gaussian
 from fedppl.local import integrate
 from fedppl.local.conditional_draws import draw_weighted
@@ -129,9 +129,7 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
     """
     points, pilot = settings.whole("points", points, 64, most=2**20), settings.whole("pilot", pilot, 64, most=2**20)
     by_number = not isinstance(starts, str)
-    if not by_number and starts != "auto":
-        raise DeclarationError(f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to 1000.')
-    searches = settings.whole("starts", starts, most=1000) if by_number else 4
+    searches = _warm_start.number_of(starts, 4)
     return contracts.Algorithm[SumsState, None](
         name="Sums",
         settings={"points": str(points), "pilot": str(pilot), "starts": repr(starts)},
@@ -186,28 +184,23 @@ def _resume(first: SumsState, last: SumsState) -> SumsState:
 
 def _broadcast(state: SumsState, client_id: str) -> Message:
     """Points, the same to all clients, and the places of those at which θ is integrated."""
-    phase, share = state.phase, np.array(state.prior_share)
-    if isinstance(phase, Search):
-        points, places = _search.points(phase), _search.integrated(phase).astype(float)
-        center, some, roughly = phase.newton.point, phase.some, False
-    else:
-        points, places = _points(phase)
-        center, some = gaussian.mean(phase.about.q), 1.0
-        roughly = isinstance(phase, Weighing) and phase.rule == Rule.ROUGHLY
-    look = isinstance(phase, Weighing) and not state.looked
+    phase = state.phase
+    points, places = _points(phase)
     return {
         "points": points,
         "known": places,
-        "center": center,
-        "prior_share": share,
-        "some": np.array(some),
-        "look": np.array(float(look)),
-        "roughly": np.array(float(roughly)),
+        "center": phase.newton.point if isinstance(phase, Search) else gaussian.mean(phase.about.q),
+        "prior_share": np.array(state.prior_share),
+        "some": np.array(phase.some if isinstance(phase, Search) else 1.0),
+        "look": np.array(float(isinstance(phase, Weighing) and not state.looked)),
+        "roughly": np.array(float(isinstance(phase, Weighing) and phase.rule == Rule.ROUGHLY)),
     }
 
 
-def _points(phase: Weighing | Weighed) -> tuple[Array, Array]:
-    """Points of a batch, and places of those at which θ is integrated; none once the posterior is weighed."""
+def _points(phase: Search | Weighing | Weighed) -> tuple[Array, Array]:
+    """Points, and places of those at which θ is integrated; none once the posterior is weighed."""
+    if isinstance(phase, Search):
+        return _search.points(phase), _search.integrated(phase).astype(float)
     if isinstance(phase, Weighed):
         return np.zeros((0, len(phase.about.labels))), np.zeros(0)
     return phase.batch.phi, _weigh.places_integrated(phase).astype(float)
@@ -240,7 +233,7 @@ def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | No
     at = np.cumsum(kept)[places[kept[places]]] - 1  # among the points that are kept
     look, roughly = (float(message[name]) > 0 for name in ("look", "roughly"))
     sums = integrate.summed(stack, points[kept], at, center, workers, some=some, look=look, roughly=roughly)
-    answered = float(len(stack) if some >= 1.0 else integrate.number_asked(stack, some)) - len(sums.failures)
+    answered = float(len(integrate.asked(stack, some)) - len(sums.failures))
     values, lost = np.zeros(len(points)), np.full(len(points), answered)
     values[kept], lost[kept] = sums.values, sums.lost
     share = float(message["prior_share"])
@@ -269,11 +262,7 @@ def _where_integrated(sums: Values, kept: Array, answered: float) -> dict[str, A
 
 
 def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
-    phase = state.phase
-    if isinstance(phase, Search):
-        count, integrated = len(_search.points(phase)), len(_search.integrated(phase))
-    else:
-        count, integrated = (len(values) for values in _points(phase))
+    count, integrated = (len(values) for values in _points(state.phase))
     at_few = dict.fromkeys(("left_out", "left_out_lost", "errors", "squares"), (integrated,))
     at_all = {"values": (count,), "values_lost": (count,)}
     return {**at_all, **at_few, "constants": (2,), "improper": (), "answered": ()}
@@ -297,18 +286,16 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
     phase, count = state.phase, len(state.clients)
     if received.clients < count:
         void = state.void + 1
-        is_search = isinstance(phase, Search) and bool(np.any(phase.newton.move))
+        if void < _VOID and isinstance(phase, Search) and np.any(phase.newton.move):
+            nothing = np.full(len(_search.points(phase)), np.nan)
+            return _searched(state._replace(void=void), phase, nothing, points, pilot, None)
         missing = f"sums need all {count} clients, and {received.clients} answered"
         remedy = (
             "mend what fit.records[-1].failures says of the others, and ask all, without participation=, reporting= or "
             "a short deadline=; or use fedppl.EP(), which keeps the site of who is missing"
         )
-        if void >= _VOID or not is_search:
-            status = Status.STALLED if void >= _VOID else Status.RUNNING
-            return state._replace(void=void), Report(_info(phase), status, f"{missing}: {remedy}")
-        assert isinstance(phase, Search)
-        nothing = np.full(len(_search.points(phase)), np.nan)
-        return _searched(state._replace(void=void), phase, nothing, points, pilot, None)
+        status = Status.STALLED if void >= _VOID else Status.RUNNING
+        return state._replace(void=void), Report(_info(phase), status, f"{missing}: {remedy}")
     sums = received.sums()
     state = state._replace(void=0)
     if isinstance(phase, Search):
@@ -418,31 +405,38 @@ def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidenc
     # Of a prior that is not Gaussian the clients' shares make up, its constant included.
     of_prior = 0.0 if state.prior_share else gaussian.log_integral(phase.about.prior)
     value = gaussian.log_integral(phase.about.q) - of_prior + phase.posterior.log_ratio
-    return LogEvidence(value, float(np.hypot(phase.log_integral_error, off)), "sums")
+    return LogEvidence(value, float(np.hypot(phase.posterior.log_ratio_error, off)), "sums")
 
 
 def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
     """By values of all clients at points of the posterior, where these are not too many; else by its Gaussian."""
+    if absent := sorted(set(client_ids) - set(clients)):
+        raise DeclarationError(
+            f"the posterior without clients {absent[:5]} is computed from their data, since sums keep nothing of "
+            "single clients, and these are not here. Of a fit from a file, give them: fedppl.load(path, model, "
+            "clients=...). Where clients are sites of their own, use fedppl.EP(), which keeps a site of each."
+        )
     phase, q = state.phase, _q(state)
-    if not isinstance(phase, Weighed) or not phase.trusted or not set(state.clients) <= set(clients):
-        return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, factor)
-    if phase.is_normal:
-        assert phase.posterior is not None
-        return without(Of(q, phase.posterior, *2 * (phase.posterior.points,)), client_ids, clients, factor)
-    if len(state.clients) > _MOST_SINGLE:
-        return without(Of(q, None, *2 * (_of_gaussian(q),)), client_ids, clients, factor)
-    points, scramble, log_proposal = _weigh.candidates_about(phase, _SINGLE)
-    factors = {name: factor(clients[name], points, gaussian.mean(q), state.prior_share) for name in state.clients}
-    total = np.sum([one.values for one in factors.values()], axis=0) + gaussian.log_kernel(phase.about.prior, points)
+    center = gaussian.mean(q)
+    whole = phase if isinstance(phase, Weighed) and phase.trusted and set(state.clients) <= set(clients) else None
+    if whole is None or whole.is_normal or len(state.clients) > _MOST_SINGLE:
+        posterior = whole.posterior if whole is not None and whole.is_normal else None
+        points = _of_gaussian(q) if posterior is None else posterior.points
+        alone = [(clients[name], _factor(clients[name], points, center)) for name in client_ids]
+        return [_without_one(*one, q, posterior, points, points) for one in alone]
+    points, scramble, log_proposal = _weigh.candidates_about(whole, _SINGLE)
+    factors = {name: factor(clients[name], points, center, state.prior_share) for name in state.clients}
+    total = np.sum([one.values for one in factors.values()], axis=0) + gaussian.log_kernel(whole.about.prior, points)
     posterior = weigh_points(q, points, scramble, total - gaussian.log_kernel(q, points), log_proposal)
+    scaled = of_phi(points, whole.shape.coordinates)
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
-
-    def factor_of(client: ClientView, at: Array, center: Array, share: float) -> Factor:
-        own, has_prior = factors[client.client_id], np.isfinite(ratio)  # elsewhere others have no density either
-        return own._replace(values=np.where(has_prior, own.values - np.where(has_prior, ratio, 0.0), -np.inf))
-
-    scaled = of_phi(points, phase.shape.coordinates)
-    return without(Of(q, posterior, points, scaled), client_ids, clients, factor_of)
+    has_prior = np.isfinite(ratio)  # elsewhere others have no density either
+    left = []
+    for name in client_ids:
+        values = np.where(has_prior, factors[name].values - np.where(has_prior, ratio, 0.0), -np.inf)
+        own = factors[name]._replace(values=values)
+        left.append(_without_one(clients[name], own, q, posterior, points, scaled))
+    return left
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:
@@ -484,34 +478,14 @@ _FLATTENED = (1.0, 0.5, 0.25)  # powers of the weights with which a site is fitt
 _UNKNOWN = LogEvidence(np.nan, np.nan)
 
 
-class Of(NamedTuple):
-    """The posterior of all clients: weighted points where there are any, and its Gaussian."""
+def _without_one(
+    client: ClientView, values: Factor, q: Gaussian, posterior: Reweighted | None, points: Array, scaled: Array
+) -> WithoutClient:
+    """The posterior without a client, of which log f_k is known at points (S, m) of q, or of the weighted posterior.
 
-    q: Gaussian
-    weighted: Reweighted | None
-    points: Array  # (S, m) at which clients are asked
-    scaled: Array  # (S, m) the same, with scales in place of their logarithms where these have long left tails
-
-
-def without(
-    of: Of, client_ids: Sequence[str], clients: Mapping[str, ClientView], factor: FactorFn
-) -> list[WithoutClient]:
-    """The posterior without each of some clients, of whose models in this process `factor` makes log f_k at points.
-
-    Where there are weighted points, their weights are those of all clients' values, exact in the tails too.
+    Weights of weighted points are those of all clients' values, exact in the tails too. `scaled` are the points with
+    scales in place of their logarithms where these have long left tails.
     """
-    if absent := sorted(set(client_ids) - set(clients)):
-        raise DeclarationError(
-            f"the posterior without clients {absent[:5]} is computed from their data, since sums keep nothing of "
-            "single clients, and these are not here. Of a fit from a file, give them: fedppl.load(path, model, "
-            "clients=...). Where clients are sites of their own, use fedppl.EP(), which keeps a site of each."
-        )
-    center = gaussian.mean(of.q)
-    return [_without_one(of, clients[name], _factor(clients[name], of.points, center, factor)) for name in client_ids]
-
-
-def _without_one(of: Of, client: ClientView, values: Factor) -> WithoutClient:
-    q, posterior, points, scaled = of
     nothing = WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
     if not gaussian.is_proper(q):
         return nothing
@@ -546,7 +520,7 @@ def _without_one(of: Of, client: ClientView, values: Factor) -> WithoutClient:
     return WithoutClient(cavity, left, LogEvidence(-left.log_ratio, float(np.sqrt(by_chance**2 + unknown))))
 
 
-def _factor(client: ClientView, points: Array, center: Array, factor: FactorFn) -> Factor:
+def _factor(client: ClientView, points: Array, center: Array) -> Factor:
     try:
         return factor(client, points, center, 0.0)
     except LocalFailure as error:

@@ -57,6 +57,7 @@ _LOST = 0.01  # share of the points that may be without a value
 _FAR_OFF = 50.0  # log units by which a surrogate's integral may exceed the largest weight; no converged fit comes near
 _NOISE = 0.3  # sd, log units, of the error of Σ log f_k over the points
 _MOVED = 0.05  # posterior sds by which that error may move a mean or a log sd
+_SMOOTH = "the model so that it has a smooth density everywhere"
 _BY_NUTS = "fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
 
 
@@ -132,7 +133,7 @@ def judged(
     ]
     message = "; ".join(filter(None, problems))
     about = state.about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
-    end = Weighed(about, state.evaluated, state.shape, weighted, False, not message, weighted.log_ratio_error)
+    end = Weighed(about, state.evaluated, state.shape, weighted, False, not message)
     return Judged(end, message)
 
 
@@ -188,7 +189,7 @@ def _with_declared(error: float, on_declared: _Declared) -> float:
 
 def _tilted(state: Weighing, of: Drawn, estimate: Estimate) -> Drawn | None:
     """Draws with the moments of an estimate on all scales, or else of coordinates alone; None where there are none."""
-    x, unit, m = _all_scales(state, of.u), state.shape.unit, of.u.shape[1]
+    x, unit, m = all_scales(state, of.u), state.shape.unit, of.u.shape[1]
     for count in (x.shape[1], m):
         target = np.concatenate([part[:count] for part in np.split(estimate.moments, 2)])
         tilt = tilted(of, x[:, :count], target, Unit(unit.center[:count], unit.length[:count]))
@@ -199,12 +200,10 @@ def _tilted(state: Weighing, of: Drawn, estimate: Estimate) -> Drawn | None:
 
 def nowhere(state: Weighing) -> Judged:
     """The end of a fit whose posterior was not found about the mode."""
-    none = Weighed(state.about, state.evaluated, state.shape, None, False, False, np.inf)
     return Judged(
-        none,
-        "about the mode too few points count to tell means and sds: tails are heavy, or few points have a log density "
-        "at all clients. Declare the model so that it has a smooth density everywhere and priors with lighter tails, "
-        f"or take a Gaussian by {_BY_NUTS}",
+        Weighed(state.about, state.evaluated, state.shape, None, False, False),
+        "about the mode too few points have a log density at all clients, or tails are too heavy, to tell means and "
+        f"sds: declare {_SMOOTH} and priors with lighter tails, or take a Gaussian by {_BY_NUTS}",
     )
 
 
@@ -237,10 +236,6 @@ def _spread(residuals: Array, weights: Array) -> float:
     return float(np.sqrt(weights @ (residuals - weights @ residuals) ** 2))
 
 
-def _all_scales(state: Weighing, u: Array) -> Array:
-    return all_scales(state.about.labels, state.shape.coordinates, u)
-
-
 def _estimate(state: Weighing, weights: _Weights) -> Estimate:
     r"""Moments of the last surrogate and what the weights add to them; scrambles of both are left out together.
 
@@ -250,7 +245,7 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
     """
     assert state.draws is not None
     posterior = state.draws.posterior
-    of_surrogate, of_batch = (features(_all_scales(state, u), state.shape.unit) for u in (posterior.u, state.batch.u))
+    of_surrogate, of_batch = (features(all_scales(state, u), state.shape.unit) for u in (posterior.u, state.batch.u))
     coefficients = importance.control_coefficients(of_batch, weights.posterior, weights.control)
 
     def by(drawn: NDArray[np.bool_], evaluated: NDArray[np.bool_]) -> Array:
@@ -270,7 +265,7 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
 
 def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[tuple[float, float], _Declared]:
     """Standard errors of an estimate, and what draws differ from it by: of coordinates, and on declared scales."""
-    of_draws = moments_of(_all_scales(state, posterior.u), posterior.weights, state.shape.unit)
+    of_draws = moments_of(all_scales(state, posterior.u), posterior.weights, state.shape.unit)
     errors, m = np.stack([chances(estimate), np.abs(sizes(estimate.moments, of_draws))]), posterior.u.shape[1]
     errors = errors.reshape(2, 2, -1)  # of means and of sds
     (chance, differ), declared = (np.max(part, axis=(1, 2), initial=0.0) for part in (errors[..., :m], errors[..., m:]))
@@ -281,7 +276,7 @@ def _grown(state: Weighing, posterior: Drawn, last: Estimate) -> float:
     """Growth of a log sd since the stage before, where points reach farther into a tail each time."""
     assert state.draws is not None
     drawn = [
-        moments_of(_all_scales(state, of.u), of.weights, state.shape.unit) for of in (state.draws.posterior, posterior)
+        moments_of(all_scales(state, of.u), of.weights, state.shape.unit) for of in (state.draws.posterior, posterior)
     ]
     before = [drawn[0], *(estimate.moments for estimate in state.shape.estimates[-2:-1])]
     m, count = posterior.u.shape[1], len(state.shape.unit.center)
@@ -396,9 +391,8 @@ def _unreached(share: float) -> str:
     """A client has no value at a share of the points."""
     return (
         f"means and sds may be wrong: at {share:.1%} of the points (at most {_LOST:.0%}) a client has no log density, "
-        "or its integral over the client's own variables was not found. Declare the model so that it has a smooth "
-        "density everywhere, with no bound of an outcome's support among the shared variables; or take a Gaussian by "
-        f"{_BY_NUTS}"
+        f"or no integral over its own variables. Declare {_SMOOTH}, with no bound of an outcome's support among the "
+        f"shared variables; or take a Gaussian by {_BY_NUTS}"
     )
 
 
@@ -406,8 +400,7 @@ def _uncertain(noise: float, moved: float) -> str:
     """Errors of clients' values move moments too far."""
     return (
         f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
-        "all, since their own variables are too far from normal given the shared ones. Declare them on a scale where "
-        "they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have a location "
-        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or "
-        f"take a Gaussian by {_BY_NUTS}"
+        "all, since their own variables are far from normal given the shared ones. Declare them closer to normal, "
+        "and standardised, z = (θ − μ) / τ, where data say little; integrate them out, as pm.BetaBinomial does with a "
+        f"pm.Beta; or take a Gaussian by {_BY_NUTS}"
     )

@@ -104,10 +104,10 @@ def begin(
     m = len(q.linear)
     # its values have to tell a quadratic in all coordinates
     count = -(-max(count, (m + 1) * (m + 2)) // student_t.SCRAMBLES)
-    nothing, mean, covariance = np.zeros((0, m)), gaussian.mean(q), gaussian.covariance(q)
+    mean, covariance = gaussian.mean(q), gaussian.covariance(q)
     return Weighing(
         About(q, prior, labels, many),
-        Evaluated(nothing, np.zeros(0), np.zeros(0), _not_integrated(m), np.zeros(2), True),
+        _nothing(m),
         Shape(plain(), (), (), Unit(mean, gaussian.standard_deviations(q)), ()),
         _of_candidates(mean, covariance, plain(), count, stream, (MANY if many else FEW).wide),
         draws=None,
@@ -117,8 +117,9 @@ def begin(
     )
 
 
-def _not_integrated(m: int) -> Integrated:
-    return Integrated(np.zeros((0, m)), *np.zeros((3, 0)))
+def _nothing(m: int) -> Evaluated:
+    points, none = np.zeros((0, m)), np.zeros(0)
+    return Evaluated(points, none, none, Integrated(points, none, none, none), np.zeros(2), True)
 
 
 def _of_candidates(
@@ -208,17 +209,11 @@ def with_more_integrated(state: Weighing) -> Weighing:
 
     A cheap rule misses far less than Laplace's approximation, and few points predict its residuals.
     """
-    evaluated = state.evaluated._replace(
-        points=np.zeros((0, len(state.about.labels))),
-        laplace=np.zeros(0),
-        values=np.zeros(0),
-        integrated=_not_integrated(len(state.about.labels)),
-    )
+    evaluated = _nothing(len(state.about.labels))
+    evaluated = evaluated._replace(constants=state.evaluated.constants, is_proper=state.evaluated.is_proper)
     if state.rule == Rule.AT_FEW:
         return state._replace(evaluated=evaluated, rule=Rule.ROUGHLY)
-    b, few = state.batch, slice(None, None, 4)
-    logs = b.log_density[few], b.log_surrogate[few], b.log_drawn[few]
-    batch = Batch(b.phi[few], b.u[few], *logs, b.times[few], b.scramble[few])
+    batch = Batch._make(part[::4] for part in state.batch)
     return state._replace(evaluated=evaluated, batch=batch, rule=Rule.EVERYWHERE)
 
 
@@ -319,8 +314,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
         second_k=-np.inf,
         told=len(draws),
     )
-    about, error = state.about._replace(q=q), posterior.log_ratio_error
-    return Weighed(about, state.evaluated, state.shape, posterior, True, True, log_integral_error=error)
+    return Weighed(state.about._replace(q=q), state.evaluated, state.shape, posterior, True, True)
 
 
 def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
@@ -345,8 +339,8 @@ def _with_shape(
     state: Weighing, coordinates: Coordinates, u: Array, weights: Array, outer: tuple[Proposal, ...]
 ) -> Weighing:
     """The state in other coordinates; estimates so far may be in other units, and go."""
-    unit = unit_of(all_scales(state.about.labels, coordinates, u), weights)
-    return state._replace(shape=Shape(coordinates, outer, (), unit, ()))
+    moved = state._replace(shape=Shape(coordinates, outer, (), state.shape.unit, ()))
+    return moved._replace(shape=moved.shape._replace(unit=unit_of(all_scales(moved, u), weights)))
 
 
 def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, stream: int) -> Drawn:
@@ -416,7 +410,6 @@ def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighi
 
 
 def _through(state: Weighing, mean: Array, covariance: Array) -> Surrogate | None:
-    """A surrogate through all values so far."""
     is_finite = np.isfinite(state.evaluated.values)
     points = state.evaluated.points[is_finite]
     values = state.evaluated.values[is_finite] + log_slope(points, state.shape.coordinates)
@@ -435,7 +428,7 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
 
 def _tails(state: Weighing, of: Drawn) -> Tails:
     """Which coordinates and declared scales have heavy tails, of a surrogate."""
-    x = all_scales(state.about.labels, state.shape.coordinates, of.u)
+    x = all_scales(state, of.u)
     center = of.weights @ x
     squares = (x - center) ** 2
     variances = np.maximum(of.weights @ squares, 1e-300)
@@ -466,7 +459,7 @@ def _log_tilt(state: Weighing, tails: Tails, u: Array) -> Array:
 
 def _log_squares(state: Weighing, tails: Tails, u: Array) -> Array:
     """Log of the mean squared distance along heavy tails, in variances."""
-    x = all_scales(state.about.labels, state.shape.coordinates, u)[:, tails.places]
+    x = all_scales(state, u)[:, tails.places]
     squares = (x - tails.center[tails.places]) ** 2 / tails.variances[tails.places]
     return np.asarray(np.log(np.maximum(np.mean(squares, axis=1), 1e-300)))
 
