@@ -418,11 +418,11 @@ def test_a_function_sees_a_release_before_it_leaves() -> None:
 
     guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=approve), "a")
     reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
-    assert released(guard, fedppl.EP(), ask(1), reply)
-    assert not released(guard, fedppl.EP(), ask(2), reply)
+    assert released(guard, None, ask(1), reply)
+    assert not released(guard, None, ask(2), reply)
     assert [set(one.arrays) for one in seen] == [{"mean"}] * 2
     failure = Failure("clinic 3", 7, "no mode within 20 steps")
-    assert released(guard, fedppl.EP(), ask(1), failure) and not released(guard, fedppl.EP(), ask(2), failure)
+    assert released(guard, None, ask(1), failure) and not released(guard, None, ask(2), failure)
     assert seen[-1].reason == "no mode within 20 steps" and not seen[-1].arrays
 
 
@@ -432,7 +432,7 @@ def test_an_approval_that_fails_is_none(tmp_path: Path) -> None:
 
     guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=approve), "a")
     reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
-    assert not released(guard, fedppl.EP(), ask(1), reply)
+    assert not released(guard, None, ask(1), reply)
     guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=tmp_path), "a")  # a folder
     assert not admitted(guard, ask())
 
