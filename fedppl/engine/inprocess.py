@@ -54,8 +54,8 @@ class InProcessEngine:
     ) -> None:
         if not models:
             raise DeclarationError(
-                "data are None, and only an engine that finds clients elsewhere, such as fedppl.Flower.grid, "
-                "goes without; pass the clients' data to run them in this process."
+                "data are None, which only an engine that finds clients elsewhere does without, such as "
+                "fedppl.Flower.grid; pass the clients' data."
             )
         self._algorithm = algorithm
         self._models = models if isinstance(models, ClientsOf) else dict(models)

@@ -110,9 +110,7 @@ def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, byte
             "much of each. Wait until more sites take part."
         )
     if greeting(key) not in greetings:
-        raise DeclarationError(
-            f"the cohort {sorted(names)} lacks the key of {key.name!r}: this site takes no part in it."
-        )
+        raise DeclarationError(f"the cohort {sorted(names)} lacks the key of this site, {key.name!r}.")
     for one in greetings:
         _require_signed(one, key.run, roster)
     about = b"fedppl masks" + _framed(key.run.encode()) + digest(greetings)
@@ -224,10 +222,7 @@ def void(failures: Mapping[str, str]) -> Summed:
 def require_enough(clients: int) -> None:
     """Raise DeclarationError where a cohort would be too small."""
     if clients < FEWEST_SITES:
-        raise DeclarationError(
-            f"secure=True with {clients} clients, and a sum of fewer than {FEWEST_SITES} tells too much of each; leave "
-            "secure= out."
-        )
+        raise DeclarationError(f"secure=True needs {FEWEST_SITES} clients, and has {clients}; leave secure= out.")
 
 
 def require_all(requests: Requests, clients: tuple[str, ...]) -> None:

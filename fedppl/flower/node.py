@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -53,7 +52,7 @@ from fedppl.results.at_client import client_posterior, pymc_groups, require_rows
 from fedppl.results.loo import SUMS, implausible, rows_of, sums_of
 from fedppl.run.conflicts import FEWEST, knows_cavities, tested
 from fedppl.storage import codec
-from fedppl.storage.signed import BLANK, Memory, owner_key, pack, replace, unpack
+from fedppl.storage.signed import Memory, owner_key, pack, replace, unpack
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ _UNNAMED = "not named yet"  # a site that the server will call by its authentica
 _lock = threading.Lock()
 
 
-def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, called: str | None = None) -> ClientModel:
+def enrolled(node: Node, config: Mapping[str, Any], memory: Memory, called: str | None = None) -> ClientModel:
     """Load the data and check them against the declaration, unless they are those of the request before.
 
     `called` is the client id in a request, by which a site without an id is named: random streams depend on it.
@@ -197,9 +196,7 @@ def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Pa
     return {}, {"client_id": name, **answer}
 
 
-def introduce(
-    node: Node, config: Mapping[str, Any], memory: Memory = BLANK, texts: Mapping[str, str] = MappingProxyType({})
-) -> Parcel:
+def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
     """Answer the server's first call: the layout, or why this site cannot take part.
 
     The policy's rules on data come first. An error in building the declaration may quote rows, so that its text does

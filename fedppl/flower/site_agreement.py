@@ -173,9 +173,7 @@ def accept(
     if not waits(model) or "agreement" not in texts:
         return
     file = _name(site_id, "agreement")
-    refused = DeclarationError(
-        "this site takes no part with what clients agreed on; the reason is in the site's own log"
-    )
+    refused = DeclarationError("this site takes no part with that agreement; the reason is in the site's own log")
     try:
         agreement = unpack_agreement(texts, asked(_built(model)).names)
     except Malformed as error:
@@ -228,8 +226,7 @@ def named(model: FederatedModel) -> str:
 
 
 def _built(model: FederatedModel) -> Formula:
-    built: Formula = model.builder  # type: ignore[assignment]
-    return built
+    return model.builder  # type: ignore[return-value]
 
 
 def _name(site_id: str, kind: str) -> str:
