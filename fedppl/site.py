@@ -39,12 +39,12 @@ class Site(NamedTuple):
 
 def make(folder: Path, name: str) -> str:
     """Make an identity in a folder and return its public line; one that is there stays."""
-    from fedppl.engine.secure import new_identity
+    from fedppl.engine.secure import Identity
 
     path = folder / IDENTITY
     _require_name(name, f"name {shown(name)}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    made = new_identity()
+    made = Identity.generate()
     try:
         file = open_to_write(path, os.O_EXCL)
     except FileExistsError as error:
@@ -52,10 +52,10 @@ def make(folder: Path, name: str) -> str:
             f"{str(path)!r} is there, and an identity is made once: the others know it. Move it away to make a new one."
         ) from error
     with file:
-        file.write(f"{_line(name, made.private.private_bytes_raw())}\n".encode())
+        file.write(f"{_line(name, made.private_bytes_raw())}\n".encode())
         file.flush()
         os.fsync(file.fileno())
-    return _line(name, made.public)
+    return _line(name, made.public_key().public_bytes_raw())
 
 
 def add(folder: Path, line: str) -> str:
@@ -79,18 +79,16 @@ def read(folder: Path) -> Site:
     DeclarationError
         Where a file is missing, the identity is open to others, or a line is none.
     """
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
     from fedppl.engine.secure import Identity
 
     path = folder / IDENTITY
     name, secret = _parsed(_private(path), f"identity {str(path)!r}")
-    identity = Identity(Ed25519PrivateKey.from_private_bytes(secret))
-    roster = _roster(folder / ROSTER)
-    if roster.get(name, identity.public) == identity.public:
+    identity = Identity.from_private_bytes(secret)
+    public, roster = identity.public_key().public_bytes_raw(), _roster(folder / ROSTER)
+    if roster.get(name, public) == public:
         roster.pop(name, None)
-    _require_new(name, identity.public, roster, f"this site, in {str(folder / ROSTER)!r},")
-    return Site(name, identity, {**roster, name: identity.public})
+    _require_new(name, public, roster, f"this site, in {str(folder / ROSTER)!r},")
+    return Site(name, identity, {**roster, name: public})
 
 
 def _private(path: Path) -> str:

@@ -107,14 +107,11 @@ class _Account:
             head = audit.Head(line["line"], line["digest"])
             met = met or (head.length == count and head.digest == digest)
         if not met:
-            raise DataError(
-                f"{str(self._log)!r} lacks line {count}, which was written: it was cut, or put in place anew."
-            )
+            raise DataError(f"{str(self._log)!r} lacks line {count}, which was written: it was cut or replaced.")
         # A line is written before the ledger knows of it, and one more where half a line was dropped.
         if head.length > count + 2:
             raise DataError(
-                f"{str(self._path)!r} knows {count} lines of {str(self._log)!r}, which has {head.length}: it is an "
-                "earlier one. Put the last one back."
+                f"{str(self._path)!r} knows {count} lines of the log, which has {head.length}. Put the last one back."
             )
         if torn:
             dropped = {"site": self._name, "event": "half a line was dropped", "bytes": torn}

@@ -68,21 +68,13 @@ def answer(
     Personal state is replaced only where the request succeeds. With a guard nothing is computed that its policy
     refuses, and nothing leaves before it is logged.
     """
-    if guard is None:
-        return _answered(algorithm, client, personal, request)
-    admitted = admit(guard, algorithm, client, request)
+    admitted = request if guard is None else admit(guard, algorithm, client, request)
     if admitted is None:
         return personal, Failure(request.client_id, request.nonce, REFUSED)
-    after, reply = _answered(algorithm, client, personal, admitted)
-    if not released(guard, algorithm, request, reply):
+    after, reply = checked(algorithm, client, personal, admitted, lambda: _alone(algorithm, client, personal, admitted))
+    if guard is not None and not released(guard, algorithm.disclosure.noise_multiplier, request, reply):
         return after, Failure(request.client_id, request.nonce, REFUSED)
     return after, reply
-
-
-def _answered(
-    algorithm: AnyAlgorithm, client: ClientView, personal: Any, request: Request
-) -> tuple[Any, Reply | Failure]:
-    return checked(algorithm, client, personal, request, lambda: _alone(algorithm, client, personal, request))
 
 
 def message_of(request: Request) -> dict[str, Any]:

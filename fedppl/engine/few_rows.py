@@ -38,13 +38,6 @@ _JUMP = 1e-4  # relative change of slopes over 1e-6 prior sds; smooth terms of c
 ByRow = Callable[[Any, Array], Sequence[Array]]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
 
-class Ruling(NamedTuple):
-    """The rule that a request breaks, or None."""
-
-    rule: str | None
-    spare: Array  # which of the spare points may be answered, (T,) bool
-
-
 def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str | None:
     """The rule that a declaration with its data breaks at the prior's mean, or None."""
     if rules.epsilon is not None:
@@ -69,9 +62,8 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
         share = _once(look, rules, client, point)
         if np.isnan(share):
             return (
-                f"few_rows: what rows say in {what} cannot be looked at: the builder fails, or makes another "
-                "model, where entries of the data are other ones; hold the data as they are in pm.Data, compute from "
-                "these, and let nothing in the builder branch on values"
+                f"few_rows: what rows say in {what} cannot be looked at; hold the data as they are in pm.Data, compute "
+                "from these, and let nothing in the builder branch on values"
             )
         if share >= rules.few_rows_share:
             return (
@@ -127,28 +119,30 @@ def _rows_apart(client: Any) -> bool:
     return rows_apart(client, lengths_of_rows(read, client, by_rows))
 
 
-def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Ruling:
-    """The rule that a request breaks at its points, and the spare points that may be answered of those `allowed`."""
+def refuse_points(
+    rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None
+) -> tuple[str | None, Array]:
+    """The rule that a request breaks at its points, and which spare ones of those `allowed` may be answered, (T,)."""
     if rules.epsilon is not None or not rules.few_rows:
-        return Ruling(None, allowed)
+        return None, allowed
     ends = [place for q, cavity in asked.targets for place in (gaussian.mean(q), reached(client.layout, cavity))]
     for point in [*asked.points, *ends]:
         rule = _refuse(rules, client, point, by_row) or _refuse_others(rules, client, point, by_row)
         if rule:
-            return Ruling(rule, allowed)
+            return rule, allowed
     if not np.any(allowed):
-        return Ruling(None, allowed)
+        return None, allowed
     return _spare(rules, client, asked.spare, allowed, by_row)
 
 
-def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: ByRow | None) -> Ruling:
+def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: ByRow | None) -> tuple[str | None, Array]:
     """The spare points up to the distance from the first at which the rule breaks, found by bisection."""
     sd = gaussian.standard_deviations(client.layout.prior)
     away = np.max(np.abs(points - points[0]) / sd, axis=1, initial=0.0)
     order = np.flatnonzero(allowed)[np.argsort(away[allowed], kind="stable")]
     first = points[order[0]]  # here more than values may leave
     if rule := _refuse(rules, client, first, by_row) or _refuse_others(rules, client, first, by_row):
-        return Ruling(rule, allowed)
+        return rule, allowed
     good, bad = 0, len(order)
     probe = bad - 1
     while bad - good > 1:
@@ -161,7 +155,7 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
     kept[order[: good + 1]] = True
     if by_row is None and 0 < good < _MANY_SPARE:
         kept &= _before_jumps(client, points, kept, int(order[0]), rules.few_rows)
-    return Ruling(None, kept)
+    return None, kept
 
 
 _AT_ONCE = 2**21  # values of the data for which rows' densities are computed together

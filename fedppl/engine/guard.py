@@ -101,7 +101,7 @@ def refuse_data(
 
 
 def _of_data(rules: Policy, algorithm: AnyAlgorithm, client: Any) -> str | None:
-    rule = policy.refuse_data(rules, client.layout.size, holdings(client))
+    rule = policy.refuse_data(rules, client.layout.size, client.view(holdings))
     return rule or refuse_model(rules, client, algorithm.disclosure.by_row)
 
 
@@ -137,16 +137,11 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         request = request._replace(message={k: v for k, v in request.message.items() if k not in _OWN})
         rule, request, points = checked(guard.policy, ledger, algorithm, client, request)
         if rule is not None:
-            guard.write(counted(ledger, rule), {**entry, "refused": rule})
+            guard.write(_after_refusal(ledger, rule), {**entry, "refused": rule})
             return None
-        noise = algorithm.disclosure.noise_multiplier
-        after = ledger._replace(
-            requests=ledger.requests + 1,
-            unknown=ledger.unknown + (noise is None),
-            spent=ledger.spent + (0.0 if noise is None else noise**-2),
-            points=ledger.points + points,
-            runs={**ledger.runs, request.run: Run(request.round, entry["request_digest"])},
-        )
+        runs = {**ledger.runs, request.run: Run(request.round, entry["request_digest"])}
+        after = _charged(ledger, algorithm.disclosure.noise_multiplier)
+        after = after._replace(points=ledger.points + points, runs=runs)
         left_out = int(np.sum(~request.message["inside"])) if "inside" in request.message else 0
         guard.write(after, {**entry, "refused": None, "left_out": left_out})
         if left_out:
@@ -162,9 +157,18 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         return request
 
 
-def counted(ledger: Ledger, rule: str | None) -> Ledger:
+def _charged(ledger: Ledger, noise: float | None = None, requests: int = 1) -> Ledger:
+    """The ledger with one more request, or -1 of a reply that does not leave; its ε is known where there is noise."""
+    return ledger._replace(
+        requests=ledger.requests + requests,
+        unknown=ledger.unknown + requests * (noise is None),
+        spent=max(0.0, ledger.spent + (0.0 if noise is None else requests * noise**-2)),
+    )
+
+
+def _after_refusal(ledger: Ledger, rule: str) -> Ledger:
     """The ledger after a refusal: one by `few_rows` depends on the rows, so that it tells a bit and costs a request."""
-    return ledger._replace(requests=ledger.requests + 1) if rule and rule.startswith("few_rows") else ledger
+    return ledger._replace(requests=ledger.requests + 1) if rule.startswith("few_rows") else ledger
 
 
 def checked(
@@ -230,13 +234,13 @@ def not_approved(rules: Policy, request: Request) -> str | None:
     return f"approval: nobody has approved run {request.run!r}; who does adds that name as a line to {where}"
 
 
-def released(guard: Guard, algorithm: AnyAlgorithm, request: Request, reply: Reply | Failure) -> bool:
-    """Log a reply before it leaves; False where it must not leave."""
+def released(guard: Guard, noise: float | None, request: Request, reply: Reply | Failure) -> bool:
+    """Log a reply before it leaves; False where it must not leave. `noise` is the multiplier that it was charged by."""
     entry: dict[str, Any] = {"event": "reply", "run": request.run, "round": request.round, "client": request.client_id}
     with guard.lock():
         ledger = guard.read()
         if rule := _not_released(guard.policy, request, reply):
-            guard.write(_given_back(ledger, algorithm), {**entry, "refused": rule})
+            guard.write(_charged(ledger, noise, -1), {**entry, "refused": rule})
             return False
         if isinstance(reply, Failure):
             guard.write(ledger, {**entry, "failed": reply.reason, "refused": None})
@@ -247,16 +251,6 @@ def released(guard: Guard, algorithm: AnyAlgorithm, request: Request, reply: Rep
         spent = {"epsilon": epsilon, "delta": delta}
         guard.write(ledger, {**entry, "released": arrays, "diagnostics": sorted(reply.info), **spent, "refused": None})
         return True
-
-
-def _given_back(ledger: Ledger, algorithm: AnyAlgorithm) -> Ledger:
-    """The ledger without the counts of `admit` for a reply that does not leave."""
-    noise = algorithm.disclosure.noise_multiplier
-    return ledger._replace(
-        requests=ledger.requests - 1,
-        unknown=ledger.unknown - (noise is None),
-        spent=max(0.0, ledger.spent - (0.0 if noise is None else noise**-2)),
-    )
 
 
 def _not_released(rules: Policy, request: Request, reply: Reply | Failure) -> str | None:
@@ -292,19 +286,14 @@ _OF_POINTS = ("points", "weights", "joins")  # of a posterior
 
 def concluded(guard: Guard, run: str) -> bool:
     """Log that a run is over; False where it was over already, or the client has answered enough."""
-    entry = {"event": "conclusion", "run": run}
     with guard.lock():
         ledger = guard.read()
-        last = ledger.runs.get(run)
-        rule = _too_many(guard.policy, ledger) if last is None else None
-        if last is not None and last.concluded:
-            rule = "conclusion: this run is over"
+        is_new, last = run not in ledger.runs, ledger.runs.get(run, Run())
+        rule = _too_many(guard.policy, ledger) if is_new else "conclusion: this run is over" if last.concluded else None
         if rule is None:
-            count = ledger.requests + (last is None)
-            ledger = ledger._replace(
-                requests=count, runs={**ledger.runs, run: (last or Run())._replace(concluded=True)}
-            )
-        guard.write(ledger, {**entry, "refused": rule})
+            runs = {**ledger.runs, run: last._replace(concluded=True)}
+            ledger = ledger._replace(requests=ledger.requests + is_new, runs=runs)
+        guard.write(ledger, {"event": "conclusion", "run": run, "refused": rule})
         return rule is None
 
 
@@ -328,9 +317,7 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
         concluding = algorithm._replace(disclosure=algorithm.disclosure._replace(asks=concludes))
         rule = rule or checked(guard.policy, ledger, concluding, client, as_asked)[0]
         rule = rule or _elsewhere(guard, ledger, client, request)
-        ledger = counted(ledger, rule)
-        if rule is None:
-            ledger = ledger._replace(requests=ledger.requests + 1, unknown=ledger.unknown + 1)
+        ledger = _after_refusal(ledger, rule) if rule else _charged(ledger)
         entry = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}
         guard.write(ledger, {**entry, "refused": rule})
         return () if rule else names
@@ -350,11 +337,10 @@ def _elsewhere(guard: Guard, ledger: Ledger, client: ClientView, request: Reques
     return "distance: of a point of the posterior"
 
 
-def let_out(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Request, arrays: Message) -> Message:
+def let_out(guard: Guard, client: ClientView, request: Request, arrays: Message) -> Message:
     """Log the summaries before they leave, and return them; empty without approval."""
     reply = Reply(request.client_id, 0, client.layout.fingerprint, arrays, {})
-    unaccounted = algorithm._replace(disclosure=algorithm.disclosure._replace(noise_multiplier=None))  # as `tells` did
-    return arrays if arrays and released(guard, unaccounted, request, reply) else {}
+    return arrays if arrays and released(guard, None, request, reply) else {}
 
 
 # Before a run: declarations, summaries of columns and agreements are counted and logged like requests -----------------
@@ -385,8 +371,7 @@ def admit_declaration(guard: Guard, key: str) -> bool:
             guard.write(ledger._replace(runs=runs), {})  # costs nothing, and has no line
             return True
         rule = _ONE_DECLARATION if guard.policy.epsilon is not None else _too_many(guard.policy, ledger)
-        counts = {"requests": ledger.requests + 1, "unknown": ledger.unknown + 1}
-        after = ledger if rule else ledger._replace(**counts, runs=runs)
+        after = ledger if rule else _charged(ledger)._replace(runs=runs)
         guard.write(after, {"event": "request", "run": name, "asked": {}, "refused": rule})
         return rule is None
 
@@ -407,15 +392,13 @@ def admit_telling(guard: Guard, name: str, client_id: str, columns: Mapping[str,
     with guard.lock():
         ledger = guard.read()
         rule = _too_many(guard.policy, ledger) or not_approved(guard.policy, Request(client_id, 0, 1, (), {}, name))
-        counted = ledger._replace(requests=ledger.requests + 1, unknown=ledger.unknown + 1)
-        guard.write(ledger if rule else counted, {**entry, "refused": rule})
+        guard.write(ledger if rule else _charged(ledger), {**entry, "refused": rule})
         return rule is None
 
 
-def let_tell(guard: Guard, algorithm: AnyAlgorithm, name: str, client_id: str, arrays: Message) -> bool:
+def let_tell(guard: Guard, name: str, client_id: str, arrays: Message) -> bool:
     """Log a first summary of columns before it leaves; False without approval."""
-    unaccounted = algorithm._replace(disclosure=algorithm.disclosure._replace(noise_multiplier=None))  # as above
-    return released(guard, unaccounted, Request(client_id, 0, 1, (), {}, name), Reply(client_id, 0, "", arrays, {}))
+    return released(guard, None, Request(client_id, 0, 1, (), {}, name), Reply(client_id, 0, "", arrays, {}))
 
 
 def note(guard: Guard, name: str, client_id: str, **more: Any) -> None:
@@ -462,16 +445,11 @@ def refuse_agreement(guard: Guard, digest: str, client_id: str, why: str) -> Non
 
 
 def holdings(client: Any) -> Holdings:
-    """Count rows and events in the client's own model, once.
+    """Count rows and events in the client's own model.
 
     Every observed variable is read from the model, whatever it was computed from. A potential that reads data counts as
     the shortest array that it reads.
     """
-    found: Holdings = client.view(_count)
-    return found
-
-
-def _count(client: Any) -> Holdings:
     model = client.pymc_model()
     lengths, events = [], []
     for rv in model.observed_RVs:

@@ -54,8 +54,8 @@ class InProcessEngine:
     ) -> None:
         if not models:
             raise DeclarationError(
-                "data are None, and only an engine that finds clients elsewhere, such as fedppl.Flower.grid, "
-                "goes without; pass the clients' data to run them in this process."
+                "data are None, which only an engine that finds clients elsewhere does without, such as "
+                "fedppl.Flower.grid; pass the clients' data."
             )
         self._algorithm = algorithm
         self._models = models if isinstance(models, ClientsOf) else dict(models)
@@ -65,7 +65,12 @@ class InProcessEngine:
         self._settings = settings()  # of PyTensor, while no thread was at work
         self._stacks: Sequence[Any] | None = None  # clients laid side by side, once a sum was asked for
         self._personal: dict[str, Any] = {}
-        self._secure = _masks_for(models) if secure else None
+        self._secure: Any = None
+        if secure:
+            from fedppl.engine import secure as masks  # needs cryptography
+
+            masks.require_enough(len(models))
+            self._secure = masks
         self._cohorts: dict[str, Mapping[str, Any]] = {}  # by run, where sums are secure
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
@@ -156,7 +161,7 @@ class InProcessEngine:
         Where sums are secure it is added under masks.
         """
         if self._secure is not None:
-            return self._under_masks(self._secure, requests, accept, deadline, heard)
+            return self._under_masks(requests, accept, deadline, heard)
         is_all = not requests.silent and deadline is None and requests.clients == self.clients()
         if is_all and not self._guards and (stacks := self._side_by_side()):
             try:
@@ -166,10 +171,9 @@ class InProcessEngine:
                 logger.log(level_of(error), message, self._algorithm.name, exc_info=True)
         return take_sum(self.exchange, requests, accept, deadline, heard)
 
-    def _under_masks(
-        self, masks: Any, requests: Requests, accept: Accept, deadline: float | None, heard: Heard
-    ) -> Summed:
+    def _under_masks(self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard) -> Summed:
         """The sum over all clients under masks; nothing where one has no answer, or a number that is none."""
+        masks = self._secure
         masks.require_all(requests, self.clients())
         taken = take(self._asked, requests, accept, deadline, heard)
         if taken.failures:
@@ -177,7 +181,7 @@ class InProcessEngine:
             return void
         first = requests.make(requests.clients[0])
         cohort = self._cohorts.get(first.run) or masks.cohort_of(self.clients(), first.run)
-        parts = {name: masks.encoded(taken.messages[name], len(cohort)).words for name in cohort}
+        parts = {name: masks.encoded(taken.messages[name], len(cohort)) for name in cohort}
         hidden = {name: masks.masked(cohort[name], words, first.round) for name, words in parts.items()}
         self._cohorts[first.run] = {name: member for name, (member, _) in hidden.items()}
         total: Summed = masks.summed({name: part for name, (_, part) in hidden.items()}, first.shapes or {})
@@ -237,9 +241,20 @@ class InProcessEngine:
 
     def _groups(self, requests: Mapping[str, Request], deadline: float | None) -> list[tuple[Request, ...]]:
         """Requests that are answered together; each alone where there is a policy or a deadline."""
-        if self._guards or deadline is not None:
+        batch, grouped = _usable(self._algorithm), list[tuple[Request, ...]]()
+        if batch is None or self._guards or deadline is not None:
             return [(request,) for request in requests.values()]
-        return _grouped(self._algorithm, self._models, requests)
+        for report in (True, False):
+            reported = [request for request in requests.values() if request.report == report]
+            if not reported or (not report and batch.unreported_together is None):
+                continue
+            try:
+                groups = batch.groups([self._models[request.client_id] for request in reported])
+                grouped += [tuple(reported[place] for place in group) for group in groups]
+            except Exception as error:  # each client alone says what is wrong with its model
+                logger.log(level_of(error), "%s: no batches in this round", self._algorithm.name, exc_info=True)
+        taken = {request.client_id for group in grouped for request in group}
+        return [*grouped, *((request,) for client_id, request in requests.items() if client_id not in taken)]
 
     def _some(self, requests: tuple[Request, ...]) -> dict[str, Reply | Failure]:
         try:
@@ -322,33 +337,6 @@ class Threads(NamedTuple):
 logger = logging.getLogger(__name__)
 
 
-def _masks_for(clients: Mapping[str, Any]) -> Any:
-    """The module of secure sums, where clients are enough."""
-    from fedppl.engine import secure  # needs cryptography
-
-    secure.require_enough(len(clients))
-    return secure
-
-
-def _grouped(
-    algorithm: AnyAlgorithm, clients: Mapping[str, Any], requests: Mapping[str, Request]
-) -> list[tuple[Request, ...]]:
-    """A partition of the requests into groups that are answered together; most have one request."""
-    batch, grouped = _usable(algorithm), []
-    if batch is not None:
-        for report in (True, False):
-            reported = [request for request in requests.values() if request.report == report]
-            if not reported or (not report and batch.unreported_together is None):
-                continue
-            try:
-                groups = batch.groups([clients[request.client_id] for request in reported])
-                grouped += [tuple(reported[place] for place in group) for group in groups]
-            except Exception as error:  # each client alone says what is wrong with its model
-                logger.log(level_of(error), "%s: no batches in this round", algorithm.name, exc_info=True)
-    taken = {request.client_id for group in grouped for request in group}
-    return [*grouped, *((request,) for client_id, request in requests.items() if client_id not in taken)]
-
-
 def _answers(
     algorithm: AnyAlgorithm, clients: Mapping[str, Any], personal: Mapping[str, Any], requests: Sequence[Request]
 ) -> dict[str, tuple[Any, Reply | Failure]]:
@@ -380,11 +368,10 @@ def _updates(
     algorithm: AnyAlgorithm, clients: Mapping[str, Any], personal: Mapping[str, Any], requests: Sequence[Request]
 ) -> Sequence[ClientUpdate[Any] | None]:
     """Updates in a batch, None for each client that has to be asked alone."""
-    alone, batch = [None] * len(requests), _usable(algorithm)
-    compute = None if batch is None else batch.together if requests[0].report else batch.unreported_together
-    if compute is None or len(requests) == 1:
-        return alone
+    assert (batch := algorithm.batch) is not None
+    compute = batch.together if requests[0].report else batch.unreported_together
     try:
+        assert compute is not None
         parts = [
             Part(clients[request.client_id], personal.get(request.client_id), message_of(request), stream(request.seed))
             for request in requests
@@ -395,5 +382,5 @@ def _updates(
     except Exception as error:  # of one client, or of the batch: each client alone says which
         text = "%s: a batch of %d clients failed, and each is asked alone"
         logger.log(level_of(error), text, algorithm.name, len(requests), exc_info=True)
-        return alone
+        return [None] * len(requests)
     return updates

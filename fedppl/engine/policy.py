@@ -176,19 +176,16 @@ class Policy:
         if self.declarations is not None:
             digests = self.declarations
             if not isinstance(digests, list | tuple) or not digests or not all(isinstance(d, str) for d in digests):
-                raise DeclarationError(
-                    f"declarations={settings.shown(digests)} must be a list of digests; leave it out for the app's own."
-                )
+                raise DeclarationError(f"declarations={settings.shown(digests)} must be a list of digests, or None.")
             object.__setattr__(self, "declarations", tuple(digests))
         conclusions = self.conclusions
         if not isinstance(conclusions, list | tuple) or not all(name in CONCLUSIONS for name in conclusions):
             raise DeclarationError(
-                f"conclusions={settings.shown(self.conclusions)} must be a list of names out of {list(CONCLUSIONS)}."
+                f"conclusions={settings.shown(conclusions)} must be a list of names in {CONCLUSIONS}."
             )
         if conclusions and self.epsilon is not None:
             raise DeclarationError(
-                f"conclusions={settings.shown(conclusions)} have no known ε, which "
-                f"epsilon={settings.shown(self.epsilon)} bounds; leave one of the two out."
+                f"conclusions={list(conclusions)} have no known ε, and epsilon={self.epsilon:g}; leave one out."
             )
         object.__setattr__(self, "conclusions", tuple(dict.fromkeys(conclusions)))
         approval = self.approval
@@ -252,12 +249,11 @@ def read(path: str | os.PathLike[str]) -> Policy:
     shown = repr(os.fspath(path))
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # an editor may put a mark in front
-    except OSError as error:
-        raise DeclarationError(f"policy {shown} cannot be read: {error.strerror}; correct the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DeclarationError(f"policy {shown} is no TOML: {error}; correct that line{_AS_TOML}.") from error
-    except ValueError as error:  # of a path with a null character
-        raise DeclarationError(f"policy {shown} cannot be read: {error}; correct the path.") from error
+    except (OSError, ValueError) as error:  # a null character in a path is a ValueError
+        why = getattr(error, "strerror", None) or error
+        raise DeclarationError(f"policy {shown} cannot be read: {why}; correct the path.") from error
     names = [field.name for field in fields(Policy)]
     if unknown := sorted(set(values) - set(names)):
         raise DeclarationError(f"policy {shown} has the key {unknown[0]!r}; a policy has {', '.join(names)}.")
@@ -294,25 +290,21 @@ def refuse_declaration(policy: Policy, digest: Callable[[], str]) -> str | None:
         return None
     if not (fingerprint := digest()):
         return "declarations: the model has an operation whose text does not say what it computes, so it has no digest"
-    return (
-        None
-        if fingerprint in policy.declarations
-        else f"declarations: {fingerprint} is not listed; add it to allow this model"
-    )
+    if fingerprint in policy.declarations:
+        return None
+    return f"declarations: {fingerprint} is not listed; add it to allow this model"
 
 
 def refuse_algorithm(policy: Policy, algorithm: AnyAlgorithm) -> str | None:
     """The rule that an algorithm breaks, whatever the data; or None."""
     if policy.epsilon is not None:
         if algorithm.disclosure.noise_multiplier is None:
-            return (
-                f"epsilon: the policy of this site wants a known ε, and {algorithm.name} has none; use fedppl.PrivateEP"
-            )
+            return f"epsilon: this site wants a known ε, and {algorithm.name} has none; use fedppl.PrivateEP"
         return None
     if algorithm.disclosure.asks is None and min(policy.distance, policy.cavity) < np.inf:
         return (
-            f"distance, cavity: {algorithm.name} does not say where its requests ask, so that they cannot be checked; "
-            "set both to inf in the policy of this site to run it all the same"
+            f"distance, cavity: {algorithm.name} does not say where its requests ask; set both to inf in the policy of "
+            "this site to run it all the same"
         )
     return None
 

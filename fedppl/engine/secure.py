@@ -35,7 +35,7 @@ from fedppl.types import DeclarationError, Message
 
 try:
     from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -45,6 +45,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 Words = NDArray[np.uint64]
+Identity = ed25519.Ed25519PrivateKey  # a client's own: the others have its public part on their rosters
 
 _SUMMED = "use fedppl.Sums(), or another algorithm whose server reads sums alone, or leave secure= out."
 FEWEST_SITES = 3  # of a cohort: of two each would know the other's part
@@ -52,19 +53,8 @@ _COARSE, _FINE = 2.0**20, 2.0**60  # steps of the two words of a number, for eac
 _WORD = 62  # bits that the sum of a word's parts may have, beside its sign
 
 
-class Identity(NamedTuple):
-    """A client's own: the others know its public part beforehand."""
-
-    private: ed25519.Ed25519PrivateKey
-
-    @property
-    def public(self) -> bytes:
-        """What goes on the others' rosters, 32 bytes."""
-        return _raw(self.private.public_key())
-
-
 class RunKey(NamedTuple):
-    """A client's key of one run, which is in memory alone."""
+    """A client's key of one run, which is in memory alone, signed by the client's identity."""
 
     name: str
     run: str
@@ -88,25 +78,7 @@ class Member(NamedTuple):
     last: int = 0  # round of its last answer
 
 
-class Encoded(NamedTuple):
-    """A message in fixed point."""
-
-    words: Words  # (2 n + 2,)
-    cut: int  # numbers that did not fit
-    missing: int  # numbers that were not finite
-
-
-def new_identity() -> Identity:
-    """A new identity."""
-    return Identity(ed25519.Ed25519PrivateKey.generate())
-
-
-def new_key(identity: Identity, name: str, run: str) -> RunKey:
-    """A new key for a run, signed by the client's identity."""
-    return _key_of(identity, name, run, x25519.X25519PrivateKey.generate())
-
-
-def derived_key(identity: Identity, name: str, run: str, cohort: int, place: str) -> RunKey:
+def derived_key(identity: ed25519.Ed25519PrivateKey, name: str, run: str, cohort: int = 0, place: str = "") -> RunKey:
     """A client's key for one cohort of a run, always the same: nothing secret is kept beside the identity.
 
     What it costs: there is no forward secrecy. Whoever gets the identity later, and has recorded what travelled, takes
@@ -114,51 +86,31 @@ def derived_key(identity: Identity, name: str, run: str, cohort: int, place: str
     """
     run = f"{run} (cohort {cohort + 1})"
     about = b"".join(_framed(part.encode()) for part in (name, run, place))
-    secret = HKDF(hashes.SHA256(), 32, None, b"fedppl run key" + about).derive(identity.private.private_bytes_raw())
-    return _key_of(identity, name, run, x25519.X25519PrivateKey.from_private_bytes(secret))
-
-
-def _key_of(identity: Identity, name: str, run: str, private: x25519.X25519PrivateKey) -> RunKey:
-    return RunKey(name, run, private, identity.private.sign(_signed(name, run, _raw(private.public_key()))))
+    secret = HKDF(hashes.SHA256(), 32, None, b"fedppl run key" + about).derive(identity.private_bytes_raw())
+    private = x25519.X25519PrivateKey.from_private_bytes(secret)
+    return RunKey(name, run, private, identity.sign(_signed(name, run, private.public_key().public_bytes_raw())))
 
 
 def greeting(key: RunKey) -> Greeting:
     """What the others need."""
-    return Greeting(key.name, _raw(key.private.public_key()), key.signature)
+    return Greeting(key.name, key.private.public_key().public_bytes_raw(), key.signature)
 
 
-def joined(
-    key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, bytes], fewest: int = FEWEST_SITES
-) -> Member:
-    """A client's place in the cohort of these greetings.
+def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, bytes]) -> Member:
+    """A client's place in the cohort of these greetings, its own among them.
 
-    Parameters
-    ----------
-    key
-        The client's own.
-    greetings
-        Of all clients of the cohort, its own among them.
-    roster
-        Public identities by name that this client knows from elsewhere than the server.
-    fewest
-        Clients that a cohort must have, at least 3.
-
-    Raises
-    ------
-    DeclarationError
-        Of a cohort that is too small, of a client that is not on the roster, of a key that its identity has not signed
-        for this run, and where its own greeting is missing or another's.
+    The roster has public identities by name that this client knows from elsewhere than the server. DeclarationError of
+    a cohort that is too small, of a client that is not on the roster, of a key that its identity has not signed for
+    this run, and where its own greeting is missing or another's.
     """
     names = [one.name for one in greetings]
-    if len(names) < max(fewest, FEWEST_SITES) or len(set(names)) < len(names):
+    if len(names) < FEWEST_SITES or len(set(names)) < len(names):
         raise DeclarationError(
-            f"a cohort of {len(set(names))} sites, and at least {max(fewest, FEWEST_SITES)} are wanted: of fewer a sum "
-            "tells too much of each. Wait until more sites take part."
+            f"a cohort of {len(set(names))} sites, and at least {FEWEST_SITES} are wanted: of fewer a sum tells too "
+            "much of each. Wait until more sites take part."
         )
     if greeting(key) not in greetings:
-        raise DeclarationError(
-            f"the cohort {sorted(names)} lacks the key of {key.name!r}: this site takes no part in it."
-        )
+        raise DeclarationError(f"the cohort {sorted(names)} lacks the key of this site, {key.name!r}.")
     for one in greetings:
         _require_signed(one, key.run, roster)
     about = b"fedppl masks" + _framed(key.run.encode()) + digest(greetings)
@@ -194,10 +146,10 @@ def _require_signed(one: Greeting, run: str, roster: Mapping[str, bytes]) -> Non
         ) from None
 
 
-def encoded(message: Mapping[str, Any], clients: int) -> Encoded:
-    """A message as words, in the order of the names of its arrays; what does not fit is 0, and counted.
+def encoded(message: Mapping[str, Any], clients: int) -> Words:
+    """A message as words (2 n + 2,), in the order of the names of its arrays; what does not fit is 0, and counted.
 
-    >>> words = sum(encoded({"a": np.array([1.5, -2.25])}, 3).words for _ in range(3))
+    >>> words = sum(encoded({"a": np.array([1.5, -2.25])}, 3) for _ in range(3))
     >>> decoded(words, {"a": (2,)})[0]
     {'a': array([ 4.5 , -6.75])}
     """
@@ -209,8 +161,7 @@ def encoded(message: Mapping[str, Any], clients: int) -> Encoded:
     coarse = np.rint(kept * _COARSE)
     fine = np.rint((kept - coarse / _COARSE) * _FINE)
     cut, missing = int(np.sum(is_finite & ~fits)), int(np.sum(~is_finite))
-    words = np.concatenate([coarse, fine, [cut, missing]]).astype(np.int64).view(np.uint64)
-    return Encoded(words, cut, missing)
+    return np.concatenate([coarse, fine, [cut, missing]]).astype(np.int64).view(np.uint64)
 
 
 def decoded(words: Words, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], int, int]:
@@ -271,10 +222,7 @@ def void(failures: Mapping[str, str]) -> Summed:
 def require_enough(clients: int) -> None:
     """Raise DeclarationError where a cohort would be too small."""
     if clients < FEWEST_SITES:
-        raise DeclarationError(
-            f"secure=True with {clients} clients, and a sum of fewer than {FEWEST_SITES} tells too much of each; leave "
-            "secure= out."
-        )
+        raise DeclarationError(f"secure=True needs {FEWEST_SITES} clients, and has {clients}; leave secure= out.")
 
 
 def require_all(requests: Requests, clients: tuple[str, ...]) -> None:
@@ -303,9 +251,9 @@ def require_same(messages: Sequence[Message], algorithm: str) -> None:
 
 def cohort_of(names: Sequence[str], run: str) -> dict[str, Member]:
     """All clients' places in a cohort in one process, with identities made for it, by name."""
-    identities = {name: new_identity() for name in names}
-    keys = {name: new_key(identity, name, run) for name, identity in identities.items()}
-    roster = {name: identity.public for name, identity in identities.items()}
+    identities = {name: Identity.generate() for name in names}
+    keys = {name: derived_key(identity, name, run) for name, identity in identities.items()}
+    roster = {name: identity.public_key().public_bytes_raw() for name, identity in identities.items()}
     greetings = [greeting(key) for key in keys.values()]
     return {name: joined(key, greetings, roster) for name, key in keys.items()}
 
@@ -315,11 +263,6 @@ def _stream(key: bytes, number: int, asked: bytes, words: int) -> Words:
     once = hmac.digest(key, b"fedppl round" + number.to_bytes(16, "little") + asked, "sha256")
     stream = Cipher(algorithms.ChaCha20(once, bytes(16)), mode=None).encryptor().update(bytes(8 * words))
     return np.frombuffer(stream, dtype=np.uint64)
-
-
-def _raw(public: Any) -> bytes:
-    raw: bytes = public.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
-    return raw
 
 
 def _signed(name: str, run: str, public: bytes) -> bytes:

@@ -43,9 +43,7 @@ def expected_clients(clients: Any) -> int | tuple[str, ...]:
         return whole("clients", clients)
     names = clients if isinstance(clients, list | tuple) else ()
     if not names or not all(isinstance(name, str) and name for name in names) or len({*names}) < len(names):
-        raise DeclarationError(
-            f"clients={shown(clients)} must be the number of sites to wait for, or a list of their ids, none twice."
-        )
+        raise DeclarationError(f"clients={shown(clients)} must be a number of sites, or a list of different ids.")
     return tuple(names)
 
 
@@ -373,9 +371,7 @@ def agree(
     (``site.told`` where its node config has no ``client-id``).
     """
     if not isinstance(model, FederatedModel) or not _site.waits(model):
-        raise DeclarationError(
-            f"model={shown(model)} is no formula that clients have to agree on; pass fedppl.formula(...)."
-        )
+        raise DeclarationError(f"model={shown(model)} is no formula to agree on; pass fedppl.formula(...).")
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
     positive("wait", wait, "it is in seconds"), positive("poll", poll, "it is in seconds")

@@ -97,7 +97,7 @@ def hidden(place: Place, request: Request, reply: Reply | Failure) -> Reply | Fa
     """A reply under masks; of a failure nothing but that there is one."""
     if isinstance(reply, Failure):
         return Failure(reply.client_id, reply.nonce, REFUSED)
-    words = secure.encoded(reply.message, len(place.names)).words
+    words = secure.encoded(reply.message, len(place.names))
     _, words = secure.masked(place.member, words, request.round, _asked(request))
     return reply._replace(message={WORDS: words.view(np.int64)}, info={}, reason="")
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -53,7 +52,7 @@ from fedppl.results.at_client import client_posterior, pymc_groups, require_rows
 from fedppl.results.loo import SUMS, implausible, rows_of, sums_of
 from fedppl.run.conflicts import FEWEST, knows_cavities, tested
 from fedppl.storage import codec
-from fedppl.storage.signed import BLANK, Memory, owner_key, pack, replace, unpack
+from fedppl.storage.signed import Memory, owner_key, pack, replace, unpack
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
@@ -79,16 +78,22 @@ class Node(NamedTuple):
     secure: Path | None = None  # folder of identity and roster, where it answers under masks alone
 
 
-_models: dict[tuple[str, str, str], ClientModel] = {}  # of this process, by app, node config and agreement
-_seals: dict[tuple[str, str, str], tuple[str, bytes]] = {}  # kind and digest of the data of each
+class _Loaded(NamedTuple):
+    """A client, and the rows of which it is."""
+
+    client: ClientModel
+    seal: tuple[str, bytes]  # its kind, and a digest of its data
+    columns: Mapping[str, Any]  # of the rows as they were loaded
+
+
+_clients: dict[tuple[str, str, str], _Loaded] = {}  # of this process, by app, node config and agreement
 _declarations: dict[tuple[str, str], FederatedModel] = {}  # by app and agreement
-_columns: dict[tuple[str, str, str], Mapping[str, Any]] = {}  # of the rows as they were loaded, by the same key
 _first: dict[Any, dict[str, Mapping[str, Any]]] = {}  # the first client with such columns, by app
 _UNNAMED = "not named yet"  # a site that the server will call by its authenticated name
 _lock = threading.Lock()
 
 
-def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, called: str | None = None) -> ClientModel:
+def enrolled(node: Node, config: Mapping[str, Any], memory: Memory, called: str | None = None) -> ClientModel:
     """Load the data and check them against the declaration, unless they are those of the request before.
 
     `called` is the client id in a request, by which a site without an id is named: random streams depend on it.
@@ -97,23 +102,22 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
     model, agreement = _agreements.declared(node.model, memory, name)
     key = _key(node, config, agreement)
     with _lock:
-        for other in [other for other in _models if other[:2] == key[:2] and other != key]:
-            del _models[other], _seals[other], _columns[other]  # of an earlier agreement
+        for other in [other for other in _clients if other[:2] == key[:2] and other != key]:
+            del _clients[other]  # of an earlier agreement
         declaration = _declarations.setdefault((node.token, agreement), model)
         loaded = node.load_data(config)
         kind = declaration.kind_of(name, loaded, node.kind)
         usable = loaded if node.folder is None else _agreements.without_rare(declaration, loaded, node.policy, name)
         data = declaration.read(name, usable, kind)
         seal = kind, _seal(data)
-        if _seals.get(key) != seal:
-            _models[key], _seals[key] = _enrol(node, declaration, name, kind, data, agreement), seal
-        _columns[key] = _agreements.columns(declaration, loaded, data)
-        client_id = _models[key].client_id
-        if called is not None and called != client_id:
-            if client_id:
-                raise LocalFailure(f"a request for client {called!r} came to client {client_id!r}")
-            _models[key] = dataclasses.replace(_models[key], client_id=called)
-        return _models[key]
+        before = _clients.get(key)
+        is_same = before is not None and before.seal == seal
+        client = before.client if before and is_same else _enrol(node, declaration, name, kind, data, agreement)
+        named = client if client.client_id or called is None else dataclasses.replace(client, client_id=called)
+        _clients[key] = _Loaded(named, seal, _agreements.columns(declaration, loaded, data))
+        if called not in (None, named.client_id):
+            raise LocalFailure(f"a request for client {called!r} came to client {named.client_id!r}")
+        return named
 
 
 def _enrol(
@@ -128,7 +132,7 @@ def _enrol(
     enrolling = declaration.enrol(pair, kernel=node.algorithm.needs.kernel, kinds=dict.fromkeys(pair, kind))
     client = dataclasses.replace(enrolling[label], client_id=name)
     require_fit(node.algorithm, client)
-    if not any(token == node.token for token, *_ in _models):
+    if not any(token == node.token for token, *_ in _clients):
         say_unused(node.algorithm, client)
     return client
 
@@ -145,16 +149,11 @@ def _key(node: Node, config: Mapping[str, Any], agreement: str) -> tuple[str, st
     return node.token, json.dumps(dict(config), sort_keys=True, default=str), agreement
 
 
-def _version(node: Node, config: Mapping[str, Any], memory: Memory) -> Versions | None:
-    """Compare the site's loaded data with those of its earlier answers."""
+def _versions(node: Node, config: Mapping[str, Any], memory: Memory) -> tuple[str | None, dict[str, Any]]:
+    """Compare the site's loaded data with those of its earlier answers, as `data_versions` does."""
     site_id = node.client_id(config)
     agreement = _agreements.declared(node.model, memory, site_id)[1]
-    return data_version(memory, site_id, _columns[_key(node, config, agreement)], node.policy)
-
-
-def _changed(node: Node, config: Mapping[str, Any], memory: Memory) -> str | None:
-    version = _version(node, config, memory)
-    return None if version is None else version.refused
+    return data_versions(memory, site_id, _clients[_key(node, config, agreement)].columns, node.policy)
 
 
 def _locked(node: Node) -> AbstractContextManager[Any]:
@@ -177,7 +176,7 @@ def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[
                 _note(guard, {"event": "agreement", "refused": "sums: a summary of columns would leave in the clear"})
                 raise LocalFailure("a site with secure= tells nothing of its columns")
             load = functools.partial(node.load_data, config)
-            answer = _agreements.tell(node.model, node.algorithm, load, name, texts, memory, guard)
+            answer = _agreements.tell(node.model, load, name, texts, memory, guard)
     except Exception:
         logger.exception("client %s tells nothing", name, extra={"client": name, "status": "refused"})
         answer = {"refused": REFUSED}
@@ -197,9 +196,7 @@ def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Pa
     return {}, {"client_id": name, **answer}
 
 
-def introduce(
-    node: Node, config: Mapping[str, Any], memory: Memory = BLANK, texts: Mapping[str, str] = MappingProxyType({})
-) -> Parcel:
+def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
     """Answer the server's first call: the layout, or why this site cannot take part.
 
     The policy's rules on data come first. An error in building the declaration may quote rows, so that its text does
@@ -220,7 +217,7 @@ def introduce(
             client = _enrolled_privately(node, config, memory)
             if guard is not None:
                 admit_algorithm(guard, node.algorithm, client)
-                if refuse_data(guard, client, node.algorithm, functools.partial(_changed, node, config, memory)):
+                if refuse_data(guard, client, node.algorithm, lambda: _versions(node, config, memory)[0]):
                     raise withheld
         return _wire.pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())
     except Exception as error:
@@ -312,12 +309,13 @@ def _answered(
 ) -> Parcel:
     name = name_of_kept(node.algorithm, node.client_id(config), request.run, request.client_id)
     about = {"event": "request", "run": request.run, "round": request.round, "client": request.client_id}
+    refusal = _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
     try:
         if not _declaration_admitted(node, guard):
-            return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
+            return refusal
         client = enrolled(node, config, memory, request.client_id)
         seal = same_data(memory, client, request.run)
-        data = None if guard is None else _version(node, config, memory)
+        changed, versions = (None, {}) if guard is None else _versions(node, config, memory)
         kept = recalled(node.algorithm, memory, name, request.client_id)
         # The digest differs where the site admitted this request and died before it answered.
         if guard is not None and replayed(guard, request):
@@ -327,14 +325,14 @@ def _answered(
                 return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
             if place is not None:  # a round of a cohort has all answers or none: this one is computed after all
                 reopen(guard, request)
-        if data is not None and data.refused and guard is not None:
-            guard.write(guard.read(), {**about, "refused": data.refused})
-            return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
+        if changed:
+            _note(guard, {**about, "refused": changed})
+            return refusal
     except Exception as error:
         why = str(error) if isinstance(error, LocalFailure) else type(error).__name__
         logger.debug("client %s cannot answer", request.client_id, exc_info=True)
         _note(guard, {**about, "refused": f"site: {why}"})
-        return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
+        return refusal
     algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
     after, reply = answer(algorithm, client, kept.personal, request, guard)
     if isinstance(reply, Failure):
@@ -351,8 +349,8 @@ def _answered(
     answered = _wire.pack_reply(reply)
     if isinstance(reply, Failure) and reply.reason == REFUSED:
         return answered  # nothing is stored: a server could make up any number of names
-    keep_seal(memory, seal)
-    keep_version(memory, data)
+    for file, raw in {**seal, **{file: pack(content, file) for file, content in versions.items()}}.items():
+        memory.keep(file, raw)
     if place is not None and guard is not None:
         _masks.fix(guard, place, request)
     # State and answer are one file, replaced in one step: no answer leaves that the state does not know of.
@@ -393,13 +391,13 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
         logger.warning("client %s was told before that run %s is over", client_id, run)
         return {}
     client = enrolled(node, config, memory, client_id)
-    keep_seal(memory, same_data(memory, client, run))
+    for file, raw in same_data(memory, client, run).items():
+        memory.keep(file, raw)
     personal = recalled(
         node.algorithm, memory, name_of_kept(node.algorithm, node.client_id(config), run, client_id), client_id
     ).personal
     request = Request(client_id, 0, 0, (seed,), parcel[0], run)
-    drawing = (node.algorithm, client, personal, parcel[0], seed, node.draws, node.chains, status)
-    result = client_posterior(*drawing)
+    result = client_posterior(node.algorithm, client, personal, parcel[0], seed, node.draws, node.chains, status)
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
     replace(partial, b"")  # sets the file's mode before it holds rows
@@ -413,7 +411,7 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
     agreement = _agreements.declared(node.model, memory, node.client_id(config))[1]
     declaration = _declarations[node.token, agreement]  # with all that is compiled
     summaries = tell(names, node.algorithm, declaration, client, parcel[0], result, seed)
-    return let_out(guard, node.algorithm, client, request, summaries)
+    return let_out(guard, client, request, summaries)
 
 
 # What a node stores between two requests: personal state, the last answer, and digests of the data --------------------
@@ -433,62 +431,36 @@ def name_of_kept(algorithm: AnyAlgorithm, own_id: str, run: str, client_id: str)
     return f"{own_id}.lasting" if algorithm.persistent else f"{run}-{client_id}.personal"
 
 
-class Seal(NamedTuple):
-    """A digest of a client's data, and the name that it is stored under."""
-
-    name: str
-    raw: bytes
-    is_new: bool
-
-
-def same_data(memory: Memory, client: ClientModel, run: str) -> Seal:
-    """Raise LocalFailure if the data are not those of the run's first request."""
+def same_data(memory: Memory, client: ClientModel, run: str) -> dict[str, bytes]:
+    """Raise LocalFailure if the data are not those of the run's first request; return the file to store of that one."""
     name = f"{run}-{client.client_id}.data"
     sealed = memory.recall(name)
     if sealed is not None and not codec.matches(sealed, client.arrays):
         raise LocalFailure(
             "its data are not those that it had when this run began; begin a new run, or give the site those data"
         )
-    return Seal(name, codec.seal(client.arrays) if sealed is None else sealed, sealed is None)
+    return {name: codec.seal(client.arrays)} if sealed is None else {}
 
 
-def keep_seal(memory: Memory, seal: Seal) -> None:
-    """Store the digest if there was none."""
-    if seal.is_new:
-        memory.keep(seal.name, seal.raw)
+def data_versions(
+    memory: Memory, site_id: str, columns: Mapping[str, Any], rules: Policy
+) -> tuple[str | None, dict[str, Any]]:
+    """The rule that a client's data break by their difference to those of earlier answers, and what to store of them.
 
-
-class Versions(NamedTuple):
-    """The data of earlier answers, the present data, and the policy's objection to the difference."""
-
-    name: str
-    earlier: list[dict[str, Any]]  # the seal of each, and digests of its cells
-    present: dict[str, Any]  # empty where they are among the earlier ones
-    refused: str | None
-
-
-def data_version(memory: Memory, site_id: str, columns: Mapping[str, Any], rules: Policy) -> Versions | None:
-    """Compare a client's data with those of all earlier answers; None where the policy does not ask for it.
-
-    Digests of cells are stored under the site's own name, not under one that the server chooses.
+    That is a seal and digests of cells of all versions, under the site's own name, not under one that the server
+    chooses, before an answer leaves; nothing where the policy does not ask for it, or the data are known.
     """
     if rules.epsilon is not None or rules.changed_rows <= 1 or not columns:
-        return None
+        return None, {}
     name = f"{site_id or 'site'}.versions"
     raw = memory.recall(name)
     earlier = [] if raw is None else list(unpack(raw, repr(name), name))
     if any(codec.matches(version["seal"], columns) for version in earlier):
-        return Versions(name, earlier, {}, None)
+        return None, {}
     cells = _account.version_of(columns, owner_key(make=True))
     before = [version["cells"] for version in earlier]
     refused = _account.refuse_version(before, cells, rules.changed_rows)
-    return Versions(name, earlier, {"seal": codec.seal(columns), "cells": cells}, refused)
-
-
-def keep_version(memory: Memory, version: Versions | None) -> None:
-    """Store the digests of the data of an answer, before it leaves."""
-    if version is not None and version.present:
-        memory.keep(version.name, pack([*version.earlier, version.present], version.name))
+    return refused, {name: [*earlier, {"seal": codec.seal(columns), "cells": cells}]}
 
 
 def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str) -> Kept:

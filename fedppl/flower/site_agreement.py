@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.contracts import AnyAlgorithm
 from fedppl.data import frames
 from fedppl.engine import policy
 from fedppl.engine.guard import REFUSED, Guard, admit_agreement, admit_telling, let_tell, note, refuse_agreement
@@ -78,13 +77,7 @@ def without_rare(model: FederatedModel, loaded: Any, rules: policy.Policy, site_
 
 
 def tell(
-    model: FederatedModel,
-    algorithm: AnyAlgorithm,
-    data: Any,
-    site_id: str,
-    texts: Mapping[str, str],
-    memory: Memory,
-    guard: Guard | None,
+    model: FederatedModel, data: Any, site_id: str, texts: Mapping[str, str], memory: Memory, guard: Guard | None
 ) -> dict[str, str]:
     """Summarise the formula's columns for the server; each column once, and the same summary ever after.
 
@@ -111,14 +104,13 @@ def tell(
         return {"refused": str(error)}
     if guard is not None and len(next(iter(rows.values()))) < guard.policy.rows:
         fewest = np.inf  # it will take no part, and this tells no more than that
-    summary = _told(built, rows, algorithm, site_id, run, fewest, memory, guard)
+    summary = _told(built, rows, site_id, run, fewest, memory, guard)
     return {"refused": REFUSED} if summary is None else {"told": pack_told(summary)}
 
 
 def _told(
     built: Formula,
     rows: Mapping[str, Array],
-    algorithm: AnyAlgorithm,
     site_id: str,
     run: str,
     fewest: float,
@@ -143,7 +135,7 @@ def _told(
             released |= {f"{name}[{level}]": np.array(count) for level, count in column.levels.items()}
         if not admit_telling(guard, run, site_id, {name: 4 + len(column.levels) for name, column in new.items()}):
             return None
-        if not let_tell(guard, algorithm, run, site_id, released):
+        if not let_tell(guard, run, site_id, released):
             return None
         texts = {keys[name]: json.dumps([site_fewest, *column], allow_nan=False) for name, column in new.items()}
         kept = {**kept, **texts}
@@ -181,9 +173,7 @@ def accept(
     if not waits(model) or "agreement" not in texts:
         return
     file = _name(site_id, "agreement")
-    refused = DeclarationError(
-        "this site takes no part with what clients agreed on; the reason is in the site's own log"
-    )
+    refused = DeclarationError("this site takes no part with that agreement; the reason is in the site's own log")
     try:
         agreement = unpack_agreement(texts, asked(_built(model)).names)
     except Malformed as error:
@@ -236,8 +226,7 @@ def named(model: FederatedModel) -> str:
 
 
 def _built(model: FederatedModel) -> Formula:
-    built: Formula = model.builder  # type: ignore[assignment]
-    return built
+    return model.builder  # type: ignore[return-value]
 
 
 def _name(site_id: str, kind: str) -> str:

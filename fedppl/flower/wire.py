@@ -33,7 +33,7 @@ from fedppl.formulas.agreement import Agreement, Column, Told
 from fedppl.gaussian import Gaussian
 from fedppl.model.checks import PROBES, fingerprint
 from fedppl.numerics.prior import DENSE
-from fedppl.run.one_round import MOST_INFOS, why_no_info
+from fedppl.run.one_round import why_no_info
 from fedppl.settings import one_line
 from fedppl.types import Layout, Message, Status, Variable
 
@@ -98,8 +98,7 @@ def unpack_reply(arrays: Message, texts: Mapping[str, str]) -> Reply | Failure:
     if "failure" in texts:
         return Failure(client_id, nonce, one_line(one_text(texts, "failure"), LINE_LENGTH))
     infos = parsed(texts, "info", finite=False)
-    require(type(infos) is dict and len(infos) <= MOST_INFOS, f"'info' is no mapping of {MOST_INFOS} names at most")
-    numbers = all(type(value) in (int, float) for value in infos.values())
+    numbers = type(infos) is dict and all(type(value) in (int, float) for value in infos.values())
     require(numbers, "'info' is not numbers by name")
     info = {name: float(value) for name, value in infos.items()}
     if reason := why_no_info(info):

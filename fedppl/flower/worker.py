@@ -7,7 +7,6 @@ one request after the other. Both ends prove that they know a key; nothing that 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import logging
@@ -181,9 +180,7 @@ def _serve(connection: Connection, door: Door, node_of: Any, folder: Path) -> No
         start, kind, config = os.fstat(_STDERR).st_size, request["kind"], request["config"]
         here = node_of(config)
         if here.folder is None or not os.path.samefile(here.folder, folder.parent):
-            raise ValueError(
-                f"client_app keeps its files in {here.folder}, warm_app in {folder.parent}; name one folder in both"
-            )
+            raise ValueError(f"client_app has the folder {here.folder}, warm_app {folder.parent}; name one in both")
         load = None if connection.poll(0) else _loaded(here, config)
         if load is None or connection.poll(0):  # loading may take long, and what comes after it counts the request
             logger.warning("the connection of a request (%s) is closed; it is neither computed nor counted", kind)
@@ -204,14 +201,13 @@ def _serve(connection: Connection, door: Door, node_of: Any, folder: Path) -> No
 def _loaded(node: Any, config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
     """Load the site's data now; return a function that gives them, or raises the error of loading."""
     try:
-        return functools.partial(_given, node.load_data(config))
+        data = node.load_data(config)
     except Exception as error:
-        return functools.partial(_raise, error)
+        failure = error
+    else:
+        return lambda config: data
 
+    def load(config: Mapping[str, Any]) -> Any:
+        raise failure
 
-def _given(data: Any, config: Mapping[str, Any]) -> Any:
-    return data
-
-
-def _raise(error: Exception, config: Mapping[str, Any]) -> Any:
-    raise error
+    return load

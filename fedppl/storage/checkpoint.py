@@ -133,13 +133,8 @@ def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
             os.close(folder)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; DeclarationError if it cannot be used."""
-    return load(path)[0]
-
-
 def load(path: Path) -> tuple[dict[str, Any], Kept]:
-    """Read a checkpoint, and the `Kept` that `write` needs to go on with it; DeclarationError as in `read`."""
+    """Read a checkpoint, and the `Kept` that `write` needs to go on with it; DeclarationError if it cannot be used."""
     shown = f"checkpoint {str(path)!r}"
     try:
         if path.exists() and not path.is_file():

@@ -228,10 +228,6 @@ class Memory(NamedTuple):
     keep: Callable[[str, bytes], None]
 
 
-BLANK = Memory(lambda name: None, lambda name, raw: None)
-"""The memory of a site that keeps nothing."""
-
-
 def file_memory(folder: Path) -> Memory:
     """A memory of one file for each name, replaced in one step."""
 

@@ -238,7 +238,7 @@ def test_a_conclusion_that_is_not_approved_gives_back_what_it_was_counted_as() -
     message = pack_target(client.layout.prior, client.layout.prior, 0.0)
     request = Request("client 0", 0, 0, (1,), message, "r")
     assert tells(guard, algorithm, client, request) == ("loo",)
-    assert not let_out(guard, algorithm, client, request, {"loo": np.zeros(7)})
+    assert not let_out(guard, client, request, {"loo": np.zeros(7)})
     assert guard.read() == before
 
 

@@ -418,11 +418,11 @@ def test_a_function_sees_a_release_before_it_leaves() -> None:
 
     guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=approve), "a")
     reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
-    assert released(guard, fedppl.EP(), ask(1), reply)
-    assert not released(guard, fedppl.EP(), ask(2), reply)
+    assert released(guard, None, ask(1), reply)
+    assert not released(guard, None, ask(2), reply)
     assert [set(one.arrays) for one in seen] == [{"mean"}] * 2
     failure = Failure("clinic 3", 7, "no mode within 20 steps")
-    assert released(guard, fedppl.EP(), ask(1), failure) and not released(guard, fedppl.EP(), ask(2), failure)
+    assert released(guard, None, ask(1), failure) and not released(guard, None, ask(2), failure)
     assert seen[-1].reason == "no mode within 20 steps" and not seen[-1].arrays
 
 
@@ -432,7 +432,7 @@ def test_an_approval_that_fails_is_none(tmp_path: Path) -> None:
 
     guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=approve), "a")
     reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
-    assert not released(guard, fedppl.EP(), ask(1), reply)
+    assert not released(guard, None, ask(1), reply)
     guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=tmp_path), "a")  # a folder
     assert not admitted(guard, ask())
 
@@ -726,7 +726,7 @@ def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
     site = site_of(tmp_path, algorithm=algorithm)
     state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
-    _node.introduce(site, {})
+    _node.introduce(site, {}, file_memory(tmp_path), {})
     answers: list[Any] = [None] * 12
 
     def one(i: int) -> None:
@@ -802,7 +802,7 @@ def test_without_its_log_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> N
     assert not refused(sent(site, ask(1)))
     spoil(tmp_path)
     assert refused(sent(site, ask(2)))
-    assert "error" in _node.introduce(site, {})[1]
+    assert "error" in _node.introduce(site, {}, file_memory(tmp_path), {})[1]
 
 
 def _first_lines(folder: Path, count: int) -> list[bytes]:
@@ -844,7 +844,7 @@ def test_an_introduction_tells_one_bit_of_the_data(tmp_path: Path) -> None:
     ):
         folder = tmp_path / str(i)
         folder.mkdir()
-        told.add(_node.introduce(site_of(folder, rules), {})[1]["error"])
+        told.add(_node.introduce(site_of(folder, rules), {}, file_memory(folder), {})[1]["error"])
         assert log_of(folder)[0]["refused"].startswith(("rows: 14", "parameters_per_row: 3"))
         assert refused(sent(site_of(folder, rules), ask()))  # whoever does not ask first is not answered either
     assert len(told) == 1 and "14" not in told.pop()
@@ -886,7 +886,7 @@ def test_no_word_of_a_builder_leaves_a_site(tmp_path: Path, builder: Any) -> Non
         folder = tmp_path / str(rules.rows)
         folder.mkdir()
         model = FederatedModel(builder, ["mu"])
-        told.append(_node.introduce(site_of(folder, rules, model=model), {}, file_memory(folder))[1]["error"])
+        told.append(_node.introduce(site_of(folder, rules, model=model), {}, file_memory(folder), {})[1]["error"])
     assert told[0] == "DataError: the reason is in the site's own log"
     assert "policy of its site" in told[1]  # with too few rows it is not called at all
     calls = [line["refused"] for line in log_of(tmp_path / "15")]
@@ -900,7 +900,7 @@ def test_introductions_are_counted(tmp_path: Path) -> None:
     told, counts = [], []
     for number, limit in enumerate(limits):
         site = site_of(tmp_path, rules, model=clipped_at(limit))._replace(token=f"counted {number}")
-        told.append(_node.introduce(site, {}, file_memory(tmp_path))[1].get("error", "takes part"))
+        told.append(_node.introduce(site, {}, file_memory(tmp_path), {})[1].get("error", "takes part"))
         counts.append(_account.in_folder(rules, tmp_path, "clinic 3").read().requests)
     assert counts == [0, 0, 1, 2, 2, 3, 3], told
     assert len(set(told[:5])) == 1 and told[5] == "takes part" and "policy of its site" in told[6]
@@ -915,7 +915,7 @@ def test_under_a_total_epsilon_there_is_one_declaration(tmp_path: Path) -> None:
     told = []
     for number, limit in enumerate((50.0, 1.0, 60.0, 50.0)):  # the second cannot be built on these rows
         site = site_of(tmp_path, rules, algorithm=algorithm, model=clipped_at(limit))._replace(token=f"one {number}")
-        told.append(_node.introduce(site, {}, file_memory(tmp_path))[1].get("error", "takes part"))
+        told.append(_node.introduce(site, {}, file_memory(tmp_path), {})[1].get("error", "takes part"))
     assert told[0] == told[3] == "takes part" and told[1] == told[2]
     account = _account.in_folder(rules, tmp_path, "clinic 3").read()
     assert (account.requests, account.unknown) == (0, 0)
@@ -961,7 +961,7 @@ def test_data_that_differ_by_few_rows_are_not_answered_about(tmp_path: Path, cas
     first = standardised(BEFORE) if "standardised" in case else BEFORE
     assert not refused(sent(site_of(tmp_path, OPEN, data=first), ask(1, "first")))
     site = site_of(tmp_path, OPEN, data=data)
-    assert ("error" in _node.introduce(site, {}, file_memory(tmp_path))[1]) is not allowed
+    assert ("error" in _node.introduce(site, {}, file_memory(tmp_path), {})[1]) is not allowed
     assert refused(sent(site, ask(1, "second"))) is not allowed
     rules = {str(line["refused"]).partition(":")[0] for line in log_of(tmp_path) if line.get("refused")}
     assert rules == (set() if allowed else {"changed_rows"})
@@ -973,7 +973,7 @@ def test_data_are_held_against_every_version_that_was_answered_about(tmp_path: P
     """Not against the last alone, nor against one that was looked at and not answered about."""
     second = wards(80, 1)
     looked_at = site_of(tmp_path, OPEN, data=less(second, 3))
-    assert "error" not in _node.introduce(looked_at, {}, file_memory(tmp_path))[1]
+    assert "error" not in _node.introduce(looked_at, {}, file_memory(tmp_path), {})[1]
     for number, data in enumerate((BEFORE, second)):
         assert not refused(sent(site_of(tmp_path, OPEN, data=data), ask(1, f"run {number}")))
     assert refused(sent(site_of(tmp_path, OPEN, data=less(BEFORE, 1)), ask(1, "run 3")))

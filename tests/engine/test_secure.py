@@ -25,7 +25,7 @@ NAMES = ("north", "south", "west", "ü")
 def _sum(messages: Mapping[str, Mapping[str, Any]], number: int = 1) -> tuple[dict[str, Any], int, int]:
     cohort = secure.cohort_of(list(messages), "run")
     words = [
-        secure.masked(cohort[name], secure.encoded(message, len(messages)).words, number)[1]
+        secure.masked(cohort[name], secure.encoded(message, len(messages)), number)[1]
         for name, message in messages.items()
     ]
     shapes = {name: np.shape(value) for name, value in next(iter(messages.values())).items()}
@@ -55,7 +55,7 @@ def test_numbers_that_do_not_fit_or_are_none_are_counted() -> None:
 def test_a_part_and_a_sum_without_one_client_are_noise() -> None:
     """Bits of words of zeros are those of coins: within five sds of a half at each of the 64 places."""
     cohort = secure.cohort_of(NAMES, "run")
-    words = secure.encoded({"x": np.zeros(4000)}, len(NAMES)).words
+    words = secure.encoded({"x": np.zeros(4000)}, len(NAMES))
     hidden = [secure.masked(cohort[name], words, 3)[1] for name in NAMES]
     assert_array_equal(secure.added(hidden), words)
     for noise in (hidden[0], secure.added(hidden[1:])):
@@ -65,7 +65,7 @@ def test_a_part_and_a_sum_without_one_client_are_noise() -> None:
 
 def test_rounds_have_masks_of_their_own_and_are_answered_once() -> None:
     cohort = secure.cohort_of(NAMES, "run")
-    words = secure.encoded({"x": np.zeros(50)}, len(NAMES)).words
+    words = secure.encoded({"x": np.zeros(50)}, len(NAMES))
     member, first = secure.masked(cohort["north"], words, 1)
     member, second = secure.masked(member, words, 2)
     assert not np.any(first == second)
@@ -75,15 +75,15 @@ def test_rounds_have_masks_of_their_own_and_are_answered_once() -> None:
 
 
 def _keys(run: str = "run") -> tuple[dict[str, secure.RunKey], dict[str, bytes]]:
-    identities = {name: secure.new_identity() for name in NAMES}
-    roster = {name: identity.public for name, identity in identities.items()}
-    return {name: secure.new_key(identity, name, run) for name, identity in identities.items()}, roster
+    identities = {name: secure.Identity.generate() for name in NAMES}
+    roster = {name: identity.public_key().public_bytes_raw() for name, identity in identities.items()}
+    return {name: secure.derived_key(identity, name, run) for name, identity in identities.items()}, roster
 
 
 def test_who_was_shown_another_cohort_has_other_masks() -> None:
     keys, roster = _keys()
     greetings = [secure.greeting(key) for key in keys.values()]
-    words = secure.encoded({"x": np.zeros(50)}, len(NAMES)).words
+    words = secure.encoded({"x": np.zeros(50)}, len(NAMES))
     members = [secure.joined(keys[name], greetings, roster) for name in NAMES[:3]]
     fewer = secure.joined(keys[NAMES[2]], greetings[:3], roster)
     parts = [secure.masked(member, words, 1)[1] for member in (*members[:2], fewer)]
@@ -108,7 +108,7 @@ def test_who_was_shown_another_cohort_has_other_masks() -> None:
 def test_a_server_that_changes_a_cohort_is_refused(attack: str, rule: str) -> None:
     keys, roster = _keys()
     greetings = {name: secure.greeting(key) for name, key in keys.items()}
-    servers = secure.greeting(secure.new_key(secure.new_identity(), "south", "run"))
+    servers = secure.greeting(secure.derived_key(secure.Identity.generate(), "south", "run"))
     cohorts = {
         "a key in between": greetings | {"south": servers},
         "a key of another run": greetings | {"south": secure.greeting(_keys("another run")[0]["south"])},

@@ -187,7 +187,7 @@ def test_a_killed_server_goes_on_in_a_new_run(deployment: Deployment, reference:
 
 
 def _rounds(checkpoint: Path) -> int:
-    return len(fedppl.storage.checkpoint.read(checkpoint)["records"]) if checkpoint.exists() else 0
+    return len(fedppl.storage.checkpoint.load(checkpoint)[0]["records"]) if checkpoint.exists() else 0
 
 
 def _kill_west_in_mid_round(deployment: Deployment, results: Path, checkpoint: Path) -> int:

@@ -342,7 +342,7 @@ def test_words_of_an_honest_round_add_up(server: Server) -> None:
 
 
 def stranger(server: Server) -> secure.Greeting:
-    return secure.greeting(secure.new_key(secure.new_identity(), "stranger", "run (cohort 1)"))
+    return secure.greeting(secure.derived_key(secure.Identity.generate(), "stranger", "run"))
 
 
 ATTACKS: dict[str, Callable[[Server, list[secure.Greeting]], np.ndarray | str]] = {
@@ -511,9 +511,9 @@ def test_identities_are_made_once_and_rosters_grow_by_lines(tmp_path: Path, caps
     assert site.main(["roster", str(folder), third]) == 0
     here = site.read(folder)
     assert here.name == "north" and set(here.roster) == {"north", "the south", "ü"}
-    assert here.identity.public == here.roster["north"]
+    assert here.identity.public_key().public_bytes_raw() == here.roster["north"]
     assert (folder / "roster").read_text(encoding="utf-8").startswith("# by telephone")
-    assert here.roster["ü"] == site.read(tmp_path / "west").identity.public
+    assert here.roster["ü"] == site.read(tmp_path / "west").identity.public_key().public_bytes_raw()
 
 
 @pytest.mark.parametrize(

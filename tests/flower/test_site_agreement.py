@@ -653,5 +653,5 @@ def test_a_formula_has_to_be_agreed_on_before_the_engine_takes_it() -> None:
     with pytest.raises(DeclarationError, match=r"fedppl.Flower.agree\(grid"):
         fedppl.Flower.grid(FakeGrid({}), clients=1, model=MODEL)
     agreed = fedppl.agree(MODEL, DATA).model
-    with pytest.raises(DeclarationError, match="no formula that clients have to agree on"):
+    with pytest.raises(DeclarationError, match="no formula to agree on"):
         agree(FakeGrid({}), agreed)

@@ -27,6 +27,7 @@ from fedppl.nn.train import Training  # noqa: E402
 from fedppl.nn.unit import log_likelihood  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
+from fedppl.storage.signed import Memory  # noqa: E402
 from tests.support import problems  # noqa: E402
 from tests.support.states import updated  # noqa: E402
 
@@ -290,7 +291,7 @@ def test_a_site_says_it_once_for_all_that_it_serves(caplog: pytest.LogCaptureFix
     )
     with caplog.at_level("WARNING", logger="fedppl"):
         for name in clients:
-            _node.enrolled(site, {"id": name})
+            _node.enrolled(site, {"id": name}, Memory(lambda name: None, lambda name, raw: None))
     assert len(said(caplog)) == 1
 
 

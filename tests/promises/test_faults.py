@@ -247,12 +247,12 @@ def test_a_killed_server_goes_on_in_a_fresh_process(tmp_path: Path, rng: np.rand
     path.with_name(path.name + ".partial").write_bytes(path.read_bytes()[:100])
     in_a_fresh_process(path, killed, rounds, die=False)
     in_a_fresh_process(whole, killed, rounds, die=False)
-    resumed, reference = checkpoint.read(path), checkpoint.read(whole)
+    resumed, reference = checkpoint.load(path)[0], checkpoint.load(whole)[0]
     assert_same_state(resumed["state"], reference["state"])
     assert [record.number for record in resumed["records"]] == list(range(1, rounds + 1))
     assert any(record.failures for record in resumed["records"][:killed])
     assert not any(record.failures for record in resumed["records"][killed:])
     # compiled just now or loaded, it is the same to nine digits of its largest entries
-    here = checkpoint.read(tmp_path / "warm.ckpt")["state"].sites.q
+    here = checkpoint.load(tmp_path / "warm.ckpt")[0]["state"].sites.q
     assert_allclose(here.precision, reference["state"].sites.q.precision, atol=1e-9 * here.precision.max())
     assert not list(tmp_path.glob("*.partial"))

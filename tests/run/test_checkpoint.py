@@ -29,7 +29,7 @@ from tests.support.crafted import CONTENT
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     checkpoint.write(path, CONTENT)
-    found = checkpoint.read(path)
+    found = checkpoint.load(path)[0]
     assert found.keys() == CONTENT.keys() == checkpoint.CONTENT.keys()
     for name in ("fingerprint", "algorithm", "clients", "seed", "data", "records", "personal"):
         assert found[name] == CONTENT[name]
@@ -43,7 +43,7 @@ def test_writing_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     for seed in (1, 2):
         checkpoint.write(path, {**CONTENT, "seed": seed})
-    assert checkpoint.read(path)["seed"] == 2
+    assert checkpoint.load(path)[0]["seed"] == 2
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run.ckpt", "run.ckpt.records"]
 
 
@@ -61,7 +61,7 @@ def test_records_are_only_added(tmp_path: Path) -> None:
         states.append(path.stat().st_size)
         assert checkpoint.load(path)[1] == kept
     assert len(set(grown[10:])) == 1 and max(states) - min(states) < 10
-    assert checkpoint.read(path)["records"] == records
+    assert checkpoint.load(path)[0]["records"] == records
 
 
 def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path: Path, monkeyp
     for more in ([], [crafted.RECORD]):
         with pytest.raises(OSError, match="disk full"):
             checkpoint.write(path, {**CONTENT, "seed": 7, "records": [*CONTENT["records"], *more]}, kept)
-        found = checkpoint.read(path)
+        found = checkpoint.load(path)[0]
         assert found["seed"] == 2**63 and found["records"] == CONTENT["records"]
 
 
@@ -86,12 +86,12 @@ def test_two_that_write_to_one_file_are_told(tmp_path: Path) -> None:
     checkpoint.write(path, more, kept)
     with pytest.raises(DeclarationError, match="another run writes to it.*Give each run a checkpoint of its own"):
         checkpoint.write(path, more, kept)
-    assert len(checkpoint.read(path)["records"]) == 3
+    assert len(checkpoint.load(path)[0]["records"]) == 3
 
 
 def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(DeclarationError, match="cannot be read"):
-        checkpoint.read(tmp_path)
+        checkpoint.load(tmp_path)[0]
 
 
 # --- files that are not ours ----------------------------------------------------------------------------------
@@ -105,13 +105,13 @@ def test_no_crafted_file_runs_code_or_changes_a_class(tmp_path: Path) -> None:
     for one in every:
         crafted.put(one, path)
         with pytest.raises(DeclarationError) as caught:
-            checkpoint.read(path)
+            checkpoint.load(path)[0]
         assert repr(str(path)) in str(caught.value), one.name
         assert any(remedy in str(caught.value) for remedy in ("delete", "choose another path")), one.name
     assert crafted.classes() == before
     assert not trace.exists() and not crafted.imported()
     crafted.put(crafted.honest_files(tmp_path), path)  # the same way, an honest one is read
-    assert checkpoint.read(path)["seed"] == CONTENT["seed"]
+    assert checkpoint.load(path)[0]["seed"] == CONTENT["seed"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_is_wrong_with_a_file_is_said(name: str, told: str, tmp_path: Path)
     (one,) = (one for one in crafted.all_of(tmp_path, tmp_path / "trace") if one.name == name)
     crafted.put(one, tmp_path / "evil.ckpt")
     with pytest.raises(DeclarationError, match=told):
-        checkpoint.read(tmp_path / "evil.ckpt")
+        checkpoint.load(tmp_path / "evil.ckpt")[0]
 
 
 def test_the_size_is_looked_at_before_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_the_size_is_looked_at_before_the_rest(tmp_path: Path, monkeypatch: pyte
         file.write(crafted.MAGIC + bytes(8) + (size - len(crafted.MAGIC) - 48).to_bytes(8, "little") + bytes(32))
         file.truncate(size)
     with pytest.raises(DeclarationError, match="1099511627776 bytes, more than the 17179869184 that are read"):
-        checkpoint.read(path)
+        checkpoint.load(path)[0]
 
 
 def test_a_state_is_read_as_what_it_was_kept_as(tmp_path: Path) -> None:
@@ -249,12 +249,12 @@ def test_a_kill_at_any_moment_of_writing_changes_nothing(tmp_path: Path, rng: np
             for step in run():
                 if step.number == last:
                     break
-            content = checkpoint.read(path)
+            content = checkpoint.load(path)[0]
             assert_same_state(content["state"], step.state)
             assert [record.number for record in content["records"]] == list(range(1, last + 1))
             path.write_bytes(whole[-1][0])
             path.with_name("run.ckpt.records").write_bytes(whole[-1][1])
-            reference = checkpoint.read(path)
+            reference = checkpoint.load(path)[0]
             assert_same_state(content["state"], reference["state"])
             for ours, theirs in zip(content["records"], reference["records"], strict=True):
                 assert_same_state(ours._replace(seconds=0.0), theirs._replace(seconds=0.0))
@@ -266,7 +266,7 @@ def test_records_of_a_run_that_never_got_a_state_are_written_over(left: bytes, t
     path = tmp_path / "run.ckpt"
     path.with_name("run.ckpt.records").write_bytes(left)
     fedppl.fit(*normal_means(), fedppl.EP(), checkpoint=path, rounds=1, progressbar=False)
-    assert [record.number for record in checkpoint.read(path)["records"]][0] == 1
+    assert [record.number for record in checkpoint.load(path)[0]["records"]][0] == 1
 
 
 @problems.few_rounds
