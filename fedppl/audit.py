@@ -143,7 +143,7 @@ class _Tally:
             yield f"requests answered{f' of {site}' * bool(site)}: {count}"
 
 
-def _begin_anew(path: Path) -> int:
+def _begin_anew(path: Path) -> None:
     """Move an unbroken log away, and let the account go on with an empty one."""
     account = _account_of(path)
     if not account.is_file():
@@ -157,7 +157,6 @@ def _begin_anew(path: Path) -> int:
     path.touch(mode=0o600)
     write_account(account, {**content, "lines": 0, "head": Head().digest})
     print(f"{last.length} lines are in {str(aside)!r}; last digest: {last.digest}")
-    return 0
 
 
 class _Account(NamedTuple):
@@ -184,15 +183,16 @@ def _account(path: Path) -> _Account | None:
         raise DataError(f"{str(account)!r} is no account of a site ({type(error).__name__})") from error
 
 
-def _against_account(path: Path, account: _Account, length: int, counted: int) -> str | None:
-    """A contradiction between a log of so many lines and requests and an account that was read after it, or None."""
+def _require_agreement(path: Path, account: _Account, length: int, counted: int) -> None:
+    """Refuse a log of so many lines and requests that contradicts an account which was read after it."""
     name = str(_account_of(path))
     # The log is written first: if a process died in between, it has one request and two lines more than the account.
     if counted > account.requests + 1:
-        return f"{name!r} counts {account.requests} requests, the log {counted}"
+        raise DataError(f"{name!r} counts {account.requests} requests, the log {counted}")
     if length > account.head.length + 2:
-        return f"{name!r} knows {account.head.length} lines of the log, which has {length}: it is an earlier one"
-    return None
+        raise DataError(
+            f"{name!r} knows {account.head.length} lines of the log, which has {length}: it is an earlier one"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -205,47 +205,41 @@ def main(argv: list[str] | None = None) -> int:
     if not path.is_file():
         print(f"{str(path)!r} is no file; name audit.jsonl in a site's folder", file=sys.stderr)
         return 1
-    if given.begin_anew:
-        try:
-            return _begin_anew(path)
-        except (OSError, DataError, DeclarationError) as error:
-            print(f"BROKEN: {error}", file=sys.stderr)
-            return 1
-    return _checked(path)
-
-
-def _checked(path: Path) -> int:
-    tally = _Tally()
-    last: dict[str, Any] = {"line": 0, "digest": _START}
     try:
-        before = _account(path)  # before the log is read and after it: a site may be writing both
-        met = before is None or before.head.length == 0
-        for last in lines(path):
-            met = met or (before is not None and before.head == (last["line"], last["digest"]))
-            tally.add(last)
-        after = _account(path)
+        _begin_anew(path) if given.begin_anew else _check(path)
     except DeclarationError as error:  # of the key, which says nothing about the log
         print(f"not checked: {error}", file=sys.stderr)
         return 1
     except (OSError, DataError) as error:
         print(f"BROKEN: {error}", file=sys.stderr)
         return 1
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        print(f"BROKEN: line {last['line']} is none of a site's ({type(error).__name__})", file=sys.stderr)
-        return 1
-    wrong = None if after is None else _against_account(path, after, last["line"], sum(tally.requests.values()))
+    return 0
+
+
+def _check(path: Path) -> None:
+    tally = _Tally()
+    last: dict[str, Any] = {"line": 0, "digest": _START}
+    before = _account(path)  # before the log is read and after it: a site may be writing both
+    met = before is None or before.head.length == 0
+    for last in lines(path):
+        met = met or (before is not None and before.head == (last["line"], last["digest"]))
+        try:
+            tally.add(last)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(f"line {last['line']} is none of a site's ({type(error).__name__})") from error
+    after = _account(path)
     if before is not None and not met:
-        wrong = f"{str(path)!r} lacks line {before.head.length}, which was written: it was cut, or put in place anew"
-    if wrong:
-        print(f"BROKEN: {wrong}", file=sys.stderr)
-        return 1
+        raise DataError(
+            f"{str(path)!r} lacks line {before.head.length}, which was written: it was cut, or put in place anew"
+        )
+    if after is not None:
+        _require_agreement(path, after, last["line"], sum(tally.requests.values()))
     print(f"{last['line']} lines, the chain holds; {len(tally.runs)} runs")
     if after is None:
         print(f"no {_account_of(path).name} beside it: whether lines were cut off at the end is not known")
     for line in tally.summary():
         print(line)
     print(f"last digest: {last['digest']}")
-    return 0
 
 
 if __name__ == "__main__":

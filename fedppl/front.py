@@ -207,7 +207,7 @@ def _read(
 ) -> tuple[Any, Any, AnyAlgorithm | Choice]:
     """The declaration, clients' data as the algorithm takes them, and the algorithm, or a choice that models decide."""
     chosen = by_call(Sums(), EP(), data, options) if algorithm is None else algorithm
-    first = chosen if not isinstance(chosen, Choice) else chosen.other if chosen.why_not else chosen.first
+    first = chosen.first if isinstance(chosen, Choice) else chosen
     model, clients = given.clients(model, data, by, missing, one_table=lies_side_by_side(first, options.engine))
     return model, clients, chosen
 
@@ -338,7 +338,6 @@ def warm_up() -> float:
 
 
 def _line(x: Any, y: Any) -> pm.Model:
-    """A coefficient and a noise sd of the client's own."""
     with pm.Model() as model:
         x, y = pm.Data("x", x), pm.Data("y", y)
         slope = pm.Normal("slope", pm.Normal("mu", 0, 1), pm.HalfNormal("tau", 1), shape=2)
@@ -347,7 +346,6 @@ def _line(x: Any, y: Any) -> pm.Model:
 
 
 def _logistic(x: Any, y: Any) -> pm.Model:
-    """A coefficient of the client's own, and outcomes that are not Gaussian."""
     with pm.Model() as model:
         x, y = pm.Data("x", x), pm.Data("y", y)
         slope = pm.Normal("slope", pm.Normal("mu", 0, 1), pm.HalfNormal("tau", 1))

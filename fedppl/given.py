@@ -33,9 +33,7 @@ def clients(model: Any, data: Any, by: Any, missing: str, *, one_table: bool = F
     if len(model.builders) > 1:
         model, named = model.by_kind(split, one_table=by is not None)
         if missing == gaps.OUTCOMES:
-            raise DeclarationError(
-                'missing="drop_outcomes" needs a declaration of one builder; drop the rows before the fit.'
-            )
+            raise DeclarationError('missing="drop_outcomes" is for declarations of one builder; drop the rows before.')
         for client_id, arrays in named.items():
             frames.require_alignment(arrays, f"client {str(client_id)!r}")
         return model, gaps.complete(named, missing)

@@ -243,6 +243,5 @@ def _require_distributions(probability: Array) -> None:
         worst = int(np.argmax(np.where(np.isfinite(sums), np.abs(sums - 1), np.inf)))
         raise DataError(
             f"row {worst} of the probabilities adds up to {sums[worst]:.6g} with least entry "
-            f"{probability[worst].min():.3g}; "
-            "each must be a distribution over classes."
+            f"{probability[worst].min():.3g}; each must be a distribution over classes."
         )

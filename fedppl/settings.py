@@ -6,8 +6,10 @@ A value that breaks the rule raises a DeclarationError with the keyword, the val
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +55,12 @@ def whole(name: str, value: Any, least: int = 1, hint: str = "", most: int | Non
     return int(value)
 
 
+def a_fit(value: Any) -> None:
+    """What `fedppl.fit` returned, by its methods: its class stands above."""
+    if not all(callable(getattr(type(value), name, None)) for name in ("client", "influence", "summary")):
+        raise DeclarationError(f"fit is {type(value).__name__}; pass what fedppl.fit returned.")
+
+
 def one_of(name: str, value: Any, choices: Sequence[str], hint: str = "") -> str:
     """One of some words."""
     if not isinstance(value, str) or value not in choices:
@@ -67,6 +75,17 @@ def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise DeclarationError(f"{name}={shown(value)} must be a text.")
     return value
+
+
+def file_to_write(value: Any, example: str) -> Path:
+    """The path of a file in a folder that is there."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise DeclarationError(f"path={shown(value)} must be the path of a file, such as {example!r}.")
+    target = Path(os.fsdecode(value))
+    if target.is_dir() or not target.parent.is_dir():
+        why = "is a folder" if target.is_dir() else "lies in a folder that does not exist"
+        raise DeclarationError(f"path={str(target)!r} {why}; name a file, such as {example!r}.")
+    return target
 
 
 def flag(name: str, value: Any) -> bool:

@@ -12,6 +12,19 @@ from fedppl.settings import chosen, shown, some_of
 from fedppl.types import DeclarationError
 
 CI_PROB = 0.95  # of intervals, everywhere
+FALLBACKS = {1.0: "a fitted t", 2.0: "NUTS"}  # what a local inference fell back to, by its diagnostic ``fallback``
+
+
+def tolerance_of(settings: Mapping[str, str]) -> float | None:
+    """The tolerance of an algorithm, where it has one.
+
+    >>> tolerance_of({"tolerance": "0.01"}), tolerance_of({"steps": "3"})
+    (0.01, None)
+    """
+    try:
+        return float(settings["tolerance"])
+    except (KeyError, ValueError):
+        return None
 
 
 def interval(ci_prob: float) -> tuple[float, float]:

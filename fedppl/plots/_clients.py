@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from fedppl.contracts.printed import FALLBACKS, tolerance_of
 from fedppl.plots import _fit
-from fedppl.plots._fit import coordinate_names, coordinates, require_by_client, require_fit
-from fedppl.settings import chosen, shown
+from fedppl.plots._fit import coordinate_names, coordinates, require_by_client
+from fedppl.settings import a_fit, chosen, shown
 from fedppl.types import Array, DeclarationError
 
 OUTCOMES = {"used": "#6fa8d6", "silent": "#d3e3f1", "skipped": "C3", "not asked": "white"}
@@ -59,9 +60,7 @@ def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = No
     *When this fails.* A change below the tolerance in one round is no proof: few clients may have been asked, or steps
     short. The algorithm's own test is ``fit.status``. Curves of two algorithms have units of their own.
     """
-    require_fit(fit)
-    if not fit.records:
-        raise DeclarationError("this fit has no rounds to draw.")
+    require_by_client(fit)
     number = np.array([record.number for record in fit.records])
     count = len(fit.client_ids)
     tall = min(0.2 * count, _fit.TALLEST - 5) + 1.0
@@ -91,14 +90,6 @@ def outcomes(fit: Any) -> Array:
     return np.asarray(np.vectorize(list(OUTCOMES).index, otypes=[float])(names))
 
 
-def tolerance(fit: Any) -> float | None:
-    """The algorithm's tolerance of changes, where it has one."""
-    try:
-        return float(fit.algorithm.settings["tolerance"])
-    except (KeyError, ValueError):
-        return None
-
-
 def _column(fit: Any, name: str) -> Array:
     values = [record.info.get(name, np.nan) for record in fit.records]
     return np.array([np.nan if isinstance(value, str) else float(value) for value in values])
@@ -110,7 +101,7 @@ def _changes(axes: Any, fit: Any, number: Array) -> None:
             visible = np.where(_visible(values), values, np.nan)
             axes.plot(number, visible, "o-", ms=4, lw=1.2, label=_UNITS.get(name, name.replace("_", " ")))
         axes.set_yscale("log")
-        if (bound := tolerance(fit)) is not None and fit.algorithm.result.tests_convergence:
+        if (bound := tolerance_of(fit.algorithm.settings)) is not None and fit.algorithm.result.tests_convergence:
             axes.axhline(bound, color="black", ls="--", lw=1, label=f"tolerance {bound:g}")
         axes.set_ylabel("change in the round")
     else:
@@ -164,7 +155,6 @@ def _answers(axes: Any, fit: Any, number: Array) -> None:
 # Quality of clients' computations: effective draws, Pareto k, fallbacks, and replies that were not used ---------------
 
 PARETO = 0.7  # Pareto k beyond which moments by importance sampling are not to be trusted
-_STEPS = {1: "a fitted t", 2: "NUTS"}
 _WORDS = {"ess": "effective draws", "pareto_k": "Pareto k", "rhat": "R̂"}
 
 
@@ -205,9 +195,6 @@ def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = N
     *When this fails.* Figures are the clients' own, and do not show that all modes were found, nor that the model fits.
     A dot may be of a round long ago: `rounds` shows when a client answered.
     """
-    require_fit(fit)
-    if not fit.records:
-        raise DeclarationError("this fit has no rounds to draw.")
     table = require_by_client(fit)
     by_name = {name: reported(table, name) for name in _WORDS if name in table and table[name].ndim == 2}
     by_name = {name: values for name, values in by_name.items() if np.any(np.isfinite(values))}
@@ -254,7 +241,7 @@ def counts(table: Any) -> dict[str, Array]:
     outcome = table["outcome"].transpose("client", "round").values
     step = reported(table, "fallback") if "fallback" in table and table["fallback"].ndim == 2 else None
     used = outcome == "used"
-    by_fallback = {} if step is None else {label: used & (step == k) for k, label in _STEPS.items()}
+    by_fallback = {} if step is None else {label: used & (step == k) for k, label in FALLBACKS.items()}
     rows = {"used": used & ~np.any([*by_fallback.values(), np.zeros_like(used)], axis=0)}
     rows |= {f"used, by {label}": there for label, there in by_fallback.items()}
     rows |= {word: outcome == word for word in ("silent", "skipped")}
@@ -340,7 +327,7 @@ def influence(
     large shift is no fault, as a client with many rows has one too. Open markers are rough where the posterior is
     skewed.
     """
-    require_fit(fit)
+    a_fit(fit)
     names = chosen("clients", clients, list(fit.client_ids), "the fit's clients")
     places = coordinates(fit, var_names)
     moments = fit.influence(names)
@@ -437,7 +424,6 @@ def confidence(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None 
     *When this fails.* Clients that replied last in an early round are shown as they were then. One share near 1 is a
     collapse: w is that client's, see the *when this fails* of `fedppl.Confidence`.
     """
-    require_fit(fit)
     rounds = require_by_client(fit)
     if not all(name in rounds for name in _QUANTITIES):
         raise DeclarationError(f"fit={shown(fit)} has no confidence of clients; pass a fit by fedppl.Confidence.")
@@ -505,7 +491,7 @@ def device_graph(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | Non
     *When this fails.* Correlations, of parameters on the unconstrained space, are drawn without their uncertainty: with
     few shared parameters or rows they are rough. Under ``structure=exchangeable`` all pairs have the same one.
     """
-    require_fit(fit)
+    a_fit(fit)
     if "fit" not in fit.idata or "correlation" not in fit.idata["fit"]:
         raise DeclarationError(f"{fit.algorithm.name} estimates no covariance over clients; use fedppl.HM1().")
     matrix = np.asarray(fit.idata["fit"]["correlation"].transpose("client", "other_client").values, dtype=float)

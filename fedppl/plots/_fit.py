@@ -14,10 +14,8 @@ import xarray as xr
 
 from fedppl import contracts
 from fedppl.contracts.printed import entries_of, labels_of, shown_by_default
-from fedppl.settings import shown
+from fedppl.settings import a_fit, shown
 from fedppl.types import Array, DeclarationError, NotConvergedError
-
-_NEEDED = ("client", "influence", "summary")
 
 
 class Entry(NamedTuple):
@@ -29,19 +27,15 @@ class Entry(NamedTuple):
     flat: int  # place in the flat array
 
 
-def require_fit(fit: Any) -> None:
-    """Refuse an object that is not a fit."""
-    if not all(callable(getattr(type(fit), name, None)) for name in _NEEDED):
-        raise DeclarationError(f"fit={shown(fit)} is not what fedppl.fit returned.")
-
-
 def require_by_client(fit: Any) -> Any:
-    """The table of rounds, or an error where it has no entries for single clients, as of very many."""
+    """The table of rounds, or an error where there are none, or no entries for single clients, as of very many."""
+    a_fit(fit)
+    if not fit.records:
+        raise DeclarationError("this fit has no rounds to draw.")
     table = fit.idata["rounds"]
     if "outcome" not in table:
         raise DeclarationError(
-            f"{len(fit.client_ids)} clients were fitted at once, and rounds have no entry for each; "
-            'see fit.idata["rounds"] for sums.'
+            f'rounds of {len(fit.client_ids)} clients have no entry for each; see fit.idata["rounds"] for sums.'
         )
     return table
 

@@ -11,8 +11,8 @@ from fedppl import gaussian
 from fedppl.contracts.printed import CI_PROB, entries_of, interval, shown_by_default
 from fedppl.numerics.streams import stream
 from fedppl.plots import _fit
-from fedppl.plots._fit import Entry, at_hand, draws_of, entries, require_fit, shared_draws
-from fedppl.settings import between, chosen, flag, shown, whole
+from fedppl.plots._fit import Entry, at_hand, draws_of, entries, shared_draws
+from fedppl.settings import a_fit, between, chosen, flag, shown, whole
 from fedppl.types import Array, DeclarationError
 
 _MOST_PANELS = 12
@@ -20,8 +20,6 @@ _INNER = 0.5
 
 
 class _Settings(NamedTuple):
-    """How clients' posteriors are drawn."""
-
     ci_prob: float
     total: bool
     exponentiate: bool
@@ -108,7 +106,7 @@ def forest(
     *When this fails.* An interval is of one client's variable. That two intervals overlap does not say that two clients
     agree: see `fedppl.contrast`.
     """
-    require_fit(fit)
+    a_fit(fit)
     if not at_hand(fit):
         raise DeclarationError(
             "no client's data and no draws of clients are here. Load a saved fit by fedppl.load(path, model, "
@@ -175,18 +173,13 @@ def _effects(group: Any, name: str) -> str:
 
 
 def _formula_of(fit: Any, settings: _Settings, alone: Any | None) -> Any:
-    """The formula of which totals are drawn, or None."""
     builder = fit.declaration.builder
     is_formula = hasattr(builder, "totals")
     if settings.total and not is_formula:
-        raise DeclarationError(
-            "total=True adds up coefficients of a formula; of a builder name the sum in it, "
-            'pm.Deterministic("total", ...), and draw that.'
-        )
+        raise DeclarationError("total=True adds up a formula's coefficients; of a builder draw a pm.Deterministic.")
     if alone is not None and is_formula and not settings.total:
         raise DeclarationError(
-            "alone= compares effects relative to shared coefficients with those of clients that share none, which mean "
-            "something else; write total=True, which adds up both."
+            "alone= has no shared coefficients, and effects relative to some are not comparable; write total=True."
         )
     return builder if settings.total else None
 
@@ -194,30 +187,23 @@ def _formula_of(fit: Any, settings: _Settings, alone: Any | None) -> Any:
 def _entries(
     fit: Any, groups: Mapping[str, Any], var_names: Any, coords: Mapping[str, Any] | None, settings: _Settings
 ) -> list[Entry]:
-    """The entries to show, which all clients have."""
     first = next(iter(groups.values()))
     if settings.total:
         varying = fit.declaration.builder.varying
         places = entries_of(first, var_names, "the coefficients", varying)
         if fixed := [name for name in places if name not in varying]:
-            raise DeclarationError(
-                f"total=True: {fixed} have no effects by client, unlike {varying}; write (1 + {fixed[0]} | ...) for "
-                "some."
-            )
+            raise DeclarationError(f"total=True: {fixed} have no effects by client; choose some of {varying}.")
     else:
         default = default_names(fit, groups) if var_names is None else None
         places = entries_of(first, var_names, "the variables of a client's posterior", default)
     names = list(places)
     if not names:
-        raise DeclarationError(
-            "no local variable has the same few entries at all clients; choose some by var_names= and coords=."
-        )
+        raise DeclarationError("no local variable has the same few entries at all clients; choose some by var_names=.")
     for client_id, group in groups.items():
         for name in names:
             if name not in group or group[name].shape != first[name].shape:
                 raise DeclarationError(
-                    f"{name!r} has other entries at client {client_id!r} than at {next(iter(groups))!r}; choose "
-                    "variables that all have alike."
+                    f"{name!r} has other entries at client {client_id!r}; choose variables that all have alike."
                 )
     labels_by_dim = {
         dim: {str(labels)} if isinstance(labels, str) or not hasattr(labels, "__iter__") else {*map(str, labels)}
@@ -228,21 +214,18 @@ def _entries(
     chosen_entries = [entry for entry in entries(first, places) if _has(first[entry.name], entry, labels_by_dim)]
     if not 0 < len(chosen_entries) <= _MOST_PANELS:
         raise DeclarationError(
-            f"{len(chosen_entries)} numbers of {names} were asked for; choose 1 to {_MOST_PANELS} by var_names= and "
-            "coords=."
+            f"{names} have {len(chosen_entries)} numbers; choose 1 to {_MOST_PANELS} by var_names= and coords=."
         )
     return chosen_entries
 
 
 def _has(values: Any, entry: Entry, labels: Mapping[str, set[str]]) -> bool:
-    """Whether an entry has one of these labels in every dim."""
     dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
     places = [(dim, place) for dim, place in zip(dims, entry.place, strict=True) if dim in labels]
     return all(str(values[dim].values[place]) in labels[dim] for dim, place in places)
 
 
 def _lines(groups: Mapping[str, Any], shown_entries: Sequence[Entry], settings: _Settings) -> list[list[Line]]:
-    """A line for each client, by entry."""
     return [[_line(draws_of(group, entry), settings) for group in groups.values()] for entry in shown_entries]
 
 
@@ -278,8 +261,7 @@ def _shared_line(fit: Any, entry: Entry, value: Any, settings: _Settings) -> tup
     match = by_place.get(entry.place) or by_place.get(())
     if name is None or match is None:
         raise DeclarationError(
-            f"population={shown(value)} has no entry for {entry.label!r}; name a shared variable of the same shape, or "
-            "one that is a single number."
+            f"population={shown(value)} has no entry for {entry.label!r}; name a shared variable of its shape or ()."
         )
     return name, _line(draws_of(group, match), settings)
 
@@ -313,7 +295,6 @@ def _draw_alone(axes: Any, alone: Sequence[Line], together: Sequence[Line]) -> N
 
 
 def _numbers(axes: Any, lines: Sequence[Line]) -> None:
-    """Estimates and intervals at the right of named lines."""
     for place in axes.get_yticks():
         line = lines[int(place)]
         text = f"{line.mean:.2f} ({line.outer[0]:.2f} to {line.outer[1]:.2f})"
@@ -333,7 +314,7 @@ def _ticks(axes: Any, lines: Sequence[Line], settings: _Settings) -> None:
 
 def _alone(fit: Any, names: Sequence[str], settings: _Settings) -> dict[str, Any]:
     """Posteriors of the same clients from another fit."""
-    require_fit(fit)
+    a_fit(fit)
     if lost := [name for name in names if name not in at_hand(fit)]:
         raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
     return {name: _posterior(fit, name, settings) for name in names}
@@ -404,7 +385,7 @@ def prior_posterior(
     *When this fails.* Kernels smooth out sharp edges and narrow peaks. Where both densities are alike, data may still
     inform a sum or a difference of variables. A fit that has not converged is drawn as it is.
     """
-    require_fit(fit)
+    a_fit(fit)
     after = shared_draws(fit)
     default = shown_by_default(fit.declaration, after.data_vars)
     shown_entries = entries(after, entries_of(after, var_names, "the shared variables", default))
@@ -444,8 +425,7 @@ def prior_draws(fit: Any, seed: int) -> dict[str, Array]:
         phi = client.draw_prior(_DRAWS, seed % 2**32)
     else:
         raise DeclarationError(
-            "the declared prior is not Gaussian, and no client's model is here to draw from it; load a saved fit by "
-            "fedppl.load(path, model, clients=...)."
+            "the prior is not Gaussian, and no client's model is here to draw from it; use fedppl.load(..., clients=)."
         )
     return {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(phi).items()}
 

@@ -11,8 +11,7 @@ from scipy import stats
 from fedppl import metrics
 from fedppl.contracts.printed import CI_PROB, interval
 from fedppl.plots import _fit
-from fedppl.plots._fit import require_fit
-from fedppl.settings import between, chosen, shown
+from fedppl.settings import a_fit, between, chosen, shown
 from fedppl.types import Array, DataError, DeclarationError
 
 _LEVELS = 12  # distinct whole numbers up to which each has a bar
@@ -21,8 +20,6 @@ _GRID = 200
 
 
 class _Outcomes(NamedTuple):
-    """A client's outcomes, and their predictions."""
-
     values: Array  # (n,) as observed
     replicates: Array  # (S, n) drawn; of times the probabilities of no event until each of `times`, (S, n, T)
     event: Any = None  # (n,) of times, whether there was one
@@ -77,7 +74,7 @@ def check(
     clients with effects of their own agree nearly always, and a column that the model leaves out does not show. Curves
     of times have the uncertainty of the parameters alone: the Kaplan-Meier estimate of few rows is often outside.
     """
-    require_fit(fit)
+    a_fit(fit)
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     here = [name for name, client in fit.clients.items() if client.brought != "summary"]
     if not here:
@@ -99,17 +96,14 @@ def check(
     return np.array(axes, dtype=object)
 
 
-def kaplan_meier(time: Array, event: Array, at: Array) -> Array:
+def kaplan_meier(time: Array, event: Any, at: Array) -> Array:
     """Probability of no event until each time, of rows that are followed until an event or are censored before it.
 
     >>> kaplan_meier(np.array([1.0, 2.0, 3.0]), np.array([True, False, True]), np.array([0.5, 1.5, 3.5])).round(3)
     array([1.   , 0.667, 0.   ])
     """
-    steps = np.unique(time[event])
-    at_risk = np.sum(time[:, None] >= steps, axis=0)
-    deaths = np.sum((time[:, None] == steps) & event[:, None], axis=0)
-    left = np.concatenate([[1.0], np.cumprod(1 - deaths / np.maximum(at_risk, 1))])
-    return np.asarray(left[np.searchsorted(steps, at, side="right")])
+    followed = stats.CensoredData(time[event], right=time[~event])
+    return np.asarray(stats.ecdf(followed).sf.evaluate(at))
 
 
 def _survival(fit: Any, names: Sequence[str]) -> tuple[str, Array]:
@@ -184,7 +178,6 @@ def _band(axes: Any, x: Array, drawn: Array, ci_prob: float) -> None:
 
 
 def _by_client(axes: Any, fit: Any, by_client: dict[str, _Outcomes], times: Array, ci_prob: float, label: str) -> None:
-    """A line a client: the interval of its prediction, and the observed value."""
     middle = len(times) // 2
     for place, (values, replicates, event) in enumerate(by_client.values()):
         drawn = replicates.mean(axis=1) if event is None else replicates[..., middle].mean(axis=1)
@@ -406,7 +399,6 @@ def curves(
 
 
 def _abscissa(inputs: Any) -> tuple[Array, str]:
-    """Inputs of one dimension, and their name."""
     label = "input"
     if hasattr(inputs, "keys"):
         names = list(inputs.keys())

@@ -19,9 +19,9 @@ from fedppl.contracts import Posterior
 from fedppl.contracts.printed import CI_PROB, escaped, number, table
 from fedppl.plots import _fit
 from fedppl.plots._clients import changed, counts, device_graph, influence, quality, reported, rounds, spans
-from fedppl.plots._fit import at_hand, require_fit
+from fedppl.plots._fit import at_hand
 from fedppl.plots._posteriors import forest, prior_posterior
-from fedppl.settings import shown
+from fedppl.settings import a_fit, file_to_write
 from fedppl.types import DataError, DeclarationError, NotConvergedError
 
 _DPI = 100
@@ -106,13 +106,8 @@ def report(
     *When this fails.* Readers learn of each client in this process: leave clients' own variables out where that is not
     agreed.
     """
-    require_fit(fit)
-    if not isinstance(path, str | os.PathLike):
-        raise DeclarationError(f"path={shown(path)} must be the path of a file, such as 'report.html'.")
-    target = Path(path)
-    if target.is_dir() or not target.parent.is_dir():
-        why = "is a folder" if target.is_dir() else "lies in a folder that does not exist"
-        raise DeclarationError(f"path={str(target)!r} {why}; name a file, such as 'report.html'.")
+    a_fit(fit)
+    target = file_to_write(path, "report.html")
     parts = [_head(fit, title), _shared(fit), _clients(fit)]
     parts += list(_pictures(fit, var_names, population, conflict))
     parts += [_computed(fit), _settings(fit), _versions(fit)]

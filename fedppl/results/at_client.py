@@ -38,8 +38,8 @@ def require_rows(client: ClientModel, what: str) -> None:
     if not has_rows(client):
         kind = f" of kind {client.kind!r}" if client.kind else ""
         raise DeclarationError(
-            f"client {client.client_id!r}{kind} brought a summary of its rows, and {what} need a likelihood of rows. "
-            "Its posterior is fit.client(...); for the rest, ask a client that brought rows."
+            f"client {client.client_id!r}{kind} brought a summary of its rows, and {what} need a likelihood of rows; "
+            "ask a client that brought rows."
         )
 
 
@@ -64,8 +64,8 @@ def client_posterior(
         logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.local.NUTS()", client_id, k)
     if sample.diagnostics.get("from_q"):
         logger.warning(
-            "client %s: the posterior of the others has few points where these data are, and draws are from "
-            "the Gaussian q (fit.posterior). Fit again with this client among the others",
+            "client %s: draws are from the Gaussian q, as the posterior of the others has few points where these data "
+            "are; fit again with this client among the others",
             client_id,
         )
     if algorithm.result.caution and (predict is not None or {*groups} - {"prior"}):
@@ -101,7 +101,6 @@ def observed_values(pymc_model: Any) -> dict[str, np.ndarray]:
 def _data_groups(
     pymc_model: Any, model: ClientModel, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
 ) -> dict[str, xr.Dataset]:
-    """Observed and constant data, which stay in the client's own result."""
     outcomes = {v.name for v in map(pymc_model.rvs_to_values.get, pymc_model.observed_RVs)}
     groups = {"observed_data": observed_values(pymc_model)}
     groups["constant_data"] = {name: value for name, value in model.arrays.items() if name not in outcomes}
@@ -196,7 +195,6 @@ def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int)
 
 
 def _prior(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
-    """Draws of the declared prior, and of what it predicts."""
     model = client.pymc_model()
     with model, proper_priors(), quiet():
         drawn = pm.sample_prior_predictive(
@@ -213,7 +211,6 @@ GROUPS: dict[str, Callable[[ClientModel, xr.Dataset, int], dict[str, xr.Dataset]
 
 
 def _like(group: xr.Dataset, posterior: xr.Dataset) -> xr.Dataset:
-    """A group with the posterior's own attributes."""
     marks = {name: posterior.attrs[name] for name in ("client", "status", "converged") if name in posterior.attrs}
     return group.assign_attrs({"inference_library": "fedppl", **marks})
 
@@ -257,7 +254,6 @@ def draw_outcomes(
 
 
 def _constant_data(model: Any) -> xr.Dataset:
-    """The model's data and coords."""
     values = {variable.name: np.asarray(variable.get_value()) for variable in model.data_vars}
     coords = {dim: np.asarray(labels) for dim, labels in model.coords.items() if labels is not None}
     return idata.dataset(values, {}, {}).assign_coords(coords)
@@ -305,7 +301,7 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
     if model.potentials:
         raise DeclarationError(
             "the model has a pm.Potential, from which outcomes cannot be drawn; declare them as observed variables "
-            "(pm.CustomDist)" + _OR
+            f"(pm.CustomDist){_OR}"
         )
     group = idata.posterior_dataset({name: value[None] for name, value in shared.items()}, *dims_and_coords(model))
     with proper_priors():
@@ -319,11 +315,7 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
 
 
 def _array_of(client: ClientModel, model: Any, rv: Any) -> str:
-    """Name of the client's array that an observed variable reads."""
     read = [variable.name for variable in model.data_vars if variable in set(ancestors([model.rvs_to_values[rv]]))]
     if len(read) == 1 and read[0] in client.arrays:
         return str(read[0])
-    raise DeclarationError(
-        f"outcomes {rv.name!r} are not a pm.Data container of the model, so that others cannot take their place; pass "
-        "them as pm.Data" + _OR
-    )
+    raise DeclarationError(f"outcomes {rv.name!r} are not a pm.Data container of the model; pass them as pm.Data{_OR}")

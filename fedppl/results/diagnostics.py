@@ -7,23 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from fedppl.contracts.printed import FALLBACKS
 from fedppl.types import Array, Status, as_declared
 
 logger = logging.getLogger(__name__)
 
 Infos = Mapping[str, Mapping[str, float]]  # diagnostics by name, by client
-
-
-def tolerance_of(settings: Mapping[str, str]) -> float | None:
-    """The tolerance of an algorithm, where it has one.
-
-    >>> tolerance_of({"tolerance": "0.01"}), tolerance_of({"steps": "3"})
-    (0.01, None)
-    """
-    try:
-        return float(settings["tolerance"])
-    except (KeyError, ValueError):
-        return None
 
 
 def listed(names: Iterable[str]) -> str:
@@ -38,13 +27,12 @@ STANDARDISED = (
     "standardised, where it is centred on shared variables: z ~ N(0, 1) and mu + tau * z in place of N(mu, tau), "
     "mu + chol @ z in place of pm.MvNormal(mu, chol=chol)"
 )
-_STEPS = {1.0: "a fitted t", 2.0: "NUTS"}
 
 
 def fallbacks(infos: Infos) -> dict[str, str]:
     """The local inference that each client fell back to, for those that did."""
     steps = {client_id: info.get("fallback", 0.0) for client_id, info in infos.items()}
-    return {client_id: _STEPS.get(step, f"step {step:g}") for client_id, step in steps.items() if step > 0}
+    return {client_id: FALLBACKS.get(step, f"step {step:g}") for client_id, step in steps.items() if step > 0}
 
 
 def fallback_note(infos: Infos) -> str:
@@ -64,7 +52,7 @@ def fallback_sentence(infos: Infos, count: int) -> str:
     clients = fallbacks(infos)
     seconds = sum(infos[client_id].get("fallback_seconds", 0.0) for client_id in clients)
     cost = f", {seconds:.3g} s" if seconds > 0 else ""
-    faster = f". It is faster with what is local declared {STANDARDISED}" if _STEPS[2.0] in clients.values() else ""
+    faster = f". It is faster with what is local declared {STANDARDISED}" if FALLBACKS[2.0] in clients.values() else ""
     return (
         f"{' and '.join(parts)} in place of the local inference when last asked ({listed(clients)}{cost}): "
         f"see fit.idata['rounds']['fallback']{faster}"
@@ -96,7 +84,7 @@ def log_fallbacks(number: int, infos: Infos, before: Mapping[str, str]) -> None:
     for step, names in _by_step(infos).items():
         seconds = sum(infos[client_id].get("fallback_seconds", 0.0) for client_id in names)
         parts.append(f"{step} at {listed(names)}" + (f", {seconds:.3g} s" if seconds else ""))
-    is_new = any(step not in (_STEPS[1.0], before.get(client_id)) for client_id, step in clients.items())
+    is_new = any(step not in (FALLBACKS[1.0], before.get(client_id)) for client_id, step in clients.items())
     logger.log(
         logging.WARNING if is_new else logging.INFO,
         "round %d: in place of the local inference, %s",

@@ -73,8 +73,7 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
     else:
         if not fit.clients:
             raise DeclarationError(
-                "no client's data are here, and its own variables need them; of a fit that was loaded give them, "
-                "fedppl.load(..., clients=). Sites have their own posteriors."
+                "no client's data are here, and its own variables need them; use fedppl.load(..., clients=)."
             )
         client = next(iter(fit.clients.values()))
         moments = _one_by_one(fit)
@@ -120,7 +119,6 @@ def _one_by_one(fit: Any) -> dict[str, tuple[Array, Array]]:
 
 
 def _sd(values: xr.DataArray) -> Array:
-    """Standard deviation of draws; NaN of a point estimate."""
     sd: Array = np.asarray(values.std(("chain", "draw")).values, dtype=float)
     return np.full_like(sd, np.nan) if values.attrs.get("point_estimate") else sd
 
@@ -467,8 +465,8 @@ class Fit(Ended):
         client_id = str(client_id)
         if client_id not in self.client_ids:
             raise DeclarationError(
-                f"client {client_id!r} did not take part; clients are {some_of(self.client_ids)}. For data of a "
-                "client that did not, use fit.new_client(data); where it has no rows yet, fit.predict(None, new_data)."
+                f"client {client_id!r} did not take part; clients are {some_of(self.client_ids)}. Of others use "
+                "fit.new_client(data), or without rows fit.predict(None, new_data)."
             )
         drawing = predicting.drawing_of(self, draws, chains, random_seed)
         if client_id not in self.clients:

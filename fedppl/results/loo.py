@@ -20,7 +20,7 @@ from fedppl.results.at_client import has_rows, observed_values
 from fedppl.results.diagnostics import listed
 from fedppl.results.fit import Fit
 from fedppl.results.records import require_arrived
-from fedppl.settings import shown, whole
+from fedppl.settings import a_fit, shown, whole
 from fedppl.types import Array, DataError, DeclarationError, NotConvergedError
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,8 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     .. [1] Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out cross-validation and
        WAIC, Statistics and Computing 27.
     """
-    if isinstance(fit, Fit) and len(fit.clients) < len(fit.client_ids):
+    a_fit(fit)
+    if len(fit.clients) < len(fit.client_ids):
         sums = _of_sites(fit)
     else:
         sums = {name: sums_of(rows) for name, rows in _by_row(fit, draws, chains, random_seed).items()}
@@ -216,20 +217,18 @@ def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
     """Warn of rows whose elpd is not known well, and of a point, which depends on the rows that are left out."""
     if bad:
         logger.warning(
-            "%s: %d of %d rows have a Pareto k above the limit, and elpd is not known well; where rows alone determine "
-            "a local variable, compare by clients: fit.influence(), fedppl.compare",
+            "%s: %d of %d rows have a Pareto k above the limit, and elpd is not known well; see fit.influence()",
             *(what, bad, rows),
         )
     if isinstance(fit.algorithm.result.shared, Point):
         logger.warning(
-            "%s: the shared variables are a point of %s, which depends on rows that are left out, so that elpd is too "
-            "high; score rows that were held out, see fedppl.search.holdout",
+            "%s: the shared variables are a point of %s, which rows that are left out still inform: elpd is too high; "
+            "see fedppl.search.holdout",
             *(what, fit.algorithm.name),
         )
 
 
 def _of_sites(fit: Fit) -> dict[str, dict[str, Array]]:
-    """Sums that sites sent when the run was over."""
     require_arrived(fit, "fedppl.loo")
     silent = [k for k in fit.client_ids if "loo" not in fit.told.get(k, {})]
     if silent:
@@ -242,23 +241,17 @@ def _of_sites(fit: Fit) -> dict[str, dict[str, Array]]:
 
 
 def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, Rows]:
-    """Rows of every client in this process, each left out."""
-    if not isinstance(fit, Fit):
-        raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
     if len(fit.clients) < len(fit.client_ids):
         raise DeclarationError(
-            "rows of all clients are not here. Of a fit from a file, give them: fedppl.load(path, model, clients=...); "
-            "of sites of their own, compare models by their evidence: fedppl.compare."
+            "rows of all clients are not here; give them to fedppl.load(path, model, clients=...), or of sites use "
+            "fedppl.compare."
         )
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _FEWEST_DRAWS:
         raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {_FEWEST_DRAWS} in all.")
     kinds = {client.kind: client for client in samples(fit.clients)}
     if any(client.pymc_model().potentials for client in kinds.values()):
-        raise DeclarationError(
-            "the model has a pm.Potential, which has no rows to leave out; declare the outcomes as an observed "
-            "variable (pm.CustomDist)."
-        )
+        raise DeclarationError("a pm.Potential has no rows to leave out; declare outcomes as observed (pm.CustomDist).")
     left_out = {}
     for client_id in _with_rows(fit):
         drawn = fit.client(client_id, groups="log_likelihood", draws=draws, chains=chains, random_seed=random_seed)
@@ -415,8 +408,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     absent = sorted({k for fit in fits.values() for k in fit.client_ids if k not in fit.clients})
     if absent:
         logger.warning(
-            "the data of %s are not here: whether all models are of the same observations there, in the same units, "
-            "was not checked",
+            "the data of %s are not here: whether all models are of the same observations there was not checked",
             absent[:5],
         )
     values = np.array([one.value for one in evidence])
@@ -477,6 +469,5 @@ def _require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_or
 
 
 def _observed(client: ClientModel) -> Array:
-    """All observations, in the model's order."""
     values = [values.ravel() for values in observed_values(client.pymc_model()).values()]
     return np.concatenate(values).astype(float) if values else np.zeros(0)

@@ -98,8 +98,7 @@ def predict(
     """
     if isinstance(client_id, Mapping | pd.DataFrame):
         raise DeclarationError(
-            "client_id= is a table; pass the id of a client, or None for one without rows. For a new client with rows: "
-            "fit.new_client(data, predict=new_data)."
+            "client_id= is a table; pass the id of a client, or None for a new one. With rows: fit.new_client(data)."
         )
     if new_data is None:
         raise DeclarationError('new_data=None: pass new inputs by name, such as {"X": X_new}, or a data frame.')
@@ -195,7 +194,7 @@ def at_client(
 
         def drawer(posterior: xr.Dataset, coords: Any) -> Any:
             require_own(unseen, model)
-            return predicted(unseen, posterior, _shared(fit), seed, kind, at)[1:]
+            return predicted(unseen, posterior, tuple(fit.layout.slices), seed, kind, at)[1:]
 
     require_arrived(fit, f"the posterior of client {client_id!r}")
     message, personal = fit.algorithm.result.final_message(fit.state, client_id), fit.personal.get(client_id)
@@ -203,7 +202,6 @@ def at_client(
 
 
 def _new_without_rows(fit: Any, unseen: Unseen, drawing: Drawing, kind: str = "response", at: Any = None) -> Any:
-    """Draws for a client without data, from the hierarchy."""
     require_mean(kind, at, unseen.builder)
     require_arrived(fit, "predictions for a new client")
     groups = fit.shared(draws=drawing.draws, chains=drawing.chains, random_seed=drawing.seed)
@@ -212,12 +210,8 @@ def _new_without_rows(fit: Any, unseen: Unseen, drawing: Drawing, kind: str = "r
     shared = idata.as_dataset(groups, "posterior")
     marks = {"status": fit.status.value, "converged": int(fit.status.ok)}
     names = ("posterior", "predictions", "predictions_constant_data")
-    datasets = predicted(unseen, shared, _shared(fit), drawing.seed, kind, at)
+    datasets = predicted(unseen, shared, tuple(fit.layout.slices), drawing.seed, kind, at)
     return idata.from_groups({k: one.assign_attrs(marks) for k, one in zip(names, datasets, strict=True)})
-
-
-def _shared(fit: Ended) -> tuple[str, ...]:
-    return tuple(variable.name for variable in fit.layout.variables)
 
 
 # Predictive draws at new inputs, by PyMC, for a client whose rows are here --------------------------------------------
@@ -272,17 +266,13 @@ def predictions(
 
 
 def _checked(model: Any, client: ClientModel, new_data: Mapping[str, Any]) -> dict[str, Any]:
-    """New inputs as arrays that fit the model's containers."""
     containers = {variable.name: variable for variable in model.data_vars}
     if not containers:
-        raise DataError(
-            f"client {client.client_id!r}: the builder has no pm.Data container, so inputs cannot be exchanged for new "
-            "ones. Put the data into pm.Data."
-        )
+        raise DataError(f"client {client.client_id!r}: the builder has no pm.Data container; put the inputs into one.")
     if set(new_data) - set(containers) or not new_data:
         raise DataError(
             f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}. Where it has no "
-            "inputs, give the outcomes: their number is that of the predictions, and their values are not read."
+            "inputs, give as many outcomes as predictions; their values are not read."
         )
     return checks.new_inputs(new_data, {name: containers[name].type.dtype for name in new_data}, client.arrays)
 
@@ -423,8 +413,7 @@ def without_inputs(fit: Ended, name: str) -> Unseen:
     model = built(unseen.builder, name, unseen.arrays)
     if by_rows := [rv.name for rv in model.free_RVs if _depends_on_data(model, rv)]:
         raise DeclarationError(
-            f"data=None is a client without rows, and its {by_rows} depend on predictors of the client; give rows to "
-            "predict at, predict={...}, or fit.predict(None, frame)."
+            f"data=None is a client without rows, and {by_rows} depend on predictors of it; give rows, predict={{...}}."
         )
     return unseen
 
@@ -505,15 +494,13 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _kind_with_rows(fit: Ended) -> str:
-    """The kind of clients that bring rows, where there is one."""
     kinds = list(fit.declaration.builders)
     if len(kinds) == 1 or hasattr(fit.declaration.builder, "read_unseen"):
         return kinds[0]
     with_rows = list(dict.fromkeys(client.kind for client in samples(fit.clients) if has_rows(client)))
     if len(with_rows) != 1:
         raise DeclarationError(
-            f"clients with rows are of the kinds {with_rows or kinds}, so the kind of new rows is not known; ask a "
-            "client that brought rows, or use a fit whose clients with rows are of one kind."
+            f"new rows may be of the kinds {with_rows or kinds}, as clients with rows; ask a client that brought rows."
         )
     return str(with_rows[0])
 
@@ -531,8 +518,8 @@ def _outcomes(fit: Ended, name: str, given: Mapping[str, Any], kind: str) -> dic
         raise DataError(f"{name!r}: new data lack {some_of(wrong)}, which the model reads; give all but the outcomes.")
     if left_out and len(lengths) != 1:
         raise DataError(
-            f"{name!r}: the number of outcomes {some_of(left_out)} cannot be told from new data with {sorted(lengths)} "
-            "rows; give them too: their values are not read."
+            f"{name!r}: the number of outcomes {some_of(left_out)} cannot be told from {sorted(lengths)} rows; give "
+            "them too: their values are not read."
         )
     old = {key: np.asarray(client.arrays[key]) for key in left_out}
     return {key: np.zeros((*lengths, *value.shape[1:]), value.dtype) for key, value in old.items()}
@@ -547,10 +534,7 @@ def require_mean(kind: Any, at: Any, builder: Any) -> None:
     """Check the keywords `kind` and `at`."""
     one_of("kind", kind, KINDS)
     if at is not None and (kind != "mean" or not hasattr(builder, "expected")):
-        raise DeclarationError(
-            f"at={shown(at)} is the time of a survival probability, which only a formula of times until an event has; "
-            'write kind="mean", at=... with such a fit.'
-        )
+        raise DeclarationError(f'at={shown(at)} is for kind="mean" of a formula of times until an event; leave it out.')
 
 
 def declare_means(model: Any) -> list[str]:
@@ -580,7 +564,6 @@ def _mean(rv: Any) -> Any:
 def _formula_means(
     builder: Any, arrays: Mapping[str, Any], posterior: xr.Dataset, at: Any, client_id: str
 ) -> xr.Dataset:
-    """Means of a formula's outcomes, in closed form."""
     sizes = posterior.sizes["chain"], posterior.sizes["draw"]
     draws = {str(name): np.asarray(values.values) for name, values in posterior.data_vars.items()}
     flat = {name: value.reshape(sizes[0] * sizes[1], *value.shape[2:]) for name, value in draws.items()}

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import xarray as xr
 
-from fedppl.contracts import AnyAlgorithm, Point, Posterior, SharedReader
+from fedppl.contracts import AnyAlgorithm, Point, SharedReader
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.records import Ended, unarrived
-from fedppl.results.shared import weighted_of, weighted_points
-from fedppl.settings import one_line, shown
+from fedppl.results.shared import weighted_points
+from fedppl.settings import file_to_write, one_line, shown
 from fedppl.storage import codec
 from fedppl.types import Array, DataError, DeclarationError, Layout
 
@@ -55,7 +55,7 @@ def save(
 
     The file is read back before it replaces another, and deleted where it cannot be read.
     """
-    target = _target(path)
+    target = file_to_write(path, "run.nc")
     if not isinstance(include, str | None) or include not in _INCLUDED:
         raise DeclarationError(f'include={shown(include)} must be None, "personal" or "clients".')
     personal = personal_of(fit, stored=include is not None)
@@ -148,8 +148,7 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedMo
         raise DeclarationError(f"the file is of a fit with {before}, and this model has {here}; pass what was fitted.")
     if not _alike(saved.agreement, declaration.agreement):
         raise DeclarationError(
-            "the file is of another declaration: clients agreed on other levels or scales than this model's; pass the "
-            "formula as it was declared, or the declaration of the fit that was saved."
+            "the file is of another declaration: clients agreed on other levels or scales; pass what was fitted."
         )
 
 
@@ -172,19 +171,7 @@ def _alike(agreed: Any, other: Any, size: float = 0.0) -> bool:
 
 
 def _written(declaration: FederatedModel) -> dict[str, str]:
-    """A builder's declaration as text, where it is a formula."""
     return dict(getattr(declaration.builder, "written", {}))
-
-
-def _target(path: Any) -> Path:
-    """The path of a file that can be written; checked before draws are made for it."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise DeclarationError(f"path={shown(path)} must be the path of a file, such as 'run.nc'.")
-    target = Path(os.fsdecode(path))
-    if target.is_dir() or not target.parent.is_dir():
-        why = "is a folder" if target.is_dir() else "lies in a folder that does not exist"
-        raise DeclarationError(f"path={str(target)!r} {why}; name a file, such as 'run.nc'.")
-    return target
 
 
 def _write(groups: Mapping[str, xr.Dataset], target: Path, *, private: bool) -> None:
@@ -199,8 +186,7 @@ def _write(groups: Mapping[str, xr.Dataset], target: Path, *, private: bool) -> 
             _read(partial)
         except Exception as error:
             raise DeclarationError(
-                f"this fit cannot be saved: it cannot be read back ({_reason(error)}). Write fit.idata by its "
-                "to_netcdf, or start the fit with checkpoint=."
+                f"this fit cannot be read back ({_reason(error)}); use fit.idata.to_netcdf, or fit with checkpoint=."
             ) from error
         partial.replace(target)
     finally:
@@ -214,13 +200,12 @@ def _reason(error: Exception) -> str:
 
 def _points(fit: Ended) -> Array:
     """Points of φ that results are computed from."""
-    shared = fit.algorithm.result.shared
-    if unarrived(fit):
-        return np.zeros((0, fit.layout.size))
-    if isinstance(shared, Posterior):
-        weighted = weighted_points(shared.gaussian(fit.state), weighted_of(fit))
-        return np.zeros((0, fit.layout.size)) if weighted is None else weighted.points
-    return shared.estimate(fit.state)[None] if isinstance(shared, Point) else np.zeros((0, fit.layout.size))
+    if not unarrived(fit):
+        if isinstance(shared := fit.algorithm.result.shared, Point):
+            return shared.estimate(fit.state)[None]
+        if (weighted := weighted_points(fit)) is not None:
+            return weighted.points
+    return np.zeros((0, fit.layout.size))
 
 
 def _reader(
@@ -231,10 +216,7 @@ def _reader(
     def constrain(wanted: Array) -> Mapping[str, Array]:
         # Points are computed anew, with other last digits on another machine.
         if np.shape(wanted) != points.shape or not np.allclose(wanted, points, rtol=1e-9, atol=1e-9):
-            raise DataError(
-                "this fit was loaded without its clients' data, and new draws need one of them: "
-                "fedppl.load(path, model, clients=...)."
-            )
+            raise DataError("new draws need a client's data, which are not here; use fedppl.load(..., clients=...).")
         return values
 
     return SharedReader(constrain, {k: None if v is None else tuple(v) for k, v in dims.items()}, coords)
@@ -324,15 +306,11 @@ def stored_draws(fit: Ended, client_id: str, drawing: tuple[int, int, int], *, p
     """Posterior of a client whose data are not here: the draws in the file, or an error with the remedy."""
     if fit.drawn is None:
         raise DeclarationError(
-            f"client {client_id!r} is a site of its own, and its posterior is drawn there. Give the site's client_app "
-            "a folder=, which has it when the run is over."
+            f"client {client_id!r} is a site of its own, and its posterior is drawn there: see client_app(folder=...)."
         )
     remedy = "fedppl.load(path, model, clients=...) with the client's data draws anew."
     if client_id not in fit.drawn:
-        raise DeclarationError(
-            f"the data of client {client_id!r} are not here, and no draws of it were saved: {remedy} A file that "
-            'fit.save wrote with include="clients" has draws.'
-        )
+        raise DeclarationError(f"client {client_id!r} has no data here, and no draws of it were saved: {remedy}")
     if predict is not None or groups:
         what = "predictions" if predict is not None else f"groups={groups!r}"
         raise DeclarationError(f"the data of client {client_id!r} are not here, and {what} need them: {remedy}")

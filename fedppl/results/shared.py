@@ -97,8 +97,7 @@ def weighted_of(fit: Ended) -> Reweighted | None:
 
 def estimates(fit: Ended, probabilities: Array) -> dict[str, Estimates] | None:
     """Estimates of every entry of every shared variable, from weighted points; None where there are none."""
-    shared = fit.algorithm.result.shared
-    weighted = weighted_points(shared.gaussian(fit.state), weighted_of(fit)) if isinstance(shared, Posterior) else None
+    weighted = weighted_points(fit)
     if weighted is None:
         return None
     values = {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(weighted.points).items()}
@@ -162,11 +161,14 @@ class Estimates(NamedTuple):
     quantiles: Array  # (P, n)
 
 
-def weighted_points(q: Gaussian, exact: Reweighted | None) -> WeightedPoints | None:
-    """Weighted points of the posterior, or quasi-random ones of q; None with too many coordinates for these."""
+def weighted_points(fit: Ended) -> WeightedPoints | None:
+    """Weighted points of the posterior, or quasi-random ones of q; None without q, or with too many coordinates."""
+    shared, exact = fit.algorithm.result.shared, weighted_of(fit)
     if exact is not None:
         return WeightedPoints(exact.points, _leaving_out(exact.weights, exact.scramble), exact.beside)
-    center, root = gaussian.affine(q)
+    if not isinstance(shared, Posterior):
+        return None
+    center, root = gaussian.affine(shared.gaussian(fit.state))
     if len(center) > qmc.Sobol.MAXDIM:
         return None
     points = center + standard_normal(len(center), _POINTS, 0, SCRAMBLES) @ root.T
@@ -209,11 +211,7 @@ def _quantiles(values: Array, weights: Array, probabilities: Array) -> Array:
 def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
     """See `Fit.influence`."""
     shared = fit.algorithm.result.shared
-    if not isinstance(shared, Posterior):
-        raise DeclarationError(
-            f"{fit.algorithm.name} has no posterior of parameters that all clients share; use fedppl.EP()."
-        )
-    if shared.without is None:
+    if not isinstance(shared, Posterior) or shared.without is None:
         raise DeclarationError(f"{fit.algorithm.name} has no posterior without each client; use fedppl.EP().")
     require_arrived(fit, "fit.influence()")
     names = chosen("clients", clients, fit.client_ids, "the fit's clients")
@@ -225,8 +223,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
     if not np.all(exact):
         some = some_of([name for name, known in zip(names, exact, strict=True) if not known])
         logger.warning(
-            "the posterior without %s is not exact: by few points (`error` in sds), or a Gaussian where that is NaN; "
-            "fedppl.without fits it anew",
+            "the posterior without %s is not exact, with an `error` in sds or, of a Gaussian, NaN; see fedppl.without",
             some,
         )
     mean, sd = gaussian.mean(q), gaussian.standard_deviations(q)

@@ -19,7 +19,7 @@ from fedppl.contracts.printed import table as html_table
 from fedppl.results.diagnostics import fallbacks, shortfall
 from fedppl.results.records import Ended, require_arrived
 from fedppl.results.shared import Estimates, estimates, point_estimates
-from fedppl.settings import between, flag, shown, whole
+from fedppl.settings import a_fit, between, flag, shown, whole
 from fedppl.types import Array, DataError, DeclarationError
 
 
@@ -75,7 +75,6 @@ def summary(
 def _rows(
     values: xr.DataArray, drawn: bool, weighted: Estimates | None, tails: Array, details: dict[str, Array]
 ) -> pd.DataFrame:
-    """One row an entry of a variable."""
     dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
     index = labels_of(values)
     if not drawn:
@@ -96,7 +95,6 @@ def _rows(
 
 
 def _attributes(fit: Ended) -> dict[str, Any]:
-    """How the fit ended, and which clients took part in it."""
     answered = dict.fromkeys(fit.client_ids, False)  # the last request that wanted a reply
     for record in fit.records:
         if record.together:
@@ -248,15 +246,12 @@ def table(
     over all patients, averaged over sites, is nearer to 1. For risks see `Fit.predict` with ``kind="mean"``, and
     `marginal_effects`.
     """
-    if not hasattr(fit, "declaration"):
-        raise DeclarationError(f"fit is {shown(fit)}; pass what fedppl.fit returned.")
+    a_fit(fit)
     flag("exponentiate", exponentiate)
     whole("digits", digits, 0)
     builder = fit.declaration.builder
     if exponentiate and var_names is None and not hasattr(builder, "coefficients"):
-        raise DeclarationError(
-            "exponentiate=True: which variables of a builder are logarithms is not known; name them by var_names=."
-        )
+        raise DeclarationError("exponentiate=True: logarithms of a builder are not known; name them by var_names=.")
     rows = fit.summary(var_names, ci_prob=ci_prob)
     drawn = fit.idata["posterior"].data_vars if "posterior" in fit.idata else ()
     variables = {*fit.declaration.shared, *map(str, drawn)}
@@ -277,7 +272,6 @@ def table(
 
 
 def _meaning(fit: Any, builder: Any, name: str, *, exponentiate: bool) -> str:
-    """The name of a variable in a paper."""
     if not hasattr(builder, "coefficients"):
         return f"exp of {name}" if exponentiate else ""
     if name in builder.coefficients:
@@ -368,7 +362,6 @@ def _pick(result: Any, var_name: str, coords: Mapping[str, Any] | None) -> xr.Da
 
 
 def _posterior(result: Any) -> Any:
-    """The posterior of a fit or of an ArviZ object."""
     is_fit = hasattr(result, "idata") and hasattr(result, "status")
     if is_fit and isinstance(result.algorithm.result.shared, Posterior):
         require_arrived(result, "hypotheses of a fit")
@@ -376,13 +369,10 @@ def _posterior(result: Any) -> Any:
         return (result.idata if is_fit else result)["posterior"]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         what = "the fit is by an algorithm that ends in a point and" if is_fit else type(result).__name__
-        raise DeclarationError(
-            f"{what} has no posterior; pass a fit with one, fit.idata, fit.client(id), or draws as contrast gives them."
-        ) from error
+        raise DeclarationError(f"{what} has no posterior; pass a fit with one, fit.idata or fit.client(id).") from error
 
 
 def _region(rope: Any) -> tuple[float, float]:
-    """Low and high end of the region of practical equivalence."""
     try:
         low, high = map(float, () if isinstance(rope, str) else rope)
     except (TypeError, ValueError):

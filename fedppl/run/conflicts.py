@@ -30,7 +30,7 @@ from fedppl.results.fit import Fit
 from fedppl.results.records import require_arrived
 from fedppl.results.shared import is_exact
 from fedppl.run.progress import Run
-from fedppl.settings import chosen, whole
+from fedppl.settings import a_fit, chosen, whole
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure
 
 logger = logging.getLogger(__name__)
@@ -90,8 +90,7 @@ def conflict(
     too small, as of two clients with four rows each and an unknown noise sd. NaN under a prior that is not smooth, such
     as Laplace's, and for clients with a likelihood on a grid, which cannot be drawn from (an error where named).
     """
-    if not isinstance(fit, Fit):
-        raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
+    a_fit(fit)
     replicates = whole("replicates", replicates, FEWEST)
     without = knows_cavities(fit.algorithm)
     if without is None:
@@ -128,14 +127,13 @@ def knows_cavities(
 
 
 def _of_sites(fit: Fit, clients: Sequence[str] | str | None, replicates: int) -> xr.Dataset:
-    """P-values that sites sent when the run was over."""
     names = chosen("clients", clients, list(fit.client_ids), "the clients that took part")
     if replicates != FEWEST:
         raise DeclarationError(f"replicates={replicates}: sites have {FEWEST}, drawn when the run was over.")
     if not any("conflict" in fit.told.get(name, {}) for name in names):
         raise DeclarationError(
-            "no client's data are here, and none sent a p-value. Of a fit from a file, give data: fedppl.load(path, "
-            'model, clients=...); sites send it where their policy has conclusions=["conflict"].'
+            "no client's data are here, and none sent a p-value; use fedppl.load(..., clients=...), or policies with "
+            'conclusions=["conflict"].'
         )
     pairs = [fit.told.get(name, {}).get("conflict", np.full(2, np.nan)) for name in names]
     return _table(names, np.transpose(pairs), np.zeros(len(names), dtype=bool), FEWEST)
@@ -160,7 +158,7 @@ def tested(
     else:
         phi = gaussian.draw(cavity, rng, replicates)
     values = client.constrain_shared(phi)
-    drawn = outcomes(client, {variable.name: values[variable.name] for variable in client.layout.variables}, rng)
+    drawn = outcomes(client, {name: values[name] for name in client.layout.slices}, rng)
     slopes = []
     for r in range(replicates):
         arrays = {**client.arrays, **{name: value[r] for name, value in drawn.items()}}
@@ -180,7 +178,6 @@ def tested(
 
 
 def _slope(client: ClientModel, center: Array) -> tuple[Array, Array] | None:
-    """Gradient and Hessian of log f_k; None where it cannot be expanded."""
     assert _EXPAND is not None
     try:
         expansion: Any = _EXPAND(client, center, 0.0)
@@ -345,8 +342,7 @@ def _of_data(likelihood: Likelihood, center: Array) -> _Slopes | None:
         gradient, hessian = likelihood.slopes(center)
     if not np.all(np.isfinite(hessian)) or not np.all(np.isfinite(gradient)):
         return None
-    values, vectors = np.linalg.eigh(-(hessian + hessian.T) / 2)
-    return _Slopes(gradient, (vectors * np.maximum(values, 0.0)) @ vectors.T)
+    return _Slopes(gradient, _positive(-hessian))
 
 
 def _bounded(information: Array, scale: Array) -> Array:

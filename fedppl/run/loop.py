@@ -70,9 +70,8 @@ def fit(
     *,
     callback: Callable[[Round], bool | None] | None = None,
     progressbar: bool = True,
-    stacklevel: int = 3,
 ) -> Fit:
-    """See `fedppl.fit`; `stacklevel` is that of the caller, for warnings."""
+    """See `fedppl.fit`."""
     require_callback(callback)
     settings.flag("progressbar", progressbar)
     with contextlib.ExitStack() as closing:
@@ -110,7 +109,7 @@ def fit(
         )
         result = _concluded(run, result)
     if algorithm.result.tests_convergence and not status.ok:
-        warnings.warn(ConvergenceWarning(text, result), stacklevel=stacklevel)
+        warnings.warn(ConvergenceWarning(text, result), stacklevel=3)  # the caller of `fedppl.fit`
     return result
 
 
@@ -146,17 +145,14 @@ def _run_to_end(run: Run, callback: Callable[[Round], bool | None] | None) -> st
 
 
 def _stops(answer: Any, number: int) -> bool:
-    """Whether a callback's value stops the run."""
     if answer is not None and not isinstance(answer, bool | np.bool_):
         raise DeclarationError(
-            f"the callback returned {shown(answer)} in round {number}; return True to stop, False or None to "
-            "go on, such as bool(np.all(...)) for an array."
+            f"the callback returned {shown(answer)} in round {number}; return True to stop, False or None to go on."
         )
     return bool(answer)
 
 
 def _run(run: Run) -> Iterator[Round]:
-    """Run rounds until converged or out of rounds."""
     while not run.records or run.records[-1].status is Status.RUNNING:
         if run.limit is not None and run.counted >= run.limit:
             return
@@ -243,8 +239,6 @@ def _missing_replies(run: Run, silent: set[str], searching: bool, message: str) 
 
 def start(model: FederatedModel, clients: Clients, algorithm: AnyAlgorithm | Choice, options: Options) -> Run:
     """Check everything that can be checked before work begins, and resume from a checkpoint that exists."""
-    if isinstance(algorithm, Choice) and algorithm.why_not:
-        algorithm = decided(algorithm, {})
     first = algorithm.first if isinstance(algorithm, Choice) else algorithm
     _require_options(model, clients, first, options)
     seed = seed_of(options.random_seed)
@@ -264,15 +258,13 @@ def start(model: FederatedModel, clients: Clients, algorithm: AnyAlgorithm | Cho
     engine = (options.engine or InProcess())(algorithm, models)
     if not callable(getattr(engine, "exchange", None)):
         raise DeclarationError(
-            f"engine={shown(options.engine)} gave {shown(engine)}, which cannot exchange messages; pass one that is "
-            "built, like fedppl.InProcess()."
+            f"engine={shown(options.engine)} gave {shown(engine)}, no engine; pass one like fedppl.InProcess()."
         )
     try:
         run = Run(algorithm, engine, models, seed)
-        if (names := tuple(variable.name for variable in run.layout.variables)) != model.shared:
+        if (names := tuple(run.layout.slices)) != model.shared:
             raise DeclarationError(
-                f"the sites share {list(names)}, this model shares {list(model.shared)}; run the same declaration at "
-                "the sites and at the server."
+                f"the sites share {list(names)}, this model {list(model.shared)}; run the same declaration everywhere."
             )
         if options.start is not None:
             _take_over(run, options.start)
@@ -320,14 +312,11 @@ def _require_start(begin: Any, algorithm: AnyAlgorithm) -> None:
 
 
 def _take_over(run: Run, begin: Fit) -> None:
-    """Start with the state of another fit of the same declaration."""
     assert run.algorithm.result.resume is not None
     if run.layout.fingerprint != begin.layout.fingerprint:
         raise DeclarationError(
-            f"start= is a fit that shares {[v.name for v in begin.layout.variables]}, and this one "
-            f"{[v.name for v in run.layout.variables]}, with another prior or shape. Start from a fit of the same "
-            "declaration; of a formula, whose default priors and scales come from the rows, fit start.declaration: "
-            "fedppl.fit(before.declaration, data, start=before)."
+            f"start= is a fit that shares {[*begin.layout.slices]}, and this one {[*run.layout.slices]}, with another "
+            "prior or shape. Fit the same declaration: fedppl.fit(before.declaration, data, start=before)."
         )
     run.state = run.algorithm.result.resume(run.state, begin.state)
 
@@ -433,15 +422,14 @@ class Options(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Two algorithms: clients' models decide between them, unless the call has a reason against the first."""
+    """Two algorithms, between which clients' models decide."""
 
     first: AnyAlgorithm
     other: AnyAlgorithm
-    why_not: str
 
 
-def by_call(first: AnyAlgorithm, other: AnyAlgorithm, data: Any, options: Options) -> Choice:
-    """The choice as far as the call decides: `first` needs all clients in this process, and no single replies."""
+def by_call(first: AnyAlgorithm, other: AnyAlgorithm, data: Any, options: Options) -> AnyAlgorithm | Choice:
+    """The other algorithm where the call rules out `first`, which needs all clients in this process; else both."""
     keywords = [f"{k}=" for k in ("participation", "reporting", "deadline") if getattr(options, k) is not None]
     reason, begin = "", options.start
     if data is None or not is_here(options.engine):
@@ -450,7 +438,12 @@ def by_call(first: AnyAlgorithm, other: AnyAlgorithm, data: Any, options: Option
         reason = f"with {' and '.join(keywords)} not all clients may answer in a round"
     elif begin is not None and not (isinstance(begin, Fit) and begin.algorithm.name == first.name):
         reason = "start= is not a fit by it"
-    return Choice(first, other, reason)
+    return _other(first, other, reason) if reason else Choice(first, other)
+
+
+def _other(first: AnyAlgorithm, other: AnyAlgorithm, reason: str) -> AnyAlgorithm:
+    logger.info("the fit is by %s, not by %s: %s", other.name, first.name, reason)
+    return other
 
 
 def is_here(engine: Any) -> bool:
@@ -466,10 +459,8 @@ def lies_side_by_side(algorithm: Any, engine: Any) -> bool:
 
 def decided(choice: Choice, models: Mapping[str, ClientModel]) -> AnyAlgorithm:
     """The algorithm, with the reason in the log."""
-    reason = choice.why_not or _why_not(choice.first, models)
-    if reason:
-        logger.info("the fit is by %s, not by %s: %s", choice.other.name, choice.first.name, reason)
-        return choice.other
+    if reason := _why_not(choice.first, models):
+        return _other(*choice, reason)
     logger.info("the fit is by %s: few coordinates are shared, and densities are smooth", choice.first.name)
     return choice.first
 

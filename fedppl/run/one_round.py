@@ -14,19 +14,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from scipy.stats import binom
 
-from fedppl.contracts import (
-    AddingEngine,
-    Failure,
-    OnlySums,
-    Received,
-    Reply,
-    Report,
-    Request,
-    Requests,
-    Summed,
-    sum_replies,
-)
-from fedppl.contracts.printed import facts, number
+from fedppl.contracts import AddingEngine, Failure, OnlySums, Received, Reply, Report, Request, Requests, Summed
+from fedppl.contracts.printed import facts, number, tolerance_of
 from fedppl.engine.answer import n_bytes, take, take_sum
 from fedppl.numerics.streams import client_seed, stream
 from fedppl.results import diagnostics
@@ -55,7 +44,6 @@ class Round(NamedTuple):
         return f"Round({self.number}, {self.status.value}, {self._replies()})"
 
     def _repr_html_(self) -> str:
-        """Its diagnostics as a table, for notebooks."""
         rows = {"status": self.status.value, "message": self.message, "replies": self._replies()}
         rows |= {k: v if isinstance(v, str) else number(v) for k, v in self.record.info.items()}
         return facts(f"Round {self.number}", {k: v for k, v in rows.items() if v not in ("", "–")})
@@ -94,8 +82,6 @@ def _named(run: Run, function: str) -> Iterator[None]:
 
 
 class _Exchanged(NamedTuple):
-    """Replies of a round, or their sum."""
-
     received: Received
     infos: Mapping[str, Mapping[str, float]]
     failures: Mapping[str, str]
@@ -137,7 +123,7 @@ def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> _Exchanged:
         taken = take(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
         sizes = {client_id: n_bytes(message) for client_id, message in taken.messages.items()}
         sample = next(iter(taken.messages.values()), {})
-        return _Exchanged(received(taken.messages, summed=False), *taken[1:], sizes, sample)
+        return _Exchanged(Received(dict(taken.messages), {}, len(taken.messages)), *taken[1:], sizes, sample)
     # Of the class: a wrapper that passes on attributes of its engine has to see single replies.
     if hasattr(type(run.engine), "exchange_sum"):
         adding = cast(AddingEngine, run.engine)
@@ -222,8 +208,7 @@ def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, s
 
 
 def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
-    """Log how a round went, and show it where progress is shown."""
-    tolerance = diagnostics.tolerance_of(run.algorithm.settings)
+    tolerance = tolerance_of(run.algorithm.settings)
     summary = standing(record, record.infos, tolerance)
     ended = record.status.value if record.status is not Status.RUNNING else ""
     run.progress.update(run.counted, "; ".join(filter(None, (summary, ended))))
@@ -356,13 +341,6 @@ def released(message: Message, infos: Mapping[str, Mapping[str, float]]) -> str:
     return "; ".join(part for part in (arrays, f"diagnostics {', '.join(names)}" if names else "") if part)
 
 
-def received(replies: Mapping[str, Message], *, summed: bool) -> Received:
-    """The server's input from a round: every reply, or the sum of all."""
-    if summed:
-        return Received(OnlySums(), sum_replies(replies), len(replies))
-    return Received(dict(replies), {}, len(replies))
-
-
 # Reports of a server's update ----------------------------------------------------------------------------------------
 
 
@@ -386,7 +364,6 @@ def all_clients(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, 
 
 
 def _fixed_size(size: int, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
-    """`size` clients, drawn without replacement, or all where there are fewer."""
     chosen = set(rng.choice(len(clients), size=min(size, len(clients)), replace=False).tolist())
     return tuple(client for i, client in enumerate(clients) if i in chosen)
 
@@ -401,7 +378,6 @@ def _bernoulli(probability: float, clients: Sequence[str], rng: np.random.Genera
 
 
 def _by_function(choose: Participation, word: str, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
-    """The clients that a user's function chose, or an error with its rule."""
     try:
         chosen: Any = choose(clients, rng)
         # Letters of a text may be names of clients.
@@ -411,9 +387,7 @@ def _by_function(choose: Participation, word: str, clients: Sequence[str], rng: 
             f"{word}= is a function that cannot be used ({error}); pass one of (clients, rng) that returns clients."
         ) from error
     if asked is None or not all(isinstance(client, str) for client in asked):
-        raise DeclarationError(
-            f"{word}= is a function that returned {shown(chosen)}; return a list of clients' ids, such as clients[:1]."
-        )
+        raise DeclarationError(f"{word}= is a function that returned {shown(chosen)}; return a list of clients' ids.")
     return asked
 
 
@@ -429,10 +403,7 @@ def as_participation(
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         size = whole(word, value, hint="it is a number of clients a round")
         if clients is not None and size > clients:
-            raise DeclarationError(
-                f"{word}={size} is more than there are clients, {clients}; pass at most {clients}, a probability such "
-                "as 0.5, or None for all."
-            )
+            raise DeclarationError(f"{word}={size} is more than there are clients, {clients}; pass at most that.")
         return functools.partial(_fixed_size, size)
     if isinstance(value, float | np.floating):
         hint = "a float is a probability, an int a number of clients"

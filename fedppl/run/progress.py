@@ -237,6 +237,13 @@ def _differing(name: str, its: Any, ours: Any) -> str:
     return f"it has {texts[0]}, and this run {texts[1]}"
 
 
+def _of_another_run(checkpoint: Path, difference: str) -> DeclarationError:
+    return DeclarationError(
+        f"checkpoint {str(checkpoint)!r} is of another run: {difference}. Choose another path, or delete the file to "
+        "start again."
+    )
+
+
 def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
     content, kept = checkpoints.load(checkpoint)
     if not all(isinstance(done, Record) for done in content["records"]):
@@ -251,15 +258,9 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
         expected["seed"] = run.seed
     for name, value in expected.items():
         if content[name] != value:
-            raise DeclarationError(
-                f"checkpoint {str(checkpoint)!r} is of another run: {_differing(name, content[name], value)}. Choose "
-                "another path, or delete the file to start again."
-            )
-    if type(content["state"]) is not type(run.state):
-        raise DeclarationError(
-            f"checkpoint {str(checkpoint)!r} is of another algorithm of the name {run.algorithm.name!r}: its state is "
-            f"{type(content['state']).__name__}, this run's is {type(run.state).__name__}. Choose another path."
-        )
+            raise _of_another_run(checkpoint, _differing(name, content[name], value))
+    if (its := type(content["state"])) is not type(run.state):
+        raise _of_another_run(checkpoint, _differing("state", its.__name__, type(run.state).__name__))
     _require_same_data(run, checkpoint, content["data"])
     run.seals = {**run.seals, **content["data"]}
     run.seed, run.name = content["seed"], content["name"]
@@ -281,12 +282,9 @@ def _require_same_data(run: Run, checkpoint: Path, seals: Mapping[str, bytes]) -
         whose = f"client {others[0]!r}" if len(others) == 1 and others[0] else whose
         raise DataError(
             f"the data of {whose} are not those that checkpoint {str(checkpoint)!r} was written with. Give the same "
-            "data, or choose another path, or delete the file to start again."
+            "data, or choose another path."
         )
     for name, (_, client) in sealed.items():
         if not codec.matches(seals[name][codec.LENGTH :], {"": client.trace()}):
-            raise DeclarationError(
-                f"checkpoint {str(checkpoint)!r} is of another run: the density of client {client.client_id!r} has "
-                "changed for the same data, by the builder or what it reads. Choose another path, or delete the file "
-                "to start again."
-            )
+            reason = f"the density of client {client.client_id!r} has changed for the same data"
+            raise _of_another_run(checkpoint, f"{reason}, by the builder or what it reads")

@@ -23,7 +23,7 @@ from fedppl.results.records import unarrived
 from fedppl.run.loop import Options, require_declared, seed_of
 from fedppl.run.loop import fit as fit_clients
 from fedppl.run.progress import Progress
-from fedppl.settings import chosen, flag, shown, takes, whole
+from fedppl.settings import a_fit, chosen, flag, shown, takes, whole
 from fedppl.types import Array, ConvergenceWarning, DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,6 @@ def calibrate(
 def _simulated(
     simulate: Simulate, shared: Mapping[str, Any], name: str, data: Any, rng: Any, number: int
 ) -> dict[str, Any]:
-    """One client's data by a user's function, of the same shapes as the client's."""
     who = f"simulate= for client {name!r} in data set {number}"
     try:
         simulated: Any = simulate(shared, name, {key: np.array(value) for key, value in data.items()}, rng)
@@ -179,7 +178,6 @@ def _transform(fit: Fit, truth: Array) -> Array:
 
 
 def _holm(p: Array) -> Array:
-    """Holm's adjustment for as many tests as there are."""
     order = np.argsort(p)
     steps = np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p))))
     adjusted = np.empty(len(p))
@@ -260,8 +258,7 @@ def without(
     or cannot be. By draws (``local=fedppl.local.NUTS()``) or sums the distance is as large as their Monte Carlo error.
     Sites count the requests of both fits (``certificate=False`` has one), and are not asked to delete what they have.
     """
-    if not isinstance(fit, Fit):
-        raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned, then who leaves.")
+    a_fit(fit)
     names = tuple(chosen("clients", () if clients is None else clients, fit.client_ids, "the fit's clients"))
     rest = [name for name in fit.client_ids if name not in names]
     if not rest:
@@ -271,9 +268,8 @@ def without(
     here = all(name in fit.clients for name in rest)
     if not here and settings.get("engine") is None:
         raise DeclarationError(
-            "the data of those that stay are not here. Of a fit from a file, give them: fedppl.load(path, model, "
-            f"clients=...); of sites, pass an engine for them alone: fedppl.Flower.grid(grid, clients={shown(rest)}, "
-            "model=..., example_data=...)."
+            "the data of those that stay are not here; give them to fedppl.load(path, model, clients=...), or of sites "
+            f"pass an engine for them alone: fedppl.Flower.grid(grid, clients={shown(rest)}, ...)."
         )
     certificate = flag("certificate", certificate)
     shared = fit.algorithm.result.shared
@@ -304,10 +300,7 @@ def _apart_from(engine: Any, names: tuple[str, ...]) -> EngineFactory:
         built: Engine = engine(algorithm, clients)
         if back := sorted({*names} & {*built.clients()}):
             built.close()
-            raise DeclarationError(
-                f"the engine finds {back}, who leave; give it the ids of those that stay: "
-                "fedppl.Flower.grid(grid, clients=[...], model=..., example_data=...)."
-            )
+            raise DeclarationError(f"the engine finds {back}, who leave; give it the ids of those that stay.")
         return built
 
     return factory

@@ -18,7 +18,7 @@ from fedppl.results.at_client import require_rows
 from fedppl.results.fit import Fit
 from fedppl.results.records import require_arrived
 from fedppl.run.loop import seed_of
-from fedppl.settings import between, shown, some_of, takes, whole
+from fedppl.settings import a_fit, between, shown, some_of, takes, whole
 from fedppl.types import DataError, DeclarationError, Message
 
 Clients = Mapping[str, Mapping[str, Any]]
@@ -90,20 +90,14 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     loss: raise `draws`. The loss of one client's rows is not private; only a sum over many clients hides it.
     Clients that an engine ran elsewhere keep their personal states there, and draws here are made without these.
     """
-    if not isinstance(fit, Fit):
-        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the validation data.")
+    a_fit(fit)
     if loss is not None and not (callable(loss) and takes(loss, 2)):
-        raise DeclarationError(
-            f"loss={shown(loss)} is not a function of (posterior, data); pass one that is, and that sums over rows."
-        )
+        raise DeclarationError(f"loss={shown(loss)} is not a function of (posterior, data); pass one that is.")
     if not isinstance(validation, Mapping) or not validation:
         raise DataError("no validation data: pass a mapping from client id to that client's held-out data.")
     draws = whole("draws", draws)
     if not fit.clients:
-        raise DeclarationError(
-            "the fit's clients are sites of their own and their data are not here, so nor is their validation loss; "
-            "search on clients in this process, or compare what the sites report of their own held-out rows."
-        )
+        raise DeclarationError("the fit's clients are sites of their own; search on clients in this process.")
     require_arrived(fit, "fedppl.search.validation_loss")
     losses: dict[str, Message] = {}
     for client_id, data in ((str(k), v) for k, v in validation.items()):
@@ -150,7 +144,6 @@ def _mean_loss(log_density: Any) -> float:
 
 
 def _same_keys(client: ClientModel, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Held-out data as arrays, with the names of the training data."""
     arrays = as_arrays(client.client_id, data)
     if set(arrays) != set(client.arrays):
         raise DataError(
@@ -241,14 +234,12 @@ def holdout(
         split = by_client[client_id]
         if split != usual:
             raise DataError(
-                f"client {client_id!r}: {sorted(split)} have one length, at other clients {sorted(usual)} do; "
-                "name the arrays that have a row per observation in rows=[...]."
+                f"client {client_id!r}: {sorted(split)} have one length, at others {sorted(usual)}; name some in rows=."
             )
         count = len(arrays[next(iter(split))])
         if count < 2:
             raise DataError(
-                f"client {client_id!r} has {count} row, which cannot be split in two; leave the client out, or give it "
-                "validation data of its own."
+                f"client {client_id!r} has {count} row, which cannot be split in two; leave the client out."
             )
         size = min(max(round(fraction * count), 1), count - 1)
         order = stream((seed, 3, *client_id.encode())).permutation(count)
@@ -258,7 +249,6 @@ def holdout(
 
 
 def _split_names(client_id: str, arrays: Mapping[str, Any], rows: Sequence[str] | None) -> set[str]:
-    """Names of a client's arrays that have a row per observation."""
     lengths = {name: len(array) for name, array in arrays.items() if np.ndim(array)}
     if rows is not None:
         named = set(rows)

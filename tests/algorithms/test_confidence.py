@@ -17,10 +17,10 @@ from fedppl.algorithms.hierarchical.confidence import confidence_of, terms_rule
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.models import pfedvem
-from fedppl.run.one_round import received
 from fedppl.types import DataError, DeclarationError
 from tests.support import problems
 from tests.support.markers import slow_but
+from tests.support.states import received
 
 NOISE, SIZE = 0.7, 40
 

@@ -14,10 +14,10 @@ from fedppl.algorithms.one_shot.consensus import precision_from_draws
 from fedppl.contracts import AnyAlgorithm, Posterior, Received, Target
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import stream
-from fedppl.run.one_round import received
 from fedppl.types import DeclarationError, LocalFailure, Status
 from tests.algorithms.test_averaging import fitted
 from tests.support import pooled, problems
+from tests.support.states import received
 
 ONE_SHOT = {"weighted": fedppl.one_shot.PrecisionWeighted, "consensus": fedppl.one_shot.ConsensusMonteCarlo}
 

@@ -18,10 +18,10 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.private import PrivateEPClientState, frame_of, length, unwhiten, whiten
 from fedppl.contracts import AnyAlgorithm, LocalInference, Moments, Received, Request
 from fedppl.gaussian import Gaussian
-from fedppl.run.one_round import received
 from fedppl.testing import normal_means
 from fedppl.types import DeclarationError, Layout, LocalFailure, Status, Variable
 from tests.support import problems
+from tests.support.states import received
 
 FORMS = {"full": structure.full(3), "diagonal": structure.diagonal(3), "blocks": structure.block(3, [(0, 2), (1,)])}
 

@@ -14,10 +14,10 @@ from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import FedAvg
 from fedppl.algorithms.averaging.scaffold import Controls, correction, ends_of, entered
 from fedppl.numerics.streams import stream
-from fedppl.run.one_round import received
 from fedppl.types import DeclarationError, Status
 from tests.algorithms.test_averaging import fitted, path
 from tests.support import pooled, problems
+from tests.support.states import received
 
 
 def assert_balanced(state: Any) -> None:

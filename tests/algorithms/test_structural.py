@@ -17,8 +17,8 @@ from fedppl.algorithms.hierarchical.hm1 import _overfitted
 from fedppl.algorithms.hierarchical.hm1_gradient import frame_of
 from fedppl.models import hm1
 from fedppl.numerics.covariance import Covariance
-from fedppl.run.one_round import received
 from tests.support import problems
+from tests.support.states import received
 
 K, D = 5, 3
 

@@ -145,7 +145,7 @@ def test_it_needs_the_clients_and_draws_them() -> None:
     assert list(found.influence("client 2")["client"].values) == ["client 2"]
     with pytest.raises(DeclarationError, match="client 9"):
         found.influence(["client 9"])
-    with pytest.raises(DeclarationError, match="has no posterior of parameters that all clients share"):
+    with pytest.raises(DeclarationError, match="has no posterior without each client"):
         fit(model, clients, fedppl.one_shot.SeparateSGD(learning_rate=0.01), rounds=1).influence()
     far = dataclasses.replace(found, clients={})
     with pytest.raises(DeclarationError, match="fedppl.load"):

@@ -175,7 +175,7 @@ def test_a_forest_shows_local_variables_by_default_and_takes_axes(fit: fedppl.Fi
         ({"clients": ["nobody"]}, "nobody"),
         ({"ci_prob": 1.5}, "ci_prob=1.5"),
         ({"var_names": [THETA], "ax": 3}, "2 here"),
-        ({"alone": 3}, "fit=3"),
+        ({"alone": 3}, "fit is int"),
     ],
 )
 def test_what_a_forest_cannot_show_is_refused(fit: fedppl.Fit, settings: dict[str, Any], message: str) -> None:
@@ -450,7 +450,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
     "draw", [plots.forest, plots.rounds, plots.quality, plots.influence, plots.device_graph, plots.prior_posterior]
 )
 def test_what_is_no_fit_is_refused(draw: Any) -> None:
-    with pytest.raises(DeclarationError, match="fit=3 is not what fedppl.fit returned"):
+    with pytest.raises(DeclarationError, match="fit is int; pass what fedppl.fit returned"):
         draw(3)
 
 

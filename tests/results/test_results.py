@@ -420,7 +420,7 @@ def test_a_builder_without_containers_cannot_predict() -> None:
             progressbar=False,
         )
     assert groups(fit.client("a", draws=5)) >= {"posterior", "observed_data"}
-    with pytest.raises(DataError, match="client 'a': the builder has no pm.Data container.*Put the data into pm.Data"):
+    with pytest.raises(DataError, match="client 'a': the builder has no pm.Data container; put the inputs into one"):
         fit.predict("a", {"y": np.ones(2)})
 
 

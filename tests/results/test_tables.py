@@ -198,7 +198,7 @@ def test_tables_of_builders_name_what_is_exponentiated() -> None:
 
 
 def test_a_table_is_of_a_fit() -> None:
-    with pytest.raises(DeclarationError, match="'x'.*what fedppl.fit returned"):
+    with pytest.raises(DeclarationError, match="fit is str; pass what fedppl.fit returned"):
         fedppl.table("x")
 
 

@@ -25,11 +25,10 @@ from fedppl.contracts import (
 )
 from fedppl.engine.answer import answer
 from fedppl.numerics.streams import stream
-from fedppl.run.one_round import received
 from fedppl.storage import codec
 from fedppl.types import Status
 from tests.support.promises import Promises
-from tests.support.states import arrays, assert_near, assert_same_state, changed, said, told
+from tests.support.states import arrays, assert_near, assert_same_state, changed, received, said, told
 
 NOTHING = Received({}, {}, 0)
 

@@ -9,8 +9,14 @@ import numpy as np
 from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl.algorithms.ep.sites import dense
-from fedppl.contracts import AnyAlgorithm, Point, Posterior, Report
-from fedppl.run.one_round import received
+from fedppl.contracts import AnyAlgorithm, OnlySums, Point, Posterior, Received, Report, sum_replies
+
+
+def received(replies: Mapping[str, Any], *, summed: bool) -> Received:
+    """The server's input from a round: every reply, or the sum of all."""
+    if summed:
+        return Received(OnlySums(), sum_replies(replies), len(replies))
+    return Received(dict(replies), {}, len(replies))
 
 
 def updated(algorithm: AnyAlgorithm, state: Any, replies: Mapping[str, Any]) -> tuple[Any, Report]:
