@@ -324,8 +324,7 @@ def _of_groups(data: Any) -> dict[Any, Any]:
     whole = getattr(data, "obj", None)
     if whole is not None and (lost := len(whole) - sum(len(frame) for frame in groups.values())) > 0:
         raise DataError(
-            f"{lost} of {len(whole)} rows are in no group, where the grouping column is missing; say whose they are, "
-            "or drop them before they are grouped."
+            f"{lost} of {len(whole)} rows are in no group; say whose they are, or drop them before they are grouped."
         )
     return groups
 

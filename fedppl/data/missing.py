@@ -55,20 +55,29 @@ def gaps(data: Any) -> dict[str, int]:
     """Number of rows with missing values, by name of the array."""
     if not isinstance(data, Mapping):
         return {}
-    missing = {name: missing_rows(value) for name, value in data.items()}
-    return {name: int(rows.sum()) for name, rows in missing.items() if rows is not None and rows.any()}
+    return {name: int(rows.sum()) for name, rows in _gone(data).items()}
+
+
+def _gone(data: Mapping[str, Any]) -> dict[str, Array]:
+    """Whether each row has a missing value, by name of the arrays that have some."""
+    rows = {name: missing_rows(value) for name, value in data.items()}
+    return {name: mask for name, mask in rows.items() if mask is not None and mask.any()}
 
 
 def missing_rows(value: Any) -> Array | None:
     """Whether each row has a missing value; None if the value is not an array of floats or objects."""
+    entries = _missing_entries(value)
+    return None if entries is None else np.asarray(entries.any(axis=tuple(range(1, entries.ndim))))
+
+
+def _missing_entries(value: Any) -> Array | None:
+    """Whether each entry is masked, None, NaN, NaT or NA; None if the value is not an array of floats or objects."""
     if np.ma.is_masked(value):
-        rows = np.ma.getmaskarray(value)
-    else:
-        array = _array(value)
-        if array is None or array.dtype.kind not in "fO" or not array.ndim:
-            return None
-        rows = _is_gone(array)
-    return np.asarray(rows.any(axis=tuple(range(1, rows.ndim))))
+        return np.asarray(np.ma.getmaskarray(value))
+    array = _array(value)
+    if array is None or array.dtype.kind not in "fO" or not array.ndim:
+        return None
+    return np.asarray(pd.isna(array), dtype=bool)
 
 
 def _array(value: Any) -> Array | None:
@@ -78,12 +87,6 @@ def _array(value: Any) -> Array | None:
         return np.asarray(value, dtype=object) if is_extension else np.asarray(value)
     except (ValueError, TypeError, RuntimeError):  # refused where arrays are made
         return None
-
-
-def _is_gone(array: Array) -> Array:
-    """Whether each entry is None, NaN, NaT or NA."""
-    gone = pd.isna(array) if array.dtype.kind in "fOMm" else np.zeros(array.shape, dtype=bool)
-    return np.asarray(gone, dtype=bool)
 
 
 def dropped(client_id: Any, data: Mapping[str, Any]) -> tuple[dict[str, Any], int, int]:
@@ -127,11 +130,7 @@ def without_outcomes(clients: Mapping[Any, Mapping[str, Any]], outcomes: Sequenc
     """
     masks, elsewhere = {}, {}
     for client_id, data in clients.items():
-        gone: dict[str, Any] = {}
-        for name, value in data.items():
-            rows = missing_rows(value)
-            if rows is not None and rows.any():
-                gone[name] = rows
+        gone = _gone(data)
         of_outcomes = [rows for name, rows in gone.items() if name in outcomes]
         mask: Any = None
         if len({len(rows) for rows in of_outcomes}) == 1:
@@ -145,18 +144,22 @@ def without_outcomes(clients: Mapping[Any, Mapping[str, Any]], outcomes: Sequenc
         if any(left.values()):
             elsewhere[client_id] = {name: count for name, count in left.items() if count}
     if elsewhere:
-        raise _not_outcomes(elsewhere, outcomes)
+        raise DataError(
+            f"values are missing: {_listed(elsewhere)}, which are not among the model's outcomes {list(outcomes)}; "
+            'impute predictors before the fit, or say missing="drop".'
+        )
     return {k: None if mask is None else _without(k, clients[k], outcomes, mask) for k, mask in masks.items()}
 
 
 def _without(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str], mask: Any) -> Kept:
     alike = [name for name in outcomes if name in data and np.ndim(data[name]) and len(data[name]) == len(mask)]
     for name in alike:
-        entries = _missing_entries(data[name]).reshape(len(mask), -1)
-        if np.any(~entries[mask]):
+        entries = _missing_entries(data[name])
+        gone = np.zeros(len(mask), dtype=bool) if entries is None else entries.reshape(len(mask), -1).all(axis=1)
+        if partly := int(np.sum(mask & ~gone)):
             raise DataError(
-                f"client {str(client_id)!r}: {int((~entries[mask]).any(axis=1).sum())} rows have a part of their "
-                f'outcomes {alike} and lack others; impute these before the fit, or say missing="drop".'
+                f"client {str(client_id)!r}: {partly} rows have a part of their outcomes {alike} and lack others; "
+                'impute these before the fit, or say missing="drop".'
             )
     if mask.all():
         raise DataError(
@@ -173,17 +176,3 @@ def _without(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str], m
     }
     kept = {name: array[~mask] if name in by_row else array for name, array in arrays.items()}
     return Kept(kept, filled, ~mask, tuple(alike))
-
-
-def _missing_entries(value: Any) -> Array:
-    if np.ma.is_masked(value):
-        return np.asarray(np.ma.getmaskarray(value))
-    array = _array(value)
-    return np.zeros(np.shape(value), dtype=bool) if array is None else _is_gone(array)
-
-
-def _not_outcomes(counts: Mapping[Any, Mapping[str, int]], outcomes: Sequence[str]) -> DataError:
-    return DataError(
-        f"values are missing: {_listed(counts)}, which are not among the model's outcomes {list(outcomes)}; impute "
-        'predictors before the fit, or say missing="drop".'
-    )

@@ -62,7 +62,8 @@ def label_skew(
     """
     y, rng = _require_column("labels", labels), _generator(random_seed)
     known = np.unique(y)
-    _require_whole(clients=clients, each=each)
+    whole("clients", clients)
+    whole("each", each)
     if each > len(known):
         raise DeclarationError(f"each={each} labels a client, and there are {len(known)}.")
     if clients * each < len(known):
@@ -116,7 +117,7 @@ def concept_drift(
     """
     upper, lower = _require_column("classes", classes), _require_column("subclasses", subclasses)
     rng = _generator(random_seed)
-    _require_whole(clients=clients)
+    whole("clients", clients)
     if len(upper) != len(lower):
         raise DataError(f"{len(upper)} classes and {len(lower)} subclasses; pass one of each for every row.")
     under = {kind: np.unique(lower[upper == kind]).tolist() for kind in np.unique(upper).tolist()}
@@ -174,7 +175,8 @@ def dirichlet(
     are rounded to rows, and of a label with fewer rows than clients some clients have none whatever `alpha` is.
     """
     y, rng = _require_column("labels", labels), _generator(random_seed)
-    _require_whole(clients=clients, least=least)
+    whole("clients", clients)
+    whole("least", least)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
         raise DeclarationError(f"alpha={alpha!r} must be positive and finite.")
     for _ in range(1000):
@@ -247,7 +249,7 @@ def feature_skew(
     """
     where, rng = _require_column("sources", sources), _generator(random_seed)
     known = np.unique(where).tolist()
-    _require_whole(clients=clients)
+    whole("clients", clients)
     if clients < len(known):
         raise DeclarationError(f"{clients} clients cannot hold {len(known)} sources; raise clients=.")
     if (labels is None) != (each is None):
@@ -257,7 +259,7 @@ def feature_skew(
     y = _require_column("labels", labels)
     if len(y) != len(where):
         raise DataError(f"{len(y)} labels for {len(where)} sources; pass one of each for every row.")
-    _require_whole(each=each)
+    whole("each", each)
     drawn: list[tuple[int, ...]] = [()] * clients  # numbers of pairs
     pairs: list[tuple[Any, Any]] = []
     numbers = np.empty(len(y), dtype=np.int64)
@@ -326,12 +328,6 @@ def _require_column(name: str, values: Any) -> NDArray[Any]:
 def _kind(value: Any) -> type:
     """The type of a value; strings of NumPy are strings."""
     return next((kind for kind in (str, bytes) if isinstance(value, kind)), type(value))
-
-
-def _require_whole(**numbers: Any) -> None:
-    """Check that numbers are whole, by name."""
-    for name, value in numbers.items():
-        whole(name, value)
 
 
 def _names_of(clients: int) -> list[str]:

@@ -45,7 +45,7 @@ class Table(Mapping[str, dict[str, Array]]):
 
     def __getitem__(self, client_id: str) -> dict[str, Array]:
         """The arrays of a client."""
-        return self.rows(self._places[client_id])
+        return self.rows(self.places[client_id])
 
     def __iter__(self) -> Iterator[str]:
         """Ids in the order of their rows."""
@@ -56,7 +56,8 @@ class Table(Mapping[str, dict[str, Array]]):
         return len(self.client_ids)
 
     @functools.cached_property
-    def _places(self) -> dict[str, int]:
+    def places(self) -> dict[str, int]:
+        """Places of clients by id."""
         return {client_id: k for k, client_id in enumerate(self.client_ids)}
 
     @property

@@ -278,8 +278,7 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
     mean, square = _middle(telling) if middle and len(telling) >= _MEDIANS else _pooled(telling)
     if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):
         raise DataError(
-            f"column {name!r} has a mean square of {square:.3g}, whose products over- or underflow; give it in another "
-            "unit."
+            f"column {name!r} has a mean square of {square:.3g}, which over- or underflows; give it in another unit."
         )
     variance = max(square - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:

@@ -438,12 +438,12 @@ def outcome(
     return arrays
 
 
-def require_two(family: Family, name: str, agreement: Agreement, what: str) -> None:
+def require_two(family: Family, name: str, agreement: Agreement) -> None:
     """Refuse an outcome of texts without exactly two levels where a family has two."""
     levels = agreement.columns[name].levels
     if family.outcome == "binary" and levels and len(levels) != 2:
         raise DataError(
-            f"{what}: {name!r} has the levels {list(levels)[:8]}, and family {family.name!r} needs two; recode its "
+            f"{name!r} has the levels {list(levels)[:8]} at all clients, and family {family.name!r} needs two; recode "
             "rows, or choose family 'ordinal' for levels with an order and 'categorical' for others."
         )
 
@@ -451,7 +451,8 @@ def require_two(family: Family, name: str, agreement: Agreement, what: str) -> N
 def new_rows(family: Family, response: Response, data: Mapping[str, Any], rows: int, what: str) -> dict[str, Array]:
     """Arrays that the likelihood reads beside the outcome, at rows whose outcome is predicted."""
     if family.outcome == "time":
-        return unlimited(response, rows)
+        without = {"lower": np.ones(rows), "upper": np.ones(rows)}
+        return without if response.kind == "interval" else {"limit": np.full(rows, NEVER)}
     if response.kind != "proportion":
         return {}
     name = response.columns[1]
@@ -498,13 +499,6 @@ def size_of(response: Response, data: Mapping[str, Any]) -> Array:
         return first
     first, second = first.astype(float), second.astype(float)  # sums of small whole numbers overflow
     return np.asarray(np.where(np.isfinite(second), (first + second) / 2.0, first))
-
-
-def unlimited(response: Response, rows: int) -> dict[str, Array]:
-    """Limits at new rows, whose times are predicted."""
-    if response.kind == "interval":
-        return {"lower": np.ones(rows), "upper": np.ones(rows)}
-    return {"limit": np.full(rows, NEVER)}
 
 
 def _right(names: tuple[str, ...], time: Array, event: Array, what: str) -> dict[str, Array]:

@@ -167,8 +167,7 @@ class Formula:
         built = dataclasses.replace(self, design=design)
         if unknown := sorted(set(self.priors) - set(built.shared)):
             raise DeclarationError(
-                f"priors of {unknown}: with the levels that clients agreed on, the shared variables are "
-                f"{list(built.shared)}."
+                f"priors of {unknown}: with the agreed levels, shared variables are {list(built.shared)}; name these."
             )
         spreads = predictor.spread_labels(built.spec)
         labels = {**design.labels, **spreads}

@@ -434,8 +434,7 @@ def _evaluated(name: str, tree: ast.expr, rows: Rows) -> Array:
             raise DataError(f"{rows.what}: {name!r} is {value} in row {where}; correct or drop such rows.")
         inputs = [f"{one} is {frame[one].iloc[where]}" for one in sorted(expressions.columns(tree, rows.constants))]
         raise DataError(
-            f"{rows.what}: {name!r} is {value} in row {where}, where {', '.join(inputs)}; correct such rows, or change "
-            "the function."
+            f"{rows.what}: {name!r} is {value} in row {where}, where {', '.join(inputs)}; correct rows or function."
         )
     return values
 

@@ -135,7 +135,7 @@ def together(
             list(agreement.columns[name].levels),
             name,
         )
-    checks.require_two(built.family, outcomes[0], agreement, "all clients together")
+    checks.require_two(built.family, outcomes[0], agreement)
     return built.agreed(agreement)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -359,15 +360,14 @@ def _of_times(
     link: str,
 ) -> Family:
     def likelihood(eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any], scales: Scales) -> Drawn:
-        kind = hazard(scales.cuts)
-        beside = {"eta": eta, **parameters}
+        kind, beside = hazard(scales.cuts), {"eta": eta, **parameters}
         signature = ",".join(["()", *("(k)" if scales.cuts else "()" for _ in parameters), "()"])
         if "upper" in data:
-            edges = {"lower": data["lower"], "upper": data["upper"]}
-            return Drawn(None, beside | edges, f"{signature},()", _between(kind), _draw_between(kind), "seen_between")
-        return Drawn(
-            None, beside | {"limit": data["limit"]}, signature, _right(kind), _draw_right(kind), "right_censored"
-        )
+            beside |= {"lower": data["lower"], "upper": data["upper"]}
+            logp, draw = functools.partial(_between, kind), functools.partial(_draw_between, kind)
+            return Drawn(None, beside, f"{signature},()", logp, draw, "seen_between")
+        logp, draw = functools.partial(_right, kind), functools.partial(_draw_right, kind)
+        return Drawn(None, beside | {"limit": data["limit"]}, signature, logp, draw, "right_censored")
 
     def mean(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
         kind = hazard(scales.cuts)
@@ -381,36 +381,28 @@ def _of_times(
     return Family(name, likelihood, mean, "time", shapes, center, responses=("survival", "interval"), link=link)
 
 
-def _right(kind: _Hazard) -> Callable[..., Any]:
+def _right(kind: _Hazard, value: Any, eta: Any, *given: Any) -> Any:
     """Log density of an event before the row's limit, or of none until it."""
-
-    def logp(value: Any, eta: Any, *given: Any) -> Any:
-        *shapes, limit = given
-        event = pt.switch(value < limit, kind.log_hazard(value, eta, *shapes), 0.0)
-        return event - kind.cumulative(value, eta, *shapes)
-
-    return logp
+    *shapes, limit = given
+    event = pt.switch(value < limit, kind.log_hazard(value, eta, *shapes), 0.0)
+    return event - kind.cumulative(value, eta, *shapes)
 
 
-def _between(kind: _Hazard) -> Callable[..., Any]:
+def _between(kind: _Hazard, value: Any, eta: Any, *given: Any) -> Any:
     """Log density of an event between two times: the value is the last time without an event, or the exact time."""
-
-    def logp(value: Any, eta: Any, *given: Any) -> Any:
-        *shapes, lower, upper = given
-        exact = pt.eq(lower, upper)
-        end = pt.switch(value < lower, lower, pt.switch(value < upper, upper, NEVER))
-        ends, starts = (end < NEVER) & ~exact, value > 0
-        before = pt.switch(starts, kind.cumulative(pt.switch(starts, value, 1.0), eta, *shapes), 0.0)
-        event = pt.switch(exact, kind.log_hazard(pt.switch(exact, value, 1.0), eta, *shapes), 0.0)
-        if kind.log_within is not None:
-            begin = pt.switch(starts, value, _NO_TIME)
-            within = kind.log_within(begin, pt.switch(ends, end, 2.0 * begin), eta, *shapes)
-        else:
-            width = pt.switch(ends, kind.cumulative(pt.switch(ends, end, 1.0), eta, *shapes) - before, 1.0)
-            within = pt.log(-pt.expm1(-width))
-        return event + pt.switch(ends, within, 0.0) - before
-
-    return logp
+    *shapes, lower, upper = given
+    exact = pt.eq(lower, upper)
+    end = pt.switch(value < lower, lower, pt.switch(value < upper, upper, NEVER))
+    ends, starts = (end < NEVER) & ~exact, value > 0
+    before = pt.switch(starts, kind.cumulative(pt.switch(starts, value, 1.0), eta, *shapes), 0.0)
+    event = pt.switch(exact, kind.log_hazard(pt.switch(exact, value, 1.0), eta, *shapes), 0.0)
+    if kind.log_within is not None:
+        begin = pt.switch(starts, value, _NO_TIME)
+        within = kind.log_within(begin, pt.switch(ends, end, 2.0 * begin), eta, *shapes)
+    else:
+        width = pt.switch(ends, kind.cumulative(pt.switch(ends, end, 1.0), eta, *shapes) - before, 1.0)
+        within = pt.log(-pt.expm1(-width))
+    return event + pt.switch(ends, within, 0.0) - before
 
 
 def _times(kind: _Hazard, eta: Any, shapes: Sequence[Any], rng: Any, size: Any, *others: Any) -> Array:
@@ -418,22 +410,16 @@ def _times(kind: _Hazard, eta: Any, shapes: Sequence[Any], rng: Any, size: Any, 
     return kind.inverse(rng.exponential(size=shape), np.broadcast_to(eta, shape), *shapes)
 
 
-def _draw_right(kind: _Hazard) -> Callable[..., Array]:
-    def random(eta: Any, *given: Any, rng: Any = None, size: Any = None) -> Array:
-        *shapes, limit = given
-        return np.asarray(np.minimum(_times(kind, eta, shapes, rng, size, limit), limit))
-
-    return random
+def _draw_right(kind: _Hazard, eta: Any, *given: Any, rng: Any = None, size: Any = None) -> Array:
+    *shapes, limit = given
+    return np.asarray(np.minimum(_times(kind, eta, shapes, rng, size, limit), limit))
 
 
-def _draw_between(kind: _Hazard) -> Callable[..., Array]:
-    def random(eta: Any, *given: Any, rng: Any = None, size: Any = None) -> Array:
-        *shapes, lower, upper = given
-        time = _times(kind, eta, shapes, rng, size, lower)
-        seen = np.where(time <= lower, 0.0, np.where(time <= upper, lower, upper))
-        return np.where(lower == upper, time, seen)
-
-    return random
+def _draw_between(kind: _Hazard, eta: Any, *given: Any, rng: Any = None, size: Any = None) -> Array:
+    *shapes, lower, upper = given
+    time = _times(kind, eta, shapes, rng, size, lower)
+    seen = np.where(time <= lower, 0.0, np.where(time <= upper, lower, upper))
+    return np.where(lower == upper, time, seen)
 
 
 def _shape_of_times(scales: Scales) -> Mapping[str, Prior]:

@@ -439,8 +439,7 @@ def require_family(family: Family, terms: Terms, text: str, constants: Mapping[s
     if terms.response.kind not in family.responses:
         wanted = " or ".join(_RESPONSES[kind] for kind in family.responses)
         raise DeclarationError(
-            f"family={family.name!r} has {wanted} for a response; {text!r} has another, "
-            f"which {families.taking(terms.response.kind)[:6]} have."
+            f"{text!r} has a response of {families.taking(terms.response.kind)[:6]}; {family.name!r} has {wanted}."
         )
     if family.name == "piecewise":
         _require_cuts(constants.get("cuts"))

@@ -105,8 +105,7 @@ def marginal_effects(
     ids = _ids(fit, clients)
     if ALL in ids:
         raise DeclarationError(
-            f"a client is named {ALL!r}, as the mean over clients is here; rename it before the fit, or leave it out, "
-            "clients=[...]."
+            f"a client is named {ALL!r}, as the mean over clients is here; rename it, or leave it out of clients=."
         )
     keywords: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
     shared = _stacked(fit.shared(**keywords)["posterior"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -179,11 +177,6 @@ def _intercept(spec: Spec, middle: Any) -> Any:
     return pm.Normal("Intercept", prior.parameters["mu"] - middle, prior.parameters["sigma"], **dims)
 
 
-def _rotated(root: Any, z: Any) -> Any:
-    """Effects with covariance L Lᵀ from rows of z."""
-    return z @ root.T
-
-
 def _correlation_root(partial: Any, count: int) -> Any:
     """The lower triangular root of a correlation matrix from (1 + r) / 2 of its partial correlations.
 
@@ -206,14 +199,17 @@ def _effects(spec: Spec, number: int, data: Mapping[str, Any]) -> Any:
     names, start = spreads_of(spec, number), tag(group)
     dims = {"dims": f"{start}_effect"} if len(labels) > 1 else {}
     sd = pt.atleast_1d(sds(spec, number).declared(names[0], **dims))
-    scaled: Callable[[Any], Any] = functools.partial(operator.mul, sd)
+    root: Any = None
     if len(names) > 1:
         partial = partials(spec, number).declared(names[1], dims=f"{start}_pair")
         root = _correlation_root(partial, len(labels))
         pairs = zip(*np.tril_indices(len(labels), -1), strict=True)
         correlations = pt.stack([(root[i] * root[j]).sum() for i, j in pairs])
         pm.Deterministic(f"{start}_corr", correlations, dims=f"{start}_pair")
-        scaled = functools.partial(_rotated, sd[:, None] * root)
+
+    def scaled(z: Any) -> Any:  # effects with covariance D R D
+        return sd * z if root is None else z @ (sd[:, None] * root).T
+
     columns, width = data[f"effects_{number}"], len(spec.design.group_labels[number])
     if len(group.factor) == 1:
         z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=len(labels))

@@ -57,13 +57,11 @@ class Prior:
             )
         if not (isinstance(distribution, type) and issubclass(distribution, pm.Distribution)):
             raise DeclarationError(
-                f"Prior({getattr(name, '__name__', name)!r}): PyMC has no distribution of this name; pass one like "
-                "'Normal'."
+                f"Prior({getattr(name, '__name__', name)!r}): PyMC has no such distribution; pass one like 'Normal'."
             )
         if values:
             raise DeclarationError(
-                f"Prior({name!r}, ...) takes its parameters {list(values)} by name, such as "
-                'fedppl.Prior("Normal", mu=0, sigma=1).'
+                f'Prior({name!r}, ...) takes {list(values)} by name, such as fedppl.Prior("Normal", mu=0, sigma=1).'
             )
         _require_parameters(name, parameters)
         object.__setattr__(self, "name", name)

@@ -79,10 +79,10 @@ class Values(NamedTuple):
 
 def stacks(clients: Mapping[str, ClientView]) -> list[Stacked]:
     """Clients side by side, those of one density together; in the order of their ids."""
-    many = getattr(clients, "stack", None)
-    if many is not None:  # rows of one table: no client is an object
+    if hasattr(clients, "packs"):  # rows of one table: no client is an object
+        many: Any = clients
         of = Densities(many.like.kernel, many.packs, many.like.shared_size)
-        return [_stacked(of, many.starts, many.client_ids, many.model, many.like)]
+        return [_stacked(of, many.starts, tuple(many), many.model, many.like)]
     groups: dict[tuple[int, int, int], list[ClientView]] = {}
     for client_id in sorted(clients):
         client = clients[client_id]

@@ -18,7 +18,7 @@ from fedppl.data.tables import MANY
 from fedppl.local import _conditional
 from fedppl.local._conditional import about_modes, at_nodes
 from fedppl.local.integrate import in_parts
-from fedppl.model.stack import Stack
+from fedppl.model.stack import ClientsOf
 from fedppl.numerics import pairs
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.pairs import Densities, Flags, Origins, Places
@@ -73,14 +73,14 @@ def _about(d: int) -> Nodes:
 
 
 def moments(
-    many: Stack, tell: Callable[..., Any], entries: int, points: Array, center: Array, *, workers: int
+    many: ClientsOf, tell: Callable[..., Any], entries: int, points: Array, center: Array, *, workers: int
 ) -> tuple[Array, Array]:
     """Means and sds (K, r) of the functions `tell` of (φ, θ), over points (S, m) of φ; NaN where θ has no mode.
 
     By way of each client's mode at the center.
     """
     d = many.starts.shape[1]
-    nodes = nodes_for(many.some(range(len(many) if len(many) < MANY else _CHECKED))) or _about(d)
+    nodes = nodes_for([many.model(k) for k in range(len(many) if len(many) < MANY else _CHECKED)]) or _about(d)
     each = (2 * (points.shape[1] + d) + entries) * (1 + d - len(nodes.which)) * len(nodes.rule.nodes)
     size = int(np.clip(_NUMBERS // each, 1, _MOST))
     places = np.arange(len(many), dtype=np.int64)
@@ -94,7 +94,7 @@ def moments(
 
 
 def _of_part(
-    many: Stack,
+    many: ClientsOf,
     tell: Callable[..., Any],
     entries: int,
     nodes: Nodes,
@@ -185,7 +185,7 @@ def _around(theta: Array, precision: Array, rest: Places) -> Array:
     return points
 
 
-def without_density(many: Stack, phi: Array, workers: int) -> Places:
+def without_density(many: ClientsOf, phi: Array, workers: int) -> Places:
     """Places of clients whose log density or gradient is not finite where searches begin."""
     of, places = Densities(many.like.kernel, many.packs, len(phi)), np.arange(len(many), dtype=np.int64)
 

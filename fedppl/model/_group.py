@@ -27,10 +27,9 @@ from fedppl.model.checks import (
     fits_integers,
     ignored_data,
     mismatch,
-    other_model,
     other_prior,
-    private_prior,
     probes,
+    refuse,
     require_not_negative,
     require_same_variables,
 )
@@ -161,9 +160,15 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
         altered = _altered(declared, client_id, arrays, first)
         steady = altered is not None and all(_same.surely_same_model(first.parts, parts) for parts in altered)
     if not steady and not _repeats(declared, first, client_id, arrays):
-        raise other_model(client_id)
+        raise DeclarationError(
+            f"client {client_id!r}: the builder, called twice on the same data, gives two models; it draws random "
+            "numbers or has state. Give it all that it needs as arguments, or fix it beforehand."
+        )
     if alone and not steady and _public.prior_of_data(first.parts, first.variables[0], altered):
-        raise private_prior(client_id)
+        raise DeclarationError(  # the text travels, so it has no data
+            f"client {client_id!r}: the shared prior changes when this client's data are changed, which it would "
+            "disclose. Use constants that are the same at all clients."
+        )
     return first, not first.parts.data or (bool(others) and not steady), builds
 
 
@@ -330,24 +335,25 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
     With `kernel` the compiled gradient is evaluated too; without, nothing is compiled.
     """
     require_whole(client)
-    infinite = _infinite(client.arrays)
+    infinite, density = _infinite(client), functools.cache(lambda: client.log_density(phi, client.initial))
     try:
-        known = client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
+        if client.template.indexes_by_data:  # compiled code would read foreign memory out of bounds
+            density()
         require_not_negative(client.client_id, client.template.indices, client.arrays, client.inputs)
         with np.errstate(invalid="ignore"):
-            possible = infinite is None or np.isfinite(_density(client, phi, known))
-        if infinite is not None and not possible:
-            raise _holds_infinite(client, infinite)
+            possible = not infinite or np.isfinite(density())
+        if not possible:
+            raise DataError(infinite)
         large = client.layout.prior.precision.ndim == 1  # of a network, whose algorithms have gradients of their own
         if kernel and not client.layout.binary and not large:
             value, gradient, _ = client.log_site(phi, client.initial)
         else:
-            value, gradient = _density(client, phi, known), np.zeros(0)
+            value, gradient = density(), np.zeros(0)
     except (DataError, DeclarationError):
         raise
     except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
-        if infinite is not None:
-            raise _holds_infinite(client, infinite) from error
+        if infinite:
+            raise DataError(infinite) from error
         unfit = _apart(client.template.parts, client.arrays)
         raise mismatch(client.client_id, client.arrays, error, unfit) from error
     if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
@@ -364,20 +370,6 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
         )
 
 
-def _holds_infinite(client: ClientModel, infinite: tuple[str, tuple[int, ...]]) -> DataError:
-    name, where = infinite
-    return DataError(
-        f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and the log "
-        "density is not finite; drop or impute such values (where a bound may be infinite, another value is impossible "
-        "under the model)."
-    )
-
-
-def _density(client: ClientModel, phi: Array, known: float | None) -> float:
-    """The log density at the start, if it is not known."""
-    return client.log_density(phi, client.initial) if known is None else known
-
-
 def require_whole(client: ClientModel) -> None:
     """Refuse fractions where a discrete distribution is observed, since PyMC would truncate them."""
     model = client.template.parts.model
@@ -386,11 +378,8 @@ def require_whole(client: ClientModel) -> None:
         if name is None or not rv.type.dtype.startswith(("int", "uint", "bool")):
             continue
         values = np.asarray(client.arrays[name])
-        if not np.all(values == np.round(values)):
-            raise DataError(
-                f"client {client.client_id!r}: {name!r} holds {values[values != np.round(values)][0]}, and {rv.name!r} "
-                "is a discrete distribution of whole numbers; round the data, or declare a continuous distribution."
-            )
+        rule = f", and {rv.name!r} is of whole numbers; round the data, or declare a continuous distribution"
+        refuse(values != np.round(values), f"client {client.client_id!r}: {name!r}", values, rule)
 
 
 def _observed_array(client: ClientModel, value: Any) -> str | None:
@@ -409,12 +398,16 @@ def _observed_array(client: ClientModel, value: Any) -> str | None:
     return next(same, None)
 
 
-def _infinite(arrays: Mapping[str, Any]) -> tuple[str, tuple[int, ...]] | None:
-    """Name and place of the first infinite value."""
-    for name, value in arrays.items():
+def _infinite(client: ClientModel) -> str:
+    """Text that names the first infinite value where the density is not finite; "" if there is none."""
+    for name, value in client.arrays.items():
         if np.any(infinite := np.isinf(value)):
-            return name, tuple(int(i) for i in np.argwhere(infinite)[0])
-    return None
+            where = tuple(int(i) for i in np.argwhere(infinite)[0])
+            return (
+                f"client {client.client_id!r}: {name!r} holds {value[where]} at index {where}, and the log density is "
+                "not finite; drop or impute such values (where a bound may be infinite, look at the others)."
+            )
+    return ""
 
 
 def require_same_layout(reference: ClientModel | None, client: ClientModel) -> None:
@@ -475,15 +468,7 @@ def _impossible_outcome(client: ClientModel, phi: Array) -> str:
 
 
 def _apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
-    """Describe an observed variable whose values have another shape than its distribution; "" if none.
-
-    Parameters
-    ----------
-    parts
-        The model, with the lengths of dims that it was built with.
-    arrays
-        The client's data.
-    """
+    """Describe an observed variable whose values have another shape than its distribution; "" if none."""
     for rv in parts.model.observed_RVs:
         if rv.owner is None or getattr(rv.owner.op, "ndim_supp", None) != 0:
             continue

@@ -29,54 +29,45 @@ def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
     """Convert one client's data to numeric arrays without missing values; refuse other data."""
     if not isinstance(data, Mapping):
         raise DataError(
-            f"client {client_id!r}: data are {type(data).__name__}, not a mapping from name to array; "
-            'pass for example {"X": ..., "y": ...}.'
+            f'client {client_id!r}: data are {type(data).__name__}; pass a mapping from name to array, {{"X": ...}}.'
         )
     if not data:
         raise DataError(f"client {client_id!r}: no data; leave the client out or give it its arrays.")
     arrays = {}
     for name, value in data.items():
         if not isinstance(name, str):
-            raise DataError(
-                f"client {client_id!r}: data have the name {name!r}, which is not a text; pass {str(name)!r}."
-            )
+            raise DataError(f"client {client_id!r}: the name {name!r} is not a text; pass {str(name)!r}.")
+        what = f"client {client_id!r}: {name!r}"
         if np.ma.is_masked(value):
-            raise DataError(f"client {client_id!r}: {name!r} has masked values; drop or impute them before the fit.")
+            raise DataError(f"{what} has masked values; drop or impute them before the fit.")
         try:
             array = np.array(value)  # a copy: later rounds must see the data of the first
         except (ValueError, TypeError, RuntimeError) as error:  # torch's are RuntimeErrors
             remedy = "give rows of one length" if isinstance(error, ValueError) else "pass an array of NumPy"
-            raise DataError(f"client {client_id!r}: {name!r} is no array: {error}; {remedy}.") from error
+            raise DataError(f"{what} is no array: {error}; {remedy}.") from error
         if array.dtype.kind not in "biufc":
-            what = f"is a {type(value).__name__} of dtype" if array.dtype == object else "has dtype"
+            dtype = f"is a {type(value).__name__} of dtype" if array.dtype == object else "has dtype"
             raise DataError(
-                f"client {client_id!r}: {name!r} {what} {array.dtype}, which is not numeric; encode it as numbers "
-                "in an array (categories as 0, 1, ..., by one code that all clients use)."
+                f"{what} {dtype} {array.dtype}, which is not numeric; encode it as numbers, by one code at all sites."
             )
-        if np.issubdtype(array.dtype, np.complexfloating):
-            raise DataError(
-                f"client {client_id!r}: {name!r} has dtype {array.dtype}, and data must be real; pass its real and "
-                "imaginary parts, or modulus and angle, as arrays of their own."
-            )
+        if array.dtype.kind == "c":
+            raise DataError(f"{what} has dtype {array.dtype}, and data must be real; pass two arrays, of its parts.")
         if array.size == 0:
-            raise DataError(
-                f"client {client_id!r}: {name!r} has shape {array.shape}, that is zero rows; leave the client out: "
-                "its posterior is then that of a new client."
-            )
-        if np.issubdtype(array.dtype, np.inexact) and np.any(np.isnan(array)):
-            where = tuple(int(i) for i in np.argwhere(np.isnan(array))[0])
-            raise DataError(
-                f"client {client_id!r}: {name!r} holds {array[where]} at index {where}; drop or impute missing values "
-                "before the fit."
-            )
-        if array.dtype.kind in "iu" and np.any(big := (array > _EXACT) | (array < -_EXACT)):
-            where = tuple(int(i) for i in np.argwhere(big)[0])
-            raise DataError(
-                f"client {client_id!r}: {name!r} holds {array[where]} at index {where}, and whole numbers are exact "
-                "up to 2**53; use larger units or another origin, number identifiers 0 to n - 1, or drop it."
-            )
+            raise DataError(f"{what} has shape {array.shape}, that is zero rows; leave the client out.")
+        if array.dtype.kind == "f":
+            refuse(np.isnan(array), what, array, "; drop or impute missing values before the fit")
+        elif array.dtype.kind in "iu":
+            rule = ", and whole numbers are exact up to 2**53; use larger units, or number identifiers from 0"
+            refuse((array > _EXACT) | (array < -_EXACT), what, array, rule)
         arrays[name] = array
     return arrays
+
+
+def refuse(wrong: Any, what: str, values: Any, rule: str) -> None:
+    """Refuse the first entry that breaks a rule."""
+    if np.any(wrong):
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise DataError(f"{what} holds {values[where]} at index {where}{rule}.")
 
 
 def needs_same_keys(clients: Mapping[str, Mapping[str, Any]]) -> None:
@@ -280,30 +271,30 @@ def builder_name(builder: Any) -> str:
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
-def argument_names(builder: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names of the builder's arguments in order; None if it takes any name, or has no signature."""
+def parameters(builder: Any) -> list[inspect.Parameter] | None:
+    """The builder's parameters; None if it has no signature."""
     try:
-        parameters = inspect.signature(builder).parameters.values()
+        return list(inspect.signature(builder).parameters.values())
     except (TypeError, ValueError):
         return None
-    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else tuple(p.name for p in parameters)
+
+
+def argument_names(builder: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names of the builder's arguments in order; None if it takes any name, or has no signature."""
+    known = parameters(builder)
+    return None if known is None or any(p.kind is p.VAR_KEYWORD for p in known) else tuple(p.name for p in known)
 
 
 def require_arguments(client_id: str, builder: Callable[..., Any], arrays: Mapping[str, Any]) -> None:
     """Refuse data that do not fit the builder's arguments; a builder without a signature is not checked."""
-    try:
-        signature = inspect.signature(builder)
-    except (TypeError, ValueError):
+    if (known := parameters(builder)) is None:
         return
-    kinds = inspect.Parameter
-    parameters = signature.parameters.values()
-    named = {p.name: p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
+    named = {p.name: p for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     missing = [name for name, p in named.items() if p.default is p.empty and name not in arrays]
-    unknown = [name for name in arrays if name not in named]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        unknown = []
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    listed = ", ".join(str(p.replace(annotation=p.empty, default=p.empty)) for p in parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known)
+    unknown = [] if takes_any else [name for name in arrays if name not in named]
+    positional = [p.name for p in known if p.kind is p.POSITIONAL_ONLY]
+    listed = ", ".join(str(p.replace(annotation=p.empty, default=p.empty)) for p in known)
     call = f"the builder {builder_name(builder)}({listed})"
     if positional:
         raise DeclarationError(
@@ -336,15 +327,15 @@ def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -
     ordered = []
     observed = _graph.observed_through(parts)
     for container in parts.data:
-        value, dtype = np.asarray(arrays[container.name]), container.type.dtype
-        if (rv := observed.get(container)) is not None:
-            _require_finite(client_id, container.name, value, rv)
+        value, what = np.asarray(arrays[container.name]), f"client {client_id!r}: {container.name!r}"
+        if (rv := observed.get(container)) is not None:  # bounds and inputs need not be finite
+            rule = f", and {rv.name!r}, which is observed there, must be finite; drop or correct such values"
+            refuse(~np.isfinite(value), what, value, rule)
         if value.ndim != container.type.ndim:
             raise DataError(
-                f"client {client_id!r}: {container.name!r} has {value.ndim} dimensions {value.shape}, but the model's "
-                f"container has {container.type.ndim}; reshape this client's {container.name!r}."
+                f"{what} has {value.ndim} dimensions {value.shape}, the container {container.type.ndim}; reshape it."
             )
-        ordered.append(np.asarray(held_exactly(f"client {client_id!r}: {container.name!r}", value, dtype), order="C"))
+        ordered.append(np.asarray(held_exactly(what, value, container.type.dtype), order="C"))
     return tuple(ordered)
 
 
@@ -352,23 +343,12 @@ def held_exactly(what: str, value: Any, dtype: str) -> Any:
     """Cast values to a container's type; refuse if that changes a value."""
     with np.errstate(invalid="ignore"):
         cast = value.astype(dtype)
-    if not np.array_equal(cast, value):
-        where = tuple(int(i) for i in np.argwhere(cast != value)[0])
-        raise DataError(
-            f"{what} holds {value[where]} at index {where}, which the container's type, {dtype}, cannot hold exactly. "
-            "The type comes from the builder and its first data; give numbers of that type, or one type at all clients."
-        )
+    rule = (
+        f", which the container's type, {dtype}, cannot hold exactly. The type comes from the builder and its first "
+        "data; give numbers of that type, or one type at all clients"
+    )
+    refuse(cast != value, what, value, rule)
     return cast
-
-
-def _require_finite(client_id: str, name: str, value: Any, rv: Any) -> None:
-    """Refuse outcomes that are not finite; bounds and inputs need not be."""
-    if not np.all(np.isfinite(value)):
-        where = tuple(int(i) for i in np.argwhere(~np.isfinite(value))[0])
-        raise DataError(
-            f"client {client_id!r}: {name!r} holds {value[where]} at index {where}, and {rv.name!r}, which is observed "
-            "there, must be finite; drop or correct such values before the fit."
-        )
 
 
 def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception, apart: str = "") -> DataError:
@@ -417,14 +397,6 @@ def require_same_variables(
             )
 
 
-def private_prior(client_id: str) -> DeclarationError:
-    """Error of a shared prior that changes with a client's data. The text travels, so it has no data."""
-    return DeclarationError(
-        f"client {client_id!r}: the shared prior changes when this client's data are changed, which it "
-        "would disclose. Use constants that are the same at all clients."
-    )
-
-
 def ignored_data(client_id: str, builder: Any, parts: _graph.Parts, names: Iterable[str]) -> DeclarationError:
     """Error of a model whose observed variables do not depend on the data."""
     free = [rv.name for rv in parts.local if any(v in parts.data for v in ancestors([rv]))]
@@ -433,14 +405,6 @@ def ignored_data(client_id: str, builder: Any, parts: _graph.Parts, names: Itera
         f"client {client_id!r}: the builder {builder_name(builder)} makes no use of its data: none of {_quoted(names)} "
         f"reaches what is observed ({_quoted(rv.name for rv in parts.model.observed_RVs)}).{hint} Pass the data on, "
         "with observed=y for example."
-    )
-
-
-def other_model(client_id: str) -> DeclarationError:
-    """Error of two builds that differ on the same data."""
-    return DeclarationError(
-        f"client {client_id!r}: the builder, called twice on the same data, gives two models; it draws random numbers "
-        "or has state. Give it all that it needs as arguments, or fix it beforehand."
     )
 
 

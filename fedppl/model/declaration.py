@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,8 @@ from fedppl import gaussian
 from fedppl.contracts.printed import facts
 from fedppl.data import frames
 from fedppl.data.frames import require_clients
+from fedppl.model import checks
 from fedppl.model._group import client_of, enrol_group, of_another_type, require_same_layout
-from fedppl.model.checks import argument_names, as_arrays, builder_name, group_by_columns, needs_same_keys, one_type
 from fedppl.model.client import ClientModel
 from fedppl.model.graph import Parts
 from fedppl.model.interpreted import PYTHON_MODE
@@ -125,13 +124,16 @@ class FederatedModel:
 
     def __repr__(self) -> str:
         """The name of the builder, and the shared variables."""
-        return f"FederatedModel({listed(self.builders)}, shared={list(self.shared)})"
+        names = {kind: checks.builder_name(builder) for kind, builder in self.builders.items()}
+        several = "{" + ", ".join(f"{kind!r}: {name}" for kind, name in names.items()) + "}"
+        builder = several if len(set(names.values())) > 1 else next(iter(names.values()))
+        return f"FederatedModel({builder}, shared={list(self.shared)})"
 
     def _repr_html_(self) -> str:
         """The same as a table, for notebooks."""
         takes = ", ".join(self.names) if self.names else "any names"
         return facts(
-            "FederatedModel", {"builder": builder_name(self.builder), "data": takes, "shared": list(self.shared)}
+            "FederatedModel", {"builder": checks.builder_name(self.builder), "data": takes, "shared": list(self.shared)}
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -174,27 +176,65 @@ class FederatedModel:
     @property
     def names(self) -> tuple[str, ...] | None:
         """Names of the builders' arguments in order; None where one takes any name."""
-        return names_of(self.builders)
+        names_by_builder = [checks.argument_names(builder) for builder in self.builders.values()]
+        if any(names is None for names in names_by_builder):
+            return None
+        return tuple(dict.fromkeys(name for names in names_by_builder for name in names or ()))
 
     def kind_of(self, client_id: str, data: Any, said: str | None = None) -> str:
         """The kind of a client: `said`, else by `kind`, else by the names of its data."""
-        return kind_of(client_id, data, self.builders, self.kind, said)
+        builders = self.builders
+        if said is not None:
+            return _known(said, builders, f"client {client_id!r}: kind")
+        if len(builders) == 1:
+            return next(iter(builders))
+        given = data.native if isinstance(data, frames.Opened) else data
+        named = (
+            self.kind.get(client_id)
+            if isinstance(self.kind, Mapping)
+            else None
+            if self.kind is None
+            else self.kind(client_id, given)
+        )
+        if named is not None:
+            return _known(named, builders, f"client {client_id!r}: kind")
+        fitting = [candidate for candidate, builder in builders.items() if _fits(data, builder)]
+        if len(fitting) == 1:
+            return fitting[0]
+        wanted = "; ".join(
+            f"{kind!r} takes {list(checks.argument_names(b) or ['any'])}" for kind, b in builders.items()
+        )
+        length = f" of {len(data)}" if isinstance(data, tuple) else ""
+        has = sorted(_names(data) or ()) or f"{type(data).__name__}{length}"
+        which = "no builder fits" if not fitting else f"the builders of kinds {fitting} fit"
+        raise DataError(
+            f"client {client_id!r}: {which} its data, which are {has} ({wanted}); give it the arrays of one, or pass "
+            f'kind={{"{client_id}": ...}}.'
+        )
 
     def knowing(self, kinds: Mapping[str, str]) -> FederatedModel:
         """The same declaration with the kinds of these clients; compiled functions are kept."""
-        return self if len(self.builders) == 1 else self._with(kind=knowing(kinds, self.kind))
+        if len(self.builders) == 1:
+            return self
+        if self.kind is None or isinstance(self.kind, Mapping):
+            return self._with(kind={**(self.kind or {}), **kinds})
+        before: Mapping[str, str] = {}
+        rule: Any = self.kind
+        if isinstance(rule, functools.partial) and rule.func is _remembered:
+            before, rule = rule.args
+        return self._with(kind=functools.partial(_remembered, {**before, **kinds}, rule))
 
     def by_kind(self, clients: Mapping[Any, Any], *, one_table: bool) -> tuple[FederatedModel, dict[Any, Any]]:
         """The declaration with clients' kinds, and their data by the names of each one's builder.
 
         In one table of all kinds a column without values at a client is not read there.
         """
-        given = {k: without_empty(data) if one_table else data for k, data in clients.items()}
+        given = {k: _without_empty(data) if one_table else data for k, data in clients.items()}
         kinds = {str(k): self.kind_of(str(k), data) for k, data in given.items()}
         return self.knowing(kinds), {k: self._named(str(k), data, kinds[str(k)]) for k, data in given.items()}
 
     def _named(self, client_id: str, data: Any, kind: str) -> Any:
-        return frames.named(data, argument_names(self.builders[kind]), f"client {client_id!r}")
+        return frames.named(data, checks.argument_names(self.builders[kind]), f"client {client_id!r}")
 
     def read(self, client_id: str, data: Any, kind: str | None = None) -> Any:
         """A client's data by the builder's arguments; invalid data are returned as they are, and refused later."""
@@ -240,10 +280,9 @@ class FederatedModel:
             return pd.DataFrame(self.builder.describe())
         if data is None:
             raise DeclarationError(
-                f"{builder_name(self.builder)} has to be called to know its variables; pass one client's data: "
-                "model.describe(data)."
+                f"{checks.builder_name(self.builder)} has to be called; pass one client's data: model.describe(data)."
             )
-        arrays = as_arrays("described", self.read("described", data))
+        arrays = checks.as_arrays("described", self.read("described", data))
         return _describe(parts_of(self.declared, "described", arrays))
 
     def reading(self, reads: Callable[[str, Any], Mapping[str, Any]]) -> FederatedModel:
@@ -278,7 +317,9 @@ class FederatedModel:
         require_clients(clients, "or to fedppl.fit one data frame and by=, the column that tells clients apart")
         given = {str(client_id): data for client_id, data in clients.items()}
         kind_of_client = {name: self.kind_of(name, data, (kinds or {}).get(name)) for name, data in given.items()}
-        checked = {name: as_arrays(name, self.read(name, data, kind_of_client[name])) for name, data in given.items()}
+        checked = {
+            name: checks.as_arrays(name, self.read(name, data, kind_of_client[name])) for name, data in given.items()
+        }
         enrolled: dict[str, ClientModel] = {}
         for kind in self.builders:
             before = len(enrolled)
@@ -298,11 +339,11 @@ class FederatedModel:
         if not checked:
             return {}
         declared, compared = self.declared_as(kind), self._compared.setdefault(kind, {})
-        needs_same_keys(checked)
-        typed = one_type(checked)
+        checks.needs_same_keys(checked)
+        typed = checks.one_type(checked)
         enrolled: dict[str, ClientModel] = {}
         try:
-            for group in group_by_columns(typed):
+            for group in checks.group_by_columns(typed):
                 chosen, reference = {k: typed[k] for k in group}, next(iter(enrolled.values()), None)
                 models = list(enrol_group(declared, chosen, compared, reference, kernel=kernel))  # warns at depth 4
                 enrolled |= {client.client_id: client for client in models}
@@ -317,8 +358,8 @@ class FederatedModel:
         kind = like.declared.kind
         if like.template.functions.get("own"):  # data are constants of the graph
             return self.enrol({client_id: arrays}, kernel=kernel, kinds={client_id: kind})[client_id]
-        checked = as_arrays(client_id, self.read(client_id, arrays, kind))
-        needs_same_keys({f"{like.client_id} as enrolled": like.arrays, client_id: checked})
+        checked = checks.as_arrays(client_id, self.read(client_id, arrays, kind))
+        checks.needs_same_keys({f"{like.client_id} as enrolled": like.arrays, client_id: checked})
         client = client_of(like.declared, client_id, like.template, checked, like, kernel=kernel)
         require_same_layout(like, client)
         return client
@@ -391,8 +432,7 @@ def as_builders(builder: Any) -> dict[str, Callable[..., Any]]:
         if not callable(function):
             whose = f" of kind {kind!r}" if isinstance(builder, Mapping) else ""
             raise DeclarationError(
-                f"builder{whose} is {type(function).__name__}, not a function; pass a function from one client's data "
-                "to a pm.Model."
+                f"builder{whose} is {type(function).__name__}; pass a function of one client's data."
             )
     return builders
 
@@ -420,45 +460,17 @@ def _known(kind: Any, builders: Builders, what: str) -> str:
     return kind
 
 
-def kind_of(client_id: str, data: Any, builders: Builders, kind: Kind, said: str | None = None) -> str:
-    """The kind of a client: `said`, else by the declaration's `kind`, else by the names of its data."""
-    if said is not None:
-        return _known(said, builders, f"client {client_id!r}: kind")
-    if len(builders) == 1:
-        return next(iter(builders))
-    given = data.native if isinstance(data, frames.Opened) else data
-    named = kind.get(client_id) if isinstance(kind, Mapping) else None if kind is None else kind(client_id, given)
-    if named is not None:
-        return _known(named, builders, f"client {client_id!r}: kind")
-    fitting = [candidate for candidate, builder in builders.items() if _fits(data, builder)]
-    if len(fitting) == 1:
-        return fitting[0]
-    takes_names = "; ".join(
-        f"{candidate!r} takes {list(argument_names(b) or ['any'])}" for candidate, b in builders.items()
-    )
-    shown_data = sorted(_names(data) or ()) or type(data).__name__ + (
-        f" of {len(data)}" if isinstance(data, tuple) else ""
-    )
-    which = "no builder fits" if not fitting else f"the builders of kinds {fitting} fit"
-    raise DataError(
-        f"client {client_id!r}: {which} its data, which are {shown_data} ({takes_names}); give it the arrays of "
-        f'one, or pass kind={{"{client_id}": ...}}.'
-    )
-
-
 def _fits(data: Any, builder: Callable[..., Any]) -> bool:
     """Whether data have a builder's arguments; a frame may have other columns."""
-    try:
-        parameters = inspect.signature(builder).parameters.values()
-    except (TypeError, ValueError):
+    if (known := checks.parameters(builder)) is None:
         return True
-    named = {p.name: p.default is p.empty for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    named = {p.name: p.default is p.empty for p in known if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     needed = {name for name, needs in named.items() if needs}
     if isinstance(data, tuple):
         return len(needed) <= len(data) <= len(named)
     if (keys := _names(data)) is None:
         return False
-    of_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    of_any = any(p.kind is p.VAR_KEYWORD for p in known)
     return needed <= keys and (frames.is_frame(data) or of_any or keys <= set(named))
 
 
@@ -470,45 +482,17 @@ def _names(data: Any) -> set[str] | None:
     return set(frames.read(data).collect_schema().names()) if frames.is_frame(data) else None
 
 
-def knowing(kinds: Mapping[str, str], kind: Kind) -> Kind:
-    """A rule for kinds with the known kinds of these clients."""
-    if kind is None or isinstance(kind, Mapping):
-        return {**(kind or {}), **kinds}
-    if isinstance(kind, functools.partial) and kind.func is _remembered:
-        before, rule = kind.args
-        return functools.partial(_remembered, {**before, **kinds}, rule)
-    return functools.partial(_remembered, dict(kinds), kind)
-
-
 def _remembered(kinds: Mapping[str, str], kind: Callable[[str, Any], str | None], client_id: str, data: Any) -> Any:
     return kinds[client_id] if client_id in kinds else kind(client_id, data)
 
 
-def without_empty(data: Any) -> Any:
+def _without_empty(data: Any) -> Any:
     """A client's part of one table of all kinds, without columns that have no value there."""
     if not isinstance(data, Mapping):
         return data
-    return {name: values for name, values in data.items() if not _empty(np.asarray(values))}
-
-
-def _empty(values: Any) -> bool:
-    return values.dtype.kind == "f" and values.size > 0 and bool(np.all(np.isnan(values)))
-
-
-def names_of(builders: Builders) -> tuple[str, ...] | None:
-    """Names of all builders' arguments; None where one takes any name."""
-    names_by_builder = [argument_names(builder) for builder in builders.values()]
-    if any(names is None for names in names_by_builder):
-        return None
-    return tuple(dict.fromkeys(name for names in names_by_builder for name in names or ()))
-
-
-def listed(builders: Builders) -> str:
-    """Text of the builders in a declaration's repr."""
-    names = {kind: builder_name(builder) for kind, builder in builders.items()}
-    if len(set(names.values())) == 1:
-        return next(iter(names.values()))
-    return "{" + ", ".join(f"{k!r}: {v}" for k, v in names.items()) + "}"
+    columns = {name: np.asarray(values) for name, values in data.items()}
+    empty = {k for k, v in columns.items() if v.dtype.kind == "f" and v.size and np.all(np.isnan(v))}
+    return {name: values for name, values in data.items() if name not in empty}
 
 
 def require_one_layout(first: ClientModel, other: ClientModel) -> None:

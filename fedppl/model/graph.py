@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
 from scipy.special import gammaln
 
-from fedppl.model.interpreted import python_function
 from fedppl.types import SDS_AND_PARTIALS, Array, DeclarationError, Variable
 
 
@@ -84,8 +83,7 @@ def _require_names(model: Any) -> None:
     taken = [name for name in (*model.named_vars, *model.coords) if name in _OF_DRAWS and name not in containers]
     if taken:
         raise DeclarationError(
-            f"{taken[0]!r} names a variable or a dim of the model, and every posterior has dims 'chain' and 'draw'; "
-            "rename it."
+            f"{taken[0]!r} is a name in the model, and every posterior has dims 'chain' and 'draw'; rename it."
         )
 
 
@@ -140,8 +138,7 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
         (site_terms if private else prior_terms).append(potential)
     if not model.observed_RVs and not any(t in site_terms for t in model.potentials):
         raise DeclarationError(
-            "the model has no observed variable and no data-dependent potential, so a client's data "
-            "cannot enter; pass `observed=` to a distribution."
+            "the model has no observed variable and no data-dependent potential; pass `observed=` to a distribution."
         )
     return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
 
@@ -219,13 +216,8 @@ def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
     return {name: place for name, place in sorted(rows.items()) if name in sizes and name not in shared}
 
 
-def initial_values(parts: Parts) -> Callable[..., list[Array]]:
-    """Unconstrained initial values of the shared, then the local variables, as a function of the data."""
-    return python_function(*initial_graphs(parts))
-
-
 def initial_graphs(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
-    """The data as inputs, and initial values of all variables as graphs of them."""
+    """The data as inputs, and unconstrained initial values of shared, then local variables as graphs of them."""
     model = parts.model
     expressions = make_initial_point_expression(
         free_rvs=model.free_RVs,
@@ -265,18 +257,10 @@ def _dims(model: Any, name: str) -> tuple[str, ...] | None:
     return tuple(dims) if dims is not None else None
 
 
-def flat_values(
-    parts: Parts, x: Any, shared: Sequence[Variable], local: Sequence[Variable]
-) -> tuple[dict[Any, Any], tuple[Any, ...], tuple[int, ...]]:
-    """Map each value variable to its part of x. Local shapes that PyMC leaves open become inputs."""
-    _, of_x, shape_inputs, free = _in_pieces(parts, x, shared, local)
-    return of_x, shape_inputs, free
-
-
-def _in_pieces(
+def in_pieces(
     parts: Parts, x: Any, shared: Sequence[Variable], local: Sequence[Variable]
 ) -> tuple[dict[Any, Piece], dict[Any, Any], tuple[Any, ...], tuple[int, ...]]:
-    """A piece and a part of x for each value variable; inputs for open shapes, and whose shapes these are."""
+    """A piece and a part of x for each value variable; inputs for shapes that PyMC leaves open, and whose they are."""
     pieces: dict[Any, Piece] = {}
     replace: dict[Any, Any] = {}
     shape_inputs: list[Any] = []
@@ -319,7 +303,7 @@ def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variabl
     """Graph of log p(y, θ | φ): every term except the shared prior, with the Jacobians of θ's transforms."""
     x = pt.vector("x")
     replace, inputs = _inputs_for(parts)
-    pieces, values, shape_inputs, free = _in_pieces(parts, x, shared, local)
+    pieces, values, shape_inputs, free = in_pieces(parts, x, shared, local)
     logp = _log_density(parts.model, parts.site_terms)
     flat, of_pieces = _of_both(logp, pieces, values, replace)
     return SiteGraph(x, (*inputs, *shape_inputs), flat, free, tuple(pieces.values()), of_pieces)
@@ -333,7 +317,7 @@ def _log_density(model: Any, terms: Sequence[Any]) -> Any:
 def prior_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
     """Graph of the shared prior's log density on the unconstrained space, log p(φ)."""
     phi = pt.vector("phi")
-    pieces, values, _, _ = _in_pieces(parts._replace(local=()), phi, shared, ())
+    pieces, values, _, _ = in_pieces(parts._replace(local=()), phi, shared, ())
     logp = _log_density(parts.model, parts.prior_terms)
     flat, of_pieces = _of_both(logp, pieces, values, _constants(parts.model))
     return SiteGraph(phi, (), flat, (), tuple(pieces.values()), of_pieces)
@@ -354,7 +338,7 @@ def constrained_graph(
     if only_shared:
         parts, local = parts._replace(local=(), open={}), ()
     replace, inputs = _inputs_for(parts)
-    values, shape_inputs, _ = flat_values(parts, x, shared, local)
+    _, values, shape_inputs, _ = in_pieces(parts, x, shared, local)
     wanted = [*(parts.shared if only_shared else parts.local), *extra]
     outputs = clone_replace(list(parts.model.replace_rvs_by_values(wanted)), {**replace, **values}) if wanted else []
     return x, (*inputs, *shape_inputs), tuple(v.name for v in wanted), outputs
@@ -366,7 +350,7 @@ def observed_graph(
     """Graphs of log densities of outcomes, not summed: (x, inputs, one output per observed variable)."""
     x = pt.vector("x")
     replace, inputs = _inputs_for(parts)
-    values, shape_inputs, _ = flat_values(parts, x, shared, local)
+    _, values, shape_inputs, _ = in_pieces(parts, x, shared, local)
     outputs = parts.model.logp(vars=parts.model.observed_RVs, sum=False)
     return x, (*inputs, *shape_inputs), clone_replace(outputs, {**replace, **values})
 

@@ -25,102 +25,66 @@ from fedppl.model.compiled import inlined, mode, vector_kernel, without_notices
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.same import graph_key
 from fedppl.numerics.pairs import Packs
-from fedppl.types import Array, DataError, Layout
+from fedppl.types import Array, DataError
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
-    """Clients that have one compiled density."""
+class ClientsOf(Mapping[str, ClientModel]):
+    """Clients of one table that have one compiled density, by id; a client's model is made on demand."""
 
     table: Table  # their rows
     declaration: FederatedModel  # what was declared
     like: ClientModel  # an enrolled client of them
     packs: Packs  # their packed arrays
     starts: Array  # starting values of searches for modes of θ, (K, d)
-
-    @property
-    def client_ids(self) -> tuple[str, ...]:
-        """Ids in the order of the rows."""
-        return self.table.client_ids
-
-    @property
-    def layout(self) -> Layout:
-        """The shared layout."""
-        return self.like.layout
-
-    def __len__(self) -> int:
-        """Return the number of clients."""
-        return len(self.table.client_ids)
-
-    def some(self, places: Sequence[int] | NDArray[np.int64]) -> Sequence[ClientModel]:
-        """Models of the clients at these places."""
-        return [self.model(int(k)) for k in places]
+    moments_of: MomentsFn
 
     def model(self, k: int) -> ClientModel:
         """Model of the client in place k."""
         return self.declaration.with_data(self.like, self.table.client_ids[k], self.table.rows(k))
 
-
-# Means and sds (K, r) of a kernel's outputs at (φ, θ), over points (S, m) of φ about a center (m,).
-MomentsFn = Callable[[Stack, Callable[..., Any], int, Array, Array], tuple[Array, Array]]
-
-
-class ClientsOf(Mapping[str, ClientModel]):
-    """Models of a stack's clients by id, made on demand. `moments` computes moments at all clients at once."""
-
-    def __init__(self, stack: Stack, moments: MomentsFn) -> None:
-        self._stack, self._moments = stack, moments
-        self._where = {client_id: k for k, client_id in enumerate(stack.table.client_ids)}
-
     def __getitem__(self, client_id: str) -> ClientModel:
         """Make the client's model."""
-        return self._stack.model(self._where[client_id])
+        return self.model(self.table.places[client_id])
 
     def __contains__(self, client_id: object) -> bool:
         """Whether there is such a client; no model is made."""
-        return client_id in self._where
+        return client_id in self.table.places
 
     def __iter__(self) -> Iterator[str]:
-        """Ids in their order."""
-        return iter(self._stack.table.client_ids)
+        """Ids in the order of their rows."""
+        return iter(self.table)
 
     def __len__(self) -> int:
         """Return the number of clients."""
-        return len(self._where)
-
-    @property
-    def like(self) -> ClientModel:
-        """An enrolled client of them."""
-        return self._stack.like
-
-    @property
-    def stack(self) -> Stack:
-        """The stack."""
-        return self._stack
+        return len(self.table)
 
     def arrays(self) -> dict[str, Any]:
         """Rows of all clients, and where each client's rows begin."""
-        return {**self._stack.table.columns, "": self._stack.table.begins}
+        return {**self.table.columns, "": self.table.begins}
 
     def observed(self) -> dict[str, Any]:
         """Observed columns with the rows of all clients."""
-        parts, table = self._stack.like.template.parts, self._stack.table
-        names = sorted(container.name for container in _graph.observed_through(parts))
-        return {"begins": table.begins, **{name: np.asarray(table.columns[name]) for name in names}}
+        names = sorted(container.name for container in _graph.observed_through(self.like.template.parts))
+        return {"begins": self.table.begins, **{name: np.asarray(self.table.columns[name]) for name in names}}
 
     def moments(self, points: Array, center: Array) -> dict[str, tuple[Array, Array]]:
         """Means and sds (K, ...) at all clients by variable, over points (S, m) of φ with equal weights."""
-        counts = self._stack.table.counts
-        outputs = _outputs_of(self._stack.some([int(np.argmin(counts)), int(np.argmax(counts))]))
+        counts = self.table.counts
+        outputs = _outputs_of([self.model(int(np.argmin(counts))), self.model(int(np.argmax(counts)))])
         if not outputs.names:
             return {}
         sizes = [int(np.prod(shape, dtype=int)) for shape in outputs.shapes]
-        both = self._moments(self._stack, outputs.kernel, sum(sizes), points, center)
+        both = self.moments_of(self, outputs.kernel, sum(sizes), points, center)
         ends = np.cumsum(sizes)[:-1]
         by_variable = zip(
             outputs.names, outputs.shapes, *(np.split(array, ends, axis=1) for array in both), strict=True
         )
         return {name: (mean.reshape(-1, *shape), sd.reshape(-1, *shape)) for name, shape, mean, sd in by_variable}
+
+
+# Means and sds (K, r) of a kernel's outputs at (φ, θ), over points (S, m) of φ about a center (m,).
+MomentsFn = Callable[[ClientsOf, Callable[..., Any], int, Array, Array], tuple[Array, Array]]
 
 
 def samples(clients: Mapping[str, Any]) -> Iterable[Any]:
@@ -170,7 +134,7 @@ def _shapes_follow_values(parts: _graph.Parts) -> bool:
     return False
 
 
-def stacked(declaration: FederatedModel, table: Table, like: ClientModel) -> Stack:
+def stacked(declaration: FederatedModel, table: Table, like: ClientModel, moments_of: MomentsFn) -> ClientsOf:
     """Pack the arrays of all clients of a table.
 
     Raises `DataError` where a column holds what its container cannot, naming the client.
@@ -191,7 +155,8 @@ def stacked(declaration: FederatedModel, table: Table, like: ClientModel) -> Sta
             raise
         arrays.append(np.ascontiguousarray(cast))
     starts = np.tile(like.initial, (len(table.client_ids), 1))
-    return Stack(table, declaration, like, _packed(arrays, table.begins, like.inputs[len(arrays) :]), starts)
+    packs = _packed(arrays, table.begins, like.inputs[len(arrays) :])
+    return ClientsOf(table, declaration, like, packs, starts, moments_of)
 
 
 def _refuse(declaration: FederatedModel, table: Table, row: int) -> None:

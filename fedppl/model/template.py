@@ -121,7 +121,7 @@ def opened(
     """Template of a model in which these lengths may differ from client to client."""
     parts = parts._replace(open=lengths)
     made = made_of(parts)
-    start = make_once(made, "start", lambda: _graph.initial_values(parts))
+    start = make_once(made, "start", lambda: interpreted.python_function(*_graph.initial_graphs(parts)))
     values = containers(client_id, parts, arrays)
     try:
         initial = start(*values, *_graph.alone(parts))
@@ -139,8 +139,7 @@ def opened(
     except NotImplementedError as error:
         why = str(error).strip().partition("\n")[0]
         raise DeclarationError(
-            f"client {client_id!r}: PyMC has no log density of the model: {why} Give it one, such as "
-            "pm.CustomDist(..., logp=function)."
+            f"client {client_id!r}: PyMC has no log density: {why} Give one, pm.CustomDist(..., logp=function)."
         ) from error
     except ValueError as error:
         remedy = " Give each observed variable data of its own." if "More than one logprob" in str(error) else ""
@@ -250,13 +249,6 @@ class Template:
         examples = list(zip(sizes, (self.example, other.example), strict=True))
         return _same.same_values(self.density, other.density, examples)
 
-    def check_indices(self, x: Array, inputs: tuple[Any, ...]) -> float | None:
-        """Raise IndexError where data index out of bounds: compiled code would read foreign memory instead.
-
-        Returns the log density at x, where it had to be computed for that.
-        """
-        return float(self.density(x, *inputs)) if self.indexes_by_data else None
-
     @property
     def indexes_by_data(self) -> bool:
         """Whether compiled code could read out of bounds."""
@@ -336,8 +328,7 @@ def _gradient(graph: _graph.SiteGraph, variables: list[Any]) -> list[Any]:
     except (NotImplementedError, NullTypeGradError) as error:
         why = str(error).strip().partition("\n")[0]
         raise DeclarationError(
-            f"the log density has no gradient ({why}). Write the model with operations of PyTensor, or give your own "
-            "Op a gradient."
+            f"the log density has no gradient ({why}). Use operations of PyTensor, or give your own Op a gradient."
         ) from error
     return list(slopes)
 

@@ -30,7 +30,7 @@ from fedppl.local.many import moments, nodes_for, without_density
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
-from fedppl.model.stack import ClientsOf, samples, stacked, why_not
+from fedppl.model.stack import samples, stacked, why_not
 from fedppl.results import diagnostics
 from fedppl.results.fit import Fit
 from fedppl.results.records import ever_used, unarrived
@@ -392,11 +392,11 @@ def enrolled(model: FederatedModel, table: Table, rng: np.random.Generator) -> M
         level = logging.WARNING if len(counts) > _MANY else logging.INFO
         logger.log(level, "%d clients are enrolled one by one: %s", len(counts), reason)
         return model.enrol(table)
-    stack = stacked(model, table, clients[0])
+    stack = stacked(model, table, clients[0], functools.partial(moments, workers=cores()))
     phi = np.ascontiguousarray(clients[0].template.functions["shared start"])
     for k in without_density(stack, phi, cores())[:1]:
         model.enrol(_data(table, np.array([k])))  # raises the error with the reason
-    return ClientsOf(stack, functools.partial(moments, workers=cores()))
+    return stack
 
 
 def _data(table: Table, places: NDArray[np.int64]) -> dict[str, dict[str, Array]]:

@@ -80,7 +80,7 @@ def test_intervals_far_below_the_median_have_their_density(low: float, high: flo
     """There none has had an event, to all digits."""
     place = pt.dscalar()
     seen, until = (pt.constant(float(one)) for one in (low, high))
-    value = families._between(families._lognormal_hazard(()))(seen, place, pt.constant(sigma), seen, until)
+    value = families._between(families._lognormal_hazard(()), seen, place, pt.constant(sigma), seen, until)
     found, slope = pytensor.function([place], [value, pt.grad(value, place)], mode=PYTHON_MODE)(eta)
     with np.errstate(divide="ignore"):
         z = (np.log([low, high]) - eta) / sigma

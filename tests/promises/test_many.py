@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from fedppl import gaussian, given
 from fedppl.contracts import Summed
 from fedppl.data import frames, tables
 from fedppl.engine.policy import NO_RULES
-from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
+from fedppl.local.many import moments
+from fedppl.model.stack import ClientsOf, stacked, why_not
 from fedppl.types import DataError, Status
 
 AT_ONCE = fedppl.Sums(points=512, pilot=64, starts=1)
@@ -47,16 +49,16 @@ def rows_of_wards(count: int, seed: int = 0) -> pd.DataFrame:
     return pd.DataFrame({"ward": ward, "x": x, "y": y.astype(int)}).sample(frac=1.0, random_state=1)
 
 
-def stack_of(frame: pd.DataFrame) -> Stack:
+def stack_of(frame: pd.DataFrame) -> ClientsOf:
     table = tables.of_frame(frames.opened(frame), "ward", WARDS.names)
     assert table is not None
     few = WARDS.enrol({table.client_ids[k]: table.rows(k) for k in range(5)})
     assert why_not(list(few.values())) == ""
-    return stacked(WARDS, table, next(iter(few.values())))
+    return stacked(WARDS, table, next(iter(few.values())), functools.partial(moments, workers=1))
 
 
 @pytest.fixture(scope="module")
-def stack() -> Stack:
+def stack() -> ClientsOf:
     return stack_of(rows_of_wards(40))
 
 
@@ -70,7 +72,7 @@ def fit(frame: pd.DataFrame) -> fedppl.Fit:
     return fedppl.fit(WARDS, frame, AT_ONCE, by="ward", progressbar=False, random_seed=1)
 
 
-def test_arrays_are_packed_as_each_client_packs_its_own(stack: Stack) -> None:
+def test_arrays_are_packed_as_each_client_packs_its_own(stack: ClientsOf) -> None:
     reals, integers, where, at = stack.packs
     for k in range(len(stack)):
         own = reals[at[k, 0] : at[k + 1, 0]], integers[at[k, 1] : at[k + 1, 1]], where[k]
@@ -401,7 +403,7 @@ def test_shapes_that_hang_on_the_number_of_columns_are_those_of_all() -> None:
     model = fedppl.FederatedModel(predictors, ["mu", "tau"])
     models, table = list(model.enrol(clients).values()), tables.of_clients(clients)
     assert table is not None and models[0].template.graph.free_shapes and why_not(models) == ""
-    stack = stacked(model, table, models[0])
+    stack = stacked(model, table, models[0], functools.partial(moments, workers=1))
     reals, integers, where, at = stack.packs
     for k, client in enumerate(models):
         own = reals[at[k, 0] : at[k + 1, 0]], integers[at[k, 1] : at[k + 1, 1]], where[k]
@@ -546,15 +548,15 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_rows_alone(frame: pd.Da
 def test_no_client_is_made_that_nobody_asks_for(frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fit does beside the batch knows of all clients by one."""
     made: list[str] = []
-    plain = Stack.model
+    plain = ClientsOf.model
 
-    def model(stack: Stack, k: int) -> Any:
-        made.append(stack.client_ids[k])
+    def model(stack: ClientsOf, k: int) -> Any:
+        made.append(stack.table.client_ids[k])
         return plain(stack, k)
 
     assert AT_ONCE.batch is not None
     algorithm = AT_ONCE._replace(batch=AT_ONCE.batch._replace(stacks=lambda clients: [{}], summed=_nothing))
-    monkeypatch.setattr(Stack, "model", model)
+    monkeypatch.setattr(ClientsOf, "model", model)
     step = next(fedppl.rounds(WARDS, frame, algorithm, by="ward", random_seed=1))
     assert step.record.together == COUNT and not made
 
