@@ -474,10 +474,8 @@ def of_few_rows(unit: NetworkUnit, w: Array, index: Places, variance: Array, dty
         return None
     device = factored_on(unit.place(dtype))
     scale = tensor(np.sqrt(variance), dtype, device)
-    A = (
-        torch.cat([rows_of(part, len(index)).flatten(0, 1) for part in chunks(unit, w, index, dtype)]).to(device)
-        * scale
-    )
+    rows = [rows_of(part, len(index)).flatten(0, 1) for part in chunks(unit, w, index, dtype)]
+    A = torch.cat(rows).to(device) * scale
     inner = A @ A.T
     inner.diagonal().add_(1.0)
     largest = largest_eigenvalue(inner, torch.ones(len(inner), dtype=dtype, device=device))

@@ -214,7 +214,7 @@ def _update_unreported(
     if not client.local_size:
         return personal, {}
     update = _update_client(client, personal, message, rng, settings=_kept_phases(client, settings))
-    return update.personal, update.info
+    return update.personal, kept_local(client, personal and personal.local)[1]
 
 
 def _kept_phases(client: ClientView, settings: _Settings) -> _Settings:
