@@ -385,16 +385,31 @@ def infer(
     )
 
 
-def marginals(unit: NetworkUnit, w: Array, index: Places, variance: Array, *, diagonal: bool = False) -> Array:
-    """Variances (s,) of what `infer` gives in single precision, which cost less than all covariances."""
-    if not diagonal and (few := of_few_rows(unit, w, index, variance, torch.float32)) is not None:
+def marginals(
+    unit: NetworkUnit,
+    w: Array,
+    index: Places,
+    variance: Array,
+    *,
+    dtype: torch.dtype = torch.float32,
+    diagonal: bool = False,
+) -> Array:
+    """Variances (s,) of what `infer` gives, which cost less than all covariances."""
+    if not diagonal and (few := of_few_rows(unit, w, index, variance, dtype)) is not None:
         return variances_of(few)
-    covariance = infer(unit, w, index, variance, dtype=torch.float32, diagonal=diagonal).covariance
+    covariance = infer(unit, w, index, variance, dtype=dtype, diagonal=diagonal).covariance
     return covariance if diagonal else np.diag(covariance)
 
 
 def chosen(
-    unit: NetworkUnit, w: Array, variance: Array, count: int, *, rule: str, diagonal: bool
+    unit: NetworkUnit,
+    w: Array,
+    variance: Array,
+    count: int,
+    *,
+    rule: str,
+    diagonal: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Places, Array]:
     """Places in w of the weights to infer and their prior variances (s,), of the shared ones' (m,).
 
@@ -405,8 +420,7 @@ def chosen(
     shared, variance = unit.shared_at[free], variance[free]
     if diagonal:
         return shared, variance
-    curved = curvature_diagonal(unit, w, shared, dtype=torch.float32)
-    at = select(variance, curved, min(count, len(free)), rule=rule)
+    at = select(variance, curvature_diagonal(unit, w, shared, dtype=dtype), min(count, len(free)), rule=rule)
     return shared[at], variance[at]
 
 
