@@ -401,14 +401,18 @@ def best_slab(totals: Mapping[str, Array], inclusion: Array, prior: LogScale) ->
 
 
 def maximise(
-    totals: Mapping[str, Array], shared: Globals, role: Roles, *, sweeps: int, select: bool
+    totals: Mapping[str, Array], shared: Globals, role: Roles, *, sweeps: int, select: bool, spread: float = 1.0
 ) -> tuple[Mapping[str, Array], Globals]:
-    """Selection, inducing variables, sizes and σ_w in turn, each at the bound's maximum given the others."""
+    """Selection, inducing variables, sizes and σ_w in turn, each at the bound's maximum given the others.
+
+    σ_w stays where coefficients are point estimates, with a `spread` of 0: with them it would go to 0.
+    """
     for _ in range(sweeps):
         if select and np.all(np.isfinite(role.log_odds)):
             gamma = selection(*selection_terms(totals, shared), shared.inclusion, role.log_odds)
             shared = shared._replace(inclusion=gamma)
         mean, covariance = inducing(totals, shared.inclusion)
-        totals, shared = rescale(totals, shared._replace(mean=mean, covariance=covariance))
-        shared = shared._replace(log_slab_sd=best_slab(totals, shared.inclusion, role.slab_prior))
+        totals, shared = rescale(totals, shared._replace(mean=mean, covariance=covariance), spread)
+        if spread:
+            shared = shared._replace(log_slab_sd=best_slab(totals, shared.inclusion, role.slab_prior))
     return totals, shared

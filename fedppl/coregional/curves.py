@@ -327,7 +327,6 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
 
 
 def _require_fit(fit: Any) -> None:
-    """Refuse an object that is no fit."""
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a linear model of coregionalisation.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,30 +53,19 @@ def coefficients(
     return mean, 1.0 / total
 
 
-def point_coefficients(
-    design: Design, curve: Curves, inclusion: Array, log_slab_sd: float, log_noise_sd: float
-) -> tuple[Array, Array]:
-    """w at the bound's mode where it is a parameter, with its prior, and no variance, each (L,)."""
-    mean, _ = coefficients(design, curve, inclusion, log_slab_sd, log_noise_sd)
-    return mean, np.zeros_like(mean)
-
-
 def best_unit(
-    design: Design,
-    shared: Globals,
-    noise: LogScale,
-    log_noise_sd: float,
-    sweeps: int = 20,
-    *,
-    solve: Callable[..., tuple[Array, Array]] = coefficients,
+    design: Design, shared: Globals, noise: LogScale, log_noise_sd: float, sweeps: int = 20, *, spread: float = 1.0
 ) -> tuple[UnitClientState, Curves]:
-    """ψ_m given the shared parameters: coefficients, by `solve`, and noise in turn, each at its own maximum."""
+    """ψ_m given the shared parameters: coefficients and noise in turn, each at its own maximum.
+
+    The variance of coefficients counts by `spread`, which is 1, or 0 for point estimates: the mean is their mode.
+    """
     curve = curves(design, shared.mean, shared.covariance)
     unit = UnitClientState(np.zeros(0), np.zeros(0), log_noise_sd)
     for _ in range(sweeps):
         before = unit.log_noise_sd
-        mean, variance = solve(design, curve, shared.inclusion, shared.log_slab_sd, before)
-        unit = UnitClientState(mean, variance, before)
+        mean, variance = coefficients(design, curve, shared.inclusion, shared.log_slab_sd, before)
+        unit = UnitClientState(mean, spread * variance, before)
         square = squared_residual(design, curve, shared.inclusion, unit)
         after = scale_mode(design.scale * len(design.response), design.scale * square, noise)
         unit = unit._replace(log_noise_sd=after)
@@ -102,52 +91,22 @@ def coefficient_covariance(
     return np.linalg.inv(rate * second + np.exp(-2 * log_slab_sd) * np.eye(latents))
 
 
-def random_unit(latents: int, log_noise_sd: float, rng: np.random.Generator) -> UnitClientState:
-    """Random coefficients at the start, which break the symmetry between latent functions."""
-    return UnitClientState(rng.normal(size=latents), np.full(latents, 1e-2), log_noise_sd)
-
-
-def scaled(unit: UnitClientState, log_slab_sd: float) -> UnitClientState:
-    """Coefficients of scale 1, in units of the outputs."""
-    factor = float(np.exp(log_slab_sd))
-    return unit._replace(mean=factor * unit.mean, variance=factor**2 * unit.variance)
-
-
-def random_point(latents: int, log_noise_sd: float, rng: np.random.Generator) -> UnitClientState:
-    """`random_unit` without a variance."""
-    return random_unit(latents, log_noise_sd, rng)._replace(variance=np.zeros(latents))
+def random_unit(
+    latents: int, log_noise_sd: float, rng: np.random.Generator, *, log_sd: float = 0.0, spread: float = 1.0
+) -> UnitClientState:
+    """Random coefficients of this size at the start, which break the symmetry between latent functions."""
+    size = float(np.exp(log_sd))
+    return UnitClientState(size * rng.normal(size=latents), np.full(latents, spread * size**2 * 1e-2), log_noise_sd)
 
 
 def towards(before: UnitClientState, after: UnitClientState, rate: float) -> UnitClientState:
-    """A natural-gradient step of q(w_m), and of log σ_m, towards the maximum of a mini-batch."""
+    """A natural-gradient step of q(w_m), or of point estimates, and of log σ_m towards the maximum of a mini-batch."""
+    log_noise_sd = (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd
+    if not np.any(after.variance):
+        return UnitClientState((1 - rate) * before.mean + rate * after.mean, after.variance, log_noise_sd)
     precision = (1 - rate) / before.variance + rate / after.variance
     linear = (1 - rate) * before.mean / before.variance + rate * after.mean / after.variance
-    log_noise_sd = (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd
     return UnitClientState(linear / precision, 1.0 / precision, log_noise_sd)
-
-
-def point_towards(before: UnitClientState, after: UnitClientState, rate: float) -> UnitClientState:
-    """A step of this length from one point estimate towards another."""
-    mean = (1 - rate) * before.mean + rate * after.mean
-    return UnitClientState(mean, after.variance, (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd)
-
-
-def no_covariance(design: Design, curve: Curves, joint: Array, log_slab_sd: float, log_noise_sd: float) -> Array:
-    """Covariance (L, L) of point estimates of coefficients."""
-    return np.zeros((len(design.projection),) * 2)
-
-
-class UnitUpdates(NamedTuple):
-    """How a unit starts and updates its own parameters."""
-
-    start: Callable[[int, float, np.random.Generator], UnitClientState]
-    best: Callable[..., tuple[UnitClientState, Curves]]
-    towards: Callable[[UnitClientState, UnitClientState, float], UnitClientState]
-    covariance: Callable[[Design, Curves, Array, float, float], Array]
-
-
-POSTERIOR = UnitUpdates(random_unit, best_unit, towards, coefficient_covariance)
-POINT = UnitUpdates(random_point, functools.partial(best_unit, solve=point_coefficients), point_towards, no_covariance)
 
 
 def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[str, Array]:
@@ -203,49 +162,33 @@ def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: An
     return shared_slope, unit_slope
 
 
-class OwnFit(NamedTuple):
-    """A unit's own Gaussian process, one for each latent function's kernel."""
+def own_fit(unit: CoregionalUnit) -> tuple[Array, float]:
+    """Kernels (p,) of Gaussian processes of one unit's rows, one for each latent function, and the median log σ.
 
-    kernel: Array  # (p,)
-    log_sd: Array  # (L,) of the function
-    log_noise_sd: Array  # (L,)
-    log_evidence: float
-
-
-def own_fit(unit: CoregionalUnit, kernel_prior: tuple[Array, Array], slab_prior: LogScale) -> OwnFit:
-    """Fit a sparse Gaussian process to one unit's rows, by the highest of three maxima of Titsias' bound.
-
-    The starts are three length-scales, since a curve that is all noise is a mode too.
+    Each is sparse, and at the highest of three maxima of Titsias' bound. The starts are three length-scales, since a
+    curve that is all noise is a mode too.
     """
-    mean, precision = kernel_prior
-    spread = 1.0 / np.sqrt(np.diag(precision))
-    latents = unit.roles.latents
-    scale = slab_prior.mean  # of outputs, on the log scale
+    mean, latents = unit.roles.kernel_mean, unit.roles.latents
+    spread = 1.0 / np.sqrt(np.diag(unit.roles.kernel_precision))
+    scale = unit.roles.slab_prior.mean  # of outputs, on the log scale
     level = scale + float(np.clip(np.log(np.std(unit.response) / np.exp(scale) + 1e-3), -3.0, 3.0))
-    best = OwnFit(mean, np.zeros(latents), np.full(latents, unit.noise.mean), -np.inf)
+    lowest, kernel, log_noise_sd = np.inf, mean, unit.noise.mean
     # Far outside the priors' range, and below where the square of an exponential overflows.
     bounds = [*zip(mean - 6 * spread, mean + 6 * spread, strict=True), *[(-15.0, 15.0)] * (2 * latents)]
     for shift in (0.0, -1.0, 1.0):
         start = np.concatenate([mean + shift * spread, np.full(latents, level), np.full(latents, level - 1.5)])
         optimum = minimize(
-            _negative_evidence,
-            start,
-            (unit, mean, precision, slab_prior),
-            jac=True,
-            method="L-BFGS-B",
-            bounds=bounds,
-            options={"maxiter": 60},
+            _negative_evidence, start, (unit,), jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}
         )
-        if np.isfinite(optimum.fun) and -optimum.fun > best.log_evidence:
-            size = len(mean)
-            best = OwnFit(optimum.x[:size], optimum.x[size:-latents], optimum.x[-latents:], float(-optimum.fun))
-    return best
+        if np.isfinite(optimum.fun) and optimum.fun < lowest:
+            lowest, kernel = optimum.fun, optimum.x[: len(mean)]
+            log_noise_sd = float(np.median(optimum.x[-latents:]))
+    return kernel, log_noise_sd
 
 
-def _negative_evidence(
-    x: Array, unit: CoregionalUnit, mean: Array, precision: Array, slab_prior: LogScale
-) -> tuple[float, Array]:
+def _negative_evidence(x: Array, unit: CoregionalUnit) -> tuple[float, Array]:
     """Minus Titsias' bound with the priors of the estimates, summed over the kernels, and its gradient."""
+    mean, precision, slab_prior = unit.roles.kernel_mean, unit.roles.kernel_precision, unit.roles.slab_prior
     latents, size = unit.roles.latents, len(mean)
     kernel, log_sd, log_noise = x[:size], x[size:-latents], x[-latents:]
     design = unit.design(kernel)
@@ -289,7 +232,7 @@ class Fitted(NamedTuple):
     shared: Globals
     joint: Array  # (LQ, LQ)
     has_replied: bool = False  # whether the unit's own rows are in these
-    updates: UnitUpdates = POSTERIOR
+    spread: float = 1.0  # of coefficients' variances; 0 for point estimates
 
 
 class Coefficients(NamedTuple):
@@ -322,7 +265,7 @@ def unpack(message: Message) -> Fitted:
     blocks = np.linalg.inv(np.einsum("lqlp->lqp", np.linalg.inv(joint).reshape(latents, points, latents, points)))
     inclusion, kernel = (np.asarray(message[name], dtype=float) for name in ("inclusion", "kernel"))
     shared = Globals(mean, blocks, inclusion, kernel, float(message["log_slab_sd"]))
-    return Fitted(shared, joint, bool(message["has_replied"]), POINT if "point" in message else POSTERIOR)
+    return Fitted(shared, joint, bool(message["has_replied"]), 0.0 if "point" in message else 1.0)
 
 
 def selected_only(fitted: Fitted) -> Fitted:
@@ -357,9 +300,9 @@ def _settle(unit: CoregionalUnit, fitted: Fitted, log_noise_sd: float) -> Coeffi
     """A unit's own parameters given the shared ones, from this start of the noise."""
     shared = fitted.shared
     design = unit.design(shared.kernel)
-    state, curve = fitted.updates.best(design, shared, unit.noise, log_noise_sd)
-    covariance = fitted.updates.covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
-    return Coefficients(state.mean, covariance, state.log_noise_sd)
+    state, curve = best_unit(design, shared, unit.noise, log_noise_sd, spread=fitted.spread)
+    covariance = coefficient_covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
+    return Coefficients(state.mean, fitted.spread * covariance, state.log_noise_sd)
 
 
 def settle_new(unit: CoregionalUnit, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
@@ -378,7 +321,7 @@ def settle_new(unit: CoregionalUnit, fitted: Fitted, *, fixed: bool) -> tuple[Co
     prior = np.linalg.inv(fitted.joint)
     linear, precision = prior @ shared.mean.ravel(), prior
     for _ in range(_NEW_UNIT_SWEEPS):
-        state, _ = fitted.updates.best(design, shared, unit.noise, noise)
+        state, _ = best_unit(design, shared, unit.noise, noise, spread=fitted.spread)
         sums = statistics(design, state, unit.noise)
         precision = prior + used[:, None] * sums["precision"] * used
         solved = np.linalg.solve(precision, linear + used * sums["linear"].ravel())
@@ -459,7 +402,7 @@ def draw(
     phi = sample(role, final_message(shared, fitted.joint, has_replied=True), count, rng)
     used = np.ones((count, role.latents)) if role.included is None else phi[:, role.included]
     w = np.broadcast_to(q.mean, (count, role.latents))
-    if fitted.updates is not POINT:
+    if fitted.spread:
         root = np.linalg.cholesky(q.covariance + 1e-12 * np.eye(role.latents))
         w = w + rng.normal(size=(count, role.latents)) @ root.T
     unused = np.exp(shared.log_slab_sd) * rng.normal(size=w.shape)
@@ -471,5 +414,5 @@ def draw(
     local = np.concatenate([values[variable.name] for variable in client.local], axis=1)
     is_estimate = estimated(role)
     names = [name for name, places in client.layout.slices.items() if is_estimate[places].all()]
-    names += ["w", "noise_sd"] if fitted.updates is POINT else ["noise_sd"]
+    names += ["noise_sd"] if fitted.spread else ["w", "noise_sd"]
     return Draws(phi.reshape(chains, draws, -1), local.reshape(chains, draws, -1), {}, tuple(names))

@@ -16,11 +16,10 @@ from pytensor.graph.traversal import ancestors
 from fedppl.coregional.bound import Design, LogScale, Roles, density
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.model import same as _same
 from fedppl.model.checks import new_inputs
 from fedppl.model.client import ClientModel
 from fedppl.model.compiled import inlined, mode, unpacked_function, without_notices
-from fedppl.model.same import graph_key
+from fedppl.model.same import graph_key, same_computations
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable
 
@@ -46,9 +45,8 @@ def roles(layout: Layout) -> Roles:
     if v is None or slab is None or len(v.shape) != 2 or slab.shape != () or slab.transform != "log":
         found = {name: (variable.shape, variable.transform) for name, variable in variables.items()}
         raise DeclarationError(
-            f"the shared variables {found} are not v of shape (latent, inducing), slab_sd () on the log scale, "
-            "kernels' parameters and, for the selection, included; share those of a linear model of coregionalisation, "
-            'for example shared=["v", "included", "lengthscale", "slab_sd"].'
+            f"the shared variables {found} are not v of shape (latent, inducing), slab_sd () on the log scale, kernel "
+            'parameters and, for a selection, included; share these, as in shared=["v", "lengthscale", "slab_sd"].'
         )
     if included is not None and (included.shape != v.shape[:1] or not included.binary):
         raise DeclarationError(
@@ -203,7 +201,7 @@ def _design_functions(
     projection, conditional = clone_replace(outputs, {**replace, **values})
     for (cached_x, cached_inputs, cached), functions in _compiled:
         same_types = [v.type for v in cached_inputs] == [v.type for v in inputs]
-        if same_types and _same.same_computations(
+        if same_types and same_computations(
             cached, [projection, conditional], [cached_x, *cached_inputs], [x, *inputs]
         ):
             return functions
@@ -289,9 +287,8 @@ def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
     remedy = "bring outputs to mean 0 and unit scale by constants that all units agree on"
     if len(y) > 2 and np.std(y) < least:
         raise DataError(
-            f"client {client.client_id!r}: the {len(y)} outputs vary by sd {np.std(y):.3g}, below what "
-            f"the prior of noise_sd allows, {least:.3g}. Leave a unit of constant outputs out (a dead sensor?), "
-            f"{remedy}, or declare a smaller noise_sd."
+            f"client {client.client_id!r}: the {len(y)} outputs vary by sd {np.std(y):.3g}, below what the prior of "
+            f"noise_sd allows, {least:.3g}. Leave a dead sensor out, {remedy}, or declare a smaller noise_sd."
         )
     size = float(np.sqrt(np.mean(y**2))) if len(y) else 0.0
     if size > most:
@@ -307,10 +304,9 @@ def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
     rows, unseen = len(open_variance), int(np.sum(open_variance > _UNSEEN))
     if unseen > rows / 2:
         raise DataError(
-            f"client {client.client_id!r}: {unseen} of {rows} rows lie where the inducing points say next to "
-            "nothing of the latent functions: less than a tenth of their variance at the prior's median length-scale. "
-            "Spread inducing= over the range of the inputs, closer than a length-scale, or state the length-scale in "
-            "units of the inputs."
+            f"client {client.client_id!r}: {unseen} of {rows} rows lie where the inducing points say next to nothing "
+            "of the latent functions at the prior's median length-scale. Spread inducing= over the inputs' range, "
+            "closer than a length-scale, or state the length-scale in units of the inputs."
         )
     if unseen > rows / 10:
         logger.warning(

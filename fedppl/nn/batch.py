@@ -19,7 +19,7 @@ from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, without_head
 from fedppl.nn.likelihood import Categorical, Likelihood
 from fedppl.nn.personal import HeadSteps, head_noise, softplus_backwards
-from fedppl.nn.train import GROWTH, RISE, Pulls, Training, mean_loss, optimizer_of
+from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
 from fedppl.types import Array
@@ -149,17 +149,13 @@ def forward(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> F
     def through(state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
         for name, layer in layers:
             if isinstance(layer, torch.nn.Linear):
-                X = _linear(X, state[f"{name}weight"], state.get(f"{name}bias"))
+                weight, bias = state[f"{name}weight"], state.get(f"{name}bias")  # (K, o, i), (K, o)
+                X = torch.bmm(X, weight.mT) if bias is None else torch.baddbmm(bias[:, None], X, weight.mT)
             else:
                 X = X.flatten(2) if isinstance(layer, torch.nn.Flatten) else layer(X)
         return X
 
     return through
-
-
-def _linear(X: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """X (K, b, i) by weights (K, o, i), and bias (K, o)."""
-    return torch.bmm(X, weight.mT) if bias is None else torch.baddbmm(bias[:, None], X, weight.mT)
 
 
 def _layers(net: torch.nn.Module, name: str) -> list[tuple[str, torch.nn.Module]] | None:
@@ -275,9 +271,12 @@ def train_together(
     likelihood = stack.units[0].likelihood
 
     def loss(state: State, batch: Minibatch) -> torch.Tensor:
-        return shared_loss(likelihood, through(state, batch.X), batch)
+        each = likelihood.each(through(state, batch.X).flatten(0, 1), batch.y.flatten(0, 1))
+        return torch.dot(each, batch.share.flatten())
 
-    return _trained(stack, weights, W, settings, rngs, loss, dtype, _pulls(weights, W, free, priors, stack.rows))
+    prior = None if priors is None else (np.stack([mean for mean, _ in priors]), np.stack([p for _, p in priors]))
+    pulls = pulls_of(weights.like, W, free, prior, stack.rows[:, None])
+    return _trained(stack, weights, W, settings, rngs, loss, dtype, pulls)
 
 
 def _trained(
@@ -306,26 +305,8 @@ def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
         for k, unit in enumerate(stack.units):
             rows = stack.client(k)
             output = functional.call(stack.net, {**weights.client(k), **buffers}, stack.X[rows])
-            values[k] = float(mean_loss(unit, output, stack.y[rows]))
+            values[k] = float(unit.likelihood.mean(output, stack.y[rows]))
     return values
-
-
-def shared_loss(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:
-    """Mean negative log likelihood of each client's batch, summed over clients."""
-    return torch.dot(likelihood.each(output.flatten(0, 1), batch.y.flatten(0, 1)), batch.share.flatten())
-
-
-def _pulls(
-    weights: Weights, W: Array, free: Places, priors: Sequence[tuple[Array, Array]] | None, rows: NDArray[np.int64]
-) -> Pulls:
-    """For each moving parameter a and c of the gradient a w + c of the priors, (K, ...)."""
-    if priors is None:
-        return None
-    slope, constant = np.zeros(W.shape), np.zeros(W.shape)
-    for k, (mean, precision) in enumerate(priors):
-        slope[k, free] = np.asarray(precision) / rows[k]
-        constant[k, free] = -slope[k, free] * np.asarray(mean)
-    return list(zip(weights.like(slope), weights.like(constant), strict=True))
 
 
 def take_steps(
@@ -385,14 +366,14 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
 # Heads, and the layers below them -------------------------------------------------------------------------------------
 
 
-def features_together(stack: Stack, head: Head, W: Array, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def features_together(stack: Stack, head: Head, W: Array) -> torch.Tensor:
     """Inputs of heads for their clients' rows at weights W (K, D): (K, n, h), with zeros after a client's last row."""
     body = without_head(copy.deepcopy(stack.net), head)
     own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
     parts = []
     with torch.no_grad():
         for k, w in enumerate(W):
-            state = functional.state_of(stack.net, functional.tensor(w, dtype, stack.X.device))
+            state = functional.state_of(stack.net, functional.tensor(w, torch.float32, stack.X.device))
             parts.append(functional.call(body, {name: state[name] for name in own}, stack.X[stack.client(k)]))
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
@@ -417,10 +398,8 @@ def head_posteriors(
     share = (torch.arange(z.shape[1], device=place) < rows) / rows
     tau, middle = functional.tensor(confidences, dtype, place)[:, None], functional.tensor(centres, dtype, place)
     mean, raw = functional.tensor(starts[0].copy(), dtype, place), softplus_backwards(starts[1]).to(dtype).to(place)
-    optimizer, scale = (
-        optimizer_of([mean, raw], steps.learning_rate, steps.momentum),
-        1 if steps.momentum is None else rows,
-    )
+    optimizer = optimizer_of([mean, raw], steps.learning_rate, steps.momentum)
+    scale = 1 if steps.momentum is None else rows
     sources = [functional.generator_of(rng) for rng in rngs]
     noise = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
     with torch.no_grad():

@@ -62,6 +62,16 @@ def cut(flat: Any, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
     return {key: flat[ends[i] : ends[i + 1]].reshape(shape) for i, (key, shape) in enumerate(shapes.items())}
 
 
+def reason(error: Exception) -> str:
+    """An exception's type and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def initial_of(net: torch.nn.Module) -> Array:
+    """The values of a network's parameters, (d,)."""
+    return np.concatenate([host(value).ravel() for value in net.parameters()])
+
+
 def require_module(net: Any) -> None:
     """Refuse an object that is no network."""
     if not isinstance(net, torch.nn.Module):
@@ -89,15 +99,13 @@ def require_pure(net: Any) -> None:
         if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):
             what = "draws at random" if random else "changes its buffers"
             raise DeclarationError(
-                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) {what} in training mode, so that the "
-                "output is no function of weights and inputs. Call net.eval() before you declare the model, or use a "
-                "layer without state (torch.nn.GroupNorm, torch.nn.LayerNorm)."
+                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) {what} in training mode. Call "
+                "net.eval() before you declare the model, or use a layer without state (torch.nn.GroupNorm)."
             )
         if getattr(layer, "sparse", False) is True and isinstance(layer, _EMBEDDINGS):
             raise DeclarationError(
-                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) has sparse=True, and sparse "
-                "gradients fit neither the steps nor the curvatures of this package; make it with sparse=False, which "
-                "gives the same output."
+                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) has sparse=True, and its gradients "
+                "fit neither steps nor curvatures; make it with sparse=False, which gives the same output."
             )
 
 
@@ -122,10 +130,9 @@ def _copied(net: torch.nn.Module) -> torch.nn.Module:
         return copy.deepcopy(net)
     except Exception as error:  # each attribute has exceptions of its own
         raise DeclarationError(
-            f"the network {type(net).__name__} cannot be copied ({type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}), and each thread computes by its own copy. Keep locks, files "
-            "and generators out of its attributes, and compute in forward what follows from parameters; in place of "
-            "torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm."
+            f"the network {type(net).__name__} cannot be copied ({reason(error)}), and each thread computes by its own "
+            "copy. Keep locks, files and generators out of its attributes, and compute in forward what follows from "
+            "parameters; in place of torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm."
         ) from error
 
 
@@ -304,11 +311,9 @@ def device_for(net: torch.nn.Module, device: Any) -> torch.device:
         if (back := float((probe + 1.0).cpu())) != 2.0:
             raise ArithmeticError(f"1 + 1 comes back as {back:g}")
     except Exception as error:  # each device has exceptions of its own
-        first = str(error).strip().partition("\n")[0]
         raise DeclarationError(
-            f"{subject} cannot be used on this machine ({type(error).__name__}: {first}). Devices differ between "
-            'clients; take device="cpu" here, or \'"cuda" if torch.cuda.is_available() else "cpu"\', or install a '
-            "torch that has it."
+            f"{subject} cannot be used on this machine ({reason(error)}). Devices differ between clients; take "
+            'device="cpu" here, or \'"cuda" if torch.cuda.is_available() else "cpu"\', or install a torch that has it.'
         ) from error
     return probe.device  # with its number
 

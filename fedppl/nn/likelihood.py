@@ -38,8 +38,8 @@ from pytensor.tensor.subtensor import Subtensor
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.functional import Computed, cut, host, kind_of, network_nodes, one_call, parameter_slices, placed, tensor
-from fedppl.nn.op import called
+from fedppl.nn.functional import Computed, cut, host, kind_of, network_nodes, one_call, parameter_slices, reason, tensor
+from fedppl.nn.op import output_of_two
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Variable
 
 CONTRACT = (
@@ -68,9 +68,8 @@ class Categorical:
         """Losses (n,)."""
         return torch.nn.functional.cross_entropy(output, y, reduction="none")
 
-    def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Losses (K, n) of outputs (K, C, n), whose rows come last, at outcomes (K, n, ...)."""
-        return torch.nn.functional.cross_entropy(output, y, reduction="none")
+    # Losses (K, n) of outputs (K, C, n), whose rows come last, at outcomes (K, n, ...).
+    each_last = each
 
     def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """∂ℓ/∂f of outputs (K, C, n), at outcomes (K, n, ...), p less 1 at the class; arguments may be overwritten."""
@@ -174,12 +173,9 @@ class Declared:
 
     def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Losses (n,), differentiable by torch in the outputs."""
-        compute = functools.partial(self._losses_at, y=y)
-        losses: torch.Tensor = Computed.apply(output.reshape(len(output), -1), compute)  # type: ignore[no-untyped-call]
+        rows, columns = output.reshape(len(output), -1), y.numpy()
+        losses: torch.Tensor = Computed.apply(rows, lambda at: self.losses(at, columns))  # type: ignore[no-untyped-call]
         return losses
-
-    def _losses_at(self, output: Array, y: torch.Tensor) -> tuple[Array, Array]:
-        return self.losses(output, y.numpy())
 
     def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Losses (K, n) of outputs (K, C, n)."""
@@ -230,8 +226,7 @@ class Declared:
         if place is None:
             raise LocalFailure(
                 f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's output, "
-                "and outcomes that are computed from data cannot be drawn; give data that are observed as they are, or "
-                "take an algorithm of points, such as fedppl.nn.FedAvg"
+                "and outcomes computed from data cannot be drawn; observe data as they are, or take fedppl.nn.FedAvg"
             )
         arrays, names = self.arrays(y), [variable.name for variable in self.read]
         # A row has the same draws in every chunk.
@@ -243,9 +238,8 @@ class Declared:
             except Exception as error:
                 raise LocalFailure(
                     f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's "
-                    f"output, and outcomes of it cannot be drawn ({type(error).__name__}); declare a distribution that "
-                    "can be drawn from (random= of pm.CustomDist), or take an algorithm of points, such as "
-                    "fedppl.nn.FedAvg"
+                    f"output, and outcomes of it cannot be drawn ({type(error).__name__}); give pm.CustomDist a "
+                    "random=, or take fedppl.nn.FedAvg"
                 ) from error
             slopes = self.losses(outputs, beside(arrays, len(y)))[1][:, : self.outputs]
             total += slopes[:, :, None] * slopes[:, None, :]
@@ -277,9 +271,8 @@ def columns(client_id: str, read: Sequence[Read], arrays: Sequence[Array], rows:
         if array.shape != ((rows, *variable.shape) if variable.by_row else ()):
             raise DataError(
                 f"client {client_id!r}: {variable.name!r} has shape {array.shape}, and the likelihood of {rows} rows "
-                f"reads {(rows, *variable.shape)}: one row for each observation, of the same shape at all clients. "
-                "Declare what is the same for all clients as a constant of the builder, and one number of a client as "
-                "data without axes."
+                f"reads {(rows, *variable.shape)}. Declare what is the same for all clients as a constant of the "
+                "builder, and one number of a client as data without axes."
             )
     return beside(arrays, rows)
 
@@ -310,8 +303,8 @@ def drawn(
 ) -> Drawn:
     """Build the functions, of outputs whose rows have the shape `row_shape`.
 
-    `unknowns` are free variables of the likelihood with the shapes of their values, `outcomes` containers with the
-    shape of a row, from which PyMC reads the number of draws.
+    `unknowns` are values of the likelihood's free variables with their shapes, `outcomes` containers with the shape of
+    a row, from which PyMC reads the number of draws.
     """
     model = parts.model
     observed = model.observed_RVs[0]
@@ -325,12 +318,11 @@ def drawn(
     for container, shape in outcomes.items():
         if container in containers:
             replace[container] = pt.zeros((extended.shape[0], *shape), dtype=container.type.dtype)
-    for name, length in _graph.lengths(model).items():
-        is_rows = parts.open.get(name) is not None
-        replace[model.dim_lengths[name]] = extended.shape[0] if is_rows else pt.constant(np.asarray(length))
-    for rv, piece in cut(extended[0, count:], unknowns).items():
+    replace |= _lengths_with(parts, extended.shape[0])
+    for value, piece in cut(extended[0, count:], unknowns).items():
+        rv = model.values_to_rvs[value]
         (constrained,) = model.replace_rvs_by_values([rv])
-        replace[rv] = clone_replace([constrained], {model.rvs_to_values[rv]: piece}, rebuild_strict=False)[0]
+        replace[rv] = clone_replace([constrained], {value: piece}, rebuild_strict=False)[0]
     # Calls of the network first: other containers above them would make them other calls.
     graphs = clone_replace(clone_replace(targets, replace, rebuild_strict=False), containers, rebuild_strict=False)
     used = [v for v in containers if containers[v] in set(ancestors(graphs))]
@@ -419,15 +411,13 @@ def outcome_of(client: ClientModel, node: Any, values_of: Mapping[Any, Any], who
         )
     read = _read_by(parts, values_of, density)
     starts = {values[v.name]: v.shape for v in unknowns}
-    free = {rv: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
-    shapes = {rv: starts[value] for rv, value in free.items() if value in starts}
     outcomes = {v: variable.shape for v, variable in read.items() if variable.is_outcome}
     if twice := [v.name for v in outcomes if v in _graph.values_read(observed.owner.inputs)]:
         raise DeclarationError(
             f"{who}: {twice} are observed, and the distribution of {observed.name!r} has them among its parameters; "
             "give what it depends on in a container of its own."
         )
-    draws = functools.partial(drawn, parts, row_shape, shapes, outcomes)
+    draws = functools.partial(drawn, parts, row_shape, starts, outcomes)
     likelihood = _declared(parts, density, output, row_shape, read, starts, draws, who)
     return Outcome(likelihood, unknowns, tuple(read))
 
@@ -465,17 +455,12 @@ def _closed(observed: Any, node: Any, row_shape: tuple[int, ...]) -> Likelihood 
     if kind == "categorical":
         p = parameters[-1].owner
         is_softmax = p is not None and isinstance(p.op, Softmax) and p.inputs[0] is output and len(row_shape) == 1
-        return Categorical() if is_softmax and _is_last(p.op.axis, output.type.ndim) else None
+        # A number, or from PyTensor 3 on a tuple of them.
+        return Categorical() if is_softmax and p.op.axis in (-1, 1, (-1,), (1,)) else None
     if kind == "normal" and (parameters[0] is output or (row_shape == (1,) and _is_column(parameters[0], output))):
-        sd = _constant_sd(parameters[1])
-        return None if sd is None else Normal(sd)
+        sds = np.unique(parameters[1].eval()) if _is_constant(parameters[1]) else np.zeros(0)
+        return Normal(float(sds[0])) if len(sds) == 1 else None  # one number at all clients
     return None
-
-
-def _is_last(axis: Any, ndim: int) -> bool:
-    """Whether an operation is along the last axis: a number, or from PyTensor 3 on a tuple of them."""
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    return len(axes) == 1 and axes[0] in (-1, ndim - 1)
 
 
 def _is_column(variable: Any, output: Any) -> bool:
@@ -496,30 +481,15 @@ def _is_column(variable: Any, output: Any) -> bool:
     return True
 
 
-def _constant_sd(value: Any) -> float | None:
-    """An sd that is one number at all clients."""
-    if not _is_constant(value):
-        return None
-    values = np.unique(np.asarray(value.eval(), dtype=float))
-    return float(values[0]) if len(values) == 1 else None
-
-
 def _is_constant(value: Any) -> bool:
-    """Whether it depends on no variable and no data."""
     return all(v.owner is not None or isinstance(v, Constant) for v in ancestors([value]))
 
 
 def _row_shape(client: ClientModel, node: Any) -> tuple[int, ...]:
-    """Shape of a row of the network's output."""
-    net, place = node.op.net, placed(node.op.device, torch.float64)
     replace, inputs = _graph._inputs_for(client.template.parts)
     (X_in,) = clone_replace([node.inputs[1]], replace)
     X = interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], X_in)(*client.inputs)
-    with torch.no_grad():
-        flat = np.concatenate([host(value).ravel() for value in net.parameters()])
-        rows = tensor(np.asarray(X)[:2], torch.float64, place)
-        output = called(net, tensor(flat, torch.float64, place), rows)
-    return tuple(output.shape[1:])
+    return tuple(output_of_two(node.op.net, np.asarray(X), node.op.device).shape[1:])
 
 
 # Parameters outside their domain have density 0, and raise no exception within a search.
@@ -561,8 +531,8 @@ def _declared(
     that draw outcomes. Raises `DeclarationError` where a row cannot be computed by itself, or has no slopes.
     """
     observed = parts.model.observed_RVs[0]
-    f, e, y = pt.vector("f"), pt.vector("e"), pt.vector("y")
-    replace: dict[Any, Any] = {output: f.reshape((1, *row_shape)), **_lengths_of_one(parts), **cut(e, unknowns)}
+    f, e, y, one = pt.vector("f"), pt.vector("e"), pt.vector("y"), pt.constant(np.asarray(1))
+    replace: dict[Any, Any] = {output: f.reshape((1, *row_shape)), **_lengths_with(parts, one), **cut(e, unknowns)}
     column = 0
     for value, variable in read.items():
         piece = y[column : column + variable.width].reshape((1, *variable.shape)) if variable.by_row else y[column]
@@ -580,8 +550,8 @@ def _declared(
         first_order = interpreted.python_function([extended, columns], [losses, slopes], _MODE)
     except (NotImplementedError, NullTypeGradError, ValueError, TypeError, AssertionError) as error:
         raise DeclarationError(
-            f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}). For other models use fedppl.EP(local=fedppl.local.NUTS())."
+            f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({reason(error)}). For other "
+            "models use fedppl.EP(local=fedppl.local.NUTS())."
         ) from error
     curvatures = _built_once(lambda: interpreted.python_function([extended, columns], curved, _MODE))
     return Declared(
@@ -608,11 +578,10 @@ def _built_once(build: Callable[[], T]) -> Callable[[], T]:
     return get
 
 
-def _lengths_of_one(parts: _graph.Parts) -> dict[Any, Any]:
-    """Lengths of dims, with 1 for those that count rows."""
+def _lengths_with(parts: _graph.Parts, rows: Any) -> dict[Any, Any]:
+    """Lengths of dims, with this number of rows for those that count rows."""
     lengths = _graph.lengths(parts.model)
-    rows = {name for name, place in parts.open.items() if place is not None}
     return {
-        parts.model.dim_lengths[name]: pt.constant(np.asarray(1 if name in rows else length))
+        parts.model.dim_lengths[name]: pt.constant(np.asarray(length)) if parts.open.get(name) is None else rows
         for name, length in lengths.items()
     }

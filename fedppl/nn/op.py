@@ -91,7 +91,7 @@ def module(
     net = functional.copy_of(net)
     value = X.get_value() if hasattr(X, "get_value") else getattr(inputs, "data", None)
     if ndim is None:
-        ndim = 2 if value is None else _output_ndim(net, np.asarray(value), functional.placed(place, torch.float64))
+        ndim = 2 if value is None else _output_ndim(net, np.asarray(value), place)
     return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), inputs)
 
 
@@ -161,25 +161,28 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
 
 
+def output_of_two(net: torch.nn.Module, X: Array, device: torch.device) -> torch.Tensor:
+    """The output for the first two rows of X, at the values of the network's parameters."""
+    place = functional.placed(device, torch.float64)
+    flat, rows = (functional.tensor(np.array(v), torch.float64, place) for v in (functional.initial_of(net), X[:2]))
+    with torch.no_grad():
+        return called(net, flat, rows)
+
+
 def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
     rows = torch.from_numpy(np.array(X[:2]))
     try:
-        with torch.no_grad():
-            flat = functional.tensor(
-                np.concatenate([functional.host(value).ravel() for value in net.parameters()]), torch.float64, device
-            )
-            output = called(net, flat, functional.tensor(np.array(X[:2]), torch.float64, device))
+        output = output_of_two(net, X, device)
     except Exception as error:
         remedy = "" if rows.is_floating_point() else " Give numbers as reals, X.astype(float), where they are no codes."
         raise DeclarationError(
-            f"the network fails on inputs of shape {tuple(rows.shape)} and type {rows.dtype} ({type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}); look at the shapes that its layers take.{remedy}"
+            f"the network fails on inputs of shape {tuple(rows.shape)} and type {rows.dtype} "
+            f"({functional.reason(error)}); look at the shapes that its layers take.{remedy}"
         ) from error
     if not isinstance(output, torch.Tensor) or output.ndim < 1 or len(output) != len(rows):
         what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise DeclarationError(
-            f"the network gives {what} for {len(rows)} rows, and must give one tensor with a row for each; wrap it in "
-            "a module that does."
+            f"the network gives {what} for {len(rows)} rows; wrap it in a module that gives one tensor, a row for each."
         )
     if output.is_complex() or not bool(torch.all(torch.isfinite(output))):
         raise DeclarationError(
@@ -204,10 +207,8 @@ def _parts(net: torch.nn.Module, flat: torch.Tensor, X: Array, place: torch.devi
     if len(parts) > 1:
         few = functional.tensor(X[np.linspace(0, len(X) - 1, 4).astype(int)], torch.float64, place)
         with torch.no_grad():
-            together, alone = (
-                called(net, flat, few),
-                torch.cat([called(net, flat, row) for row in torch.split(few, 1)]),
-            )
+            together = called(net, flat, few)
+            alone = torch.cat([called(net, flat, row) for row in torch.split(few, 1)])
         if together.shape != alone.shape or not torch.allclose(together, alone, rtol=1e-9, atol=1e-9):
             parts = [slice(None)]
     for rows in parts:
@@ -269,11 +270,7 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
     def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
         """Run the network forwards, and the cotangent backwards."""
         place = functional.placed(self.device, torch.float64)
-        flat, X, cotangent = (
-            functional.tensor(np.array(inputs[0]), torch.float64, place),
-            np.asarray(inputs[1]),
-            inputs[2],
-        )
+        flat, X = functional.tensor(np.array(inputs[0]), torch.float64, place), np.asarray(inputs[1])
         real = node.inputs[1].type.dtype.startswith("float")
         flat.requires_grad_()
         by_weights, by_inputs, first = np.zeros(len(flat)), np.zeros(X.shape), 0
@@ -281,7 +278,7 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
             rows = slice(first, first + len(part))
             with torch.enable_grad():
                 output = called(self.net, flat, part.requires_grad_() if real else part)
-                pull = functional.tensor(np.array(cotangent[rows]), torch.float64, place)
+                pull = functional.tensor(np.array(inputs[2][rows]), torch.float64, place)
                 slopes = torch.autograd.grad(output, [flat, part] if real else [flat], pull, allow_unused=True)
             by_weights += 0.0 if slopes[0] is None else functional.host(slopes[0])
             by_inputs[rows] = 0.0 if not real or slopes[1] is None else functional.host(slopes[1])

@@ -10,21 +10,12 @@ import torch
 
 from fedppl.nn.functional import Places, call, generator_of, gradients, host, parts_of, state_of, taken
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
-from fedppl.nn.subnet import Subnetwork, along, chunks, evaluate
-from fedppl.nn.train import (
-    RISE,
-    Leaves,
-    Training,
-    arranged,
-    loss_of,
-    mean_loss,
-    optimizer_of,
-    require_bounded,
-    take_step,
-)
-from fedppl.nn.unit import NetworkUnit, outcomes
+from fedppl.nn.subnet import Subnetwork, along, chunks
+from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_of, optimizer_of, require_bounded, take_step
+from fedppl.nn.unit import NetworkUnit, outcomes, outputs
 from fedppl.types import Array, LocalFailure
 
+_DIFFERENCE = 1e-2  # of weights, for a product with the Hessian
 _DRAWS = 32  # of all weights, to check that a bound fell
 _Normals = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
 
@@ -36,18 +27,13 @@ def loss_at(unit: NetworkUnit, w: Array, *, dtype: torch.dtype = torch.float32) 
 
 def _loss(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     net = unit.net
-    return mean_loss(unit, call(net, state_of(net, flat), X), y)
+    return unit.likelihood.mean(call(net, state_of(net, flat), X), y)
 
 
 def _gradient(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     leaf = flat.detach().requires_grad_()
     with torch.enable_grad():
         return gradients(_loss(unit, leaf, X, y), [leaf])[0]
-
-
-def _batches(rows: int, steps: Training, rng: np.random.Generator) -> Iterator[torch.Tensor]:
-    for _ in range(steps.epochs):
-        yield from torch.split(torch.from_numpy(rng.permutation(rows)), steps.batch_size)
 
 
 def meta_steps(
@@ -57,7 +43,6 @@ def meta_steps(
     inner_rate: float,
     rng: np.random.Generator,
     *,
-    difference: float = 1e-2,
     dtype: torch.dtype = torch.float32,
 ) -> Array:
     r"""Descend F(w) = f(w − α ∇f(w)) with the Hessian's product by differences, Per-FedAvg (HF).
@@ -65,21 +50,21 @@ def meta_steps(
     .. math:: \nabla F(w) \approx g - \alpha \frac{\nabla f(w + \delta u) - \nabla f(w - \delta u)}{2 \delta}
               \lVert g \rVert, \qquad g = \nabla f(w - \alpha \nabla f(w)), \quad u = g / \lVert g \rVert
 
-    The three gradients are of three batches; δ is `difference`. F tells divergence: f itself may rise far on the
+    The three gradients are of three batches; δ is 0.01. F tells divergence: f itself may rise far on the
     way to weights that are good after a step.
     """
     X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
     flat = unit.tensor(np.array(w), dtype)
     before = _ahead(unit, flat, X, y, inner_rate)
-    for batch in _batches(len(X), steps, rng):
+    for batch in batches(len(X), steps, rng):
         second, third = (torch.from_numpy(rng.choice(len(X), len(batch), replace=False)) for _ in range(2))
         ahead = flat - inner_rate * _gradient(unit, flat, taken(X, batch), taken(y, batch))
         g = _gradient(unit, ahead, taken(X, second), taken(y, second))
         length = torch.linalg.vector_norm(g)
         if length > 0:
-            u = difference * g / length
+            u = _DIFFERENCE * g / length
             sides = [_gradient(unit, flat + sign * u, taken(X, third), taken(y, third)) for sign in (1, -1)]
-            g = g - inner_rate * length / (2 * difference) * (sides[0] - sides[1])
+            g = g - inner_rate * length / (2 * _DIFFERENCE) * (sides[0] - sides[1])
         flat = flat - steps.learning_rate * g
     if not _ahead(unit, flat, X, y, inner_rate) <= before + RISE:
         raise LocalFailure("training raised the loss after a client's own step; lower learning_rate= or inner_rate=")
@@ -136,7 +121,7 @@ def moreau_steps(
     X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
     start = flat = theta = centre = unit.tensor(np.array(w), dtype)
     rows, labels = X, y
-    for batch in _batches(len(X), steps, rng):
+    for batch in batches(len(X), steps, rng):
         rows, labels, centre = taken(X, batch), taken(y, batch), flat
         theta = _near(unit, centre, rows, labels, lam, inner)
         flat = centre - steps.learning_rate * lam * (centre - theta)
@@ -203,7 +188,7 @@ def bayes_steps(
     started, strength = _normals(q, p), weight / len(X)
     with torch.no_grad():
         spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
-        for batch in _batches(len(X), steps, rng):
+        for batch in batches(len(X), steps, rng):
             rows, labels = taken(X, batch), taken(y, batch)
             of_mean, of_spread = torch.zeros_like(spread), torch.zeros_like(spread)
             for _ in range(draws):
@@ -232,7 +217,6 @@ def bayes_steps(
 
 
 def _normals(q: list[torch.Tensor], p: list[torch.Tensor]) -> _Normals:
-    """Means and sds of q and of p."""
     q_normal, p_normal = (
         (host(pair[0]).copy(), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p)
     )
@@ -346,17 +330,14 @@ def train_below(
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
     X, y = arranged(leaves.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
     mean, spread = (unit.tensor(np.asarray(value, dtype=float), dtype) for value in q)
-    optimizer, body = (
-        optimizer_of(leaves.moving, settings.learning_rate, settings.momentum),
-        without_head(leaves.net, head),
-    )
+    optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
+    body = without_head(leaves.net, head)
     noise = head_noise(draws, len(mean), generator_of(rng), dtype)
     before = loss_of(unit, leaves.state, X, y)
     with torch.enable_grad():
-        for _ in range(settings.epochs):
-            for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
-                z, v = body(taken(X, batch)), mean + spread * next(noise).to(mean.device)
-                take_step(optimizer, leaves, expected_loss(unit, head, z, taken(y, batch), v))
+        for batch in batches(len(X), settings, rng):
+            z, v = body(taken(X, batch)), mean + spread * next(noise).to(mean.device)
+            take_step(optimizer, leaves, expected_loss(unit, head, z, taken(y, batch), v))
     after = loss_of(unit, leaves.state, X, y)
     trained = require_bounded(leaves.result(flat), flat)
 
@@ -378,13 +359,12 @@ def train_below(
 def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.Generator) -> Array:
     """Log density of held-out rows at each of `count` draws from a subnetwork's posterior q by other rows, (count,)."""
     deviations, density = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
-    at, y, first = evaluate(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0
+    at, y, first = outputs(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0
     for part in chunks(unit, q.weights, q.places, torch.float64, X=unit.X):
         wide = (part.slope if part.rest is None else part.rest).shape[:2]
         rows = slice(first, first + wide[0])
         first += wide[0]
-        middle = unit.tensor(at[rows].reshape(wide), torch.float64)
-        move = along(part, len(q.places))
+        middle, move = at[rows].reshape(wide), along(part, len(q.places))
         for draw in range(count):
             density[draw] += unit.likelihood.log_density(middle + move(deviations[draw]), y[rows])
     return density

@@ -15,9 +15,10 @@ from scipy.stats import norm
 from fedppl.contracts import Point
 from fedppl.contracts.printed import CI_PROB
 from fedppl.model.client import ClientModel
+from fedppl.nn.functional import host, reason
 from fedppl.nn.likelihood import Declared, Normal
-from fedppl.nn.subnet import evaluate, output_covariance
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.subnet import output_covariance
+from fedppl.nn.unit import NetworkUnit, outputs
 from fedppl.nn.view import NetworkResult, Own, network_of
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
@@ -225,7 +226,8 @@ def predict(
         inputs = new_inputs(fit.declaration, cast(ClientModel, own.client), inputs)
     X, rng = unit.at(inputs), stream((seed, 3))
     others = unit.others(inputs) if isinstance(unit.likelihood, Declared) else {}
-    _require_as_many(others, len(X))
+    if wrong := {name: len(value) for name, value in others.items() if value.ndim and len(value) != len(X)}:
+        raise DataError(f"new inputs have {len(X)} rows, and {wrong}; give as many rows of each.")
     blocks = []
     for start in range(0, max(len(X), 1), _ROWS):
         rows = slice(start, start + _ROWS)
@@ -247,12 +249,11 @@ def predict(
 def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tuple[Array, Array]:
     """Means (n, C) and covariances (n, C, C) of the outputs at some of the rows; `first` is the number of the first."""
     try:
-        logits = evaluate(unit, own.weights, X)
+        logits = host(outputs(unit, own.weights, X))
     except (IndexError, RuntimeError) as error:
         raise DataError(
-            f"the network cannot be computed at the new inputs, of shape {X.shape} ({type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}). An integer outside a layer's table, as of an Embedding, is "
-            "one cause: give a category that was not among the layer's a number of its own before the fit."
+            f"the network cannot be computed at the new inputs, of shape {X.shape} ({reason(error)}). An integer "
+            "outside a layer's table, as of an Embedding, is one cause: give a new category a number before the fit."
         ) from error
     _require_finite(logits, "the network's output", first)
     covariance = np.zeros((*logits.shape, logits.shape[1]))
@@ -265,7 +266,6 @@ def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tu
 def _closed(
     unit: NetworkUnit, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Predictions of outcomes whose likelihood is in closed form."""
     variance = np.diagonal(covariance, axis1=1, axis2=2).copy()  # a view would keep all covariances in memory
     if isinstance(unit.likelihood, Normal):
         sd = np.sqrt(variance + unit.likelihood.sd**2)
@@ -276,18 +276,15 @@ def _closed(
 
 
 def _require_fit(fit: Any) -> None:
-    """Refuse an object that is no fit."""
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the client and inputs.")
 
 
 def _seed(fit: Fit, random_seed: Any) -> int:
-    """The given seed, or the fit's."""
     return fit.seed if random_seed is None else whole("random_seed", random_seed, 0, "None takes the fit's")
 
 
 def _require_finite(values: Array, what: str, first: int) -> None:
-    """Refuse numbers that are not finite, with the first row of one."""
     if not np.all(np.isfinite(values)):
         row = first + int(np.argwhere(~np.isfinite(values))[0, 0])
         raise DataError(f"{what} is not finite at row {row} of the new inputs; look at their size.")
@@ -324,13 +321,6 @@ def probabilities(
 _EACH = 10  # draws of an outcome for each draw of outputs
 
 
-def _require_as_many(others: Mapping[str, Array], rows: int) -> None:
-    """Refuse variables of the likelihood with another number of rows than the network's inputs."""
-    wrong = {name: len(value) for name, value in others.items() if value.ndim and len(value) != rows}
-    if wrong:
-        raise DataError(f"new inputs have {rows} rows, and {wrong}; give as many rows of each.")
-
-
 def _outcomes_at(
     unit: NetworkUnit,
     others: Mapping[str, Array],
@@ -363,9 +353,8 @@ def _outcomes_at(
                 drawn += [functions.draw(at, others, rng) for _ in range(_EACH * (draws if is_known else 1))]
         except Exception as error:
             raise DataError(
-                f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({type(error).__name__}: "
-                f"{str(error).strip().partition(chr(10))[0]}); look at the size of inputs and at what the likelihood "
-                "reads beside them, and give pm.CustomDist a random=."
+                f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({reason(error)}); look at the size "
+                "of inputs and at what the likelihood reads beside them, and give pm.CustomDist a random=."
             ) from error
     moments = {"output_mean": outputs[:, :count], "output_variance": variance}
     dims: dict[str, tuple[str, ...]] = dict.fromkeys(moments, ("row", "output"))

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedppl.nn.functional import Places, call, factored_on, gradients, host, parameter_slices, parts_of, tensor
+from fedppl.nn.functional import Places, call, factored_on, gradients, host, parameter_slices, tensor
 from fedppl.nn.likelihood import Declared
-from fedppl.nn.unit import NetworkUnit, outcomes
+from fedppl.nn.unit import NetworkUnit, outcomes, outputs
 from fedppl.types import Array, DeclarationError, LocalFailure
 
 _NUMBERS = 2**25  # in one array of a chunk
@@ -35,30 +35,19 @@ class Slopes(NamedTuple):
 
     slope: torch.Tensor  # ∂f_c / ∂z_u of the units of linear layers, (b, C, U)
     inputs: torch.Tensor  # of these layers, side by side, with a column of ones for biases, (b, K)
-    unit: NDArray[np.int64]  # of each weight of a linear layer, into `slope`
-    column: NDArray[np.int64]  # into `inputs`
-    places: NDArray[np.int64]  # of those weights in S
-    rest: torch.Tensor | None  # ∂f_c / ∂w of the others, (b, C, r)
-    rest_places: NDArray[np.int64]
+    rest: torch.Tensor | None  # ∂f_c / ∂w of other weights, (b, C, r)
+    plan: _Plan
 
 
 class _Plan(NamedTuple):
     """How derivatives of the weights of S factor, and which do not."""
 
     layers: tuple[str, ...]
-    unit: NDArray[np.int64]
-    column: NDArray[np.int64]
-    places: NDArray[np.int64]
+    unit: NDArray[np.int64]  # of each weight of a linear layer, into `Slopes.slope`
+    column: NDArray[np.int64]  # into `Slopes.inputs`
+    places: NDArray[np.int64]  # of those weights in S
     rest: dict[str, NDArray[np.int64]]  # positions within other parameters
-    rest_places: NDArray[np.int64]
-
-
-def evaluate(unit: NetworkUnit, w: Array, X: Array, dtype: torch.dtype = torch.float64) -> Array:
-    """f(X; w), (n, C)."""
-    with torch.no_grad():
-        net, state = unit.net, unit.state(w, dtype)
-        parts = [host(call(net, state, unit.tensor(X[rows], dtype))) for rows in parts_of(net, X.shape)]
-    return np.concatenate(parts)
+    rest_places: NDArray[np.int64]  # of these in S
 
 
 def chunks(
@@ -68,7 +57,7 @@ def chunks(
     inputs = unit.X if X is None else X
     y, expected = outcomes(unit, dtype) if X is None else None, False
     if y is not None and isinstance(unit.likelihood, Declared):  # the same for all chunks
-        expected = unit.likelihood.bends(torch.from_numpy(evaluate(unit, w, inputs)), y)
+        expected = unit.likelihood.bends(outputs(unit, w, inputs), y)
     state = unit.state(w, dtype)
     plan = _checked_plan(unit, state, unit.tensor(inputs[:_LOOKED_AT], dtype), index)
     with torch.no_grad():
@@ -121,35 +110,34 @@ def slopes(
         ones = torch.ones(len(X), 1, dtype=output.dtype, device=output.device)
         inputs = torch.cat([part for a, _ in layers for part in (a.detach(), ones)], dim=1)
     rest = _rest(unit, state, X, plan.rest, factor) if plan.rest else None
-    return Slopes(slope, inputs, plan.unit, plan.column, plan.places, rest, plan.rest_places)
+    return Slopes(slope, inputs, rest, plan)
 
 
-def rows_of(part: Slopes, size: int, *, flat: bool = True) -> torch.Tensor:
-    """√Λ J of a chunk, (b C, s), or (b, C, s)."""
-    like = part.slope if part.rest is None else part.rest
-    b, C = like.shape[:2]
-    J = torch.zeros(b, C, size, dtype=like.dtype, device=like.device)
-    if len(part.places):
-        J[:, :, part.places] = part.slope[:, :, part.unit] * part.inputs[:, None, part.column]
+def rows_of(part: Slopes, size: int) -> torch.Tensor:
+    """√Λ J of a chunk, (b, C, s)."""
+    like, plan = part.slope if part.rest is None else part.rest, part.plan
+    J = like.new_zeros(*like.shape[:2], size)
+    if len(plan.places):
+        J[:, :, plan.places] = part.slope[:, :, plan.unit] * part.inputs[:, None, plan.column]
     if part.rest is not None:
-        J[:, :, part.rest_places] = part.rest
-    return J.reshape(-1, size) if flat else J
+        J[:, :, plan.rest_places] = part.rest
+    return J
 
 
 def along(part: Slopes, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function from a change of S (s,) to J times it, (b, C), with J in memory only where it is small."""
-    b, C, units = part.slope.shape if part.rest is None else (*part.rest.shape[:2], part.slope.shape[2])
+    (b, C), units, plan = (part.slope if part.rest is None else part.rest).shape[:2], part.slope.shape[2], part.plan
     if b * C * size <= _NUMBERS // 4:
-        J = rows_of(part, size, flat=False)
+        J = rows_of(part, size)
         return lambda change: J @ change
 
     def factored(change: torch.Tensor) -> torch.Tensor:
         product = change.new_zeros(b, C)
         if part.rest is not None:
-            product += part.rest @ change[part.rest_places]
-        if len(part.places):
+            product += part.rest @ change[plan.rest_places]
+        if len(plan.places):
             across = change.new_zeros(units, part.inputs.shape[1])
-            across[part.unit, part.column] = change[part.places]
+            across[plan.unit, plan.column] = change[plan.places]
             product += (part.slope @ (part.inputs @ across.T)[:, :, None])[:, :, 0]
         return product
 
@@ -196,7 +184,7 @@ def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, ind
         slices = parameter_slices(unit.net)
         places = np.concatenate([np.arange(slices[name].start, slices[name].stop) for name in names])
         alone = _plan(unit, state, x, places, ())
-        factored = rows_of(slopes(unit, state, x, alone), len(places), flat=False)
+        factored = rows_of(slopes(unit, state, x, alone), len(places))
         every = {name: np.arange(state[name].numel()) for name in names}
         eye = torch.eye(factored.shape[1], dtype=factored.dtype, device=factored.device)
         expected = _rest(unit, state, x, every, eye)
@@ -285,12 +273,13 @@ def curvature_diagonal(unit: NetworkUnit, w: Array, index: Places, *, dtype: tor
     """Diagonal of Jᵀ Λ J at the weights `index` (s,), summed in float64."""
     diagonal = np.zeros(len(index))
     for part in chunks(unit, w, index, dtype):
+        plan = part.plan
         if part.rest is not None:
-            diagonal[part.rest_places] += host((part.rest**2).sum((0, 1)))
-        if len(part.places):
+            diagonal[plan.rest_places] += host((part.rest**2).sum((0, 1)))
+        if len(plan.places):
             squares = (part.slope**2).sum(1)  # (b, units)
             products = squares.T @ part.inputs**2
-            diagonal[part.places] += host(products[part.unit, part.column])
+            diagonal[plan.places] += host(products[plan.unit, plan.column])
     return diagonal
 
 
@@ -328,11 +317,11 @@ def curvature(unit: NetworkUnit, w: Array, index: Places, *, dtype: torch.dtype 
     order = np.arange(len(index))
     for part in chunks(unit, w, index, dtype):
         if part.rest is None:
-            by_unit = np.argsort(part.unit, kind="stable")
+            by_unit = np.argsort(part.plan.unit, kind="stable")
             _add_pairs(matrix, part, by_unit)
-            order = part.places[by_unit]
+            order = part.plan.places[by_unit]
         else:
-            add_square(matrix, rows_of(part, len(index)))
+            add_square(matrix, rows_of(part, len(index)).flatten(0, 1))
     upper = torch.triu(matrix)
     back = np.argsort(order)
     return np.asarray(host(upper + torch.triu(matrix, 1).T)[np.ix_(back, back)])
@@ -340,8 +329,8 @@ def curvature(unit: NetworkUnit, w: Array, index: Places, *, dtype: torch.dtype 
 
 def _by_unit(part: Slopes, order: NDArray[np.int64]) -> list[tuple[int, slice, torch.Tensor]]:
     """Weights of each unit, which are adjacent in `order`: (unit, slice of `order`, their inputs (b, k))."""
-    units, starts = np.unique(part.unit[order], return_index=True)
-    column = part.column[order]
+    units, starts = np.unique(part.plan.unit[order], return_index=True)
+    column = part.plan.column[order]
     return [
         (int(unit), slice(int(a), int(b)), part.inputs[:, column[a:b]].contiguous())
         for unit, a, b in zip(units, starts, [*starts[1:], len(order)], strict=True)
@@ -440,20 +429,20 @@ def _require_finite(w: Array) -> None:
         raise DeclarationError("the weights are not finite: lower learning_rate=.")
 
 
-def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array, *, dtype: torch.dtype = torch.float64) -> Array:
+def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array) -> Array:
     """J_S(x) Cov(w_S) J_S(x)ᵀ for each row of X, (n, C, C)."""
-    covariance = unit.tensor(np.asarray(q.covariance), dtype)
+    covariance = unit.tensor(np.asarray(q.covariance), torch.float64)
     parts = []
-    for part in chunks(unit, q.weights, q.places, dtype, X=X):
+    for part in chunks(unit, q.weights, q.places, torch.float64, X=X):
         if q.covariance.ndim == 1:
             parts.append(_of_independent(part, covariance))
             continue
         if part.rest is not None:
-            J = rows_of(part, len(q.places), flat=False)
+            J = rows_of(part, len(q.places))
             parts.append(J @ covariance @ J.mT)
             continue
-        by_unit = np.argsort(part.unit, kind="stable")
-        groups, order = _by_unit(part, by_unit), part.places[by_unit]
+        by_unit = np.argsort(part.plan.unit, kind="stable")
+        groups, order = _by_unit(part, by_unit), part.plan.places[by_unit]
         sorted_covariance = covariance[order][:, order]
         middle = part.slope.new_zeros(len(part.inputs), part.slope.shape[2], part.slope.shape[2])
         for position, (first, here, left) in enumerate(groups):
@@ -467,11 +456,12 @@ def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array, *, dtype: torc
 
 def _of_independent(part: Slopes, variance: torch.Tensor) -> torch.Tensor:
     """Covariance of the outputs for independent weights, a sum over layers, (b, C, C)."""
-    terms = [] if part.rest is None else [(part.rest * variance[part.rest_places]) @ part.rest.mT]
-    if len(part.places):
+    plan = part.plan
+    terms = [] if part.rest is None else [(part.rest * variance[plan.rest_places]) @ part.rest.mT]
+    if len(plan.places):
         # Of a unit of a linear layer: Σ_u ∂f_c/∂z_u ∂f_c'/∂z_u Σ_i x_i² Var(w_ui).
         spread = part.slope.new_zeros(part.slope.shape[2], part.inputs.shape[1])
-        spread[part.unit, part.column] = variance[part.places]
+        spread[plan.unit, plan.column] = variance[plan.places]
         terms.append((part.slope * (part.inputs**2 @ spread.T)[:, None]) @ part.slope.mT)
     return torch.stack(terms).sum(0)
 
@@ -494,11 +484,12 @@ def of_few_rows(unit: NetworkUnit, w: Array, index: Places, variance: Array, dty
 
     None where there are too many rows for this to be faster, or where rounding errors would be too large.
     """
-    if not len(unit.X) or _FEWER * len(unit.X) * evaluate(unit, w, unit.X[:1]).size > len(index):
+    if not len(unit.X) or _FEWER * len(unit.X) * outputs(unit, w, unit.X[:1]).numel() > len(index):
         return None
     device = factored_on(unit.place(dtype))
     scale = tensor(np.sqrt(variance), dtype, device)
-    A = torch.cat([rows_of(part, len(index)) for part in chunks(unit, w, index, dtype)]).to(device) * scale
+    rows = [rows_of(part, len(index)).flatten(0, 1) for part in chunks(unit, w, index, dtype)]
+    A = torch.cat(rows).to(device) * scale
     inner = A @ A.T
     inner.diagonal().add_(1.0)
     largest = largest_eigenvalue(inner, torch.ones(len(inner), dtype=dtype, device=device))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,19 +60,18 @@ def train(
         output: torch.Tensor = net(rows.clone())  # a layer in place would overwrite the inputs
         return output
 
-    pulls = _pulls(leaves, flat, where, prior, linear, len(X))
+    pulls = pulls_of(leaves.split, flat, where, prior, len(X), linear)
     optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
     with torch.no_grad():
-        before = float(mean_loss(unit, by_parts(net, whole, X), y))
+        before = float(unit.likelihood.mean(by_parts(net, whole, X), y))
     with torch.enable_grad():
-        for _ in range(settings.epochs):
-            for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
-                loss = mean_loss(unit, net(taken(X, batch)), taken(y, batch))
-                if penalty is not None:
-                    loss = loss + penalty(leaves.at(unit.local_at)) / len(X)
-                take_step(optimizer, leaves, loss, pulls)
+        for batch in batches(len(X), settings, rng):
+            loss = unit.likelihood.mean(net(taken(X, batch)), taken(y, batch))
+            if penalty is not None:
+                loss = loss + penalty(leaves.at(unit.local_at)) / len(X)
+            take_step(optimizer, leaves, loss, pulls)
     with torch.no_grad():
-        after = float(mean_loss(unit, by_parts(net, whole, X), y))
+        after = float(unit.likelihood.mean(by_parts(net, whole, X), y))
     trained, rise = leaves.result(flat), after - before
     if linear is None and not rise <= RISE:
         prior_after, prior_before = (_prior_loss(unit, w, where, prior, penalty) for w in (trained, flat))
@@ -163,6 +162,12 @@ def arranged(net: torch.nn.Module, X: torch.Tensor) -> torch.Tensor:
     return channels_last
 
 
+def batches(rows: int, settings: Training, rng: np.random.Generator) -> Iterator[torch.Tensor]:
+    """Rows of each step, shuffled anew in each epoch."""
+    for _ in range(settings.epochs):
+        yield from torch.split(torch.from_numpy(rng.permutation(rows)), settings.batch_size)
+
+
 def _upper_layers(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Module, torch.Tensor]:
     """The layers of a Sequential from the first that moves on, and their inputs: those below are computed once."""
     if type(net) is not torch.nn.Sequential or net._forward_hooks or net._forward_pre_hooks:
@@ -188,19 +193,24 @@ def _upper_layers(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Modul
 Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
-def _pulls(
-    leaves: Leaves, w: Array, free: Places, prior: tuple[Array, Array] | None, linear: Array | None, rows: int
+def pulls_of(
+    cut: Callable[[Array], list[torch.Tensor]],
+    w: Array,
+    free: Places,
+    prior: tuple[Array, Array] | None,
+    rows: Any,
+    linear: Array | None = None,
 ) -> Pulls:
-    """For each moving parameter a and c of the gradient a w + c of the prior and the linear term."""
+    """For each moving parameter, as vectors like w are `cut`, a and c of the gradient a w + c of prior and `linear`."""
     if prior is None and linear is None:
         return None
-    slope, constant = np.zeros(len(w)), np.zeros(len(w))
+    slope, constant = np.zeros(w.shape), np.zeros(w.shape)
     if prior is not None:
-        slope[free] = np.asarray(prior[1]) / rows
-        constant[free] = -slope[free] * np.asarray(prior[0])
+        slope[..., free] = np.asarray(prior[1]) / rows
+        constant[..., free] = -slope[..., free] * np.asarray(prior[0])
     if linear is not None:
-        constant[free] += np.asarray(linear)
-    return list(zip(leaves.split(slope), leaves.split(constant), strict=True))
+        constant[..., free] += np.asarray(linear)
+    return list(zip(cut(slope), cut(constant), strict=True))
 
 
 def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tensor, pulls: Pulls = None) -> None:
@@ -229,9 +239,4 @@ def loss_of(unit: NetworkUnit, state: dict[str, torch.Tensor], X: torch.Tensor, 
     """Mean negative log likelihood of all rows at these parameters and buffers, computed for some rows at a time."""
     net = unit.net
     with torch.no_grad():
-        return float(mean_loss(unit, by_parts(net, lambda rows: call(net, state, rows), X), y))
-
-
-def mean_loss(unit: NetworkUnit, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean negative log likelihood of a batch."""
-    return unit.likelihood.mean(output, y)
+        return float(unit.likelihood.mean(by_parts(net, lambda rows: call(net, state, rows), X), y))

@@ -16,7 +16,7 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.checks import new_inputs
 from fedppl.nn import functional
-from fedppl.nn.functional import Places
+from fedppl.nn.functional import Places, parts_of
 from fedppl.nn.likelihood import CONTRACT, Declared, Likelihood, columns
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
@@ -77,8 +77,7 @@ class NetworkUnit:
             self.y = columns(client_id, declared.likelihood.read, columns_of_y, len(X))
         elif len(self.y) != len(X):
             raise DataError(
-                f"client {client_id!r}: {len(self.y)} outcomes and {len(X)} rows of inputs; give one outcome for each "
-                "row."
+                f"client {client_id!r}: {len(self.y)} outcomes and {len(X)} rows of inputs; give one for each row."
             )
         self._arrays = arrays
 
@@ -102,7 +101,7 @@ class NetworkUnit:
     @property
     def initial(self) -> Array:
         """The values of the parameters in the declared network, (d,)."""
-        return np.concatenate([functional.host(value).ravel() for value in self.declared.net.parameters()])
+        return functional.initial_of(self.declared.net)
 
     @property
     def inferable_at(self) -> Places:
@@ -146,15 +145,17 @@ class NetworkUnit:
         return new_inputs(inputs, {**self.declared.containers, **self.declared.covariates}, self._arrays)
 
 
+def outputs(unit: NetworkUnit, w: Array, X: Array) -> torch.Tensor:
+    """f(X; w), (n, C), in float64."""
+    net, state = unit.net, unit.state(w, torch.float64)
+    with torch.no_grad():
+        parts = [functional.call(net, state, unit.tensor(X[rows], torch.float64)) for rows in parts_of(net, X.shape)]
+    return torch.cat(parts)
+
+
 def log_likelihood(unit: NetworkUnit, w: Array) -> float:
     """log p(y | X, w) in float64."""
-    with torch.no_grad():
-        net, state = unit.net, unit.state(w, torch.float64)
-        outputs = [
-            functional.call(net, state, unit.tensor(unit.X[rows], torch.float64))
-            for rows in functional.parts_of(net, unit.X.shape)
-        ]
-    return unit.likelihood.log_density(torch.cat(outputs), outcomes(unit, torch.float64))
+    return unit.likelihood.log_density(outputs(unit, w, unit.X), outcomes(unit, torch.float64))
 
 
 def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -216,9 +217,8 @@ def _require_no_potential(parts: _graph.Parts, who: str) -> None:
     """Refuse a ``pm.Potential`` of a client, which is part of neither rows nor priors, wherever it is not 0."""
     if names := [term.name for term in parts.model.potentials if term in parts.site_terms]:
         raise DeclarationError(
-            f"{who}: {names} are pm.Potential of the client's own weights or data, and networks have the outcome and "
-            "priors of variables alone. Put such a term into the outcome's distribution, pm.CustomDist for example, "
-            f"or into the weights' priors; {CONTRACT}."
+            f"{who}: {names} are pm.Potential of the client's own weights or data, which networks leave out. Put them "
+            f"into the outcome's distribution (pm.CustomDist) or into the weights' priors; {CONTRACT}."
         )
 
 
@@ -260,9 +260,6 @@ def _require_near(client_id: str, what: str, declared: float, ours: float, round
         )
 
 
-_UNKNOWNS = "fedppl_unknowns"  # attribute of a network with their names
-
-
 def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) -> torch.nn.Module:
     """A copy of a network with these unknowns as parameters, whose output has columns for them, (n, C + e).
 
@@ -276,15 +273,14 @@ def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) 
             raise DeclarationError(f"{who}: {name!r} is a name of the network's own; call the variable something else.")
         value = torch.from_numpy(np.array(start, dtype=float)).to(torch.get_default_dtype())
         extended.register_parameter(name, torch.nn.Parameter(value))
-    setattr(extended, _UNKNOWNS, tuple(starts))
-    extended.register_forward_hook(_beside)
+    extended.register_forward_hook(functools.partial(_beside, tuple(starts)))
     return extended
 
 
-def _beside(module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
-    """Outputs of each row, and the unknowns after them."""
+def _beside(names: tuple[str, ...], module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    """Outputs of each row, and the unknowns of these names after them."""
     rows = output.reshape(len(output), -1)
-    values = torch.cat([getattr(module, name).reshape(-1) for name in getattr(module, _UNKNOWNS)])
+    values = torch.cat([getattr(module, name).reshape(-1) for name in names])
     return torch.cat([rows, values.to(rows.dtype).expand(len(rows), -1)], dim=1)
 
 
@@ -315,9 +311,8 @@ def require_rows_alone(unit: NetworkUnit, client_id: str) -> bool:
         alone = np.zeros(0)
     if not _repeated(together, alone):
         raise DeclarationError(
-            f"client {client_id!r}: the network's output for a row depends on the other rows, and batches, "
-            "curvatures and predictions take rows one by one. Use layers that normalise or attend within a row "
-            "(torch.nn.LayerNorm, torch.nn.GroupNorm, batch norm with running moments after net.eval())."
+            f"client {client_id!r}: the network's output for a row depends on the other rows. Use layers that "
+            "normalise or attend within a row (torch.nn.LayerNorm, batch norm with running moments after net.eval())."
         )
     return True
 
@@ -338,7 +333,6 @@ def _spread(unit: NetworkUnit) -> Array:
 
 
 def _output(unit: NetworkUnit, w: Array, X: Array) -> Array:
-    """The network's output for these rows in one call."""
     with torch.no_grad():
         return host(call(unit.net, unit.state(w, torch.float64), unit.tensor(X, torch.float64)))
 
@@ -355,9 +349,8 @@ def require_inputs(client_id: str, X: Array) -> None:
     if np.any(beyond):
         place = tuple(int(i) for i in np.argwhere(beyond)[0])
         raise DataError(
-            f"client {client_id!r}: the network's inputs hold {X[place]} in row {place[0]}, at index {place}, and "
-            "networks are trained in single precision, whose numbers end at 3.4e38; drop or impute such rows, or "
-            "scale the inputs."
+            f"client {client_id!r}: the network's inputs hold {X[place]} in row {place[0]}, at index {place}, which is "
+            "not finite in single precision; drop or impute such rows, or scale the inputs."
         )
 
 
@@ -414,8 +407,7 @@ def require_same_again(unit: NetworkUnit, client_id: str) -> None:
     first = output(rows())
     if not _repeated(first, output(rows())):
         raise DeclarationError(
-            f"client {client_id!r}: the network gives another output when it is asked again, so that it is no function "
-            "of weights and inputs: it draws at random, as dropout does within recurrent and attention layers, or "
+            f"client {client_id!r}: the network gives another output when it is asked again: it draws at random, or "
             "remembers earlier calls. Call net.eval() before you declare the model, and take out what still draws."
         )
     reused = rows()

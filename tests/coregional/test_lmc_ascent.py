@@ -605,7 +605,7 @@ ODD = {
 
 
 SCALES = {
-    "constant": (np.full(15, 0.7), "the 15 outputs vary by sd .*Leave a unit of constant outputs out"),
+    "constant": (np.full(15, 0.7), "the 15 outputs vary by sd .*Leave a dead sensor out"),
     "zero": (np.zeros(15), "the 15 outputs vary by sd 0, .*dead sensor"),
     "tiny": (1e-8 * WAVE, "vary by sd .*bring outputs to mean 0 and unit scale"),
     "huge": (1e8 * WAVE, "root mean square is .*bring outputs to mean 0 and unit scale"),

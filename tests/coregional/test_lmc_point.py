@@ -14,7 +14,7 @@ from scipy.stats import multivariate_normal, norm
 import fedppl
 from fedppl import curves
 from fedppl.coregional.bound import Design, UnitClientState, bound_of_sums, joint_covariance, rescale, size_factor
-from fedppl.coregional.unit import POINT, statistics
+from fedppl.coregional.unit import best_unit, statistics
 from fedppl.coregional.view import unit_of
 from fedppl.models import fedlmc_ss
 from fedppl.types import DeclarationError
@@ -48,7 +48,7 @@ def test_a_units_coefficients_and_noise_are_at_the_mode() -> None:
     for client in units().values():
         view = client.view(unit_of)
         design = view.design(SHARED.kernel)
-        own, _ = POINT.best(design, SHARED, view.noise, view.noise.mean, 300)
+        own, _ = best_unit(design, SHARED, view.noise, view.noise.mean, 300, spread=0.0)
         assert np.all(own.variance == 0.0)
 
         def value(x: Any, design: Design = design, view: Any = view) -> float:

@@ -24,7 +24,7 @@ from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn import subnet, view  # noqa: E402
 from fedppl.nn.functional import call, state_of  # noqa: E402
 from fedppl.nn.likelihood import Declared  # noqa: E402
-from fedppl.nn.train import outcomes  # noqa: E402
+from fedppl.nn.unit import outcomes, outputs  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from tests.support import problems  # noqa: E402
 
@@ -655,7 +655,7 @@ def started(change: Change) -> tuple[Any, np.ndarray, np.ndarray]:
     fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
     X = np.random.default_rng(6).normal(size=(5, 2))
     unit = fit.clients["a"].view(network_of).unit
-    return fit, X, subnet.evaluate(unit, nn.personalise(fit, "a").weights, X)
+    return fit, X, outputs(unit, nn.personalise(fit, "a").weights, X).numpy()
 
 
 def test_binary_outcomes_have_the_probabilities_of_two_classes() -> None:

@@ -22,9 +22,8 @@ from fedppl.flower import node as _node  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn.algorithms import _common  # noqa: E402
-from fedppl.nn.subnet import evaluate  # noqa: E402
 from fedppl.nn.train import Training  # noqa: E402
-from fedppl.nn.unit import log_likelihood  # noqa: E402
+from fedppl.nn.unit import log_likelihood, outputs  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.storage.signed import Memory  # noqa: E402
@@ -206,7 +205,7 @@ def test_scales_that_differ_between_clients_are_each_client_s_or_refused(kind: s
         unit = client.view(network_of).unit
         assert_allclose(
             log_likelihood(unit, unit.initial),
-            norm.logpdf(clients[name]["y"], evaluate(unit, unit.initial, unit.X), clients[name]["scale"]).sum(),
+            norm.logpdf(clients[name]["y"], outputs(unit, unit.initial, unit.X).numpy(), clients[name]["scale"]).sum(),
             rtol=1e-10,
         )
 

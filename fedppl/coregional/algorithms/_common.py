@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ P = TypeVar("P")
 
 
 def _require_unit(client: ClientView) -> None:
-    """Raise DeclarationError where the model is no linear model of coregionalisation."""
     client.view(unit_of)
 
 
@@ -51,16 +50,16 @@ def first_answer(
     rng: np.random.Generator,
     initial_kernel: str = "median",
     *,
-    start: Callable[[int, float, np.random.Generator], UnitClientState] = random_unit,
+    log_sd: float = 0.0,
+    spread: float = 1.0,
 ) -> tuple[UnitClientState, Message]:
     """Coefficients at the start, and the reply: the unit's size, and the kernel of its own Gaussian process."""
     role = unit.roles
     kernel, log_noise_sd = role.kernel_mean, unit.noise.mean
     if initial_kernel == "median":
-        fitted = own_fit(unit, (role.kernel_mean, role.kernel_precision), role.slab_prior)
-        kernel, log_noise_sd = fitted.kernel, float(np.median(fitted.log_noise_sd))
+        kernel, log_noise_sd = own_fit(unit)
     reply = {"kernel": kernel, "rows": np.array(float(len(unit.response)))}
-    return start(role.latents, log_noise_sd, rng), reply
+    return random_unit(role.latents, log_noise_sd, rng, log_sd=log_sd, spread=spread), reply
 
 
 def first_shapes(role: Roles) -> dict[str, tuple[int, ...]]:
@@ -92,33 +91,33 @@ def reject_negative(reply: Message, *names: str) -> str | None:
 
 
 def read(
-    role: Callable[[S], Roles],
     shared: Callable[[S], Globals],
     joint: Callable[[S], Array],
-    has_replied: Callable[[S], tuple[Mapping[str, int], NDArray[np.bool_]]],
+    has_replied: Callable[[S], NDArray[np.bool_]],
     draw: DrawFn[P],
     *,
     tests_convergence: bool = False,
     point: bool = False,
 ) -> Result[S, P]:
-    """How a state is read, from functions of it: roles, shared parameters, cov(v) (LQ, LQ), and which units replied.
+    """How a state is read, from functions of it: shared parameters, cov(v) (LQ, LQ), and which units ever replied (K,).
 
-    The last gives each client's row, and by row whether it ever replied, (K,). `point`: whether coefficients are
-    estimates.
+    `point`: whether coefficients are estimates.
     """
 
-    def final(state: S, client_id: str) -> Message:
-        where, replied = has_replied(state)
-        is_known = client_id in where and bool(replied[where[client_id]])
+    def final(state: Any, client_id: str) -> Message:
+        is_known = client_id in state.where and bool(has_replied(state)[state.where[client_id]])
         return final_message(shared(state), joint(state), has_replied=is_known, point=point)
+
+    def drawn(state: Any, count: int, rng: np.random.Generator) -> Array:
+        return sample(state.roles, final(state, ""), count, rng)
+
+    def is_estimate(state: Any) -> Array:
+        return estimated(state.roles)
 
     return Result(
         final,
         draw,
-        Sampler(
-            lambda state, count, rng: sample(role(state), final(state, ""), count, rng),
-            lambda state: estimated(role(state)),
-        ),
+        Sampler(drawn, is_estimate),
         lambda state: {"inclusion_probability": (("latent",), shared(state).inclusion)},
         tests_convergence=tests_convergence,
     )

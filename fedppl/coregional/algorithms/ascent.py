@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,18 +12,8 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Needs, Received, Replies, Report, sum_replies
 from fedppl.coregional.algorithms import _common, ending
-from fedppl.coregional.bound import (
-    Globals,
-    Roles,
-    UnitClientState,
-    bound_of_sums,
-    gradient,
-    inducing,
-    joint_covariance,
-    maximise,
-    rescale,
-)
-from fedppl.coregional.unit import POINT, POSTERIOR, UnitUpdates, draw, scaled, statistics
+from fedppl.coregional.bound import Globals, Roles, UnitClientState, bound_of_sums, gradient, joint_covariance, maximise
+from fedppl.coregional.unit import best_unit, draw, random_unit, statistics, towards
 from fedppl.coregional.view import roles, unit_of
 from fedppl.settings import between, described, whole
 from fedppl.types import Array, Layout, Message
@@ -93,18 +83,8 @@ def PointAscent(
     ----------
     .. [1] Gao and Chung, section 5, the models FedLMC and LMC; eq. 17 has coefficients as parameters too.
     """
-    settings = checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
-    return ascent("curves.PointAscent", settings, POINT, _maximise, _common.NEEDS_NO_SELECTION)
-
-
-def _maximise(
-    totals: Mapping[str, Array], shared: Globals, role: Roles, *, sweeps: int, select: bool
-) -> tuple[Mapping[str, Array], Globals]:
-    """Inducing variables and sizes in turn; σ_w stays where it is."""
-    for _ in range(sweeps):
-        mean, covariance = inducing(totals, shared.inclusion)
-        totals, shared = rescale(totals, shared._replace(mean=mean, covariance=covariance), spread=0.0)
-    return totals, shared
+    settings = Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
+    return ascent("curves.PointAscent", settings, _common.NEEDS_NO_SELECTION, spread=0.0)
 
 
 # Federated coordinate ascent for coregionalised Gaussian processes that select their latent functions (FedLMC-SS) -----
@@ -175,8 +155,8 @@ def Ascent(
     .. [3] Hoffman et al. (2013), Stochastic variational inference, JMLR 14, eqs. 24 to 26.
     .. [4] Sidi (2017), Vector Extrapolation Methods with Applications, SIAM, section 2.
     """
-    settings = checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
-    return ascent("curves.Ascent", settings, POSTERIOR, maximise, _common.NEEDS)
+    settings = Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
+    return ascent("curves.Ascent", settings, _common.NEEDS, spread=1.0)
 
 
 # Rounds of the coordinate ascents that send all products of their latent functions: state, sums, the server's part ----
@@ -203,37 +183,30 @@ class AscentState(NamedTuple):
     rest: ending.Rest | None = None  # once the bound and the kernels are nearly at rest
 
 
-# Selection, inducing variables, sizes and σ_w at their best, from the sums; `select`: whether γ moves.
-Maximise = Callable[..., tuple[Mapping[str, Array], Globals]]
-
-
-def ascent(
-    name: str, settings: Settings, updates: UnitUpdates, maximise: Maximise, needs: Needs
-) -> Algorithm[AscentState, UnitClientState]:
-    """An algorithm from the units' updates of their own parameters and the server's of the shared ones."""
+def ascent(name: str, settings: Settings, needs: Needs, *, spread: float) -> Algorithm[AscentState, UnitClientState]:
+    """An ascent whose coefficients have a posterior, with a `spread` of 1, or are point estimates, with one of 0."""
+    settings = checked(settings)
     return Algorithm[AscentState, UnitClientState](
         name=name,
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=functools.partial(_broadcast, settings=settings),
-        update_client=functools.partial(update_client, batch_size=settings.batch_size, updates=updates),
-        update_server=functools.partial(_update_server, settings=settings, maximise=maximise),
+        update_client=functools.partial(update_client, batch_size=settings.batch_size, spread=spread),
+        update_server=functools.partial(_update_server, settings=settings, spread=spread),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
         result=_common.read(
-            lambda state: state.roles,
             lambda state: state.shared,
             _joint,
-            lambda state: (state.where, state.has_replied),
+            lambda state: state.has_replied,
             draw,
             tests_convergence=True,
-            point=updates is POINT,
+            point=spread == 0,
         ),
         needs=needs,
     )
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings) -> AscentState:
-    """Start from the prior, with every latent function in use."""
     role = roles(layout)
     return AscentState(
         roles=role,
@@ -267,7 +240,7 @@ def _sent(state: AscentState) -> Globals:
 
 
 def _update_server(
-    state: AscentState, received: Received, *, settings: Settings, maximise: Maximise
+    state: AscentState, received: Received, *, settings: Settings, spread: float
 ) -> tuple[AscentState, Report]:
     """Add up the replies, and maximise over the shared parameters."""
     if not received.clients:
@@ -279,7 +252,7 @@ def _update_server(
         report = Report(ending.info(state.bound, state.shared, change), message=_common.STARTED)
         return state._replace(shared=state.shared._replace(kernel=kernel)), report
     if state.collecting:
-        return _collect(state, received, settings, maximise)
+        return _collect(state, received, settings, spread)
     has_replied = state.has_replied.copy()  # a round brings sums alone only once every unit has replied
     has_replied[[state.where[client_id] for client_id in received.single()]] = True
     share = received.clients / has_replied.sum()
@@ -289,16 +262,14 @@ def _update_server(
     slope = sums.pop("kernel_gradient") / share
     totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
     state = state._replace(has_replied=has_replied, stochastic=state.stochastic + noisy)
-    return _raise_bound(state, totals, slope, settings, maximise, noisy=noisy)
+    return _raise_bound(state, totals, slope, settings, spread, noisy=noisy)
 
 
 def _unpacked(sums: Message) -> dict[str, Array]:
     return {**sums, "precision": gaussian.unpack_triangle(sums["precision"])}
 
 
-def _collect(
-    state: AscentState, received: Received, settings: Settings, maximise: Maximise
-) -> tuple[AscentState, Report]:
+def _collect(state: AscentState, received: Received, settings: Settings, spread: float) -> tuple[AscentState, Report]:
     """Add up random starts, one of each unit, until all are in or the warm-up is over.
 
     From the start of one unit alone all latent functions would take the shape of one curve.
@@ -316,19 +287,12 @@ def _collect(
         message = "not all units have replied yet; raise rounds="
         return state, Report(ending.info(state.bound, state.shared, np.nan), message=message)
     slope = totals.pop("kernel_gradient")
-    return _raise_bound(state, totals, slope, settings, maximise, noisy=True)
+    return _raise_bound(state, totals, slope, settings, spread, noisy=True)
 
 
 def _raise_bound(
-    state: AscentState,
-    totals: Mapping[str, Array],
-    slope: Array,
-    settings: Settings,
-    maximise: Maximise,
-    *,
-    noisy: bool,
+    state: AscentState, totals: Mapping[str, Array], slope: Array, settings: Settings, spread: float, *, noisy: bool
 ) -> tuple[AscentState, Report]:
-    """Maximise over the shared parameters, and take a step of the kernels."""
     role, before, age, sent = state.roles, state.bound, state.age + 1, _sent(state)
     if noisy and state.rest is not None:  # gains are too uncertain for the end's steps
         trying, remaining = state.rest.trial is not None, state.rest.left
@@ -338,7 +302,7 @@ def _raise_bound(
                 state.bound, state.shared, 0.0, remaining, arrived=False, noisy=True
             )
     begun = age > settings.warmup
-    best, shared = maximise(totals, sent, role, sweeps=settings.sweeps, select=begun)
+    best, shared = maximise(totals, sent, role, sweeps=settings.sweeps, select=begun, spread=spread)
     bound = bound_of_sums(best, shared, role.log_odds if begun else np.full(role.latents, np.inf))
     bound += role.slab_prior.log_density(shared.log_slab_sd)
     value = bound + ending.log_prior(role, sent.kernel)
@@ -363,7 +327,7 @@ def _raise_bound(
     turned = float(np.max(np.abs(shared.inclusion - sent.inclusion), initial=0.0))
     calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and ending.nearly_still(trail)
     state = state._replace(shared=shared, totals=best, age=age, adam=adam, pace=pace, bound=bound, trail=trail)
-    state = state._replace(rest=ending.at_rest(shared) if calm else None)
+    state = state._replace(rest=ending.Rest((shared,), ending.no_trail(len(kernel))) if calm else None)
     return state, ending.report(bound, shared, change, ending.left_after(trail), arrived=False, noisy=noisy)
 
 
@@ -396,7 +360,6 @@ def _reject(state: AscentState, reply: Message) -> str | None:
 
 
 def _joint(state: AscentState) -> Array:
-    """Covariance of v over all latent functions."""
     if not state.totals:
         return np.eye(state.roles.latents * state.roles.points)
     return joint_covariance(state.totals, state.shared.inclusion)
@@ -417,26 +380,25 @@ def update_client(
     rng: np.random.Generator,
     *,
     batch_size: int | None,
-    updates: UnitUpdates,
+    spread: float,
 ) -> ClientUpdate[UnitClientState]:
     """ψ_m at its maximum given the message, or random coefficients before there are curves, and its statistics."""
     unit = client.view(unit_of)
-    count = len(unit.response)
+    count, size = len(unit.response), unit.roles.slab_prior.mean
     info = {"rows": float(count)}
     if float(message["stage"]) == 0:
-        first, answer = _common.first_answer(unit, rng, start=updates.start)
-        return ClientUpdate(scaled(first, unit.roles.slab_prior.mean), answer, info)
+        return ClientUpdate(*_common.first_answer(unit, rng, log_sd=size, spread=spread), info)
     shared, rows = read_globals(message), _common.batch(count, batch_size, rng)
     design = unit.design(shared.kernel, rows)
     if float(message["stage"]) == 1:
-        state = personal or scaled(updates.start(unit.roles.latents, unit.noise.mean, rng), unit.roles.slab_prior.mean)
+        state = personal or random_unit(unit.roles.latents, unit.noise.mean, rng, log_sd=size, spread=spread)
     else:
         if personal is None:
             info["blank"] = 1.0
         start = unit.noise.mean if personal is None else personal.log_noise_sd
-        state, _ = updates.best(design, shared, unit.noise, start)
+        state, _ = best_unit(design, shared, unit.noise, start, spread=spread)
         if rows is not None and personal is not None:
-            state = updates.towards(personal, state, float(message["rate"]))
+            state = towards(personal, state, float(message["rate"]))
     pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
     slope = gradient(design, shared, state, unit.noise, unit.roles.log_odds, 0.0, pull).kernel
     reply = statistics(design, state, unit.noise)

@@ -188,11 +188,6 @@ class Rest(NamedTuple):
     arrived: bool = False
 
 
-def at_rest(shared: Globals) -> Rest:
-    """The first state of the end phase."""
-    return Rest((shared,), no_trail(len(shared.kernel)))
-
-
 def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed: bool) -> tuple[Rest, Globals | None]:
     """The state after one more round, and the new shared parameters; None where the old ones stay."""
     if rest.trial is not None and not rest.judging:  # an extrapolation

@@ -83,7 +83,6 @@ def _one_step(
     rng: np.random.Generator,
     settings: Settings,
 ) -> tuple[GradientClientState, Array]:
-    """The gradient at the shared parameters, and a step of the unit's own parameters."""
     rows = _common.batch(len(unit.response), settings.batch_size, rng)
     slope, unit_slope = slopes(unit, x, personal.own, share, rows)
     return GradientClientState(*_common.adam_step(personal.own, unit_slope, personal.adam, rate)), slope
@@ -180,7 +179,6 @@ def _several_steps(
 
 
 def _average(state: StepsState, received: Received, known: int) -> tuple[float, Array, None]:
-    """Average by rows."""
     total = received.sums()
     return float(total["bound"] * known / received.clients), total["x"] / max(float(total["rows"]), 1.0), None
 
@@ -285,11 +283,7 @@ def _algorithm(name: str, settings: Settings, part: _Unit, move: _MoveFn) -> Alg
             lambda state: bool(np.all(state.rows > 0)),  # once the size of every unit is known
         ),
         result=_common.read(  # latent functions are independent
-            lambda state: state.roles,
-            shared_of,
-            lambda state: block_diag(*shared_of(state).covariance),
-            lambda state: (state.where, state.rows > 0),
-            drawn,
+            shared_of, lambda state: block_diag(*shared_of(state).covariance), lambda state: state.rows > 0, drawn
         ),
         needs=_common.NEEDS,
     )
@@ -313,8 +307,11 @@ def _update_client(
         return ClientUpdate(part.start(first), reply, info)
     x, shared, share = task(unit, message)
     if personal is None:
-        personal = part.start(unit_state(unit, shared, stage, rng))
-        info |= {"blank": 1.0} if stage == 2 else {}
+        if stage < 2:
+            own = random_unit(unit.roles.latents, unit.noise.mean, rng)
+        else:
+            own, info["blank"] = best_unit(unit.design(shared.kernel), shared, unit.noise, unit.noise.mean)[0], 1.0
+        personal = part.start(own)
     value = unit_bound(unit.design(shared.kernel), shared, part.own(personal), unit.noise, unit.roles.log_odds, share)
     personal, sent = part.steps(unit, x, personal, share, float(message["rate"]), rng, settings)
     return ClientUpdate(personal, {part.reply: sent, "rows": np.array(rows), "bound": np.array(value)}, info)
@@ -348,13 +345,6 @@ def task(unit: CoregionalUnit, message: Message) -> tuple[Array, Globals, float]
     """Read a message: x, the shared parameters in it, and r_m, the unit's share of the terms that count once."""
     x, count = np.asarray(message["x"], dtype=float), len(unit.response)
     return x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
-
-
-def unit_state(unit: CoregionalUnit, shared: Globals, stage: float, rng: np.random.Generator) -> UnitClientState:
-    """Where a unit without memory starts: from the shared parameters, or from random ones in the first rounds."""
-    if stage < 2:
-        return random_unit(unit.roles.latents, unit.noise.mean, rng)
-    return best_unit(unit.design(shared.kernel), shared, unit.noise, unit.noise.mean)[0]
 
 
 def update_server(

@@ -16,7 +16,6 @@ from fedppl.algorithms.averaging.fedavg import KeptLocal, average, fitting_local
 from fedppl.contracts import (
     CheckFn,
     ClientView,
-    Details,
     Disclosure,
     Draws,
     Needs,
@@ -27,10 +26,9 @@ from fedppl.contracts import (
     Result,
     always,
 )
-from fedppl.contracts.algorithm import HeldOutFn
 from fedppl.local.target import at_points
 from fedppl.nn.functional import call, host, parts_of
-from fedppl.nn.personal import further_gain, log_densities
+from fedppl.nn.personal import further_gain
 from fedppl.nn.train import GROWTH, Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of
@@ -94,8 +92,7 @@ def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str
     if untrained := [name for name in sorted(names) if not set(network.places((name,))) <= reached]:
         raise DeclarationError(
             f"{untrained} of the likelihood are unknown and local, and no round of {algorithm} trains them; name them "
-            "in FederatedModel(shared=...), with pm.LogNormal for a scale, declare constants in their place, or use "
-            "fedppl.nn.FedAvg with phases= that train them."
+            "in FederatedModel(shared=...), declare constants, or use fedppl.nn.FedAvg with phases= that train them."
         )
 
 
@@ -118,9 +115,8 @@ def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> No
     if wrong:
         raise DeclarationError(
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
-            f"normals, and {algorithm} has no use for any other. Declare shared weights by pm.Normal with constant "
-            "parameters, as fedppl.nn.parameters does, and an unknown of the likelihood by pm.Normal, or by "
-            "pm.LogNormal for a scale; cut points by pm.Normal for the first and pm.LogNormal for the steps between."
+            f"normals, and {algorithm} has no use for any other. Declare shared weights by fedppl.nn.parameters, "
+            "unknowns of the likelihood by pm.Normal, or pm.LogNormal for a scale or a step between cut points."
         )
 
 
@@ -313,20 +309,13 @@ _MOST = 100_000_000  # numbers in one array of draws
 _SHORT = 0.1  # nats a row, above which as many steps of fine-tuning again would gain too much
 
 
-def _nothing(state: Any) -> Details:
-    return {}
-
-
 def network_result(
     final_message: Callable[[S, str], Message],
     personalise: PersonaliseFn[P],
     shared: Point[S] | None = None,
-    details: Callable[[S], Details] = _nothing,
-    *,
-    caution: str = "",
-    held_out: HeldOutFn[P] | None = None,
+    **others: Any,
 ) -> Result[S, P]:
-    """How to read the server's state: draws at a client are of its own network, by `personalise`."""
+    """How to read the server's state: draws at a client are of its own network; `others` as in `Result`."""
 
     def draw(
         client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
@@ -345,22 +334,7 @@ def network_result(
         info = {} if own.subnetwork is not None else {"point_estimate": 1.0}
         return Draws(shaped[:, :, unit.shared_at], shaped[:, :, unit.local_at], info)
 
-    return Result(
-        final_message, draw, shared, details, family=NetworkResult(personalise), caution=caution, held_out=held_out
-    )
-
-
-def held_out_linearised(personalise: PersonaliseFn[P]) -> HeldOutFn[P]:
-    """Densities of held-out rows by the linearised network, as `fedppl.nn.predict` predicts."""
-
-    def held_out(
-        client: ClientView, held_out_rows: ClientView, personal: P | None, message: Message, draws: int, rng: Generator
-    ) -> Array:
-        own = personalise(client, personal, message, rng)
-        assert own.subnetwork is not None
-        return log_densities(held_out_rows.view(network_of).unit, own.subnetwork, draws, rng)
-
-    return held_out
+    return Result(final_message, draw, shared, family=NetworkResult(personalise), **others)
 
 
 def tuned(

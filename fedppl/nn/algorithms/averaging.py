@@ -151,13 +151,11 @@ def FedAvg(
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> AveragedState:
-    """Start at the mean of the declared prior, which has no weight in the average."""
     phi = gaussian.mean(layout.prior)
     return AveragedState(phi, _common.OverRounds(phi, 0.0))
 
 
 def _update_server(state: AveragedState, received: Received, *, smoothing: float) -> tuple[AveragedState, Report]:
-    """φ is the weighted average of the clients' that replied."""
     if not received.clients:
         return state, Report(_common.NetworkInfo(np.nan))
     phi = average(received.total)
@@ -189,7 +187,6 @@ def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
 def _update_client(
     client: ClientView, personal: LocalClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[LocalClientState]:
-    """Train in phases, and keep the local weights."""
     network, (local, info) = client.view(network_of), kept_local(client, personal and personal.local)
     unit, phi = network.unit, np.asarray(message["mean"])
     w = unit.weights(phi, local)
@@ -313,30 +310,35 @@ def SCAFFOLD(
         name="nn.SCAFFOLD",
         settings=described(training, weights=weights),
         init=_scaffold_init,
-        broadcast=_scaffold_broadcast,
+        broadcast=lambda state, client_id: {
+            "mean": state.phi,
+            "correction": correction(state.controls, state.where[client_id]),
+        },
         update_client=functools.partial(_scaffold_update_client, training=training, weights=rule),
         update_server=functools.partial(_scaffold_update_server, rate=training.learning_rate),
-        replies=Replies(lambda state: {"phi": state.phi.shape, "weight": (), "steps": ()}, _scaffold_reject),
-        result=_common.network_result(_common.broadcast, _scaffold_own, _common.ESTIMATE),
+        replies=Replies(
+            lambda state: {"phi": state.phi.shape, "weight": (), "steps": ()},
+            lambda state, reply: (
+                not_counted(reply, "weight", "steps") or _common.run_away("phi", np.asarray(reply["phi"]), state.phi)
+            ),
+        ),
+        result=_common.network_result(
+            _common.broadcast,
+            lambda client, personal, message, rng: Own(client, client.view(network_of).at(message["mean"]), None),
+            _common.ESTIMATE,
+        ),
         needs=_common.whole_network("nn.SCAFFOLD"),
     )
 
 
 def _scaffold_init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> ScaffoldState:
-    """Start at the mean of the declared prior, with no control variates."""
     where = {client_id: k for k, client_id in enumerate(clients)}
     return ScaffoldState(gaussian.mean(layout.prior), where, no_controls(len(clients), layout.size))
-
-
-def _scaffold_broadcast(state: ScaffoldState, client_id: str) -> Message:
-    """φ, and the correction of the client's gradient."""
-    return {"mean": state.phi, "correction": correction(state.controls, state.where[client_id])}
 
 
 def _scaffold_update_client(
     client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
-    """Corrected steps from φ."""
     network = client.view(network_of)
     unit = network.unit
     added = unit.weights(np.asarray(message["correction"]), np.zeros(client.local_size))
@@ -355,13 +357,3 @@ def _scaffold_update_server(state: ScaffoldState, received: Received, *, rate: f
     controls = entered(state.controls, ends, state.phi, steps * rate)
     phi = ends.weights @ ends.phi / ends.weights.sum()
     return state._replace(phi=phi, controls=controls), _common.reported(state.phi, phi)
-
-
-def _scaffold_own(client: ClientView, personal: None, message: Message, rng: Generator) -> Own:
-    """The shared network."""
-    return Own(client, client.view(network_of).at(message["mean"]), None)
-
-
-def _scaffold_reject(state: ScaffoldState, reply: Message) -> str | None:
-    """Rows and steps are counted, and training has not run away."""
-    return not_counted(reply, "weight", "steps") or _common.run_away("phi", np.asarray(reply["phi"]), state.phi)

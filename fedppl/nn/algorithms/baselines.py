@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -99,7 +99,6 @@ def _per_fedavg_update_client(
     inner: float,
     weights: str,
 ) -> ClientUpdate[None]:
-    """Steps on F_k from φ."""
     network = client.view(network_of)
     w = meta_steps(network.unit, network.at(message["mean"]), training, inner, rng)
     return ClientUpdate(None, weighted(w[network.unit.shared_at], weight_of(client, weights)))
@@ -175,7 +174,10 @@ def PFedMe(
         update_server=_common.update_server,
         replies=_common.REPLIES,
         result=_common.network_result(
-            _common.broadcast, functools.partial(_pfedme_own, settings=settings), _common.ESTIMATE
+            _common.broadcast,
+            # θ_k around the last φ, computed again: it is not the client's personal state.
+            lambda client, personal, message, rng: Own(client, _pfedme_steps(client, message, rng, settings)[1], None),
+            _common.ESTIMATE,
         ),
         needs=_common.whole_network("nn.PFedMe"),
         disclosure=_common.AT_MEAN,
@@ -196,13 +198,6 @@ def _pfedme_update_client(
     w, theta = _pfedme_steps(client, message, rng, settings)
     shared = client.view(network_of).unit.shared_at
     return ClientUpdate(MoreauClientState(theta), weighted(w[shared], weight_of(client, settings.weights)))
-
-
-def _pfedme_own(
-    client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator, *, settings: _Moreau
-) -> Own:
-    """θ_k around the last φ, computed again: it is not the client's personal state."""
-    return Own(client, _pfedme_steps(client, message, rng, settings)[1], None)
 
 
 # IFCA: several global networks, and every client trains the one with the lowest loss on its rows ----------------------
@@ -271,26 +266,25 @@ def IFCA(
         update_client=functools.partial(_ifca_update_client, training=training, weights=weights_rule(weights)),
         update_server=_ifca_update_server,
         replies=Replies(lambda state: {"phi": state.phi.shape[1:], "weight": state.phi.shape[:1]}, _ifca_reject),
-        result=_common.network_result(_ifca_broadcast, _ifca_own),
+        result=_common.network_result(
+            _ifca_broadcast, lambda client, personal, message, rng: Own(client, _ifca_best(client, message)[1], None)
+        ),
         needs=_common.whole_network("nn.IFCA"),
         disclosure=Disclosure(functools.partial(at_points, name="phi", several=True), by_row=_common.open_rows),
     )
 
 
 def _ifca_init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, clusters: int, spread: float) -> IFCAState:
-    """The declared weights, and others around them."""
     start = gaussian.mean(layout.prior)
     others = start + spread * rng.normal(size=(clusters - 1, len(start)))
     return IFCAState(np.vstack([start[None], others]))
 
 
 def _ifca_broadcast(state: IFCAState, client_id: str) -> Message:
-    """All networks."""
     return {"phi": state.phi}
 
 
 def _ifca_best(client: ClientView, message: Message) -> tuple[int, Array]:
-    """The cluster with the lowest loss, and its weights."""
     network = client.view(network_of)
     networks = [network.at(phi) for phi in np.asarray(message["phi"])]
     losses = np.array([loss_at(network.unit, w) for w in networks])
@@ -301,7 +295,6 @@ def _ifca_best(client: ClientView, message: Message) -> tuple[int, Array]:
 def _ifca_update_client(
     client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
-    """Choose a network, train it, and report which."""
     unit, (chosen, w) = client.view(network_of).unit, _ifca_best(client, message)
     w = train(unit, w, np.arange(unit.size), training, rng)
     weight = np.zeros(len(message["phi"]))
@@ -325,17 +318,11 @@ def _ifca_update_server(state: IFCAState, received: Received) -> tuple[IFCAState
 
 
 def _ifca_reject(state: IFCAState, reply: Message) -> str | None:
-    """Why a reply is rejected: several positive weights, rows or weights out of range; or None."""
     weight = np.asarray(reply["weight"])
     if np.sum(weight > 0) != 1 or np.any(weight < 0):
         return f"'weight' is {weight.tolist()}, and must be positive for one cluster and 0 for the others"
     before = state.phi[np.argmax(weight)]
     return not_counted({"weight": weight.max()}, "weight") or _common.run_away("phi", np.asarray(reply["phi"]), before)
-
-
-def _ifca_own(client: ClientView, personal: None, message: Message, rng: Generator) -> Own:
-    """The network with the lowest loss on the client's rows."""
-    return Own(client, _ifca_best(client, message)[1], None)
 
 
 # pFedBayes and BPFed: posteriors of all weights at clients, whose means and sds are averaged --------------------------
@@ -503,18 +490,20 @@ def _algorithm(name: str, method: _Method, needs: Needs) -> Algorithm[PosteriorS
             _normal_broadcast,
             functools.partial(_normal_own, method=method),
             Point[PosteriorState](lambda state: state.mean),
-            lambda state: {"sd": (("rows",), state.sd)},
+            details=lambda state: {"sd": (("rows",), state.sd)},
         ),
         needs=needs,
         disclosure=_common.AT_MEAN,
-        unreported=functools.partial(_normal_update_unreported, method=method),
+        unreported=lambda client, personal, message, rng: (
+            _normal_posteriors(client, personal, message, rng, method)[2],
+            {},
+        ),
     )
 
 
 def _normal_checked(
     learning_rate: float, epochs: int, batch_size: int, zeta: float, draws: int, spread: float, weights: str
 ) -> _Normals:
-    """Settings in range, or an error that says which is not."""
     return _Normals(
         _common.training_rule(learning_rate, epochs, batch_size),
         positive("zeta", zeta),
@@ -525,13 +514,11 @@ def _normal_checked(
 
 
 def _normal_init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, spread: float) -> PosteriorState:
-    """Start at the declared weights with sds of `spread`."""
     mean = gaussian.mean(layout.prior)
     return PosteriorState(mean, np.full(len(mean), spread))
 
 
 def _normal_broadcast(state: PosteriorState, client_id: str) -> Message:
-    """The shared posterior."""
     return {"mean": state.mean, "sd": state.sd}
 
 
@@ -549,24 +536,15 @@ def _normal_posteriors(
 def _normal_update_client(
     client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, method: _Method
 ) -> ClientUpdate[NormalClientState]:
-    """A round's steps; terms of weighted means travel."""
     _, sent, kept = _normal_posteriors(client, personal, message, rng, method)
     weight, shared = weight_of(client, method.settings.weights), client.view(network_of).unit.shared_at
     reply = {"mean": weight * sent[0][shared], "sd": weight * sent[1][shared], "weight": np.array(weight)}
     return ClientUpdate(kept, reply, {"blank": 1.0} if personal is None and len(kept.mean) else {})
 
 
-def _normal_update_unreported(
-    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, method: _Method
-) -> tuple[NormalClientState, Mapping[str, float]]:
-    """The same steps around the p of this round."""
-    return _normal_posteriors(client, personal, message, rng, method)[2], {}
-
-
 def _normal_own(
     client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, method: _Method
 ) -> Own:
-    """q_k after one more round for the client alone."""
     mean, sd = _normal_posteriors(client, personal, message, rng, method)[0]
     return Own(client, mean, Subnetwork(mean, np.arange(len(mean)), sd**2))
 
@@ -589,7 +567,6 @@ def _normal_update_server(
 
 
 def _normal_reject(state: PosteriorState, reply: Message) -> str | None:
-    """Why a reply is rejected: rows, sds or weights out of range; or None."""
     if reason := not_counted(reply, "weight"):
         return reason
     sd = reply["sd"] / reply["weight"]

@@ -13,21 +13,10 @@ from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
-from fedppl.contracts import (
-    Algorithm,
-    Batch,
-    ClientUpdate,
-    ClientView,
-    Details,
-    Part,
-    Point,
-    Received,
-    Replies,
-    Report,
-    always,
-)
+from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import groups, stacked, train_together
+from fedppl.nn.personal import log_densities
 from fedppl.nn.subnet import chosen, infer, marginals
 from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
@@ -148,12 +137,15 @@ def FedSI(
     )
     tuning = _common.tuning_rule(tune, tune_rate, tune_epochs, batch_size)
     update_client = functools.partial(_update_client, settings=settings)
-    own = functools.partial(_own, settings=settings, tuning=tuning)
     return Algorithm[SubnetworkState, None](
         name="nn.FedSI",
         settings=described(settings, tuning=tuning),
         init=_init,
-        broadcast=_broadcast,
+        broadcast=lambda state, client_id: {
+            "mean": state.mean,
+            "variance": state.variance,
+            "declared": np.array(state.declared),
+        },
         update_client=update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(
@@ -163,12 +155,12 @@ def FedSI(
         ),
         result=_common.network_result(
             functools.partial(_final_message, settings=settings),
-            own,
+            functools.partial(_own, settings=settings, tuning=tuning),
             Point[SubnetworkState](lambda state: state.mean),
-            _details,
+            details=lambda state: {"variance": (("rows",), state.variance), "stochastic": (("rows",), state.uncertain)},
             caution="the posterior is of weights of the linearised network, and here PyMC puts its draws into the "
             "network itself, which is off where many weights are inferred; predict by fedppl.nn.predict",
-            held_out=_common.held_out_linearised(own),
+            held_out=functools.partial(_held_out, settings=settings, tuning=tuning),
         ),
         needs=_common.needs(
             functools.partial(_check, tuning=tuning),
@@ -195,16 +187,10 @@ def _count(settings: _Settings, size: int) -> int:
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> SubnetworkState:
-    """Start at the declared prior."""
     prior = layout.prior
     variance = 1.0 / prior.precision if prior.precision.ndim == 1 else np.diag(gaussian.covariance(prior))
     mean = gaussian.mean(prior)
     return SubnetworkState(mean, variance.copy(), 1.0, np.zeros(len(mean)))
-
-
-def _broadcast(state: SubnetworkState, client_id: str) -> Message:
-    """The next round's prior."""
-    return {"mean": state.mean, "variance": state.variance, "declared": np.array(state.declared)}
 
 
 def _update_client(
@@ -218,7 +204,6 @@ def _update_client(
 
 
 def _update(unit: NetworkUnit, w: Array, message: Message, settings: _Settings) -> ClientUpdate[None]:
-    """The subnetwork's variances around trained weights."""
     mean, variance, shared = np.asarray(message["mean"]), np.asarray(message["variance"]), unit.shared_at
     prior = _prior_variance(variance, float(message["declared"]), settings)
     count = _count(settings, len(mean))
@@ -271,17 +256,14 @@ def _update_server(
             f". A client infers {count} of {len(mean)} shared weights (ratio={settings.ratio:g}), and the others are "
             "points: raise ratio=, to 1 for all"
         )
-    after = SubnetworkState(
-        mean, np.where(uncertain > 0, np.maximum(variance, _NARROW), settings.alpha), 0.0, uncertain
-    )
+    variance = np.where(uncertain > 0, np.maximum(variance, _NARROW), settings.alpha)
+    after = SubnetworkState(mean, variance, 0.0, uncertain)
     return after, Report(SubnetworkInfo(change, float(uncertain.mean())), message=message)
 
 
 def _reject(state: SubnetworkState, reply: Message, *, settings: _Settings) -> str | None:
-    """Why a reply is rejected: clients, weights or variances out of range; or None."""
-    if reason := not_counted(reply, "clients") or _common.run_away(
-        "mean", reply["mean"] / reply["clients"], state.mean
-    ):
+    reason = not_counted(reply, "clients")
+    if reason or (reason := _common.run_away("mean", reply["mean"] / reply["clients"], state.mean)):
         return reason
     spread, most = reply["spread"] / reply["clients"], _WIDE * _prior_variance(state.variance, state.declared, settings)
     if settings.average == "sd":
@@ -294,7 +276,6 @@ def _reject(state: SubnetworkState, reply: Message, *, settings: _Settings) -> s
 
 
 def _final_message(state: SubnetworkState, client_id: str, *, settings: _Settings) -> Message:
-    """The shared weights, and the prior of the last inference."""
     variance = _prior_variance(state.variance, state.declared, settings)
     if settings.diagonal and not state.declared:
         variance = np.minimum(variance, settings.prior_variance)
@@ -304,7 +285,6 @@ def _final_message(state: SubnetworkState, client_id: str, *, settings: _Setting
 def _own(
     client: ClientView, personal: None, message: Message, rng: Generator, *, settings: _Settings, tuning: _common.Tuning
 ) -> Own:
-    """A fine-tuned network, and the posterior of a subnetwork."""
     w, unit = _common.tuned(client, personal, message, rng, tuning=tuning).weights, client.view(network_of).unit
     variance = np.asarray(message["variance"])
     places, g = chosen(
@@ -313,6 +293,18 @@ def _own(
     return Own(client, w, infer(unit, w, places, g, dtype=torch.float32, diagonal=settings.diagonal))
 
 
-def _details(state: SubnetworkState) -> Details:
-    """Variances of the next round's prior, and the weights in some client's subnetwork."""
-    return {"variance": (("rows",), state.variance), "stochastic": (("rows",), state.uncertain)}
+def _held_out(
+    client: ClientView,
+    rows: ClientView,
+    personal: None,
+    message: Message,
+    draws: int,
+    rng: Generator,
+    *,
+    settings: _Settings,
+    tuning: _common.Tuning,
+) -> Array:
+    """Densities of held-out rows by the linearised network, as `fedppl.nn.predict` predicts."""
+    q = _own(client, personal, message, rng, settings=settings, tuning=tuning).subnetwork
+    assert q is not None
+    return log_densities(rows.view(network_of).unit, q, draws, rng)

@@ -32,7 +32,7 @@ from fedppl.nn.functional import Places, generator_of, gradients, host, taken
 from fedppl.nn.head import Head, expected_loss, features, without_head
 from fedppl.nn.personal import HeadSteps, head_posterior, train_below
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.train import RISE, Leaves, Training, arranged, loss_of, optimizer_of, require_bounded
+from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_of, optimizer_of, require_bounded
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, flag, positive, whole
@@ -183,14 +183,12 @@ def Confidence(
 
 
 def _head_rule(rate: float, steps: int, draws: int, momentum: float | None) -> HeadSteps:
-    """Settings in range, or an error that says which is not."""
     if momentum is not None:
         momentum = between("head_momentum", momentum, 0, 1, "[)", hint="None takes Adam's steps")
     return HeadSteps(positive("head_rate", rate), whole("head_steps", steps), whole("draws", draws), momentum)
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings: _Settings) -> ConfidenceState:
-    """Start at the mean of the declared prior."""
     head, phi = head_in(layout, settings.head), gaussian.mean(layout.prior)
     where = {client_id: k for k, client_id in enumerate(clients)}
     ledger = np.zeros((len(clients) if settings.remember else 0, len(head) + 1))
@@ -230,7 +228,6 @@ def _train(at: HeadAtClient, q: HeadClientState, rng: Generator, settings: _Sett
 def _update_client(
     client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[HeadClientState]:
-    """Head first, then the layers below it."""
     at = at_client(client, message, settings.head)
     q, confidence = _find_head(at, personal, rng, settings)
     return _update(at, q, confidence, _train(at, q, rng, settings), blank=personal is None)
@@ -239,7 +236,6 @@ def _update_client(
 def _update(
     at: HeadAtClient, q: HeadClientState, confidence: float, w: Array, *, blank: bool
 ) -> ClientUpdate[HeadClientState]:
-    """A client's state, reply and diagnostics."""
     reply, head = parted(at, w)
     deviation = float(np.mean((q.mean - at.centre) ** 2))
     info = {"confidence": confidence, "deviation": deviation, **({"blank": 1.0} if blank else {})}
@@ -304,7 +300,6 @@ def _update_unreported_together(
 def _update_server(
     state: ConfidenceState, received: Received, *, settings: _Settings
 ) -> tuple[ConfidenceState, Report]:
-    """Average the layers below by rows, and heads by confidence."""
     if not received.clients:
         return state, Report(ConfidenceInfo(np.nan, np.nan))
     total = received.sums()
@@ -322,7 +317,6 @@ def _shapes(state: ConfidenceState) -> dict[str, tuple[int, ...]]:
 
 
 def _reject(state: ConfidenceState, reply: Message) -> str | None:
-    """Why a reply is rejected: rows, the confidence or weights out of range; or None."""
     confidence = float(reply["weight"])
     if not 1.0 / _SURE <= confidence <= _SURE:
         return f"'weight' is {confidence:.3g}, and must be a precision from {1.0 / _SURE:.0e} to {_SURE:.0e}"
@@ -490,7 +484,7 @@ def FedPop(
     return Algorithm[FedPopState, ChainClientState](
         name="nn.FedPop",
         settings=described(settings),
-        init=functools.partial(_fedpop_init, settings=settings),
+        init=lambda layout, clients, rng: FedPopState(gaussian.mean(layout.prior), head_in(layout, settings.head)),
         broadcast=_common.broadcast,
         update_client=functools.partial(_fedpop_update_client, settings=settings),
         update_server=_fedpop_update_server,
@@ -500,13 +494,11 @@ def FedPop(
         ),
         needs=last_layer("nn.FedPop", settings.head),
         disclosure=_common.AT_MEAN,
-        unreported=functools.partial(_fedpop_update_unreported, settings=settings),
+        unreported=lambda client, personal, message, rng: (
+            ChainClientState(_chain_moved(client, personal, message, rng, settings)[1].last),
+            {},
+        ),
     )
-
-
-def _fedpop_init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings: _Chains) -> FedPopState:
-    """Start at the mean of the declared prior."""
-    return FedPopState(gaussian.mean(layout.prior), head_in(layout, settings.head))
 
 
 def _chain_moved(
@@ -530,22 +522,13 @@ def _chain_moved(
 def _fedpop_update_client(
     client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
 ) -> ClientUpdate[ChainClientState]:
-    """The chain and the layers below, batch by batch."""
     w, chain = _chain_moved(client, personal, message, rng, settings, below=True)
     reply, head = parted(at_client(client, message, settings.head), w)
     info = {"blank": 1.0} if personal is None else {}
     return ClientUpdate(ChainClientState(chain.last), {**reply, "heads": head, "count": np.array(1.0)}, info)
 
 
-def _fedpop_update_unreported(
-    client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
-) -> tuple[ChainClientState, Mapping[str, float]]:
-    """The chain alone."""
-    return ChainClientState(_chain_moved(client, personal, message, rng, settings)[1].last), {}
-
-
 def _fedpop_update_server(state: FedPopState, received: Received) -> tuple[FedPopState, Report]:
-    """Average the layers below by rows, and heads equally."""
     if not received.clients:
         return state, Report(_common.NetworkInfo(np.nan))
     total = received.total
@@ -559,7 +542,6 @@ def _fedpop_shapes(state: FedPopState) -> dict[str, tuple[int, ...]]:
 
 
 def _fedpop_reject(state: FedPopState, reply: Message) -> str | None:
-    """Why a reply is rejected: rows, clients or weights out of range; or None."""
     return (
         not_counted(reply, "rows", "count")
         or _common.run_away("heads", reply["heads"] / reply["count"], state.phi)
@@ -570,7 +552,6 @@ def _fedpop_reject(state: FedPopState, reply: Message) -> str | None:
 def _fedpop_own(
     client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
 ) -> Own:
-    """A longer run of the chain, on the shared layers."""
     longer = settings._replace(training=settings.training._replace(epochs=settings.draw_epochs))
     w, chain = _chain_moved(client, personal, message, rng, longer)
     return Own(client, w, Subnetwork(w, at_client(client, message, settings.head).head.places, chain.sd**2))
@@ -629,19 +610,18 @@ def langevin_steps(
     source = generator_of(rng)
     before, states = np.array([_loss(unit, flat, X, y), _pull(flat[head.places], prior, rows)]), []
     with torch.enable_grad():
-        for _ in range(settings.epochs):
-            for batch in torch.split(torch.from_numpy(rng.permutation(rows)), settings.batch_size):
-                z = body(taken(X, batch)) if fixed_features is None else taken(fixed_features, batch)
-                loss = expected_loss(unit, head, z, taken(y, batch), v[None])
-                *slopes, slope = gradients(loss, [*leaves.moving, v])
-                for leaf, gradient in zip(leaves.moving, slopes, strict=True):
-                    leaf.grad = gradient.contiguous()  # for fused optimizers, see take_step
-                if optimizer is not None:
-                    optimizer.step()
-                with torch.no_grad():
-                    noise = torch.randn(len(v), generator=source, dtype=dtype).to(v.device)
-                    v.copy_(centre + rho * (v - head_rate * slope - centre) + spread * (1 - rho**2) ** 0.5 * noise)
-                    states.append(host(v).copy())
+        for batch in batches(rows, settings, rng):
+            z = body(taken(X, batch)) if fixed_features is None else taken(fixed_features, batch)
+            loss = expected_loss(unit, head, z, taken(y, batch), v[None])
+            *slopes, slope = gradients(loss, [*leaves.moving, v])
+            for leaf, gradient in zip(leaves.moving, slopes, strict=True):
+                leaf.grad = gradient.contiguous()  # for fused optimizers, see take_step
+            if optimizer is not None:
+                optimizer.step()
+            with torch.no_grad():
+                noise = torch.randn(len(v), generator=source, dtype=dtype).to(v.device)
+                v.copy_(centre + rho * (v - head_rate * slope - centre) + spread * (1 - rho**2) ** 0.5 * noise)
+                states.append(host(v).copy())
     half = np.array(states[len(states) // 2 :])
     moved, mean = leaves.result(flat), half.mean(axis=0)
     moved[head.places] = mean
