@@ -46,7 +46,7 @@ def roles(layout: Layout) -> Roles:
         found = {name: (variable.shape, variable.transform) for name, variable in variables.items()}
         raise DeclarationError(
             f"the shared variables {found} are not v of shape (latent, inducing), slab_sd () on the log scale, kernel "
-            'parameters and, for a selection, included; share these, as in shared=["v", "lengthscale", "slab_sd"].'
+            'parameters and, for a selection, included; share them, for example shared=["v", "lengthscale", "slab_sd"].'
         )
     if included is not None and (included.shape != v.shape[:1] or not included.binary):
         raise DeclarationError(

@@ -439,7 +439,8 @@ def require_family(family: Family, terms: Terms, text: str, constants: Mapping[s
     if terms.response.kind not in family.responses:
         wanted = " or ".join(_RESPONSES[kind] for kind in family.responses)
         raise DeclarationError(
-            f"{text!r} has a response of {families.taking(terms.response.kind)[:6]}; {family.name!r} has {wanted}."
+            f"family={family.name!r} has {wanted} for a response; {text!r} has that of "
+            f"{families.taking(terms.response.kind)[:6]}."
         )
     if family.name == "piecewise":
         _require_cuts(constants.get("cuts"))

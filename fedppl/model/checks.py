@@ -48,7 +48,8 @@ def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
         if array.dtype.kind not in "biufc":
             dtype = f"is a {type(value).__name__} of dtype" if array.dtype == object else "has dtype"
             raise DataError(
-                f"{what} {dtype} {array.dtype}, which is not numeric; encode it as numbers, by one code at all sites."
+                f"{what} {dtype} {array.dtype}, which is not numeric; encode it as numbers in an array, "
+                "by one code at all sites."
             )
         if array.dtype.kind == "c":
             raise DataError(f"{what} has dtype {array.dtype}, and data must be real; pass two arrays, of its parts.")

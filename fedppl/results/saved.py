@@ -306,7 +306,7 @@ def stored_draws(fit: Ended, client_id: str, drawing: tuple[int, int, int], *, p
     """Posterior of a client whose data are not here: the draws in the file, or an error with the remedy."""
     if fit.drawn is None:
         raise DeclarationError(
-            f"client {client_id!r} is a site of its own, and its posterior is drawn there: see client_app(folder=...)."
+            f"client {client_id!r} is a site of its own, and its posterior is there: give its client_app a folder=."
         )
     remedy = "fedppl.load(path, model, clients=...) with the client's data draws anew."
     if client_id not in fit.drawn:

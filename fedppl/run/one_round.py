@@ -403,7 +403,7 @@ def as_participation(
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         size = whole(word, value, hint="it is a number of clients a round")
         if clients is not None and size > clients:
-            raise DeclarationError(f"{word}={size} is more than there are clients, {clients}; pass at most that.")
+            raise DeclarationError(f"{word}={size} is more than there are clients, {clients}; pass at most {clients}.")
         return functools.partial(_fixed_size, size)
     if isinstance(value, float | np.floating):
         hint = "a float is a probability, an int a number of clients"

@@ -662,7 +662,7 @@ def test_for_a_client_alone_trust_does_nothing() -> None:
     assert_allclose(gaussian.covariance(fit.posterior), [[variance]], rtol=0.02)
 
 
-def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Interrupted in the warm start, while somebody is held back, and in the refinement."""
     model, clients = problems.noise(3, rows=60)
     algorithm = fedppl.EP(trust=0.3, tolerance=1e-9)
@@ -673,7 +673,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
 
     whole = until(14)
     parts = [until(number, checkpoint=tmp_path / "run.ckpt") for number in (2, 12, 14)]
-    assert parts[0].state.clients.held.sum() > 0
+    assert "held back" in caplog.text
     assert_same_state(parts[-1].state, whole.state)
 
 

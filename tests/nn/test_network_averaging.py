@@ -615,7 +615,7 @@ def test_nobody_is_no_client() -> None:
 def test_classes_with_something_after_the_point_are_refused() -> None:
     model, clients = problems.classification()
     wrong = {name: {**data, "y": data["y"] + 0.5} for name, data in clients.items()}
-    with pytest.raises(fedppl.DataError, match="'y' holds [0-9.]*5, and .* whole numbers"):
+    with pytest.raises(fedppl.DataError, match="'y' holds [0-9.]*5 .* whole numbers"):
         fedppl.fit(model, wrong, nn.FedAvg(), progressbar=False)
 
 

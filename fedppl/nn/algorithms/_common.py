@@ -115,8 +115,9 @@ def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> No
     if wrong:
         raise DeclarationError(
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
-            f"normals, and {algorithm} has no use for any other. Declare shared weights by fedppl.nn.parameters, "
-            "unknowns of the likelihood by pm.Normal, or pm.LogNormal for a scale or a step between cut points."
+            f"normals, and {algorithm} has no use for any other. Declare shared weights by pm.Normal with constant "
+            "parameters, as fedppl.nn.parameters does, and unknowns of the likelihood by pm.Normal, or pm.LogNormal "
+            "for a scale or a step between cut points."
         )
 
 
