@@ -310,13 +310,14 @@ def test_data_are_enrolled_anew_where_they_have_changed(tmp_path: Path) -> None:
     here = sites.Node(
         "t", model, fedppl.EP(), lambda config: {**data}, lambda config: "a", None, 10, 1, fedppl.policy.NO_RULES
     )
-    first = sites.enrolled(here, {})
-    assert sites.enrolled(here, {}) is first
+    memory = sites.Memory(lambda name: None, lambda name, raw: None)
+    first = sites.enrolled(here, {}, memory)
+    assert sites.enrolled(here, {}, memory) is first
     data["y"][0] = 9.0  # in place
-    second = sites.enrolled(here, {})
+    second = sites.enrolled(here, {}, memory)
     assert second is not first and second.arrays["y"][0] == 9.0 and second.kernel is first.kernel
     data["y"] = np.arange(7.0)
-    sites.enrolled(here, {})
+    sites.enrolled(here, {}, memory)
     (first_rows,) = (rows for key, rows in sites._first.items() if key[0] == "t")
     assert len(first_rows["a"]["y"]) == 7  # rows with which later clients are compared, and that are kept
     masked = {"y": np.ma.array([1.0, 2.0], mask=[False, True])}
