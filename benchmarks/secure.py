@@ -65,7 +65,7 @@ def cohort(size: int) -> dict[str, Any]:
     member = members[names[0]]
     started = time.process_time()
     for number in range(1, _ROUNDS + 1):
-        encoded = secure.encoded(message, size).words
+        encoded = secure.encoded(message, size)
         member, words = secure.masked(member, encoded, number)
     masks = (time.process_time() - started) / _ROUNDS
     plain = sum(np.asarray(value).nbytes for value in message.values())

@@ -106,7 +106,7 @@ def seconds(case: Case, algorithm: Any) -> tuple[float, float, int]:
     with (
         mock.patch("fedppl.engine.guard.refuse_points", timed("rule", few_rows.refuse_points)),
         mock.patch("fedppl.engine.guard.refuse_model", timed("rule", few_rows.refuse_model)),
-        mock.patch.object(answer, "_answered", timed("answer", answer._answered)),
+        mock.patch.object(answer, "_alone", timed("answer", answer._alone)),
     ):
         engine = fedppl.InProcess(workers=1, policy=rules)
         fedppl.fit(*case, algorithm, engine=engine, progressbar=False, random_seed=0)

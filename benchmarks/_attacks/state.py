@@ -78,13 +78,13 @@ def crafted_files(folder: Path) -> dict[str, Any]:
             heard.append(event)
 
     every, before, read = crafted.all_of(folder, trace), crafted.classes(), 0
-    checkpoint.read(folder / "honest.ckpt")  # Python's own imports at the first use are done
+    checkpoint.load(folder / "honest.ckpt")  # Python's own imports at the first use are done
     sys.addaudithook(hear)
     for one in every:
         crafted.put(one, path)
         listening = True
         try:
-            checkpoint.read(path)
+            checkpoint.load(path)
             read += 1
         except DeclarationError:
             pass
@@ -136,7 +136,7 @@ def kills(folder: Path, count: int) -> dict[str, Any]:
 def _until(number: int, path: Path | None, algorithm: Algorithm) -> None:
     done = 0
     if path is not None and path.exists():
-        done = len(checkpoint.read(path)["records"])
+        done = len(checkpoint.load(path)[0]["records"])
     if done < number:
         for step in steps(path, algorithm):
             if step.number >= number:
@@ -188,7 +188,7 @@ def _in_a_write(path: Path) -> bool:
 
 def _digest(path: Path) -> bytes:
     """All that a run may not differ in."""
-    content = checkpoint.read(path)
+    content, _ = checkpoint.load(path)
     records = [record._replace(seconds=0.0, infos=_untimed(record.infos)) for record in content["records"]]
     return _codec.encode([content["state"], content["personal"], records])
 
