@@ -60,7 +60,7 @@ def answer(folder: Path, rows: Rows, run: str, builder: Callable[..., Any] = log
         POLICY,
     )
     memory = file_memory(folder)
-    told = _node.introduce(site, {}, memory)[1]
+    told = _node.introduce(site, {}, memory, {})[1]
     if "error" in told:
         return str(told["error"])
     message = {"point": np.full(4, 0.1), "move": np.zeros(4), "prior_share": np.array(0.0)}
