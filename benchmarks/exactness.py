@@ -9,6 +9,7 @@ left out, 400 steps of tuning in, and as many draws of four chains as that takes
 
     python benchmarks/exactness.py
     python benchmarks/exactness.py --parts models more_models --peers
+    python benchmarks/exactness.py --parts intercepts
     python benchmarks/exactness.py --parts evidence leave_one_out withdrawal conflict
     python benchmarks/exactness.py --parts models --models emax horseshoe --draws 20000 --references kept
 """

@@ -10,6 +10,7 @@ import pymc as pm
 from scipy import stats
 
 import fedppl
+from benchmarks._exactness.intercepts import intercepts
 from fedppl.results import idata
 from fedppl.testing import normal_means
 
@@ -123,6 +124,7 @@ def _fit(model: fedppl.FederatedModel, clients: Any, algorithm: Any = None) -> f
 
 
 PARTS = {
+    "intercepts": intercepts,
     "calibration": calibration,
     "evidence": evidence,
     "leave_one_out": leave_one_out,

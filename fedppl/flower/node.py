@@ -514,9 +514,10 @@ def tell(
 def _loo(client: ClientModel, drawn: Any) -> Array:
     """Sums of leave-one-out log densities over rows."""
     require_rows(client, "leaving rows out")
-    if drawn["posterior"].attrs.get("fedppl_point_estimate") or client.pymc_model().potentials:
+    model = client.pymc_model()
+    if drawn["posterior"].attrs.get("fedppl_point_estimate") or model.potentials:
         raise ValueError("no rows are left out of point estimates or potentials")
-    densities = pymc_groups(client, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)
+    densities = pymc_groups(client, model, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)
     return np.array(list(sums_of(rows_of(densities)).values()))
 
 

@@ -1,6 +1,6 @@
 """Draws of θ given φ and a client's rows.
 
-Where Laplace's approximation is nearly exact, the draw is one of a few candidates from it, chosen by weights, twice.
+Where Laplace's approximation is nearly exact, the draw is one of four candidates from it, chosen by weights.
 Elsewhere coordinates that are independent given φ are drawn each by its distribution function; so is one given which
 the others are Gaussian. All else is drawn by Hamiltonian trajectories from a candidate, or, where the others are
 Gaussian given two, from a draw by quadrature.
@@ -55,22 +55,17 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     upper = np.swapaxes(factors, 1, 2)
     if client.view(_conditional.is_gaussian):
         return np.asarray(modes + np.linalg.solve(upper, rng.normal(size=(count, d, 1)))[..., 0])
-    is_near, kept, kept_weight = False, np.zeros((count, d)), np.full(count, -np.inf)
-    for time in range(_TIMES):
-        z = _candidates(rng, count, d, normal=is_near)
+    kept, kept_weight = np.zeros((count, d)), np.full(count, -np.inf)
+    for _ in range(_TIMES):
+        z = _candidates(rng, count, d)
         theta = modes + np.linalg.solve(upper[None], z[..., None])[..., 0]
-        values, (log_normal, log_mixture) = _outputs(client, phi, theta)[0], _log_candidates(z)
-        is_near = is_near or (time == 0 and _differs_by(values, log_normal, log_mixture) <= _DIFFERS)
-        if not is_near and is_separable(client):
+        values, (log_normal, log_mixture) = _values(client, phi, theta), _log_candidates(z)
+        if _differs_by(values, log_normal, log_mixture) <= _DIFFERS:  # one of few is off by this, over their number
+            return _one_of(theta[::2], values[::2] - log_normal[::2], rng)[0]
+        if is_separable(client):
             return _one_by_one(client, phi, modes, np.diagonal(factors, axis1=1, axis2=2), rng)
-        log_weights = values - (log_normal if is_near else log_mixture)
-        if is_near and time == 0:
-            theta, log_weights = theta[::2], log_weights[::2]
-        theta, log_weights = np.concatenate([kept[None], theta]), np.concatenate([kept_weight[None], log_weights])
-        chosen, each = np.argmax(log_weights + rng.gumbel(size=log_weights.shape), axis=0), np.arange(count)
-        kept, kept_weight = theta[chosen, each], log_weights[chosen, each]
-    if is_near:
-        return kept
+        theta = np.concatenate([kept[None], theta])
+        kept, kept_weight = _one_of(theta, np.concatenate([kept_weight[None], values - log_mixture]), rng)
     which = client.view(_conditional.conditioning)
     moved = np.ones(count, dtype=bool)
     if which is not None:
@@ -80,6 +75,12 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     if np.any(moved):
         kept[moved] = _moved_on(client, phi[moved], kept[moved], factors[moved], rng)
     return kept
+
+
+def _one_of(theta: Array, log_weights: Array, rng: Rng) -> tuple[Array, Array]:
+    """A candidate (C, N, d) for each draw by its weights (C, N), and its log weight: (N, d), (N,)."""
+    chosen = np.argmax(log_weights + rng.gumbel(size=log_weights.shape), axis=0), np.arange(theta.shape[1])
+    return theta[chosen], log_weights[chosen]
 
 
 def _one_by_one(client: ClientView, phi: Array, modes: Array, scales: Array, rng: Rng) -> Array:
@@ -103,12 +104,11 @@ def _moved_on(client: ClientView, phi: Array, theta: Array, factors: Array, rng:
     return np.asarray(theta + np.linalg.solve(upper, z[..., None])[..., 0])
 
 
-def _candidates(rng: Rng, count: int, d: int, *, normal: bool) -> Array:
-    """(candidates, N, d) in sds of Laplace's approximation: `normal`, or every other of a t."""
+def _candidates(rng: Rng, count: int, d: int) -> Array:
+    """(candidates, N, d) in sds of Laplace's approximation: normal, and every other of a t."""
     z = rng.normal(size=(_CANDIDATES, count, d))
-    if not normal:
-        reach = z[1::2]
-        reach *= np.sqrt(student_t.DEGREES / rng.chisquare(student_t.DEGREES, size=(*reach.shape[:2], 1)))
+    reach = z[1::2]
+    reach *= np.sqrt(student_t.DEGREES / rng.chisquare(student_t.DEGREES, size=(*reach.shape[:2], 1)))
     return z
 
 
@@ -120,6 +120,13 @@ def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
     """
     ours, normal = softmax(values - log_mixture, axis=0), softmax(log_normal - log_mixture, axis=0)
     return float(0.5 * np.pi * np.mean(np.abs(ours - normal).sum(axis=0) ** 2))
+
+
+def _values(client: ClientView, phi: Array, theta: Array) -> Array:
+    """log p(y, θ | φ) of candidates (C, N, d): (C, N)."""
+    x = np.concatenate([np.broadcast_to(phi, (len(theta), *phi.shape)), theta], axis=2).reshape(-1, client.shared_size + client.local_size)
+    values = pairs.values_at(client.view(_marginal.integrands), x, np.zeros(len(x), dtype=np.int64))
+    return np.where(np.isfinite(values), values, _NONE).reshape(theta.shape[:2])
 
 
 def _outputs(client: ClientView, phi: Array, theta: Array) -> tuple[Array, Array]:

@@ -92,7 +92,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     about = _marginal.near(client, points, center)
     value = Factor(about.values, np.zeros(len(points)))
     if client.local_size and not client.view(_conditional.is_gaussian):
-        value = (integrated if is_separable(client) else _corrected)(client, points, center, about)
+        value = _corrected(client, points, center, about)
     return value._replace(values=value.values + prior_share * client.prior.log_ratio(points)) if prior_share else value
 
 

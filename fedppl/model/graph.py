@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from pymc.distributions.transforms import CholeskyCovPacked, _default_transform
 from pymc.initial_point import make_initial_point_expression
 from pymc.logprob.abstract import _logprob
 from pymc.logprob.transforms import Transform
+from pymc.model.transform.conditioning import remove_value_transforms
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 from pytensor.scalar.basic import Cast
@@ -309,8 +311,16 @@ def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variabl
     return SiteGraph(x, (*inputs, *shape_inputs), flat, free, tuple(pieces.values()), of_pieces)
 
 
+# Terms of a model's log density. PyMC derives all of them together, whichever are asked for.
+_terms: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
 def _log_density(model: Any, terms: Sequence[Any]) -> Any:
-    logp, constant = model.logp(vars=list(terms), sum=True), left_out(model, terms)
+    if model not in _terms:
+        every = [*model.basic_RVs, *model.potentials]
+        _terms[model] = dict(zip(every, model.logp(vars=every, sum=False), strict=True))
+    sums, constant = [pt.as_tensor(_terms[model][term]).sum() for term in terms], left_out(model, terms)
+    logp = pt.add(*sums) if len(sums) > 1 else sums[0]
     return logp + constant if constant else logp
 
 
@@ -353,6 +363,15 @@ def observed_graph(
     _, values, shape_inputs, _ = in_pieces(parts, x, shared, local)
     outputs = parts.model.logp(vars=parts.model.observed_RVs, sum=False)
     return x, (*inputs, *shape_inputs), clone_replace(outputs, {**replace, **values})
+
+
+def observed_given_all(parts: Parts) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
+    """The same of the free variables as they are declared: (their values, inputs, one output per observed variable)."""
+    model = remove_value_transforms(parts.model)
+    replace, inputs = _inputs_for(parts._replace(model=model, data=tuple(model[v.name] for v in parts.data)))
+    free, observed = ([model[rv.name] for rv in of] for of in (parts.model.free_RVs, parts.model.observed_RVs))
+    outputs = clone_replace(model.logp(vars=observed, sum=False), replace)
+    return [model.rvs_to_values[rv] for rv in free], inputs, outputs
 
 
 def observed_through(parts: Parts) -> dict[Any, Any]:

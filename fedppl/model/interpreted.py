@@ -16,6 +16,8 @@ import pytensor.tensor as pt
 from pytensor.compile.builders import OpFromGraph
 from pytensor.compile.mode import Mode
 from pytensor.graph.replace import vectorize_graph
+from pytensor.graph.rewriting.basic import in2out, node_rewriter
+from pytensor.tensor.elemwise import Elemwise
 
 from fedppl.types import Array
 
@@ -73,10 +75,42 @@ def set_back(before: Mapping[str, Any]) -> None:
 
 # Interpreted functions of graphs, for what is called a few times per fit ----------------------------------------------
 
+
+
+def _binary(op: Any, *inputs: Any) -> Any:
+    return functools.reduce(lambda first, other: op(first, other), inputs)
+
+
+# PyTensor calls NumPy where an operation is one of its functions with as many arguments; of these it calls Python once
+# an element, ten thousand times as slowly as they are here.
+_BY_NUMPY: dict[str, Callable[..., Any]] = {
+    "Add": functools.partial(_binary, pt.add),
+    "Mul": functools.partial(_binary, pt.mul),
+    "Clip": lambda x, low, high: pt.minimum(pt.maximum(x, low), high),
+    "Second": lambda like, x: pt.switch(pt.isnan(like), x, x),
+    "Cast": lambda x: x * np.float64(1),  # to another type stays, by `is_super`
+    "Softplus": lambda x: pt.maximum(x, 0.0) + pt.log1p(pt.exp(-pt.abs(x))),
+    "Log1mexp": lambda x: pt.switch(x < -np.log(2), pt.log1p(-pt.exp(x)), pt.log(-pt.expm1(x))),
+    "XlogX": lambda x: pt.switch(pt.eq(x, 0), 0.0, x * pt.log(x)),
+    "XlogY0": lambda x, y: pt.switch(pt.eq(x, 0), 0.0, x * pt.log(y)),
+}
+
+
+@node_rewriter([Elemwise])
+def _by_numpy(_: Any, node: Any) -> list[Any] | None:
+    """Write an operation by those that NumPy has."""
+    name = type(node.op.scalar_op).__name__
+    if name not in _BY_NUMPY or (name in ("Add", "Mul") and len(node.inputs) == 2):
+        return None
+    written, output = _BY_NUMPY[name](*node.inputs), node.outputs[0]
+    return [written] if output.type.is_super(written.type) else None
+
+
+_LAST = (in2out(_by_numpy, name="by_numpy"), 1000.0)
 # Compiling these functions would take longer than all their calls.
-PYTHON_MODE = Mode(linker="py", optimizer="fast_compile")
+PYTHON_MODE = Mode(linker="py", optimizer="fast_compile").register(_LAST)
 # For calls at a few points: simplifying the graph would take longer than the calls.
-AS_WRITTEN = Mode(linker="py", optimizer="merge")
+AS_WRITTEN = Mode(linker="py", optimizer="merge").register(_LAST)
 
 
 def python_function(inputs: Sequence[Any], outputs: Any, mode: Mode = PYTHON_MODE) -> Callable[..., Any]:
@@ -105,11 +139,19 @@ def batched(
     return python_function([many, *inputs], _vectorised({x: many}, outputs, many.shape[0]), mode)
 
 
-def over_draws(variables: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
-    """The same for graphs of several variables, whose draws (S, ...) are the arguments."""
-    many = {v: pt.TensorType(v.type.dtype, shape=(None, *v.type.shape))(v.name) for v in variables}
+def over_draws(
+    variables: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Callable[..., list[Array]]:
+    """The same for graphs of several variables, whose draws (S, ...) are the arguments, before the inputs.
+
+    Variables may have any lengths.
+    """
+    many = {}
+    for v in variables:
+        shape = (None, *(1 if length == 1 else None for length in v.type.shape))
+        many[v] = pt.TensorType(v.type.dtype, shape=shape)(v.name)
     first = next(iter(many.values()))
-    return python_function(list(many.values()), _vectorised(many, outputs, first.shape[0]))
+    return python_function([*many.values(), *inputs], _vectorised(many, outputs, first.shape[0]))
 
 
 def _vectorised(many: dict[Any, Any], outputs: Sequence[Any], count: Any) -> list[Any]:

@@ -12,10 +12,10 @@ import numpy as np
 import pymc as pm
 import xarray as xr
 from pymc.logprob.utils import ParameterValueError
-from pymc.model.transform.conditioning import remove_value_transforms
 from pytensor.graph.traversal import ancestors
 
 from fedppl.contracts import AnyAlgorithm
+from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.interpreted import quiet
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 def has_rows(client: ClientModel) -> bool:
     """Whether a client brought rows, and not a summary of them."""
-    return not tells_summary(client.pymc_model())
+    return not tells_summary(client.template.parts.model)
 
 
 def require_rows(client: ClientModel, what: str) -> None:
@@ -83,7 +83,7 @@ def client_posterior(
     attrs |= {"client": client_id, "status": status.value, "converged": int(status.ok)}
     posterior = idata.mark_estimates(idata.posterior_dataset(everything, dims, coords, attrs), sample.estimates)
     datasets = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
-    datasets |= pymc_groups(model, posterior, groups, seed)
+    datasets |= pymc_groups(model, pymc_model, posterior, groups, seed)
     if predict is not None:
         datasets["predictions"], datasets["predictions_constant_data"] = predict(posterior, coords)
     return idata.from_groups(datasets)
@@ -113,34 +113,38 @@ _PRIOR_DRAWS = 500
 _AT_ONCE = 2**20  # numbers in an array of log densities that is computed at once
 
 
-def pymc_groups(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str], seed: int) -> dict[str, xr.Dataset]:
-    """These groups of ArviZ, from the draws of a client's posterior."""
-    if groups and not client.pymc_model().observed_RVs:
+def pymc_groups(
+    client: ClientModel, model: Any, posterior: xr.Dataset, groups: Sequence[str], seed: int
+) -> dict[str, xr.Dataset]:
+    """These groups of ArviZ, from the draws of a client's posterior and its PyMC model."""
+    if groups and not model.observed_RVs:
         raise DeclarationError(
             f"groups={list(groups)} are about observed variables, and the model has a pm.Potential in their place; "
             "declare the outcomes as an observed variable (pm.CustomDist)."
         )
     datasets: dict[str, xr.Dataset] = {}
     for name in groups:
-        datasets |= GROUPS[name](client, posterior, seed % 2**32)
+        datasets |= GROUPS[name](client, model, posterior, seed % 2**32)
     return datasets
 
 
-def _log_likelihood(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
+class _Densities(NamedTuple):
+    """Log densities of all observations at many draws of all variables, for all clients of a declaration."""
+
+    function: Callable[..., list[Array]]
+    dims: Mapping[str, tuple[str, ...]]  # of each observed variable's
+
+
+def _log_likelihood(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     """Of every observation at every draw: of all draws at once where that agrees with PyMC at four of them."""
-    model = client.pymc_model()
     draws = posterior[[variable.name for variable in model.free_RVs if variable.name in posterior]]
-    with _without_starts(model):
-        densities = _by_pymc(model, draws.isel(chain=[0, -1], draw=[0, -1]))
-        values = _at_once(model, draws, densities)
-        if values is None:
-            densities = _by_pymc(model, draws)
-    if values is not None:
-        coords = {name: coord for name, coord in densities.coords.items() if name not in ("chain", "draw")}
-        coords |= {name: draws[name] for name in ("chain", "draw")}
-        variables = {name: (densities[name].dims, value) for name, value in values.items()}
-        densities = xr.Dataset(variables, coords, densities.attrs)
-    return {"log_likelihood": _like(densities, posterior)}
+    compared = client.template.of_declaration("log likelihood", lambda: _compared(client, model, draws))
+    values = _at_once(client, compared.function, draws) if compared else None
+    if compared is None or values is None:
+        return {"log_likelihood": _like(_by_pymc(model, draws), posterior)}
+    coords = dims_and_coords(model)[1] | {name: draws[name] for name in ("chain", "draw")}
+    variables = dict(zip(compared.dims, values, strict=True))
+    return {"log_likelihood": _like(idata.posterior_dataset(variables, compared.dims, coords), posterior)}
 
 
 @contextlib.contextmanager
@@ -156,7 +160,7 @@ def _without_starts(model: Any) -> Iterator[None]:
 
 def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
     """Draw by draw. The graph has the client's own sizes, and is compiled for it alone."""
-    with model:
+    with _without_starts(model), model:
         computed = pm.compute_log_likelihood(
             idata.from_groups({"posterior": draws}),
             extend_inferencedata=False,
@@ -166,36 +170,47 @@ def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
     return idata.as_dataset(computed, "log_likelihood")
 
 
-def _at_once(model: Any, draws: xr.Dataset, corners: xr.Dataset) -> dict[str, Array] | None:
-    """The same of all draws (chains, draws, ...), by operations on arrays; None where PyMC's corners differ."""
-    plain = remove_value_transforms(model)
-    free = [plain.rvs_to_values[rv] for rv in plain.free_RVs]
-    names = [rv.name for rv in plain.observed_RVs]
-    shape = draws.sizes["chain"], draws.sizes["draw"]
-    arrays = [np.asarray(draws[rv.name].values) for rv in plain.free_RVs]
-    flat = [array.reshape(shape[0] * shape[1], *array.shape[2:]) for array in arrays]
-    at_once = max(1, _AT_ONCE // max(1, sum(corners[name][0, 0].size for name in names)))
+def _compared(client: ClientModel, model: Any, draws: xr.Dataset) -> _Densities | None:
+    """Log densities by operations on arrays; None where PyMC's differ at four of a client's draws."""
+    few = draws.isel(chain=[0, -1], draw=[0, -1])
+    theirs = _by_pymc(model, few)
     try:
-        function = interpreted.over_draws(free, plain.logp(vars=plain.observed_RVs, sum=False))
-        parts = [function(*(one[k : k + at_once] for one in flat)) for k in range(0, shape[0] * shape[1], at_once)]
+        function = interpreted.over_draws(*_graph.observed_given_all(client.template.parts))
     except (NotImplementedError, ParameterValueError, ValueError, TypeError):
         return None
-    whole = [np.concatenate(each) for each in zip(*parts, strict=True)]
-    values = {name: value.reshape(*shape, *value.shape[1:]) for name, value in zip(names, whole, strict=True)}
-    for name, value in values.items():
-        ours, theirs = value[[0, -1]][:, [0, -1]], corners[name].values
-        if ours.shape != theirs.shape or not np.allclose(ours, theirs, rtol=1e-8, atol=1e-8, equal_nan=True):
+    names = [rv.name for rv in client.template.parts.model.observed_RVs]
+    ours = _at_once(client, function, few)
+    if ours is None:
+        return None
+    for name, value in zip(names, ours, strict=True):
+        expected = theirs[name].values
+        if value.shape != expected.shape or not np.allclose(value, expected, rtol=1e-8, atol=1e-8, equal_nan=True):
             return None
-    return values
+    return _Densities(function, {name: tuple(map(str, theirs[name].dims[2:])) for name in names})
 
 
-def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
+def _at_once(client: ClientModel, function: Callable[..., list[Array]], draws: xr.Dataset) -> list[Array] | None:
+    """Log densities (chains, draws, ...) of each observed variable; None where they cannot be computed."""
+    parts, shape = client.template.parts, (draws.sizes["chain"], draws.sizes["draw"])
+    arrays = [np.asarray(draws[rv.name].values) for rv in parts.model.free_RVs]
+    flat = [array.reshape(shape[0] * shape[1], *array.shape[2:]) for array in arrays]
+    inputs = client.inputs[: len(client.inputs) - len(client.template.graph.free_shapes)]
+    at_once = max(1, _AT_ONCE // max(1, sum(map(np.size, client.inputs))))
+    try:
+        chunks = range(0, shape[0] * shape[1], at_once)
+        computed = [function(*(one[k : k + at_once] for one in flat), *inputs) for k in chunks]
+    except (NotImplementedError, ParameterValueError, ValueError, TypeError):
+        return None
+    values = [np.concatenate(each) for each in zip(*computed, strict=True)]
+    return [value.reshape(*shape, *value.shape[1:]) for value in values]
+
+
+def _posterior_predictive(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     """Replicates of the observations, one a draw, for the same inputs and the same local variables."""
-    return {"posterior_predictive": _like(draw_outcomes(client.pymc_model(), posterior, seed), posterior)}
+    return {"posterior_predictive": _like(draw_outcomes(model, posterior, seed), posterior)}
 
 
-def _prior(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
-    model = client.pymc_model()
+def _prior(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     with model, proper_priors(), quiet():
         drawn = pm.sample_prior_predictive(
             _PRIOR_DRAWS, random_seed=seed, compile_kwargs={"mode": interpreted.PYTHON_MODE}
@@ -203,7 +218,7 @@ def _prior(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, x
     return {name: _like(idata.as_dataset(drawn, name), posterior) for name in ("prior", "prior_predictive")}
 
 
-GROUPS: dict[str, Callable[[ClientModel, xr.Dataset, int], dict[str, xr.Dataset]]] = {
+GROUPS: dict[str, Callable[[ClientModel, Any, xr.Dataset, int], dict[str, xr.Dataset]]] = {
     "log_likelihood": _log_likelihood,
     "posterior_predictive": _posterior_predictive,
     "prior": _prior,

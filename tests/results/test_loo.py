@@ -211,7 +211,9 @@ def few_kinds(y: Any, z: Any) -> pm.Model:
 
 
 @pytest.mark.parametrize("builder", [few_kinds, pytest.param(many_kinds, marks=pytest.mark.slow)])
-def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(builder: Any) -> None:
+def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(
+    builder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = FederatedModel(builder, ["mu"])
     found = fedppl.fit(
         model,
@@ -223,11 +225,12 @@ def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(builder: Any) ->
     drawn = found.client("b", draws=20, chains=2, groups=("log_likelihood",))
     posterior = idata.as_dataset(drawn["posterior"])
     client = found.clients["b"]
-    draws = posterior[[rv.name for rv in client.pymc_model().free_RVs]]
-    theirs = at_client._by_pymc(client.pymc_model(), draws)
-    corners = theirs.isel(chain=[0, -1], draw=[0, -1])
-    assert at_client._at_once(client.pymc_model(), draws, corners) is not None
-    assert at_client._at_once(client.pymc_model(), draws, corners + 0.1) is None
+    model = client.pymc_model()
+    draws = posterior[[rv.name for rv in model.free_RVs]]
+    theirs = at_client._by_pymc(model, draws)
+    assert at_client._compared(client, model, draws) is not None
+    monkeypatch.setattr(at_client, "_by_pymc", lambda model, draws: theirs + 0.1)
+    assert at_client._compared(client, model, draws) is None
     ours = idata.as_dataset(drawn["log_likelihood"])
     assert set(ours.data_vars) == set(theirs.data_vars) and ours["mixed"].dims == theirs["mixed"].dims
     for name in theirs.data_vars:
