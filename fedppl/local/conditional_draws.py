@@ -124,7 +124,8 @@ def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
 
 def _values(client: ClientView, phi: Array, theta: Array) -> Array:
     """log p(y, θ | φ) of candidates (C, N, d): (C, N)."""
-    x = np.concatenate([np.broadcast_to(phi, (len(theta), *phi.shape)), theta], axis=2).reshape(-1, client.shared_size + client.local_size)
+    x = np.concatenate([np.broadcast_to(phi, (len(theta), *phi.shape)), theta], axis=2)
+    x = x.reshape(-1, x.shape[2])
     values = pairs.values_at(client.view(_marginal.integrands), x, np.zeros(len(x), dtype=np.int64))
     return np.where(np.isfinite(values), values, _NONE).reshape(theta.shape[:2])
 

@@ -76,7 +76,6 @@ def set_back(before: Mapping[str, Any]) -> None:
 # Interpreted functions of graphs, for what is called a few times per fit ----------------------------------------------
 
 
-
 def _binary(op: Any, *inputs: Any) -> Any:
     return functools.reduce(lambda first, other: op(first, other), inputs)
 
@@ -96,7 +95,7 @@ _BY_NUMPY: dict[str, Callable[..., Any]] = {
 }
 
 
-@node_rewriter([Elemwise])
+@node_rewriter([Elemwise])  # type: ignore[untyped-decorator]  # PyTensor has no types
 def _by_numpy(_: Any, node: Any) -> list[Any] | None:
     """Write an operation by those that NumPy has."""
     name = type(node.op.scalar_op).__name__
@@ -139,9 +138,7 @@ def batched(
     return python_function([many, *inputs], _vectorised({x: many}, outputs, many.shape[0]), mode)
 
 
-def over_draws(
-    variables: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
-) -> Callable[..., list[Array]]:
+def over_draws(variables: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
     """The same for graphs of several variables, whose draws (S, ...) are the arguments, before the inputs.
 
     Variables may have any lengths.

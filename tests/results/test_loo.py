@@ -211,9 +211,7 @@ def few_kinds(y: Any, z: Any) -> pm.Model:
 
 
 @pytest.mark.parametrize("builder", [few_kinds, pytest.param(many_kinds, marks=pytest.mark.slow)])
-def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(
-    builder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FederatedModel(builder, ["mu"])
     found = fedppl.fit(
         model,
