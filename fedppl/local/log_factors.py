@@ -318,30 +318,31 @@ def several_modes(
     of: Densities, places: Places, clients: Sequence[ClientView], starts: Array, points: Array
 ) -> dict[str, str]:
     """Reason by id for clients (C,), in these places of those side by side, whose θ has mass about another mode."""
+    count = len(clients)
+    # One search at all points takes a tenth of the time of one after the other.
+    first = pairs.modes(of, np.broadcast_to(points[0], (count, points.shape[1])), starts, places)
+    begin = np.where(first.arrived[:, None], first.theta, starts)
+    where, rows = np.divmod(np.arange(len(points) * count, dtype=np.int64), max(1, count))
+    first = pairs.modes(of, points[where], begin[rows], places[rows])
+    kept = np.flatnonzero(first.arrived)  # a client without a mode fails when it integrates
+    where, rows, modes, roots = where[kept], rows[kept], first.theta[kept], first.root[kept]
+    others = [_starts(clients[int(k)], mode, root) for k, mode, root in zip(rows, modes, roots, strict=True)]
+    if not others:
+        return {}
+    whose = np.repeat(np.arange(len(rows)), [len(some) for some in others])
+    is_back = functools.partial(_is_back, modes[whose], roots[whose])
+    starts, who = np.concatenate(others), places[rows[whose]]
+    ends = pairs.modes(of, points[where[whose]], starts, who, _ROUGH, stop=is_back)
+    away = ends.theta - modes[whose]
+    with np.errstate(invalid="ignore"):
+        by_first, by_other = (np.einsum("nji,nj->ni", root, away) for root in (roots[whose], ends.root))
+        far = np.maximum(np.linalg.norm(by_first, axis=1), np.linalg.norm(by_other, axis=1)) > _REACH
+        matters = far & (pairs.of_modes(ends) > pairs.of_modes(first)[kept][whose] + _NEGLIGIBLE)
     reasons: dict[str, str] = {}
-    rows, begin = np.arange(len(clients), dtype=np.int64), starts.copy()
-    for point in points:
-        first = pairs.modes(of, np.broadcast_to(point, (len(rows), len(point))), begin[rows], places[rows])
-        # A client without a mode fails when it integrates.
-        values, kept = pairs.of_modes(first), np.flatnonzero(first.arrived)
-        rows, values, modes, roots = rows[kept], values[kept], first.theta[kept], first.root[kept]
-        begin[rows] = modes
-        others = [_starts(clients[int(k)], mode, root) for k, mode, root in zip(rows, modes, roots, strict=True)]
-        if not others:
-            break
-        whose = np.repeat(np.arange(len(rows)), [len(one) for one in others])
-        at = np.broadcast_to(point, (len(whose), len(point)))
-        is_back = functools.partial(_is_back, modes[whose], roots[whose])
-        ends = pairs.modes(of, at, np.concatenate(others), places[rows[whose]], _ROUGH, stop=is_back)
-        away = ends.theta - modes[whose]
-        with np.errstate(invalid="ignore"):
-            by_first, by_other = (np.einsum("nji,nj->ni", root, away) for root in (roots[whose], ends.root))
-            far = np.maximum(np.linalg.norm(by_first, axis=1), np.linalg.norm(by_other, axis=1)) > _REACH
-            matters = far & (pairs.of_modes(ends) > values[whose] + _NEGLIGIBLE)
-        for n in np.flatnonzero(matters)[::-1]:
-            client = clients[int(rows[whose[n]])]
-            reasons[client.client_id] = _several(client, np.abs(by_first[n]), point)
-        rows = np.array([k for k in rows if clients[int(k)].client_id not in reasons], dtype=np.int64)
+    for n in np.flatnonzero(matters):
+        client = clients[int(rows[whose[n]])]
+        if client.client_id not in reasons:
+            reasons[client.client_id] = _several(client, np.abs(by_first[n]), points[where[whose[n]]])
     return reasons
 
 
