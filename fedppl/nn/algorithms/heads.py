@@ -27,12 +27,12 @@ from fedppl.contracts import (
     always,
 )
 from fedppl.nn.algorithms import _common
-from fedppl.nn.batch import Flags, Stack, features_together, groups, head_posteriors, stacked, train_below_together
+from fedppl.nn.batch import Flags, Stack, groups, heads_rows, stacked, train_below_together
 from fedppl.nn.functional import Places, generator_of, gradients, host, taken
 from fedppl.nn.head import Head, expected_loss, features, without_head
-from fedppl.nn.personal import HeadSteps, head_posterior, train_below
+from fedppl.nn.personal import HeadSteps, head_posterior, head_posteriors, train_below
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_of, optimizer_of, require_bounded
+from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_at, optimizer_of, require_bounded
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, flag, positive, whole
@@ -257,9 +257,9 @@ def _find_heads(
     starts = [_start(place.centre, part.personal, settings) for place, part in zip(at, parts, strict=True)]
     stack, head = stacked([place.unit for place in at]), at[0].head
     mean, sd, finite = head_posteriors(
-        stack,
+        at[0].unit.likelihood,
         head,
-        features_together(stack, head, np.stack([place.w for place in at])),
+        (*heads_rows(stack, head, np.stack([place.w for place in at])), stack.rows),
         (np.stack([q.mean for q, _ in starts]), np.stack([q.sd for q, _ in starts])),
         np.stack([place.centre for place in at]),
         np.array([confidence for _, confidence in starts]),
@@ -608,7 +608,7 @@ def langevin_steps(
     centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
     rho = float(np.exp(-head_rate / (rows * spread**2)))
     source = generator_of(rng)
-    before, states = np.array([_loss(unit, flat, X, y), _pull(flat[head.places], prior, rows)]), []
+    before, states = np.array([loss_at(unit, flat, dtype=dtype), _pull(flat[head.places], prior, rows)]), []
     with torch.enable_grad():
         for batch in batches(rows, settings, rng):
             z = body(taken(X, batch)) if fixed_features is None else taken(fixed_features, batch)
@@ -625,7 +625,7 @@ def langevin_steps(
     half = np.array(states[len(states) // 2 :])
     moved, mean = leaves.result(flat), half.mean(axis=0)
     moved[head.places] = mean
-    after = np.array([_loss(unit, moved, X, y), _pull(mean, prior, rows)])
+    after = np.array([loss_at(unit, moved, dtype=dtype), _pull(mean, prior, rows)])
     # The head moves towards its population too, whose mean others may have moved far away.
     if not np.isfinite(after[0]) or (len(below) and not min(after[0] - before[0], sum(after - before)) <= RISE):
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or head_rate=")
@@ -636,7 +636,3 @@ def langevin_steps(
 def _pull(v: Array, prior: tuple[Array, float], rows: int) -> float:
     """Minus the log density of the population, for one row, less a constant."""
     return 0.5 * float(np.sum((v - prior[0]) ** 2)) / (rows * prior[1] ** 2)
-
-
-def _loss(unit: NetworkUnit, w: Array, X: torch.Tensor, y: torch.Tensor) -> float:
-    return loss_of(unit, unit.state(w, X.dtype), X, y)
