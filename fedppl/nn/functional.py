@@ -7,11 +7,12 @@ declared densities, checks and predictions in float64.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -229,6 +230,18 @@ def by_parts(net: torch.nn.Module, compute: Callable[[torch.Tensor], torch.Tenso
     """A function of rows at all of them, computed for some at a time."""
     parts = parts_of(net, X.shape)
     return compute(X) if len(parts) == 1 else torch.cat([compute(X[rows]) for rows in parts])
+
+
+@contextlib.contextmanager
+def hooked(
+    layers: Mapping[str, torch.nn.Module], keep: Callable[[str, torch.Tensor, torch.Tensor], Any]
+) -> Iterator[None]:
+    """Call `keep` with name, input and output of each of these layers; what it returns replaces the output."""
+    with contextlib.ExitStack() as hooks:
+        for name, layer in layers.items():
+            hook = layer.register_forward_hook(lambda _, given, output, name=name: keep(name, given[0], output))
+            hooks.callback(hook.remove)
+        yield
 
 
 # Parts of a declared model: calls of a network of torch, and distributions --------------------------------------------

@@ -143,9 +143,7 @@ class NetworkUnit:
                 "the model holds its inputs as constants, so that there is no place for new ones; put them into "
                 'pm.Data, X = pm.Data("X", X), and fit again.'
             )
-        beside = {
-            variable.name: variable.dtype for variable in self._read if variable.by_row and not variable.is_outcome
-        }
+        beside = {read.name: read.dtype for read in self._read if read.by_row and not read.is_outcome}
         return new_inputs(inputs, {**self.declared.containers, **beside}, self._arrays)
 
 

@@ -321,8 +321,9 @@ def require_inputs(client_id: str, X: Array) -> None:
     """Refuse inputs that are infinite in single precision, which a saturating layer would hide."""
     if X.dtype.kind != "f":
         return
-    for at in np.argwhere(~(np.abs(X) <= np.finfo(np.float32).max))[:1]:
-        place = tuple(at.tolist())
+    beyond = np.argwhere(~(np.abs(X) <= np.finfo(np.float32).max))
+    if len(beyond):
+        place = tuple(beyond[0].tolist())
         raise DataError(
             f"client {client_id!r}: the network's inputs hold {X[place]} in row {place[0]}, at index {place}, which is "
             "not finite in single precision; drop or impute such rows, or scale the inputs."

@@ -27,7 +27,7 @@ from fedppl.contracts import (
     always,
 )
 from fedppl.local.target import at_points
-from fedppl.nn.functional import call, host, parts_of
+from fedppl.nn.functional import call, gradients, hooked, host, parts_of
 from fedppl.nn.personal import further_gain
 from fedppl.nn.train import GROWTH, Training, train
 from fedppl.nn.unit import NetworkUnit
@@ -180,34 +180,24 @@ def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -
     outputs: list[tuple[torch.nn.Module, torch.Tensor]] = []
     inputs: list[torch.Tensor] = []
 
-    def keep(module: torch.nn.Module, inputs_of_layer: Any, output: torch.Tensor) -> torch.Tensor:
-        outputs.append((module, output))
-        if isinstance(module, torch.nn.Linear):
-            inputs.append(inputs_of_layer[0].detach())
+    net, state = unit.net, unit.state(w, torch.float64)
+    layers = {name: layer for name, layer in net.named_modules() if layer._parameters}
+
+    def keep(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        outputs.append((layers[name], output))
+        if isinstance(layers[name], torch.nn.Linear):
+            inputs.append(given.detach())
         return output.clone()  # the next layer may change it in place
 
-    net, state = unit.net, unit.state(w, torch.float64)
-    layers = [module for module in net.modules() if any(True for _ in module.parameters(recurse=False))]
-    hooks = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        with torch.enable_grad():
-            live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
-            output = call(net, live, unit.tensor(X, torch.float64)).reshape(len(X), -1)
-            signs = torch.randint(0, 2, output.shape, generator=rng).to(output) * 2.0 - 1.0
-            values = [value for _, value in outputs]
-            # Two logits of classes have opposite slopes in each row; two other outputs need not.
-            ways = [signs, torch.tensor([1.0, -1.0]).to(output)] if output.shape[1] == 2 else [signs]
-            slopes = [
-                torch.autograd.grad((way * output).sum(), values, retain_graph=True, allow_unused=True) for way in ways
-            ]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    columns = [
-        _by_unit(module, torch.zeros_like(value) if slope is None else slope)
-        for way in slopes
-        for (module, value), slope in zip(outputs, way, strict=True)
-    ]
+    with hooked(layers, keep), torch.enable_grad():
+        live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
+        output = call(net, live, unit.tensor(X, torch.float64)).reshape(len(X), -1)
+        signs = torch.randint(0, 2, output.shape, generator=rng).to(output) * 2.0 - 1.0
+        # Two logits of classes have opposite slopes in each row; two other outputs need not.
+        ways = [signs, torch.tensor([1.0, -1.0]).to(output)] if output.shape[1] == 2 else [signs]
+        values = [value for _, value in outputs]
+        slopes = [gradients((way * output).sum(), values, keep=True) for way in ways]
+    columns = [_by_unit(module, slope) for way in slopes for (module, _), slope in zip(outputs, way, strict=True)]
     size = torch.cat(columns[: len(outputs)], dim=1).square().sum(1, keepdim=True).sqrt()
     columns += [size * part.reshape(len(part), -1, part.shape[-1]).square().sum(1).sqrt() for part in inputs]
     return [np.asarray(host(part)) for part in columns]
