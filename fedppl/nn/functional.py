@@ -168,7 +168,8 @@ def _array_key(value: Any, identity: tuple[str, int]) -> Any:
 
 def own_copy(net: torch.nn.Module) -> torch.nn.Module:
     """A copy for this thread, with the network's buffers: torch swaps parameters in place while it evaluates others."""
-    copies = vars(_thread).setdefault("copies", weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module]())
+    copies: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module]
+    copies = vars(_thread).setdefault("copies", weakref.WeakKeyDictionary())
     if (copied := copies.get(net)) is None:
         copied = copies[net] = copy.deepcopy(net)
     with torch.no_grad():
@@ -233,13 +234,11 @@ def by_parts(net: torch.nn.Module, compute: Callable[[torch.Tensor], torch.Tenso
 
 
 @contextlib.contextmanager
-def hooked(
-    layers: Mapping[str, torch.nn.Module], keep: Callable[[str, torch.Tensor, torch.Tensor], Any]
-) -> Iterator[None]:
-    """Call `keep` with name, input and output of each of these layers; what it returns replaces the output."""
+def hooked(layers: Mapping[str, torch.nn.Module], keep: Callable[[str, Any, torch.Tensor], Any]) -> Iterator[None]:
+    """Call `keep` with name, inputs and output of each of these layers; what it returns replaces the output."""
     with contextlib.ExitStack() as hooks:
         for name, layer in layers.items():
-            hook = layer.register_forward_hook(lambda _, given, output, name=name: keep(name, given[0], output))
+            hook = layer.register_forward_hook(lambda _, given, output, name=name: keep(name, given, output))
             hooks.callback(hook.remove)
         yield
 

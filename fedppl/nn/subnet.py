@@ -83,8 +83,8 @@ def slopes(
     """Derivatives of one chunk, in the basis of √Λ with outcomes y, else of the outputs."""
     calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def keep(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        calls[name] = given.detach().clone(), output
+    def keep(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        calls[name] = given[0].detach().clone(), output
         return output.clone()  # the next layer may change it in place
 
     live = {name: value.detach().requires_grad_(name in unit.names) for name, value in state.items()}
@@ -189,8 +189,8 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Plac
     calls: dict[str, list[int]] = {}
     linear = {name: layer for name, layer in unit.net.named_modules() if type(layer) is torch.nn.Linear}
 
-    def count(name: str, given: torch.Tensor, output: torch.Tensor) -> None:
-        calls.setdefault(name, []).append(given.ndim)
+    def count(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        calls.setdefault(name, []).append(given[0].ndim)
 
     with hooked(linear, count), torch.no_grad():
         call(unit.net, state, X)

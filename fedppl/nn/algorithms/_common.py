@@ -96,17 +96,6 @@ def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str
         )
 
 
-def check_all_shared(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
-    """Refuse as `check_network` does, and networks with local weights or unknowns."""
-    check_network(client, algorithm, "shared")
-    if client.local_size:
-        raise DeclarationError(
-            f"{[v.name for v in client.local]} are local, and this algorithm shares whole networks; name weights and "
-            "unknowns in FederatedModel(shared=...), or use fedppl.nn.FedAvg or fedppl.nn.FedSI."
-        )
-    check_network(client, algorithm, *trained)
-
-
 def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> None:
     """Refuse a prior that is not independent normal, since only its mean and variances would be used."""
     wrong = [name for name, kind in kinds.items() if kind not in ("normal", "lognormal")] or list(kinds)
@@ -149,11 +138,18 @@ def needs(check: CheckFn, unused: Callable[[ClientView], tuple[str, ...]] = unus
     return Needs(check, kernel=False, diagonal_prior=True, unused_priors=unused)
 
 
-def whole_network(algorithm: str, *trained: str | tuple[str, ...]) -> Needs:
-    """Needs of a client's model: a network, all of it shared."""
+def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> Needs:
+    """Needs of a client's model: a network, all of it shared, with this head, if any, for its last layer."""
 
     def check(client: ClientView) -> None:
-        check_all_shared(client, algorithm, *trained)
+        check_network(client, algorithm, "shared")
+        if client.local_size:
+            raise DeclarationError(
+                f"{[v.name for v in client.local]} are local, and this algorithm shares whole networks; name weights "
+                "and unknowns in FederatedModel(shared=...), or use fedppl.nn.FedAvg or fedppl.nn.FedSI."
+            )
+        if head is not None:
+            client.view(network_of).head(head)
 
     return needs(check)
 
@@ -181,12 +177,12 @@ def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -
     inputs: list[torch.Tensor] = []
 
     net, state = unit.net, unit.state(w, torch.float64)
-    layers = {name: layer for name, layer in net.named_modules() if layer._parameters}
+    layers = {name: layer for name, layer in net.named_modules() if list(layer.parameters(recurse=False))}
 
-    def keep(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def keep(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         outputs.append((layers[name], output))
         if isinstance(layers[name], torch.nn.Linear):
-            inputs.append(given.detach())
+            inputs.append(given[0].detach())
         return output.clone()  # the next layer may change it in place
 
     with hooked(layers, keep), torch.enable_grad():

@@ -13,19 +13,7 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.algorithms.hierarchical.confidence import TERMS, confidence_of, ledger_sums, terms_rule
-from fedppl.contracts import (
-    Algorithm,
-    Batch,
-    ClientUpdate,
-    ClientView,
-    Needs,
-    Part,
-    Point,
-    Received,
-    Replies,
-    Report,
-    always,
-)
+from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import Flags, Stack, groups, heads_rows, stacked, train_below_together
 from fedppl.nn.functional import Places, generator_of, gradients, host, taken
@@ -163,13 +151,15 @@ def Confidence(
         broadcast=_common.broadcast,
         update_client=update_client,
         update_server=functools.partial(_update_server, settings=settings),
-        replies=Replies(_shapes, _reject, lambda state: not settings.remember),
+        replies=Replies(
+            lambda state: shapes(state, "weighted", "weight"), _reject, lambda state: not settings.remember
+        ),
         result=_common.network_result(
             _common.broadcast,
             functools.partial(_own, settings=settings),
             Point[ConfidenceState](lambda state: state.smooth.phi),
         ),
-        needs=last_layer("nn.Confidence", settings.head),
+        needs=_common.whole_network("nn.Confidence", settings.head),
         disclosure=_common.AT_MEAN,
         unreported=unreported,
         batch=Batch(
@@ -311,11 +301,6 @@ def _update_server(
     return after, Report(info, message=message)
 
 
-def _shapes(state: ConfidenceState) -> dict[str, tuple[int, ...]]:
-    d = len(state.head)
-    return {"below": (len(state.phi) - d,), "rows": (), "weighted": (d,), "weight": ()}
-
-
 def _reject(state: ConfidenceState, reply: Message) -> str | None:
     confidence = float(reply["weight"])
     if not 1.0 / _SURE <= confidence <= _SURE:
@@ -360,16 +345,6 @@ def head_rule(head: Any) -> tuple[str, ...]:
     return names
 
 
-def last_layer(algorithm: str, head: tuple[str, ...]) -> Needs:
-    """Needs of a client's model: a network, all of it shared, with this head for its last layer."""
-
-    def check(client: ClientView) -> None:
-        _common.check_all_shared(client, algorithm, head)
-        client.view(network_of).head(head)
-
-    return _common.needs(check)
-
-
 def head_in(layout: Layout, head: tuple[str, ...]) -> Places:
     """Where the head lies in φ, (d,)."""
     return np.concatenate([np.arange(at.start, at.stop) for name, at in layout.slices.items() if name in head])
@@ -389,6 +364,12 @@ def parted(at: HeadAtClient, w: Array) -> tuple[dict[str, Array], Array]:
     phi, rows = w[at.unit.shared_at], float(len(at.unit.X))
     is_head = np.isin(at.unit.shared_at, at.head.places)
     return {"below": rows * phi[~is_head], "rows": np.array(rows)}, phi[is_head]
+
+
+def shapes(state: Any, head: str, count: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a reply whose head and number to divide it by have these names."""
+    d = len(state.head)
+    return {"below": (len(state.phi) - d,), "rows": (), head: (d,), count: ()}
 
 
 def joined(total: Message, at: Places, head: Array) -> Array:
@@ -488,11 +469,11 @@ def FedPop(
         broadcast=_common.broadcast,
         update_client=functools.partial(_fedpop_update_client, settings=settings),
         update_server=_fedpop_update_server,
-        replies=Replies(_fedpop_shapes, _fedpop_reject, always),
+        replies=Replies(lambda state: shapes(state, "heads", "count"), _fedpop_reject, always),
         result=_common.network_result(
             _common.broadcast, functools.partial(_fedpop_own, settings=settings), _common.ESTIMATE
         ),
-        needs=last_layer("nn.FedPop", settings.head),
+        needs=_common.whole_network("nn.FedPop", settings.head),
         disclosure=_common.AT_MEAN,
         unreported=lambda client, personal, message, rng: (
             ChainClientState(_chain_moved(client, personal, message, rng, settings)[1].last),
@@ -534,11 +515,6 @@ def _fedpop_update_server(state: FedPopState, received: Received) -> tuple[FedPo
     total = received.total
     phi = joined(total, state.head, total["heads"] / total["count"])
     return state._replace(phi=phi), _common.reported(state.phi, phi)
-
-
-def _fedpop_shapes(state: FedPopState) -> dict[str, tuple[int, ...]]:
-    d = len(state.head)
-    return {"below": (len(state.phi) - d,), "rows": (), "heads": (d,), "count": ()}
 
 
 def _fedpop_reject(state: FedPopState, reply: Message) -> str | None:
