@@ -19,7 +19,7 @@ from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, logits, of_draws, without_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.personal import head_noise
-from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of
+from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of, slopes_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
 from fedppl.types import Array
@@ -313,13 +313,8 @@ def take_steps(
             for batch in _epoch(stack, size, rngs):
                 count = len(batch.X)
                 leaves, state = weights.first(count)
-                slopes = list(functional.gradients(loss(state, batch), leaves))
-                with torch.no_grad():
-                    for i, leaf in enumerate(leaves):
-                        if pulls is not None:
-                            slope, constant = (pull[:count] for pull in pulls[i])
-                            slopes[i] = torch.addcmul(slopes[i] + constant, slope, leaf)
-                        slopes[i] = slopes[i].contiguous()
+                pulls_now = None if pulls is None else [(rise[:count], constant[:count]) for rise, constant in pulls]
+                slopes = slopes_of(loss(state, batch), leaves, pulls_now)
                 for run, leaves_of in zip(runs, parts, strict=True):
                     for part, slope in zip(leaves_of, slopes, strict=True):
                         part.grad = slope[run] if run.stop <= count else None

@@ -47,13 +47,12 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
         )
     size = module.weight.numel()
     head = Head(layer, places, slice(0, size), slice(size, len(places)), module.out_features)
-    X = unit.tensor(unit.X[:_LOOKED_AT], torch.float64)
     v, ours, why = unit.tensor(np.asarray(w, dtype=float)[places], torch.float64), None, ""
     with torch.no_grad():
-        state = unit.state(w, torch.float64)
-        output = call(unit.net, state, X)
+        output = call(unit.net, unit.state(w, torch.float64), unit.tensor(unit.X[:_LOOKED_AT], torch.float64))
         try:
-            ours = logits(head, _features(unit, head, state, X)[None], v[None, None])[0, 0].mT
+            z = features(unit, head, w, X=unit.X[:_LOOKED_AT], dtype=torch.float64)
+            ours = logits(head, z[None], v[None, None])[0, 0].mT
         except Exception as error:  # each network has exceptions of its own
             why = f" ({type(error).__name__}: {error})"
     if ours is None or output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
@@ -73,17 +72,15 @@ def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:
     return net
 
 
-def _features(unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+def features(
+    unit: NetworkUnit, head: Head, w: Array, *, X: Array | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The head's inputs (n, h) for the client's rows, or for X."""
     body = without_head(copy.deepcopy(unit.net), head)
-    own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
-    parameters = {name: value for name, value in state.items() if name in own}
-    return by_parts(body, lambda rows: call(body, parameters, rows), X)
-
-
-def features(unit: NetworkUnit, head: Head, w: Array, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The head's inputs for the client's rows, (n, h)."""
+    own = {name for name, _ in (*body.named_parameters(), *body.named_buffers())}
+    state = {name: value for name, value in unit.state(w, dtype).items() if name in own}
     with torch.no_grad():
-        return _features(unit, head, unit.state(w, dtype), unit.tensor(unit.X, dtype))
+        return by_parts(body, lambda rows: call(body, state, rows), unit.tensor(unit.X if X is None else X, dtype))
 
 
 def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -197,14 +197,21 @@ def pulls_of(
 
 def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tensor, pulls: Pulls = None) -> None:
     """One step of the optimizer down the loss, with the gradients `pulls` added."""
-    slopes = gradients(loss, leaves.moving)
-    with torch.no_grad():
-        for k, (leaf, gradient) in enumerate(zip(leaves.moving, slopes, strict=True)):
-            slope = gradient if pulls is None else torch.addcmul(gradient + pulls[k][1], pulls[k][0], leaf)
-            # Fused optimizers read memory in order, and a convolution on images with channels last gives gradients in
-            # another order than its weights.
-            leaf.grad = slope.contiguous()
+    for leaf, slope in zip(leaves.moving, slopes_of(loss, leaves.moving, pulls), strict=True):
+        leaf.grad = slope
     optimizer.step()
+
+
+def slopes_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor], pulls: Pulls = None) -> list[torch.Tensor]:
+    """Gradients of the loss in the leaves, with `pulls` added."""
+    slopes = gradients(loss, leaves)
+    with torch.no_grad():
+        if pulls is not None:
+            pulled = zip(slopes, pulls, leaves, strict=True)
+            slopes = tuple(torch.addcmul(slope + constant, rise, leaf) for slope, (rise, constant), leaf in pulled)
+        # Fused optimizers read memory in order, and a convolution on images with channels last gives gradients in
+        # another order than its weights.
+        return [slope.contiguous() for slope in slopes]
 
 
 def optimizer_of(moving: list[torch.Tensor], rate: float, momentum: float | None) -> torch.optim.Optimizer:

@@ -41,18 +41,10 @@ class DeclaredNetwork(NamedTuple):
 
 
 class NetworkUnit:
-    """One client as torch sees it.
+    """One client as torch sees it: its network as declared, the same for all clients, and its rows X and outcomes y.
 
-    Attributes
-    ----------
-    declared, likelihood
-        The network as declared, the same for all clients, and the likelihood of outcomes given outputs.
-    X, y
-        The client's rows and outcomes.
-    names, size
-        Torch's names of all parameters, in the order of the flat vector w (d,), and d.
-    shared_at, local_at
-        Where coordinates of φ (m,) and of θ (d_k,) lie in w.
+    `names` are torch's of all parameters, in the order of the flat vector w (d,); d is `size`. Coordinates of φ (m,)
+    and θ (d_k,) lie in w at `shared_at` and `local_at`.
     """
 
     def __init__(

@@ -103,12 +103,7 @@ class NetworkResult(NamedTuple):
 def network_of(client: ClientModel) -> Network:
     """Read a client's declared network, and compare its density with torch's; a closed form's once per template.
 
-    Raises
-    ------
-    DeclarationError
-        Where the model declares no network.
-    DataError
-        Where inputs are infinite in single precision, or outcomes are none of the model's.
+    Raises `DeclarationError` where the model declares no network, and `DataError` for rows that it cannot have.
     """
     cache = client.template.functions
     with _lock:

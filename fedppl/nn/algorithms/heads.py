@@ -16,11 +16,11 @@ from fedppl.algorithms.hierarchical.confidence import TERMS, confidence_of, ledg
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import Flags, Stack, groups, heads_rows, stacked, train_below_together
-from fedppl.nn.functional import Places, generator_of, gradients, host, taken
+from fedppl.nn.functional import Places, generator_of, host, taken
 from fedppl.nn.head import Head, expected_loss, features, without_head
 from fedppl.nn.personal import HeadSteps, head_posterior, head_posteriors, train_below
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_at, optimizer_of, require_bounded
+from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_at, optimizer_of, require_bounded, slopes_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, flag, positive, whole
@@ -589,9 +589,9 @@ def langevin_steps(
         for batch in batches(rows, settings, rng):
             z = body(taken(X, batch)) if fixed_features is None else taken(fixed_features, batch)
             loss = expected_loss(unit, head, z, taken(y, batch), v[None])
-            *slopes, slope = gradients(loss, [*leaves.moving, v])
+            *slopes, slope = slopes_of(loss, [*leaves.moving, v])
             for leaf, gradient in zip(leaves.moving, slopes, strict=True):
-                leaf.grad = gradient.contiguous()  # for fused optimizers, see take_step
+                leaf.grad = gradient
             if optimizer is not None:
                 optimizer.step()
             with torch.no_grad():
