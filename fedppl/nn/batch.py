@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from fedppl.contracts import ClientView
 from fedppl.nn import functional
 from fedppl.nn.functional import Places
-from fedppl.nn.head import Head, without_head
-from fedppl.nn.likelihood import Categorical, Likelihood
-from fedppl.nn.personal import HeadSteps, head_noise, softplus_backwards
-from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of
+from fedppl.nn.head import Head, logits, of_draws, without_head
+from fedppl.nn.likelihood import Categorical
+from fedppl.nn.personal import head_noise
+from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of, slopes_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
 from fedppl.types import Array
@@ -92,28 +92,25 @@ def groups(clients: Sequence[ClientView]) -> list[list[int]]:
 def _count(largest: NetworkUnit, waiting: int) -> int:
     """Number of clients in the next batch, of equal batches within the limits; the first client has most rows."""
     # In memory are rows and layers' outputs, and weights with two moments and slopes.
-    widest = max(
-        int(np.prod(largest.X.shape[1:])), *(value.shape[0] for value in largest.net.parameters() if value.ndim)
-    )
+    outputs = (value.shape[0] for value in largest.net.parameters() if value.ndim)
+    widest = max(int(np.prod(largest.X.shape[1:])), *outputs)
     limit = min(_WEIGHTS / (4 * _BYTES * largest.size), _ROWS / (_BYTES * len(largest.X) * widest))
-    most = max(1, int(limit))
-    return int(np.ceil(waiting / np.ceil(waiting / most)))
+    return int(np.ceil(waiting / np.ceil(waiting / max(1, int(limit)))))
 
 
 def _can_batch(unit: NetworkUnit) -> bool:
     """Whether a batch computes the same as the network; checked once a network."""
-    net = unit.declared.net
     with _lock:
-        if net not in _agreement:
-            _agreement[net] = _agrees(unit)
-    return _agreement[net]
+        if unit.declared.net not in _agreement:
+            _agreement[unit.declared.net] = _agrees(unit)
+    return _agreement[unit.declared.net]
 
 
 def _agrees(unit: NetworkUnit) -> bool:
     """Try two clients' weights on two rows each. Convolutions are excluded: a batch of them takes 1.5 times as long."""
     if any(isinstance(layer, torch.nn.modules.conv._ConvNd) for layer in unit.net.modules()):
         return False
-    X = unit.tensor(np.repeat(unit.X[:1], 2, axis=0) if len(unit.X) < 2 else unit.X[:2], torch.float64)
+    X = unit.tensor(unit.X[[0, min(1, len(unit.X) - 1)]], torch.float64)
     initial = unit.tensor(unit.initial, torch.float64)
     states = [functional.pieces(unit.net, w) for w in (initial, 1.5 * initial + 0.01)]
     names = {name: torch.stack([state[name] for state in states]).requires_grad_() for name in states[0]}
@@ -125,18 +122,14 @@ def _agrees(unit: NetworkUnit) -> bool:
             inputs = torch.stack([X, X.flip(0)])
             output = forward(unit.net, torch.float64, X.device)(names, inputs)
             functional.gradients(output.sum(), list(names.values()))
-            alone = [
-                functional.call(unit.net, {**w, **buffers}, x.clone())
-                for w, x in zip(states, (X, X.flip(0)), strict=True)
-            ]
+            both = zip(states, (X, X.flip(0)), strict=True)
+            alone = [functional.call(unit.net, {**w, **buffers}, x.clone()) for w, x in both]
     except Exception:  # recurrent layers, or such as change their input or branch on values
         return False
-    if not torch.equal(inputs, torch.stack([X, X.flip(0)])) or (
-        output.ndim != 3 and isinstance(unit.likelihood, Categorical)
-    ):
+    if output.ndim != 3 and isinstance(unit.likelihood, Categorical):
         return False
-    expected = torch.stack(alone)
-    return output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-9, atol=1e-9)
+    inputs_stayed, expected = torch.equal(inputs, torch.stack([X, X.flip(0)])), torch.stack(alone)
+    return inputs_stayed and output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-9, atol=1e-9)
 
 
 def forward(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Forward:
@@ -192,14 +185,9 @@ LossFn = Callable[[State, Minibatch], torch.Tensor]  # the sum over clients of t
 
 
 class Weights:
-    """Weights of clients, stacked by parameter; those that move are leaves.
+    """Weights of clients, stacked by parameter; the `moving` ones, with weights at `free`, are leaves, (K, ...).
 
     Matrices of linear layers are transposed in memory, so that slopes need no copy.
-
-    Attributes
-    ----------
-    moving
-        Parameters that contain weights at `free`, by torch's names, (K, ...).
     """
 
     def __init__(self, net: torch.nn.Module, W: Array, free: Places, dtype: torch.dtype, device: torch.device) -> None:
@@ -264,8 +252,8 @@ def train_together(
 ) -> tuple[Array, Flags]:
     """`fedppl.nn.train.train` at each client, from weights W (K, d), of which those in `free` move.
 
-    Each client uses its generator as it would alone; `priors` are means and precisions by client. Returns weights
-    (K, d), and which clients' training succeeded; weights of the others are invalid.
+    `priors` are means and precisions by client. Returns weights (K, d), and which clients' training succeeded; weights
+    of the others are invalid.
     """
     weights, through = Weights(stack.net, W, free, dtype, stack.X.device), forward(stack.net, dtype, stack.X.device)
     likelihood = stack.units[0].likelihood
@@ -325,13 +313,8 @@ def take_steps(
             for batch in _epoch(stack, size, rngs):
                 count = len(batch.X)
                 leaves, state = weights.first(count)
-                slopes = list(functional.gradients(loss(state, batch), leaves))
-                with torch.no_grad():
-                    for i, leaf in enumerate(leaves):
-                        if pulls is not None:
-                            slope, constant = (pull[:count] for pull in pulls[i])
-                            slopes[i] = torch.addcmul(slopes[i] + constant, slope, leaf)
-                        slopes[i] = slopes[i].contiguous()
+                pulls_now = None if pulls is None else [(rise[:count], constant[:count]) for rise, constant in pulls]
+                slopes = slopes_of(loss(state, batch), leaves, pulls_now)
                 for run, leaves_of in zip(runs, parts, strict=True):
                     for part, slope in zip(leaves_of, slopes, strict=True):
                         part.grad = slope[run] if run.stop <= count else None
@@ -366,8 +349,8 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
 # Heads, and the layers below them -------------------------------------------------------------------------------------
 
 
-def features_together(stack: Stack, head: Head, W: Array) -> torch.Tensor:
-    """Inputs of heads for their clients' rows at weights W (K, D): (K, n, h), with zeros after a client's last row."""
+def heads_rows(stack: Stack, head: Head, W: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features (K, n, h) of clients' rows at weights W (K, D), and their outcomes; zeros follow a client's last row."""
     body = without_head(copy.deepcopy(stack.net), head)
     own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
     parts = []
@@ -375,66 +358,9 @@ def features_together(stack: Stack, head: Head, W: Array) -> torch.Tensor:
         for k, w in enumerate(W):
             state = functional.state_of(stack.net, functional.tensor(w, torch.float32, stack.X.device))
             parts.append(functional.call(body, {name: state[name] for name in own}, stack.X[stack.client(k)]))
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-
-
-def head_posteriors(
-    stack: Stack,
-    head: Head,
-    z: torch.Tensor,
-    starts: tuple[Array, Array],
-    centres: Array,
-    confidences: Array,
-    steps: HeadSteps,
-    rngs: Rngs,
-) -> tuple[Array, Array, Flags]:
-    """`fedppl.nn.personal.head_posterior` at each client: μ and σ, (K, d) each, and which are finite.
-
-    Features are z (K, n, h); μ and σ start at `starts`, (K, d) each; w is (K, d) and τ (K,).
-    """
-    dtype, place, likelihood = z.dtype, z.device, stack.units[0].likelihood
-    rows = torch.from_numpy(stack.rows).to(dtype).to(place)[:, None]
-    y = torch.nn.utils.rnn.pad_sequence([stack.y[stack.client(k)] for k in range(len(z))], batch_first=True)
-    share = (torch.arange(z.shape[1], device=place) < rows) / rows
-    tau, middle = functional.tensor(confidences, dtype, place)[:, None], functional.tensor(centres, dtype, place)
-    mean, raw = functional.tensor(starts[0].copy(), dtype, place), softplus_backwards(starts[1]).to(dtype).to(place)
-    optimizer = optimizer_of([mean, raw], steps.learning_rate, steps.momentum)
-    scale = 1 if steps.momentum is None else rows
-    sources = [functional.generator_of(rng) for rng in rngs]
-    noise = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
-    with torch.no_grad():
-        for _ in range(steps.steps):
-            spread = torch.nn.functional.softplus(raw)
-            for k, source in enumerate(sources):
-                torch.randn(noise.shape[1:], generator=source, dtype=dtype, out=noise[k])
-            placed_noise = noise.to(place)
-            slopes = _slopes(likelihood, head, z, y, share, mean[:, None] + spread[:, None] * placed_noise)
-            mean.grad = scale * (slopes.mean(1) + (tau / rows) * (mean - middle))
-            by_spread = (slopes * placed_noise).mean(1) + (tau * spread - 1 / spread) / rows
-            raw.grad = scale * by_spread * torch.sigmoid(raw)  # softplus' slope
-            optimizer.step()
-    moments = functional.host(mean), functional.host(torch.nn.functional.softplus(raw))
-    return *moments, np.all(np.isfinite(moments), axis=(0, 2))
-
-
-def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Outputs (K, S, C, n) for S draws v (K, S, d) of each client's head."""
-    clients, draws = v.shape[:2]
-    matrix = v[:, :, head.matrix].reshape(clients, draws * head.outputs, -1)
-    output = torch.bmm(matrix, z.mT).view(clients, draws, head.outputs, z.shape[1])
-    return output + v[:, :, head.offset, None] if head.offset.stop > head.offset.start else output
-
-
-def _slopes(
-    likelihood: Likelihood, head: Head, z: torch.Tensor, y: torch.Tensor, share: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
-    """Gradients (K, S, d) of clients' mean losses at draws v (K, S, d): the residuals times the features."""
-    output = _logits(head, z, v)
-    residuals = likelihood.slopes_last(output.flatten(0, 1), _of_draws(y, v.shape[1])).view(output.shape)
-    # Rows after a client's last have weight 0, even where the density of their outcome is not finite.
-    residuals = torch.where(share[:, None, None] > 0, residuals * share[:, None, None], 0.0)
-    slopes = torch.bmm(residuals.view(len(z), -1, z.shape[1]), z).view(len(z), v.shape[1], -1)
-    return torch.cat([slopes, residuals.sum(3)], 2) if head.offset.stop > head.offset.start else slopes
+    outcomes_of = [stack.y[stack.client(k)] for k in range(len(W))]
+    z, y = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (parts, outcomes_of))
+    return z, y
 
 
 def train_below_together(
@@ -465,18 +391,7 @@ def train_below_together(
         drawn = torch.stack([next(each) for each in noise[:count]]).to(place)
         v = means[:count, None] + spreads[:count, None] * drawn
         z = through({name: state[name] for name in own}, batch.X)
-        return _expected(likelihood, _logits(head, z, v), batch)
+        each = likelihood.each_last(logits(head, z, v).flatten(0, 1), of_draws(batch.y, draws))
+        return torch.sum(each.view(count, draws, -1) * batch.share[:, None]) / draws
 
     return _trained(stack, weights, W, settings, rngs, loss, dtype)
-
-
-def _expected(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:
-    """Mean negative log likelihood over rows and draws, of outputs (A, S, C, b), summed over clients."""
-    clients, draws = output.shape[:2]
-    each = likelihood.each_last(output.flatten(0, 1), _of_draws(batch.y, draws))
-    return torch.sum(each.view(clients, draws, -1) * batch.share[:, None]) / draws
-
-
-def _of_draws(y: torch.Tensor, draws: int) -> torch.Tensor:
-    """Outcomes (K, n, ...) of each client for each of its draws, (K S, n, ...)."""
-    return y[:, None].expand(-1, draws, *y.shape[1:]).flatten(0, 1)

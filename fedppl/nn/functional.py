@@ -7,11 +7,12 @@ declared densities, checks and predictions in float64.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -30,12 +31,7 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _NUMBERS = 2**17
 
 
-class _Threads(threading.local):
-    def __init__(self) -> None:
-        self.copies: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
-
-
-_threads = _Threads()
+_thread = threading.local()
 _copies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, torch.nn.Module]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -79,10 +75,7 @@ def require_module(net: Any) -> None:
 
 
 def require_pure(net: Any) -> None:
-    """Refuse a network whose output is no function of weights and inputs alone.
-
-    Raises `DeclarationError` naming the layer and the remedy.
-    """
+    """Refuse a network whose output is no function of weights and inputs alone."""
     require_module(net)
     if not size_of(net):
         raise DeclarationError(f"the network {type(net).__name__} has no parameters, so there is nothing to infer.")
@@ -110,30 +103,23 @@ def require_pure(net: Any) -> None:
 
 
 def copy_of(net: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a network, the same one until the network's layers, attributes or buffers change.
+    """A copy of a network, which its owner may change: the same until its layers, attributes or buffers do.
 
-    Its owner may change the network: a declared model, and fits of it, keep this copy. The values of parameters do not
-    enter what is computed, and are those of the first copy.
-
-    Raises `DeclarationError` for a network that cannot be copied.
+    The values of parameters do not enter what is computed, and are those of the first copy.
     """
     with _lock:
         digest = _digest_of(net)
         cached = _copies.get(net)
         if cached is None or cached[0] != digest:
-            cached = _copies[net] = digest, _copied(net)
+            try:
+                cached = _copies[net] = digest, copy.deepcopy(net)
+            except Exception as error:  # each attribute has exceptions of its own
+                raise DeclarationError(
+                    f"the network {type(net).__name__} cannot be copied ({reason(error)}), and each thread has its own "
+                    "copy. Keep locks, files and generators out of its attributes, and compute in forward what follows "
+                    "from parameters; torch.nn.utils.parametrizations.weight_norm replaces torch.nn.utils.weight_norm."
+                ) from error
         return cached[1]
-
-
-def _copied(net: torch.nn.Module) -> torch.nn.Module:
-    try:
-        return copy.deepcopy(net)
-    except Exception as error:  # each attribute has exceptions of its own
-        raise DeclarationError(
-            f"the network {type(net).__name__} cannot be copied ({reason(error)}), and each thread computes by its own "
-            "copy. Keep locks, files and generators out of its attributes, and compute in forward what follows from "
-            "parameters; in place of torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm."
-        ) from error
 
 
 def _digest_of(net: torch.nn.Module) -> str:
@@ -151,7 +137,7 @@ def _digest_of(net: torch.nn.Module) -> str:
 def _key(value: Any, above: frozenset[int]) -> Any:
     """A key of an attribute's value; the identity of an object that cannot be read, or that contains itself."""
     identity = type(value).__qualname__, id(value)
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+    if isinstance(value, int | float | complex | str | bytes | None):
         return repr(value)
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return _array_key(value, identity)
@@ -181,13 +167,11 @@ def _array_key(value: Any, identity: tuple[str, int]) -> Any:
 
 
 def own_copy(net: torch.nn.Module) -> torch.nn.Module:
-    """The copy of a network for this thread: torch swaps a module's parameters in place while it evaluates others.
-
-    Its buffers are reset to the network's at every call.
-    """
-    if net not in _threads.copies:
-        _threads.copies[net] = copy.deepcopy(net)
-    copied = _threads.copies[net]
+    """A copy for this thread, with the network's buffers: torch swaps parameters in place while it evaluates others."""
+    copies: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module]
+    copies = vars(_thread).setdefault("copies", weakref.WeakKeyDictionary())
+    if (copied := copies.get(net)) is None:
+        copied = copies[net] = copy.deepcopy(net)
     with torch.no_grad():
         for ours, theirs in zip(copied.buffers(), net.buffers(), strict=True):
             ours.copy_(theirs)
@@ -227,10 +211,7 @@ def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) 
 def gradients(
     loss: torch.Tensor, leaves: Sequence[torch.Tensor], pull: torch.Tensor | None = None, *, keep: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients in the leaves, times `pull`; zeros where the loss does not depend on a leaf.
-
-    `keep` retains the graph for another call.
-    """
+    """Gradients in the leaves, times `pull`, 0 where the loss has none; `keep` retains the graph for another call."""
     if not loss.requires_grad:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
     return torch.autograd.grad(loss, leaves, pull, retain_graph=keep, materialize_grads=True)
@@ -250,6 +231,16 @@ def by_parts(net: torch.nn.Module, compute: Callable[[torch.Tensor], torch.Tenso
     """A function of rows at all of them, computed for some at a time."""
     parts = parts_of(net, X.shape)
     return compute(X) if len(parts) == 1 else torch.cat([compute(X[rows]) for rows in parts])
+
+
+@contextlib.contextmanager
+def hooked(layers: Mapping[str, torch.nn.Module], keep: Callable[[str, Any, torch.Tensor], Any]) -> Iterator[None]:
+    """Call `keep` with name, inputs and output of each of these layers; what it returns replaces the output."""
+    with contextlib.ExitStack() as hooks:
+        for name, layer in layers.items():
+            hook = layer.register_forward_hook(lambda _, given, output, name=name: keep(name, given, output))
+            hooks.callback(hook.remove)
+        yield
 
 
 # Parts of a declared model: calls of a network of torch, and distributions --------------------------------------------
@@ -281,10 +272,7 @@ _WITHOUT_FLOAT64 = ("mps",)
 
 
 def device_for(net: torch.nn.Module, device: Any) -> torch.device:
-    """The given device, or else the network's, if it can be used.
-
-    Raises `DeclarationError` for an object that is no device, for a missing device, and for a network on several.
-    """
+    """The given device, or else the network's; refused are others, missing ones, and a network on several."""
     if device is None:
         devices = list(dict.fromkeys(value.device for value in net.parameters()))
         if len(devices) > 1:
@@ -294,9 +282,9 @@ def device_for(net: torch.nn.Module, device: Any) -> torch.device:
             )
         chosen, subject = devices[0], f"the network is on {str(devices[0])!r}, and it"
     else:
-        subject = f"device={device!r}" if isinstance(device, str) else f"device={str(device)!r}"
+        subject = f"device={str(device)!r}"
         try:
-            if isinstance(device, bool) or not isinstance(device, str | torch.device):
+            if not isinstance(device, str | torch.device):
                 raise TypeError(type(device).__name__)
             chosen = torch.device(device)
         except (RuntimeError, TypeError) as error:
@@ -335,8 +323,6 @@ def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def moved(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`cast`, on this device, in an order that needs no type which a device lacks."""
-    if value.device == device:
-        return cast(value, dtype)
     return cast(value.to(device), dtype) if device.type == "cpu" else cast(value, dtype).to(device)
 
 

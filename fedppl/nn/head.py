@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fedppl.nn.functional import Places, by_parts, call
+from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
@@ -31,10 +32,7 @@ class Head(NamedTuple):
 
 
 def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Array) -> Head:
-    """The layer that has these parameters.
-
-    Raises `DeclarationError` where it is not one linear layer, or the network's output is not its output.
-    """
+    """The layer that has these parameters, a linear one whose output is the network's."""
     if unit.declared.unknowns:
         raise DeclarationError(
             f"{list(unit.declared.unknowns)} of the likelihood are unknown, and this algorithm computes a head alone; "
@@ -49,13 +47,12 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
         )
     size = module.weight.numel()
     head = Head(layer, places, slice(0, size), slice(size, len(places)), module.out_features)
-    X = unit.tensor(unit.X[:_LOOKED_AT], torch.float64)
     v, ours, why = unit.tensor(np.asarray(w, dtype=float)[places], torch.float64), None, ""
     with torch.no_grad():
-        state = unit.state(w, torch.float64)
-        output = call(unit.net, state, X)
+        output = call(unit.net, unit.state(w, torch.float64), unit.tensor(unit.X[:_LOOKED_AT], torch.float64))
         try:
-            ours = _logits(head, _features(unit, head, state, X), v[None])[0].mT
+            z = features(unit, head, w, X=unit.X[:_LOOKED_AT], dtype=torch.float64)
+            ours = logits(head, z[None], v[None, None])[0, 0].mT
         except Exception as error:  # each network has exceptions of its own
             why = f" ({type(error).__name__}: {error})"
     if ours is None or output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
@@ -75,33 +72,45 @@ def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:
     return net
 
 
-def _features(unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+def features(
+    unit: NetworkUnit, head: Head, w: Array, *, X: Array | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The head's inputs (n, h) for the client's rows, or for X."""
     body = without_head(copy.deepcopy(unit.net), head)
-    own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
-    parameters = {name: value for name, value in state.items() if name in own}
-    return by_parts(body, lambda rows: call(body, parameters, rows), X)
-
-
-def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Outputs (K, C, n) for weights (K, d) of the head, by one product of matrices; rows last, which is fastest."""
-    draws = len(v)
-    output = (v[:, head.matrix].reshape(draws * head.outputs, -1) @ z.mT).view(draws, head.outputs, len(z))
-    return output + v[:, head.offset, None] if head.offset.stop > head.offset.start else output
-
-
-def features(unit: NetworkUnit, head: Head, w: Array, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The head's inputs for the client's rows, (n, h)."""
+    own = {name for name, _ in (*body.named_parameters(), *body.named_buffers())}
+    state = {name: value for name, value in unit.state(w, dtype).items() if name in own}
     with torch.no_grad():
-        return _features(unit, head, unit.state(w, dtype), unit.tensor(unit.X, dtype))
+        return by_parts(body, lambda rows: call(body, state, rows), unit.tensor(unit.X if X is None else X, dtype))
 
 
 def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Mean negative log likelihood over rows and over the draws v (K, d)."""
-    return unit.likelihood.each_last(_logits(head, z, v), y.expand(len(v), *y.shape)).mean()
+    """Mean negative log likelihood over rows and over the draws v (S, d)."""
+    return unit.likelihood.each_last(logits(head, z[None], v[None])[0], y.expand(len(v), *y.shape)).mean()
 
 
-def head_slopes(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Gradients of the mean loss at each of the draws v (K, d), the losses' slopes times the features."""
-    residuals = unit.likelihood.slopes_last(_logits(head, z, v), y.expand(len(v), *y.shape)) / len(y)
-    slopes = (residuals.view(-1, len(y)) @ z).view(len(v), -1)
-    return torch.cat([slopes, residuals.sum(2)], 1) if head.offset.stop > head.offset.start else slopes
+# Heads of K clients on their features z (K, n, h), at S draws v (K, S, d) of each -------------------------------------
+
+
+def logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Outputs (K, S, C, n), by one product of matrices a client; rows last, which is fastest."""
+    clients, draws = v.shape[:2]
+    matrix = v[:, :, head.matrix].reshape(clients, draws * head.outputs, -1)
+    output = torch.bmm(matrix, z.mT).view(clients, draws, head.outputs, z.shape[1])
+    return output + v[:, :, head.offset, None] if head.offset.stop > head.offset.start else output
+
+
+def head_slopes(
+    likelihood: Likelihood, head: Head, z: torch.Tensor, y: torch.Tensor, share: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Gradients (K, S, d) of clients' mean losses, the losses' slopes times the features; each row has its `share`."""
+    output = logits(head, z, v)
+    residuals = likelihood.slopes_last(output.flatten(0, 1), of_draws(y, v.shape[1])).view(output.shape)
+    # Rows after a client's last have weight 0, even where the density of their outcome is not finite.
+    residuals = torch.where(share[:, None, None] > 0, residuals * share[:, None, None], 0.0)
+    slopes = torch.bmm(residuals.view(len(z), -1, z.shape[1]), z).view(len(z), v.shape[1], -1)
+    return torch.cat([slopes, residuals.sum(3)], 2) if head.offset.stop > head.offset.start else slopes
+
+
+def of_draws(y: torch.Tensor, draws: int) -> torch.Tensor:
+    """Outcomes (K, n, ...) of each client for each of its draws, (K S, n, ...)."""
+    return y[:, None].expand(-1, draws, *y.shape[1:]).flatten(0, 1)

@@ -222,11 +222,12 @@ class Declared:
 
     def _expected(self, outputs: Array, y: Array) -> Array:
         """E[g gᵀ] over outcomes at these outputs, which is E[Λ]; g is the slope of the loss."""
+        bent = f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's output"
         place = next((place for place, variable in enumerate(self.read) if variable.is_outcome), None)
         if place is None:
             raise LocalFailure(
-                f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's output, "
-                "and outcomes computed from data cannot be drawn; observe data as they are, or take fedppl.nn.FedAvg"
+                f"{bent}, and outcomes computed from data cannot be drawn; observe data as they are, or take "
+                "fedppl.nn.FedAvg"
             )
         arrays, names = self.arrays(y), [variable.name for variable in self.read]
         # A row has the same draws in every chunk.
@@ -237,8 +238,7 @@ class Declared:
                 arrays[place] = self.drawn().draw(outputs, dict(zip(names, arrays, strict=True)), rng)
             except Exception as error:
                 raise LocalFailure(
-                    f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's "
-                    f"output, and outcomes of it cannot be drawn ({type(error).__name__}); give pm.CustomDist a "
+                    f"{bent}, and outcomes of it cannot be drawn ({type(error).__name__}); give pm.CustomDist a "
                     "random=, or take fedppl.nn.FedAvg"
                 ) from error
             slopes = self.losses(outputs, beside(arrays, len(y)))[1][:, : self.outputs]
@@ -301,11 +301,7 @@ def drawn(
     unknowns: Mapping[Any, tuple[int, ...]],
     outcomes: Mapping[Any, tuple[int, ...]],
 ) -> Drawn:
-    """Build the functions, of outputs whose rows have the shape `row_shape`.
-
-    `unknowns` are values of the likelihood's free variables with their shapes, `outcomes` containers with the shape of
-    a row, from which PyMC reads the number of draws.
-    """
+    """Build the functions, of values of `unknowns`, and `outcomes`, from which PyMC reads the number of draws."""
     model = parts.model
     observed = model.observed_RVs[0]
     extended = pt.matrix("both")
@@ -369,28 +365,29 @@ def _draw(inputs: Sequence[Any], outcome: Any, names: tuple[str, ...]) -> Callab
 # The likelihood of a declared network's outcome, read from its model, and the data that it depends on -----------------
 
 
-class Outcome(NamedTuple):
-    """A likelihood, and the model's variables that it depends on."""
+def outcome_of(
+    client: ClientModel, node: Any, who: str
+) -> tuple[Likelihood, tuple[Variable, ...], tuple[Variable, ...]]:
+    """The likelihood, its unknown variables, and the outcomes and other data that it reads.
 
-    likelihood: Likelihood
-    unknowns: tuple[Variable, ...]  # free variables of the likelihood
-    variables: tuple[Any, ...]  # whose values are the outcomes and other data that it reads
-
-
-def outcome_of(client: ClientModel, node: Any, values_of: Mapping[Any, Any], who: str) -> Outcome:
-    """Read the one observed variable, where `node` evaluates the network; `values_of` has containers' values.
-
-    Raises `DeclarationError`, which names the client `who`, where outcomes do not depend on the output row by row.
+    The call of the network is `node`. Raises `DeclarationError` where outcomes do not depend on its output row by row.
     """
     parts = client.template.parts
     observed = parts.model.observed_RVs[0]
     slices = parameter_slices(node.op.net)
     unknowns = tuple(v for v in (*client.layout.variables, *client.local) if v.name not in slices)
     row_shape = _row_shape(client, node)
-    _require_numbers_of_classes(observed, who)
+    if kind_of(observed) == "categorical":
+        p = observed.owner.op.dist_params(observed.owner)[-1].owner
+        # Classes of more dimensions than their probabilities would broadcast where rows are as many.
+        if p is not None and isinstance(p.op, DimShuffle) and "x" in p.op.new_order[:-1]:
+            raise DeclarationError(
+                f"{who}: {observed.name!r} has {observed.type.ndim} dimensions, more than its probabilities leave: a "
+                "class is a number from 0, one a row. Pass y.argmax(axis=1) where y holds columns of 0 and 1."
+            )
     closed = None if unknowns else _closed(observed, node, row_shape)
     if closed is not None:
-        return Outcome(closed, (), (parts.model.rvs_to_values[observed],))
+        return closed, (), (parts.model.rvs_to_values[observed],)
     if not parts.data:
         raise DeclarationError(
             f"{who}: the likelihood of {observed.name!r} is computed row by row, and the model holds its data as "
@@ -409,7 +406,7 @@ def outcome_of(client: ClientModel, node: Any, values_of: Mapping[Any, Any], who
             f"{who}: the likelihood of {observed.name!r} reads the weights {used} beside the network's output; "
             f"{CONTRACT}."
         )
-    read = _read_by(parts, values_of, density)
+    read = _read_by(client, density)
     starts = {values[v.name]: v.shape for v in unknowns}
     outcomes = {v: variable.shape for v, variable in read.items() if variable.is_outcome}
     if twice := [v.name for v in outcomes if v in _graph.values_read(observed.owner.inputs)]:
@@ -419,19 +416,7 @@ def outcome_of(client: ClientModel, node: Any, values_of: Mapping[Any, Any], who
         )
     draws = functools.partial(drawn, parts, row_shape, starts, outcomes)
     likelihood = _declared(parts, density, output, row_shape, read, starts, draws, who)
-    return Outcome(likelihood, unknowns, tuple(read))
-
-
-def _require_numbers_of_classes(observed: Any, who: str) -> None:
-    """Refuse classes of more dimensions than their probabilities, which would broadcast where rows are as many."""
-    if kind_of(observed) != "categorical":
-        return
-    p = observed.owner.op.dist_params(observed.owner)[-1].owner
-    if p is not None and isinstance(p.op, DimShuffle) and "x" in p.op.new_order[:-1]:
-        raise DeclarationError(
-            f"{who}: {observed.name!r} has {observed.type.ndim} dimensions, more than its probabilities leave: a class "
-            "is a number from 0, one a row. Pass y.argmax(axis=1) where y holds columns of 0 and 1."
-        )
+    return likelihood, unknowns, tuple(read)
 
 
 def _without_network(parts: _graph.Parts, observed: Any, who: str) -> tuple[Any, Any]:
@@ -496,16 +481,14 @@ def _row_shape(client: ClientModel, node: Any) -> tuple[int, ...]:
 _MODE = Mode(linker="py", optimizer="fast_compile").including("local_check_parameter_to_ninf_switch")
 
 
-def _read_by(parts: _graph.Parts, containers: Mapping[Any, Any], density: Any) -> dict[Any, Read]:
-    """Variables that the outcome's density reads beside network and unknowns, with a description of each.
-
-    `containers` have their values; an outcome that is no data is a constant of the model.
-    """
+def _read_by(client: ClientModel, density: Any) -> dict[Any, Read]:
+    """Variables that the outcome's density reads beside network and unknowns, with a description of each."""
+    parts = client.template.parts
     observed = parts.model.observed_RVs[0]
     value = parts.model.rvs_to_values[observed]
     above = set(ancestors([density]))
-    values = {v: np.asarray(array) for v, array in containers.items() if v in above}
-    if isinstance(value, Constant):
+    values = {v: np.asarray(array) for v, array in zip(parts.data, client.inputs, strict=False) if v in above}
+    if isinstance(value, Constant):  # an outcome that is no data
         values[value] = np.asarray(value.data)
     outcomes = {value, *_graph.observed_through(parts)}
     return {
@@ -526,9 +509,9 @@ def _declared(
 ) -> Declared:
     """Build the functions of a likelihood from the `density` of the outcome, not summed.
 
-    The density is a graph of the network's `output`, whose rows have the shape `row_shape`, of the variables in `read`,
-    in the order of the columns, and of value variables of its `unknowns`, with their shapes; `draws` builds functions
-    that draw outcomes. Raises `DeclarationError` where a row cannot be computed by itself, or has no slopes.
+    The density is a graph of the network's `output`, of the variables in `read`, in the order of the columns, and of
+    value variables of its `unknowns`. Raises `DeclarationError` where a row cannot be computed by itself, or has no
+    slopes.
     """
     observed = parts.model.observed_RVs[0]
     f, e, y, one = pt.vector("f"), pt.vector("e"), pt.vector("y"), pt.constant(np.asarray(1))

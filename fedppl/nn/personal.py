@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fedppl.nn.functional import Places, call, generator_of, gradients, host, parts_of, state_of, taken
+from fedppl.nn.functional import Places, call, generator_of, gradients, host, parts_of, state_of, taken, tensor
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
+from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.subnet import Subnetwork, along, chunks
-from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_of, optimizer_of, require_bounded, take_step
+from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_at, optimizer_of, require_bounded, take_step
 from fedppl.nn.unit import NetworkUnit, outcomes, outputs
 from fedppl.types import Array, LocalFailure
 
 _DIFFERENCE = 1e-2  # of weights, for a product with the Hessian
 _DRAWS = 32  # of all weights, to check that a bound fell
 _Normals = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
-
-
-def loss_at(unit: NetworkUnit, w: Array, *, dtype: torch.dtype = torch.float32) -> float:
-    """Mean negative log likelihood of the client's rows at w (d,)."""
-    return loss_of(unit, unit.state(w, dtype), unit.tensor(unit.X, dtype), outcomes(unit, dtype))
 
 
 def _loss(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -123,35 +120,21 @@ def moreau_steps(
     rows, labels = X, y
     for batch in batches(len(X), steps, rng):
         rows, labels, centre = taken(X, batch), taken(y, batch), flat
-        theta = _near(unit, centre, rows, labels, lam, inner)
+        theta, (rate, count) = centre, inner
+        for _ in range(count):
+            theta = theta - rate * _gradient(unit, theta, rows, labels)
+            theta = (theta + rate * lam * centre) / (1.0 + rate * lam)
         flat = centre - steps.learning_rate * lam * (centre - theta)
     # On the last batch alone: it may be one row, which θ fits at the cost of all others.
-    after, before = (_envelope(unit, at, centre, rows, labels, lam) for at in (theta, centre))
+    with torch.no_grad():
+        after = float(_loss(unit, theta, rows, labels) + 0.5 * lam * torch.sum((theta - centre) ** 2))
+        before = float(_loss(unit, centre, rows, labels))
     if not after <= before + RISE:
         raise LocalFailure("training raised the loss instead of lowering it; lower inner_rate=")
     ended = host(flat)
     if not np.all(np.isfinite(ended)) or not loss_at(unit, ended) <= loss_at(unit, host(start)) + RISE:
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or inner_rate=")
     return ended, host(theta)
-
-
-def _near(
-    unit: NetworkUnit, centre: torch.Tensor, X: torch.Tensor, y: torch.Tensor, lam: float, inner: tuple[float, int]
-) -> torch.Tensor:
-    """θ by steps from w."""
-    theta, (rate, count) = centre, inner
-    for _ in range(count):
-        theta = theta - rate * _gradient(unit, theta, X, y)
-        theta = (theta + rate * lam * centre) / (1.0 + rate * lam)
-    return theta
-
-
-def _envelope(
-    unit: NetworkUnit, theta: torch.Tensor, centre: torch.Tensor, X: torch.Tensor, y: torch.Tensor, lam: float
-) -> float:
-    """The loss of some rows at θ and the quadratic around w."""
-    with torch.no_grad():
-        return float(_loss(unit, theta, X, y) + 0.5 * lam * torch.sum((theta - centre) ** 2))
 
 
 def bayes_steps(
@@ -279,25 +262,52 @@ def head_posterior(
     Features are z (n, h); μ and σ, (d,) each, start at `start` and are returned; w (d,) is the `centre` and τ the
     `confidence`. Raises `LocalFailure` where steps diverge.
     """
-    dtype, rows = z.dtype, len(z)
-    y, middle = outcomes(unit, dtype), unit.tensor(np.asarray(centre, dtype=float), dtype)
-    mean = unit.tensor(np.array(start[0], dtype=float), dtype)
-    raw = softplus_backwards(np.asarray(start[1], dtype=float)).to(dtype).to(mean.device)
-    optimizer, source = optimizer_of([mean, raw], steps.learning_rate, steps.momentum), generator_of(rng)
-    scale = 1 if steps.momentum is None else rows
+    rows, of_one = (z[None], outcomes(unit, z.dtype)[None], np.array([len(z)])), (start[0][None], start[1][None])
+    mean, sd, finite = head_posteriors(
+        unit.likelihood, head, rows, of_one, centre[None], np.array([confidence]), steps, [rng]
+    )
+    if not finite[0]:
+        raise LocalFailure("the head's posterior is not finite; lower head_rate=")
+    return mean[0], sd[0]
+
+
+def head_posteriors(
+    likelihood: Likelihood,
+    head: Head,
+    rows: tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]],
+    starts: tuple[Array, Array],
+    centres: Array,
+    confidences: Array,
+    steps: HeadSteps,
+    rngs: Sequence[np.random.Generator],
+) -> tuple[Array, Array, NDArray[np.bool_]]:
+    """`head_posterior` at K clients: μ and σ, (K, d) each, and which are finite.
+
+    Given are `rows`: features (K, n, h), outcomes and numbers of rows (K,); μ and σ at the start; w (K, d); τ (K,).
+    """
+    z, y, counts = rows
+    dtype, place = z.dtype, z.device
+    count = torch.from_numpy(counts).to(dtype).to(place)[:, None]
+    share = (torch.arange(z.shape[1], device=place) < count) / count
+    tau, middle = tensor(confidences, dtype, place)[:, None], tensor(centres, dtype, place)
+    mean, raw = tensor(starts[0].copy(), dtype, place), softplus_backwards(starts[1]).to(dtype).to(place)
+    optimizer = optimizer_of([mean, raw], steps.learning_rate, steps.momentum)
+    scale = 1 if steps.momentum is None else count
+    sources = [generator_of(rng) for rng in rngs]
+    drawn = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
     with torch.no_grad():
         for _ in range(steps.steps):
             spread = torch.nn.functional.softplus(raw)
-            noise = torch.randn(steps.draws, len(mean), generator=source, dtype=dtype).to(mean.device)
-            slopes = head_slopes(unit, head, z, y, mean + spread * noise)
-            mean.grad = scale * (slopes.mean(0) + (confidence / rows) * (mean - middle))
-            by_spread = (slopes * noise).mean(0) + (confidence * spread - 1 / spread) / rows
+            for k, source in enumerate(sources):
+                torch.randn(drawn.shape[1:], generator=source, dtype=dtype, out=drawn[k])
+            noise = drawn.to(place)
+            slopes = head_slopes(likelihood, head, z, y, share, mean[:, None] + spread[:, None] * noise)
+            mean.grad = scale * (slopes.mean(1) + (tau / count) * (mean - middle))
+            by_spread = (slopes * noise).mean(1) + (tau * spread - 1 / spread) / count
             raw.grad = scale * by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
     moments = host(mean), host(torch.nn.functional.softplus(raw))
-    if not all(np.all(np.isfinite(value)) for value in moments):
-        raise LocalFailure("the head's posterior is not finite; lower head_rate=")
-    return moments
+    return *moments, np.all(np.isfinite(moments), axis=(0, 2))
 
 
 def head_noise(draws: int, size: int, source: torch.Generator, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -323,8 +333,7 @@ def train_below(
 ) -> Array:
     """Weights (D,) after training those at `below` on the mean loss under draws of the head.
 
-    Raises `LocalFailure` if the loss ends far above its start, at the head's mean and under draws of it, or is not
-    finite.
+    Raises `LocalFailure` if the loss is not finite, or rose far at the head's mean and under draws of it.
     """
     flat = np.asarray(w, dtype=float)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
@@ -333,13 +342,12 @@ def train_below(
     optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
     body = without_head(leaves.net, head)
     noise = head_noise(draws, len(mean), generator_of(rng), dtype)
-    before = loss_of(unit, leaves.state, X, y)
     with torch.enable_grad():
         for batch in batches(len(X), settings, rng):
             z, v = body(taken(X, batch)), mean + spread * next(noise).to(mean.device)
             take_step(optimizer, leaves, expected_loss(unit, head, z, taken(y, batch), v))
-    after = loss_of(unit, leaves.state, X, y)
     trained = require_bounded(leaves.result(flat), flat)
+    after, before = (loss_at(unit, weights, dtype=dtype) for weights in (trained, flat))
 
     def expected(w: Array) -> float:  # the objective, under draws that are the same at every call
         drawn = torch.randn(_FEW, len(mean), generator=torch.Generator().manual_seed(0), dtype=dtype).to(mean.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -240,10 +240,10 @@ def predict(
             dims = dict.fromkeys(values, ("row", "output"))
         blocks.append(values)
     values = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    told = {"client": own.client.client_id}
     if isinstance(unit.likelihood, Declared):
-        return idata.dataset(values, dims, {}, {"client": own.client.client_id})
-    coords = {"output": np.arange(logits.shape[1])}
-    return idata.dataset(values, dims, coords, {"client": own.client.client_id, "link": link})
+        return idata.dataset(values, dims, {}, told)
+    return idata.dataset(values, dims, {"output": np.arange(logits.shape[1])}, told | {"link": link})
 
 
 def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tuple[Array, Array]:
@@ -309,13 +309,19 @@ def probabilities(
         return np.asarray(chance / chance.sum(axis=1, keepdims=True))
     if link != "monte carlo":
         return np.asarray(softmax(kappa * logits, axis=1))
-    values, vectors = np.linalg.eigh(covariance)
-    root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
     rng = np.random.default_rng() if rng is None else rng
     total = np.zeros_like(logits)
-    for _ in range(draws):
-        total += np.exp(log_softmax(logits + np.einsum("ncd,nd->nc", root, rng.normal(size=logits.shape)), axis=1))
+    for at in _drawn(logits, covariance, draws, rng):
+        total += np.exp(log_softmax(at, axis=1))
     return np.asarray(total / draws)
+
+
+def _drawn(outputs: Array, covariance: Array, draws: int, rng: np.random.Generator) -> Iterator[Array]:
+    """Normal draws (n, C) of outputs with these means and covariances."""
+    values, vectors = np.linalg.eigh(covariance)
+    root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
+    for _ in range(draws):
+        yield outputs + np.einsum("ncd,nd->nc", root, rng.normal(size=outputs.shape))
 
 
 _EACH = 10  # draws of an outcome for each draw of outputs
@@ -332,20 +338,15 @@ def _outcomes_at(
 ) -> tuple[dict[str, Array], dict[str, tuple[str, ...]]]:
     """Means, sds and intervals of outcomes, or probabilities of classes, with dims of each.
 
-    The likelihood reads `others` of the new rows by name, beside outputs of the network with unknowns, (n, C + e).
-    Their covariance is (n, C + e, C + e); one draw of outputs is enough where it is 0. Raises `DataError` where
-    outcomes cannot be drawn.
+    Outputs are with unknowns, (n, C + e), and their covariance (n, C + e, C + e); where it is 0, one draw is enough.
     """
     likelihood = unit.likelihood
     assert isinstance(likelihood, Declared)
     functions, count = likelihood.drawn(), likelihood.outputs
     variance = np.diagonal(covariance, axis1=1, axis2=2)[:, :count].copy()
     is_known = not np.any(covariance)
-    values, vectors = np.linalg.eigh(covariance)
-    root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
     means, drawn = [], []
-    for _ in range(1 if is_known else draws):
-        at = outputs + np.einsum("ncd,nd->nc", root, rng.normal(size=outputs.shape))
+    for at in _drawn(outputs, covariance, 1 if is_known else draws, rng):
         try:
             if functions.mean is not None:
                 means.append(functions.mean(at, others))

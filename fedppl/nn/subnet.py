@@ -14,6 +14,7 @@ other layers take rows √Λ J in chunks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedppl.nn.functional import Places, call, factored_on, gradients, host, parameter_slices, tensor
+from fedppl.nn.functional import Places, call, factored_on, gradients, hooked, host, parameter_slices, tensor
 from fedppl.nn.likelihood import Declared
 from fedppl.nn.unit import NetworkUnit, outcomes, outputs
 from fedppl.types import Array, DeclarationError, LocalFailure
@@ -82,24 +83,13 @@ def slopes(
     """Derivatives of one chunk, in the basis of √Λ with outcomes y, else of the outputs."""
     calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def keep(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        calls[name] = given.detach().clone(), output
+    def keep(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        calls[name] = given[0].detach().clone(), output
         return output.clone()  # the next layer may change it in place
 
-    hooks = [
-        unit.net.get_submodule(name).register_forward_hook(
-            lambda module, given, output, name=name: keep(name, given[0], output)
-        )
-        for name in plan.layers
-    ]
     live = {name: value.detach().requires_grad_(name in unit.names) for name, value in state.items()}
-    try:
-        with torch.enable_grad():
-            output = call(unit.net, live, X)
-            output = output.reshape(len(X), -1)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked({name: unit.net.get_submodule(name) for name in plan.layers}, keep), torch.enable_grad():
+        output = call(unit.net, live, X).reshape(len(X), -1)
     eye = torch.eye(output.shape[1], dtype=output.dtype, device=output.device).expand(len(X), -1, -1)
     factor = eye if y is None else unit.likelihood.root(output.detach(), y, expected=expected)
     slope = inputs = torch.zeros(len(X), 0, 0, dtype=output.dtype, device=output.device)
@@ -198,27 +188,16 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Plac
     """Factor the weights of linear layers that are called once, on a matrix."""
     calls: dict[str, list[int]] = {}
     linear = {name: layer for name, layer in unit.net.named_modules() if type(layer) is torch.nn.Linear}
-    hooks = [
-        layer.register_forward_hook(
-            lambda m, given, output, name=name: calls.setdefault(name, []).append(given[0].ndim)
-        )
-        for name, layer in linear.items()
-    ]
-    try:
-        with torch.no_grad():
-            call(unit.net, state, X)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    owners: dict[int, int] = {}
-    for _, layer in unit.net.named_modules():
-        for value in layer.parameters(recurse=False):
-            owners[id(value)] = owners.get(id(value), 0) + 1
-    layers: list[str] = []
-    offsets: list[tuple[int, int]] = []
-    units, columns, places = [], [], []
+
+    def count(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        calls.setdefault(name, []).append(given[0].ndim)
+
+    with hooked(linear, count), torch.no_grad():
+        call(unit.net, state, X)
+    owners = Counter(id(value) for layer in unit.net.modules() for value in layer.parameters(recurse=False))
+    offsets: dict[str, tuple[int, int]] = {}  # by layer, where its units and columns begin
+    units, columns, places, rest_places = [], [], [], []
     rest: dict[str, Any] = {}
-    rest_places = []
     slices = parameter_slices(unit.net)
     first_unit = first_column = 0
     for name, value in unit.net.named_parameters():
@@ -230,12 +209,12 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Plac
         is_alone = owner not in outside and calls.get(owner) == [2] and owners[id(value)] == 1
         # The owner of an unknown of the likelihood is the network, which may be a linear layer.
         if owner in linear and kind in ("weight", "bias") and is_alone:
-            if owner not in layers:
-                layers.append(owner)
-                offsets.append((first_unit, first_column))
+            inputs = linear[owner].in_features
+            if owner not in offsets:
+                offsets[owner] = first_unit, first_column
                 first_unit += linear[owner].out_features
-                first_column += linear[owner].in_features + 1
-            (u0, c0), inputs = offsets[layers.index(owner)], linear[owner].in_features
+                first_column += inputs + 1
+            u0, c0 = offsets[owner]
             units.append(u0 + (at // inputs if kind == "weight" else at))
             columns.append(c0 + (at % inputs if kind == "weight" else np.full(len(at), inputs)))
             places.append(inside)
@@ -246,7 +225,7 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Plac
     def joined(parts: list[Any]) -> Any:
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
 
-    return _Plan(tuple(layers), joined(units), joined(columns), joined(places), rest, joined(rest_places))
+    return _Plan(tuple(offsets), joined(units), joined(columns), joined(places), rest, joined(rest_places))
 
 
 # The posterior of a subnetwork's weights ------------------------------------------------------------------------------
@@ -358,9 +337,8 @@ def infer(
 ) -> Subnetwork:
     """q(w_S) = N(ŵ_S, (JᵀΛJ + diag(1 / g))⁻¹) with prior variances g (s,); with `diagonal`, of the diagonal of JᵀΛJ.
 
-    Where single precision is not enough for the narrowest direction, all is computed in double precision.
-
-    Raises `LocalFailure` where that is not enough either, and `DeclarationError` for weights that are not finite.
+    Where single precision is not enough for the narrowest direction, all is computed in double precision, and where
+    that is not, raises `LocalFailure`.
     """
     _require_finite(w)
     if diagonal:
@@ -411,10 +389,7 @@ def chosen(
     diagonal: bool,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Places, Array]:
-    """Places in w of the weights to infer and their prior variances (s,), of the shared ones' (m,).
-
-    They are `count` by `select`, or with `diagonal` all.
-    """
+    """Places in w of the weights to infer, `count` by `select` or all by `diagonal`, and their prior variances (s,)."""
     _require_finite(w)
     free = unit.inferable_at
     shared, variance = unit.shared_at[free], variance[free]
@@ -480,10 +455,7 @@ class FewRows(NamedTuple):
 
 
 def of_few_rows(unit: NetworkUnit, w: Array, index: Places, variance: Array, dtype: torch.dtype) -> FewRows | None:
-    """The posterior at w of the weights `index` with prior variances g (s,).
-
-    None where there are too many rows for this to be faster, or where rounding errors would be too large.
-    """
+    """The posterior of `infer`; None where too many rows make it slow, or rounding errors would be too large."""
     if not len(unit.X) or _FEWER * len(unit.X) * outputs(unit, w, unit.X[:1]).numel() > len(index):
         return None
     device = factored_on(unit.place(dtype))

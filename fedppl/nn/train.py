@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +13,8 @@ from fedppl.nn.functional import Places, by_parts, call, cast, gradients, host, 
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
-# Rise in nats of a row's mean loss above which training has diverged.
-RISE = 1.0
-# Growth of weights above which training has diverged.
-GROWTH = 1e6
+RISE = 1.0  # in nats of a row's mean loss, above which training has diverged
+GROWTH = 1e6  # of weights, above which training has diverged
 _FUSED = ("cpu", "cuda")  # devices with fused optimizers in every supported torch
 _Penalty = Callable[[torch.Tensor], torch.Tensor]
 
@@ -56,23 +54,21 @@ def train(
     leaves = Leaves(unit, flat, where, dtype)
     (net, X), y = _upper_layers(leaves.net, arranged(leaves.net, unit.tensor(unit.X, dtype))), outcomes(unit, dtype)
 
-    def whole(rows: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = net(rows.clone())  # a layer in place would overwrite the inputs
-        return output
+    def loss_of_all() -> float:
+        with torch.no_grad():  # a layer in place would overwrite the inputs
+            return float(unit.likelihood.mean(by_parts(net, lambda rows: net(rows.clone()), X), y))
 
     pulls = pulls_of(leaves.split, flat, where, prior, len(X), linear)
     optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
-    with torch.no_grad():
-        before = float(unit.likelihood.mean(by_parts(net, whole, X), y))
+    before = loss_of_all()
     with torch.enable_grad():
         for batch in batches(len(X), settings, rng):
             loss = unit.likelihood.mean(net(taken(X, batch)), taken(y, batch))
             if penalty is not None:
                 loss = loss + penalty(leaves.at(unit.local_at)) / len(X)
             take_step(optimizer, leaves, loss, pulls)
-    with torch.no_grad():
-        after = float(unit.likelihood.mean(by_parts(net, whole, X), y))
-    trained, rise = leaves.result(flat), after - before
+    after, trained = loss_of_all(), leaves.result(flat)
+    rise = after - before
     if linear is None and not rise <= RISE:
         prior_after, prior_before = (_prior_loss(unit, w, where, prior, penalty) for w in (trained, flat))
         rise = rise + (prior_after - prior_before) / len(X)  # a better prior may offset a higher loss
@@ -100,17 +96,7 @@ def require_bounded(weights: Array, start: Array, rate: str = "learning_rate") -
 
 
 class Leaves:
-    """A copy of a network in which the parameters that move, each as a whole, require gradients.
-
-    Attributes
-    ----------
-    net
-        The module.
-    moving
-        Its parameters that contain weights at `free`.
-    state
-        All its parameters and buffers by name, for `call`.
-    """
+    """A copy of a network, `net`, of whose parameters the `moving` ones, with weights at `free`, require gradients."""
 
     def __init__(self, unit: NetworkUnit, w: Array, free: Places, dtype: torch.dtype) -> None:
         self._slices = parameter_slices(unit.net)
@@ -126,8 +112,7 @@ class Leaves:
             parameter.requires_grad_(name in self._names)
         for buffer in self.net.buffers():
             buffer.data = cast(buffer.data, dtype)
-        self.state: dict[str, torch.Tensor] = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
-        self.moving = [self.state[name] for name in self._names]
+        self.moving: list[torch.Tensor] = [self.net.get_parameter(name) for name in self._names]
 
     def split(self, values: Array) -> list[torch.Tensor]:
         """A flat vector (d,) cut as the moving parameters are."""
@@ -138,7 +123,7 @@ class Leaves:
 
     def at(self, places: Places) -> torch.Tensor:
         """Weights at these places of the flat vector, differentiable by torch."""
-        flat = torch.cat([self.state[name].reshape(-1) for name in self._slices])
+        flat = torch.cat([value.reshape(-1) for value in self.net.parameters()])
         return taken(flat, torch.from_numpy(np.asarray(places, dtype=np.int64)))
 
     def result(self, w: Array) -> Array:
@@ -181,11 +166,8 @@ def _upper_layers(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Modul
         for few in (X[:1], X[:2]):
             output = below(few)
             # Not where rows are no longer the first axis, or where outputs need more memory than the rows.
-            if (
-                not isinstance(output, torch.Tensor)
-                or output.shape[:1] != few.shape[:1]
-                or output.numel() > few.numel()
-            ):
+            rows_stay = isinstance(output, torch.Tensor) and output.shape[:1] == few.shape[:1]
+            if not rows_stay or output.numel() > few.numel():
                 return net, X
         return torch.nn.Sequential(*layers[count:]), by_parts(below, below, X)
 
@@ -215,16 +197,21 @@ def pulls_of(
 
 def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tensor, pulls: Pulls = None) -> None:
     """One step of the optimizer down the loss, with the gradients `pulls` added."""
-    slopes = gradients(loss, leaves.moving)
-    with torch.no_grad():
-        for k, (leaf, gradient) in enumerate(zip(leaves.moving, slopes, strict=True)):
-            slope = gradient
-            if pulls is not None:
-                slope = torch.addcmul(gradient + pulls[k][1], pulls[k][0], leaf)
-            # Fused optimizers read memory in order, and a convolution on images with channels last gives gradients in
-            # another order than its weights.
-            leaf.grad = slope.contiguous()
+    for leaf, slope in zip(leaves.moving, slopes_of(loss, leaves.moving, pulls), strict=True):
+        leaf.grad = slope
     optimizer.step()
+
+
+def slopes_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor], pulls: Pulls = None) -> list[torch.Tensor]:
+    """Gradients of the loss in the leaves, with `pulls` added."""
+    slopes = gradients(loss, leaves)
+    with torch.no_grad():
+        if pulls is not None:
+            pulled = zip(slopes, pulls, leaves, strict=True)
+            slopes = tuple(torch.addcmul(slope + constant, rise, leaf) for slope, (rise, constant), leaf in pulled)
+        # Fused optimizers read memory in order, and a convolution on images with channels last gives gradients in
+        # another order than its weights.
+        return [slope.contiguous() for slope in slopes]
 
 
 def optimizer_of(moving: list[torch.Tensor], rate: float, momentum: float | None) -> torch.optim.Optimizer:
@@ -235,8 +222,8 @@ def optimizer_of(moving: list[torch.Tensor], rate: float, momentum: float | None
     return torch.optim.SGD(moving, lr=rate, momentum=momentum, fused=fused)
 
 
-def loss_of(unit: NetworkUnit, state: dict[str, torch.Tensor], X: torch.Tensor, y: torch.Tensor) -> float:
-    """Mean negative log likelihood of all rows at these parameters and buffers, computed for some rows at a time."""
-    net = unit.net
+def loss_at(unit: NetworkUnit, w: Array, *, dtype: torch.dtype = torch.float32) -> float:
+    """Mean negative log likelihood of the client's rows at w (d,), computed for some rows at a time."""
+    net, state, X = unit.net, unit.state(w, dtype), unit.tensor(unit.X, dtype)
     with torch.no_grad():
-        return float(unit.likelihood.mean(by_parts(net, lambda rows: call(net, state, rows), X), y))
+        return float(unit.likelihood.mean(by_parts(net, lambda rows: call(net, state, rows), X), outcomes(unit, dtype)))

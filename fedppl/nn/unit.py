@@ -17,7 +17,7 @@ from fedppl.model import interpreted
 from fedppl.model.checks import new_inputs
 from fedppl.nn import functional
 from fedppl.nn.functional import Places, parts_of
-from fedppl.nn.likelihood import CONTRACT, Declared, Likelihood, columns
+from fedppl.nn.likelihood import CONTRACT, Declared, Likelihood, Read, columns
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 
@@ -38,23 +38,13 @@ class DeclaredNetwork(NamedTuple):
     rows: Callable[..., Any]  # the client's arrays to X, outcomes and other variables of the likelihood
     inputs: Callable[..., Any]  # new values of the containers below to X
     containers: Mapping[str, str]  # dtypes of the containers from which X is computed, by name
-    covariates: Mapping[str, str]  # dtypes of those that the likelihood reads by rows beside the outcome
-    numbers: tuple[str, ...]  # names of those that hold one number of the client, for the likelihood
 
 
 class NetworkUnit:
-    """One client as torch sees it.
+    """One client as torch sees it: its network as declared, the same for all clients, and its rows X and outcomes y.
 
-    Attributes
-    ----------
-    declared, likelihood
-        The network as declared, the same for all clients, and the likelihood of outcomes given outputs.
-    X, y
-        The client's rows and outcomes.
-    names, size
-        Torch's names of all parameters, in the order of the flat vector w (d,), and d.
-    shared_at, local_at
-        Where coordinates of φ (m,) and of θ (d_k,) lie in w.
+    `names` are torch's of all parameters, in the order of the flat vector w (d,); d is `size`. Coordinates of φ (m,)
+    and θ (d_k,) lie in w at `shared_at` and `local_at`.
     """
 
     def __init__(
@@ -73,8 +63,8 @@ class NetworkUnit:
         X, *columns_of_y = (np.asarray(array) for array in declared.rows(*inputs))
         self.X: Array = X
         self.y: Array = columns_of_y[0]
-        if isinstance(declared.likelihood, Declared):
-            self.y = columns(client_id, declared.likelihood.read, columns_of_y, len(X))
+        if self._read:
+            self.y = columns(client_id, self._read, columns_of_y, len(X))
         elif len(self.y) != len(X):
             raise DataError(
                 f"client {client_id!r}: {len(self.y)} outcomes and {len(X)} rows of inputs; give one for each row."
@@ -132,9 +122,12 @@ class NetworkUnit:
 
     def others(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """The variables that the likelihood reads of new rows beside the network's output, by name."""
-        values = self._new(inputs)
-        numbers = {name: self._arrays[name] for name in self.declared.numbers}
-        return {name: np.asarray(value) for name, value in (numbers | values).items()}
+        numbers = {variable.name: self._arrays[variable.name] for variable in self._read if not variable.by_row}
+        return {name: np.asarray(value) for name, value in (numbers | self._new(inputs)).items()}
+
+    @property
+    def _read(self) -> tuple[Read, ...]:
+        return self.likelihood.read if isinstance(self.likelihood, Declared) else ()
 
     def _new(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         if not self.declared.containers:
@@ -142,7 +135,8 @@ class NetworkUnit:
                 "the model holds its inputs as constants, so that there is no place for new ones; put them into "
                 'pm.Data, X = pm.Data("X", X), and fit again.'
             )
-        return new_inputs(inputs, {**self.declared.containers, **self.declared.covariates}, self._arrays)
+        beside = {read.name: read.dtype for read in self._read if read.by_row and not read.is_outcome}
+        return new_inputs(inputs, {**self.declared.containers, **beside}, self._arrays)
 
 
 def outputs(unit: NetworkUnit, w: Array, X: Array) -> torch.Tensor:
@@ -188,13 +182,11 @@ class LocalPrior(NamedTuple):
 
 
 def local_prior(who: str, parts: _graph.Parts, local: Sequence[Variable]) -> LocalPrior:
-    """Read the priors of local variables.
-
-    Raises `DeclarationError` for a prior with a parameter that is no constant.
-    """
+    """Read the priors of local variables, whose parameters are constants."""
     means, precisions, others = [np.zeros(0)], [np.zeros(0)], []
     for rv, variable in zip(parts.local, local, strict=True):
-        _require_constants(who, parts, rv)
+        if not (set(ancestors([rv])) - {rv}).isdisjoint([*parts.model.basic_RVs, *parts.data]):
+            raise DeclarationError(f"{who}: a parameter of the prior of {rv.name!r} is no constant; {CONTRACT}.")
         if functional.kind_of(rv) == "normal" and parts.model.rvs_to_transforms[rv] is None:
             mu, sd = (np.asarray(parameter.eval(), dtype=float) for parameter in rv.owner.op.dist_params(rv.owner))
             means.append(np.broadcast_to(mu, variable.shape).ravel())
@@ -212,14 +204,6 @@ def _density(
 ) -> Callable[[Array], tuple[Array, Array]]:
     theta = pt.vector("theta")
     shapes = {parts.model.rvs_to_values[rv]: v.shape for rv, v in zip(parts.local, local, strict=True)}
-    values = functional.cut(theta, shapes)
-    replace = {**_graph._constants(parts.model), **values}
+    replace = {**_graph._constants(parts.model), **functional.cut(theta, shapes)}
     (value,) = clone_replace([parts.model.logp(vars=list(others), sum=True)], replace, rebuild_strict=False)
     return interpreted.python_function([theta], [value, pt.grad(value, theta)])
-
-
-def _require_constants(who: str, parts: _graph.Parts, rv: Any) -> None:
-    """Refuse a prior that depends on data or on other variables."""
-    above = set(ancestors([rv])) - {rv}
-    if not above.isdisjoint([*parts.model.basic_RVs, *parts.data]):
-        raise DeclarationError(f"{who}: a parameter of the prior of {rv.name!r} is no constant; {CONTRACT}.")

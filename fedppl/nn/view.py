@@ -103,12 +103,7 @@ class NetworkResult(NamedTuple):
 def network_of(client: ClientModel) -> Network:
     """Read a client's declared network, and compare its density with torch's; a closed form's once per template.
 
-    Raises
-    ------
-    DeclarationError
-        Where the model declares no network.
-    DataError
-        Where inputs are infinite in single precision, or outcomes are none of the model's.
+    Raises `DeclarationError` where the model declares no network, and `DataError` for rows that it cannot have.
     """
     cache = client.template.functions
     with _lock:
@@ -116,15 +111,16 @@ def network_of(client: ClientModel) -> Network:
             cache["network"] = _declared(client)
     unit = NetworkUnit(client.client_id, cache["network"], client.arrays, client.inputs)
     require_inputs(client.client_id, unit.X)
-    if "network checked" not in cache:
+    is_first = "network checked" not in cache
+    if is_first:
         require_same_again(unit, client.client_id)
         require_slopes(unit, client.client_id)
     # A dependence between rows shows at some clients only, and not where there is one row.
-    if "network checked" not in cache or isinstance(unit.likelihood, Declared):
+    if is_first or isinstance(unit.likelihood, Declared):
         _require_same_density(client, unit)
     if "rows checked" not in cache and require_rows_alone(unit, client.client_id):
         cache["rows checked"] = True
-    if "network checked" not in cache:
+    if is_first:
         _warn_of_softmax(unit)
         cache["network checked"] = True
     if "scales warned" not in cache and warn_of_scales(client, unit):
@@ -136,9 +132,7 @@ def _warn_of_softmax(unit: NetworkUnit) -> None:
     """Warn where the network gives probabilities in place of logits: predictions would be too flat."""
     if not isinstance(unit.likelihood, Categorical):
         return
-    with torch.no_grad():
-        state = unit.state(unit.initial, torch.float64)
-        output = host(call(unit.net, state, unit.tensor(unit.X[:3], torch.float64)))
+    output = _output(unit, unit.initial, unit.X[:3])
     if np.all(output >= 0) and np.allclose(output.sum(axis=1), 1.0):
         logger.warning(
             "the network's outputs are positive and sum to 1, as if it ended in a softmax, and the declared likelihood "
@@ -165,16 +159,23 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         raise DeclarationError(
             f"{who}: free variables are {[v.name for v in variables]}, weights {list(slices)}; {CONTRACT}."
         )
-    _require_no_potential(parts, who)
-    _require_no_data(parts, node.inputs[0], who)
+    if names := [term.name for term in model.potentials if term in parts.site_terms]:
+        raise DeclarationError(
+            f"{who}: {names} are pm.Potential of the client's own weights or data, which networks leave out. Put them "
+            f"into the outcome's distribution (pm.CustomDist) or into the weights' priors; {CONTRACT}."
+        )
+    weights_need = set(ancestors(model.replace_rvs_by_values([node.inputs[0]])))
+    if read := [v.name for v in parts.data if v in weights_need]:  # which may change them at some clients only
+        raise DeclarationError(
+            f"{who}: the network's weights are computed from the data {read}. Pass {_AS_THEY_ARE}; {CONTRACT}."
+        )
     replace, inputs = _graph._inputs_for(parts)
     value = model.rvs_to_values[observed]
     (X_in,) = clone_replace([node.inputs[1]], replace)
-    values = dict(zip(parts.data, client.inputs, strict=False))
-    outcome = outcome_of(client, node, values, who)
+    likelihood, unknowns, variables_read = outcome_of(client, node, who)
     flat = np.concatenate([client.template.functions["shared start"], client.initial])
     starts = cut(flat, {v.name: v.shape for v in variables})
-    net = _with_unknowns(node.op.net, {v.name: starts[v.name] for v in outcome.unknowns}, who)
+    net = _with_unknowns(node.op.net, {v.name: starts[v.name] for v in unknowns}, who)
     slices = parameter_slices(net)
 
     def places(chosen: Sequence[Variable]) -> Places:
@@ -182,28 +183,22 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
 
     used, above = set(ancestors([X_in])), set(ancestors([value]))
     needed = [(v, i) for v, i in zip(parts.data, inputs, strict=False) if i in used]
-    prior = local_prior(who, parts, client.local)
-    columns = outcome.likelihood.read if isinstance(outcome.likelihood, Declared) else ()
-    of_outcome = clone_replace(list(outcome.variables), replace)
+    of_outcome = clone_replace(list(variables_read), replace)
     return DeclaredNetwork(
         net=net,
         plain=node.op.net,
         device=node.op.device,
         names=tuple(slices),
-        unknowns=tuple(v.name for v in outcome.unknowns),
+        unknowns=tuple(v.name for v in unknowns),
         shared_at=places(client.layout.variables),
         local_at=places(client.local),
-        likelihood=outcome.likelihood,
-        labels=tuple(v.name for v in parts.data if outcome.likelihood.kind == "categorical" and v in above),
+        likelihood=likelihood,
+        labels=tuple(v.name for v in parts.data if likelihood.kind == "categorical" and v in above),
         shared_kinds={rv.name: _kind(rv, model) for rv in parts.shared},
-        local_prior=prior,
+        local_prior=local_prior(who, parts, client.local),
         rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, *of_outcome]),
         inputs=interpreted.python_function([i for _, i in needed], X_in),
         containers={v.name: v.type.dtype for v, _ in needed},
-        covariates={
-            variable.name: variable.dtype for variable in columns if variable.by_row and not variable.is_outcome
-        },
-        numbers=tuple(variable.name for variable in columns if not variable.by_row),
     )
 
 
@@ -211,24 +206,6 @@ def _kind(rv: Any, model: Any) -> str:
     """A shared variable's distribution; of a transformed normal one, the transform too."""
     kind, transform = kind_of(rv), model.rvs_to_transforms[rv]
     return kind if transform is None or kind != "normal" else f"{kind}, transformed by {type(transform).__name__}"
-
-
-def _require_no_potential(parts: _graph.Parts, who: str) -> None:
-    """Refuse a ``pm.Potential`` of a client, which is part of neither rows nor priors, wherever it is not 0."""
-    if names := [term.name for term in parts.model.potentials if term in parts.site_terms]:
-        raise DeclarationError(
-            f"{who}: {names} are pm.Potential of the client's own weights or data, which networks leave out. Put them "
-            f"into the outcome's distribution (pm.CustomDist) or into the weights' priors; {CONTRACT}."
-        )
-
-
-def _require_no_data(parts: _graph.Parts, flat: Any, who: str) -> None:
-    """Refuse weights (d,) that are computed from data, which may change them at some clients only."""
-    above = set(ancestors(parts.model.replace_rvs_by_values([flat])))
-    if read := [v.name for v in parts.data if v in above]:
-        raise DeclarationError(
-            f"{who}: the network's weights are computed from the data {read}. Pass {_AS_THEY_ARE}; {CONTRACT}."
-        )
 
 
 def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
@@ -261,10 +238,7 @@ def _require_near(client_id: str, what: str, declared: float, ours: float, round
 
 
 def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) -> torch.nn.Module:
-    """A copy of a network with these unknowns as parameters, whose output has columns for them, (n, C + e).
-
-    Raises `DeclarationError` for a name that the module has already.
-    """
+    """A copy of a network with these unknowns as parameters, whose output has columns for them, (n, C + e)."""
     if not starts:
         return net
     extended = copy.deepcopy(net)
@@ -292,13 +266,10 @@ _FEWEST = 3  # of these, where rows are wide
 
 
 def require_rows_alone(unit: NetworkUnit, client_id: str) -> bool:
-    """Refuse a network whose output for a row depends on other rows.
+    """Refuse a network whose output for a row depends on other rows; whether different rows could be compared.
 
-    Up to 16 different rows of the client, the farthest from 0 among them, are computed together and one by one. A
-    dependence that needs more rows than these, or others, is missed.
-
-    Returns whether different rows of the client were compared; if not, another client may have some. Raises
-    `DeclarationError` where outputs differ.
+    Up to 16 of the client, the farthest from 0 among them, are computed together and one by one. A dependence that
+    needs more rows than these, or others, is missed.
     """
     X = _spread(unit)
     w = unit.initial + 0.1 * np.random.default_rng(0).normal(size=unit.size)
@@ -345,9 +316,9 @@ def require_inputs(client_id: str, X: Array) -> None:
     """Refuse inputs that are infinite in single precision, which a saturating layer would hide."""
     if X.dtype.kind != "f":
         return
-    beyond = ~(np.abs(X) <= np.finfo(np.float32).max)
-    if np.any(beyond):
-        place = tuple(int(i) for i in np.argwhere(beyond)[0])
+    beyond = np.argwhere(~(np.abs(X) <= np.finfo(np.float32).max))
+    if len(beyond):
+        place = tuple(beyond[0].tolist())
         raise DataError(
             f"client {client_id!r}: the network's inputs hold {X[place]} in row {place[0]}, at index {place}, which is "
             "not finite in single precision; drop or impute such rows, or scale the inputs."
@@ -360,10 +331,10 @@ def warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
     indices = any(isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) for part in unit.net.modules())
     if not indices and (size := _size(unit.X)) > _LARGE:
         far.append(f"the network's inputs ({size:.3g})")
-    model = client.template.parts.model
-    observed = model.observed_RVs[0]
-    value = model.rvs_to_values[observed]
-    if kind_of(observed) in _ABOUT_OUTPUTS and value in client.template.parts.data:
+    parts = client.template.parts
+    observed = parts.model.observed_RVs[0]
+    value = parts.model.rvs_to_values[observed]
+    if kind_of(observed) in _ABOUT_OUTPUTS and value in parts.data:
         if (size := _size(np.asarray(client.arrays[value.name]))) > _LARGE:
             far.append(f"the outcomes {value.name!r} ({size:.3g})")
     if far:
@@ -390,10 +361,7 @@ _TRIED = 16  # rows in the checks below
 
 
 def require_same_again(unit: NetworkUnit, client_id: str) -> None:
-    """Refuse a network that draws at random, keeps a state between calls, or overwrites its inputs.
-
-    Raises `DeclarationError` where a second call with the same rows, weights and buffers gives another output.
-    """
+    """Refuse a network that draws at random, keeps a state between calls, or overwrites its inputs."""
     X, w = unit.X[:_TRIED], unit.initial + 0.1 * np.random.default_rng(0).normal(size=unit.size)
     net, state = unit.net, unit.state(w, torch.float64)
 
@@ -419,10 +387,7 @@ def require_same_again(unit: NetworkUnit, client_id: str) -> None:
 
 
 def require_slopes(unit: NetworkUnit, client_id: str) -> None:
-    """Refuse a network whose output has no slope in any weight, so that no step would move one.
-
-    Raises `DeclarationError` where slopes of the outputs are all 0 or missing, at two points.
-    """
+    """Refuse a network whose output has no slope in any weight at two points, so that no step would move one."""
     # Not counting unknowns: an unknown sd has a slope in any case.
     rng, parameters = np.random.default_rng(0), set(unit.names) - set(unit.declared.unknowns)
     if not np.any(unit.X[:_TRIED]):  # at rows of zeros a layer without a bias has no slope

@@ -27,7 +27,7 @@ from fedppl.contracts import (
     always,
 )
 from fedppl.local.target import at_points
-from fedppl.nn.functional import call, host, parts_of
+from fedppl.nn.functional import call, gradients, hooked, host, parts_of
 from fedppl.nn.personal import further_gain
 from fedppl.nn.train import GROWTH, Training, train
 from fedppl.nn.unit import NetworkUnit
@@ -96,17 +96,6 @@ def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str
         )
 
 
-def check_all_shared(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
-    """Refuse as `check_network` does, and networks with local weights or unknowns."""
-    check_network(client, algorithm, "shared")
-    if client.local_size:
-        raise DeclarationError(
-            f"{[v.name for v in client.local]} are local, and this algorithm shares whole networks; name weights and "
-            "unknowns in FederatedModel(shared=...), or use fedppl.nn.FedAvg or fedppl.nn.FedSI."
-        )
-    check_network(client, algorithm, *trained)
-
-
 def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> None:
     """Refuse a prior that is not independent normal, since only its mean and variances would be used."""
     wrong = [name for name, kind in kinds.items() if kind not in ("normal", "lognormal")] or list(kinds)
@@ -149,11 +138,18 @@ def needs(check: CheckFn, unused: Callable[[ClientView], tuple[str, ...]] = unus
     return Needs(check, kernel=False, diagonal_prior=True, unused_priors=unused)
 
 
-def whole_network(algorithm: str, *trained: str | tuple[str, ...]) -> Needs:
-    """Needs of a client's model: a network, all of it shared."""
+def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> Needs:
+    """Needs of a client's model: a network, all of it shared, with this head, if any, for its last layer."""
 
     def check(client: ClientView) -> None:
-        check_all_shared(client, algorithm, *trained)
+        check_network(client, algorithm, "shared")
+        if client.local_size:
+            raise DeclarationError(
+                f"{[v.name for v in client.local]} are local, and this algorithm shares whole networks; name weights "
+                "and unknowns in FederatedModel(shared=...), or use fedppl.nn.FedAvg or fedppl.nn.FedSI."
+            )
+        if head is not None:
+            client.view(network_of).head(head)
 
     return needs(check)
 
@@ -180,34 +176,24 @@ def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -
     outputs: list[tuple[torch.nn.Module, torch.Tensor]] = []
     inputs: list[torch.Tensor] = []
 
-    def keep(module: torch.nn.Module, inputs_of_layer: Any, output: torch.Tensor) -> torch.Tensor:
-        outputs.append((module, output))
-        if isinstance(module, torch.nn.Linear):
-            inputs.append(inputs_of_layer[0].detach())
+    net, state = unit.net, unit.state(w, torch.float64)
+    layers = {name: layer for name, layer in net.named_modules() if list(layer.parameters(recurse=False))}
+
+    def keep(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        outputs.append((layers[name], output))
+        if isinstance(layers[name], torch.nn.Linear):
+            inputs.append(given[0].detach())
         return output.clone()  # the next layer may change it in place
 
-    net, state = unit.net, unit.state(w, torch.float64)
-    layers = [module for module in net.modules() if any(True for _ in module.parameters(recurse=False))]
-    hooks = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        with torch.enable_grad():
-            live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
-            output = call(net, live, unit.tensor(X, torch.float64)).reshape(len(X), -1)
-            signs = torch.randint(0, 2, output.shape, generator=rng).to(output) * 2.0 - 1.0
-            values = [value for _, value in outputs]
-            # Two logits of classes have opposite slopes in each row; two other outputs need not.
-            ways = [signs, torch.tensor([1.0, -1.0]).to(output)] if output.shape[1] == 2 else [signs]
-            slopes = [
-                torch.autograd.grad((way * output).sum(), values, retain_graph=True, allow_unused=True) for way in ways
-            ]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    columns = [
-        _by_unit(module, torch.zeros_like(value) if slope is None else slope)
-        for way in slopes
-        for (module, value), slope in zip(outputs, way, strict=True)
-    ]
+    with hooked(layers, keep), torch.enable_grad():
+        live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
+        output = call(net, live, unit.tensor(X, torch.float64)).reshape(len(X), -1)
+        signs = torch.randint(0, 2, output.shape, generator=rng).to(output) * 2.0 - 1.0
+        # Two logits of classes have opposite slopes in each row; two other outputs need not.
+        ways = [signs, torch.tensor([1.0, -1.0]).to(output)] if output.shape[1] == 2 else [signs]
+        values = [value for _, value in outputs]
+        slopes = [gradients((way * output).sum(), values, keep=True) for way in ways]
+    columns = [_by_unit(module, slope) for way in slopes for (module, _), slope in zip(outputs, way, strict=True)]
     size = torch.cat(columns[: len(outputs)], dim=1).square().sum(1, keepdim=True).sqrt()
     columns += [size * part.reshape(len(part), -1, part.shape[-1]).square().sum(1).sqrt() for part in inputs]
     return [np.asarray(host(part)) for part in columns]

@@ -193,8 +193,14 @@ def _update_client(
     for which, training in settings.phases:
         free = network.places(which)
         w = train(unit, w, free, training, rng, prior=_pull(unit, free, phi, settings.proximal))
-    reply = weighted(w[unit.shared_at], weight_of(client, settings.weights))
-    return ClientUpdate(LocalClientState(w[unit.local_at]), reply, info)
+    return _update(client, w, info, settings)
+
+
+def _update(
+    client: ClientView, w: Array, info: Mapping[str, float], settings: _Settings
+) -> ClientUpdate[LocalClientState]:
+    unit, weight = client.view(network_of).unit, weight_of(client, settings.weights)
+    return ClientUpdate(LocalClientState(w[unit.local_at]), weighted(w[unit.shared_at], weight), info)
 
 
 def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> tuple[Array, Array] | None:
@@ -240,14 +246,8 @@ def _update_together(
         W, succeeded = train_together(stack, W, free, training, rngs, priors=priors or None)
         trained &= succeeded
     return [
-        ClientUpdate(
-            LocalClientState(w[unit.local_at]),
-            weighted(w[unit.shared_at], weight_of(part.client, settings.weights)),
-            info,
-        )
-        if is_trained
-        else None
-        for part, unit, w, (_, info), is_trained in zip(parts, units, W, starts, trained, strict=True)
+        _update(part.client, w, info, settings) if is_trained else None
+        for part, w, (_, info), is_trained in zip(parts, W, starts, trained, strict=True)
     ]
 
 

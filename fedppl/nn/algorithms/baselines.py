@@ -26,9 +26,9 @@ from fedppl.contracts import (
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms import _common
 from fedppl.nn.functional import Places
-from fedppl.nn.personal import bayes_steps, loss_at, meta_steps, moreau_steps
+from fedppl.nn.personal import bayes_steps, meta_steps, moreau_steps
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.train import GROWTH, Training, train
+from fedppl.nn.train import GROWTH, Training, loss_at, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, positive, whole

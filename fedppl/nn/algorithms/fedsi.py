@@ -16,6 +16,7 @@ from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import groups, stacked, train_together
+from fedppl.nn.functional import Places
 from fedppl.nn.personal import log_densities
 from fedppl.nn.subnet import chosen, infer, marginals
 from fedppl.nn.train import Training, train
@@ -204,20 +205,21 @@ def _update_client(
 
 
 def _update(unit: NetworkUnit, w: Array, message: Message, settings: _Settings) -> ClientUpdate[None]:
-    mean, variance, shared = np.asarray(message["mean"]), np.asarray(message["variance"]), unit.shared_at
-    prior = _prior_variance(variance, float(message["declared"]), settings)
-    count = _count(settings, len(mean))
-    places, g = chosen(unit, w, prior, count, rule=settings.rule, diagonal=settings.diagonal)
-    place = np.full(unit.size, -1)
-    place[shared] = np.arange(len(shared))
-    at, spread = place[places], np.zeros(len(mean))
-    spread[at] = marginals(unit, w, places, g, diagonal=settings.diagonal)
+    prior = _prior_variance(np.asarray(message["variance"]), float(message["declared"]), settings)
+    places, g = _chosen(unit, w, prior, settings)
+    spread = np.zeros(unit.size)
+    spread[places] = marginals(unit, w, places, g, diagonal=settings.diagonal)
+    ratio, spread = float(np.mean(spread[places] / g)), spread[unit.shared_at]
     reply = {
-        "mean": w[shared],
+        "mean": w[unit.shared_at],
         "spread": spread if settings.average == "variance" else np.sqrt(spread),
         "clients": np.array(1.0),
     }
-    return ClientUpdate(None, reply, {"variance_ratio": float(np.mean(spread[at] / prior[at]))})
+    return ClientUpdate(None, reply, {"variance_ratio": ratio})
+
+
+def _chosen(unit: NetworkUnit, w: Array, variance: Array, settings: _Settings) -> tuple[Places, Array]:
+    return chosen(unit, w, variance, _count(settings, len(variance)), rule=settings.rule, diagonal=settings.diagonal)
 
 
 def _update_together(parts: Sequence[Part[None]], *, settings: _Settings) -> list[ClientUpdate[None] | None]:
@@ -286,10 +288,7 @@ def _own(
     client: ClientView, personal: None, message: Message, rng: Generator, *, settings: _Settings, tuning: _common.Tuning
 ) -> Own:
     w, unit = _common.tuned(client, personal, message, rng, tuning=tuning).weights, client.view(network_of).unit
-    variance = np.asarray(message["variance"])
-    places, g = chosen(
-        unit, w, variance, _count(settings, len(variance)), rule=settings.rule, diagonal=settings.diagonal
-    )
+    places, g = _chosen(unit, w, np.asarray(message["variance"]), settings)
     return Own(client, w, infer(unit, w, places, g, dtype=torch.float32, diagonal=settings.diagonal))
 
 

@@ -13,26 +13,14 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.algorithms.hierarchical.confidence import TERMS, confidence_of, ledger_sums, terms_rule
-from fedppl.contracts import (
-    Algorithm,
-    Batch,
-    ClientUpdate,
-    ClientView,
-    Needs,
-    Part,
-    Point,
-    Received,
-    Replies,
-    Report,
-    always,
-)
+from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms import _common
-from fedppl.nn.batch import Flags, Stack, features_together, groups, head_posteriors, stacked, train_below_together
-from fedppl.nn.functional import Places, generator_of, gradients, host, taken
+from fedppl.nn.batch import Flags, Stack, groups, heads_rows, stacked, train_below_together
+from fedppl.nn.functional import Places, generator_of, host, taken
 from fedppl.nn.head import Head, expected_loss, features, without_head
-from fedppl.nn.personal import HeadSteps, head_posterior, train_below
+from fedppl.nn.personal import HeadSteps, head_posterior, head_posteriors, train_below
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_of, optimizer_of, require_bounded
+from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_at, optimizer_of, require_bounded, slopes_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, flag, positive, whole
@@ -163,13 +151,15 @@ def Confidence(
         broadcast=_common.broadcast,
         update_client=update_client,
         update_server=functools.partial(_update_server, settings=settings),
-        replies=Replies(_shapes, _reject, lambda state: not settings.remember),
+        replies=Replies(
+            lambda state: shapes(state, "weighted", "weight"), _reject, lambda state: not settings.remember
+        ),
         result=_common.network_result(
             _common.broadcast,
             functools.partial(_own, settings=settings),
             Point[ConfidenceState](lambda state: state.smooth.phi),
         ),
-        needs=last_layer("nn.Confidence", settings.head),
+        needs=_common.whole_network("nn.Confidence", settings.head),
         disclosure=_common.AT_MEAN,
         unreported=unreported,
         batch=Batch(
@@ -257,9 +247,9 @@ def _find_heads(
     starts = [_start(place.centre, part.personal, settings) for place, part in zip(at, parts, strict=True)]
     stack, head = stacked([place.unit for place in at]), at[0].head
     mean, sd, finite = head_posteriors(
-        stack,
+        at[0].unit.likelihood,
         head,
-        features_together(stack, head, np.stack([place.w for place in at])),
+        (*heads_rows(stack, head, np.stack([place.w for place in at])), stack.rows),
         (np.stack([q.mean for q, _ in starts]), np.stack([q.sd for q, _ in starts])),
         np.stack([place.centre for place in at]),
         np.array([confidence for _, confidence in starts]),
@@ -311,11 +301,6 @@ def _update_server(
     return after, Report(info, message=message)
 
 
-def _shapes(state: ConfidenceState) -> dict[str, tuple[int, ...]]:
-    d = len(state.head)
-    return {"below": (len(state.phi) - d,), "rows": (), "weighted": (d,), "weight": ()}
-
-
 def _reject(state: ConfidenceState, reply: Message) -> str | None:
     confidence = float(reply["weight"])
     if not 1.0 / _SURE <= confidence <= _SURE:
@@ -360,16 +345,6 @@ def head_rule(head: Any) -> tuple[str, ...]:
     return names
 
 
-def last_layer(algorithm: str, head: tuple[str, ...]) -> Needs:
-    """Needs of a client's model: a network, all of it shared, with this head for its last layer."""
-
-    def check(client: ClientView) -> None:
-        _common.check_all_shared(client, algorithm, head)
-        client.view(network_of).head(head)
-
-    return _common.needs(check)
-
-
 def head_in(layout: Layout, head: tuple[str, ...]) -> Places:
     """Where the head lies in φ, (d,)."""
     return np.concatenate([np.arange(at.start, at.stop) for name, at in layout.slices.items() if name in head])
@@ -389,6 +364,12 @@ def parted(at: HeadAtClient, w: Array) -> tuple[dict[str, Array], Array]:
     phi, rows = w[at.unit.shared_at], float(len(at.unit.X))
     is_head = np.isin(at.unit.shared_at, at.head.places)
     return {"below": rows * phi[~is_head], "rows": np.array(rows)}, phi[is_head]
+
+
+def shapes(state: Any, head: str, count: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a reply whose head and number to divide it by have these names."""
+    d = len(state.head)
+    return {"below": (len(state.phi) - d,), "rows": (), head: (d,), count: ()}
 
 
 def joined(total: Message, at: Places, head: Array) -> Array:
@@ -488,11 +469,11 @@ def FedPop(
         broadcast=_common.broadcast,
         update_client=functools.partial(_fedpop_update_client, settings=settings),
         update_server=_fedpop_update_server,
-        replies=Replies(_fedpop_shapes, _fedpop_reject, always),
+        replies=Replies(lambda state: shapes(state, "heads", "count"), _fedpop_reject, always),
         result=_common.network_result(
             _common.broadcast, functools.partial(_fedpop_own, settings=settings), _common.ESTIMATE
         ),
-        needs=last_layer("nn.FedPop", settings.head),
+        needs=_common.whole_network("nn.FedPop", settings.head),
         disclosure=_common.AT_MEAN,
         unreported=lambda client, personal, message, rng: (
             ChainClientState(_chain_moved(client, personal, message, rng, settings)[1].last),
@@ -534,11 +515,6 @@ def _fedpop_update_server(state: FedPopState, received: Received) -> tuple[FedPo
     total = received.total
     phi = joined(total, state.head, total["heads"] / total["count"])
     return state._replace(phi=phi), _common.reported(state.phi, phi)
-
-
-def _fedpop_shapes(state: FedPopState) -> dict[str, tuple[int, ...]]:
-    d = len(state.head)
-    return {"below": (len(state.phi) - d,), "rows": (), "heads": (d,), "count": ()}
 
 
 def _fedpop_reject(state: FedPopState, reply: Message) -> str | None:
@@ -608,14 +584,14 @@ def langevin_steps(
     centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
     rho = float(np.exp(-head_rate / (rows * spread**2)))
     source = generator_of(rng)
-    before, states = np.array([_loss(unit, flat, X, y), _pull(flat[head.places], prior, rows)]), []
+    before, states = np.array([loss_at(unit, flat, dtype=dtype), _pull(flat[head.places], prior, rows)]), []
     with torch.enable_grad():
         for batch in batches(rows, settings, rng):
             z = body(taken(X, batch)) if fixed_features is None else taken(fixed_features, batch)
             loss = expected_loss(unit, head, z, taken(y, batch), v[None])
-            *slopes, slope = gradients(loss, [*leaves.moving, v])
+            *slopes, slope = slopes_of(loss, [*leaves.moving, v])
             for leaf, gradient in zip(leaves.moving, slopes, strict=True):
-                leaf.grad = gradient.contiguous()  # for fused optimizers, see take_step
+                leaf.grad = gradient
             if optimizer is not None:
                 optimizer.step()
             with torch.no_grad():
@@ -625,7 +601,7 @@ def langevin_steps(
     half = np.array(states[len(states) // 2 :])
     moved, mean = leaves.result(flat), half.mean(axis=0)
     moved[head.places] = mean
-    after = np.array([_loss(unit, moved, X, y), _pull(mean, prior, rows)])
+    after = np.array([loss_at(unit, moved, dtype=dtype), _pull(mean, prior, rows)])
     # The head moves towards its population too, whose mean others may have moved far away.
     if not np.isfinite(after[0]) or (len(below) and not min(after[0] - before[0], sum(after - before)) <= RISE):
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or head_rate=")
@@ -636,7 +612,3 @@ def langevin_steps(
 def _pull(v: Array, prior: tuple[Array, float], rows: int) -> float:
     """Minus the log density of the population, for one row, less a constant."""
     return 0.5 * float(np.sum((v - prior[0]) ** 2)) / (rows * prior[1] ** 2)
-
-
-def _loss(unit: NetworkUnit, w: Array, X: torch.Tensor, y: torch.Tensor) -> float:
-    return loss_of(unit, unit.state(w, X.dtype), X, y)
