@@ -214,7 +214,7 @@ def _check(path: Path) -> None:
     if after is not None:
         (known, _), requests = after
         name, counted = str(account), sum(tally.requests.values())
-        # The log is written first: if a process died in between, it has one request and two lines more than the account.
+        # The log is written first: if a process died in between, it has one request and two lines more.
         if counted > requests + 1:
             raise DataError(f"{name!r} counts {requests} requests, the log {counted}")
         if last["line"] > known + 2:

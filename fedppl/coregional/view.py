@@ -53,15 +53,13 @@ def roles(layout: Layout) -> Roles:
         raise DeclarationError(f"included has shape {included.shape}, and must be {v.shape[0]} Bernoulli variables.")
     if not layout.prior_is_gaussian:
         raise DeclarationError(
-            "the prior of the shared parameters is not Gaussian on the unconstrained space; give v a standard Normal, "
-            "and LogNormal priors to slab_sd and to what the kernels need."
+            "the shared prior is not Gaussian on the unconstrained space; give v a standard Normal, all else LogNormal."
         )
     precision, linear = layout.prior.precision, layout.prior.linear
     white = np.eye(layout.size)[places["v"]]
     if not np.allclose(precision[places["v"]], white, atol=1e-8) or not np.allclose(linear[places["v"]], 0, atol=1e-8):
         raise DeclarationError(
-            'the prior of v is not standard Normal; declare v = pm.Normal("v", 0, 1, dims=("latent", "inducing")) and '
-            "put scales into the projection and the coefficients."
+            'the prior of v is not standard Normal; declare v = pm.Normal("v", 0, 1, dims=("latent", "inducing")).'
         )
     every = np.arange(layout.size)
     taken = {name: every[places[name]] for name in _NOT_OF_KERNELS if name in places}
@@ -212,10 +210,7 @@ def _log_scale(client: ClientModel, name: str) -> LogScale:
     who, parts = f"client {client.client_id!r}", client.template.parts
     matches = [(variable, rv) for variable, rv in zip(client.local, parts.local, strict=True) if variable.name == name]
     if not matches or matches[0][0].shape != () or matches[0][0].transform != "log":
-        raise DeclarationError(
-            f"{who}: {name!r} must be a local scalar on the log scale, such as "
-            f'pm.LogNormal("{name}", ...); {_CONTRACT}.'
-        )
+        raise DeclarationError(f"{who}: {name!r} must be a local scalar on the log scale, a pm.LogNormal; {_CONTRACT}.")
     value = parts.model.rvs_to_values[matches[0][1]]
     places = {other.name for other in parts.model.value_vars}
     point = pt.vector("point")

@@ -34,9 +34,7 @@ def require_by_client(fit: Any) -> Any:
         raise DeclarationError("this fit has no rounds to draw.")
     table = fit.idata["rounds"]
     if "outcome" not in table:
-        raise DeclarationError(
-            f'rounds of {len(fit.client_ids)} clients have no entry for each; see fit.idata["rounds"] for sums.'
-        )
+        raise DeclarationError(f'{len(fit.client_ids)} clients have no entry for each; see fit.idata["rounds"].')
     return table
 
 

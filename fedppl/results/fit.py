@@ -23,7 +23,7 @@ from fedppl.numerics.importance import resample, skewness
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
 from fedppl.results import idata, predicting, saved, shared, tables
-from fedppl.results.records import Ended, require_arrived, unarrived
+from fedppl.results.records import Ended, require_arrived, require_shared, unarrived
 from fedppl.settings import chosen, some_of
 from fedppl.types import Array, DeclarationError, NotConvergedError
 
@@ -72,9 +72,7 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
         client = fit.clients[fit.client_ids[0]]
     else:
         if not fit.clients:
-            raise DeclarationError(
-                "no client's data are here, and its own variables need them; use fedppl.load(..., clients=)."
-            )
+            raise DeclarationError("no client's data are here; use fedppl.load(..., clients=).")
         client = next(iter(fit.clients.values()))
         moments = _one_by_one(fit)
     if not moments:
@@ -267,10 +265,7 @@ class Fit(Ended):
     def estimate(self) -> dict[str, Array]:
         """The shared variables and their deterministics at one point: the estimate, or the posterior mean."""
         result = self.algorithm.result.shared
-        if result is None:
-            raise DeclarationError(
-                f"{self.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
-            )
+        require_shared(self)
         require_arrived(self, "fit.estimate")
         if isinstance(result, Point):
             return shared.at_point(self, result)

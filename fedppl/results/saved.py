@@ -147,9 +147,7 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedMo
         before, here = (", ".join(f"{k} {one_line(one.get(k), 300)}" for k in sorted(other)) for one in (theirs, ours))
         raise DeclarationError(f"the file is of a fit with {before}, and this model has {here}; pass what was fitted.")
     if not _alike(saved.agreement, declaration.agreement):
-        raise DeclarationError(
-            "the file is of another declaration: clients agreed on other levels or scales; pass what was fitted."
-        )
+        raise DeclarationError("the file is of another declaration, of other levels or scales; pass what was fitted.")
 
 
 _ROUNDING = 1e-9  # of the largest number beside it: sums over rows depend on their order, and means may be 0
@@ -261,8 +259,8 @@ class Kept(Mapping[str, Any]):
         """The client's personal state."""
         if key in self.withheld:
             raise DeclarationError(
-                f"the personal state of client {key!r} is not in the file, and its posterior depends on it. Where the "
-                'fit was made, save it with include="personal" (confidential), or go on there.'
+                f"the personal state of client {key!r} is not in the file, and its posterior depends on it; save where "
+                'the fit was made with include="personal" (confidential).'
             )
         return self.stored[key]
 
@@ -297,7 +295,7 @@ def drawn_of(fit: Ended, client: Callable[[str], Any]) -> dict[str, xr.Dataset]:
         if total > _MOST:
             raise DeclarationError(
                 f"draws of {len(drawn)} of {len(fit.client_ids)} clients take {total / 2**30:.1f} GiB, more than "
-                f'{_MOST / 2**30:.1f}; save with include="personal", and bring the data back.'
+                f'{_MOST / 2**30:.1f}; save with include="personal".'
             )
     return drawn
 
@@ -305,9 +303,7 @@ def drawn_of(fit: Ended, client: Callable[[str], Any]) -> dict[str, xr.Dataset]:
 def stored_draws(fit: Ended, client_id: str, drawing: tuple[int, int, int], *, predict: Any, groups: Any) -> Any:
     """Posterior of a client whose data are not here: the draws in the file, or an error with the remedy."""
     if fit.drawn is None:
-        raise DeclarationError(
-            f"client {client_id!r} is a site of its own, and its posterior is there: give its client_app a folder=."
-        )
+        raise DeclarationError(f"client {client_id!r} is a site of its own; give its client_app a folder=.")
     remedy = "fedppl.load(path, model, clients=...) with the client's data draws anew."
     if client_id not in fit.drawn:
         raise DeclarationError(f"client {client_id!r} has no data here, and no draws of it were saved: {remedy}")

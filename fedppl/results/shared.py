@@ -73,10 +73,7 @@ def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconver
 
 
 def shape_of(algorithm: AnyAlgorithm, status: Status, chains: int, draws: int) -> tuple[int, int]:
-    """Chains and draws: one chain, with R̂ NaN, where the fit should have converged and has not.
-
-    Chains of independent draws agree with each other, however far they are from the posterior.
-    """
+    """Chains and draws: one chain, with R̂ NaN, where the fit has not converged; independent draws would agree."""
     return (chains, draws) if status.ok or not algorithm.result.tests_convergence else (1, chains * draws)
 
 
@@ -222,10 +219,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
     exact = np.array([is_exact(without) for without in each])
     if not np.all(exact):
         some = some_of([name for name, known in zip(names, exact, strict=True) if not known])
-        logger.warning(
-            "the posterior without %s is not exact, with an `error` in sds or, of a Gaussian, NaN; see fedppl.without",
-            some,
-        )
+        logger.warning("the posterior without %s is not exact, by `error` in sds or NaN; see fedppl.without", some)
     mean, sd = gaussian.mean(q), gaussian.standard_deviations(q)
     if points is not None:  # moments by points are compared with such
         mean = np.where(weighted[:, None], points.mean, mean)
@@ -255,10 +249,7 @@ def is_exact(without: WithoutClient) -> bool:
 
 
 def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bool, float]:
-    """Mean, sds and Pareto k of the posterior without the client, whether they are by points, and their error.
-
-    By points, and not exact, they are still nearer than the Gaussian, whose error is not known.
-    """
+    """Mean, sds and Pareto k of the posterior without the client, whether they are by points, and their error."""
     weighted = without.weighted
     k = np.nan if weighted is None else weighted.pareto_k
     is_near = weighted is not None and weighted.pareto_k <= MOST_SECOND_K and weighted.error <= _MOST_ERROR

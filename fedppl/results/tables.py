@@ -17,7 +17,7 @@ from fedppl.contracts import Point, Posterior
 from fedppl.contracts.printed import CI_PROB, entries_of, interval, labels_of, shown_by_default, variable_of
 from fedppl.contracts.printed import table as html_table
 from fedppl.results.diagnostics import fallbacks, shortfall
-from fedppl.results.records import Ended, require_arrived
+from fedppl.results.records import Ended, require_arrived, require_shared
 from fedppl.results.shared import Estimates, estimates, point_estimates
 from fedppl.settings import a_fit, between, flag, shown, whole
 from fedppl.types import Array, DataError, DeclarationError
@@ -37,10 +37,7 @@ def summary(
 ) -> Summary:
     """See `Fit.summary`; `idata` is read once it is known that there is something to report."""
     result = fit.algorithm.result
-    if result.shared is None:
-        raise DeclarationError(
-            f"{fit.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
-        )
+    require_shared(fit)
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     round_to = None if round_to is None else whole("round_to", round_to, 0, "None keeps all decimals")
     require_arrived(fit, "fit.summary()")
