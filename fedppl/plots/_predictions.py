@@ -82,12 +82,14 @@ def check(
     names = chosen("clients", clients, here, "the clients with rows that are here")
     settings: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
     survival, times = _survival(fit, names)
-    axes = _fit.panels(ax, 1, 2, (8.5, max(3.0, _fit.height(len(names)))), figsize)
     if survival:
         what, by_client = survival, {name: _times(fit, name, times, settings) for name in names}
-        _curves(axes[0], by_client, times, ci_prob, what)
     else:
         what, by_client = _outcomes(fit, names, settings)
+    axes = _fit.panels(ax, 1, 2, (8.5, max(3.0, _fit.height(len(names)))), figsize)
+    if survival:
+        _curves(axes[0], by_client, times, ci_prob, what)
+    else:
         _distribution(axes[0], fit, by_client, ci_prob, what)
     _by_client(axes[1], fit, by_client, times, ci_prob, f"{'P(no event) of' if survival else 'mean of'} {what}")
     _fit.legend_of_all(axes, ax)
