@@ -51,10 +51,7 @@ class Saved(NamedTuple):
 def save(
     fit: Ended, result: Any, path: str | os.PathLike[str], include: str | None, client: Callable[[str], Any]
 ) -> None:
-    """Write what all clients share, and the server's state; of clients what `include` names, and never rows.
-
-    The file is read back before it replaces another, and deleted where it cannot be read.
-    """
+    """Write what all clients share, and the server's state; of clients what `include` names, and never rows."""
     target = file_to_write(path, "run.nc")
     if not isinstance(include, str | None) or include not in _INCLUDED:
         raise DeclarationError(f'include={shown(include)} must be None, "personal" or "clients".')
@@ -198,12 +195,11 @@ def _reason(error: Exception) -> str:
 
 def _points(fit: Ended) -> Array:
     """Points of φ that results are computed from."""
-    if not unarrived(fit):
-        if isinstance(shared := fit.algorithm.result.shared, Point):
-            return shared.estimate(fit.state)[None]
-        if (weighted := weighted_points(fit)) is not None:
-            return weighted.points
-    return np.zeros((0, fit.layout.size))
+    shared, arrived = fit.algorithm.result.shared, not unarrived(fit)
+    if arrived and isinstance(shared, Point):
+        return shared.estimate(fit.state)[None]
+    weighted = weighted_points(fit) if arrived else None
+    return np.zeros((0, fit.layout.size)) if weighted is None else weighted.points
 
 
 def _reader(
@@ -236,8 +232,8 @@ def or_rebuilt(reader: SharedReader, rebuild: Callable[[], SharedReader]) -> Sha
 def _plain(group: xr.Dataset) -> xr.Dataset:
     """What NetCDF can hold: texts for objects."""
     changed = {name: group[name].astype(str) for name in group.variables if group[name].dtype == object}
-    attrs = {name: int(value) if isinstance(value, bool | np.bool_) else value for name, value in group.attrs.items()}
-    return group.assign(changed).assign_attrs(attrs)
+    flags = {name: int(value) for name, value in group.attrs.items() if isinstance(value, bool | np.bool_)}
+    return group.assign(changed).assign_attrs(flags)
 
 
 # A client's part of a file: its personal state, and draws of its posterior --------------------------------------------
@@ -247,10 +243,7 @@ DRAWS, CHAINS = 1000, 4  # of a client's posterior, unless others are asked for
 
 
 class Kept(Mapping[str, Any]):
-    """Personal states by client; an error for those that are not in the file.
-
-    Without its state a client would count as a new one, with other numbers.
-    """
+    """Personal states by client; an error for those not in the file: such clients would count as new ones."""
 
     def __init__(self, stored: Mapping[str, Any], withheld: Sequence[str]) -> None:
         self.stored, self.withheld = dict(stored), tuple(withheld)
