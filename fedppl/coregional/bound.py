@@ -325,10 +325,10 @@ def selection(gain: Array, gram: Array, inclusion: Array, log_odds: Array, sweep
     return gamma
 
 
-def diagonal_blocks(matrix: Array, latents: int) -> Array:
+def diagonal_blocks(matrix: Any, latents: int) -> Any:
     """Blocks (L, Q, Q) on the diagonal of a matrix (LQ, LQ)."""
     points = len(matrix) // latents
-    return np.asarray(np.einsum("lqlp->lqp", matrix.reshape(latents, points, latents, points)))
+    return np.einsum("lqlp->lqp", matrix.reshape(latents, points, latents, points))
 
 
 def _system(totals: Mapping[str, Array], inclusion: Array) -> Array:

@@ -310,7 +310,8 @@ def settle_new(unit: CoregionalUnit, fitted: Fitted, *, fixed: bool) -> tuple[Co
         state, _ = best_unit(design, shared, unit.noise, noise, spread=fitted.spread)
         sums = statistics(design, state, unit.noise)
         precision = prior + used[:, None] * sums["precision"] * used
-        mean = np.linalg.solve(precision, linear + used * sums["linear"].ravel()).reshape(latents, points)
+        solved = np.linalg.solve(precision, linear + used * sums["linear"].ravel())
+        mean: Array = np.asarray(solved, dtype=float).reshape(latents, points)
         blocks = np.linalg.inv(diagonal_blocks(precision, latents))
         has_converged = np.max(np.abs(mean - shared.mean)) < 1e-6 and abs(state.log_noise_sd - noise) < 1e-6
         shared, noise = shared._replace(mean=mean, covariance=blocks), state.log_noise_sd
