@@ -159,40 +159,21 @@ def _begin_anew(path: Path) -> None:
     print(f"{last.length} lines are in {str(aside)!r}; last digest: {last.digest}")
 
 
-class _Account(NamedTuple):
-    """The account beside a log: the log's head when it was written, and the number of answered requests."""
-
-    head: Head
-    requests: int
-
-
 def _account_of(path: Path) -> Path:
     return path.with_name("ledger.json")
 
 
-def _account(path: Path) -> _Account | None:
-    """Read the account beside a log; None where there is none, DataError where it is damaged."""
+def _account(path: Path) -> tuple[Head, int] | None:
+    """The log's head, and answered requests, by the account beside it; None without one, DataError if it is damaged."""
     account = _account_of(path)
     if not account.is_file():
         return None
     content = read_account(account)
     try:
         requests = sum(int(client["requests"]) for client in content["clients"].values())
-        return _Account(Head(int(content["lines"]), str(content["head"])), requests)
+        return Head(int(content["lines"]), str(content["head"])), requests
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{str(account)!r} is no account of a site ({type(error).__name__})") from error
-
-
-def _require_agreement(path: Path, account: _Account, length: int, counted: int) -> None:
-    """Refuse a log of so many lines and requests that contradicts an account which was read after it."""
-    name = str(_account_of(path))
-    # The log is written first: if a process died in between, it has one request and two lines more than the account.
-    if counted > account.requests + 1:
-        raise DataError(f"{name!r} counts {account.requests} requests, the log {counted}")
-    if length > account.head.length + 2:
-        raise DataError(
-            f"{name!r} knows {account.head.length} lines of the log, which has {length}: it is an earlier one"
-        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -217,26 +198,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(path: Path) -> None:
-    tally = _Tally()
+    tally, account = _Tally(), _account_of(path)
     last: dict[str, Any] = {"line": 0, "digest": _START}
     before = _account(path)  # before the log is read and after it: a site may be writing both
-    met = before is None or before.head.length == 0
+    met = before is None or before[0].length == 0
     for last in lines(path):
-        met = met or (before is not None and before.head == (last["line"], last["digest"]))
+        met = met or (before is not None and before[0] == (last["line"], last["digest"]))
         try:
             tally.add(last)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"line {last['line']} is none of a site's ({type(error).__name__})") from error
     after = _account(path)
     if before is not None and not met:
-        raise DataError(
-            f"{str(path)!r} lacks line {before.head.length}, which was written: it was cut, or put in place anew"
-        )
+        raise DataError(f"{str(path)!r} lacks line {before[0].length}, which was written: it was cut, or put anew")
     if after is not None:
-        _require_agreement(path, after, last["line"], sum(tally.requests.values()))
+        (known, _), requests = after
+        name, counted = str(account), sum(tally.requests.values())
+        # The log is written first: if a process died in between, it has one request and two lines more.
+        if counted > requests + 1:
+            raise DataError(f"{name!r} counts {requests} requests, the log {counted}")
+        if last["line"] > known + 2:
+            raise DataError(f"{name!r} knows {known} lines of the log, which has {last['line']}: it is an earlier one")
     print(f"{last['line']} lines, the chain holds; {len(tally.runs)} runs")
     if after is None:
-        print(f"no {_account_of(path).name} beside it: whether lines were cut off at the end is not known")
+        print(f"no {account.name} beside it: whether lines were cut off at the end is not known")
     for line in tally.summary():
         print(line)
     print(f"last digest: {last['digest']}")

@@ -216,8 +216,7 @@ def _array(probability: Any) -> Array:
     """An array of numbers; refuses a data set of several arrays."""
     if isinstance(probability, Mapping):
         raise DataError(
-            f"the probabilities are a {type(probability).__name__} with {list(probability)}; pass one of its arrays, "
-            'such as predicted["probability"].'
+            f"probabilities are a {type(probability).__name__}; pass one of its arrays, {list(probability)}."
         )
     return np.asarray(probability, dtype=float)
 

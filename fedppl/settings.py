@@ -117,12 +117,10 @@ def chosen(keyword: str, value: Any, known: Sequence[str], what: str) -> list[st
     """
     if value is None:
         return list(known)
-    single = isinstance(value, str | int | bytes)
-    given: list[Any] | None = [value] if single else list(value) if isinstance(value, Iterable) else None
-    if given is not None:
-        given = [str(name) if isinstance(name, int | np.integer | tuple) else name for name in given]
+    several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    given = [str(k) if isinstance(k, int | np.integer | tuple) else k for k in (value if several else [value])]
     listed = f"name some of {what}, each once: {some_of(known)}"
-    if given is None or not all(isinstance(name, str) for name in given):
+    if not all(isinstance(name, str) for name in given):
         raise DeclarationError(f"{keyword}={shown(value)} is no list of names; {listed}.")
     if not given or len(set(given)) < len(given) or (set(given) - set(known)):
         wrong = sorted(set(given) - set(known)) or ("some twice" if given else "none")
@@ -168,10 +166,9 @@ def takes(function: Any, count: int) -> bool:
     except (TypeError, ValueError):
         return True
     try:
-        signature.bind(*(None,) * count)
+        return bool(signature.bind(*(None,) * count))
     except TypeError:
         return False
-    return True
 
 
 def some_of(names: Collection[Any]) -> str:

@@ -60,10 +60,10 @@ def make(folder: Path, name: str) -> str:
 
 def add(folder: Path, line: str) -> str:
     """Add a site's public line to the roster in a folder, and return the site's name."""
-    path = folder / ROSTER
+    path, where = folder / ROSTER, f"line {one_line(line, 60)!r}"
     known = _roster(path)
-    name, key = _parsed(line, f"line {one_line(line, 60)!r}")
-    _require_new(name, key, known, f"line {one_line(line, 60)!r}")
+    name, key = _parsed(line, where)
+    _require_new(name, key, known, where)
     before = path.read_bytes() if path.exists() else b""
     if before and not before.endswith(b"\n"):
         before += b"\n"
@@ -96,10 +96,8 @@ def _private(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
-        raise DeclarationError(
-            f"identity {str(path)!r} cannot be read ({error.strerror}); make one by python -m fedppl.site identity "
-            f"{path.parent}"
-        ) from error
+        remedy = f"make one by python -m fedppl.site identity {path.parent}"
+        raise DeclarationError(f"identity {str(path)!r} cannot be read ({error.strerror}); {remedy}") from error
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or (os.name == "posix" and status.st_mode & 0o077):
@@ -113,9 +111,8 @@ def _private(path: Path) -> str:
 def _roster(path: Path) -> dict[str, bytes]:
     """Public identities by name; lines that are empty or begin with # are none."""
     roster: dict[str, bytes] = {}
-    if not path.exists():
-        return roster
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    written = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for number, line in enumerate(written.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             where = f"line {number} of {str(path)!r}"
             name, key = _parsed(line, where)

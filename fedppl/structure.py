@@ -145,8 +145,8 @@ def pack_precision(precision: Array, structure: Structure) -> Array:
         where = np.argwhere(lost != 0)[0]
         row, column = divmod(int(outside[where[-1]]), size)
         raise ValueError(
-            f"precision[{row}, {column}] is {lost[tuple(where)]:.6g} and must be 0, the two are in "
-            "different blocks: project onto the structure first, or use full(size)"
+            f"precision[{row}, {column}] is {lost[tuple(where)]:.6g} and must be 0, the two are in different blocks: "
+            "project onto the structure first, or use full(size)"
         )
     return np.asarray(0.5 * (flat.take(upper, axis=-1) + flat.take(lower, axis=-1)))
 
@@ -157,17 +157,12 @@ def unpack_precision(vector: Array, structure: Structure) -> Array:
     >>> unpack_precision(np.array([1.0, 0.0, 2.0]), full(2)).tolist()
     [[1.0, 0.0], [0.0, 2.0]]
     """
-    values, size = np.asarray(vector, dtype=np.float64), structure.size
-    length = packed_size(structure)
+    values, size, length = np.asarray(vector, dtype=np.float64), structure.size, packed_size(structure)
     if values.shape[-1:] != (length,):
-        raise ValueError(
-            f"vector of shape {values.shape} does not fit the structure: it must have shape "
-            f"({length},); check that both sides use the same structure"
-        )
+        raise ValueError(f"vector of shape {values.shape} does not fit the structure: it must have shape ({length},)")
     if structure.blocks is None:
         return values.copy()
     upper, lower, _ = _places(structure)
     matrix = np.zeros((*values.shape[:-1], size * size))
-    matrix[..., upper] = values
-    matrix[..., lower] = values
+    matrix[..., upper] = matrix[..., lower] = values
     return matrix.reshape(*values.shape[:-1], size, size)

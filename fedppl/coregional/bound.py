@@ -16,16 +16,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import expit, logit, xlogy
+from scipy.special import expit, logit, rel_entr
 
 from fedppl.types import Array
 
-# Precision of a log scale above which no data move the scale by more than about 1e-3 of itself.
-_FIXED = 1e6
-# log τ² of a Gaussian whose entropy is 0.
-_NO_ENTROPY = -1.0 - float(np.log(2 * np.pi))
-# Log odds beyond which γ is 0 or 1 in double precision.
-_ODDS = 30.0
+_FIXED = 1e6  # precision of a log scale above which no data move the scale by more than about 1e-3 of itself
+_NO_ENTROPY = -1.0 - float(np.log(2 * np.pi))  # log τ² of a Gaussian whose entropy is 0
+_ODDS = 30.0  # log odds beyond which γ is 0 or 1 in double precision
 
 
 class LogScale(NamedTuple):
@@ -144,8 +141,7 @@ def divergence_of_selection(inclusion: Array, log_odds: Array) -> float:
     if np.all(np.isinf(log_odds)):
         return 0.0
     prior = expit(log_odds)
-    terms = xlogy(inclusion, inclusion / prior) + xlogy(1 - inclusion, (1 - inclusion) / (1 - prior))
-    return float(np.sum(terms))
+    return float(np.sum(rel_entr(inclusion, prior) + rel_entr(1 - inclusion, 1 - prior)))
 
 
 def divergence_of_inducing(mean: Array, covariance: Array) -> float:
@@ -161,9 +157,9 @@ def unit_bound(
     design: Design, shared: Globals, unit: UnitClientState, noise: LogScale, log_odds: Array, share: float
 ) -> float:
     """V_m of equation 16, with r_m = share; it includes the prior of log σ_m, and no prior of shared parameters."""
-    curve, count = curves(design, shared.mean, shared.covariance), len(design.response)
-    square = squared_residual(design, curve, shared.inclusion, unit)
-    fit = -count * (unit.log_noise_sd + 0.5 * np.log(2 * np.pi)) - 0.5 * np.exp(-2 * unit.log_noise_sd) * square
+    square = squared_residual(design, curves(design, shared.mean, shared.covariance), shared.inclusion, unit)
+    spread = unit.log_noise_sd + 0.5 * np.log(2 * np.pi)
+    fit = -len(design.response) * spread - 0.5 * np.exp(-2 * unit.log_noise_sd) * square
     once = divergence_of_selection(shared.inclusion, log_odds) + divergence_of_inducing(shared.mean, shared.covariance)
     return (
         float(design.scale * fit)
@@ -217,8 +213,7 @@ def gradient(
     d_odds = np.zeros_like(gamma)
     if not np.all(np.isinf(log_odds)):
         inside = chance > 0
-        odds = np.log(gamma[inside] / (1 - gamma[inside]))
-        d_odds[inside] = chance[inside] * (d_gamma[inside] - share * (odds - log_odds[inside]))
+        d_odds[inside] = chance[inside] * (d_gamma[inside] - share * (logit(gamma[inside]) - log_odds[inside]))
     slab = np.exp(-2 * shared.log_slab_sd)
     d_mu = rate * (gamma * fit - gamma * mu * total + gamma**2 * mu * square) - gamma * mu * slab
     d_log_sd = -rate * gamma * unit.variance * total - gamma * (unit.variance * slab - 1.0)
@@ -240,15 +235,12 @@ def gradient(
 
 def flatten(shared: Globals) -> Array:
     """m, the roots C of S = C C' with the diagonal on the log scale, logit γ, the kernels' parameters, log σ_w."""
-    points = shared.mean.shape[1]
-    root = np.linalg.cholesky(shared.covariance)
-    diagonal = np.arange(points)
+    points, root = shared.mean.shape[1], np.linalg.cholesky(shared.covariance)
+    lower, diagonal = np.tril_indices(points), np.arange(points)
     root[:, diagonal, diagonal] = np.log(root[:, diagonal, diagonal])
-    lower = np.tril_indices(points)
+    packed = root[:, lower[0], lower[1]].ravel()
     odds = np.clip(logit(shared.inclusion), -_ODDS, _ODDS)
-    return np.concatenate(
-        [shared.mean.ravel(), root[:, lower[0], lower[1]].ravel(), odds, shared.kernel, [shared.log_slab_sd]]
-    )
+    return np.concatenate([shared.mean.ravel(), packed, odds, shared.kernel, [shared.log_slab_sd]])
 
 
 def unflatten(x: Array, role: Roles) -> Globals:
@@ -333,35 +325,35 @@ def selection(gain: Array, gram: Array, inclusion: Array, log_odds: Array, sweep
     return gamma
 
 
+def diagonal_blocks(matrix: Any, latents: int) -> Any:
+    """Blocks (L, Q, Q) on the diagonal of a matrix (LQ, LQ)."""
+    points = len(matrix) // latents
+    return np.einsum("lqlp->lqp", matrix.reshape(latents, points, latents, points))
+
+
 def _system(totals: Mapping[str, Array], inclusion: Array) -> Array:
     """Precision (LQ, LQ) of all of v given the selection: cross products have γ_l γ_k, blocks γ_l."""
     latents = len(inclusion)
     points = totals["linear"].shape[1]
     factor = np.outer(inclusion, inclusion)
     np.fill_diagonal(factor, inclusion)
-    factors = np.kron(factor, np.ones((points, points)))
-    return np.asarray(factors * totals["precision"] + np.eye(latents * points))
+    return np.asarray(np.kron(factor, np.ones((points, points))) * totals["precision"] + np.eye(latents * points))
 
 
 def inducing(totals: Mapping[str, Array], inclusion: Array) -> tuple[Array, Array]:
     """Means (L, Q) of q(v), all at once, and its covariances (L, Q, Q): the bound's maximum over both."""
     latents, points = totals["linear"].shape
     system = _system(totals, inclusion)
-    solved = np.linalg.solve(system, (inclusion[:, None] * totals["linear"]).ravel())
-    mean: Array = np.asarray(solved, dtype=float).reshape(latents, points)
-    blocks = np.einsum("lqlp->lqp", system.reshape(latents, points, latents, points))
-    covariance = np.linalg.inv(blocks)
-    return mean, (covariance + np.swapaxes(covariance, 1, 2)) / 2
+    mean = np.linalg.solve(system, (inclusion[:, None] * totals["linear"]).ravel()).reshape(latents, points)
+    covariance = np.linalg.inv(diagonal_blocks(system, latents))
+    return np.asarray(mean, dtype=float), (covariance + np.swapaxes(covariance, 1, 2)) / 2
 
 
 def size_factor(totals: Mapping[str, Array], shared: Globals, spread: float = 1.0) -> Array:
     """The c (L,) by which each latent function grows, and its coefficients shrink, for the best bound.
 
-    v_l times c and every unit's w_ml by c leave all curves as they are, and the bound's divergences have one best c:
-    with x = c², −s x / 2 + b log x / 2 − d / (2 x) is highest where s x² − b x − d = 0. Coordinate ascent alone is
-    slow in this direction (parameter-expanded variational Bayes, Qi and Jaakkola 2006). Units need no message: given
-    the new v, their best coefficients are the old ones over c. `spread` is the share of units whose coefficients have a
-    variance, which shrinks with them: 0 for point estimates.
+    Curves stay as they are: with x = c² the bound has −s x / 2 + b log x / 2 − d / (2 x). Coordinate ascent alone is
+    slow here (parameter-expanded variational Bayes, Qi and Jaakkola 2006). `spread` is 0 for point estimates.
     """
     gamma, points = shared.inclusion, shared.mean.shape[1]
     size = np.trace(shared.covariance, axis1=1, axis2=2) + np.sum(shared.mean**2, axis=1)
@@ -403,16 +395,13 @@ def best_slab(totals: Mapping[str, Array], inclusion: Array, prior: LogScale) ->
 def maximise(
     totals: Mapping[str, Array], shared: Globals, role: Roles, *, sweeps: int, select: bool, spread: float = 1.0
 ) -> tuple[Mapping[str, Array], Globals]:
-    """Selection, inducing variables, sizes and σ_w in turn, each at the bound's maximum given the others.
-
-    σ_w stays where coefficients are point estimates, with a `spread` of 0: with them it would go to 0.
-    """
+    """Selection, inducing variables, sizes and σ_w in turn, each at the bound's maximum given the others."""
     for _ in range(sweeps):
         if select and np.all(np.isfinite(role.log_odds)):
             gamma = selection(*selection_terms(totals, shared), shared.inclusion, role.log_odds)
             shared = shared._replace(inclusion=gamma)
         mean, covariance = inducing(totals, shared.inclusion)
         totals, shared = rescale(totals, shared._replace(mean=mean, covariance=covariance), spread)
-        if spread:
+        if spread:  # with point estimates σ_w would go to 0
             shared = shared._replace(log_slab_sd=best_slab(totals, shared.inclusion, role.slab_prior))
     return totals, shared

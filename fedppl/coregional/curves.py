@@ -332,7 +332,6 @@ def _require_fit(fit: Any) -> None:
 
 
 def _ids_of(clients: Any) -> list[str]:
-    """Ids of clients from the keyword; of a string each letter could be an id."""
     names: list[Any] = [None] if isinstance(clients, str) or not isinstance(clients, Iterable) else list(clients)
     if not all(isinstance(name, str) for name in names):
         one = f", [{clients!r}] for one" if isinstance(clients, str) else ""
@@ -344,9 +343,7 @@ def _final_message(fit: Fit, client_id: str) -> Mapping[str, Any]:
     """The final message to a client, where the fit is of a linear model of coregionalisation."""
     message = fit.algorithm.result.final_message(fit.state, client_id)
     if "joint" not in message or "inclusion" not in message:
-        raise DeclarationError(
-            f"{fit.algorithm.name} does not fit a linear model of coregionalisation; use fedppl.curves.Ascent()."
-        )
+        raise DeclarationError(f"{fit.algorithm.name} fits no linear model of coregionalisation; see fedppl.curves.")
     return message
 
 
@@ -358,8 +355,7 @@ def _settled_for(
         fitted = unpack(_final_message(fit, unit))
         if unit not in fit.clients:
             raise DeclarationError(
-                f"client {unit!r} is not in this process; its clients are {some_of(fit.clients)}. At a site of its "
-                "own, its predictions are made there; for a new unit pass its data."
+                f"client {unit!r} is not in this process; here are {some_of(fit.clients)}. Of a new unit pass its data."
             )
         view, personal = fit.clients[unit].view(unit_of), fit.personal.get(unit)
     elif isinstance(unit, Mapping):

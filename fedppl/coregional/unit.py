@@ -19,6 +19,7 @@ from fedppl.coregional.bound import (
     Roles,
     UnitClientState,
     curves,
+    diagonal_blocks,
     gradient,
     log_variance,
     scale_mode,
@@ -30,8 +31,7 @@ from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError, LocalFailure, Message
 
-# A function with a probability above this is selected.
-SELECTED = 0.5
+SELECTED = 0.5  # probability above which a function is selected
 _NEW_UNIT_SWEEPS = 50
 _LOG_2PI = float(np.log(2 * np.pi))
 _NO_GRADIENT = "the bound has no finite gradient; lower learning_rate="
@@ -49,17 +49,13 @@ def coefficients(
     # The system is symmetric in √γ μ; coefficients with γ = 0 follow from the others.
     root = np.sqrt(inclusion)
     scaled = np.linalg.solve(np.diag(total) + root[:, None] * across * root, root * fit)
-    mean = (fit - across @ (root * scaled)) / total
-    return mean, 1.0 / total
+    return (fit - across @ (root * scaled)) / total, 1.0 / total
 
 
 def best_unit(
     design: Design, shared: Globals, noise: LogScale, log_noise_sd: float, sweeps: int = 20, *, spread: float = 1.0
 ) -> tuple[UnitClientState, Curves]:
-    """ψ_m given the shared parameters: coefficients and noise in turn, each at its own maximum.
-
-    The variance of coefficients counts by `spread`, which is 1, or 0 for point estimates: the mean is their mode.
-    """
+    """ψ_m given the shared parameters: coefficients, with `spread` 0 for point estimates, and noise in turn."""
     curve = curves(design, shared.mean, shared.covariance)
     unit = UnitClientState(np.zeros(0), np.zeros(0), log_noise_sd)
     for _ in range(sweeps):
@@ -77,17 +73,13 @@ def best_unit(
 def coefficient_covariance(
     design: Design, curve: Curves, joint: Array, log_slab_sd: float, log_noise_sd: float
 ) -> Array:
-    """Covariance (L, L) of w given that all L functions are used, as in a regression on uncertain curves.
-
-    The mean field has independent coefficients. Those of curves that are alike on a unit's rows are not, which is most
-    of the uncertainty away from the rows. `joint` (LQ, LQ) is the covariance of v over all latent functions.
-    """
+    """Covariance (L, L) of w given that all L functions are used, as in a regression on uncertain curves."""
+    # The mean field leaves it out; where curves are alike on a unit's rows it is most of the uncertainty elsewhere.
     latents, rows, points = design.projection.shape
     rate = design.scale * np.exp(-2 * log_noise_sd)
     second = curve.mean @ curve.mean.T + np.diag(design.conditional.sum(axis=1))
     wide = np.moveaxis(design.projection, 0, 1).reshape(rows, latents * points)
-    gram = (wide.T @ wide) * joint
-    second += gram.reshape(latents, points, latents, points).sum(axis=(1, 3))
+    second += ((wide.T @ wide) * joint).reshape(latents, points, latents, points).sum(axis=(1, 3))
     return np.linalg.inv(rate * second + np.exp(-2 * log_slab_sd) * np.eye(latents))
 
 
@@ -163,11 +155,7 @@ def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: An
 
 
 def own_fit(unit: CoregionalUnit) -> tuple[Array, float]:
-    """Kernels (p,) of Gaussian processes of one unit's rows, one for each latent function, and the median log σ.
-
-    Each is sparse, and at the highest of three maxima of Titsias' bound. The starts are three length-scales, since a
-    curve that is all noise is a mode too.
-    """
+    """Kernels (p,) of sparse Gaussian processes of one unit's rows, one a latent function, and the median log σ."""
     mean, latents = unit.roles.kernel_mean, unit.roles.latents
     spread = 1.0 / np.sqrt(np.diag(unit.roles.kernel_precision))
     scale = unit.roles.slab_prior.mean  # of outputs, on the log scale
@@ -175,7 +163,7 @@ def own_fit(unit: CoregionalUnit) -> tuple[Array, float]:
     lowest, kernel, log_noise_sd = np.inf, mean, unit.noise.mean
     # Far outside the priors' range, and below where the square of an exponential overflows.
     bounds = [*zip(mean - 6 * spread, mean + 6 * spread, strict=True), *[(-15.0, 15.0)] * (2 * latents)]
-    for shift in (0.0, -1.0, 1.0):
+    for shift in (0.0, -1.0, 1.0):  # of the length-scale: a curve that is all noise is a mode too
         start = np.concatenate([mean + shift * spread, np.full(latents, level), np.full(latents, level - 1.5)])
         optimum = minimize(
             _negative_evidence, start, (unit,), jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}
@@ -260,9 +248,8 @@ def unpack(message: Message) -> Fitted:
     """Read `final_message`."""
     mean = np.asarray(message["mean"], dtype=float)
     joint = gaussian.unpack_triangle(np.asarray(message["joint"], dtype=float))
-    latents, points = mean.shape
     # The mean field's covariances are inverses of the precision's blocks, smaller than the blocks of `joint`.
-    blocks = np.linalg.inv(np.einsum("lqlp->lqp", np.linalg.inv(joint).reshape(latents, points, latents, points)))
+    blocks = np.linalg.inv(diagonal_blocks(np.linalg.inv(joint), len(mean)))
     inclusion, kernel = (np.asarray(message[name], dtype=float) for name in ("inclusion", "kernel"))
     shared = Globals(mean, blocks, inclusion, kernel, float(message["log_slab_sd"]))
     return Fitted(shared, joint, bool(message["has_replied"]), 0.0 if "point" in message else 1.0)
@@ -308,9 +295,8 @@ def _settle(unit: CoregionalUnit, fitted: Fitted, log_noise_sd: float) -> Coeffi
 def settle_new(unit: CoregionalUnit, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
     """Parameters of a unit that took no part, from its own rows and the shared functions (section 4.3).
 
-    `fixed` is equation 17, where the shared functions stay as they are. Otherwise q(v) of the others is the unit's
-    prior of v, and q(w), q(v) and σ are updated in turn, each to the maximum of the unit's bound. Nothing leaves the
-    unit. The coefficients, parameters in equation 17, keep their prior N(0, σ_w²) and a posterior.
+    `fixed` is equation 17, where these stay as they are; else q(v) of the others is the unit's prior of v. Coefficients
+    have their prior and a posterior, where equation 17 has parameters.
     """
     if fixed:
         return _settle(unit, fitted, unit.noise.mean), fitted
@@ -326,7 +312,7 @@ def settle_new(unit: CoregionalUnit, fitted: Fitted, *, fixed: bool) -> tuple[Co
         precision = prior + used[:, None] * sums["precision"] * used
         solved = np.linalg.solve(precision, linear + used * sums["linear"].ravel())
         mean: Array = np.asarray(solved, dtype=float).reshape(latents, points)
-        blocks = np.linalg.inv(np.einsum("lqlp->lqp", precision.reshape(latents, points, latents, points)))
+        blocks = np.linalg.inv(diagonal_blocks(precision, latents))
         has_converged = np.max(np.abs(mean - shared.mean)) < 1e-6 and abs(state.log_noise_sd - noise) < 1e-6
         shared, noise = shared._replace(mean=mean, covariance=blocks), state.log_noise_sd
         if has_converged:
@@ -337,20 +323,14 @@ def settle_new(unit: CoregionalUnit, fitted: Fitted, *, fixed: bool) -> tuple[Co
 
 
 def predictive(design: Design, fitted: Fitted, weights: Coefficients) -> tuple[Array, Array]:
-    """Mean and variance (n,) of f at the design's inputs, by the law of total variance over w, α, v and the residual.
-
-    Covariances of coefficients and of inducing variables across latent functions count here. Most of the uncertainty
-    where the unit has no rows is in these, and the mean field leaves them out.
-    """
+    """Mean and variance (n,) of f at the design's inputs: the law of total variance over w, α, v and the residual."""
     shared = fitted.shared
     latents, rows, points = design.projection.shape
-    curve = curves(design, shared.mean, shared.covariance)
-    gamma = shared.inclusion
+    curve, gamma = curves(design, shared.mean, shared.covariance), shared.inclusion
     mean = (gamma * weights.mean) @ curve.mean
-    square = np.outer(weights.mean, weights.mean) + weights.covariance  # E w w' given that both are used
     pair = np.outer(gamma, gamma)
     np.fill_diagonal(pair, gamma)
-    product = pair * square  # E s s'
+    product = pair * (np.outer(weights.mean, weights.mean) + weights.covariance)  # E s s'
     variance = np.zeros(rows)
     blocks = fitted.joint.reshape(latents, points, latents, points)
     for first in range(latents):

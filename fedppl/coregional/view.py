@@ -12,6 +12,7 @@ import pytensor
 import pytensor.tensor as pt
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
+from scipy.special import logit
 
 from fedppl.coregional.bound import Design, LogScale, Roles, density
 from fedppl.model import graph as _graph
@@ -49,64 +50,42 @@ def roles(layout: Layout) -> Roles:
             'parameters and, for a selection, included; share them, for example shared=["v", "lengthscale", "slab_sd"].'
         )
     if included is not None and (included.shape != v.shape[:1] or not included.binary):
-        raise DeclarationError(
-            f"included has shape {included.shape}; it must be Bernoulli, one for each of {v.shape[0]}."
-        )
+        raise DeclarationError(f"included has shape {included.shape}, and must be {v.shape[0]} Bernoulli variables.")
     if not layout.prior_is_gaussian:
         raise DeclarationError(
-            "the prior of the shared parameters is not Gaussian on the unconstrained space; give v a standard Normal, "
-            "and LogNormal priors to slab_sd and to what the kernels need."
+            "the shared prior is not Gaussian on the unconstrained space; give v a standard Normal, all else LogNormal."
         )
     precision, linear = layout.prior.precision, layout.prior.linear
-    white = np.zeros_like(precision[places["v"]])
-    white[:, places["v"]] = np.eye(v.size)
+    white = np.eye(layout.size)[places["v"]]
     if not np.allclose(precision[places["v"]], white, atol=1e-8) or not np.allclose(linear[places["v"]], 0, atol=1e-8):
         raise DeclarationError(
-            'the prior of v is not standard Normal; declare v = pm.Normal("v", 0, 1, dims=("latent", "inducing")) and '
-            "put scales into the projection and the coefficients."
+            'the prior of v is not standard Normal; declare v = pm.Normal("v", 0, 1, dims=("latent", "inducing")).'
         )
-    taken = np.zeros(layout.size, dtype=bool)
-    is_binary = np.zeros(layout.size, dtype=bool)
-    for name in _NOT_OF_KERNELS:
-        if name in places:
-            taken[places[name]] = True
-    kernel = np.flatnonzero(~taken)
+    every = np.arange(layout.size)
+    taken = {name: every[places[name]] for name in _NOT_OF_KERNELS if name in places}
+    kernel = np.setdiff1d(every, np.concatenate(list(taken.values())))
     log_odds = np.full(v.shape[0], np.inf)
     if included is not None:
-        is_binary[places["included"]] = True
-        chance = linear[places["included"]] / np.diag(precision)[places["included"]]
-        log_odds = np.log(chance / (1.0 - chance))
-    slab_place = places["slab_sd"].start
+        log_odds = logit(linear[taken["included"]] / np.diag(precision)[taken["included"]])
+    slab = places["slab_sd"].start
     kernel_precision = precision[np.ix_(kernel, kernel)]
     return Roles(
         latents=v.shape[0],
         points=v.shape[1],
-        v=np.arange(places["v"].start, places["v"].stop),
-        included=None if included is None else np.arange(places["included"].start, places["included"].stop),
-        slab=slab_place,
+        v=taken["v"],
+        included=taken.get("included"),
+        slab=slab,
         kernel=kernel,
-        is_binary=is_binary,
+        is_binary=np.isin(every, taken.get("included", ())),
         log_odds=log_odds,
         kernel_mean=np.asarray(np.linalg.solve(kernel_precision, linear[kernel]), dtype=float),
         kernel_precision=kernel_precision,
-        slab_prior=LogScale(
-            float(linear[slab_place] / precision[slab_place, slab_place]), float(precision[slab_place, slab_place])
-        ),
+        slab_prior=LogScale(float(linear[slab] / precision[slab, slab]), float(precision[slab, slab])),
     )
 
 
 class CoregionalUnit:
-    """One unit's side of a linear model of coregionalisation: the design of its rows and the priors it needs.
-
-    Attributes
-    ----------
-    roles
-        Where each kind of shared parameter lies in φ.
-    noise
-        Prior of log σ_m.
-    response
-        y (n,).
-    """
+    """One unit's side of a linear model of coregionalisation: the design of its rows and the priors it needs."""
 
     def __init__(self, client: ClientModel) -> None:
         self._client = client
@@ -116,8 +95,8 @@ class CoregionalUnit:
                 cache["coregional"] = _compile(client)
         self._functions: dict[str, Any] = cache["coregional"]
         self.roles: Roles = roles(client.layout)
-        self.noise: LogScale = self._functions["noise"]
-        self.response: Array = np.asarray(client.arrays[self._functions["observed"]], dtype=float)
+        self.noise: LogScale = self._functions["noise"]  # prior of log σ_m
+        self.response: Array = np.asarray(client.arrays[self._functions["observed"]], dtype=float)  # y (n,)
 
     def design(self, kernel: Array, rows: Any = None) -> Design:
         """Projection (L, b, Q), conditional variance (L, b) and responses (b,) of all rows, or of some."""
@@ -183,10 +162,7 @@ def _compile(client: ClientModel) -> dict[str, Any]:
 def _design_functions(
     parts: _graph.Parts, variables: tuple[Variable, ...]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The design and the way back through it, as functions of the kernels' parameters and the data.
-
-    The cache finds them for a new builder too, and for one with the same kernels and another selection.
-    """
+    """The design and the way back through it, as functions of the kernels' parameters and the data."""
     model = parts.model
     x = pt.vector("kernel")
     replace, inputs = _graph._inputs_for(parts)
@@ -199,7 +175,7 @@ def _design_functions(
             values[value] = pt.zeros(variable.shape, dtype=value.type.dtype)
     outputs = model.replace_rvs_by_values([model[name] for name in _PARTS])
     projection, conditional = clone_replace(outputs, {**replace, **values})
-    for (cached_x, cached_inputs, cached), functions in _compiled:
+    for (cached_x, cached_inputs, cached), functions in _compiled:  # of another builder, or with another selection
         same_types = [v.type for v in cached_inputs] == [v.type for v in inputs]
         if same_types and same_computations(
             cached, [projection, conditional], [cached_x, *cached_inputs], [x, *inputs]
@@ -234,10 +210,7 @@ def _log_scale(client: ClientModel, name: str) -> LogScale:
     who, parts = f"client {client.client_id!r}", client.template.parts
     matches = [(variable, rv) for variable, rv in zip(client.local, parts.local, strict=True) if variable.name == name]
     if not matches or matches[0][0].shape != () or matches[0][0].transform != "log":
-        raise DeclarationError(
-            f"{who}: {name!r} must be a local scalar on the log scale, such as "
-            f'pm.LogNormal("{name}", ...); {_CONTRACT}.'
-        )
+        raise DeclarationError(f"{who}: {name!r} must be a local scalar on the log scale, a pm.LogNormal; {_CONTRACT}.")
     value = parts.model.rvs_to_values[matches[0][1]]
     places = {other.name for other in parts.model.value_vars}
     point = pt.vector("point")
@@ -275,11 +248,7 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
 
 
 def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
-    """Refuse constant outputs, and outputs whose scale is not that of the priors.
-
-    The bound of a unit without noise, such as a dead sensor, outweighs all others where it uses no latent function, so
-    that the selection would drop every function.
-    """
+    """Refuse outputs whose scale is not that of the priors, and constant ones: a dead sensor outweighs all others."""
     y, noise, slab = unit.response, unit.noise, unit.roles.slab_prior
     least = float(np.exp(noise.mean - _SPREADS / np.sqrt(noise.precision)))
     spread = np.exp(_FAR / np.sqrt(slab.precision))  # next to 1 where σ_w is fixed
@@ -304,15 +273,12 @@ def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
     rows, unseen = len(open_variance), int(np.sum(open_variance > _UNSEEN))
     if unseen > rows / 2:
         raise DataError(
-            f"client {client.client_id!r}: {unseen} of {rows} rows lie where the inducing points say next to nothing "
-            "of the latent functions at the prior's median length-scale. Spread inducing= over the inputs' range, "
-            "closer than a length-scale, or state the length-scale in units of the inputs."
+            f"client {client.client_id!r}: {unseen} of {rows} rows lie where the inducing points say next to nothing; "
+            "spread inducing= over the inputs' range, closer than the prior's median length-scale."
         )
     if unseen > rows / 10:
         logger.warning(
             "client %s: %d of %d rows lie where the inducing points say next to nothing; noise takes what they miss. "
             "Spread inducing= over the range of the inputs",
-            client.client_id,
-            unseen,
-            rows,
+            *(client.client_id, unseen, rows),
         )

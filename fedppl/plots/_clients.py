@@ -132,20 +132,12 @@ def _phases(axes: Any, fit: Any, number: Array) -> None:
 
 
 def _answers(axes: Any, fit: Any, number: Array) -> None:
-    colors, patches = _fit.matplotlib("colors"), _fit.matplotlib("patches")
-    table = outcomes(fit)
-    names = [_fit.short(name) for name in fit.client_ids]
+    patches, colors = _fit.matplotlib("patches"), _fit.matplotlib("colors").ListedColormap(list(OUTCOMES.values()))
+    table, names = outcomes(fit), [_fit.short(name) for name in fit.client_ids]
+    lines = {"edgecolors": "0.85", "linewidth": 0.6 if len(number) <= 100 else 0.0}
     edges = np.concatenate([number - 0.5, number[-1:] + 0.5])
-    axes.pcolormesh(
-        edges,
-        np.arange(len(names) + 1) - 0.5,
-        table,
-        cmap=colors.ListedColormap(list(OUTCOMES.values())),
-        vmin=-0.5,
-        vmax=len(OUTCOMES) - 0.5,
-        edgecolors="0.85",
-        linewidth=0.6 if len(number) <= 100 else 0.0,
-    )
+    places = np.arange(len(names) + 1) - 0.5
+    axes.pcolormesh(edges, places, table, cmap=colors, vmin=-0.5, vmax=len(OUTCOMES) - 0.5, **lines)
     _fit.client_lines(axes, names)
     present = [word for k, word in enumerate(OUTCOMES) if np.any(table == k)]
     handles = [patches.Patch(fc=OUTCOMES[word], ec="0.6", label=word) for word in present]
@@ -155,7 +147,7 @@ def _answers(axes: Any, fit: Any, number: Array) -> None:
 # Quality of clients' computations: effective draws, Pareto k, fallbacks, and replies that were not used ---------------
 
 PARETO = 0.7  # Pareto k beyond which moments by importance sampling are not to be trusted
-_WORDS = {"ess": "effective draws", "pareto_k": "Pareto k", "rhat": "R̂"}
+WORDS = {"ess": "effective draws", "pareto_k": "Pareto k", "rhat": "R̂"}
 
 
 def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
@@ -196,7 +188,7 @@ def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = N
     A dot may be of a round long ago: `rounds` shows when a client answered.
     """
     table = require_by_client(fit)
-    by_name = {name: reported(table, name) for name in _WORDS if name in table and table[name].ndim == 2}
+    by_name = {name: reported(table, name) for name in WORDS if name in table and table[name].ndim == 2}
     by_name = {name: values for name, values in by_name.items() if np.any(np.isfinite(values))}
     names = [_fit.short(name) for name in fit.client_ids]
     count = len(by_name) + 1
@@ -207,7 +199,7 @@ def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = N
         place = np.arange(len(names))
         panel.hlines(place, low, high, color="C0", lw=1)
         panel.plot(last, place, "o", color="C0", ms=4.5)
-        panel.set_xlabel(_WORDS[name])
+        panel.set_xlabel(WORDS[name])
         if name == "ess":
             _effective(panel, values)
         else:
@@ -351,8 +343,8 @@ def influence(
     shown_names = [_fit.short(name) for name in names]
     for number, panel in enumerate(axes):
         _fit.client_lines(panel, shown_names, labelled=number == 0 or ax is not None)
-    for panel in axes[:2]:
-        _fit.few_ticks(panel)
+        if number < 2:
+            _fit.few_ticks(panel)
     if exact.any() and not exact.all():
         axes[0].plot([], [], "o", color="black", ms=4.5, label="exact")
         axes[0].plot([], [], "o", color="black", mfc="none", ms=4.5, label="by the Gaussian")

@@ -34,9 +34,7 @@ def require_by_client(fit: Any) -> Any:
         raise DeclarationError("this fit has no rounds to draw.")
     table = fit.idata["rounds"]
     if "outcome" not in table:
-        raise DeclarationError(
-            f'rounds of {len(fit.client_ids)} clients have no entry for each; see fit.idata["rounds"] for sums.'
-        )
+        raise DeclarationError(f'{len(fit.client_ids)} clients have no entry for each; see fit.idata["rounds"].')
     return table
 
 
@@ -57,9 +55,8 @@ def entries(group: Any, places: Mapping[str, Sequence[int]] | Sequence[str]) -> 
     """Entries of some variables of a group of draws with their labels: all of each, or those at places."""
     every = []
     for name in places:
-        values = group[name]
-        shape = tuple(values.sizes[dim] for dim in values.dims if dim not in ("chain", "draw"))
-        indices, labels = list(np.ndindex(*shape)), labels_of(values)
+        shape = group[name].transpose("chain", "draw", ...).shape[2:]
+        indices, labels = list(np.ndindex(*shape)), labels_of(group[name])
         wanted = places[name] if isinstance(places, Mapping) else range(len(labels))
         every += [Entry(name, tuple(indices[flat]), labels[flat], flat) for flat in wanted]
     return every
@@ -67,9 +64,7 @@ def entries(group: Any, places: Mapping[str, Sequence[int]] | Sequence[str]) -> 
 
 def draws_of(group: Any, entry: Entry) -> Array:
     """All draws of one entry, (S,)."""
-    values = group[entry.name]
-    values = values.transpose("chain", "draw", *[dim for dim in values.dims if dim not in ("chain", "draw")])
-    draws = np.asarray(values.values, dtype=float)
+    draws = np.asarray(group[entry.name].transpose("chain", "draw", ...).values, dtype=float)
     return draws.reshape(draws.shape[0] * draws.shape[1], -1)[:, entry.flat]
 
 
@@ -104,13 +99,8 @@ _LONGEST = 26  # characters of a client's name
 _LINE = 0.24  # inches of a client
 TALLEST = 40.0  # inches of a figure
 _LEAST_LINE = 0.15  # inches of a client, below which some names are left out
-_LEGEND: dict[str, Any] = {
-    "frameon": False,
-    "fontsize": "small",
-    "borderaxespad": 0.2,
-    "handletextpad": 0.4,
-    "columnspacing": 1.0,
-}
+_LEGEND: dict[str, Any] = {"frameon": False, "fontsize": "small", "borderaxespad": 0.2}
+_LEGEND |= {"handletextpad": 0.4, "columnspacing": 1.0}
 _figure: ContextVar[Callable[..., Any] | None] = ContextVar("figure", default=None)
 
 
@@ -202,16 +192,13 @@ def legend(axes: Any, columns: int = 2, handles: Sequence[Any] = ()) -> None:
 
 def legend_of_all(axes: Sequence[Any], given: Any) -> None:
     """One legend for a row of panels: above a new figure, or above the first panel of given axes."""
-    handles = axes[0].get_legend_handles_labels()[0]
-    if not handles:
-        return
+    handles, figure = axes[0].get_legend_handles_labels()[0], axes[0].figure
     if given is not None:
         legend(axes[0])
-        return
-    figure = axes[0].figure
-    widest = max(len(handle.get_label()) for handle in handles)
-    columns = max(1, min(len(handles), int(figure.get_figwidth() / (0.5 + 0.075 * widest))))
-    figure.legend(handles=handles, loc="outside upper left", ncols=columns, **_LEGEND)
+    elif handles:
+        widest = max(len(handle.get_label()) for handle in handles)
+        columns = max(1, min(len(handles), int(figure.get_figwidth() / (0.5 + 0.075 * widest))))
+        figure.legend(handles=handles, loc="outside upper left", ncols=columns, **_LEGEND)
 
 
 def few_ticks(axes: Any, **options: Any) -> None:

@@ -109,24 +109,20 @@ def forest(
     a_fit(fit)
     if not at_hand(fit):
         raise DeclarationError(
-            "no client's data and no draws of clients are here. Load a saved fit by fedppl.load(path, model, "
-            'clients=...), or save it by fit.save(path, include="clients"); sites draw their posteriors themselves.'
+            "no data and no draws of clients are here: of a saved fit use fedppl.load(path, model, clients=...) "
+            'or fit.save(path, include="clients"); sites draw theirs themselves.'
         )
     names = chosen("clients", clients, at_hand(fit), "the clients whose posteriors are here")
-    settings = _Settings(
-        between("ci_prob", ci_prob, 0, 1),
-        flag("total", total),
-        flag("exponentiate", exponentiate),
-        {"draws": draws, "chains": chains, "random_seed": random_seed},
-    )
+    drawing = {"draws": draws, "chains": chains, "random_seed": random_seed}
+    ci_prob, total = between("ci_prob", ci_prob, 0, 1), flag("total", total)
+    settings = _Settings(ci_prob, total, flag("exponentiate", exponentiate), drawing)
     formula = _formula_of(fit, settings, alone)
     groups = {name: _posterior(fit, name, settings) for name in names}
     shown_entries = _entries(fit, groups, var_names, coords, settings)
     lines = _lines(groups, shown_entries, settings)
-    by_itself = (
-        [[] for _ in lines] if alone is None else _lines(_alone(alone, names, settings), shown_entries, settings)
-    )
-    if population is None and settings.total:
+    others = {} if alone is None else _alone(alone, names, settings)
+    by_itself = _lines(others, shown_entries, settings)
+    if population is None and total:
         population = {entry.name: entry.name for entry in shown_entries}
     levels = _levels(fit, shown_entries, population, settings)
     numbers = (len(shown_entries) == 1 and ax is None) if numbers is None else flag("numbers", numbers)
@@ -178,9 +174,7 @@ def _formula_of(fit: Any, settings: _Settings, alone: Any | None) -> Any:
     if settings.total and not is_formula:
         raise DeclarationError("total=True adds up a formula's coefficients; of a builder draw a pm.Deterministic.")
     if alone is not None and is_formula and not settings.total:
-        raise DeclarationError(
-            "alone= has no shared coefficients, and effects relative to some are not comparable; write total=True."
-        )
+        raise DeclarationError("alone= has no shared coefficients, to which effects are relative; write total=True.")
     return builder if settings.total else None
 
 
@@ -203,7 +197,7 @@ def _entries(
         for name in names:
             if name not in group or group[name].shape != first[name].shape:
                 raise DeclarationError(
-                    f"{name!r} has other entries at client {client_id!r}; choose variables that all have alike."
+                    f"{name!r} has other entries at client {client_id!r}; choose some that all have."
                 )
     labels_by_dim = {
         dim: {str(labels)} if isinstance(labels, str) or not hasattr(labels, "__iter__") else {*map(str, labels)}
@@ -213,9 +207,7 @@ def _entries(
         raise DeclarationError(f"coords= names {unknown}, which are dims of none of {names}.")
     chosen_entries = [entry for entry in entries(first, places) if _has(first[entry.name], entry, labels_by_dim)]
     if not 0 < len(chosen_entries) <= _MOST_PANELS:
-        raise DeclarationError(
-            f"{names} have {len(chosen_entries)} numbers; choose 1 to {_MOST_PANELS} by var_names= and coords=."
-        )
+        raise DeclarationError(f"{names} have {len(chosen_entries)} numbers; choose 1 to {_MOST_PANELS} by coords=.")
     return chosen_entries
 
 
@@ -390,10 +382,7 @@ def prior_posterior(
     default = shown_by_default(fit.declaration, after.data_vars)
     shown_entries = entries(after, entries_of(after, var_names, "the shared variables", default))
     if not 0 < len(shown_entries) <= _MOST_DENSITIES:
-        names = list(dict.fromkeys(entry.name for entry in shown_entries))
-        raise DeclarationError(
-            f"{names} have {len(shown_entries)} entries; choose 1 to {_MOST_DENSITIES} by var_names=."
-        )
+        raise DeclarationError(f"there are {len(shown_entries)} entries; choose 1 to {_MOST_DENSITIES} by var_names=.")
     seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0, "None takes the fit's")
     before = prior_draws(fit, seed)
     transforms = dict.fromkeys(after, _DETERMINISTIC) | {v.name: v.transform for v in fit.layout.variables}
@@ -424,9 +413,7 @@ def prior_draws(fit: Any, seed: int) -> dict[str, Array]:
     elif client is not None:
         phi = client.draw_prior(_DRAWS, seed % 2**32)
     else:
-        raise DeclarationError(
-            "the prior is not Gaussian, and no client's model is here to draw from it; use fedppl.load(..., clients=)."
-        )
+        raise DeclarationError("the prior is not Gaussian, and no client is here; use fedppl.load(..., clients=).")
     return {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(phi).items()}
 
 

@@ -163,9 +163,8 @@ def _distribution(axes: Any, fit: Any, by_client: dict[str, _Outcomes], ci_prob:
 
 def _curves(axes: Any, by_client: dict[str, _Outcomes], times: Array, ci_prob: float, what: str) -> None:
     values, event = (np.concatenate([client[k] for client in by_client.values()]) for k in (0, 2))
-    _band(
-        axes, times, np.concatenate([client.replicates for client in by_client.values()], axis=1).mean(axis=1), ci_prob
-    )
+    drawn = np.concatenate([client.replicates for client in by_client.values()], axis=1).mean(axis=1)
+    _band(axes, times, drawn, ci_prob)
     fine = np.linspace(0, times[-1], 10 * _TIMES)
     axes.step(fine, kaplan_meier(values, event, fine), where="post", color="black", lw=1, label="Kaplan-Meier")
     axes.set(xlabel=_fit.short(what), ylabel="P(no event)", ylim=(0, 1), xlim=(0, times[-1]))
@@ -250,9 +249,8 @@ def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | No
         axes.step(u, np.arange(1, len(u) + 1) / len(u) - u, where="post", **style)
     axes.axhspan(-half, half, color="C0", alpha=0.2, lw=0, label="95 % band")
     if not few:
-        axes.plot(
-            [], [], color=_fit.GREY, lw=0.6, label=f"{len(transforms) - len(named)} {'others' if named else 'rows'}"
-        )
+        count = f"{len(transforms) - len(named)} {'others' if named else 'rows'}"
+        axes.plot([], [], color=_fit.GREY, lw=0.6, label=count)
     axes.set(xlabel="probability integral transform", ylabel="distribution function less the uniform", xlim=(0, 1))
     _fit.legend(axes, 3)
     return axes
@@ -383,10 +381,8 @@ def curves(
     axes = _fit.panels(ax, 1, 1, (6.0, 3.6), figsize)[0]
     order = np.argsort(x, kind="stable")
     low, high = (np.asarray(predicted[end].values, dtype=float)[order] for end in ("ci_low", "ci_high"))
-    share = predicted.attrs.get("ci_prob")
-    axes.fill_between(
-        x[order], low, high, color="C0", alpha=0.2, lw=0, label="interval" if share is None else f"{share:.0%} interval"
-    )
+    share = f"{predicted.attrs['ci_prob']:.0%} " if "ci_prob" in predicted.attrs else ""
+    axes.fill_between(x[order], low, high, color="C0", alpha=0.2, lw=0, label=f"{share}interval")
     axes.plot(x[order], mean[order], color="C0", label="mean")
     if observed is not None:
         points, y = (np.ravel(np.asarray(values, dtype=float)) for values in observed)
@@ -399,15 +395,11 @@ def curves(
 
 
 def _abscissa(inputs: Any) -> tuple[Array, str]:
-    label = "input"
-    if hasattr(inputs, "keys"):
-        names = list(inputs.keys())
-        if len(names) != 1:
-            raise DataError(f"inputs are {names}; a curve is drawn over one.")
-        label, inputs = str(names[0]), inputs[names[0]]
-    x = np.asarray(inputs, dtype=float)
-    if x.ndim == 2 and x.shape[1] == 1:
-        x = x[:, 0]
+    named = inputs if hasattr(inputs, "keys") else {"input": inputs}
+    if len(names := list(named.keys())) != 1:
+        raise DataError(f"inputs are {names}; a curve is drawn over one.")
+    x = np.asarray(named[names[0]], dtype=float)
+    x = x[:, 0] if x.ndim == 2 and x.shape[1] == 1 else x
     if x.ndim != 1:
         raise DataError(f"inputs have shape {x.shape}; a curve is drawn over one dimension, (n,).")
-    return x, _fit.short(label, 40)
+    return x, _fit.short(names[0], 40)

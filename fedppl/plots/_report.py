@@ -18,11 +18,11 @@ import numpy as np
 from fedppl.contracts import Posterior
 from fedppl.contracts.printed import CI_PROB, escaped, number, table
 from fedppl.plots import _fit
-from fedppl.plots._clients import changed, counts, device_graph, influence, quality, reported, rounds, spans
+from fedppl.plots._clients import WORDS, changed, counts, device_graph, influence, quality, reported, rounds, spans
 from fedppl.plots._fit import at_hand
 from fedppl.plots._posteriors import forest, prior_posterior
 from fedppl.settings import a_fit, file_to_write
-from fedppl.types import DataError, DeclarationError, NotConvergedError
+from fedppl.types import DataError, DeclarationError, NotConvergedError, Status
 
 _DPI = 100
 _FOREST = 60  # clients up to which each one's posterior is drawn where no variables are named
@@ -45,8 +45,8 @@ p.status.open { border-color: #b3261e; background: #fbeeed; }
 """
 _CONFLICT = " Right, the probability that a client that agrees with the others would be as far from them."
 _SENTENCES = {
-    "converged": "The fit converged: its figures can be read as they are.",
-    "stalled": "The fit did not converge: it made no more progress. Read its figures with caution.",
+    Status.CONVERGED: "The fit converged: its figures can be read as they are.",
+    Status.STALLED: "The fit did not converge: it made no more progress. Read its figures with caution.",
 }
 _ENDED = "The fit did not converge before it ended. Read its figures with caution."
 _WANTED = {"ess": "many effective draws", "pareto_k": "Pareto k below 0.7", "rhat": "R̂ near 1"}
@@ -128,17 +128,14 @@ def _page(title: str, body: str) -> str:
 
 
 def _head(fit: Any, title: str) -> str:
-    status = str(fit.status)
-    kind = "status" if fit.status.ok else "status open"
-    text = _SENTENCES.get(status, _ENDED)
+    kind, text = "status" if fit.status.ok else "status open", _SENTENCES.get(fit.status, _ENDED)
     if fit.status.ok and fit.message:
         kind, text = "status with", "The fit converged. Read its figures with this in mind:"
-    if fit.status.value == "max_rounds" and not fit.algorithm.result.tests_convergence:
+    if fit.status == Status.MAX_ROUNDS and not fit.algorithm.result.tests_convergence:
         text = "The fit ran the rounds that it was given; its algorithm does not test for convergence."
     message = f"<br>{escaped(fit.message, 2000)}" if fit.message else ""
-    return (
-        f'<h1>{escaped(title)}</h1>\n<p class="{kind}"><strong>{escaped(status)}</strong>. {escaped(text)}{message}</p>'
-    )
+    said = f"<strong>{escaped(fit.status)}</strong>. {escaped(text)}{message}"
+    return f'<h1>{escaped(title)}</h1>\n<p class="{kind}">{said}</p>'
 
 
 def _shared(fit: Any) -> str:
@@ -153,8 +150,7 @@ def _shared(fit: Any) -> str:
         return f"{heading}<p>{escaped(error, 2000)}</p>"
     ends = {"ci_low": "interval from", "ci_high": "to"}
     head = ["shared variable", *(ends.get(str(name), str(name)) for name in summary.columns)]
-    by_row = zip(summary.index, summary.values, strict=True)
-    rows = [[index, *(number(value) for value in row)] for index, row in by_row]
+    rows = [[index, *map(number, row)] for index, row in zip(summary.index, summary.values, strict=True)]
     return f"{heading}{_wide(head, rows)}{_glossary(summary)}"
 
 
@@ -186,7 +182,7 @@ def _clients(fit: Any) -> str:
     if fit.records:
         rounds_of = fit.idata["rounds"]
         columns |= {word: [int(value) for value in values] for word, values in counts(rounds_of).items()}
-        for name, label in (("ess", "effective draws"), ("pareto_k", "Pareto k"), ("rhat", "R̂")):
+        for name, label in WORDS.items():
             if name in rounds_of and rounds_of[name].ndim == 2:
                 columns[label] = [number(value) for value in spans(reported(rounds_of, name))[0]]
         columns["bytes sent"] = [int(value) for value in rounds_of["bytes_up"].sum("round").values]
@@ -268,11 +264,9 @@ def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bo
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # of names, which tables have too
         panel.figure.savefig(file, format="png", dpi=_DPI)
     picture = base64.b64encode(file.getvalue()).decode("ascii")
-    return (
-        f'<h2>{escaped(heading)}</h2><figure><div class="wide"><img alt="{escaped(heading)}" '
-        f'src="data:image/png;base64,{picture}"></div>'
-        f"<figcaption>{escaped(caption, 1000)}</figcaption></figure>"
-    )
+    image = f'<img alt="{escaped(heading)}" src="data:image/png;base64,{picture}">'
+    caption = f"<figcaption>{escaped(caption, 1000)}</figcaption>"
+    return f'<h2>{escaped(heading)}</h2><figure><div class="wide">{image}</div>{caption}</figure>'
 
 
 def _computed(fit: Any) -> str:
@@ -282,7 +276,7 @@ def _computed(fit: Any) -> str:
         [v.name, " × ".join(map(str, v.shape)) or "1", v.transform or "none", priors.get(v.name, "–")]
         for v in fit.layout.variables
     ]
-    many = f"{len(fit.records)} round{'' if len(fit.records) == 1 else 's'}"
+    many = f"{len(fit.records)} round{'s' * (len(fit.records) != 1)}"
     whose = "variable" if fit.algorithm.result.shared is None else "shared variable"
     return (
         "<h2>What was computed</h2>"

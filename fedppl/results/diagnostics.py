@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -50,11 +50,9 @@ def fallback_sentence(infos: Infos, count: int) -> str:
     if not parts:
         return ""
     clients = fallbacks(infos)
-    seconds = sum(infos[client_id].get("fallback_seconds", 0.0) for client_id in clients)
-    cost = f", {seconds:.3g} s" if seconds > 0 else ""
     faster = f". It is faster with what is local declared {STANDARDISED}" if FALLBACKS[2.0] in clients.values() else ""
     return (
-        f"{' and '.join(parts)} in place of the local inference when last asked ({listed(clients)}{cost}): "
+        f"{' and '.join(parts)} in place of the local inference when last asked ({_cost(infos, clients)}): "
         f"see fit.idata['rounds']['fallback']{faster}"
     )
 
@@ -80,18 +78,16 @@ def log_fallbacks(number: int, infos: Infos, before: Mapping[str, str]) -> None:
     clients = fallbacks(infos)
     if not clients:
         return
-    parts = []
-    for step, names in _by_step(infos).items():
-        seconds = sum(infos[client_id].get("fallback_seconds", 0.0) for client_id in names)
-        parts.append(f"{step} at {listed(names)}" + (f", {seconds:.3g} s" if seconds else ""))
+    told = "; ".join(f"{step} at {_cost(infos, names)}" for step, names in _by_step(infos).items())
     is_new = any(step not in (FALLBACKS[1.0], before.get(client_id)) for client_id, step in clients.items())
-    logger.log(
-        logging.WARNING if is_new else logging.INFO,
-        "round %d: in place of the local inference, %s",
-        number,
-        "; ".join(parts),
-        extra={"round": number, "status": "fallback", "clients": len(clients)},
-    )
+    level, extra = logging.WARNING if is_new else logging.INFO, {"status": "fallback", "clients": len(clients)}
+    logger.log(level, "round %d: in place of the local inference, %s", number, told, extra={"round": number, **extra})
+
+
+def _cost(infos: Infos, clients: Collection[str]) -> str:
+    """Names of clients, and the seconds that they took."""
+    seconds = sum(infos[client_id].get("fallback_seconds", 0.0) for client_id in clients)
+    return listed(clients) + (f", {seconds:.3g} s" if seconds > 0 else "")
 
 
 def _by_step(infos: Infos) -> dict[str, list[str]]:

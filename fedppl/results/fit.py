@@ -17,13 +17,13 @@ from fedppl import gaussian
 from fedppl.contracts import LogEvidence, Point, Posterior
 from fedppl.contracts.printed import CI_PROB, escaped, number, table
 from fedppl.gaussian import Gaussian
-from fedppl.model.client import ClientModel, dims_and_coords
+from fedppl.model.client import dims_and_coords
 from fedppl.model.stack import ClientsOf
 from fedppl.numerics.importance import resample, skewness
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
 from fedppl.results import idata, predicting, saved, shared, tables
-from fedppl.results.records import Ended, require_arrived, unarrived
+from fedppl.results.records import Ended, require_arrived, require_shared, unarrived
 from fedppl.settings import chosen, some_of
 from fedppl.types import Array, DeclarationError, NotConvergedError
 
@@ -67,20 +67,19 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
     on each side of an axis.
     """
     require_arrived(fit, "fit.clients_summary()")
-    if isinstance(fit.clients, ClientsOf) and isinstance(fit.algorithm.result.shared, Posterior):
-        moments = _at_once(fit, fit.clients)
-        client = fit.clients[fit.client_ids[0]]
-    else:
-        if not fit.clients:
-            raise DeclarationError(
-                "no client's data are here, and its own variables need them; use fedppl.load(..., clients=)."
-            )
-        client = next(iter(fit.clients.values()))
-        moments = _one_by_one(fit)
+    if not fit.clients:
+        raise DeclarationError("no client's data are here; use fedppl.load(..., clients=).")
+    at_once = isinstance(fit.clients, ClientsOf) and isinstance(fit.algorithm.result.shared, Posterior)
+    moments = _at_once(fit, fit.clients) if at_once else _one_by_one(fit)
     if not moments:
         raise DeclarationError("clients have no variables of their own with one shape for all; see fit.client(...).")
     names = chosen("var_names", var_names, list(moments), "clients' variables")
-    return _dataset(fit, client, {name: moments[name] for name in names})
+    values = {name: np.stack(moments[name]) for name in names}
+    attrs = {"status": fit.status.value, "algorithm": fit.algorithm.name}
+    model = next(iter(fit.clients.values())).pymc_model()
+    group = idata.posterior_dataset(values, *dims_and_coords(model), attrs)
+    places = {"statistic": ["mean", "sd"], "client": np.array(list(fit.clients))}
+    return group.rename(chain="statistic", draw="client").assign_coords(places)
 
 
 def _at_once(fit: Ended, clients: ClientsOf) -> dict[str, tuple[Array, Array]]:
@@ -99,12 +98,9 @@ def _at_once(fit: Ended, clients: ClientsOf) -> dict[str, tuple[Array, Array]]:
 
 def _differs(q: Gaussian, weighted: Reweighted) -> bool:
     """Whether weighted points are skewed, or have other moments than q by more than the tolerance."""
-    if np.abs(skewness(weighted.points, weighted.weights)).max() > _SKEWED:
-        return True
-    sd = gaussian.standard_deviations(q)
-    means = np.abs(weighted.mean - gaussian.mean(q)) / sd
-    log_sds = np.abs(np.log(np.sqrt(np.diag(weighted.covariance)) / sd))
-    return bool(max(np.max(means), np.max(log_sds)) > _TOLERANCE)
+    sd, skewed = gaussian.standard_deviations(q), skewness(weighted.points, weighted.weights)
+    means, log_sds = (weighted.mean - gaussian.mean(q)) / sd, np.log(np.sqrt(np.diag(weighted.covariance)) / sd)
+    return bool(np.abs(skewed).max() > _SKEWED or np.abs([means, log_sds]).max() > _TOLERANCE)
 
 
 def _one_by_one(fit: Any) -> dict[str, tuple[Array, Array]]:
@@ -123,14 +119,6 @@ def _sd(values: xr.DataArray) -> Array:
     return np.full_like(sd, np.nan) if values.attrs.get("point_estimate") else sd
 
 
-def _dataset(fit: Ended, client: ClientModel, moments: dict[str, tuple[Array, Array]]) -> xr.Dataset:
-    values = {name: np.stack(mean_and_sd) for name, mean_and_sd in moments.items()}
-    attrs = {"status": fit.status.value, "algorithm": fit.algorithm.name}
-    group = idata.posterior_dataset(values, *dims_and_coords(client.pymc_model()), attrs)
-    places = {"statistic": ["mean", "sd"], "client": np.array(list(fit.clients))}
-    return group.rename(chain="statistic", draw="client").assign_coords(places)
-
-
 # A fit in a notebook, and on a page of its own ------------------------------------------------------------------------
 
 _ROWS = 20
@@ -140,11 +128,11 @@ _MOST = 200  # shared coordinates of which a summary is shown
 def of_fit(fit: Any) -> str:
     """Status and message, and the first rows of the summary."""
     color = "#2a7f3f" if fit.status.ok else "#b3261e"
+    status = f'<span style="color: {color}">{escaped(fit.status)}</span>'
     message = f"<p>{escaped(fit.message, 1000)}</p>" if fit.message else ""
     facts = f"{len(fit.records)} rounds, {len(fit.client_ids)} clients, {number(fit.seconds)} s, seed {fit.seed}"
     return (
-        f"<div><strong>{escaped(fit.algorithm.name)}</strong>: "
-        f'<span style="color: {color}">{escaped(fit.status)}</span>, {escaped(facts)}{message}{_summary(fit)}</div>'
+        f"<div><strong>{escaped(fit.algorithm.name)}</strong>: {status}, {escaped(facts)}{message}{_summary(fit)}</div>"
     )
 
 
@@ -267,10 +255,7 @@ class Fit(Ended):
     def estimate(self) -> dict[str, Array]:
         """The shared variables and their deterministics at one point: the estimate, or the posterior mean."""
         result = self.algorithm.result.shared
-        if result is None:
-            raise DeclarationError(
-                f"{self.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
-            )
+        require_shared(self)
         require_arrived(self, "fit.estimate")
         if isinstance(result, Point):
             return shared.at_point(self, result)

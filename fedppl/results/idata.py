@@ -73,15 +73,12 @@ def posterior_dataset(
     all_dims: dict[str, tuple[str, ...]] = {}
     all_coords: dict[str, Any] = dict(coords)
     for name, values in draws.items():
-        chains, count = values.shape[:2]
         own = dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(values.ndim - 2))
         all_dims[name] = ("chain", "draw", *own)
-        all_coords.setdefault("chain", np.arange(chains))
-        all_coords.setdefault("draw", np.arange(count))
-        for axis, dim in enumerate(own):
+        for dim, length in zip(all_dims[name], values.shape, strict=True):
             labels = all_coords.get(dim)
-            if labels is None or len(labels) != values.shape[2 + axis]:
-                all_coords[dim] = np.arange(values.shape[2 + axis])
+            if labels is None or len(labels) != length:
+                all_coords[dim] = np.arange(length)
     return dataset(draws, all_dims, all_coords, attrs)
 
 
@@ -95,16 +92,11 @@ def mark_estimates(posterior: xr.Dataset, names: Sequence[str]) -> xr.Dataset:
 
 
 def chain_diagnostics(draws: Array) -> tuple[float, float]:
-    """Largest R̂ and smallest bulk ESS over the last axis of draws (chain, draw, coordinate).
-
-    R̂ of one chain is that of its two halves.
-    """
+    """Largest R̂, of one chain that of its two halves, and smallest bulk ESS of draws (chain, draw, coordinate)."""
     if draws.shape[-1] == 0:
         return 1.0, float(draws.shape[0] * draws.shape[1])
-    halves = draws
-    if len(draws) == 1:
-        half = draws.shape[1] // 2
-        halves = np.concatenate([draws[:, :half], draws[:, half : 2 * half]])
+    half = draws.shape[1] // 2
+    halves = draws if len(draws) > 1 else np.concatenate([draws[:, :half], draws[:, half : 2 * half]])
     columns = range(draws.shape[-1])
     axes = {"chain_axis": 0, "draw_axis": 1} if _IS_TREE else {}
     with np.errstate(all="ignore"):  # a coordinate may be constant
@@ -115,11 +107,7 @@ def chain_diagnostics(draws: Array) -> tuple[float, float]:
 def leave_one_out(group: xr.Dataset, name: str) -> tuple[Array, Array, float]:
     """Leave one row out, by ArviZ, of independent draws: elpd and Pareto k of every row, and the limit of good k."""
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of large k, which are counted
-        result = az.loo(
-            from_groups({"posterior": group[[name]], "log_likelihood": group[[name]]}),
-            var_name=name,
-            pointwise=True,
-            reff=1.0,
-        )
+        both = from_groups({"posterior": group[[name]], "log_likelihood": group[[name]]})
+        result = az.loo(both, var_name=name, pointwise=True, reff=1.0)
     elpd = result.elpd_i if _IS_TREE else result.loo_i
     return np.ravel(elpd), np.ravel(result.pareto_k), float(result.good_k)

@@ -184,30 +184,23 @@ def loo_compare(
     ----------
     .. [1] Yao et al. (2018), Using stacking to average Bayesian predictive distributions, Bayesian Analysis 13.
     """
-    _require_fits(fits)
-    names = [str(name) for name in fits]
-    (first, reference), *others = fits.items()
-    for name, fit in others:
-        _require_same_data(str(first), reference, str(name), fit, in_order=True)
+    _require_comparable(fits, in_order=True)
     models = [_by_row(fit, draws, chains, random_seed) for fit in fits.values()]
     order = sorted(models[0])
     elpd = np.stack([np.concatenate([rows[client].elpd for client in order]) for rows in models])  # (models, rows)
     totals = elpd.sum(axis=1)
     best = int(np.argmax(totals))
-    table = pd.DataFrame(
-        {
-            "elpd": totals,
-            "se": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd],
-            "p_loo": [sum(float(rows.p_loo.sum()) for rows in model.values()) for model in models],
-            "elpd_diff": totals[best] - totals,
-            "dse": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd],
-            "weight": _stacked(elpd),
-            "bad": [sum(int((~(rows.k <= rows.limit)).sum()) for rows in model.values()) for model in models],
-            "status": [fit.status.value for fit in fits.values()],
-        },
-        index=names,
-    ).sort_values("elpd", ascending=False, kind="stable")
-    table.insert(0, "rank", range(len(table)))
+    columns = {
+        "elpd": totals,
+        "se": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd],
+        "p_loo": [sum(float(rows.p_loo.sum()) for rows in model.values()) for model in models],
+        "elpd_diff": totals[best] - totals,
+        "dse": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd],
+        "weight": _stacked(elpd),
+        "bad": [sum(int((~(rows.k <= rows.limit)).sum()) for rows in model.values()) for model in models],
+        "status": [fit.status.value for fit in fits.values()],
+    }
+    table = _ranked(columns, fits, "elpd")
     for name, bad in table["bad"].items():
         _warn(f"fedppl.loo_compare: {name}", fits[name], int(bad), elpd.shape[1])
     return table
@@ -234,18 +227,15 @@ def _of_sites(fit: Fit) -> dict[str, dict[str, Array]]:
     if silent:
         absent = [k for k in silent if k not in fit.clients]
         raise DeclarationError(
-            f"rows of {absent[:5]} are not here, and they sent no sums. Of a fit from a file, give the data of all: "
-            'fedppl.load(path, model, clients=...); sites send sums where their policy has conclusions=("loo",).'
+            f"rows of {absent[:5]} are not here, and they sent no sums; use fedppl.load(path, model, clients=...) with "
+            'all, or policies of sites with conclusions=("loo",).'
         )
     return {k: dict(zip(SUMS, fit.told[k]["loo"], strict=True)) for k in fit.client_ids}
 
 
 def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, Rows]:
     if len(fit.clients) < len(fit.client_ids):
-        raise DeclarationError(
-            "rows of all clients are not here; give them to fedppl.load(path, model, clients=...), or of sites use "
-            "fedppl.compare."
-        )
+        raise DeclarationError("rows of all clients are not here; use fedppl.load(..., clients=), or fedppl.compare.")
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _FEWEST_DRAWS:
         raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {_FEWEST_DRAWS} in all.")
@@ -400,32 +390,28 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     not here (sites of their own, fits from a file) only the ids are compared; the log says so. A client
     that adds a constant to its log densities decides which model is preferred, and `trust=` does not protect from it.
     """
-    _require_fits(fits)
-    (first, reference), *others = fits.items()
-    for name, fit in others:
-        _require_same_data(str(first), reference, str(name), fit)
+    _require_comparable(fits)
     evidence = [_evidence(name, fit) for name, fit in fits.items()]
     absent = sorted({k for fit in fits.values() for k in fit.client_ids if k not in fit.clients})
     if absent:
-        logger.warning(
-            "the data of %s are not here: whether all models are of the same observations there was not checked",
-            absent[:5],
-        )
+        logger.warning("the data of %s are not here: whether they are the same in all fits is not known", absent[:5])
     values = np.array([one.value for one in evidence])
     errors = np.array([one.error for one in evidence])
     best = int(np.argmax(values))
     weights = np.exp(values - values.max())
-    table = pd.DataFrame(
-        {
-            "log_evidence": values,
-            "se": errors,
-            "difference": values[best] - values,
-            "dse": np.where(np.arange(len(values)) == best, 0.0, np.hypot(errors, errors[best])),
-            "probability": weights / weights.sum(),
-            "method": [one.method for one in evidence],
-        },
-        index=list(fits),
-    ).sort_values("log_evidence", ascending=False, kind="stable")
+    columns = {
+        "log_evidence": values,
+        "se": errors,
+        "difference": values[best] - values,
+        "dse": np.where(np.arange(len(values)) == best, 0.0, np.hypot(errors, errors[best])),
+        "probability": weights / weights.sum(),
+        "method": [one.method for one in evidence],
+    }
+    return _ranked(columns, fits, "log_evidence")
+
+
+def _ranked(columns: Mapping[str, Any], fits: Mapping[str, Fit], by: str) -> pd.DataFrame:
+    table = pd.DataFrame(columns, index=list(fits)).sort_values(by, ascending=False, kind="stable")
     table.insert(0, "rank", range(len(table)))
     return table
 
@@ -437,16 +423,18 @@ def _evidence(name: str, fit: Fit) -> LogEvidence:
         raise type(error)(f"fit {name!r}: {error}") from error
 
 
-def _require_fits(fits: Any) -> None:
-    """Refuse what is not two or more fits by name; a number as a name would be the same row as its text."""
+def _require_comparable(fits: Any, *, in_order: bool = False) -> None:
+    """Refuse what is not two or more fits by name, of the same clients and observations, `in_order` if it counts."""
     if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
         raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
     if odd := [name for name in fits if not isinstance(name, str)]:
         raise DeclarationError(f"fits have the names {odd[:5]}, which are no texts; write {str(odd[0])!r}.")
+    (first, reference), *others = fits.items()
+    for name, fit in others:
+        _require_same_data(first, reference, name, fit, in_order=in_order)
 
 
-def _require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_order: bool = False) -> None:
-    """Refuse fits of other clients or of other observations; with `in_order` also of the same in another order."""
+def _require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_order: bool) -> None:
     if set(reference.client_ids) != set(fit.client_ids):
         odd = sorted(set(reference.client_ids) ^ set(fit.client_ids))
         raise DataError(f"fits {first!r} and {name!r} are not of the same clients: {odd[:5]} took part in one alone.")
@@ -456,15 +444,13 @@ def _require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_or
         if list(reference.clients) == list(fit.clients) and one.keys() == other.keys() and len(one) > 1 and all(same):
             return
     for client_id, ours in reference.clients.items():
-        theirs = fit.clients.get(client_id)
-        if theirs is None:
+        if client_id not in fit.clients:
             continue
-        before, after = _observed(ours), _observed(theirs)
-        order = " in this order" if in_order else ""
+        before, after = _observed(ours), _observed(fit.clients[client_id])
         if not np.array_equal(*((before, after) if in_order else (np.sort(before), np.sort(after)))):
             raise DataError(
                 f"client {client_id!r} has {len(before)} observations in fit {first!r} and {len(after)} others in fit "
-                f"{name!r}; compare fits of the same outcomes, in the same units{order}."
+                f"{name!r}; compare fits of the same outcomes, in the same units{' in this order' * in_order}."
             )
 
 

@@ -97,9 +97,7 @@ def predict(
     to be one more like those that took part; with few of them the sd between clients is uncertain, and risks with it.
     """
     if isinstance(client_id, Mapping | pd.DataFrame):
-        raise DeclarationError(
-            "client_id= is a table; pass the id of a client, or None for a new one. With rows: fit.new_client(data)."
-        )
+        raise DeclarationError("client_id= is a table; pass a client's id or None, or use fit.new_client(data).")
     if new_data is None:
         raise DeclarationError('new_data=None: pass new inputs by name, such as {"X": X_new}, or a data frame.')
     drawing = drawing_of(fit, draws, chains, random_seed)
@@ -147,24 +145,18 @@ def new_client(
     model = fit.declaration.enrol({name: data}, kernel=fit.algorithm.needs.kernel, kinds={name: kind})[name]
     if model.layout.fingerprint != fit.layout.fingerprint:
         raise DeclarationError(
-            f"{name!r} has shared layout {model.layout.variables}, the fit has {fit.layout.variables}; "
-            "give the new client the same columns."
+            f"{name!r} has shared layout {model.layout.variables}, not {fit.layout.variables}; give the same columns."
         )
     return at_client(fit, model, predict, drawing)
 
 
-class Drawing(NamedTuple):
-    """Numbers of draws and of chains, and the seed."""
-
-    draws: int
-    chains: int
-    seed: int
+Drawing = tuple[int, int, int]  # numbers of draws and of chains, and the seed
 
 
 def drawing_of(fit: Ended, draws: int, chains: int, random_seed: int | None) -> Drawing:
     """The keywords, checked; the seed is the fit's where none is given."""
     seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
-    return Drawing(whole("draws", draws, most=10**7), whole("chains", chains, most=10**4), seed)
+    return whole("draws", draws, most=10**7), whole("chains", chains, most=10**4), seed
 
 
 def at_client(
@@ -204,13 +196,14 @@ def at_client(
 def _new_without_rows(fit: Any, unseen: Unseen, drawing: Drawing, kind: str = "response", at: Any = None) -> Any:
     require_mean(kind, at, unseen.builder)
     require_arrived(fit, "predictions for a new client")
-    groups = fit.shared(draws=drawing.draws, chains=drawing.chains, random_seed=drawing.seed)
+    draws, chains, seed = drawing
+    groups = fit.shared(draws=draws, chains=chains, random_seed=seed)
     if "posterior" not in groups:
         _ = fit.posterior  # raises the error with what there is in its place
     shared = idata.as_dataset(groups, "posterior")
     marks = {"status": fit.status.value, "converged": int(fit.status.ok)}
     names = ("posterior", "predictions", "predictions_constant_data")
-    datasets = predicted(unseen, shared, tuple(fit.layout.slices), drawing.seed, kind, at)
+    datasets = predicted(unseen, shared, tuple(fit.layout.slices), seed, kind, at)
     return idata.from_groups({k: one.assign_attrs(marks) for k, one in zip(names, datasets, strict=True)})
 
 
@@ -234,21 +227,17 @@ def predictions(
     kind: str = "response",
     at: Any = None,
 ) -> tuple[xr.Dataset, xr.Dataset]:
-    """Draw the observed variables, or their means, at new inputs for every posterior draw: (predictions, inputs).
-
-    Outcomes that `new_data` leaves out are filled with zeros of the new length: nothing reads them. Inputs with a
-    row per observation may not be left out.
-    """
+    """Draw the observed variables, or their means, at new inputs for every posterior draw: (predictions, inputs)."""
     model = client.pymc_model()
     values = _checked(model, client, new_data)
     anew = _fill(model, client, values)
+    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
     new_coords = {
         dim: np.arange(len(value))
         for name, value in values.items()
-        for dim in (model.named_vars_to_dims.get(name) or ())[:1]
+        for dim in dims.get(name, ())[:1]
         if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
     }
-    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
     inputs = {name: values[name] for name in new_data}
     constant = idata.dataset(inputs, dims, {})
     if kind == "mean" and hasattr(client.declared.builder, "expected"):
@@ -287,7 +276,7 @@ def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:
     as_long = [name for name, old in client.arrays.items() if np.ndim(old) and len(old) == before]
     left_out = [name for name in as_long if name in of_rows and name not in values]
     changed = [k for k in values if k not in of_rows and not np.array_equal(values[k], client.arrays[k])]
-    rows = [*(name for name in given if name in of_rows), *left_out]
+    rows = [*(of_rows & values.keys()), *left_out]
     dims = [dim for name in rows for dim in (model.named_vars_to_dims.get(name) or ())[:1]]
     anew, of_another = _drawn_anew(model, [*rows, *dims], changed)
     if of_another:
@@ -303,28 +292,13 @@ def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:
             values[name] = np.zeros((after, *client.arrays[name].shape[1:]), dtype=model[name].type.dtype)
         elif after != before:
             raise DataError(
-                f"new data {given} leave out {name!r}, which has a row per observation and which the "
-                f"distribution of {', '.join(readers)} reads; give its {after} new rows too."
+                f"new data {given} leave out {name!r}, which has a row per observation and which the distribution of "
+                f"{', '.join(readers)} reads; give its {after} new rows too."
             )
     return anew
 
 
 # Variables that new data have drawn anew, from what the model's graph reads -------------------------------------------
-
-
-class _Reads(NamedTuple):
-    """Containers that a variable reads, and free variables; not what it reads through the latter."""
-
-    shape: frozenset[str]  # containers and dims that give its lengths
-    values: frozenset[str]
-    variables: frozenset[str]
-
-
-def _reads(model: Any, rv: Any) -> _Reads:
-    others = {other for other in model.free_RVs if other is not rv}
-    read = _graph.values_read(rv.owner.inputs, others)
-    containers = frozenset(variable.name for variable in read & set(model.data_vars))
-    return _Reads(frozenset(_lengths(model, rv)), containers, frozenset(variable.name for variable in read & others))
 
 
 def _containers_of_rows(model: Any) -> frozenset[str]:
@@ -340,17 +314,17 @@ def _containers_of_rows(model: Any) -> frozenset[str]:
 def _drawn_anew(model: Any, rows: Iterable[str], changed: Iterable[str]) -> tuple[list[str], list[str]]:
     """Variables that new data have drawn anew, and those of them that are of another client now.
 
-    A variable with an entry for each row, such as a residual, has new entries. A client's own variable stays, also
-    where its prior reads rows (a mean of a column), since the client is the same. Where its prior reads one of
-    `changed`, a predictor of the client or of its groups with another value, it is of another client.
+    What has an entry for each row, such as a residual, has new entries. A client's own variable stays, also where its
+    prior reads rows (a mean of a column), but not where that reads one of `changed`, a predictor of the client.
     """
-    read = {rv.name: _reads(model, rv) for rv in model.free_RVs}
-    of_rows = {name for name, reads in read.items() if reads.shape & {*rows, *changed}}
-    of_another = {name for name, reads in read.items() if reads.values & set(changed)} - of_rows
+    free = set(model.free_RVs)  # what a variable reads through another is not its own to read
+    read = {rv: _graph.values_read(rv.owner.inputs, free) for rv in model.free_RVs}
+    of_rows = {rv for rv in read if _lengths(model, rv) & {*rows, *changed}}
+    of_another = {rv for rv in read if read[rv] & {model[name] for name in changed}} - of_rows
     anew = of_rows | of_another
-    while more := {name for name, reads in read.items() if reads.variables & anew} - anew:
+    while more := {rv for rv in read if read[rv] & anew} - anew:
         anew |= more
-    return [name for name in read if name in anew], [name for name in read if name in of_another]
+    return [rv.name for rv in read if rv in anew], [rv.name for rv in read if rv in of_another]
 
 
 def _lengths(model: Any, variable: Any) -> set[str]:
@@ -527,12 +501,10 @@ def _outcomes(fit: Ended, name: str, given: Mapping[str, Any], kind: str) -> dic
 
 # Means of outcomes in the place of draws: risks, rates, probabilities of levels ---------------------------------------
 
-KINDS = ("response", "mean")
-
 
 def require_mean(kind: Any, at: Any, builder: Any) -> None:
     """Check the keywords `kind` and `at`."""
-    one_of("kind", kind, KINDS)
+    one_of("kind", kind, ("response", "mean"))
     if at is not None and (kind != "mean" or not hasattr(builder, "expected")):
         raise DeclarationError(f'at={shown(at)} is for kind="mean" of a formula of times until an event; leave it out.')
 

@@ -162,6 +162,12 @@ def unarrived(fit: Ended) -> str:
     return ""
 
 
+def require_shared(fit: Ended) -> None:
+    """Refuse a fit whose clients share no parameters."""
+    if fit.algorithm.result.shared is None:
+        raise DeclarationError(f"{fit.algorithm.name} has no parameters that all clients share; see fit.client(...).")
+
+
 def require_arrived(fit: Ended, what: str) -> None:
     """Raise NotConvergedError, with the remedy, where there is nothing to report yet."""
     if reason := unarrived(fit):

@@ -51,10 +51,7 @@ class Saved(NamedTuple):
 def save(
     fit: Ended, result: Any, path: str | os.PathLike[str], include: str | None, client: Callable[[str], Any]
 ) -> None:
-    """Write what all clients share, and the server's state; of clients what `include` names, and never rows.
-
-    The file is read back before it replaces another, and deleted where it cannot be read.
-    """
+    """Write what all clients share, and the server's state; of clients what `include` names, and never rows."""
     target = file_to_write(path, "run.nc")
     if not isinstance(include, str | None) or include not in _INCLUDED:
         raise DeclarationError(f'include={shown(include)} must be None, "personal" or "clients".')
@@ -147,9 +144,7 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedMo
         before, here = (", ".join(f"{k} {one_line(one.get(k), 300)}" for k in sorted(other)) for one in (theirs, ours))
         raise DeclarationError(f"the file is of a fit with {before}, and this model has {here}; pass what was fitted.")
     if not _alike(saved.agreement, declaration.agreement):
-        raise DeclarationError(
-            "the file is of another declaration: clients agreed on other levels or scales; pass what was fitted."
-        )
+        raise DeclarationError("the file is of another declaration, of other levels or scales; pass what was fitted.")
 
 
 _ROUNDING = 1e-9  # of the largest number beside it: sums over rows depend on their order, and means may be 0
@@ -200,12 +195,11 @@ def _reason(error: Exception) -> str:
 
 def _points(fit: Ended) -> Array:
     """Points of φ that results are computed from."""
-    if not unarrived(fit):
-        if isinstance(shared := fit.algorithm.result.shared, Point):
-            return shared.estimate(fit.state)[None]
-        if (weighted := weighted_points(fit)) is not None:
-            return weighted.points
-    return np.zeros((0, fit.layout.size))
+    shared, arrived = fit.algorithm.result.shared, not unarrived(fit)
+    if arrived and isinstance(shared, Point):
+        return shared.estimate(fit.state)[None]
+    weighted = weighted_points(fit) if arrived else None
+    return np.zeros((0, fit.layout.size)) if weighted is None else weighted.points
 
 
 def _reader(
@@ -238,8 +232,8 @@ def or_rebuilt(reader: SharedReader, rebuild: Callable[[], SharedReader]) -> Sha
 def _plain(group: xr.Dataset) -> xr.Dataset:
     """What NetCDF can hold: texts for objects."""
     changed = {name: group[name].astype(str) for name in group.variables if group[name].dtype == object}
-    attrs = {name: int(value) if isinstance(value, bool | np.bool_) else value for name, value in group.attrs.items()}
-    return group.assign(changed).assign_attrs(attrs)
+    flags = {name: int(value) for name, value in group.attrs.items() if isinstance(value, bool | np.bool_)}
+    return group.assign(changed).assign_attrs(flags)
 
 
 # A client's part of a file: its personal state, and draws of its posterior --------------------------------------------
@@ -249,10 +243,7 @@ DRAWS, CHAINS = 1000, 4  # of a client's posterior, unless others are asked for
 
 
 class Kept(Mapping[str, Any]):
-    """Personal states by client; an error for those that are not in the file.
-
-    Without its state a client would count as a new one, with other numbers.
-    """
+    """Personal states by client; an error for those not in the file: such clients would count as new ones."""
 
     def __init__(self, stored: Mapping[str, Any], withheld: Sequence[str]) -> None:
         self.stored, self.withheld = dict(stored), tuple(withheld)
@@ -261,8 +252,8 @@ class Kept(Mapping[str, Any]):
         """The client's personal state."""
         if key in self.withheld:
             raise DeclarationError(
-                f"the personal state of client {key!r} is not in the file, and its posterior depends on it. Where the "
-                'fit was made, save it with include="personal" (confidential), or go on there.'
+                f"the personal state of client {key!r} is not in the file, and its posterior depends on it; save where "
+                'the fit was made with include="personal" (confidential).'
             )
         return self.stored[key]
 
@@ -297,7 +288,7 @@ def drawn_of(fit: Ended, client: Callable[[str], Any]) -> dict[str, xr.Dataset]:
         if total > _MOST:
             raise DeclarationError(
                 f"draws of {len(drawn)} of {len(fit.client_ids)} clients take {total / 2**30:.1f} GiB, more than "
-                f'{_MOST / 2**30:.1f}; save with include="personal", and bring the data back.'
+                f'{_MOST / 2**30:.1f}; save with include="personal".'
             )
     return drawn
 
@@ -305,9 +296,7 @@ def drawn_of(fit: Ended, client: Callable[[str], Any]) -> dict[str, xr.Dataset]:
 def stored_draws(fit: Ended, client_id: str, drawing: tuple[int, int, int], *, predict: Any, groups: Any) -> Any:
     """Posterior of a client whose data are not here: the draws in the file, or an error with the remedy."""
     if fit.drawn is None:
-        raise DeclarationError(
-            f"client {client_id!r} is a site of its own, and its posterior is there: give its client_app a folder=."
-        )
+        raise DeclarationError(f"client {client_id!r} is a site of its own; give its client_app a folder=.")
     remedy = "fedppl.load(path, model, clients=...) with the client's data draws anew."
     if client_id not in fit.drawn:
         raise DeclarationError(f"client {client_id!r} has no data here, and no draws of it were saved: {remedy}")

@@ -33,8 +33,7 @@ _WEIGHTED = "draws with repetition of weighted points of the posterior: ess is o
 
 def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconverged: bool) -> Any:
     """See `Fit.shared`."""
-    reason = unarrived(fit)
-    rounds = rounds_dataset(fit.records, fit.client_ids)
+    reason, rounds = unarrived(fit), rounds_dataset(fit.records, fit.client_ids)
     if reason and not unconverged:
         return idata.from_groups({"rounds": rounds, "fit": _fit_dataset(fit, None)})
     shared = fit.algorithm.result.shared
@@ -67,16 +66,13 @@ def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconver
         posterior = idata.posterior_dataset(values, fit.reader.dims, fit.reader.coords, attrs)
         groups = {"posterior": idata.mark_estimates(posterior, point_estimates(fit))}
     elif isinstance(shared, Point):
-        dims, coords = fit.reader.dims, fit.reader.coords
-        groups = {"point_estimate": idata.dataset(at_point(fit, shared), dims, coords, attrs)}
+        point = idata.dataset(at_point(fit, shared), fit.reader.dims, fit.reader.coords, attrs)
+        groups = {"point_estimate": point}
     return idata.from_groups({**groups, "rounds": rounds, "fit": _fit_dataset(fit, q)})
 
 
 def shape_of(algorithm: AnyAlgorithm, status: Status, chains: int, draws: int) -> tuple[int, int]:
-    """Chains and draws: one chain, with R̂ NaN, where the fit should have converged and has not.
-
-    Chains of independent draws agree with each other, however far they are from the posterior.
-    """
+    """Chains and draws: one chain, with R̂ NaN, where the fit has not converged; independent draws would agree."""
     return (chains, draws) if status.ok or not algorithm.result.tests_convergence else (1, chains * draws)
 
 
@@ -97,8 +93,7 @@ def weighted_of(fit: Ended) -> Reweighted | None:
 
 def estimates(fit: Ended, probabilities: Array) -> dict[str, Estimates] | None:
     """Estimates of every entry of every shared variable, from weighted points; None where there are none."""
-    weighted = weighted_points(fit)
-    if weighted is None:
+    if (weighted := weighted_points(fit)) is None:
         return None
     values = {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(weighted.points).items()}
     return {name: _estimates(value.reshape(len(value), -1), weighted, probabilities) for name, value in values.items()}
@@ -198,8 +193,7 @@ def _leaving_out(weights: Array, scramble: NDArray[np.intp]) -> Array:
 def _quantiles(values: Array, weights: Array, probabilities: Array) -> Array:
     """Weighted quantiles of every column of values (N, n), (P, n)."""
     quantiles = np.empty((len(probabilities), values.shape[1]))
-    for column in range(values.shape[1]):
-        order = np.argsort(values[:, column], kind="stable")
+    for column, order in enumerate(np.argsort(values, axis=0, kind="stable").T):
         cumulated = np.cumsum(weights[order]) - 0.5 * weights[order]
         quantiles[:, column] = np.interp(probabilities, cumulated, values[order, column])
     return quantiles
@@ -222,25 +216,15 @@ def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
     exact = np.array([is_exact(without) for without in each])
     if not np.all(exact):
         some = some_of([name for name, known in zip(names, exact, strict=True) if not known])
-        logger.warning(
-            "the posterior without %s is not exact, with an `error` in sds or, of a Gaussian, NaN; see fedppl.without",
-            some,
-        )
+        logger.warning("the posterior without %s is not exact, by `error` in sds or NaN; see fedppl.without", some)
     mean, sd = gaussian.mean(q), gaussian.standard_deviations(q)
     if points is not None:  # moments by points are compared with such
         mean = np.where(weighted[:, None], points.mean, mean)
         sd = np.where(weighted[:, None], np.sqrt(np.diag(points.covariance)), sd)
-    values = {
-        "mean": means,
-        "sd": sds,
-        "shift": (mean - means) / sd,
-        "sd_ratio": sd / sds,
-        "pareto_k": pareto_k,
-        "error": errors,
-        "exact": exact,
-        "log_predictive": np.where(exact, [without.log_predictive.value for without in each], np.nan),
-        "log_predictive_error": np.where(exact, [without.log_predictive.error for without in each], np.nan),
-    }
+    values = {"mean": means, "sd": sds, "shift": (mean - means) / sd, "sd_ratio": sd / sds}
+    values |= {"pareto_k": pareto_k, "error": errors, "exact": exact}
+    values["log_predictive"] = np.where(exact, [without.log_predictive.value for without in each], np.nan)
+    values["log_predictive_error"] = np.where(exact, [without.log_predictive.error for without in each], np.nan)
     dims = {name: ("client", "rows") if values[name].ndim == 2 else ("client",) for name in values}
     coords = {"client": np.array(names), "rows": np.array(coordinate_names(fit.layout, fit.reader))}
     return idata.dataset(values, dims, coords, {"space": "unconstrained", "status": fit.status.value})
@@ -255,18 +239,14 @@ def is_exact(without: WithoutClient) -> bool:
 
 
 def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bool, float]:
-    """Mean, sds and Pareto k of the posterior without the client, whether they are by points, and their error.
-
-    By points, and not exact, they are still nearer than the Gaussian, whose error is not known.
-    """
+    """Mean, sds and Pareto k of the posterior without the client, whether they are by points, and their error."""
     weighted = without.weighted
     k = np.nan if weighted is None else weighted.pareto_k
     is_near = weighted is not None and weighted.pareto_k <= MOST_SECOND_K and weighted.error <= _MOST_ERROR
     if weighted is not None and (is_exact(without) or is_near):
         return weighted.mean, np.sqrt(np.diag(weighted.covariance)), k, True, weighted.error
     if not gaussian.is_proper(without.gaussian):
-        unknown = np.full(size, np.nan)
-        return unknown, unknown, k, False, np.nan
+        return np.full(size, np.nan), np.full(size, np.nan), k, False, np.nan
     return gaussian.mean(without.gaussian), gaussian.standard_deviations(without.gaussian), k, False, np.nan
 
 

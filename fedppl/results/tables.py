@@ -17,7 +17,7 @@ from fedppl.contracts import Point, Posterior
 from fedppl.contracts.printed import CI_PROB, entries_of, interval, labels_of, shown_by_default, variable_of
 from fedppl.contracts.printed import table as html_table
 from fedppl.results.diagnostics import fallbacks, shortfall
-from fedppl.results.records import Ended, require_arrived
+from fedppl.results.records import Ended, require_arrived, require_shared
 from fedppl.results.shared import Estimates, estimates, point_estimates
 from fedppl.settings import a_fit, between, flag, shown, whole
 from fedppl.types import Array, DataError, DeclarationError
@@ -37,10 +37,7 @@ def summary(
 ) -> Summary:
     """See `Fit.summary`; `idata` is read once it is known that there is something to report."""
     result = fit.algorithm.result
-    if result.shared is None:
-        raise DeclarationError(
-            f"{fit.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
-        )
+    require_shared(fit)
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     round_to = None if round_to is None else whole("round_to", round_to, 0, "None keeps all decimals")
     require_arrived(fit, "fit.summary()")
@@ -48,19 +45,16 @@ def summary(
     values = idata()["posterior" if drawn else "point_estimate"]
     default = shown_by_default(fit.declaration, values.data_vars)
     places = entries_of(values, var_names, "the shared variables", default)
-    by_row = {
-        name: np.asarray(column, dtype=float)
-        for name, (dims, column) in result.details(fit.state).items()
-        if dims == ("rows",)
-    }
+    details = result.details(fit.state).items()
+    by_row = {name: np.asarray(column, dtype=float) for name, (dims, column) in details if dims == ("rows",)}
     tails = np.array(interval(ci_prob))
     weighted = estimates(fit, tails) if drawn else None
     points = point_estimates(fit)
     parts = []
     for name, entries in places.items():
         rows = fit.layout.slices.get(name, slice(0))  # none of a deterministic
-        details = {key: column[rows] for key, column in by_row.items()}
-        part = _rows(values[name], drawn, None if weighted is None else weighted[name], tails, details)
+        own = {key: column[rows] for key, column in by_row.items()}
+        part = _rows(values[name], drawn, None if weighted is None else weighted[name], tails, own)
         if name in points:
             part.loc[:, part.columns != "mean"] = np.nan
         parts.append(part.iloc[entries])
@@ -75,7 +69,6 @@ def summary(
 def _rows(
     values: xr.DataArray, drawn: bool, weighted: Estimates | None, tails: Array, details: dict[str, Array]
 ) -> pd.DataFrame:
-    dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
     index = labels_of(values)
     if not drawn:
         columns = {"mean": np.ravel(values.values)}
@@ -84,7 +77,7 @@ def _rows(
         columns = {"mean": weighted.mean, "sd": weighted.sd, "ci_low": low, "ci_high": high}
         columns |= {"mcse_mean": weighted.mean_error, "mcse_sd": weighted.sd_error}
     else:
-        draws = values.transpose("chain", "draw", *dims).values.reshape(-1, len(index)).astype(float)
+        draws = values.transpose("chain", "draw", ...).values.reshape(-1, len(index)).astype(float)
         low, high = np.quantile(draws, tails, axis=0)
         columns = {"mean": draws.mean(axis=0), "sd": draws.std(axis=0, ddof=1), "ci_low": low, "ci_high": high}
     for name, column in details.items():
@@ -117,7 +110,9 @@ def _attributes(fit: Ended) -> dict[str, Any]:
 
 # A paper's table: estimates, or ratios, with their intervals and names ------------------------------------------------
 
-_ESCAPED = {**{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
+_LATEX = str.maketrans(
+    {**{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -150,23 +145,23 @@ class Table:
 
     def text(self) -> pd.DataFrame:
         """The table as it is printed."""
-        shown = {name: [self._number(x) for x in self.frame[name]] for name in ("estimate", "ci_low", "ci_high")}
-        ends = zip(shown["ci_low"], shown["ci_high"], strict=True)
-        intervals = [f"{low} to {high}" if low and high else "" for low, high in ends]
-        name = f"{100 * self.ci_prob:.5g} % interval"
-        columns = {"estimate": shown["estimate"], name: intervals, "what": list(self.frame["what"])}
-        return pd.DataFrame(columns, index=self.frame.index)
+        columns = (self.frame[name] for name in ("estimate", "ci_low", "ci_high"))
+        estimates, lows, highs = ([f"{x:.{self.digits}f}" * (not np.isnan(x)) for x in column] for column in columns)
+        intervals = [f"{low} to {high}" if low and high else "" for low, high in zip(lows, highs, strict=True)]
+        named = {"estimate": estimates, f"{100 * self.ci_prob:.5g} % interval": intervals, "what": self.frame["what"]}
+        return pd.DataFrame(named, index=self.frame.index)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The table in HTML, written to a file too if there is a path."""
         note = html_table((), [[self.note]]) if self.note else ""
-        return _written(html_table(self._head(), self._rows()) + note, path)
+        head, *rows = self._cells()
+        return _written(html_table(head, rows) + note, path)
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str:
         """The table as a ``tabular`` of LaTeX, written to a file too if there is a path."""
-        lines = [" & ".join(map(_latex, row)) + r" \\" for row in (self._head(), *self._rows())]
-        note = [rf"\multicolumn{{4}}{{l}}{{{_latex(self.note)}}} \\"] if self.note else []
-        body = [r"\hline", lines[0], r"\hline", *lines[1:], r"\hline", *note]
+        head, *lines = (" & ".join(cell.translate(_LATEX) for cell in row) + r" \\" for row in self._cells())
+        note = [rf"\multicolumn{{4}}{{l}}{{{self.note.translate(_LATEX)}}} \\"] if self.note else []
+        body = [r"\hline", head, r"\hline", *lines, r"\hline", *note]
         return _written("\n".join([r"\begin{tabular}{lrrl}", *body, r"\end{tabular}", ""]), path)
 
     def to_docx(self, path: str | os.PathLike[str]) -> None:
@@ -177,7 +172,7 @@ class Table:
             raise ModuleNotFoundError(
                 "documents need python-docx, which is not installed: pip install 'fedppl[docx]'", name="docx"
             ) from error
-        document, rows = docx.Document(), [self._head(), *self._rows()]
+        document, rows = docx.Document(), self._cells()
         grid = document.add_table(rows=len(rows), cols=len(rows[0]), style="Light List")
         for cells, row in zip(grid.rows, rows, strict=True):
             for cell, value in zip(cells.cells, row, strict=True):
@@ -186,14 +181,11 @@ class Table:
             document.add_paragraph(self.note)
         document.save(str(Path(path)))
 
-    def _head(self) -> list[str]:
-        return ["", *map(str, self.text().columns)]
-
-    def _rows(self) -> list[list[str]]:
-        return [[str(name), *row] for name, row in zip(self.frame.index, self.text().to_numpy().tolist(), strict=True)]
-
-    def _number(self, value: float) -> str:
-        return "" if np.isnan(value) else f"{value:.{self.digits}f}"
+    def _cells(self) -> list[list[str]]:
+        """The table as it is printed, a list a line, its heading first."""
+        text = self.text()
+        rows = zip(text.index, text.to_numpy().tolist(), strict=True)
+        return [["", *map(str, text.columns)], *([str(name), *row] for name, row in rows)]
 
 
 def table(
@@ -259,7 +251,7 @@ def table(
     missing = pd.Series(np.nan, rows.index)
     values = {"estimate": rows["mean"], **{end: rows.get(end, missing) for end in ("ci_low", "ci_high")}}
     meanings = {name: _meaning(fit, builder, name, exponentiate=exponentiate) for name in dict.fromkeys(names)}
-    frame = pd.DataFrame({key: np.array(value, dtype=float) for key, value in values.items()}, index=rows.index)
+    frame = pd.DataFrame(values, dtype=float)
     frame["what"] = [meanings[name] for name in names]
     if exponentiate:
         coefficients = getattr(builder, "coefficients", names)
@@ -291,10 +283,6 @@ def _medians(fit: Any, rows: pd.DataFrame, names: Sequence[str]) -> Array:
         values = draws.median(("chain", "draw")).values if weighted is None else weighted[name].quantiles
         medians |= dict(zip(labels_of(draws), np.ravel(values).tolist(), strict=True))
     return np.array([medians.get(str(entry), mean) for entry, mean in rows["mean"].items()], dtype=float)
-
-
-def _latex(text: str) -> str:
-    return "".join(_ESCAPED.get(sign, sign) for sign in text)
 
 
 def _written(text: str, path: str | os.PathLike[str] | None) -> str:
@@ -354,11 +342,11 @@ def _pick(result: Any, var_name: str, coords: Mapping[str, Any] | None) -> xr.Da
     posterior = _posterior(result)
     if var_name not in posterior:
         raise DeclarationError(f"{var_name!r} is not in the posterior; variables are {list(posterior.data_vars)}.")
-    array: xr.DataArray = posterior[var_name]
     try:
-        return array.sel(coords)
+        array: xr.DataArray = posterior[var_name].sel(coords)
     except (KeyError, ValueError, TypeError) as error:
         raise DeclarationError(f"{var_name!r} has no entry coords={coords!r}: {error}") from error
+    return array
 
 
 def _posterior(result: Any) -> Any:
@@ -461,14 +449,15 @@ def hypotheses(
 def _row(x: Any, ci_prob: float, rope: tuple[float, float] | None, null: float, told: Any) -> dict[str, Any]:
     """One entry's tests from its draws; moments and interval as a fit's summary has them where it is `told`."""
     if told is None or np.isnan(told.get("sd", np.nan)):  # a point estimate is told without an sd
-        low, high = np.quantile(x, interval(ci_prob))
-        moments = {"mean": np.mean(x), "sd": np.std(x, ddof=1), "ci_low": low, "ci_high": high}
+        mean, sd, (low, high) = np.mean(x), np.std(x, ddof=1), np.quantile(x, interval(ci_prob))
     else:
-        moments = {name: told[name] for name in ("mean", "sd", "ci_low", "ci_high")}
-    low, high = moments["ci_low"], moments["ci_high"]
+        mean, sd, low, high = (told[name] for name in ("mean", "sd", "ci_low", "ci_high"))
     above = float(np.mean(x > null))
     row = {
-        **{name: float(value) for name, value in moments.items()},
+        "mean": float(mean),
+        "sd": float(sd),
+        "ci_low": float(low),
+        "ci_high": float(high),
         "excludes_null": bool(low > null or high < null),
         "probability_of_direction": max(above, float(np.mean(x < null))),
     }

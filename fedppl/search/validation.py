@@ -117,7 +117,12 @@ def _client_loss(
     """One client's reply: the sum of losses over its held-out rows, and their number."""
     client_id = client.client_id
     require_rows(client, "held-out data")
-    arrays = _same_keys(client, data)
+    arrays = as_arrays(client_id, data)
+    if set(arrays) != set(client.arrays):
+        raise DataError(
+            f"client {client_id!r}: validation data have keys {sorted(arrays)}, training data {sorted(client.arrays)}; "
+            "hold out rows of all that have rows, and repeat the rest."
+        )
     held_out = fit.declaration.with_data(client, client_id, arrays, kernel=fit.algorithm.needs.kernel)
     if loss is not None:
         value: Any = loss(fit.client(client_id, draws=draws, chains=1)["posterior"], arrays)
@@ -141,16 +146,6 @@ def _client_loss(
 def _mean_loss(log_density: Any) -> float:
     """Minus the log of the mean density over draws."""
     return float(np.log(len(log_density)) - logsumexp(log_density))
-
-
-def _same_keys(client: ClientModel, data: Mapping[str, Any]) -> dict[str, Any]:
-    arrays = as_arrays(client.client_id, data)
-    if set(arrays) != set(client.arrays):
-        raise DataError(
-            f"client {client.client_id!r}: validation data have keys {sorted(arrays)}, training data "
-            f"{sorted(client.arrays)}; hold out rows of all that have rows, and repeat the rest."
-        )
-    return arrays
 
 
 def _without_rows(client: ClientModel, held_out: ClientModel) -> tuple[Any, Any, Any]:
@@ -231,16 +226,13 @@ def holdout(
     training: dict[str, dict[str, Any]] = {}
     validation: dict[str, dict[str, Any]] = {}
     for client_id, arrays in checked.items():
-        split = by_client[client_id]
-        if split != usual:
+        if (split := by_client[client_id]) != usual:
             raise DataError(
                 f"client {client_id!r}: {sorted(split)} have one length, at others {sorted(usual)}; name some in rows=."
             )
         count = len(arrays[next(iter(split))])
         if count < 2:
-            raise DataError(
-                f"client {client_id!r} has {count} row, which cannot be split in two; leave the client out."
-            )
+            raise DataError(f"client {client_id!r} has {count} row, which cannot be split in two; leave it out.")
         size = min(max(round(fraction * count), 1), count - 1)
         order = stream((seed, 3, *client_id.encode())).permutation(count)
         for part, chosen in ((training, np.sort(order[size:])), (validation, np.sort(order[:size]))):
@@ -250,17 +242,16 @@ def holdout(
 
 def _split_names(client_id: str, arrays: Mapping[str, Any], rows: Sequence[str] | None) -> set[str]:
     lengths = {name: len(array) for name, array in arrays.items() if np.ndim(array)}
+    shapes = {name: np.shape(array) for name, array in arrays.items()}
     if rows is not None:
-        named = set(rows)
-        named_lengths = {lengths.get(name) for name in named}
+        named_lengths = {lengths.get(name) for name in rows}
         if len(named_lengths) != 1 or None in named_lengths:
-            shapes = {name: np.shape(arrays[name]) if name in arrays else "absent" for name in sorted(named)}
-            raise DataError(f"client {client_id!r}: rows={sorted(named)} must name arrays of one length, not {shapes}.")
-        return named
+            found = {name: shapes.get(name, "absent") for name in sorted(set(rows))}
+            raise DataError(f"client {client_id!r}: rows={list(found)} must name arrays of one length, not {found}.")
+        return set(rows)
     by_length = {n: {name for name in lengths if lengths[name] == n} for n in lengths.values()}
     by_size = sorted(by_length.values(), key=len, reverse=True)
     if not by_size or (len(by_size) > 1 and len(by_size[0]) == len(by_size[1])):
-        shapes = {name: np.shape(array) for name, array in arrays.items()}
         raise DataError(
             f"client {client_id!r}: arrays of shapes {shapes} do not show which have a row per observation; "
             "name those in rows=[...]."
