@@ -154,7 +154,7 @@ def is_frame(data: Any) -> bool:
     return isinstance(read(data), nw.DataFrame | nw.LazyFrame)
 
 
-def _tables(data: Any) -> dict[Any, Opened]:
+def tables_of(data: Any) -> dict[Any, Opened]:
     """One table, or the tables of clients."""
     tables = {"": data} if isinstance(data, Opened) else data if isinstance(data, Mapping) else {}
     return {k: table for k, table in tables.items() if isinstance(table, Opened)}
@@ -163,7 +163,7 @@ def _tables(data: Any) -> dict[Any, Opened]:
 def categories(data: Any, names: Sequence[str] | None) -> Categories:
     """Categories by column; refuse tables whose categories differ, since one number would have several meanings."""
     known: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    for client_id, table in _tables(data).items():
+    for client_id, table in tables_of(data).items():
         for name in table.names if names is None else [name for name in table.names if name in names]:
             if (order := _categories_of(table.column(name))) is None:
                 continue
@@ -201,7 +201,7 @@ def orders(data: Any, names: Sequence[str]) -> dict[str, tuple[str, ...] | None]
 
 def _orders(data: Any, name: str, *, chosen: bool) -> dict[str, tuple[str, ...] | None]:
     """Orders of a column's categories by client."""
-    with_it = {str(k): table for k, table in _tables(data).items() if name in table.names}
+    with_it = {str(k): table for k, table in tables_of(data).items() if name in table.names}
     return {
         k: _order_of(table.column(name), chosen=chosen)
         for k, table in with_it.items()
