@@ -181,7 +181,7 @@ class Formula:
 
     def read_new(self, client_id: str, data: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         """The builder's arrays from new rows of a client with known arrays; an outcome in them is not read."""
-        return self._read(client_id, data, self._by_role(known))
+        return self._read(client_id, data, self.by_role(known))
 
     def read_unseen(self, client_id: str, data: Any) -> dict[str, Any]:
         """The builder's arrays from rows of a new client, with zeros for outcomes; groups are numbered anew."""
@@ -200,7 +200,7 @@ class Formula:
         if not np.size(at):
             raise DeclarationError(f"at={shown(at)} has no time; give one or more, such as at=[30, 90].")
         spec = self.spec
-        rows = rows_of(spec, self._by_role(arrays))
+        rows = rows_of(spec, self.by_role(arrays))
         name = self.terms.response.variable
         if at is None:
             means, levels = by_row(spec, rows, draws, None), spec.scales.levels
@@ -298,7 +298,8 @@ class Formula:
         taken = {*self.columns, *self.shared}
         return {name: variable(f"{name}_of_rows" if name in taken else name) for name in roles}
 
-    def _by_role(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def by_role(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Arrays of the builder by their roles."""
         return {role: arrays[name] for role, name in self.containers.items() if name in arrays}
 
     def __call__(self, **data: Any) -> pm.Model:
@@ -307,7 +308,7 @@ class Formula:
         if names["outcome"] not in data:
             raise DataError(f"the data lack {list(self.terms.response.columns)}, the response of {self.text!r}.")
         with pm.Model(coords=predictor.coords(self.spec)) as model:
-            containers = {key: pm.Data(names[key], value) for key, value in self._by_role(data).items()}
+            containers = {key: pm.Data(names[key], value) for key, value in self.by_role(data).items()}
             eta, parameters = self.variables(containers)
             drawn = self.family.likelihood(eta, parameters, containers, self.spec.scales)
             declare(self.terms.response.variable, drawn, containers["outcome"], containers.get("weights"))

@@ -420,7 +420,7 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
     of_rows = sorted({column for one in _AGREED if one in given for column in columns(given[one], constants)})
     if of_rows and name == SPLINE:
         raise DeclarationError(
-            f"{text} has knots or bounds from {of_rows}, columns of each client; give constants={{{of_rows[0]!r}: ...}}."
+            f"{text} has knots or bounds from {of_rows}, columns of each client; say constants={{{of_rows[0]!r}: ...}}."
         )
     if name == SPLINE and (strange or not set(_AGREED) <= set(given)):
         raise DeclarationError(
