@@ -84,13 +84,13 @@ def opened(data: Any, by: Any = None, *, of_formula: bool = False) -> Any:
     if isinstance(data, xr.Dataset):
         return Opened(data, data, [str(name) for name in (*data.data_vars, *data.coords)])
     if isinstance(data, Mapping):
-        read = dict(data)
+        by_client = dict(data)
         for k, one in data.items():
             if not isinstance(one, Mapping) or isinstance(one, xr.Dataset):
-                read[k] = opened(one)
+                by_client[k] = opened(one)
             elif of_formula:
-                read[k] = _of_columns(one, f"client {str(k)!r}")
-        return read
+                by_client[k] = _of_columns(one, f"client {str(k)!r}")
+        return by_client
     if data is None or isinstance(data, Opened | tuple | np.ndarray):
         return data
     nw, frame = narwhals(), read(data)
@@ -437,7 +437,7 @@ def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
     unknown = sorted({repr(v) for v in values if v is not None and v == v and v not in places})
     if unknown:
         raise DataError(
-            f"{what} has the unknown categories {', '.join(unknown[:4])}; known are {list(order)[:10]}: recode, or fit again."
+            f"{what} has the unknown categories {', '.join(unknown[:4])}; known are {list(order)[:10]}; fit again."
         )
     codes = np.array([places.get(value, np.nan) for value in values])  # what is missing is no category
     return codes if np.any(np.isnan(codes)) else codes.astype(np.int64)
