@@ -326,7 +326,7 @@ def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], coun
     """Warn of coefficients that the data do not identify, so that their priors decide; `parts` are arrays of rows."""
     design, terms, names_of = built.design, built.terms, built.containers
     if terms.client is not None and count == 1:
-        said = "one client says nothing of how clients differ: the sd of (... | %s) keeps its prior; leave it out"
+        said = "there is one client, so that the sd of (... | %s) keeps its prior; leave it out, or give more clients"
         logger.warning(said, terms.client)
     labels = [label for name in terms.common for label in design.labels[name]]
     has_intercept = predictor.has_intercept(terms, built.family)
