@@ -484,7 +484,7 @@ def require_clients(clients: Any, of_a_table: str) -> None:
     """Refuse clients that are not a mapping, or empty; `of_a_table` says what to do with a data frame."""
     if not isinstance(clients, Mapping) or not clients:
         what = "no clients" if isinstance(clients, Mapping) else f"clients are {type(clients).__name__}"
-        raise DataError(f"{what}; pass a mapping from client id to its data, {of_a_table}.")
+        raise DataError(f"{what}: pass a mapping from client id to its data, {of_a_table}.")
     require_ids(clients)
 
 
