@@ -381,7 +381,8 @@ def strange_sizes(clients: Mapping[str, Mapping[str, Told]]) -> list[str]:
         parts = {k: summaries[name] for k, summaries in clients.items()}
         for k, told in parts.items():
             if told.rows > _MOST_TIMES * (others := _others_rows(parts, k)):
-                messages.setdefault(k, f"client {k!r} tells of {told.rows} rows, the others' median is {others:g}")
+                rows = f"{told.rows} rows, the median of the others is {others:g}"
+                messages.setdefault(k, f"client {k!r} tells of {rows}")
     return list(messages.values())
 
 
