@@ -5,6 +5,7 @@ Frames are those of pandas, polars, pyarrow and whatever else narwhals reads, an
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import difflib
@@ -83,18 +84,18 @@ def opened(data: Any, by: Any = None, *, of_formula: bool = False) -> Any:
     if isinstance(data, xr.Dataset):
         return Opened(data, data, [str(name) for name in (*data.data_vars, *data.coords)])
     if isinstance(data, Mapping):
-        return {k: _of_client(k, one, of_formula) for k, one in data.items()}
+        by_client = dict(data)
+        for k, one in data.items():
+            if not isinstance(one, Mapping) or isinstance(one, xr.Dataset):
+                by_client[k] = opened(one)
+            elif of_formula:
+                by_client[k] = _of_columns(one, f"client {str(k)!r}")
+        return by_client
     if data is None or isinstance(data, Opened | tuple | np.ndarray):
         return data
     nw, frame = narwhals(), read(data)
     frame = frame.collect() if isinstance(frame, nw.LazyFrame) else frame
     return Opened(data, frame, list(frame.columns)) if isinstance(frame, nw.DataFrame) else data
-
-
-def _of_client(client_id: Any, data: Any, of_formula: bool) -> Any:
-    if not isinstance(data, Mapping) or isinstance(data, xr.Dataset):
-        return opened(data)
-    return _of_columns(data, f"client {str(client_id)!r}") if of_formula else data
 
 
 def _of_columns(data: Mapping[Any, Any], whose: str) -> Opened:
@@ -103,10 +104,7 @@ def _of_columns(data: Mapping[Any, Any], whose: str) -> Opened:
 
 
 def _as_column(values: Any) -> Any:
-    """Values as a data frame has them: an array where all are numbers, dates or texts, else a Series of narwhals.
-
-    Arrays that are not one value a row stay arrays, which are refused by their shape.
-    """
+    """Values as an array where all are numbers, dates or texts, or not one a row, else as a Series of narwhals."""
     if type(values) is np.ndarray and values.dtype.kind in _OF_ONE_KIND:
         return values
     if isinstance(values, np.ndarray) and values.dtype.kind == "S":
@@ -125,8 +123,8 @@ def _as_column(values: Any) -> Any:
         if isinstance(values, nw.Series):
             return values
         values = np.asarray(values)  # of what NumPy reads, or a single object
-    array = values if np.ma.isMaskedArray(values) else _as_array(values)
-    if array is not None:
+    with contextlib.suppress(ValueError):  # rows of different lengths
+        array = values if np.ma.isMaskedArray(values) else np.asarray(values)
         kind = array.dtype.kind
         of_one_kind = kind in _OF_ONE_KIND and (kind != "U" or array is values)  # a list of "a" and nan is of two
         if array.ndim != 1 or kind == "V" or (of_one_kind and not np.ma.isMaskedArray(array)):
@@ -134,14 +132,6 @@ def _as_column(values: Any) -> Any:
         if not np.ma.isMaskedArray(array) and pd.api.types.infer_dtype(values, skipna=False) == "string":
             return np.asarray(values, dtype=object)
     return nw.from_native(pd.Series(values), series_only=True)
-
-
-def _as_array(values: Any) -> Array | None:
-    """Values as an array; None for rows of different lengths."""
-    try:
-        return np.asarray(values)
-    except ValueError:
-        return None
 
 
 def is_frame(data: Any) -> bool:
@@ -154,7 +144,7 @@ def is_frame(data: Any) -> bool:
     return isinstance(read(data), nw.DataFrame | nw.LazyFrame)
 
 
-def _tables(data: Any) -> dict[Any, Opened]:
+def tables_of(data: Any) -> dict[Any, Opened]:
     """One table, or the tables of clients."""
     tables = {"": data} if isinstance(data, Opened) else data if isinstance(data, Mapping) else {}
     return {k: table for k, table in tables.items() if isinstance(table, Opened)}
@@ -163,7 +153,7 @@ def _tables(data: Any) -> dict[Any, Opened]:
 def categories(data: Any, names: Sequence[str] | None) -> Categories:
     """Categories by column; refuse tables whose categories differ, since one number would have several meanings."""
     known: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    for client_id, table in _tables(data).items():
+    for client_id, table in tables_of(data).items():
         for name in table.names if names is None else [name for name in table.names if name in names]:
             if (order := _categories_of(table.column(name))) is None:
                 continue
@@ -201,7 +191,7 @@ def orders(data: Any, names: Sequence[str]) -> dict[str, tuple[str, ...] | None]
 
 def _orders(data: Any, name: str, *, chosen: bool) -> dict[str, tuple[str, ...] | None]:
     """Orders of a column's categories by client."""
-    with_it = {str(k): table for k, table in _tables(data).items() if name in table.names}
+    with_it = {str(k): table for k, table in tables_of(data).items() if name in table.names}
     return {
         k: _order_of(table.column(name), chosen=chosen)
         for k, table in with_it.items()
@@ -224,16 +214,14 @@ def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
         return columns(data, names, whose)
     if isinstance(data, tuple):
         if names is None or len(data) > len(names):
-            known = "the builder takes any name" if names is None else f"the builder takes {len(names)}: {list(names)}"
-            raise DataError(
-                f"{whose}: data are a tuple of {len(data)}, and {known}; pass a mapping from name to array."
-            )
+            known = "any name" if names is None else f"{len(names)}: {list(names)}"
+            raise DataError(f"{whose}: data are a tuple of {len(data)}, and the builder takes {known}; pass a mapping.")
         data = dict(zip(names, data, strict=False))
     for name, value in data.items() if isinstance(data, Mapping) else ():
         if has_categories(value):
             raise DataError(
-                f"{whose}: {name!r} has categories, which are numbered in a data frame, and not by name; pass a frame, "
-                "or its .to_numpy() for the values and its .cat.codes for their places."
+                f"{whose}: {name!r} has categories, which a data frame alone numbers; pass a frame, or its .to_numpy() "
+                "for values and .cat.codes for places."
             )
     return data
 
@@ -255,13 +243,7 @@ def of_formula(data: Any, whose: str) -> Opened:
         return table
     if isinstance(data, Mapping) and data:
         return _of_columns(data, whose)
-    what = (
-        "empty"
-        if isinstance(data, Mapping)
-        else shown(data)
-        if isinstance(data, str)
-        else f"of type {type(data).__name__}"
-    )
+    what = shown(data) if isinstance(data, str | Mapping) else f"of type {type(data).__name__}"
     raise DataError(f"{whose}: data are {what}; pass a data frame, or a mapping from column to values.")
 
 
@@ -323,9 +305,7 @@ def _of_groups(data: Any) -> dict[Any, Any]:
     groups = {key[0] if isinstance(key, tuple) and len(key) == 1 else key: frame for key, frame in data}
     whole = getattr(data, "obj", None)
     if whole is not None and (lost := len(whole) - sum(len(frame) for frame in groups.values())) > 0:
-        raise DataError(
-            f"{lost} of {len(whole)} rows are in no group; say whose they are, or drop them before they are grouped."
-        )
+        raise DataError(f"{lost} of {len(whole)} rows are in no group; say whose they are, or drop them.")
     return groups
 
 
@@ -341,7 +321,7 @@ def rows_first(table: Opened, keys: Sequence[Any], names: Sequence[str]) -> Open
         if name in data and dim[0] not in data[name].dims:
             raise DataError(
                 f"{name!r} has the dims {data[name].dims}, and by={list(keys)} runs over {dim[0]!r}; give every client "
-                "its own data, {id: {name: array}}, where an array has no rows of clients."
+                "its own data, {id: {name: array}}."
             )
     return replace(table, source=data.transpose(dim[0], ...))
 
@@ -366,8 +346,8 @@ def require_alignment(data: Any, whose: str) -> None:
         a, b = other.index, value.index
         if len(a) == len(b) and not a.equals(b) and a.is_unique and b.is_unique and a.symmetric_difference(b).empty:
             raise DataError(
-                f"{whose}: {first!r} and {name!r} have the same index in different orders, and rows "
-                "are matched by position; make one frame, pandas.DataFrame({...}), or pass .to_numpy()."
+                f"{whose}: {first!r} and {name!r} have the same index in different orders; make one frame, "
+                "pandas.DataFrame({...}), or pass .to_numpy(), which goes by position."
             )
 
 
@@ -412,12 +392,10 @@ def _order_of(column: Any, *, chosen: bool = True) -> tuple[str, ...] | None:
 
     Without `chosen`, categories of pandas that are not ordered count as well, in the order in which they are listed.
     """
-    nw = narwhals()
-    if not isinstance(column, nw.Series):
+    if (found := _categories_of(column)) is None:
         return None
-    listed = not chosen and isinstance(column.dtype, nw.Categorical) and column.implementation.is_pandas_like()
-    ordered = isinstance(column.dtype, nw.Enum) or listed
-    return tuple(map(as_level, _categories_of(column) or ())) if ordered else None
+    listed = isinstance(column.dtype, narwhals().Enum) or (not chosen and column.implementation.is_pandas_like())
+    return tuple(map(as_level, found)) if listed else None
 
 
 def numeric(column: Any, what: str, known: Sequence[Any] | None = None, *, of_formula: bool = False) -> Array:
@@ -428,13 +406,9 @@ def numeric(column: Any, what: str, known: Sequence[Any] | None = None, *, of_fo
     kind = column.dtype
     if isinstance(kind, nw.Categorical | nw.Enum) or (known is not None and kind == nw.String):
         return _codes(column, known or _categories_of(column) or (), what)
-    if kind == nw.Decimal:
+    if kind == nw.Decimal or ((kind.is_numeric() or kind == nw.Boolean) and column.null_count()):
         return _of_numpy(column.cast(nw.Float64).to_numpy(), what)
-    if kind.is_numeric() or kind == nw.Boolean:
-        if not column.null_count():
-            return _of_numpy(column.to_numpy(), what)
-        return _of_numpy(column.cast(nw.Float64).to_numpy(), what)
-    if kind.is_temporal() and kind != nw.Time:
+    if kind.is_numeric() or kind == nw.Boolean or (kind.is_temporal() and kind != nw.Time):
         return _of_numpy(column.to_numpy(), what)
     values = column.to_list()
     if all(map(is_missing, values)):
@@ -450,16 +424,10 @@ def numeric(column: Any, what: str, known: Sequence[Any] | None = None, *, of_fo
 def _of_numpy(values: Array, what: str) -> Array:
     if values.dtype.kind in "biufc":
         return values
-    if values.dtype.kind == "M":
-        return np.asarray(_days(values.astype("datetime64[us]") - _EPOCH))
-    if values.dtype.kind == "m":
-        return np.asarray(_days(values))
+    spans: Any = values.astype("datetime64[us]") - _EPOCH if values.dtype.kind == "M" else values
+    if spans.dtype.kind == "m":
+        return np.where(np.isnat(spans), np.nan, spans / _DAY)
     raise _not_numeric(what, str(values.dtype), values.ravel()[:20].tolist())
-
-
-def _days(spans: Any) -> Array:
-    days: Array = spans / _DAY
-    return np.where(np.isnat(spans), np.nan, days)
 
 
 def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
@@ -469,8 +437,7 @@ def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
     unknown = sorted({repr(v) for v in values if v is not None and v == v and v not in places})
     if unknown:
         raise DataError(
-            f"{what} has the unknown categories {', '.join(unknown[:4])}; known are {list(order)[:10]}: recode the "
-            "rows, or fit again with all categories."
+            f"{what} has the unknown categories {', '.join(unknown[:4])}; known are {list(order)[:10]}; fit again."
         )
     codes = np.array([places.get(value, np.nan) for value in values])  # what is missing is no category
     return codes if np.any(np.isnan(codes)) else codes.astype(np.int64)
@@ -515,12 +482,9 @@ def is_number(value: Any) -> bool:
 
 def require_clients(clients: Any, of_a_table: str) -> None:
     """Refuse clients that are not a mapping, or empty; `of_a_table` says what to do with a data frame."""
-    if not isinstance(clients, Mapping):
-        raise DataError(
-            f"clients are {type(clients).__name__}; pass a mapping from client id to its data, {of_a_table}."
-        )
-    if not clients:
-        raise DataError("no clients: pass a mapping from client id to that client's data.")
+    if not isinstance(clients, Mapping) or not clients:
+        what = "no clients" if isinstance(clients, Mapping) else f"clients are {type(clients).__name__}"
+        raise DataError(f"{what}: pass a mapping from client id to its data, {of_a_table}.")
     require_ids(clients)
 
 
@@ -538,10 +502,7 @@ def require_ids(clients: Mapping[Any, Any]) -> None:
     for text in texts:
         other = stripped.setdefault(text.strip(), text)
         if other != text:
-            raise DataError(
-                f"client ids {other!r} and {text!r} differ by blanks alone; strip them, such as "
-                "frame[column].str.strip(), or rename one."
-            )
+            raise DataError(f"client ids {other!r} and {text!r} differ by blanks alone; strip them, or rename one.")
 
 
 def _require_id(client_id: Any) -> None:
@@ -579,8 +540,7 @@ def keys_of(by: Any, known: Sequence[Any], index: Iterable[Any] = ()) -> list[An
     for key in keys:
         if not _is_name(key):
             raise DataError(
-                f"by= is of type {type(key).__name__}, not the name of a column; put the values into a column of the "
-                "table, and pass its name."
+                f"by= is of type {type(key).__name__}; put the values into a column of the table, and pass its name."
             )
     absent = [key for key in keys if key not in known]
     if absent:
@@ -610,11 +570,8 @@ def _is_name(key: Any) -> bool:
 def id_of(key: tuple[Any, ...], by: Sequence[Any]) -> Any:
     """A client's id from a group's values: floats become whole numbers, a single value stands without its tuple."""
     plain = tuple(int(part) if isinstance(part, float) and part == int(part) else part for part in key)
-    if any(isinstance(part, float) for part in plain):
-        raise DataError(
-            f"by={list(by)} holds the number {next(part for part in plain if isinstance(part, float))!r}; name a "
-            "column of texts, whole numbers or dates."
-        )
+    if real := [part for part in plain if isinstance(part, float)]:
+        raise DataError(f"by={list(by)} holds the number {real[0]!r}; name a column of texts, whole numbers or dates.")
     return plain[0] if len(plain) == 1 else plain
 
 
@@ -631,5 +588,5 @@ def require_order(names: Sequence[str], estimate: Any, covariance: Any) -> None:
         if moved := [label for k, label in enumerate(second) if places.get(label, k) != k]:
             raise DataError(
                 f"an estimate: {moved[0]!r} is at another place in {other}, {second[:8]}, than in {one}, {first[:8]}; "
-                "put all in one order, such as estimate[names] and covariance.loc[names, names]."
+                "put all in one order, estimate[names] and covariance.loc[names, names]."
             )

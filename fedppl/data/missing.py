@@ -15,7 +15,7 @@ from fedppl.types import Array, DataError
 logger = logging.getLogger(__name__)
 
 OUTCOMES = "drop_outcomes"  # drop rows whose outcome is missing, and no others
-_NAMED = 8  # clients in a line of the log
+_NAMED = 8  # clients in a message
 _RULES = ("error", "drop", OUTCOMES)
 
 
@@ -45,10 +45,9 @@ def complete(clients: Mapping[Any, Any], missing: str) -> Any:
 
 
 def _listed(counts: Mapping[Any, Mapping[str, int]]) -> str:
-    listed = [
-        f"{name!r} in {count} rows at client {str(k)!r}" for k, each in counts.items() for name, count in each.items()
-    ]
-    return ", ".join(listed[:8]) + (f", and {len(listed) - 8} more" if len(listed) > 8 else "")
+    each = [(name, count, str(k)) for k, by_name in counts.items() for name, count in by_name.items()]
+    listed = ", ".join(f"{name!r} in {count} rows at client {k!r}" for name, count, k in each[:_NAMED])
+    return listed + (f", and {len(each) - _NAMED} more" if len(each) > _NAMED else "")
 
 
 def gaps(data: Any) -> dict[str, int]:
@@ -96,16 +95,14 @@ def dropped(client_id: Any, data: Mapping[str, Any]) -> tuple[dict[str, Any], in
     arrays = {name: value if np.ma.isMaskedArray(value) else np.asarray(value) for name, value in data.items()}
     if len(rows) != 1:
         raise DataError(
-            f"client {str(client_id)!r}: arrays of {sorted(rows)} rows have missing values, so that rows cannot be "
-            "matched; drop them before the fit."
+            f"client {str(client_id)!r}: arrays of {sorted(rows)} rows have missing values; drop them before the fit."
         )
     (count,) = rows
     parts = [mask for mask in missing.values() if mask is not None and len(mask) == count]
     kept = ~np.logical_or.reduce(parts)
     if not kept.any():
         raise DataError(
-            f'client {str(client_id)!r}: each of its {count} rows has missing values, and missing="drop" leaves none; '
-            "leave the client out."
+            f"client {str(client_id)!r}: each of its {count} rows has missing values; leave the client out."
         )
     by_name = {
         name: np.asarray(array[kept] if array.ndim and len(array) == count else array) for name, array in arrays.items()
@@ -132,9 +129,7 @@ def without_outcomes(clients: Mapping[Any, Mapping[str, Any]], outcomes: Sequenc
     for client_id, data in clients.items():
         gone = _gone(data)
         of_outcomes = [rows for name, rows in gone.items() if name in outcomes]
-        mask: Any = None
-        if len({len(rows) for rows in of_outcomes}) == 1:
-            mask = np.logical_or.reduce(of_outcomes)
+        mask: Any = np.logical_or.reduce(of_outcomes) if len(set(map(len, of_outcomes))) == 1 else None
         masks[client_id] = mask
         left = {
             name: int(np.sum(rows & ~mask) if mask is not None and len(rows) == len(mask) else rows.sum())
@@ -163,8 +158,7 @@ def _without(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str], m
             )
     if mask.all():
         raise DataError(
-            f"client {str(client_id)!r}: all its outcomes {alike} are missing; leave the client out, its posterior is "
-            "that of a new client."
+            f"client {str(client_id)!r}: all its outcomes {alike} are missing; leave the client out, it is a new one."
         )
     logger.info("client %s: %d of %d outcomes are missing, and left to the model", client_id, mask.sum(), len(mask))
     arrays = {name: np.asarray(np.ma.getdata(value)) for name, value in data.items()}

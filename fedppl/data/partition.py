@@ -5,6 +5,7 @@ Clients that differ in their numbers of rows alone: `label_skew` with one label 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -186,7 +187,7 @@ def dirichlet(
             ends = np.round(np.cumsum(rng.dirichlet(np.full(clients, float(alpha)))) * len(places)).astype(np.int64)
             owner[places] = np.searchsorted(ends, np.arange(len(places)), side="right").clip(max=clients - 1)
         if np.bincount(owner, minlength=clients).min() >= least:
-            rows = {name: np.flatnonzero(owner == k) for k, name in enumerate(_names_of(clients))}
+            rows = {f"client {k}": np.flatnonzero(owner == k) for k in range(clients)}
             return Partition(rows, {name: tuple(np.unique(y[at]).tolist()) for name, at in rows.items()})
     raise DeclarationError(
         f"1,000 draws left a client with fewer than least={least} rows; raise alpha={alpha} or lower clients={clients}."
@@ -275,10 +276,8 @@ def feature_skew(
         kinds_here = _kinds_of(range(len(pairs), len(pairs) + len(classes)), len(members), each, rng)
         drawn = [kinds_here[k // len(known)] if k in members else kinds for k, kinds in enumerate(drawn)]
         pairs += [(source, label) for label in classes]
-    parts = _sliced([drawn], [numbers], "independent", rng)
-    return Partition(
-        parts.rows, {name: tuple(pairs[number] for number in kinds) for name, kinds in parts.kinds.items()}
-    )
+    rows, kinds_of = _sliced([drawn], [numbers], "independent", rng)
+    return Partition(rows, {name: tuple(pairs[number] for number in kinds) for name, kinds in kinds_of.items()})
 
 
 # What all partitions share: labels drawn from a pile, and rows cut into slices ----------------------------------------
@@ -330,11 +329,6 @@ def _kind(value: Any) -> type:
     return next((kind for kind in (str, bytes) if isinstance(value, kind)), type(value))
 
 
-def _names_of(clients: int) -> list[str]:
-    """Ids of clients by number."""
-    return [f"client {k}" for k in range(clients)]
-
-
 def _kinds_of(known: Sequence[Any], clients: int, each: int, rng: np.random.Generator) -> list[tuple[Any, ...]]:
     """Draw different kinds for each client from a pile that is refilled."""
     pile: list[Any] = []
@@ -342,8 +336,8 @@ def _kinds_of(known: Sequence[Any], clients: int, each: int, rng: np.random.Gene
     for _ in range(clients):
         drawn_here: list[Any] = []
         while len(drawn_here) < each:
-            if not any(kind not in drawn_here for kind in pile):
-                pile = pile + [known[i] for i in rng.permutation(len(known))]
+            if set(pile) <= set(drawn_here):
+                pile += [known[i] for i in rng.permutation(len(known))]
             drawn_here.append(pile.pop(next(i for i, kind in enumerate(pile) if kind not in drawn_here)))
         drawn.append(tuple(drawn_here))
     return drawn
@@ -354,7 +348,7 @@ def _sliced(
 ) -> Partition:
     """Slice the rows of every kind among the clients that drew it."""
     one_of("cuts", cuts, ("same", "independent", "equal"))
-    names = _names_of(len(drawn[0]))
+    names = [f"client {k}" for k in range(len(drawn[0]))]
     slices: dict[str, list[Rows]] = {name: [] for name in names}
     known_cuts: dict[int, NDArray[np.float64]] = {}
     for kinds, column in zip(drawn, columns, strict=True):
@@ -374,16 +368,13 @@ def _sliced(
             for owner, part in zip(owners, np.split(places, ends), strict=True):
                 slices[owner].append(part)
     rows = {name: np.sort(np.concatenate(parts)).astype(np.int64) for name, parts in slices.items()}
-    return Partition(
-        rows, {name: tuple(kind for kinds_held in drawn for kind in kinds_held[k]) for k, name in enumerate(names)}
-    )
+    kinds_of = {name: tuple(itertools.chain(*(held[k] for held in drawn))) for k, name in enumerate(names)}
+    return Partition(rows, kinds_of)
 
 
 def _places_of(fractions: NDArray[np.float64], rows: int) -> Rows:
     """Different cut points of N rows at these fractions, so that no slice is empty."""
+    places = np.arange(len(fractions))
     ends = np.round(fractions * rows).astype(np.int64)
-    for k in range(len(ends)):  # push up equal cut points, then down those past the end
-        ends[k] = max(ends[k], 1 if k == 0 else ends[k - 1] + 1)
-    for k in reversed(range(len(ends))):
-        ends[k] = min(ends[k], rows - (len(ends) - k))
-    return ends
+    ends = np.maximum.accumulate(np.maximum(ends, 1) - places) + places  # equal cut points are pushed up
+    return np.minimum(ends, rows - len(ends) + places)  # and those past the end down

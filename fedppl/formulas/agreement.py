@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from fedppl.data.frames import is_text
 from fedppl.types import Array, DataError
 
 _LARGEST = 1e150  # largest mean square whose square does not overflow
@@ -29,10 +30,10 @@ class Told(NamedTuple):
     """Summary of one column at one client; of fewer rows than the policy requires, its kind alone."""
 
     rows: int  # 0 where they are too few
-    total: float  # Σ x of a numeric column
-    squares: float  # Σ x²
-    levels: Mapping[str, int]  # rows by level of another column, of levels with enough rows
-    withheld: bool  # whether enough rows have levels that are not listed, or sums of a numeric column are withheld
+    total: float = 0.0  # Σ x of a numeric column
+    squares: float = 0.0  # Σ x²
+    levels: Mapping[str, int] = {}  # rows by level of another column, of levels with enough rows
+    withheld: bool = False  # whether enough rows have levels that are not listed, or sums of numbers are withheld
     text: bool = False
 
 
@@ -41,8 +42,8 @@ class Column(NamedTuple):
 
     levels: tuple[str, ...]  # empty for a numeric column; the first is the reference
     shares: tuple[float, ...]  # shares of all rows, by level
-    mean: float
-    sd: float
+    mean: float = 0.0
+    sd: float = 1.0
 
 
 class Agreement(NamedTuple):
@@ -56,32 +57,24 @@ class Agreement(NamedTuple):
 def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float) -> dict[str, Told]:
     """Summaries of a client's columns; columns named in `levels` are levels though they be numbers.
 
-    Levels of fewer than `min_count` rows leave no trace: the summary is the same whether no row or a few rows have
-    them, unless rows of all such levels together reach `min_count`. Numbers of rows are rounded down to multiples of
-    `min_count`; those of levels are rounded to multiples of twice `min_count`, so that moving the rows of a rare level
-    from a level with a round number of rows does not change its count.
-
-    Of numbers the `min_count` - 1 largest are clipped to the next one, and the smallest likewise; a tenth of them
-    where they then still differ. The sd is rounded to a power of the square root of 2, and the mean to halves of it,
-    which is enough to centre and scale by. With a `min_count` of 1 all is exact.
+    Levels of fewer than `min_count` rows leave no trace, unless rows of all such levels together reach it. Numbers of
+    rows are rounded down to its multiples, those of levels to multiples of twice it, so that a rare level's rows, moved
+    from a level with a round number of them, change no count. Of numbers the `min_count` - 1 largest and smallest are
+    clipped, or a tenth at each end; sds are rounded to powers of √2, means to halves of sds. With 1 all is exact.
     """
     summaries = {}
     for name in names:
         values = np.asarray(data[name])
         text = is_text(values) or name in levels
         if len(values) < min_count:
-            summaries[name] = Told(0, 0.0, 0.0, {}, False, text)
+            summaries[name] = Told(0, text=text)
         elif text:
             labels, counts = np.unique(as_texts(values), return_counts=True)
-            counted = {
-                str(label): _window(int(n), min_count)
-                for label, n in zip(labels, counts, strict=True)
-                if n >= min_count
-            }
+            by_label = zip(labels.tolist(), counts.tolist(), strict=True)
+            counted = {label: _window(n, min_count) for label, n in by_label if n >= min_count}
             many = int(counts[counts < min_count].sum()) >= min_count
-            summaries[name] = Told(
-                max(_whole(len(values), min_count), sum(counted.values())), 0.0, 0.0, counted, many, True
-            )
+            rows = max(_whole(len(values), min_count), sum(counted.values()))
+            summaries[name] = Told(rows, levels=counted, withheld=many, text=True)
         else:
             summaries[name] = _sums(np.asarray(values, dtype=float), min_count)
     return summaries
@@ -96,27 +89,27 @@ def rare(summary: Told, values: Array) -> Told:
 def _sums(reals: Array, min_count: float) -> Told:
     with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite are refused when pooled
         if min_count <= 1:
-            return Told(len(reals), float(reals.sum()), float(np.sum(reals**2)), {}, False)
+            return Told(len(reals), float(reals.sum()), float(np.sum(reals**2)))
         rows, few = _whole(len(reals), min_count), int(min_count) - 1
         if len(reals) < _FEWEST_PARTS * min_count:  # most of so few rows would be clipped
-            return Told(rows, 0.0, 0.0, {}, True)
+            return Told(rows, withheld=True)
         ordered = np.sort(reals)
         for beyond_them in (max(few, len(reals) // _TAIL), few):
             low, high = float(ordered[beyond_them]), float(ordered[-beyond_them - 1])
             if low < high:
                 break
         else:
-            return Told(rows, rows * low, rows * low**2, {}, False)
+            return Told(rows, rows * low, rows * low**2)
         clipped = np.clip(reals, low, high)
         sd = float(2.0 ** (np.round(2.0 * np.log2(max(clipped.std(), _SMALLEST))) / 2.0))
         mean = float(np.round(clipped.mean() / (sd / 2.0)) * (sd / 2.0))
-        return Told(rows, rows * mean, rows * (sd**2 + mean**2), {}, False)
+        return Told(rows, rows * mean, rows * (sd**2 + mean**2))
 
 
 def raised(summary: Told, min_count: float) -> Told:
     """An earlier summary, reduced to a larger `min_count`."""
     if summary.rows < min_count:
-        return Told(0, 0.0, 0.0, {}, False, summary.text)
+        return Told(0, text=summary.text)
     levels = {level: _window(n, min_count) for level, n in summary.levels.items() if n >= min_count}
     rows = max(_whole(summary.rows, min_count), sum(levels.values()))
     part = rows / summary.rows if summary.rows else 1.0
@@ -149,16 +142,10 @@ def agreed(
 ) -> Agreement:
     """Pool clients' summaries: the same levels in the same order at all clients, and means and sds over all rows.
 
-    Summaries are by client and column. By column, `order` has all levels in their order, and `listed` an order of
-    levels of which some may not occur. With `others` rows of withheld levels get the level "other", except in `closed`
-    columns, which are outcomes. Columns that are `unscaled` need no mean and sd; `constant` ones may have one value.
-
-    Clients' numbers of rows are used as they are if `believed`, as in one process. Else a client counts for at most ten
-    times the median of the others, from five clients on for at most the median, and means and sds are medians over
-    clients.
-
-    Raises `DataError` if a column is numeric at one client and text at another, levels are withheld without "other", a
-    column has one value only, or no client sends a summary of it.
+    By column, `order` has all levels in their order, and `listed` an order of levels of which some may not occur. With
+    `others` rows of withheld levels get the level "other", except in `closed` columns, which are outcomes. Columns that
+    are `unscaled` need no mean and sd; `constant` ones may have one value. Unless `believed` a client counts for at
+    most ten times the median of the others' rows, from five clients on for it, and means and sds are medians.
     """
     columns = {}
     for name in next(iter(clients.values())):
@@ -176,10 +163,8 @@ def agreed(
             known_order = list((listed or {}).get(name) or ())
             columns[name] = _levels(name, parts, known_order, others=others, closed=name in closed)
         else:
-            middle = not believed and len(parts) >= _MEDIANS
-            columns[name] = _constants(
-                name, parts, needed=name not in unscaled, varies=name not in constant, middle=middle
-            )
+            needed, varies = name not in unscaled, name not in constant
+            columns[name] = _constants(name, parts, needed=needed, varies=varies, middle=not believed)
     firsts = {client_id: next(iter(summary.values())) for client_id, summary in clients.items()} if columns else {}
     rows = sum(summary.rows for summary in (firsts if believed else bounded(firsts)).values())
     return Agreement(columns, rows, others)
@@ -187,16 +172,16 @@ def agreed(
 
 def bounded(parts: Mapping[str, Told]) -> dict[str, Told]:
     """Clients' summaries of a column, scaled down to the rows that each may count for."""
-    most = _MOST_TIMES if len(parts) < _MEDIANS else 1.0
-    return {client_id: _scaled(summary, most * _others_rows(parts, client_id)) for client_id, summary in parts.items()}
-
-
-def beyond(parts: Mapping[str, Told]) -> dict[str, tuple[int, float]]:
-    """Clients with more than ten times as many rows as the median of the others, and both numbers."""
-    by_client = {client_id: (summary.rows, _others_rows(parts, client_id)) for client_id, summary in parts.items()}
-    return {
-        client_id: (count, median) for client_id, (count, median) in by_client.items() if count > _MOST_TIMES * median
-    }
+    times, scaled = _MOST_TIMES if len(parts) < _MEDIANS else 1.0, dict(parts)
+    for client_id, told in parts.items():
+        most = times * _others_rows(parts, client_id)
+        if told.rows > most:
+            part = most / told.rows
+            levels = {level: max(round(n * part), 1) for level, n in told.levels.items()}
+            scaled[client_id] = Told(
+                round(most), told.total * part, told.squares * part, levels, told.withheld, told.text
+            )
+    return scaled
 
 
 def _others_rows(parts: Mapping[str, Told], client_id: str) -> float:
@@ -204,19 +189,10 @@ def _others_rows(parts: Mapping[str, Told], client_id: str) -> float:
     return float(np.median(rows)) if rows else np.inf
 
 
-def _scaled(summary: Told, most: float) -> Told:
-    if summary.rows <= most:
-        return summary
-    part = most / summary.rows
-    levels = {level: max(round(n * part), 1) for level, n in summary.levels.items()}
-    return summary._replace(rows=round(most), total=summary.total * part, squares=summary.squares * part, levels=levels)
-
-
-def _counts(parts: Mapping[str, Told]) -> dict[str, int]:
-    counts: dict[str, int] = {}
+def _counts(parts: Mapping[str, Told]) -> Counter[str]:
+    counts: Counter[str] = Counter()
     for summary in parts.values():
-        for level, n in summary.levels.items():
-            counts[level] = counts.get(level, 0) + n
+        counts.update(summary.levels)
     return counts
 
 
@@ -230,21 +206,20 @@ def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, othe
     }
     if withheld and not others:
         raise DataError(
-            f"column {name!r} has levels of too few rows, at clients {list(withheld)[:5]}. Pass "
+            f"column {name!r} has levels of too few rows, at clients {list(withheld)[:5]}; pass "
             'withheld="other" to make one level of them, lower min_count, or name the levels in formula(levels=...).'
         )
     levels = [item for item in listed if item in counts] + sorted(set(counts) - set(listed), key=_order)
     if withheld and not closed:
         levels = [*(level for level in levels if level != OTHER), OTHER]
-        counts[OTHER] = counts.get(OTHER, 0) + sum(withheld.values())
+        counts[OTHER] += sum(withheld.values())
     if len(levels) < 2:
         raise DataError(
             f"column {name!r} has only the levels {levels} with enough rows at all clients; leave it out of the "
-            "formula (an outcome has to vary), name rare levels in formula(levels=...), or lower min_count, also of "
-            "sites' policies."
+            "formula, name rare levels in formula(levels=...), or lower min_count, also of sites' policies."
         )
     total = sum(counts.values())
-    return Column(tuple(levels), tuple(counts[level] / total for level in levels), 0.0, 1.0)
+    return Column(tuple(levels), tuple(counts[level] / total for level in levels))
 
 
 def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
@@ -253,24 +228,18 @@ def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
     if missing := sorted(set(counts) - set(order)):
         if any(re.fullmatch(r"-?\d*\.\d*[1-9]\d*(e-?\d+)?", level) for level in missing):
             raise DataError(
-                f"levels={{{name!r}: {order}}}, and {name!r} holds numbers with fractions; leave it out of levels=, or "
-                "cut it into levels before the fit."
+                f"levels={{{name!r}: {order}}}, and {name!r} holds numbers with fractions; leave it out of levels=."
             )
-        raise DataError(
-            f"levels={{{name!r}: {order}}} lacks {missing[:8]}, which clients have; name them too, or "
-            "recode their rows."
-        )
+        raise DataError(f"levels={{{name!r}: {order}}} lacks {missing[:8]}, which clients have; name them too.")
     total = sum(counts.values())
-    return Column(
-        tuple(order), tuple(counts.get(level, 0) / total if total else 1 / len(order) for level in order), 0.0, 1.0
-    )
+    return Column(tuple(order), tuple(counts[level] / total if total else 1 / len(order) for level in order))
 
 
-def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bool, middle: bool = False) -> Column:
+def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bool, middle: bool) -> Column:
     telling = [summary for summary in parts.values() if summary.rows and not summary.withheld]
     if not telling:
         if not needed:
-            return Column((), (), 0.0, 1.0)
+            return Column((), ())
         raise DataError(
             f"no client can send a summary of column {name!r}: all have too few rows, and {_FEWEST_PARTS} times "
             "min_count are needed. Lower min_count, also of sites' policies, or join several clients to one."
@@ -283,7 +252,7 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
     variance = max(square - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:
         if not needed or not varies:
-            return Column((), (), float(mean), 1.0)
+            return Column((), (), float(mean))
         raise DataError(
             f"column {name!r} is {mean:.6g} in all rows of all clients, up to rounding; leave it out of the formula "
             "(a response has to vary). If it varies about that, subtract the same constant everywhere."
@@ -317,8 +286,7 @@ def coded(column: Column, values: Array, agreement: Agreement, what: str) -> Arr
         return np.where(np.isin(texts, column.levels), texts, OTHER)
     if unknown:
         raise DataError(
-            f"{what} has the levels {unknown[:4]}, and clients agreed on {list(column.levels)[:10]}; agree again with "
-            "this client, or recode its rows."
+            f"{what} has the levels {unknown[:4]}, and clients agreed on {list(column.levels)[:10]}; recode its rows."
         )
     return np.asarray(texts)
 
@@ -328,11 +296,6 @@ def require_present(values: Any, what: str) -> None:
     gone = np.asarray(pd.isna(np.asarray(values)))
     if np.any(gone):
         raise DataError(f"{what} has no value in row {int(np.argmax(gone))}; drop such rows, or impute them.")
-
-
-def is_text(values: Any) -> bool:
-    """Whether a column holds texts."""
-    return np.asarray(values).dtype.kind in "OUS"
 
 
 def as_texts(values: Array) -> Array:
@@ -355,7 +318,6 @@ def _order(level: str) -> tuple[float, str]:
 
 # Columns that differ at one client from the others: swapped, in another unit, or with other levels --------------------
 
-
 # Distance of a client's mean from the others', in sds within or between clients, and in its standard errors.
 _AWAY = 6.0
 _APART, _NEAR = 4.0, 1.5  # the same for logarithms of sizes and sds, and of means, with few clients
@@ -368,18 +330,16 @@ _SHOWN = 5  # levels in a message
 
 
 def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
-    """Messages on numeric columns of a client with another scale or location than at the others.
+    """Messages on numeric columns of a client with another scale or location than at the others, of three or more.
 
-    A client is named if its mean is farther from the others' median than 6 times the larger of the sd within clients
-    and the sd between their means, and than 6 of its standard errors; if its sd is below a tenth or above ten times the
-    others' median, beyond chance, and below a third or above three times each of them; or if its root mean square is
-    below a thirtieth or above thirty times theirs. It is not named if the ratio is within those between other clients,
-    as happens for counts. With two clients none is named.
+    A client is named by its mean, 6 sds within and between clients and 6 standard errors away, by a tenfold sd that is
+    also three times each other's, or by a thirtyfold root mean square, unless other clients have such ratios, as of
+    counts.
     """
     messages = []
     for name in next(iter(summaries.values()), {}):
-        numeric = {k: summary[name] for k, summary in summaries.items() if not summary[name].text}
-        numeric = {k: summary for k, summary in numeric.items() if summary.rows and not summary.withheld}
+        of_all = {k: summary[name] for k, summary in summaries.items()}
+        numeric = {k: one for k, one in of_all.items() if one.rows and not one.text and not one.withheld}
         if len(numeric) < 3:
             continue
         rows = np.array([summary.rows for summary in numeric.values()], dtype=float)
@@ -389,10 +349,9 @@ def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
         # A difference of two large numbers is rounding.
         sd = np.where(variance > 1e-12 * square, np.sqrt(variance), 0.0)
         moments = np.array([rows, mean, sd, np.sqrt(square)])
-        few = len(rows) <= _MANY
-        of_all = None if few else _usual(moments[1:], few=False)
+        usual = None if len(rows) <= _MANY else _usual(moments[1:], few=False)
         for place, client_id in enumerate(numeric):
-            odd = of_all or _usual(np.delete(moments[1:], place, axis=1), few=True)
+            odd = usual or _usual(np.delete(moments[1:], place, axis=1), few=True)
             if why := odd(moments[:, place]):
                 messages.append(f"{name!r} at client {client_id!r} {why}")
     return messages
@@ -416,21 +375,21 @@ def strange_levels(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
 
 
 def strange_sizes(clients: Mapping[str, Mapping[str, Told]]) -> list[str]:
-    """Messages on clients that report many times as many rows as the others, one per client."""
+    """Messages on clients with more than ten times as many rows as the median of the others, one per client."""
     messages: dict[str, str] = {}
     for name in next(iter(clients.values()), {}):
-        for client_id, (rows, others) in beyond({k: summaries[name] for k, summaries in clients.items()}).items():
-            messages.setdefault(
-                client_id, f"client {client_id!r} tells of {rows} rows, the median of the others is {others:g}"
-            )
+        parts = {k: summaries[name] for k, summaries in clients.items()}
+        for k, told in parts.items():
+            if told.rows > _MOST_TIMES * (others := _others_rows(parts, k)):
+                rows = f"{told.rows} rows, the median of the others is {others:g}"
+                messages.setdefault(k, f"client {k!r} tells of {rows}")
     return list(messages.values())
 
 
 def _apart(values: Array, within: float, few: float) -> float:
     """Log of the largest plausible ratio of a value to the median of `values` of one sign.
 
-    Counts and exponentially growing values differ by factors, and moments of a client may come from few large rows. 0
-    where signs differ, or with fewer than two values.
+    Counts differ by factors, and moments may come from few large rows. 0 where signs differ, or of fewer than two.
     """
     some = values[values != 0]
     if len(some) < 2 or np.ptp(np.sign(some)):
@@ -441,10 +400,9 @@ def _apart(values: Array, within: float, few: float) -> float:
 
 
 def _usual(others: Array, *, few: bool) -> Callable[[Array], str | None]:
-    """What describes a client's odd column, None if it is not odd, from its rows, mean, sd and size.
+    """What describes a client's odd column, None if it is not odd, from its rows, mean, sd and root mean square.
 
-    The size is the root mean square; `others` are means, sds and sizes (3, K) of the other clients, or of all where
-    there are not `few`.
+    `others` are means, sds and root mean squares (3, K) of the other clients, or of all where there are not `few`.
     """
     means, sds, sizes = others
     usual_mean, usual_sd, some = float(np.median(means)), float(np.median(sds)), sizes[sizes > 0]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from fedppl.data import frames, missing
-from fedppl.data.frames import EXACT, as_level, is_number
+from fedppl.data.frames import EXACT, as_level, is_number, is_text
 from fedppl.formulas import expressions, predictor
-from fedppl.formulas.agreement import OTHER, Agreement, coded, is_text
+from fedppl.formulas.agreement import OTHER, Agreement, coded
 from fedppl.formulas.families import NEVER, Family
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Response, Terms
@@ -50,16 +50,13 @@ def constants(given: Mapping[str, Any]) -> None:
             array = np.asarray(None)
         if array.dtype.kind not in "biuf" or np.any(np.isnan(array)):
             raise DeclarationError(
-                f"constants={{{name!r}: {shown(value)}}} is no number; give a number, a list of numbers, or a function "
-                "of single rows."
+                f"constants={{{name!r}: {shown(value)}}} is no number; give a number, a list, or a function of rows."
             )
 
 
 def no_constants(built: Any, names: Collection[Any], what: str) -> None:
     """Refuse columns of the names of constants, since the formula may mean either."""
     numbers = {name for name, value in built.constants.items() if not callable(value)}
-    if not numbers:
-        return
     read = {name for tree in built.terms.trees.values() for name in expressions.columns(tree, ())}
     if both := sorted(numbers & read & {*names}):
         raise DeclarationError(
@@ -94,28 +91,25 @@ def prior(name: str, given: Prior, default: Prior | None) -> None:
             'choose one such as fedppl.Prior("Beta", alpha=2, beta=2).'
         )
     if default is not None and not default.has_negative and given.has_negative:
+        example = 'fedppl.Prior("HalfNormal", sigma=1)'
         raise DeclarationError(
-            f"priors[{name!r}]={given!r} has negative values, and {name!r} is positive; choose one such as "
-            'fedppl.Prior("HalfNormal", sigma=1).'
+            f"priors[{name!r}]={given!r} has negative values, and {name!r} is positive; choose one such as {example}."
         )
 
 
 def lengths(name: str, given: Prior, labels: Sequence[str], levels: Sequence[str] = ()) -> None:
     """Refuse parameters of a prior for another number of coefficients (each has all `levels`)."""
     for parameter, value in given.parameters.items():
-        if not isinstance(value, np.ndarray | list | tuple):
-            continue
-        if np.ndim(value) > 1 and np.shape(value) not in itertools.product({1, len(labels)}, {1, len(levels)} - {0}):
+        shape, entries = np.shape(value), f"{len(labels)} entries: {list(labels)[:8]}"
+        if len(shape) > 1 and shape not in itertools.product({1, len(labels)}, {1, len(levels)} - {0}):
             or_array = f", or an array with a column for each of {list(levels)[:8]}" if levels else ""
             raise DeclarationError(
-                f"priors[{name!r}] has {parameter!r} of shape {np.shape(value)}; give one value, or a list of "
-                f"{len(labels)}, for {list(labels)[:8]}{or_array}."
+                f"priors[{name!r}] has {parameter!r} of shape {shape}; give one value, a list of {entries}{or_array}."
             )
-        of_levels = len(labels) == 1 and len(value) == len(levels)
-        if np.ndim(value) == 1 and len(value) not in (1, len(labels)) and not of_levels:
+        of_levels = len(labels) == 1 and shape == (len(levels),)
+        if len(shape) == 1 and shape[0] not in (1, len(labels)) and not of_levels:
             raise DeclarationError(
-                f"priors[{name!r}] has {len(value)} values of {parameter!r}, and {name!r} has {len(labels)} "
-                f"entries: {list(labels)[:8]}; give one value, or as many."
+                f"priors[{name!r}] has {shape[0]} values of {parameter!r}, and {entries}; give one value, or as many."
             )
 
 
@@ -126,11 +120,10 @@ def columns(absent: Sequence[str], found: Iterable[Any], what: str) -> None:
     known = [str(name) for name in found]
     lower = {name.casefold(): name for name in known}
     close = {name: difflib.get_close_matches(name.casefold(), lower, n=1) for name in absent}
-    meant = [f"{name!r} may be {lower[one[0]]!r}" for name, one in close.items() if one]
+    meant = ", ".join(f"{name!r} may be {lower[one[0]]!r}" for name, one in close.items() if one)
     raise DataError(
         f"{what} lacks the columns {list(absent)} of the formula; it has {sorted(known)[:20]}"
-        + (f": {', '.join(meant)}" if meant else "")
-        + ". Rename them, or give constants by fedppl.formula(..., constants={...})."
+        f"{meant and ': '}{meant}. Rename them, or give constants by fedppl.formula(..., constants={{...}})."
     )
 
 
@@ -147,7 +140,7 @@ def offsets(family: Family, terms: Terms, values: Array, what: str) -> None:
     if family.link.startswith("log") and not family.link.startswith("logit") and apart > _LARGEST_LOG:
         raise DataError(
             f"{what}: {' + '.join(terms.offsets)} differs by {apart:.3g} between rows, and offsets of family "
-            f"{family.name!r} are logarithms, at most {_LARGEST_LOG:g} apart; give the logarithm, offset(np.log(x))."
+            f"{family.name!r} are logarithms; give the logarithm, offset(np.log(x))."
         )
 
 
@@ -170,11 +163,7 @@ def rows(what: str, data: Mapping[str, Any], response: Response, unread: Collect
 
 
 def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collection[str]) -> None:
-    """Refuse booleans, which count as the numbers 1 and 0, where two levels would span more columns.
-
-    In `0 + flag`, `x:flag` without x, or `a:flag` and `flag:a` without a, numbers span less than the levels of booleans
-    in R.
-    """
+    """Refuse booleans, the numbers 1 and 0, where R's two levels span more: `0 + flag`, or `x:flag` without x."""
     columns = {name: np.asarray(data[name]) for name in terms.columns if isinstance(terms.trees.get(name), ast.Name)}
     flags = {name for name, values in columns.items() if values.dtype == bool and name not in levels}
     flags |= {name for name, tree in terms.trees.items() if expressions.is_truth(tree)}
@@ -223,33 +212,23 @@ def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
         )
 
 
-def require_no_numbers(agreement: Agreement, declared: Iterable[str]) -> None:
-    """Refuse a column of texts with many levels of which most are numbers, unless `declared` names it.
-
-    Such a column is one of numbers with a typing error, such as "72 y" in one cell.
-    """
+def require_levels(agreement: Agreement, declared: Iterable[str]) -> None:
+    """Refuse texts that are dates, or many numbers with a typing error such as "72 y", but in columns `declared`."""
     for name, column in agreement.columns.items():
-        others = [level for level in column.levels if not is_number(level)]
-        if name in declared or len(column.levels) <= _MANY or len(others) > len(column.levels) // 5:
+        count, others = len(column.levels), [level for level in column.levels if not is_number(level)]
+        if name in declared:
             continue
-        which = f"all but {shown(others[:3])} are numbers" if others else "all are numbers"
-        raise DataError(
-            f"{name!r} is of texts with {len(column.levels)} levels, of which {which}; convert it to numbers "
-            f"(pandas.to_numeric), or name its levels, fedppl.formula(..., levels={{{name!r}: [...]}})."
-        )
-
-
-def require_no_dates(agreement: Agreement, declared: Iterable[str]) -> None:
-    """Refuse a column of texts that are dates, unless `declared` names it: each day would be a level."""
-    for name, column in agreement.columns.items():
-        if (
-            name not in declared
-            and any(_DATE.match(k) for k in column.levels)
-            and all(_DATE.match(k) or k == OTHER for k in column.levels)
-        ):
+        if count > _MANY and len(others) <= count // 5:
+            but = f"all but {shown(others[:3])}" if others else "all"
             raise DataError(
-                f"{name!r} is of texts that are dates, {shown(list(column.levels[:3]))}; make dates of them "
-                f"(pandas.to_datetime), for a number of days, or write C({name}) for a level each."
+                f"{name!r} is of texts with {count} levels, of which {but} are numbers; convert it to numbers "
+                f"(pandas.to_numeric), or name its levels, fedppl.formula(..., levels={{{name!r}: [...]}})."
+            )
+        dates = [level for level in column.levels if _DATE.match(level)]
+        if dates and {*column.levels} <= {*dates, OTHER}:
+            raise DataError(
+                f"{name!r} is of texts that are dates, {shown(dates[:3])}; make dates of them (pandas.to_datetime), "
+                f"or write C({name}) for a level each."
             )
 
 
@@ -260,17 +239,13 @@ def odd_levels(agreement: Agreement, declared: Iterable[str]) -> list[str]:
         groups: dict[str, list[str]] = {}
         for level in column.levels:
             groups.setdefault(level.strip().casefold(), []).append(level)
-        alike = [same for same in groups.values() if len(same) > 1]
+        count, alike = len(column.levels), [same for same in groups.values() if len(same) > 1]
         if alike:
-            messages.append(
-                f"levels {alike[0]} of {name!r} differ by blanks or capitals alone; recode what is one level"
-            )
+            messages.append(f"levels {alike[0]} of {name!r} differ by blanks or capitals; recode what is one level")
         if name not in declared and any("." in level and is_number(level) for level in column.levels):
-            messages.append(
-                f"{name!r} is of texts that are numbers, and has {len(column.levels)} levels; make numbers of it"
-            )
-        elif len(column.levels) > max(_MANY, agreement.rows // 2):
-            messages.append(f"{name!r} has {len(column.levels)} levels in {agreement.rows} rows; is it an identifier?")
+            messages.append(f"{name!r} is of texts that are numbers, and has {count} levels; make numbers of it")
+        elif count > max(_MANY, agreement.rows // 2):
+            messages.append(f"{name!r} has {count} levels in {agreement.rows} rows; is it an identifier?")
     return messages
 
 
@@ -295,12 +270,13 @@ def _dependent(gram: Array, total: Array, count: int, has_intercept: bool) -> li
 
 
 def tables(built: Any, data: Any, by: Any) -> None:
-    """Refuse tables without the columns of a formula, and a by= that is not the factor of the effects."""
+    """Refuse tables without the columns of a formula, and a by= that is not the factor of the effects.
+
+    Where the factor is no column, which may be a typing error, it warns that effects vary by client.
+    """
     factor = built.terms.client
-    for client_id, table in {"": data}.items() if isinstance(data, frames.Opened) else dict(data or {}).items():
+    for client_id, table in frames.tables_of(data).items():
         what = "the table" if table is data else f"client {str(client_id)!r}"
-        if not isinstance(table, frames.Opened):
-            continue
         columns([name for name in built.columns if name not in table.names], table.names, what)
         no_constants(built, table.names, what)
         if table is data and factor in table.names and by not in (factor, [factor], (factor,)):
@@ -309,6 +285,9 @@ def tables(built: Any, data: Any, by: Any) -> None:
                 f"(1 | {by if isinstance(by, str) else 'client'}), or by={factor!r}; groups within a client are "
                 "(1 | client/group)."
             )
+        if table is data and factor not in (None, by, *_CLIENTS, *table.names):
+            said = "the table has no column %r, so that (... | %s) is of the clients, which by=%r tells apart"
+            logger.warning(said, factor, factor, by)
 
 
 def one_factor_a_client(built: Any, clients: Mapping[Any, Any]) -> None:
@@ -320,28 +299,13 @@ def one_factor_a_client(built: Any, clients: Mapping[Any, Any]) -> None:
         what, column = f"client {str(client_id)!r}", np.ravel(np.asarray(data[factor])).tolist()
         values = sorted({str(one) for one in column if one == one})
         remedy = f"write (1 | client/{factor}) for groups within clients"
+        wrong, remedy = "", f"{remedy}, or give a table for each {factor}"
         if len(values) > 1:
-            raise DataError(
-                f"{what} has {len(values)} values of {factor!r}, {shown(values[:4])}, and effects of {built.text!r} "
-                f"vary by client: {remedy}, or give a table for each {factor}."
-            )
-        if values and seen.setdefault(values[0], str(client_id)) != str(client_id):
-            raise DataError(
-                f"clients {seen[values[0]]!r} and {str(client_id)!r} have the same {factor!r}, {values[0]!r}, and "
-                f"effects of {built.text!r} vary by client: join them to one client, or {remedy}."
-            )
-
-
-def say_who_clients_are(built: Any, data: Any, by: Any) -> None:
-    """Warn that effects vary by client where the formula's factor is not a column, which may be a typing error."""
-    factor = built.terms.client
-    if isinstance(data, frames.Opened) and factor not in (None, by, *_CLIENTS, *data.names):
-        logger.warning(
-            "the table has no column %r, so that (... | %s) is of the clients, which by=%r tells apart",
-            factor,
-            factor,
-            by,
-        )
+            wrong = f"{what} has {len(values)} values of {factor!r}, {shown(values[:4])}"
+        elif values and (first := seen.setdefault(values[0], str(client_id))) != str(client_id):
+            wrong = f"clients {first!r} and {str(client_id)!r} have the same {factor!r}, {values[0]!r}"
+        if wrong:
+            raise DataError(f"{wrong}, and effects of {built.text!r} vary by client: {remedy}.")
 
 
 def limits(built: Any, data: Any, what: str) -> None:
@@ -353,8 +317,8 @@ def limits(built: Any, data: Any, what: str) -> None:
     gone = missing.missing_rows(data[name])
     if gone is not None and gone.any():
         raise DataError(
-            f"{what}: {name!r} is missing in {int(gone.sum())} rows; the upper limit of an interval is inf where there "
-            f"was no event yet: frame[{name!r}].fillna(np.inf)."
+            f"{what}: {name!r} is missing in {int(gone.sum())} rows; an interval without an event yet has inf, "
+            f"frame[{name!r}].fillna(np.inf)."
         )
 
 
@@ -362,11 +326,8 @@ def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], coun
     """Warn of coefficients that the data do not identify, so that their priors decide; `parts` are arrays of rows."""
     design, terms, names_of = built.design, built.terms, built.containers
     if terms.client is not None and count == 1:
-        logger.warning(
-            "there is one client, whose rows say nothing of how clients differ: the sd of (... | %s) keeps its prior; "
-            "leave it out, or give more clients",
-            terms.client,
-        )
+        said = "there is one client, so that the sd of (... | %s) keeps its prior; leave it out, or give more clients"
+        logger.warning(said, terms.client)
     labels = [label for name in terms.common for label in design.labels[name]]
     has_intercept = predictor.has_intercept(terms, built.family)
     center = design.center if has_intercept else 0.0  # without it rounding of a large mean looks like dependence
@@ -382,16 +343,12 @@ def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], coun
             if not np.any(constant[1:]):
                 break
         else:
-            logger.warning(
-                "effects %s do not vary within any client, and cannot be told from its other effects; leave them out "
-                "of (... | %s)",
-                [name for name, one in zip(names[1:], constant[1:], strict=True) if one],
-                terms.groups[number].factor[0],
-            )
+            same = [name for name, one in zip(names[1:], constant[1:], strict=True) if one]
+            (factor,) = terms.groups[number].factor
+            logger.warning("effects %s vary within no client; leave them out of (... | %s)", same, factor)
 
 
 # A client's outcomes in the numbers that a family takes ---------------------------------------------------------------
-
 
 _COUNTED = "counts are exact up to 2**53; correct such rows, or give the column in a larger unit"
 _OUTCOMES: Mapping[str, tuple[str, Callable[[Array], Any]]] = {
@@ -414,14 +371,11 @@ def outcome(
         return times(response, data, what)
     name = response.columns[0]
     values = np.asarray(data[name])
-    if family.outcome == "level":
+    if family.outcome == "level" or (family.outcome == "binary" and is_text(values)):
         column = agreement.columns[name]
         texts = coded(column, values, agreement, f"{what}: column {name!r}")
         places = {level: place for place, level in enumerate(column.levels)}
         return {"outcome": np.array([places[text] for text in texts.tolist()])}
-    if family.outcome == "binary" and is_text(values):
-        column = agreement.columns[name]
-        return {"outcome": (coded(column, values, agreement, what) == column.levels[1]).astype(np.int64)}
     if is_text(values):
         raise DataError(
             f"{what}: {name!r} has texts, and family {family.name!r} needs numbers; convert them, or choose family "
@@ -444,7 +398,7 @@ def require_two(family: Family, name: str, agreement: Agreement) -> None:
     if family.outcome == "binary" and levels and len(levels) != 2:
         raise DataError(
             f"{name!r} has the levels {list(levels)[:8]} at all clients, and family {family.name!r} needs two; recode "
-            "rows, or choose family 'ordinal' for levels with an order and 'categorical' for others."
+            "rows, or choose family 'ordinal' or 'categorical'."
         )
 
 
@@ -468,8 +422,7 @@ def weights(name: str, data: Mapping[str, Any], what: str) -> Array:
     values = np.asarray(data[name])
     if is_text(values):
         raise DataError(f"{what}: the weights {name!r} are texts; give numbers above 0.")
-    wrong = ~((values > 0) & np.isfinite(values))
-    refuse(wrong, name, values, what, "weights are finite and above 0: drop rows of weight 0")
+    refuse(~((values > 0) & np.isfinite(values)), name, values, what, "weights are finite and above 0; drop others")
     return values.astype(float)
 
 
@@ -488,7 +441,9 @@ def _trials(successes: Array, trials: Array, response: Response, what: str) -> A
 
 def times(response: Response, data: Mapping[str, Any], what: str) -> dict[str, Array]:
     """Times and their limits; or the times between which events are, and the times that were observed."""
-    first, second = (_time_numbers(name, data[name], what) for name in response.columns)
+    if texts := [name for name in response.columns if is_text(data[name])]:
+        raise DataError(f"{what}: {texts[0]!r} has texts, and a time or an event is a number; recode its rows.")
+    first, second = (np.asarray(data[name], dtype=float) for name in response.columns)
     return (_between if response.kind == "interval" else _right)(response.columns, first, second, what)
 
 
@@ -516,9 +471,3 @@ def _between(names: tuple[str, ...], lower: Array, upper: Array, what: str) -> d
     nothing = (lower == 0) & ~(upper < NEVER)
     refuse(nothing, names[1], upper, what, f"from {names[0]!r} = 0 this has no information; drop such rows")
     return {"outcome": lower, "lower": lower, "upper": np.minimum(upper, NEVER)}
-
-
-def _time_numbers(name: str, values: Any, what: str) -> Array:
-    if is_text(values):
-        raise DataError(f"{what}: {name!r} has texts, and a time or an event is a number; recode its rows.")
-    return np.asarray(values, dtype=float)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -67,26 +68,19 @@ class Formula:
     @property
     def shared(self) -> tuple[str, ...]:
         """Names of the variables that all clients share."""
+        groups, scales = self.terms.groups, self._unknown_scales
+        counts = [len(one.expressions) + self.family.several for one in groups]  # of several levels at least two
         if self.design is not None:
-            spec = self.spec
-            spreads = [name for n in range(len(self.terms.groups)) for name in predictor.spreads_of(spec, n)]
-            beside = self.family.parameters(spec.scales)
-        else:  # an outcome whose levels have predictors has at least two of these
-            spreads = [
-                name
-                for one in self.terms.groups
-                for name in predictor.spreads(
-                    one, len(one.expressions) + self.family.several, correlated=self.correlated
-                )
-            ]
-            beside = self.family.parameters(Scales(0.0, 1.0, ("a", "b", "c"), self.cuts))
-        first = ["Intercept"] if predictor.has_intercept(self.terms, self.family) else []
-        return (*first, *self.terms.common, *spreads, *beside)
+            scales, counts = self.spec.scales, [len(effect_labels(self.spec, n)) for n in range(len(groups))]
+        by_group = [
+            predictor.spreads(one, n, correlated=self.correlated) for one, n in zip(groups, counts, strict=True)
+        ]
+        return (*self.coefficients, *itertools.chain(*by_group), *self.family.parameters(scales))
 
     @property
     def behind(self) -> tuple[str, ...]:
         """Partial correlations, in whose place results show correlations."""
-        return tuple(f"{predictor.tag(group)}_partial" for group in self.terms.groups)
+        return tuple(f"{tag(group)}_partial" for group in self.terms.groups)
 
     @property
     def coefficients(self) -> list[str]:
@@ -111,16 +105,14 @@ class Formula:
         """A client's coefficients, the sums of common ones and its effects, from draws of its posterior."""
         by_name = {}
         for name in self.coefficients:
-            total, labels = group[name], _labels(self.spec, name)
-            flat = np.array(total.transpose("chain", "draw", ...).values, dtype=float)
-            shape = flat.shape
-            flat = flat.reshape(*shape[:2], -1)
+            total, labels = group[name].transpose("chain", "draw", ...), _labels(self.spec, name)
+            flat = np.array(total.values, dtype=float).reshape(*total.shape[:2], -1)
             for effects, known in _of_clients(self.spec).items():
                 own_effects = group[effects].transpose("chain", "draw", ...).values
                 for place, label in enumerate(labels):
                     if label in known:
                         flat[..., place] += own_effects[..., known.index(label)]
-            by_name[name] = total.transpose("chain", "draw", ...).copy(data=flat.reshape(shape))
+            by_name[name] = total.copy(data=flat.reshape(total.shape))
         return xr.Dataset(by_name, attrs=dict(group.attrs))
 
     @property
@@ -149,9 +141,7 @@ class Formula:
 
     def far(self, least: float) -> list[str]:
         """Messages on columns with a mean above `least` sds that should be centred."""
-        if (one := self.design) is None:
-            return []
-        return far_from_zero(self.terms, one.agreement, one.left, one.scale, least)
+        return [] if self.design is None else far_from_zero(self.design, least)
 
     @property
     def spec(self) -> predictor.Spec:
@@ -170,26 +160,19 @@ class Formula:
                 f"priors of {unknown}: with the agreed levels, shared variables are {list(built.shared)}; name these."
             )
         spreads = predictor.spread_labels(built.spec)
-        labels = {**design.labels, **spreads}
-        for name in self.priors:
-            if name in labels:
-                checks.lengths(name, self.priors[name], labels[name], () if name in spreads else built.spec.levels)
+        for name, labels in {**design.labels, **spreads}.items():
+            if name in self.priors:
+                checks.lengths(name, self.priors[name], labels, () if name in spreads else built.spec.levels)
         return built
 
     def describe(self) -> pd.DataFrame:
         """A row for each shared variable: its prior, entries, reference and meaning."""
-        if self.design is None:
-            default = "by default wide, on the scales that clients agree on"
-            priors = {name: repr(self.priors[name]) if name in self.priors else default for name in self.shared}
-            rows: dict[str, Any] = {
-                name: (priors[name], None, None, _meaning(self.terms, self.family, name), None) for name in priors
-            }
-        else:
-            spec = self.spec
-            rows = {
-                name: (*_told(spec, name), _meaning(self.terms, self.family, name), _from(spec, name))
-                for name in self.shared
-            }
+        default, rows = "by default wide, on the scales that clients agree on", {}
+        for name in self.shared:
+            told: Any = (repr(self.priors[name]) if name in self.priors else default, None, None)
+            told = told if self.design is None else _told(self.spec, name)
+            source = None if self.design is None else _from(self.spec, name)
+            rows[name] = (*told, _meaning(self.terms, self.family, name), source)
         return pd.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS, dtype=object)
 
     def read(self, client_id: str, data: Any) -> dict[str, Any]:
@@ -198,8 +181,7 @@ class Formula:
 
     def read_new(self, client_id: str, data: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         """The builder's arrays from new rows of a client with known arrays; an outcome in them is not read."""
-        names = self.containers
-        return self._read(client_id, data, {key: known[name] for key, name in names.items() if name in known})
+        return self._read(client_id, data, self.by_role(known))
 
     def read_unseen(self, client_id: str, data: Any) -> dict[str, Any]:
         """The builder's arrays from rows of a new client, with zeros for outcomes; groups are numbered anew."""
@@ -217,8 +199,8 @@ class Formula:
             raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {self.family.name!r} are none.")
         if not np.size(at):
             raise DeclarationError(f"at={shown(at)} has no time; give one or more, such as at=[30, 90].")
-        spec, names = self.spec, self.containers
-        rows = rows_of(spec, {key: arrays[name] for key, name in names.items() if name in arrays})
+        spec = self.spec
+        rows = rows_of(spec, self.by_role(arrays))
         name = self.terms.response.variable
         if at is None:
             means, levels = by_row(spec, rows, draws, None), spec.scales.levels
@@ -292,7 +274,11 @@ class Formula:
         for one in self.terms.groups:
             sd, partial = predictor.spreads(one, 2, correlated=True)
             spreads |= {sd: Prior("HalfNormal", sigma=1.0), partial: Prior("Beta", alpha=2.0, beta=2.0)}
-        return {**spreads, **self.family.parameters(Scales(0.0, 1.0, ("a", "b", "c"), self.cuts))}
+        return {**spreads, **self.family.parameters(self._unknown_scales)}
+
+    @property
+    def _unknown_scales(self) -> Scales:
+        return Scales(0.0, 1.0, ("a", "b", "c"), self.cuts)
 
     @property
     def may_be_constant(self) -> frozenset[str]:
@@ -312,13 +298,17 @@ class Formula:
         taken = {*self.columns, *self.shared}
         return {name: variable(f"{name}_of_rows" if name in taken else name) for name in roles}
 
+    def by_role(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Arrays of the builder by their roles."""
+        return {role: arrays[name] for role, name in self.containers.items() if name in arrays}
+
     def __call__(self, **data: Any) -> pm.Model:
         """One client's model."""
         names = self.containers
         if names["outcome"] not in data:
             raise DataError(f"the data lack {list(self.terms.response.columns)}, the response of {self.text!r}.")
         with pm.Model(coords=predictor.coords(self.spec)) as model:
-            containers = {key: pm.Data(name, data[name]) for key, name in names.items() if name in data}
+            containers = {key: pm.Data(names[key], value) for key, value in self.by_role(data).items()}
             eta, parameters = self.variables(containers)
             drawn = self.family.likelihood(eta, parameters, containers, self.spec.scales)
             declare(self.terms.response.variable, drawn, containers["outcome"], containers.get("weights"))
@@ -336,8 +326,8 @@ class Formula:
     def _agreed(self) -> Design:
         if self.design is None:
             raise DeclarationError(
-                f"clients have not agreed on the levels and scales of {self.text!r} yet; call fedppl.fit with their "
-                "data, fedppl.agree, or fedppl.Flower.agree for sites."
+                f"clients have not agreed on the levels and scales of {self.text!r}; call fedppl.fit, fedppl.agree, or "
+                "fedppl.Flower.agree for sites."
             )
         return self.design
 
@@ -391,19 +381,16 @@ def numbered(
     places = {mark: place for place, mark in enumerate(np.asarray(known[f"of_{number}"], dtype=float).tolist())}
     if unknown := [name for name, mark in zip(names.tolist(), marks.tolist(), strict=True) if mark not in places]:
         raise DataError(
-            f"{what}: the groups {unknown[:4]} of {':'.join(group.factor[1:])} have no rows among its data, so that "
-            "their effects are unknown; leave their rows out."
+            f"{what}: the groups {unknown[:4]} of {':'.join(group.factor[1:])} have no rows among its data; leave them "
+            "out, since their effects are unknown."
         )
     return {f"row_{number}": np.array([places[mark] for mark in marks.tolist()])[rows]}
 
 
 def _joined(levels: Sequence[str]) -> str:
     """A unique name of a group: colons in levels are escaped."""
-    return (
-        str(levels[0])
-        if len(levels) == 1
-        else ":".join(one.replace("\\", "\\\\").replace(":", "\\:") for one in levels)
-    )
+    several = len(levels) > 1
+    return ":".join(one.replace("\\", "\\\\").replace(":", "\\:") if several else one for one in levels)
 
 
 def _mark(name: str) -> float:
@@ -534,8 +521,7 @@ def ratio(spec: Spec, name: str) -> str:
     family = spec.family
     if (family.link, family.outcome) not in _RATIOS:
         raise DeclarationError(
-            f"exponentiate=True: coefficients of family {family.name!r} are differences of means, whose exp has no "
-            "meaning; leave it out."
+            f"exponentiate=True: coefficients of family {family.name!r} are differences of means; leave it out."
         )
     of_slope, of_intercept = _RATIOS[family.link, family.outcome]
     several = f"ratio of {of_slope.replace('ratio', 'ratios', 1)}"
@@ -548,17 +534,14 @@ def _order(spec: Spec, name: str) -> int:
 
     A factor with all its levels, as in ``0 + arm`` or the slopes of ``arm/age``, is compared with no reference.
     """
-    coding, levels = spec.design.coding[0], spec.design.agreement.columns
-    products = [
-        one for coded in coding if coded.term and variable(":".join(coded.term)) == name for one in coded.products
+    known = spec.design.agreement.columns
+    orders = [
+        sum(less or factor not in known or not known[factor].levels for factor, less in zip(*one, strict=True))
+        for coded in spec.design.coding[0]
+        if coded.term and variable(":".join(coded.term)) == name
+        for one in coded.products
     ]
-    return max(
-        (
-            sum(less or not (factor in levels and levels[factor].levels) for factor, less in zip(*one, strict=True))
-            for one in products
-        ),
-        default=0,
-    )
+    return max(orders, default=0)
 
 
 def _of_clients(spec: Spec) -> dict[str, tuple[str, ...]]:

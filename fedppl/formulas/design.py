@@ -6,7 +6,8 @@ import ast
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ import pandas as pd
 from scipy import special
 from scipy.interpolate import BSpline
 
+from fedppl.data.frames import is_text
 from fedppl.formulas import expressions
-from fedppl.formulas.agreement import Agreement, Column, coded, is_text
+from fedppl.formulas.agreement import Agreement, Column, coded
 from fedppl.formulas.expressions import unquoted
 from fedppl.formulas.terms import Product, Terms, variable
 from fedppl.types import Array, DataError, DeclarationError
@@ -54,8 +56,7 @@ def columns(tree: ast.expr, rows: Rows) -> Array:
             values = np.broadcast_to(values, (len(rows.frame),)) if values.ndim == 0 else values
     if values.ndim > 2 or len(values) != len(rows.frame) or values.shape[1:] == (0,):
         raise DeclarationError(
-            f"{expressions.written(tree)} has shape {values.shape} at {len(rows.frame)} rows; functions return "
-            "one value per row, or a row of values."
+            f"{expressions.written(tree)} has shape {values.shape} at {len(rows.frame)} rows; return a value for each."
         )
     return values.reshape(len(values), -1)
 
@@ -72,8 +73,8 @@ def require_rowwise(tree: ast.expr, rows: Rows) -> None:
             part, whole[some], rtol=_SAME, atol=_SAME * size, equal_nan=True
         ):
             raise DeclarationError(
-                f"{expressions.written(tree)} depends on other rows than its own, which differ between clients: give a "
-                "function of single rows, write center(x) or scale(x), or compute a column before."
+                f"{expressions.written(tree)} depends on other rows, which differ between clients: give a function of "
+                "single rows, write center(x) or scale(x), or compute a column before."
             )
 
 
@@ -104,8 +105,7 @@ def _require_truths(node: ast.expr, values: Sequence[Array], rows: Rows) -> None
         if np.any(wrong := (value != 0) & (value != 1)):
             raise DataError(
                 f"{rows.what}: {expressions.written(one)!r} is {value[wrong][0] if value.ndim else value:g} in "
-                f"{expressions.written(node)!r}, and & and | are of truths, 0 or 1; compare it, (x > 0) & (z < 2), "
-                "with each comparison in parentheses."
+                f"{expressions.written(node)!r}, and & and | are of truths, 0 or 1; compare it, (x > 0) & (z < 2)."
             )
 
 
@@ -186,8 +186,8 @@ def _spline(call: ast.Call, rows: Rows) -> Array:
     outside = (x < low) | (x > high)
     if np.any(outside) and rows.what is not None and not rows.stand_for_all:
         raise DataError(
-            f"{rows.what}: row {int(np.argmax(outside))} lies outside of the bounds of {text!r}; widen lower_bound "
-            "and upper_bound, the same at all clients."
+            f"{rows.what}: row {int(np.argmax(outside))} lies outside of the bounds of {text!r}; widen lower_bound and "
+            "upper_bound, the same at all clients."
         )
     places = np.concatenate([[low] * (degree + 1), knots, [high] * (degree + 1)])
     basis = np.asarray(BSpline.design_matrix(np.nan_to_num(x, nan=low).clip(low, high), places, degree).toarray())
@@ -282,7 +282,8 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     group_labels = [tuple(label for term in group for label in _labels(term, levels, widths)) for group in coding[1:]]
     long = [_labels(term, levels, widths) for term in common]
     for part in ([label for labels in long for label in labels], *group_labels):
-        _require_distinct(part)
+        if twice := sorted(label for label, n in Counter(part).items() if n > 1):
+            raise DeclarationError(f"two coefficients are called {twice[0]!r}; rename the column, or a level of it.")
     short = [_labels(term, levels, widths, whole=False) for term in common]
     entries = [s if all(s) and len(set(s)) == len(s) else whole for s, whole in zip(short, long, strict=True)]
     by_term, entries_by_term = (dict(zip(terms.common, part, strict=True)) for part in (long, entries))
@@ -292,35 +293,6 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     names = (by_term, entries_by_term, tuple(group_labels))
     built = Design(terms, agreement, constants, coding, *names, center, scale, sizes, offset)
     return dataclasses.replace(built, left=_left(built))
-
-
-def _require_distinct(labels: Sequence[str]) -> None:
-    """Refuse columns with one name, from a level of one and the name of another."""
-    if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise DeclarationError(
-            f"two coefficients of the formula are called {twice[0]!r}; rename the column, or a level of it."
-        )
-
-
-def _left(design: Design) -> Array:
-    names_touched = touched(design.terms, design.agreement)
-    if not names_touched:
-        return design.scale
-    names = [name for name in design.terms.common for _ in design.labels[name]]
-    those = np.isin(names, names_touched)
-    with np.errstate(all="ignore"):
-        residual_sd = left_by_others(
-            names_touched, design.terms, design.agreement, lambda frame: design.common(frame, _AGREED)[:, those]
-        )
-    left = np.array(design.scale)
-    left[those] = np.where(np.isfinite(residual_sd), np.minimum(residual_sd, left[those]), left[those])
-    return left
-
-
-def _moments(design: Design, term: Coded) -> Moments:
-    """Moments of a term's columns from the agreement."""
-    read = {name for one in term.term for name in expressions.columns(design.terms.trees[one], design.constants)}
-    return moments(read, design.terms, design.agreement, lambda frame: design._columns([term], frame, _AGREED))
 
 
 def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
@@ -338,13 +310,10 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
                     f"it has {widths[name]} columns, and an offset is one number a row; compute a column before."
                 )
             require_rowwise(tree, rows)
-        except DeclarationError as error:  # has its remedy
-            raise DeclarationError(f"{name} cannot be evaluated: {error}") from error
         except Exception as error:
-            raise DeclarationError(
-                f"{name} cannot be evaluated: {str(error).rstrip('.')}; give functions columns of numbers and "
-                "constants={...}, or compute a column before."
-            ) from error
+            remedy = "; give functions columns of numbers and constants={...}, or compute a column before"
+            remedy = "" if isinstance(error, DeclarationError) else remedy  # has its own
+            raise DeclarationError(f"{name} cannot be evaluated: {str(error).rstrip('.')}{remedy}.") from error
     return widths
 
 
@@ -454,17 +423,15 @@ class Moments(NamedTuple):
     size: Array  # root mean square
 
 
-def moments(
-    read: Collection[str], terms: Terms, agreement: Agreement, columns: Callable[[pd.DataFrame], Array]
-) -> Moments:
-    """Moments of the outputs (rows, p) of `columns`, which reads the columns `read` of a formula as independent ones.
+def _moments(design: Design, term: Coded) -> Moments:
+    """Moments of a term's columns, as if the columns that it reads were independent.
 
-    They are computed on a grid of all levels, and of numbers with the agreed mean and sd; the weight of a row is the
-    product of its levels' shares. They are exact for levels, numbers and products of these. Rows where a function is
-    NaN are left out.
+    They are computed on a grid of all levels, and of numbers with the agreed mean and sd: exact for levels, numbers and
+    products of these. Rows where a function is NaN are left out.
     """
-    frame, weight = grid(read, terms, agreement)
-    values = columns(frame)
+    read = {name for one in term.term for name in expressions.columns(design.terms.trees[one], design.constants)}
+    frame, weight = grid(read, design.terms, design.agreement)
+    values = design._columns([term], frame, _AGREED)
     counted = np.isfinite(values)
     weights = np.where(counted, weight[:, None], 0.0)
     total = weights.sum(axis=0)
@@ -540,29 +507,24 @@ _POWERS = (expressions.POLYNOMIAL, "np.square", "np.power")
 _COLLINEAR = 1e-7  # relative residual of a column that the others determine
 
 
-def far_from_zero(terms: Terms, agreement: Agreement, left: Array, scale: Array, least: float) -> list[str]:
+def far_from_zero(design: Design, least: float) -> list[str]:
     """Messages on numeric columns with a mean above `least` sds in effects, or in products without `center`.
 
-    Effects (1 + x | site) of such a column have their intercept at x = 0, far from all rows, which identify only the
-    sum with the slope's part: two sds and a correlation are nearly one number. So it is for coefficients of x and of x²
-    or x:z, where `left` is the residual sd given other columns, and `scale` the sd.
+    Effects (1 + x | site) of such a column have their intercept at x = 0, far from all rows, so that two sds and a
+    correlation are nearly one number. So it is for coefficients of x and of x² or x:z.
     """
-    messages = []
-    for name in _far(terms, agreement, least):
-        column = agreement.columns[name]
+    messages, terms = [], design.terms
+    for name in _far(terms, design.agreement, least):
+        column = design.agreement.columns[name]
         far = f"{name!r} is far from 0, {column.mean:.6g} on average with an sd of {column.sd:.3g}"
         for group, group_sum in zip(terms.groups, terms.sums[1:], strict=True):
             if any(_stands_in(name, term, terms) for term in group_sum.terms):
                 of = "/".join(group.factor)
-                messages.append(
-                    f"{far}, so that its effects by {of!r} are collinear with those of the intercept: write "
-                    f"(1 + center({name}) | {of})"
-                )
+                remedy = f"write (1 + center({name}) | {of})"
+                messages.append(f"{far}, so that its effects by {of!r} are collinear with the intercept's: {remedy}")
         products = _products(name, terms)
-        if products and np.any(scale > least * left):
-            messages.append(
-                f"{far}, so that {products[:4]} are collinear with other terms: write center({name}) in its place"
-            )
+        if products and np.any(design.scale > least * design.left):
+            messages.append(f"{far}, so that {products[:4]} are collinear with other terms: write center({name})")
     return messages
 
 
@@ -573,23 +535,25 @@ def touched(terms: Terms, agreement: Agreement) -> list[str]:
     return [term for term in terms.common if products and _read(terms, terms.factors[term]) <= read]
 
 
-def left_by_others(
-    some: list[str], terms: Terms, agreement: Agreement, columns: Callable[[pd.DataFrame], Array]
-) -> Array:
-    """Residual sds of columns of `some` terms given the others and a constant, (p,); NaN for collinear ones."""
+def _left(design: Design) -> Array:
+    """Residual sds of common columns given the others that are `touched` and a constant, (p,), at most their sds."""
+    terms, left = design.terms, np.array(design.scale)
+    if not (some := touched(terms, design.agreement)):
+        return left
+    those = np.isin([name for name in terms.common for _ in design.labels[name]], some)
     read = {name for one in some for name in _read(terms, terms.factors[one])}
-    frame, weight = grid(read, terms, agreement)
-    values = columns(frame)
-    usable = np.isfinite(values).all(axis=1)
-    values, weight = values[usable], weight[usable] / max(weight[usable].sum(), 1e-300)
-    apart = values - weight @ values
-    sd = np.sqrt(weight @ apart**2)
-    residual_sd = np.full(len(sd), np.nan)
-    if len(values) > len(sd) and np.all(sd > 0):
-        root = np.linalg.qr(np.sqrt(weight)[:, None] * apart / sd, mode="r")
-        if np.min(np.abs(np.diag(root))) > _COLLINEAR:
-            residual_sd = sd / np.linalg.norm(np.linalg.inv(root), axis=1)
-    return residual_sd
+    frame, weight = grid(read, terms, design.agreement)
+    with np.errstate(all="ignore"):
+        values = design.common(frame, _AGREED)[:, those]
+        usable = np.isfinite(values).all(axis=1)
+        values, weight = values[usable], weight[usable] / max(weight[usable].sum(), 1e-300)
+        apart = values - weight @ values
+        sd = np.sqrt(weight @ apart**2)
+        if len(values) > len(sd) and np.all(sd > 0):
+            root = np.linalg.qr(np.sqrt(weight)[:, None] * apart / sd, mode="r")
+            if np.min(np.abs(np.diag(root))) > _COLLINEAR:
+                left[those] = np.fmin(sd / np.linalg.norm(np.linalg.inv(root), axis=1), left[those])
+    return left
 
 
 def _far(terms: Terms, agreement: Agreement, least: float) -> list[str]:

@@ -12,11 +12,12 @@ import pandas as pd
 import pymc as pm
 
 from fedppl.data import frames, missing
+from fedppl.data.frames import is_text
 from fedppl.formulas import checks
-from fedppl.formulas.agreement import OTHER, Agreement, Told, agreed, as_texts, is_text, tell
+from fedppl.formulas.agreement import OTHER, Agreement, Told, agreed, as_texts, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.design import standing_for_all
-from fedppl.formulas.predictor import coords, has_intercept
+from fedppl.formulas.predictor import coords
 from fedppl.formulas.terms import variable
 from fedppl.model.summaries import Estimate, Table, normal
 from fedppl.types import Array, DataError, DeclarationError
@@ -43,13 +44,7 @@ def asked(built: Formula) -> Asked:
     response, family = built.terms.response.columns[:1], built.family
     names = tuple(dict.fromkeys([*built.terms.columns, *response]))
     levels = (*built.terms.levels, *built.levels, *response[: family.outcome == "level"])
-    scaled = built.terms.response.kind != "proportion" and family.outcome in (
-        "real",
-        "positive",
-        "unit",
-        "count",
-        "time",
-    )
+    scaled = built.terms.response.kind != "proportion" and family.outcome not in ("binary", "level")
     unscaled = () if scaled else tuple(name for name in response if name not in built.terms.columns)
     return Asked(names, tuple(dict.fromkeys(levels)), unscaled)
 
@@ -88,15 +83,14 @@ def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[
     summaries = tell(sized(built, rows), question.names, question.levels, min_count)
     for name in question.unscaled:
         if not summaries[name].text:
-            summaries[name] = Told(summaries[name].rows, 0.0, 0.0, {}, summaries[name].rows > 0)
+            summaries[name] = Told(summaries[name].rows, withheld=summaries[name].rows > 0)
     return summaries
 
 
 def without_rare(agreement: Agreement, rows: Mapping[str, Any], fewest: float) -> tuple[dict[str, Any], int]:
     """A client's columns without rows of unlisted levels, if these are fewer than `fewest`; and their number.
 
-    Such rows would disclose themselves: in whether the client takes part, and in its replies where they have a level of
-    their own. More rows get the level "other" if there is one, else the client takes no part.
+    Such rows would disclose themselves. More rows get the level "other" if there is one, else the client takes no part.
     """
     count = max((len(values) for values in rows.values() if np.ndim(values)), default=0)
     gone = np.zeros(count, dtype=bool)
@@ -116,25 +110,13 @@ def together(
     built: Formula, clients: Mapping[str, Mapping[str, Told]], *, others: bool, believed: bool = True
 ) -> Formula:
     """The formula with the agreement from all clients' summaries."""
-    outcomes, unscaled, constant = built.terms.response.columns, asked(built).unscaled, built.may_be_constant
-    agreement = agreed(
-        clients,
-        built.levels,
-        others=others,
-        unscaled=unscaled,
-        closed=outcomes,
-        constant=constant,
-        listed=built.orders,
-        believed=believed,
-    )
-    for name in [name for name, order in built.orders.items() if order is None and agreement.columns[name].levels]:
-        logger.warning(
-            "tables of clients have the categories of %r in different orders, or some have none: its levels are %s; "
-            "pass levels={%r: [...]} for another order, whose first level is the reference",
-            name,
-            list(agreement.columns[name].levels),
-            name,
-        )
+    outcomes = built.terms.response.columns
+    rules: dict[str, Any] = {"unscaled": asked(built).unscaled, "closed": outcomes, "constant": built.may_be_constant}
+    agreement = agreed(clients, built.levels, others=others, listed=built.orders, believed=believed, **rules)
+    for name, order in built.orders.items():
+        if order is None and (levels := agreement.columns[name].levels):
+            said = "categories of %r have different orders, or none, at clients: levels are %s; pass levels={%r: ...}"
+            logger.warning(said, name, list(levels), name)
     checks.require_two(built.family, outcomes[0], agreement)
     return built.agreed(agreement)
 
@@ -185,7 +167,8 @@ def example(built: Formula) -> dict[str, Array]:
     assert built.design is not None
     agreement: Agreement = built.design.agreement
     frame = standing_for_all(built.terms, agreement).iloc[:_EXAMPLE_ROWS]
-    rows = {str(name): np.asarray(frame[name], dtype=_kind(agreement, name)) for name in frame}
+    numeric = {name for name, column in agreement.columns.items() if not column.levels}
+    rows = {str(name): np.asarray(frame[name], dtype=float if name in numeric else object) for name in frame}
     name, outcome = built.terms.response.columns[0], built.family.outcome
     column, place = agreement.columns[name], np.arange(_EXAMPLE_ROWS)
     if outcome == "time":
@@ -202,11 +185,6 @@ def example(built: Formula) -> dict[str, Array]:
     if built.terms.response.kind == "proportion":
         rows[built.terms.response.columns[1]] = np.full(_EXAMPLE_ROWS, 2)
     return rows if built.weights is None else {**rows, built.weights: np.ones(_EXAMPLE_ROWS)}
-
-
-def _kind(agreement: Agreement, name: Any) -> Any:
-    column = agreement.columns.get(name)
-    return object if column is None or column.levels else float
 
 
 # Clients of a formula with an estimate of its coefficients, or a table of counts, in place of rows --------------------
@@ -238,8 +216,7 @@ class EstimateOf:
         common = [label for labels in design.labels.values() for label in labels]
         effects = [set(labels) for labels in design.group_labels]
         own_labels = [labels for labels, group in zip(effects, self.formula.terms.groups, strict=True) if _own(group)]
-        first = ["Intercept"] if has_intercept(self.formula.terms, self.formula.family) else []
-        known = {*first, *common, *set().union(*own_labels)}
+        known = ({"Intercept"} & {*self.formula.coefficients}) | {*common, *set().union(*own_labels)}
         short = {name: labels[0] for name, labels in design.labels.items() if len(labels) == 1}
         given = [name if name in known else variable(name) for name in data.names]
         names = [short.get(name, name) for name in given]
@@ -287,11 +264,11 @@ def as_rows(formula: Formula, clients: Any) -> Any:
         return clients
     if formula.family.outcome != "binary":
         raise DataError(f"tables of events need a family like 'bernoulli', and this one is {formula.family.name!r}.")
-    response = formula.terms.response.columns[0]
-    return {
-        k: frames.of_formula(given.rows(response), f"client {str(k)!r}") if isinstance(given, Table) else given
-        for k, given in clients.items()
-    }
+    response, as_tables = formula.terms.response.columns[0], dict(clients)
+    for k, given in clients.items():
+        if isinstance(given, Table):
+            as_tables[k] = frames.of_formula(given.rows(response), f"client {str(k)!r}")
+    return as_tables
 
 
 def _own(group: Any) -> bool:

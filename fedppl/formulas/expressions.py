@@ -29,6 +29,7 @@ _CLOSES = {"(": ")", "[": "]", "{": "}"}
 _SKIPPED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"")
 _NAME = re.compile(r"[^\W\d]\w*")
 _MARK = "quoted__"
+_NOT_CLOSED = "its parentheses do not match; write it like 'y ~ age + arm + (1 | site)'"
 OF_ROWS = "offset"
 
 
@@ -77,8 +78,7 @@ def cut(formula: str, right: str) -> Pieces:
         end = at + 1 + (_depths(tokens[at:]).index(0) if tokens[at].text == "(" else 0)
         inside = tokens[at + 1 : end - 1]
         bars = _bars(inside)
-        is_offset = tokens[at].kind == "factor" and tokens[at].text.startswith(f"{OF_ROWS}(")
-        if bars or is_offset:
+        if bars or _is_offset(tokens[at]):
             _require_summand(formula, tokens, at, end, "(1 | site)" if bars else "offset(x)")
             if bars:
                 effects.append(Effects(tuple(inside[: bars[0]]), tuple(inside[bars[0] + 1 :])))
@@ -88,16 +88,18 @@ def cut(formula: str, right: str) -> Pieces:
                 common.pop()
             elif end < len(tokens) and tokens[end].text == "+":
                 end += 1
-            at = end
-            continue
-        if any(token.text == "|" for token in tokens[at:end]):
+        elif any(token.text == "|" for token in tokens[at:end]):
             raise _unreadable(formula, "write effects in parentheses of their own, + (1 | site)")
-        common += tokens[at:end]
+        else:
+            common += tokens[at:end]
         at = end
-    rest = [*common, *(token for part in effects for token in part.effects)]
-    if any(token.kind == "factor" and token.text.startswith(f"{OF_ROWS}(") for token in rest):
+    if any(map(_is_offset, [*common, *(token for part in effects for token in part.effects)])):
         raise _unreadable(formula, "offset(...) is a summand of its own; write + offset(x)")
     return Pieces(tuple(common), tuple(offsets), tuple(effects))
+
+
+def _is_offset(token: Token) -> bool:
+    return token.kind == "factor" and token.text.startswith(f"{OF_ROWS}(")
 
 
 def _tokens(formula: str, text: str) -> list[Token]:
@@ -157,52 +159,43 @@ def _closed(formula: str, text: str, begin: int) -> int:
                 break
             if not open_:
                 return at
-    raise _unreadable(formula, "its parentheses do not match; write it like 'y ~ age + arm + (1 | site)'")
+    raise _unreadable(formula, _NOT_CLOSED)
 
 
 def _python(formula: str, text: str) -> str:
     """A call with valid Python names for columns."""
+
+    def written_as(match: re.Match[str]) -> str:  # quoted, if Python would normalise it, or it begins like a quoted one
+        is_same = unicodedata.normalize("NFKC", match[0]) == match[0] and not match[0].startswith(_MARK)
+        return match[0] if is_same else quoted(match[0])
+
     parts = re.split(r"(`[^`]*`)", text)
-    names = [
-        quoted(_named(formula, part[1:-1])) if part.startswith("`") else _NAME.sub(_as_written, part) for part in parts
-    ]
-    return "".join(names)
-
-
-def _as_written(match: re.Match[str]) -> str:
-    """Quote a name that Python would normalise, or that begins like a quoted one."""
-    name = match[0]
-    is_same = unicodedata.normalize("NFKC", name) == name and not name.startswith(_MARK)
-    return name if is_same else quoted(name)
+    return "".join(
+        quoted(_named(formula, part[1:-1])) if part.startswith("`") else _NAME.sub(written_as, part) for part in parts
+    )
 
 
 def _require_syntax(formula: str, tokens: Sequence[Token]) -> None:
     """Refuse syntax of other packages, and syntax that would silently mean something else."""
     texts, depths = [token.text for token in tokens], [0, *_depths(tokens)]
-    not_closed = min(depths) < 0 or depths[-1] != 0
-    pairs = list(zip(tokens, tokens[1:], strict=False))
+    pairs = list(itertools.pairwise(tokens))
     wrong = {
         "it has nothing right of ~; write 'y ~ 1' for an intercept alone": not tokens,
         "write (... | site), with correlated=False, for ||": "||" in texts,
         "write I(x**2) for a power, a * b or (a + b)**2 for interactions": "^" in texts,
         "write a:b, or a/b for nested factors": "%in%" in texts or "%" in texts,
         "name the columns that . stands for": "." in texts,
-        "it has signs that no formula has; there are + - * / : | ** and functions": any(
-            token.kind == "other" for token in tokens
-        ),
+        "it has signs that no formula has; there are + - * / : | ** and functions": "other" in {t.kind for t in tokens},
         "put an operator between two terms, and a name of several words into backquotes, `a b`": any(
             (token.kind != "sign" or token.text == ")") and (after.kind != "sign" or after.text == "(")
             for token, after in pairs
         ),
-        "its parentheses do not match; write it like 'y ~ age + arm + (1 | site)'": not_closed,
-        "write I(x**2) for a power of a column": any(
-            after.text == "**" and token.kind == "factor" for token, after in pairs
-        ),
+        _NOT_CLOSED: min(depths) < 0 or depths[-1] != 0,
+        "write I(x**2) for a power of a column": any(two.text == "**" and one.kind == "factor" for one, two in pairs),
         "write effects in parentheses, + (1 | site)": bool(_bars(tokens)),
     }
-    for remedy, is_so in wrong.items():
-        if is_so:
-            raise _unreadable(formula, remedy)
+    if remedies := [remedy for remedy, is_so in wrong.items() if is_so]:
+        raise _unreadable(formula, remedies[0])
 
 
 def _depths(tokens: Sequence[Token]) -> list[int]:
@@ -272,13 +265,12 @@ def read(source: str, constants: Collection[str]) -> ast.expr:
         tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DeclarationError(
-            f"{_shown(source)} cannot be read: {getattr(error, 'msg', error)}; write functions like np.log(x), and "
-            "columns' names with other signs in backquotes."
+            f"{_shown(source)} cannot be read: {getattr(error, 'msg', error)}; write np.log(x), or `odd name`."
         ) from error
     try:
         _require(tree, tree, tuple(constants), 0)
-    except RecursionError as error:  # where the tree is written
-        raise _too_deep(_shown(source)) from error
+    except RecursionError as error:  # below, or where the tree is written
+        raise DeclarationError(f"{_shown(source)[:80]} is nested too deeply; compute a column before.") from error
     return tree
 
 
@@ -306,9 +298,10 @@ def arguments(call: ast.Call) -> dict[str, ast.expr]:
 
 def level_column(tree: ast.expr) -> str | None:
     """The column of ``C(column)``; None for another factor."""
-    if calls(tree) != LEVELS or not isinstance(tree, ast.Call) or not isinstance(column := tree.args[0], ast.Name):
-        return None
-    return unquoted(column.id)
+    match tree:
+        case ast.Call(args=[ast.Name(id=name), *_]) if calls(tree) == LEVELS:
+            return unquoted(name)
+    return None
 
 
 def operands(node: ast.AST) -> list[ast.expr]:
@@ -356,7 +349,7 @@ def is_truth(tree: ast.expr) -> bool:
 def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: int) -> None:
     """Refuse a node, or one below it, that is not on the list."""
     if depth > _DEEPEST:
-        raise _too_deep(_shown(ast.unparse(whole)))
+        raise RecursionError
     below = functools.partial(_require, whole=whole, constants=constants, depth=depth + 1)
     match node:
         case ast.Constant(value=bool() | int() | float()) | ast.Name():
@@ -377,13 +370,8 @@ def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: 
         case _:
             raise DeclarationError(
                 f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}, and formulas have names, numbers, "
-                "+ - * / // % ** < <= > >= == != & |, np.pi and functions of single values, such as np.log(x); compute "
-                "a column before."
+                "signs of arithmetic and comparison, np.pi and functions such as np.log(x); compute a column before."
             )
-
-
-def _too_deep(text: str) -> DeclarationError:
-    return DeclarationError(f"{text[:80]} is nested too deeply; compute a column before.")
 
 
 def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -> None:
@@ -402,8 +390,7 @@ def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -
     elif name in CENTRED:
         if words or count != 1 or not isinstance(call.args[0], ast.Name):
             raise DeclarationError(
-                f"{text} needs the mean of a computed value over all clients; compute a column of its own, or write "
-                f"{name}(column)."
+                f"{text} needs a mean over all clients; compute a column of its own, or write {name}(column)."
             )
     elif name == "I":
         if words or count != 1:
@@ -418,27 +405,22 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
     """Check functions with several columns: levels, splines and polynomials."""
     if name == LEVELS and (call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name)):
         raise DeclarationError(
-            f"{text}: all clients agree on levels and their reference; write C(column) alone, and the order of its "
-            "levels as levels={'column': [...]}."
+            f"{text}: clients agree on levels; write C(column) alone, and an order as levels={{'column': [...]}}."
         )
     if not outermost:
         raise DeclarationError(
-            f"{text} calls {name}(), which has several columns, within another function; write it as a term of its "
-            "own, or compute the column before."
+            f"{text} calls {name}(), which has several columns; write it as a term of its own, or compute a column."
         )
     if name == LEVELS:
         return
     given = arguments(call)
     strange = sorted(set(given) - {"x", *_KEYWORDS[name]})
     if "x" not in given or len(given) < len(call.args) + len(call.keywords):
-        raise DeclarationError(
-            f"{text} has no column, or too many arguments; write {name}(x, ...), each argument once."
-        )
+        raise DeclarationError(f"{text} has no column, or too many arguments; write {name}(x, ...), each once.")
     of_rows = sorted({column for one in _AGREED if one in given for column in columns(given[one], constants)})
     if of_rows and name == SPLINE:
         raise DeclarationError(
-            f"{text} reads knots or bounds from {of_rows}, which would be columns of each client; pass constants, "
-            f"formula(..., constants={{{of_rows[0]!r}: ...}})."
+            f"{text} has knots or bounds from {of_rows}, columns of each client; say constants={{{of_rows[0]!r}: ...}}."
         )
     if name == SPLINE and (strange or not set(_AGREED) <= set(given)):
         raise DeclarationError(
@@ -456,8 +438,6 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
 
 
 def _unknown(name: str, text: str) -> DeclarationError:
-    if name in ("S", "T", "binary"):
-        return DeclarationError(f"{text}: all clients agree on levels and their reference; write C(column) alone.")
     if name.startswith("np."):
         return DeclarationError(
             f"{text} calls {name!r}, which is none of NumPy's functions of single values that formulas know. Compute a "

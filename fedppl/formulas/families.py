@@ -27,16 +27,6 @@ class Scales(NamedTuple):
     cuts: tuple[float, ...] = ()  # of times, of a piecewise hazard
 
 
-def log_mean(scales: Scales) -> float:
-    """Log of the outcome's mean, which may be 0 after rounding by sites."""
-    return float(np.log(scales.mean if scales.mean > 0 else 1e-6))
-
-
-def relative_variance(scales: Scales) -> float:
-    """Variance of the outcome over the square of its mean."""
-    return (scales.sd / scales.mean) ** 2 if scales.mean > 0 else 1.0
-
-
 class Drawn(NamedTuple):
     """A distribution of PyMC, or one of fedppl with a `logp`."""
 
@@ -50,6 +40,7 @@ class Drawn(NamedTuple):
 
 
 Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn]
+Shapes = Callable[[Scales], Mapping[str, Prior]]
 
 
 class Family(NamedTuple):
@@ -62,7 +53,7 @@ class Family(NamedTuple):
     mean: Callable[[Array, Mapping[str, Array], Scales, float | None], Array]
     outcome: str  # kind of numbers that outcomes are: "real", "positive", "unit", "binary", "count", "level" or "time"
     # priors of its other shared parameters, by name, from `Scales`
-    parameters: Callable[[Scales], Mapping[str, Prior]] = lambda scales: {}
+    parameters: Shapes = lambda scales: {}
     # prior mean of the linear predictor, from `Scales`
     center: Callable[[Scales], float] = lambda scales: 0.0
     # expected size of changes of the linear predictor, from `Scales`
@@ -83,11 +74,8 @@ def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None
     signature = drawn.signature or ",".join(["()"] * count)
 
     def logp(value: Any, *given: Any) -> Any:
-        of_row = (
-            pm.logp(drawn.distribution.dist(**dict(zip(names, given, strict=False))), value)
-            if plain is None
-            else plain(value, *given[:count])
-        )
+        own = dict(zip(names, given, strict=False))
+        of_row = pm.logp(drawn.distribution.dist(**own), value) if plain is None else plain(value, *own.values())
         return of_row if weights is None else given[count] * of_row
 
     given = values if weights is None else (*values, weights)
@@ -109,43 +97,22 @@ def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None
         pm.CustomDist(name, *given, logp=logp, random=draw, dtype=drawn.dtype, observed=observed, **kind)
 
 
-_Parameters = Mapping[str, Any]
-_Data = Mapping[str, Any]
+# How outcomes are distributed, from the linear predictor, the family's own parameters and the client's arrays.
+_DRAWN: Mapping[str, Likelihood] = {
+    "gaussian": lambda eta, own, data, scales: Drawn(pm.Normal, {"mu": eta, "sigma": own["sigma"]}),
+    "student": lambda eta, own, data, scales: Drawn(pm.StudentT, {"nu": own["nu"], "mu": eta, "sigma": own["sigma"]}),
+    "bernoulli": lambda eta, own, data, scales: Drawn(pm.Bernoulli, {"logit_p": eta}),
+    "binomial": lambda eta, own, data, scales: Drawn(pm.Binomial, {"n": data["trials"], "logit_p": eta}),
+    "poisson": lambda eta, own, data, scales: Drawn(pm.Poisson, {"mu": pt.exp(eta)}),
+    "negative": lambda eta, own, data, scales: Drawn(pm.NegativeBinomial, {"mu": pt.exp(eta), "alpha": own["alpha"]}),
+    "gamma": lambda eta, own, data, scales: Drawn(
+        pm.Gamma, {"alpha": own["alpha"], "beta": own["alpha"] * pt.exp(-eta)}
+    ),
+    "beta": lambda eta, own, data, scales: Drawn(pm.Beta, {"mu": pm.math.invlogit(eta), "nu": own["kappa"]}),
+}
 
 
-def _gaussian(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
-    return Drawn(pm.Normal, {"mu": eta, "sigma": parameters["sigma"]})
-
-
-def _student(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
-    return Drawn(pm.StudentT, {"nu": parameters["nu"], "mu": eta, "sigma": parameters["sigma"]})
-
-
-def _bernoulli(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
-    return Drawn(pm.Bernoulli, {"logit_p": eta})
-
-
-def _binomial(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
-    return Drawn(pm.Binomial, {"n": data["trials"], "logit_p": eta})
-
-
-def _poisson(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
-    return Drawn(pm.Poisson, {"mu": pt.exp(eta)})
-
-
-def _negative_binomial(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
-    return Drawn(pm.NegativeBinomial, {"mu": pt.exp(eta), "alpha": parameters["alpha"]})
-
-
-def _gamma(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
-    return Drawn(pm.Gamma, {"alpha": parameters["alpha"], "beta": parameters["alpha"] * pt.exp(-eta)})
-
-
-def _beta(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
-    return Drawn(pm.Beta, {"mu": pm.math.invlogit(eta), "nu": parameters["kappa"]})
-
-
-def _ordinal(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+def _ordinal(eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any], scales: Scales) -> Drawn:
     given = {"eta": eta, "threshold": parameters["threshold"]}
     return Drawn(None, given, "(),(k)", _log_level, _draw_level, "ordered_logistic", "int64")
 
@@ -167,7 +134,7 @@ def _draw_level(eta: Array, cuts: Array, rng: Any = None, size: Any = None) -> A
     return np.asarray(np.sum(latent[..., None] > cuts, axis=-1))
 
 
-def _categorical(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+def _categorical(eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any], scales: Scales) -> Drawn:
     return Drawn(pm.Categorical, {"logit_p": pt.concatenate([pt.zeros_like(eta[:, :1]), eta], axis=1)}, "(k)")
 
 
@@ -206,14 +173,15 @@ def _precise(name: str, relative: float) -> Mapping[str, Prior]:
     return {name: Prior("LogNormal", mu=-float(np.log(relative)), sigma=3.0)}
 
 
-def _alpha(scales: Scales) -> Mapping[str, Prior]:
-    return _precise("alpha", relative_variance(scales))
+def _alpha(scales: Scales, share: float = 1.0) -> Mapping[str, Prior]:
+    """Prior of 1 / relative variance, of which a share is not Poisson's."""
+    return _precise("alpha", share * ((scales.sd / scales.mean) ** 2 if scales.mean > 0 else 1.0))
 
 
 def _alpha_of_counts(scales: Scales) -> Mapping[str, Prior]:
     # Share of the variance beyond Poisson's; at least a quarter, since moments may be rounded.
     beyond = 1.0 - scales.mean / scales.sd**2 if scales.mean > 0 else 1.0
-    return _precise("alpha", relative_variance(scales) * max(beyond, 0.25))
+    return _alpha(scales, max(beyond, 0.25))
 
 
 def _concentration(scales: Scales) -> Mapping[str, Prior]:
@@ -228,12 +196,13 @@ def _thresholds(scales: Scales) -> Mapping[str, Prior]:
     return {"threshold": Prior("Normal", mu=0.0, sigma=2.5, shape=count, default_transform=ordered, initval=start)}
 
 
-def _mean(scales: Scales) -> float:
-    return scales.mean
+# Of outcomes on the scale of the linear predictor.
+_MOMENTS: tuple[Callable[[Scales], float], Callable[[Scales], float]] = (lambda own: own.mean, lambda own: own.sd)
 
 
-def _sd(scales: Scales) -> float:
-    return scales.sd
+def log_mean(scales: Scales) -> float:
+    """Log of the outcome's mean, which may be 0 after rounding by sites."""
+    return float(np.log(scales.mean if scales.mean > 0 else 1e-6))
 
 
 def _logit_mean(scales: Scales) -> float:
@@ -353,11 +322,7 @@ def _piecewise_hazard(cuts: Sequence[float]) -> _Hazard:
 
 
 def _of_times(
-    name: str,
-    hazard: Callable[[Sequence[float]], _Hazard],
-    shapes: Callable[[Scales], Mapping[str, Prior]],
-    sign: float,
-    link: str,
+    name: str, hazard: Callable[[Sequence[float]], _Hazard], shapes: Shapes, sign: float, link: str
 ) -> Family:
     def likelihood(eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any], scales: Scales) -> Drawn:
         kind, beside = hazard(scales.cuts), {"eta": eta, **parameters}
@@ -449,14 +414,14 @@ SURVIVAL = (
 FAMILIES: Mapping[str, Family] = {
     one.name: one
     for one in (
-        Family("gaussian", _gaussian, _itself, "real", _sigma, _mean, _sd),
-        Family("student", _student, _itself, "real", _sigma_and_nu, _mean, _sd),
-        Family("bernoulli", _bernoulli, _inverse_logit, "binary", link="logit"),
-        Family("binomial", _binomial, _inverse_logit, "count", responses=("proportion",), link="logit"),
-        Family("poisson", _poisson, _exponential, "count", center=log_mean, link="log"),
-        Family("negativebinomial", _negative_binomial, _exponential, "count", _alpha_of_counts, log_mean, link="log"),
-        Family("gamma", _gamma, _exponential, "positive", _alpha, log_mean, link="log"),
-        Family("beta", _beta, _inverse_logit, "unit", _concentration, _logit_mean, link="logit"),
+        Family("gaussian", _DRAWN["gaussian"], _itself, "real", _sigma, *_MOMENTS),
+        Family("student", _DRAWN["student"], _itself, "real", _sigma_and_nu, *_MOMENTS),
+        Family("bernoulli", _DRAWN["bernoulli"], _inverse_logit, "binary", link="logit"),
+        Family("binomial", _DRAWN["binomial"], _inverse_logit, "count", responses=("proportion",), link="logit"),
+        Family("poisson", _DRAWN["poisson"], _exponential, "count", center=log_mean, link="log"),
+        Family("negativebinomial", _DRAWN["negative"], _exponential, "count", _alpha_of_counts, log_mean, link="log"),
+        Family("gamma", _DRAWN["gamma"], _exponential, "positive", _alpha, log_mean, link="log"),
+        Family("beta", _DRAWN["beta"], _inverse_logit, "unit", _concentration, _logit_mean, link="logit"),
         Family("ordinal", _ordinal, _of_levels, "level", _thresholds, link="logit", intercept=False),
         Family("categorical", _categorical, _softmax, "level", link="logit against the reference", several=True),
         *SURVIVAL,

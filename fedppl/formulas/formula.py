@@ -121,10 +121,8 @@ def formula(
         raise DeclarationError(f'weights={shown(weights)} is no name of a column; give one, such as "n".')
     by_name = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
     given = {variable(str(name)): prior for name, prior in by_name.items()}
-    order = {
-        name: checks.order_of(name, listed)
-        for name, listed in checks.mapping("levels", levels, '{"dose": ["low", "high"]}').items()
-    }
+    by_column = checks.mapping("levels", levels, '{"dose": ["low", "high"]}')
+    order = {name: checks.order_of(name, listed) for name, listed in by_column.items()}
     built = Formula(formula, declared, outcomes, given, correlated, order, known, weights)
     require_names(built)
     for name, prior in given.items():
@@ -215,13 +213,13 @@ def _agreed(model: FederatedModel, clients: Mapping[Any, Any], min_count: int, w
     """The agreement of clients by their rows."""
     built = _formula(model)
     what, summaries = asked(built), {}
-    with_rows = {client_id: given for client_id, given in clients.items() if not isinstance(given, Estimate)}
-    for client_id, given in with_rows.items():
-        checks.columns([name for name in built.columns if name not in given], given, f"client {str(client_id)!r}")
-        check_rows(built, given, str(client_id))
+    with_rows = {str(k): given for k, given in clients.items() if not isinstance(given, Estimate)}
+    for k, given in with_rows.items():
+        checks.columns([name for name in built.columns if name not in given], given, f"client {k!r}")
+        check_rows(built, given, k)
         rows = sized(built, given)
         parts = tell(rows, what.names, what.levels, min_count)
-        summaries[str(client_id)] = {name: rare(part, np.asarray(rows[name])) for name, part in parts.items()}
+        summaries[k] = {name: rare(part, np.asarray(rows[name])) for name, part in parts.items()}
     if not summaries:
         raise DataError("all clients gave estimates, and levels and scales need rows; give those of one client.")
     if built.family.name == "ordinal" and built.terms.response.columns[0] not in built.levels:
@@ -235,21 +233,18 @@ def of_told(
     """The agreement from clients' summaries, whose numbers of rows are bounded unless `believed`."""
     built = together(_formula(model), summaries, others=withheld == "other", believed=believed)
     assert built.design is not None
-    checks.require_no_numbers(built.design.agreement, asked(built).levels)
-    checks.require_no_dates(built.design.agreement, asked(built).levels)
+    checks.require_levels(built.design.agreement, asked(built).levels)
     units = strange(summaries)
     sizes = [] if believed else strange_sizes(summaries)
     levels = [*strange_levels(summaries), *checks.odd_levels(built.design.agreement, asked(built).levels)]
-    if units:
-        logger.warning(
-            "columns may be swapped, or units differ: %s; bring all clients to one unit", "; ".join(units[:5])
-        )
-    if sizes:
-        logger.warning("numbers of rows are out of proportion, and count for less: %s", "; ".join(sizes[:5]))
-    if far := built.far(SAID):
-        logger.warning("%s", "; ".join(far[:5]))
-    if levels:
-        logger.warning("levels may be mistaken: %s", "; ".join(levels[:5]))
+    for said, odd_ones in (
+        ("columns may be swapped, or units differ; bring all clients to one unit: %s", units),
+        ("numbers of rows are out of proportion, and count for less: %s", sizes),
+        ("%s", built.far(SAID)),
+        ("levels may be mistaken: %s", levels),
+    ):
+        if odd_ones:
+            logger.warning(said, "; ".join(odd_ones[:5]))
     odd = (*units, *sizes, *levels)
     return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(summaries)))
 
@@ -259,30 +254,26 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any,
     data = as_rows(built, data)
     factor, one_frame = built.terms.client, isinstance(data, frames.Opened)
     by = factor if by is None and one_frame else by
-    if one_frame or isinstance(data, Mapping):
-        checks.tables(built, data, by)
-    checks.say_who_clients_are(built, data, by)
+    checks.tables(built, data, by)
     clients = frames.given(data) if by is None else tables.of_frame(data, by, built.columns, texts=True)
     if not isinstance(clients, Mapping) or not clients:
-        given_as = f"an empty {type(data).__name__}" if isinstance(data, Mapping) else type(data).__name__
-        raise DataError(f"data are {given_as}; pass a data frame with by=, or a mapping from client id to rows.")
-    if not isinstance(clients, Table):
-        wanted = built.columns if factor is None else (*built.columns, factor)
-        frames.require_by_client(clients, wanted)
-        with_factor = {
-            k: given if isinstance(given, Estimate) else frames.raw(given, wanted, f"client {str(k)!r}")
-            for k, given in clients.items()
-        }
-        checks.one_factor_a_client(built, with_factor)
-        clients = {
-            k: {name: column for name, column in rows.items() if name != factor} if isinstance(rows, Mapping) else rows
-            for k, rows in with_factor.items()
-        }
+        what = f"{'an empty ' if isinstance(data, Mapping) else ''}{type(data).__name__}"
+        raise DataError(f"data are {what}; pass a data frame with by=, or a mapping from client id to rows.")
     if isinstance(clients, Table):
         checks.limits(built, clients.columns, "the table")
     else:
+        wanted = built.columns if factor is None else (*built.columns, factor)
+        frames.require_by_client(clients, wanted)
+        whose = {k: f"client {str(k)!r}" for k in clients}
+        clients = {
+            k: given if isinstance(given, Estimate) else frames.raw(given, wanted, whose[k])
+            for k, given in clients.items()
+        }
+        checks.one_factor_a_client(built, clients)
         for k, rows in clients.items():
-            checks.limits(built, rows, f"client {str(k)!r}")
+            if isinstance(rows, dict):
+                rows.pop(factor, None)
+            checks.limits(built, rows, whose[k])
     if missing != gaps.OUTCOMES:
         complete: Mapping[Any, Any] = tables.complete(clients, missing)
         return complete
@@ -359,7 +350,7 @@ def remembering(model: FederatedModel, agreement: Any, data: Any = None) -> Fede
     known = () if agreement is None else agreement.columns
     if unknown := [name for name in asked(built).names if name not in known]:
         raise DeclarationError(
-            f"the file is of another declaration: {built.text!r} reads the columns {unknown}, and clients agreed on "
+            f"the file is of another declaration: {built.text!r} reads {unknown}, and clients agreed on "
             f"{sorted(known)}; pass what was fitted."
         )
     ordered = built if data is None else _formula(with_order(model, data))
@@ -424,16 +415,6 @@ _RESPONSES = {
 }
 
 
-def _require_cuts(cuts: Any) -> None:
-    values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
-    numbers = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
-    if not numbers or not np.all(np.diff([0.0, *numbers, np.inf]) > 0):
-        raise DeclarationError(
-            f"family='piecewise' needs cut points, and constants={{'cuts': {shown(cuts)}}} are none; give increasing "
-            "times above 0, constants={'cuts': [30, 90]}."
-        )
-
-
 def require_family(family: Family, terms: Terms, text: str, constants: Mapping[str, Any]) -> None:
     """Refuse a response, cut points or offsets that do not fit the family."""
     if terms.response.kind not in family.responses:
@@ -443,17 +424,16 @@ def require_family(family: Family, terms: Terms, text: str, constants: Mapping[s
             f"{families.taking(terms.response.kind)[:6]}."
         )
     if family.name == "piecewise":
-        _require_cuts(constants.get("cuts"))
+        cuts = constants.get("cuts")
+        values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
+        times = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
+        if not times or not np.all(np.diff([0.0, *times, np.inf]) > 0):
+            raise DeclarationError(
+                f"family='piecewise' needs cut points, and constants={{'cuts': {shown(cuts)}}} are none; give "
+                "increasing times above 0, constants={'cuts': [30, 90]}."
+            )
     if family.several and terms.offsets:
         raise DeclarationError(f"offset() needs one linear predictor, and family={family.name!r} has several.")
-
-
-def _dims(built: Formula, names: Sequence[str]) -> set[str]:
-    """Names of dims of draws and of tables."""
-    groups = {f"{tag(group)}_{what}" for group in built.terms.groups for what in ("effect", "pair")}
-    own_dims = {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")}
-    levels = {f"{built.terms.response.variable}_level"} if built.family.several else set()
-    return {"chain", "draw", "sample", *levels, *groups, *own_dims}
 
 
 def require_names(built: Formula) -> None:
@@ -472,10 +452,12 @@ def require_names(built: Formula) -> None:
     names = [*built.shared, built.terms.response.variable, *of_groups]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DeclarationError(
-            f"{twice} are names of columns of {built.text!r} and of variables of the model, {sorted(set(names))}; "
-            "rename these columns."
+            f"{twice} are names of columns of {built.text!r} and of variables of the model; rename these columns."
         )
-    if both := sorted(set(names) & _dims(built, names)):
+    dims = {f"{tag(group)}_{what}" for group in built.terms.groups for what in ("effect", "pair")}
+    dims |= {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")} | {"chain", "draw", "sample"}
+    dims |= {f"{built.terms.response.variable}_level"} if built.family.several else set()
+    if both := sorted(set(names) & dims):
         raise DeclarationError(
             f"{both} are names of columns of {built.text!r} and of dims of its results; rename these columns."
         )

@@ -111,10 +111,7 @@ def marginal_effects(
     shared = _stacked(fit.shared(**keywords)["posterior"])
     spec, names = built.spec, built.containers
     averages, sizes = {}, []
-    arrays = {client_id: fit.clients[client_id].arrays for client_id in ids}
-    each = {
-        k: rows_of(spec, {key: held[name] for key, name in names.items() if name in held}) for k, held in arrays.items()
-    }
+    each = {client_id: rows_of(spec, built.by_role(fit.clients[client_id].arrays)) for client_id in ids}
     has_levels = bool(spec.design.agreement.columns[column].levels)
     is_truth = not has_levels and _is_truth(fit, column, names)
     for client_id, rows in each.items():
@@ -144,17 +141,13 @@ def _is_truth(fit: Any, column: str, names: Mapping[str, str]) -> bool:
 
 
 def _formula_of(fit: Any, column: Any) -> Formula:
-    declared = getattr(fit, "declaration", None)
-    built = getattr(declared, "builder", None)
+    built = getattr(getattr(fit, "declaration", None), "builder", None)
     if not isinstance(fit, Fit) or not isinstance(built, Formula):
         raise DeclarationError(
-            "marginal effects need a fit of fedppl.formula; for another declaration compute them from "
-            "fit.client(id, predict=...)."
+            "marginal effects need a fit of fedppl.formula; for another, compute them from fit.client(id, predict=...)."
         )
     if column not in built.terms.columns:
-        raise DeclarationError(
-            f"column={shown(column)}: the columns of {built.text!r} are {list(built.terms.columns)}."
-        )
+        raise DeclarationError(f"column={shown(column)}: columns of {built.text!r} are {list(built.terms.columns)}.")
     if not isinstance(fit.algorithm.result.shared, Posterior):
         raise DeclarationError(f"{fit.algorithm.name} has no posterior to average over; use fedppl.EP().")
     require_arrived(fit, "fedppl.marginal_effects")
@@ -193,8 +186,8 @@ def _moved(value: Array, phi: Array, common_phi: Array) -> Array:
     """A client's averages at the common draws of φ, moved along their regression on φ; residuals stay."""
     if len(phi) < 5 * phi.shape[1]:
         raise DeclarationError(
-            f"{len(phi)} draws are too few for a regression of clients' averages on {phi.shape[1]} shared numbers; "
-            f"pass draws= for {5 * phi.shape[1]} or more over all chains."
+            f"{len(phi)} draws are too few to move averages by {phi.shape[1]} shared numbers; pass draws= for "
+            f"{5 * phi.shape[1]} or more over all chains."
         )
     centred = phi - phi.mean(axis=0)
     slopes, *_ = np.linalg.lstsq(centred, value - value.mean(axis=0), rcond=None)

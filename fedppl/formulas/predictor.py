@@ -164,17 +164,16 @@ def _beta(spec: Spec) -> Any:
     for name, prior in coefficients(spec).items():
         count = len(spec.design.labels[name])
         dims = (*((f"{name}_dim",) if is_labelled(name, spec.design.labels[name]) else ()), *spec.level_dim)
-        variable = prior.declared(name, **({"dims": dims} if dims else {}))
+        variable = prior.declared(name, dims=dims or None)
         parts.append(variable.reshape((count, len(spec.levels))) if spec.levels else pt.atleast_1d(variable))
     return pt.concatenate(parts) if parts else None
 
 
 def _intercept(spec: Spec, middle: Any) -> Any:
-    dims = {"dims": spec.level_dim} if spec.levels else {}
-    prior = intercept(spec)
+    prior, dims = intercept(spec), spec.level_dim or None
     if "Intercept" in spec.priors:
-        return prior.declared("Intercept", **dims)
-    return pm.Normal("Intercept", prior.parameters["mu"] - middle, prior.parameters["sigma"], **dims)
+        return prior.declared("Intercept", dims=dims)
+    return pm.Normal("Intercept", prior.parameters["mu"] - middle, prior.parameters["sigma"], dims=dims)
 
 
 def _correlation_root(partial: Any, count: int) -> Any:
@@ -197,8 +196,7 @@ def _effects(spec: Spec, number: int, data: Mapping[str, Any]) -> Any:
     """Effects that vary by a factor: local, with shared sds and correlations."""
     group, labels = spec.terms.groups[number], effect_labels(spec, number)
     names, start = spreads_of(spec, number), tag(group)
-    dims = {"dims": f"{start}_effect"} if len(labels) > 1 else {}
-    sd = pt.atleast_1d(sds(spec, number).declared(names[0], **dims))
+    sd = pt.atleast_1d(sds(spec, number).declared(names[0], dims=f"{start}_effect" if len(labels) > 1 else None))
     root: Any = None
     if len(names) > 1:
         partial = partials(spec, number).declared(names[1], dims=f"{start}_pair")
@@ -361,13 +359,11 @@ _EXACT = 1e-4  # relative to the slope
 def derivatives(
     columns: Callable[[pd.DataFrame, str | None], Array], table: pd.DataFrame, column: str, sd: float, what: str
 ) -> Array:
-    """Derivatives of ``columns(table, what)`` by a column, (n, q).
+    """Derivatives of ``columns(table, what)`` by a column, (n, q); refuse rows where no step is accurate.
 
-    A function's length scale differs between rows, as that of the logarithm does, and its domain may end at a row, as
-    that of the square root at 0 or of a spline at its bounds. So each row takes, of many steps, the one that agrees
-    best with a step ten times as long, with an allowance for rounding; one-sided where the domain ends.
-
-    Raises `DeclarationError` if no step is accurate in a row: the function is unbounded there, or jumps.
+    A function's length scale differs between rows, as the logarithm's, and its domain may end at one, as a spline's. So
+    each row takes, of many steps, the one that agrees best with a step ten times as long, but for rounding; one-sided
+    where the domain ends.
     """
     x = table[column].to_numpy(dtype=float)
     here = columns(table, what)
@@ -384,9 +380,8 @@ def derivatives(
     if np.any(unknown):
         row = int(np.argmax(unknown.any(axis=1)))
         raise DeclarationError(
-            f"{what}: a function of {column!r} has no finite slope in row {row}, where {column!r} is {x[row]:.6g}. Use "
-            "a function with a slope everywhere, such as np.log1p, or compare outcomes at two values of the column by "
-            "fit.client(id, predict=...)."
+            f"{what}: a function of {column!r} has no finite slope in row {row}, where {column!r} is {x[row]:.6g}; use "
+            "one with a slope everywhere, such as np.log1p, or compare two values by fit.client(id, predict=...)."
         )
     return best
 

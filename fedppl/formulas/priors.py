@@ -50,10 +50,9 @@ class Prior:
         distribution = getattr(pm, name, None) if isinstance(name, str) else None
         if name in ("LKJCholeskyCov", "LKJCorr"):
             raise DeclarationError(
-                f"Prior({name!r}): sds and correlations, which are LKJ(2) by default, have separate priors. "
-                'Give both by name: {"site_sd": fedppl.Prior("HalfNormal", sigma=1), "site_partial": '
-                'fedppl.Prior("Beta", alpha=2, beta=2)}, the second of (1 + r) / 2 of partial correlations r: for two '
-                "effects Beta(eta, eta) is LKJ(eta)."
+                f"Prior({name!r}): sds and correlations, LKJ(2) by default, have separate priors; give them by name, "
+                '{"site_sd": fedppl.Prior("HalfNormal", sigma=1), "site_partial": fedppl.Prior("Beta", alpha=2, beta=2)'
+                "}, the second of (1 + r) / 2 of partial correlations r: for two effects Beta(eta, eta) is LKJ(eta)."
             )
         if not (isinstance(distribution, type) and issubclass(distribution, pm.Distribution)):
             raise DeclarationError(
@@ -104,8 +103,7 @@ class Prior:
         """A bound, given or PyMC's default; NaN if it is not a number."""
         default = inspect.signature(getattr(pm, self.name).dist).parameters.get(name)
         given = self.parameters.get(name, None if default is None else default.default)
-        bound = np.asarray(given) if _are_numbers(given) else np.nan
-        return bound if np.asarray(bound).dtype.kind in "biuf" else np.nan
+        return np.asarray(given) if _are_numbers(given) and np.asarray(given).dtype.kind in "biuf" else np.nan
 
     def declared(self, name: str, **more: Any) -> Any:
         """Declare a variable with this prior in the open model."""
@@ -124,15 +122,13 @@ def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
             raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}): {key!r} must be positive.")
     low, high = parameters.get("lower"), parameters.get("upper")
     if _are_numbers(low) and _are_numbers(high) and not np.all(np.asarray(low) < np.asarray(high)):
-        raise DeclarationError(
-            f"Prior({name!r}, lower={_shown(low)}, upper={_shown(high)}): 'lower' must be below 'upper'."
-        )
-    known = inspect.signature(getattr(pm, name).dist).parameters
-    for key in parameters:  # PyMC before 6 refuses others itself
-        if key not in known and key not in (*_BESIDE, *_SHAPES):
-            raise DeclarationError(f"Prior({name!r}, ...) has no parameter {key!r}; see the parameters of pm.{name}.")
+        raise DeclarationError(f"Prior({name!r}, lower={_shown(low)}, upper={_shown(high)}): lower is not below upper.")
+    dist = getattr(pm, name).dist
+    known = (*inspect.signature(dist).parameters, *_BESIDE, *_SHAPES)  # PyMC before 6 refuses others itself
+    if unknown := [key for key in parameters if key not in known]:
+        raise DeclarationError(f"Prior({name!r}, ...) has no parameter {unknown[0]!r}; see those of pm.{name}.")
     try:
-        getattr(pm, name).dist(**{key: value for key, value in parameters.items() if key not in _BESIDE})
+        dist(**{key: value for key, value in parameters.items() if key not in _BESIDE})
     except Exception as error:  # PyMC and PyTensor raise errors of many kinds
         raise DeclarationError(
             f"Prior({name!r}, {', '.join(parameters)}) cannot be made: {error}; see the parameters of pm.{name}."

@@ -89,10 +89,8 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     groups, sums = _groups(formula, pieces.effects, names)
     summands = [_offset(text, constants) for text in pieces.offsets]
     if several := [tree for tree in summands if expressions.calls(tree) in expressions.OF_SEVERAL]:
-        raise DeclarationError(
-            f"offset({expressions.written(several[0])}) has several columns, and an offset is one number a row; "
-            "compute a column of its own before."
-        )
+        text = expressions.written(several[0])
+        raise DeclarationError(f"offset({text}) has several columns, not one number a row; compute a column before.")
     offsets = {f"offset({expressions.written(tree)})": tree for tree in summands}
     terms = [term for one in (common, *sums) for term in one.terms]
     used = {name for term in terms for name in term}
@@ -123,8 +121,7 @@ def _offset(text: str, constants: Collection[str]) -> ast.expr:
         tree = None
     if isinstance(tree, ast.Tuple):
         raise DeclarationError(
-            f"offset{expressions.written(tree)} has {len(tree.elts)} arguments, and an offset has one; write "
-            "offset(x), or a sum of several, offset(x) + offset(z)."
+            f"offset{expressions.written(tree)} has {len(tree.elts)} arguments, and an offset has one; write offset(x)."
         )
     return expressions.read(text, constants)
 
@@ -147,12 +144,10 @@ def _factors(
             raise DeclarationError(f"{name!r} stands as a term and is a constant; compute with it, I({name} * x).")
         if ast.dump(trees.setdefault(name, tree)) != ast.dump(tree):
             raise DeclarationError(f"{name!r} is a column and a computation of the same name; rename the column.")
-    if both := sorted(
-        {column for tree in trees.values() for column in expressions.columns(tree, constants)} & {*levels}
-    ):
+    computed = {column for tree in trees.values() for column in expressions.columns(tree, constants)}
+    if both := sorted(computed & {*levels}):
         raise DeclarationError(
-            f"{both} are levels in one place, C({both[0]}), and numbers in another; write C({both[0]}) everywhere, or "
-            "give the numbers as a column of another name."
+            f"{both} are levels in one place, C({both[0]}), and numbers in another; write C({both[0]}) everywhere."
         )
     return trees | {column: ast.Name(id=quoted(column)) for column in levels}, names, tuple(levels)
 
@@ -162,13 +157,13 @@ def _response(left: str) -> Response:
     if match is None:
         raise DeclarationError(
             f"the response {left.strip()!r} is not valid; give the name of a column, prop(successes, trials), "
-            'Surv(time, event) or Surv(lower, upper, "interval"); a logarithm is a column of its own.'
+            'Surv(time, event) or Surv(lower, upper, "interval"); what is computed is a column of its own.'
         )
     if match["call"] is None:
         return Response("plain", (match["name"].strip("`"),))
     if match["call"] not in _CALLS:
         raise DeclarationError(
-            f"the response calls {match['call']!r}; known are {sorted(_CALLS)}. Compute a column of its own before."
+            f"the response calls {match['call']!r}; known are {sorted(_CALLS)}: compute a column of its own before."
         )
     kind = _CALLS[match["call"]]
     columns = tuple(part.strip() for part in re.findall(r"(?:[^,`]|`[^`]*`)+", match["arguments"]))
@@ -200,7 +195,7 @@ def _groups(
                 shown = ":".join(factor)
                 raise DeclarationError(
                     f"effects vary by [{shown!r}] in two parentheses; write (1 + x | {shown}), with formula(..., "
-                    f"correlated=False) for independent ones; for groups within it write (1 | {shown}:group)."
+                    f"correlated=False) for independent ones, or (1 | {shown}:group) for groups within it."
                 )
             by_factor[factor] = effects if before is None or len(effects.terms) > len(before.terms) else before
         written.add(inner[-1])
@@ -234,8 +229,7 @@ def _client(groups: Sequence[Group], formula: str) -> str | None:
     outer = {group.factor[0] for group in groups}
     if len(outer) > 1:
         raise DeclarationError(
-            f"effects of {formula!r} vary by {sorted(outer)}, and one of them has to be within the other; write nested "
-            "groups as (1 | site/ward)."
+            f"effects of {formula!r} vary by {sorted(outer)}, and one is to be within the other; write (1 | site/ward)."
         )
     return outer.pop()
 
@@ -250,18 +244,14 @@ def _require_apart(
 ) -> None:
     """Refuse factors of groups that also have coefficients, or effects that vary by themselves."""
     if client in read:
-        raise DeclarationError(
-            f"{[client]} are factors of effects and have coefficients of their own too; leave one out."
-        )
+        raise DeclarationError(f"{[client]} are factors of effects with coefficients of their own too; leave one out.")
     for group, own in zip(groups, sums, strict=True):
-        inside = {column for term in own.terms for one in term for column in expressions.columns(trees[one], constants)}
+        inside, of = {one for term in own.terms for one in term}, ":".join(group.factor)
+        inside = {column for one in inside for column in expressions.columns(trees[one], constants)}
         if both := sorted(inside & set(group.factor)):
-            raise DeclarationError(
-                f"effects of {both} vary by {':'.join(group.factor)}, within which {both[0]!r} is the same; leave it "
-                f"out of (... | {':'.join(group.factor)})."
-            )
-        if twice := sorted({name for name in group.factor if group.factor.count(name) > 1}):
-            raise DeclarationError(f"effects vary by {':'.join(group.factor)}, which names {twice} twice.")
+            raise DeclarationError(f"{both} vary by {of}, within which each is the same; leave it out of (... | {of}).")
+        if len(set(group.factor)) < len(group.factor):
+            raise DeclarationError(f"effects vary by {of}, which names a column twice.")
 
 
 # The algebra of formulas and the coding of factors, by formulaic: terms and their columns -----------------------------
@@ -345,9 +335,7 @@ def _require_numbers(formula: str, tokens: Sequence[Token]) -> None:
         after = tokens[place + 1].text if place + 1 < len(tokens) else "+"
         if before == "**":
             if not (token.text.isdigit() and int(token.text) >= 1):
-                raise DeclarationError(
-                    f"formula={formula!r} has the power {token.text}; powers of sums are whole numbers from 1."
-                )
+                raise DeclarationError(f"formula={formula!r} has the power {token.text}; it is a whole number from 1.")
         elif token.text not in ("0", "1") or not {before, after} <= {"+", "-"}:
             within = "; 0 and 1 stand outside of parentheses" if depth else ""
             raise DeclarationError(
