@@ -21,7 +21,7 @@ from fedppl.numerics.streams import client_seed, stream
 from fedppl.results import diagnostics
 from fedppl.results.records import COLUMNS, Record
 from fedppl.run.progress import Participation, Run, add, save, standing
-from fedppl.settings import between, one_line, shown, whole
+from fedppl.settings import between, one_line, shown, some_of, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,8 @@ def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
         chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
         asked = tuple(client_id for client_id in run.clients if client_id in chosen)
         if chosen - set(run.clients) or not asked:
-            raise DeclarationError(
-                f"participation chose {sorted(chosen)} in round {number}; choose from {list(run.clients)}."
-            )
+            which = f"{sorted(chosen)} in round {number}"
+            raise DeclarationError(f"participation chose {which}; choose from {list(run.clients)}.")
     if run.reporting is all_clients:
         return asked, frozenset()
     reporting = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
@@ -213,32 +212,18 @@ def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
     ended = record.status.value if record.status is not Status.RUNNING else ""
     run.progress.update(run.counted, "; ".join(filter(None, (summary, ended))))
     reporting = asked - len(record.silent)
-    logger.info(
-        "round %d: %s, %d of %d replies in %.1f s%s",
-        record.number,
-        record.status.value,
-        used,
-        reporting,
-        record.seconds,
-        f"; {summary}" if summary else "",
-        extra={
-            "round": record.number,
-            "status": record.status.value,
-            "replies": used,
-            "asked": asked,
-            "reporting": reporting,
-        },
-    )
+    round_and_status = {"round": record.number, "status": record.status.value}
+    extra = {**round_and_status, "replies": used, "asked": asked, "reporting": reporting}
+    text = f"; {summary}" if summary else ""
+    numbers = *round_and_status.values(), used, reporting, record.seconds
+    logger.info("round %d: %s, %d of %d replies in %.1f s%s", *numbers, text, extra=extra)
 
 
 _EACH = 5  # clients with the same reason, each of which has a record of its own
 
 
 def _log_failures(number: int, failures: Mapping[str, str], logged: set[tuple[str, str]]) -> None:
-    """Log which clients were skipped and why; more than five clients with the same reason share a line.
-
-    A reason that was logged for a client in an earlier round, numbers aside, is no warning any more.
-    """
+    """Log which clients were skipped and why, by reason; one known from an earlier round is no warning any more."""
     by_reason: dict[str, list[str]] = {}
     for client_id, reason in failures.items():
         by_reason.setdefault(reason, []).append(client_id)
@@ -289,9 +274,7 @@ def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, 
     if not isinstance(message, Mapping):
         return f"message of type {type(message).__name__} is no mapping of arrays"
     if len(message) > 2 * len(shapes) + 8 or set(message) != set(shapes):
-        some = sorted(one_line(str(name))[:30] for name in list(message)[:12])
-        more = f" and {len(message) - 12} others" if len(message) > 12 else ""
-        return f"reply holds {some}{more}, expected {sorted(shapes)}"
+        return f"reply holds {some_of(sorted(one_line(name, 30) for name in message))}, expected {sorted(shapes)}"
     for name, shape in shapes.items():
         value = message[name]
         kind = type(value)  # NumPy's own: a subclass may override methods
@@ -383,9 +366,8 @@ def _by_function(choose: Participation, word: str, clients: Sequence[str], rng: 
         # Letters of a text may be names of clients.
         asked = None if isinstance(chosen, str | bytes) else tuple(chosen)
     except TypeError as error:
-        raise DeclarationError(
-            f"{word}= is a function that cannot be used ({error}); pass one of (clients, rng) that returns clients."
-        ) from error
+        remedy = "pass one of (clients, rng) that returns clients"
+        raise DeclarationError(f"{word}= is a function that cannot be used ({error}); {remedy}.") from error
     if asked is None or not all(isinstance(client, str) for client in asked):
         raise DeclarationError(f"{word}= is a function that returned {shown(chosen)}; return a list of clients' ids.")
     return asked
@@ -394,10 +376,7 @@ def _by_function(choose: Participation, word: str, clients: Sequence[str], rng: 
 def as_participation(
     value: Participation | int | float | None, word: str = "participation", clients: int | None = None
 ) -> Participation:
-    """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function.
-
-    Where the number of `clients` is known, more are refused.
-    """
+    """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function."""
     if value is None:
         return all_clients
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
