@@ -61,9 +61,7 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
             remedy = "hold the data as they are in pm.Data, and let nothing in the builder branch on values"
             return f"few_rows: what rows say in {what} cannot be looked at; {remedy}"
         if share >= rules.few_rows_share:
-            remedy = (
-                "take quantiles from constants that all sites agree on, leave rows out, or allow it"
-            )
+            remedy = "take quantiles from constants that all sites agree on, leave rows out, or allow it"
             return f"few_rows: {what} depend by {share:.4g} on {rules.few_rows} rows or fewer; {remedy}"
     return None
 
@@ -158,7 +156,7 @@ _MANY_SPARE = 64  # more points are for values, each of which is an equation in 
 
 
 def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int) -> Array:
-    """Which of the kept points no jump of few rows' densities, of which no slope tells, divides from the first, (T,)."""
+    """Which of the kept points no jump of few rows' densities, which no slope shows, divides from the first, (T,)."""
     client = reading(client).client
     away = points - points[first]
     along = away @ away[np.argmax(np.einsum("ij,ij->i", away, away))]

@@ -361,7 +361,7 @@ def fewest(policy: Policy, wanted: int) -> float:
 
 
 def refuse_release(policy: Policy, noise_multiplier: float | None, spent: float, unknown: int) -> str | None:
-    """The rule that one more release breaks, or None; `spent` is Σ 1 / z² of earlier ones, `unknown` counts the rest."""
+    """The rule that one more release breaks, or None; `spent` is Σ 1 / z² of earlier ones, `unknown` has no ε."""
     if policy.epsilon is None:  # else a privacy filter: the sum is compared, whatever the earlier settings were
         return None
     if noise_multiplier is None or unknown:
