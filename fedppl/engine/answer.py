@@ -152,8 +152,12 @@ def take_sum(
 ) -> Summed:
     """The sum of replies, for engines that have no sum of their own."""
     taken = take(exchange, requests, accept, deadline, heard)
+    return with_total(taken, sum_replies(taken.messages))
+
+
+def with_total(taken: Taken, total: Message) -> Summed:
+    """Replies as they are recorded, with their sum, or one of them where they are not summed."""
     sizes = {client_id: n_bytes(message) for client_id, message in taken.messages.items()}
-    total = sum_replies(taken.messages)
     return Summed(total, len(sizes), taken.failures, taken.infos, taken.reasons, sizes)
 
 

@@ -96,8 +96,8 @@ def _share_beside(rules: Policy, client: Any, point: Array) -> float:
 def _share_bent(rules: Policy, client: Any, point: Array) -> float:
     """The largest share of a curvature by outcomes that few rows have."""
     try:
-        along = _along_modes(client, point)
-        return share_in_bends(reading(client).client, *along, rules.few_rows, rules.few_rows_share)
+        along, model = _along_modes(client, point), reading(client).client
+        return max(_share_between(model, ends, *along, rules.few_rows, rules.few_rows_share) for ends in _ends(model))
     except Exception:  # as above
         return np.nan
 
@@ -379,16 +379,11 @@ def probes_of(client: Any) -> Probes:
     return Probes(sd, _ASIDE * sd * rows[0], steps, rows[-2:], seed)
 
 
-def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
-    """The largest share that `few` rows have of the outcomes' effect on curvatures, at x and along paths (m, m + d).
+def _share_between(client: Any, ends: Sequence[Any], x: Array, paths: Array, few: int, enough: float) -> float:
+    """The largest share that `few` rows have of the change of curvatures between two forms of inputs, or in one form.
 
     The curvature of a linear predictor is a multiple of its squared slopes: of that part the size alone is used.
     """
-    return max(_bends_between(client, ends, x, paths, few, enough) for ends in _ends(client))
-
-
-def _bends_between(client: Any, ends: Sequence[Any], x: Array, paths: Array, few: int, enough: float) -> float:
-    """The same between two forms of a client's inputs, or of one as it is."""
     probes = client.view(probes_of)
     sd, m = probes.sd, len(probes.sd)
 

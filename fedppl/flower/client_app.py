@@ -95,7 +95,32 @@ def client_app(
     *When this fails.* A site whose data do not fit, or that runs other code than the server, is refused when it
     enrols. The text of an exception stays in the site's log, since it may quote data; the server learns its type.
     """
-    _require_arguments(federated_model, algorithm, load_data, client_id, kind, folder, policy, secure)
+    if not isinstance(federated_model, FederatedModel) or not isinstance(algorithm, Algorithm):
+        raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
+    if not callable(load_data):
+        raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
+    builders = list(federated_model.builders)
+    arguments: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
+        ("client_id", client_id, (), "None"),
+        ("kind", kind, (str,), f"one of {builders}"),
+        ("folder", folder, (str, Path), "a path"),
+        ("policy", policy, (Policy, str, Path), "a fedppl.Policy, the path of a TOML file with one"),
+        ("secure", secure, (str, Path), "the folder of identity and roster"),
+    )
+    for name, value, types, wanted in arguments:
+        valid = isinstance(value, types) and value != "" and (name != "kind" or value in builders)
+        if not (value is None or callable(value) or valid):
+            raise DeclarationError(f"{name}={shown(value)} must be {wanted}, or a function from the node config to it.")
+    if folder is None:
+        lasting = "give client_app a folder= that lasts"
+        if algorithm.persistent:
+            raise DeclarationError(f"{algorithm.name} counts what a site has released over all runs; {lasting}.")
+        if secure is not None:
+            raise DeclarationError(f"secure= without folder=: cohorts and last answers are kept in it; {lasting}.")
+        if policy != NO_RULES:
+            why = "a policy counts requests over all runs and keeps an audit log"
+            other = "policy=fedppl.policy.NO_RULES where the data need no protection"
+            raise DeclarationError(f"folder=None: {why}; {lasting}, or {other}.")
     draws, chains = whole("draws", draws), whole("chains", chains)
     id_of = client_id or (lambda config: str(config.get("client-id", "")))
     token = secrets.token_hex(8)
@@ -126,48 +151,6 @@ def client_app(
     register(app, reply)
     declared[app] = node
     return app
-
-
-def _require_arguments(
-    federated_model: Any,
-    algorithm: Any,
-    load_data: Any,
-    client_id: Any,
-    kind: Any,
-    folder: Any,
-    policy: Any,
-    secure: Any,
-) -> None:
-    if not isinstance(federated_model, FederatedModel) or not isinstance(algorithm, Algorithm):
-        raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
-    if not callable(load_data):
-        raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
-    builders = list(federated_model.builders)
-    for name, value, valid, wanted in (
-        ("client_id", client_id, False, "None"),
-        ("kind", kind, isinstance(kind, str) and kind in builders, f"one of {builders}"),
-        ("folder", folder, isinstance(folder, str | Path) and str(folder), "a path"),
-        (
-            "policy",
-            policy,
-            isinstance(policy, Policy | str | Path),
-            "a fedppl.Policy, the path of a TOML file with one",
-        ),
-        ("secure", secure, isinstance(secure, str | Path) and str(secure), "the folder of identity and roster"),
-    ):
-        if not (value is None or callable(value) or valid):
-            raise DeclarationError(f"{name}={shown(value)} must be {wanted}, or a function from the node config to it.")
-    if folder is not None:
-        return
-    lasting = "give client_app a folder= that lasts"
-    if algorithm.persistent:
-        raise DeclarationError(f"{algorithm.name} counts what a site has released over all runs; {lasting}.")
-    if secure is not None:
-        raise DeclarationError(f"secure= without folder=: cohorts and last answers are kept in it; {lasting}.")
-    if policy != NO_RULES:
-        why = "a policy counts requests over all runs and keeps an audit log"
-        other = "policy=fedppl.policy.NO_RULES where the data need no protection"
-        raise DeclarationError(f"folder=None: {why}; {lasting}, or {other}.")
 
 
 def _context_memory(context: Context) -> Memory:

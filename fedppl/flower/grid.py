@@ -377,9 +377,7 @@ def _require_example(model: Any, example_data: Any) -> None:
         raise DeclarationError(f"model is {type(model).__name__}; pass the FederatedModel that sites declare.")
     if not isinstance(example_data, Mapping) and not (example_data is None and is_formula(model)):
         remedy = "pass a mapping from the builder's names to arrays, of a few rows"
-        raise DeclarationError(
-            f"example_data={shown(example_data)} must be made-up data like sites'; {remedy}."
-        )
+        raise DeclarationError(f"example_data={shown(example_data)} must be made-up data like sites'; {remedy}.")
 
 
 def server_app(

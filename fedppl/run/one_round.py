@@ -16,7 +16,7 @@ from scipy.stats import binom
 
 from fedppl.contracts import AddingEngine, Failure, OnlySums, Received, Reply, Report, Request, Requests, Summed
 from fedppl.contracts.printed import facts, number, tolerance_of
-from fedppl.engine.answer import n_bytes, take, take_sum
+from fedppl.engine.answer import n_bytes, take, take_sum, with_total
 from fedppl.numerics.streams import client_seed, stream
 from fedppl.results import diagnostics
 from fedppl.results.records import COLUMNS, Record
@@ -81,15 +81,6 @@ def _named(run: Run, function: str) -> Iterator[None]:
         raise
 
 
-class _Exchanged(NamedTuple):
-    received: Received
-    infos: Mapping[str, Mapping[str, float]]
-    failures: Mapping[str, str]
-    reasons: Mapping[str, str]
-    sizes: Mapping[str, int] | None  # bytes by client; None where clients were laid side by side
-    sample: Message  # one reply, or the sum
-
-
 def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
     """Clients that are asked, and those of them that are asked for no reply."""
     asked = run.clients
@@ -108,8 +99,8 @@ def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
     return asked, frozenset(asked) - reporting
 
 
-def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> _Exchanged:
-    """Ask clients for single replies where the server reads them, else for their sum."""
+def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> tuple[Received, Summed]:
+    """What the server gets, single replies where it reads them, else their sum; and what is recorded of all."""
 
     def accept(request: Request, reply: Reply | Failure | None) -> str | None:
         reason = why_not(reply, request, run.layout, shapes if request.report else {})
@@ -120,9 +111,8 @@ def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> _Exchanged:
 
     if not run.algorithm.replies.summed(run.state):
         taken = take(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
-        sizes = {client_id: n_bytes(message) for client_id, message in taken.messages.items()}
-        sample = next(iter(taken.messages.values()), {})
-        return _Exchanged(Received(dict(taken.messages), {}, len(taken.messages)), *taken[1:], sizes, sample)
+        replies = with_total(taken, next(iter(taken.messages.values()), {}))
+        return Received(taken.messages, {}, replies.clients), replies
     # Of the class: a wrapper that passes on attributes of its engine has to see single replies.
     if hasattr(type(run.engine), "exchange_sum"):
         adding = cast(AddingEngine, run.engine)
@@ -131,8 +121,7 @@ def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> _Exchanged:
         added = take_sum(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
     if added.clients and (reason := why_no_sum(added.total, shapes)):
         added = Summed({}, 0, dict.fromkeys(requests.clients, reason), sizes={})
-    received_sum = Received(OnlySums(), added.total, added.clients)
-    return _Exchanged(received_sum, added.infos, added.failures, added.reasons, added.sizes, added.total)
+    return Received(OnlySums(), added.total, added.clients), added
 
 
 def _requests(run: Run, number: int, shapes: Shapes) -> Requests:
@@ -166,22 +155,22 @@ def one_round(run: Run) -> Round:
     requests = _requests(run, number, shapes)
     started = time.perf_counter()
     run.progress.asked(number, len(requests.clients))
-    replies = _exchanged(run, requests, shapes)
+    received, replies = _exchanged(run, requests, shapes)
     seconds = time.perf_counter() - started
     _log_failures(number, replies.failures, run.logged)
     diagnostics.log_fallbacks(number, replies.infos, diagnostics.fallbacks(run.infos))
     with _named(run, "update_server"):
-        state, report = run.algorithm.update_server(run.state, replies.received)
+        state, report = run.algorithm.update_server(run.state, received)
         record = _record(run, requests, replies, report, seconds)
     # Together: after Ctrl-C the state, clients' own states and the records are of the same round.
     run.state, run.personal = state, run.engine.personal()
     add(run, record)
-    _log_round(run, record, replies.received.clients, len(requests.clients))
+    _log_round(run, record, replies.clients, len(requests.clients))
     save(run)
     return Round(number, run.state, report.info, record.status, record.message, record)
 
 
-def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, seconds: float) -> Record:
+def _record(run: Run, requests: Requests, replies: Summed, report: Report, seconds: float) -> Record:
     """The record of a round; of clients side by side only their number, and failures."""
     result, at_once = run.algorithm.result, replies.sizes is None
     sent = {} if at_once else {name: n_bytes(requests.make(name).message) for name in requests.clients}
@@ -194,7 +183,7 @@ def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, s
         info=_numbers_and_texts(report.info),
         bytes_down=sent,
         bytes_up=replies.sizes or {},
-        released=released(replies.sample, replies.infos),
+        released=released(replies.total, replies.infos),
         seconds=seconds,
         status=report.status,
         silent=silent,
@@ -202,7 +191,7 @@ def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, s
         reasons=replies.reasons,
         message=run.message if report.message is None else report.message,
         mild=run.records[-1].mild if report.message is None and run.records else report.mild,
-        together=replies.received.clients + len(replies.failures) if at_once else 0,
+        together=replies.clients + len(replies.failures) if at_once else 0,
     )
 
 

@@ -52,10 +52,9 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
     try:
         if not path.parent.is_dir():
             raise DeclarationError(f"checkpoint={shown}: its folder does not exist; create it first.")
-        if path.is_dir():
-            raise DeclarationError(f"checkpoint={shown} is a folder; name a file in it, such as run.ckpt.")
         if path.exists() and not path.is_file():
-            raise DeclarationError(f"checkpoint={shown} is a device or a pipe; name a file, such as run.ckpt.")
+            what = "a folder" if path.is_dir() else "a device or a pipe"
+            raise DeclarationError(f"checkpoint={shown} is {what}; name a file, such as run.ckpt.")
         records = _records(path)
         if records.exists() and not (records.is_file() and _is_ours(records)):
             what = f"keeps its records in {str(records)!r}, where something else is"
