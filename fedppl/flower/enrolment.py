@@ -128,8 +128,8 @@ class Roll(_Awaited[Hello]):
     ) -> None:
         super().__init__(post, expected, wait)
         self._texts = dict(greeting or {})  # to every site that is called
-        terms = Terms(SERVER, version("fedppl"), algorithm.settings, server.layout.variables)
-        self._server = Hello(terms, server.layout, labels(server.reader.coords))
+        coords = labels(server.reader.coords)
+        self._server = Hello(SERVER, version("fedppl"), algorithm.settings, server.layout, coords)
         self.nodes: dict[str, int] = {}  # client id to node id
         self._known: set[int] = set()  # nodes that were called
         self._rivals: dict[int, Hello] = {}  # live nodes that claim the id of another live node
@@ -164,7 +164,7 @@ class Roll(_Awaited[Hello]):
             node_id = self._calls.pop(message_id)
             self._meet(node_id, names.get(node_id, ""), message, alive)
         for node_id, hello in list(self._rivals.items()):
-            if self.nodes[hello.terms.client_id] not in alive:
+            if self.nodes[hello.client_id] not in alive:
                 del self._rivals[node_id]
                 self._bind(node_id, hello)
         return alive
@@ -196,7 +196,7 @@ class Roll(_Awaited[Hello]):
 
     def _other_terms(self, texts: Mapping[str, str]) -> str | None:
         """Where a site's terms differ; its version is compared first, since it decides how the rest is written."""
-        ours, theirs = self._server.terms.version, one_text(texts, "version", 200)
+        ours, theirs = self._server.version, one_text(texts, "version", 200)
         if theirs != ours:
             return f"it runs fedppl {brief(theirs)}, {SERVER} runs {ours}; install one version everywhere"
         return other_terms(self._server.terms, unpack_terms(texts))
@@ -210,7 +210,7 @@ class Roll(_Awaited[Hello]):
 
     def _admit(self, node_id: int, hello: Hello, alive: set[int]) -> None:
         """Enrol a node that agrees with the server, or refuse it."""
-        client_id = hello.terms.client_id
+        client_id = hello.client_id
         if reason := difference(self._server, hello):
             return self._refuse(client_id, reason)
         self._retries.pop(node_id, None)
@@ -224,7 +224,7 @@ class Roll(_Awaited[Hello]):
         return self._bind(node_id, hello)
 
     def _bind(self, node_id: int, hello: Hello) -> None:
-        client_id = hello.terms.client_id
+        client_id = hello.client_id
         what, extra = "is back" if client_id in self.nodes else "enrolled", {"client": client_id, "status": "enrolled"}
         self.nodes[client_id] = node_id
         self.answers.setdefault(client_id, hello)

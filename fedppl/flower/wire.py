@@ -126,9 +126,16 @@ class Terms(NamedTuple):
 class Hello(NamedTuple):
     """A site's introduction. It holds no data."""
 
-    terms: Terms
+    client_id: str
+    version: str
+    settings: Mapping[str, str]
     layout: Layout
     coords: Mapping[str, Sequence[Any]]
+
+    @property
+    def terms(self) -> Terms:
+        """The part that holds no arrays."""
+        return Terms(self.client_id, self.version, self.settings, self.layout.variables)
 
 
 def pack_hello(
@@ -182,8 +189,7 @@ def unpack_terms(texts: Mapping[str, str]) -> Terms:
 
 def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
     """Read a site's introduction; its prior must be proper, and its fingerprint that of its variables and prior."""
-    terms = unpack_terms(texts)
-    variables = terms.variables
+    client_id, version, settings, variables = unpack_terms(texts)
     is_gaussian = parsed(texts, "prior_is_gaussian")
     require(type(is_gaussian) is bool, "'prior_is_gaussian' is neither true nor false")
     prior, density = _prior(arrays, sum(variable.size for variable in variables))
@@ -199,7 +205,8 @@ def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
             # A simplex has one entry more than free coordinates.
             fits = dim not in coords or len(coords[dim]) - length in (0, 1)
             require(fits, f"'coords' of {dim!r} do not have the length of {variable.name!r}, {length}")
-    return Hello(terms, Layout(variables, prior, is_gaussian, expected, density), coords)
+    layout = Layout(variables, prior, is_gaussian, expected, density)
+    return Hello(client_id, version, settings, layout, coords)
 
 
 def _mapping(texts: Mapping[str, str], field: str, *longest: int) -> dict[str, Any]:
