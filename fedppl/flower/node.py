@@ -329,9 +329,9 @@ def _answered(
     algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
     after, reply = answer(algorithm, client, kept.personal, request, guard)
     if isinstance(reply, Failure):
-        round_and_client = {"round": request.round, "client": request.client_id}
-        why = *round_and_client.values(), reply.reason, reply.private
-        logger.warning("round %d, client %s failed: %s %s", *why, extra={**round_and_client, "status": "failed"})
+        extra = {"round": request.round, "client": request.client_id, "status": "failed"}
+        numbers = request.round, request.client_id, reply.reason, reply.private
+        logger.warning("round %d, client %s failed: %s %s", *numbers, extra=extra)
     if place is not None:
         reply = _masks.hidden(place, request, reply)
     answered = _wire.pack_reply(reply)

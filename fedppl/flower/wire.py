@@ -205,8 +205,7 @@ def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
             # A simplex has one entry more than free coordinates.
             fits = dim not in coords or len(coords[dim]) - length in (0, 1)
             require(fits, f"'coords' of {dim!r} do not have the length of {variable.name!r}, {length}")
-    layout = Layout(variables, prior, is_gaussian, expected, density)
-    return Hello(client_id, version, settings, layout, coords)
+    return Hello(client_id, version, settings, Layout(variables, prior, is_gaussian, expected, density), coords)
 
 
 def _mapping(texts: Mapping[str, str], field: str, *longest: int) -> dict[str, Any]:

@@ -201,10 +201,10 @@ def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
     ended = record.status.value if record.status is not Status.RUNNING else ""
     run.progress.update(run.counted, "; ".join(filter(None, (summary, ended))))
     reporting = asked - len(record.silent)
-    round_and_status = {"round": record.number, "status": record.status.value}
-    extra = {**round_and_status, "replies": used, "asked": asked, "reporting": reporting}
     text = f"; {summary}" if summary else ""
-    numbers = *round_and_status.values(), used, reporting, record.seconds
+    extra = {"round": record.number, "status": record.status.value, "replies": used, "asked": asked}
+    numbers = record.number, record.status.value, used, reporting, record.seconds
+    extra["reporting"] = reporting
     logger.info("round %d: %s, %d of %d replies in %.1f s%s", *numbers, text, extra=extra)
 
 
