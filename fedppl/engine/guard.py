@@ -217,7 +217,7 @@ def not_approved(rules: Policy, request: Request) -> str | None:
         runs = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
     except FileNotFoundError:
         runs, where = set(), f"{where}, which is not there"
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no text, or a null character in the path
         return f"approval: its file cannot be read ({type(error).__name__})"
     if request.run and request.run in runs:
         return None

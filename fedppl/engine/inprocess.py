@@ -6,6 +6,7 @@ Compiled log densities release Python's lock, so that threads run in parallel wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -338,8 +339,12 @@ def _answers(
         if update is None:
             answers[request.client_id] = answer(algorithm, client, before, request)
         else:
-            answers[request.client_id] = checked(algorithm, client, before, request, lambda given=update: given)
+            answers[request.client_id] = checked(algorithm, client, before, request, functools.partial(_given, update))
     return answers
+
+
+def _given(update: ClientUpdate[Any]) -> ClientUpdate[Any]:
+    return update
 
 
 def _usable(algorithm: AnyAlgorithm) -> Batch[Any] | None:
