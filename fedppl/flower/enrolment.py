@@ -62,7 +62,7 @@ def identity(node_id: int, authenticated: str, texts: Mapping[str, str]) -> tupl
 class _Awaited(Generic[T]):
     """Clients that a server waits for, and why it refuses some."""
 
-    doing = ""  # what they have to do, in words
+    doing, verdict = "", ""  # what they have to do, and what happened to those that may not, in words
 
     def __init__(self, post: Post, expected: int | tuple[str, ...], wait: float) -> None:
         self._post = post
@@ -99,7 +99,7 @@ class _Awaited(Generic[T]):
         if isinstance(count, tuple):
             clients += f"; missing {sorted(set(count) - set(self.answers))}"
             count = len(count)
-        refused = "".join(f"; {client_id!r} was refused: {why}" for client_id, why in self._refused.items())
+        refused = "".join(f"; {client_id!r}{self.verdict}: {why}" for client_id, why in self._refused.items())
         return (
             f"only {len(self.answers)} of {count} sites {self.doing} within {self._wait:g} s ({clients}){refused}. "
             "Start the missing sites and look at their logs, or raise wait=."
@@ -115,7 +115,7 @@ class _Awaited(Generic[T]):
 class Roll(_Awaited[Hello]):
     """Enrolled clients, their introductions and their nodes."""
 
-    doing = "enrolled"
+    doing, verdict = "enrolled", " was refused"
 
     def __init__(
         self,

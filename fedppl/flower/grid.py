@@ -442,7 +442,7 @@ def server_app(
     require_declared(federated_model, algorithm)
     if secure and waits(federated_model):
         remedy = "Pass the model of fedppl.agree on made-up tables with all levels, here and at the sites."
-        raise DeclarationError(f"secure=True and a formula that clients have not agreed on, in the clear. {remedy}")
+        raise DeclarationError(f"secure=True: a formula is agreed on in the clear, and this one is not yet. {remedy}")
     _require_example(federated_model, example_data)
     whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
     require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
