@@ -23,18 +23,14 @@ from fedppl.types import DataError
 
 logger = logging.getLogger(__name__)
 
-
 # Lines of what is refused or costs nothing. Beyond this number only those are written whose number is a power of 2: a
 # server may ask any number of times.
 _ALL_OF = 1000
 
 
 def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
-    """A guard whose account lies in a folder, under a client's own name. The caller holds the site's lock.
-
-    The log is written before the ledger. If a process dies in between, the log has more lines than the ledger knows,
-    and half a line is dropped, since nothing left under it. A ledger that knows more lines shows that the log was cut.
-    """
+    """A guard whose account lies in a folder, under a client's own name. The caller holds the site's lock."""
+    # The log is written before the ledger: if a process dies in between, nothing has left under the last line.
     account = _Account(folder, name)
     return Guard(rules, nullcontext, account.read, account.write)
 
@@ -74,25 +70,16 @@ class _Account:
             logger.warning("client %s refuses (%s) by %s", line["site"], entry["event"], entry["refused"])
         own = {**ledger._asdict(), "runs": {run: list(answered) for run, answered in ledger.runs.items()}}
         self._head = head
-        write_account(
-            self._path,
-            {
-                "clients": {**account["clients"], self._name: own},
-                "lines": head.length,
-                "head": head.digest,
-                "idle": idle,
-            },
-        )
+        clients = {**account["clients"], self._name: own}
+        write_account(self._path, {"clients": clients, "lines": head.length, "head": head.digest, "idle": idle})
 
     def _checked(self) -> tuple[dict[str, Any], audit.Head]:
         """The accounts of all clients, and the head of the log; DataError where the two contradict each other."""
         if self._path.exists():
             account = read_account(self._path)
         elif self._log.exists() and self._head is None:
-            raise DataError(
-                f"{str(self._log)!r} has no {self._path.name} beside it: what was released is not known. Put it back, "
-                "or move the log away, which grants every limit anew."
-            )
+            remedy = "Put it back, or move the log away, which grants every limit anew."
+            raise DataError(f"{str(self._log)!r} has no {self._path.name} beside it. {remedy}")
         else:
             account = {"clients": {}, "lines": 0, "head": audit.Head().digest, "idle": 0}
         if self._head is None:
@@ -110,9 +97,8 @@ class _Account:
             raise DataError(f"{str(self._log)!r} lacks line {count}, which was written: it was cut or replaced.")
         # A line is written before the ledger knows of it, and one more where half a line was dropped.
         if head.length > count + 2:
-            raise DataError(
-                f"{str(self._path)!r} knows {count} lines of the log, which has {head.length}. Put the last one back."
-            )
+            more = f"knows {count} lines of the log, which has {head.length}"
+            raise DataError(f"{str(self._path)!r} {more}. Put the last one back.")
         if torn:
             dropped = {"site": self._name, "event": "half a line was dropped", "bytes": torn}
             head = audit.append(self._log, dropped, head)
@@ -120,7 +106,6 @@ class _Account:
 
 
 # By how many rows a client's data differ from those of earlier answers, by keyed digests of their cells ---------------
-
 # Two answers at one point, about data that differ by a row, differ by the contribution of that row.
 
 Cells = NDArray[np.uint64]
@@ -150,10 +135,8 @@ def version_of(columns: Mapping[str, Any], key: bytes) -> dict[str, Cells]:
 def changed_rows(before: Version, after: Version, fewest: float) -> int:
     """Number of rows by which two versions differ, if it is positive and less than `fewest`; else 0.
 
-    An edited row counts once. Columns of only one version are not compared. If all cells of a column change with each
-    row, as where a site standardises it by its own mean, all rows differ as a whole. So columns are compared one by one
-    too: those with distinct values in most rows, and those to which values were only added, or from which values were
-    only removed.
+    An edited row counts once. Where a site standardises a column by its own mean, all rows differ as a whole: so
+    columns are compared one by one too, if most values are distinct, or if values were only added or only removed.
 
     Examples
     --------
@@ -168,10 +151,9 @@ def changed_rows(before: Version, after: Version, fewest: float) -> int:
         tables.setdefault((len(after[name]), len(before[name])), []).append(name)
     counts = []
     for sizes, together in sorted(tables.items(), reverse=True):
-        rows = (_rows([version[name] for name in together]) for version in (before, after))
-        if (apart := max(_apart(*rows))) == 0:
+        counts = [max(_apart(*(_rows([version[name] for name in together]) for version in (before, after))))]
+        if counts == [0]:
             continue
-        counts = [apart]
         for name in together:
             added, removed = _apart(before[name], after[name])
             # In a column of few values two cohorts have similar counts by chance, but seldom all counts grow.
@@ -187,10 +169,9 @@ def refuse_version(earlier: Sequence[Version], present: Version, fewest: float) 
     """The rule that data break which differ by few rows from those of an earlier answer, or None."""
     for number, before in enumerate(earlier, start=1):
         if count := changed_rows(before, present, fewest):
-            return (
-                f"changed_rows: {count} since version {number} of {len(earlier)} that was answered about, at least "
-                f"{fewest:g} wanted, or none; wait for more, or give the site those data again"
-            )
+            since = f"since version {number} of {len(earlier)} that was answered about"
+            remedy = "wait for more, or give the site those data again"
+            return f"changed_rows: {count} {since}, at least {fewest:g} wanted, or none; {remedy}"
     return None
 
 

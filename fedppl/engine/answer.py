@@ -25,7 +25,7 @@ from fedppl.contracts import (
 )
 from fedppl.engine.guard import REFUSED, Guard, admit, released
 from fedppl.numerics.streams import stream
-from fedppl.settings import one_line
+from fedppl.settings import one_line, some_of
 from fedppl.types import DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
@@ -33,41 +33,30 @@ logger = logging.getLogger(__name__)
 
 def require_fit(algorithm: AnyAlgorithm, client: ClientView) -> None:
     """Raise DeclarationError before any round when the algorithm cannot use the client's model."""
-    if client.layout.binary and not algorithm.needs.indicators:
+    layout = client.layout
+    if layout.binary and not algorithm.needs.indicators:
         raise DeclarationError(
-            f"shared variables {list(client.layout.binary)} are discrete, and {algorithm.name} needs continuous "
-            "parameters. Sum them out of the likelihood (for example with pm.Mixture), or use an algorithm for "
-            "models with indicators that select."
+            f"shared variables {list(layout.binary)} are discrete, and {algorithm.name} needs continuous parameters. "
+            "Sum them out (pm.Mixture), or use an algorithm for models with indicators that select."
         )
-    if client.layout.prior.precision.ndim == 1 and not algorithm.needs.diagonal_prior:
-        raise DeclarationError(
-            f"the model shares {client.layout.size} coordinates, and {algorithm.name} keeps matrices of them. Share "
-            "fewer, or use an algorithm that keeps their prior by coordinate."
-        )
+    if layout.prior.precision.ndim == 1 and not algorithm.needs.diagonal_prior:
+        remedy = "Share fewer, or use an algorithm that keeps their prior by coordinate"
+        why = f"the model shares {layout.size} coordinates, and {algorithm.name} keeps matrices of them"
+        raise DeclarationError(f"{why}. {remedy}.")
     algorithm.needs.check(client)
 
 
 def say_unused(algorithm: AnyAlgorithm, client: ClientView) -> None:
     """Log the names of variables whose declared prior sds the algorithm does not use."""
-    names = algorithm.needs.unused_priors(client)
-    if names:
-        more = f" and {len(names) - 6} others" if len(names) > 6 else ""
-        logger.warning(
-            "%s makes no use of the declared prior sds of %s%s: they change nothing",
-            algorithm.name,
-            ", ".join(map(repr, names[:6])),
-            more,
-        )
+    if names := algorithm.needs.unused_priors(client):
+        text = "%s makes no use of the declared prior sds of %s: they change nothing"
+        logger.warning(text, algorithm.name, some_of(names))
 
 
 def answer(
     algorithm: AnyAlgorithm, client: ClientView, personal: Any, request: Request, guard: Guard | None = None
 ) -> tuple[Any, Reply | Failure]:
-    """Run the client's part of the algorithm; an error becomes a Failure with its reason.
-
-    Personal state is replaced only where the request succeeds. With a guard nothing is computed that its policy
-    refuses, and nothing leaves before it is logged.
-    """
+    """Run the client's part of the algorithm, if its policy allows; an error is a Failure, and keeps personal state."""
     admitted = request if guard is None else admit(guard, algorithm, client, request)
     if admitted is None:
         return personal, Failure(request.client_id, request.nonce, REFUSED)
@@ -101,9 +90,12 @@ def checked(
 ) -> tuple[Any, Reply | Failure]:
     """Compute a client's update; return its personal state and reply, or a Failure if that goes wrong."""
     try:
-        update = compute()
+        update: Any = compute()
         if not isinstance(update, ClientUpdate) or not isinstance(update.info, Mapping):
-            raise LocalFailure(f"{algorithm.name}: the client's part returned {_kind(update)}, expected a ClientUpdate")
+            kind = f"an object of type {type(update).__name__}"
+            if isinstance(update, ClientUpdate):
+                kind = f"a ClientUpdate whose info is of type {type(update.info).__name__}"
+            raise LocalFailure(f"{algorithm.name}: the client's part returned {kind}, expected a ClientUpdate")
         numbers = {key: float(value) for key, value in update.info.items() if key != "reason"}
         reason = str(update.info.get("reason", ""))
     except LocalFailure as failure:
@@ -122,23 +114,16 @@ def level_of(error: Exception) -> int:
     return logging.DEBUG if numerical else logging.ERROR
 
 
-def _kind(update: Any) -> str:
-    """The kind of object that was returned in place of a ClientUpdate."""
-    if isinstance(update, ClientUpdate):
-        return f"a ClientUpdate whose info is of type {type(update.info).__name__}"
-    return f"an object of type {type(update).__name__}"
-
-
 # The result of a round's requests: each client's reply, or their sum where that is enough -----------------------------
 
 
 class Taken(NamedTuple):
     """Accepted replies by client, and the reasons against the others."""
 
-    messages: Mapping[str, Message]  # of clients that were asked for a reply
-    infos: Mapping[str, Mapping[str, float]]  # diagnostics, also of clients that sent nothing else
-    failures: Mapping[str, str]
-    reasons: Mapping[str, str]  # why a part of a reply could not be computed
+    messages: dict[str, Message]  # of clients that were asked for a reply
+    infos: dict[str, Mapping[str, float]]  # diagnostics, also of clients that sent nothing else
+    failures: dict[str, str]
+    reasons: dict[str, str]  # why a part of a reply could not be computed
 
 
 def take(
@@ -147,22 +132,19 @@ def take(
     """Ask every client, and check every reply."""
     made = {client_id: requests.make(client_id) for client_id in requests.clients}
     answers = exchange(made, deadline, heard)
-    messages: dict[str, Message] = {}
-    infos: dict[str, Mapping[str, float]] = {}
-    failures: dict[str, str] = {}
-    reasons: dict[str, str] = {}
+    taken = Taken({}, {}, {}, {})
     for client_id, request in made.items():
         reply = answers.get(client_id)
         reason = accept(request, reply)
         if reason is not None or not isinstance(reply, Reply):
-            failures[client_id] = str(reason)
+            taken.failures[client_id] = str(reason)
             continue
-        infos[client_id] = reply.info
+        taken.infos[client_id] = reply.info
         if reply.reason:
-            reasons[client_id] = one_line(reply.reason)
+            taken.reasons[client_id] = one_line(reply.reason)
         if request.report:
-            messages[client_id] = reply.message
-    return Taken(messages, infos, failures, reasons)
+            taken.messages[client_id] = reply.message
+    return taken
 
 
 def take_sum(
@@ -170,8 +152,12 @@ def take_sum(
 ) -> Summed:
     """The sum of replies, for engines that have no sum of their own."""
     taken = take(exchange, requests, accept, deadline, heard)
+    return with_total(taken, sum_replies(taken.messages))
+
+
+def with_total(taken: Taken, total: Message) -> Summed:
+    """Replies as they are recorded, with their sum, or one of them where they are not summed."""
     sizes = {client_id: n_bytes(message) for client_id, message in taken.messages.items()}
-    total = sum_replies(taken.messages)
     return Summed(total, len(sizes), taken.failures, taken.infos, taken.reasons, sizes)
 
 

@@ -1,7 +1,7 @@
 """The policy's rule `few_rows`: how few rows a number may depend on that leaves a client.
 
-A reply is computed from the slopes (gradients) of single rows. If a direction of the shared coordinates has almost all
-of its slopes from a few rows, the reply reveals these rows. The rule looks at all directions of the span of the slopes.
+A reply is computed from slopes (gradients) of single rows. Where a direction of the shared coordinates has almost all
+of them from a few rows, it reveals these rows. The rule looks at all directions that slopes span.
 """
 
 from __future__ import annotations
@@ -52,39 +52,32 @@ def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str
 
 
 def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
-    """The rule by curvatures, and by terms that read several rows.
-
-    It is not applied to spare points: neither slopes nor curvatures at them leave.
-    """
+    """The rule by curvatures, and by terms that read several rows; of neither does anything leave at spare points."""
     if not rules.few_rows or by_row is not None:
         return None
     for look, what in ((_share_beside, "terms of others"), (_share_bent, "curvatures")):
         share = _once(look, rules, client, point)
         if np.isnan(share):
-            return (
-                f"few_rows: what rows say in {what} cannot be looked at; hold the data as they are in pm.Data, compute "
-                "from these, and let nothing in the builder branch on values"
-            )
+            remedy = "hold the data as they are in pm.Data, and let nothing in the builder branch on values"
+            return f"few_rows: what rows say in {what} cannot be looked at; {remedy}"
         if share >= rules.few_rows_share:
-            return (
-                f"few_rows: {what} depend by {share:.4g} on {rules.few_rows} rows or fewer; take quantiles and "
-                "extremes from constants that all sites agree on, leave those rows out, or allow it in the policy"
-            )
+            remedy = "take quantiles from constants that all sites agree on, leave rows out, or allow it"
+            return f"few_rows: {what} depend by {share:.4g} on {rules.few_rows} rows or fewer; {remedy}"
     return None
 
 
 def _once(look: Callable[..., float], rules: Policy, client: Any, point: Array, *more: Any) -> float:
     """A share at a point, cached for requests at the same point."""
-    known: dict[Any, float] = client.view(_shares)
+    known = client.view(_shares)
     key = (look, rules.few_rows, rules.few_rows_share, *more, point.tobytes())
     if key not in known:
         if len(known) >= _KEPT:
             known.clear()
         known[key] = look(rules, client, point, *more)
-    return known[key]
+    return float(known[key])
 
 
-def _shares(_: Any) -> dict[Any, float]:
+def _shares(_: Any) -> dict[Any, Any]:
     return {}
 
 
@@ -103,8 +96,8 @@ def _share_beside(rules: Policy, client: Any, point: Array) -> float:
 def _share_bent(rules: Policy, client: Any, point: Array) -> float:
     """The largest share of a curvature by outcomes that few rows have."""
     try:
-        along = _along_modes(client, point)
-        return share_in_bends(reading(client).client, *along, rules.few_rows, rules.few_rows_share)
+        along, model = _along_modes(client, point), reading(client).client
+        return max(_share_between(model, ends, *along, rules.few_rows, rules.few_rows_share) for ends in _ends(model))
     except Exception:  # as above
         return np.nan
 
@@ -163,10 +156,7 @@ _MANY_SPARE = 64  # more points are for values, each of which is an equation in 
 
 
 def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int) -> Array:
-    """Which of the kept points no jump of few rows' densities divides from the first, (T,) bool.
-
-    Values at two points differ by the rows that a term has on one side of a bound alone, and no slope tells of it.
-    """
+    """Which of the kept points no jump of few rows' densities, which no slope shows, divides from the first, (T,)."""
     client = reading(client).client
     away = points - points[first]
     along = away @ away[np.argmax(np.einsum("ij,ij->i", away, away))]
@@ -225,30 +215,19 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
 
 
 def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
-    """Vectors of rows (n, m) whose squares are a row's part of curvatures, and of curvatures and squared slopes.
-
-    A row's vector has the direction of its slopes, which are exact. Its length includes the root of its curvature:
-    by slopes alone the rows with a rare outcome would dominate.
-    """
+    """Vectors of rows (n, m) whose squares are a row's part of curvatures, and of curvatures and squared slopes."""
     x, paths = _along_modes(client, point)
     vectors = slopes(client, x, paths)
+    # Directions are those of slopes, which are exact; by their lengths alone rows with a rare outcome would dominate.
     ratio = _curvatures(client, x, paths, vectors)
     both = vectors * np.sqrt(ratio)[:, None], vectors * np.sqrt(1.0 + ratio)[:, None]
-    return *both, *_right_there(client, point, vectors)
-
-
-def _right_there(client: Any, point: Array, beside: Array) -> tuple[Array, ...]:
-    """Slopes at the very point, if they differ from those beside it, as where a term exists at this point alone."""
     here = slopes(client, *_at_modes(client, np.ascontiguousarray(point)))
-    same = np.all(np.abs(here - beside) <= _JUMP * np.max(np.abs(beside), axis=0, initial=0.0))
-    return () if same else (here,)
+    same = np.all(np.abs(here - vectors) <= _JUMP * np.max(np.abs(vectors), axis=0, initial=0.0))
+    return both if same else (*both, here)  # a term may exist at this very point alone
 
 
 def _curvatures(client: Any, x: Array, paths: Array, vectors: Array) -> Array:
-    """Ratio (n,) of each row's curvature to its squared slope, summed over some directions.
-
-    If two directions give the same ratios, as where each row has one linear predictor, the others are left out.
-    """
+    """Ratio (n,) of each row's curvature to its squared slope, summed over some directions."""
     squares, bends = np.zeros((2, ALONG, len(vectors)))
     for number, step in enumerate(client.view(probes_of).steps):
         here, way = vectors @ step, step @ paths
@@ -257,7 +236,7 @@ def _curvatures(client: Any, x: Array, paths: Array, vectors: Array) -> Array:
         if number == 1:
             first, second = bends[0] * squares[1], bends[1] * squares[0]
             if np.all(np.abs(first - second) <= _EQUAL * np.maximum(first, second)):
-                break
+                break  # each row has one linear predictor
     total, bent = np.sum(squares, axis=0), np.sum(bends, axis=0)
     with np.errstate(all="ignore"):
         return np.where(total > 0.0, bent / total, 0.0)
@@ -270,11 +249,10 @@ def _along_modes(client: Any, point: Array) -> tuple[Array, Array]:
     """
     known: dict[bytes, tuple[Array, Array]] = client.view(_last_modes)
     key = point.tobytes()
-    modes = known.get(key)
-    if modes is None:
+    if key not in known:
         known.clear()
-        modes = known[key] = _at_modes(client, np.ascontiguousarray(point + client.view(probes_of).aside))
-    return modes
+        known[key] = _at_modes(client, np.ascontiguousarray(point + client.view(probes_of).aside))
+    return known[key]
 
 
 def _last_modes(_: Any) -> dict[bytes, tuple[Array, Array]]:
@@ -309,8 +287,7 @@ def share_in_entries(client: Any, point: Array, enough: float) -> float:
     """The largest share of a row in an entry of the Hessian of all rows that tells more than a count.
 
     Where both columns are codes of levels the entry counts a cell of two factors, which is allowed. Or one, if a row
-    has a combination of entries to itself, as where two columns differ by signs but for one row: their squares differ
-    by that row alone, and no direction does.
+    has a combination of entries to itself, as where two columns differ by signs but for one row.
     """
     x, paths = _at_modes(client, np.ascontiguousarray(point))
     steps = _STEP_OF_ENTRIES * client.view(probes_of).sd[:, None] * paths
@@ -319,21 +296,20 @@ def share_in_entries(client: Any, point: Array, enough: float) -> float:
         change = slopes(client, x + steps[i], directions) - slopes(client, x - steps[i], directions)
         return np.asarray(np.nan_to_num(change, posinf=0.0, neginf=0.0))
 
-    def sizes(i: int, directions: Array) -> Array:
-        return np.abs(terms_of(i, directions))
-
     m = len(paths)
-    diagonal = np.stack([sizes(i, paths[i : i + 1])[:, 0] for i in range(m)], axis=1)
+    diagonal = np.abs(np.stack([terms_of(i, paths[i : i + 1])[:, 0] for i in range(m)], axis=1))
     largest = np.max(diagonal, axis=0, initial=0.0)
+    sizes = np.where(diagonal > _NOTHING_THERE * largest, diagonal, 0.0)
+    one = np.max(sizes, axis=0, initial=0.0)
+    codes = np.all((sizes == 0.0) | (np.abs(sizes - one) <= _CODED * one), axis=0)  # one value beside 0
     # Where outcomes are in the curvature sizes do not show codes: such entries are not looked at.
-    codes = _are_codes(np.where(diagonal > _NOTHING_THERE * largest, diagonal, 0.0))
     coded = codes | _by_outcomes(client, x, paths, steps)
     share = 0.0
     for i in range(1, m):
         others = np.arange(i)[~(coded[:i] & coded[i])]
         if not len(others):
             continue
-        terms = sizes(i, paths[others])
+        terms = np.abs(terms_of(i, paths[others]))
         terms[terms <= _NOTHING_THERE * max(largest[i], np.max(terms, initial=0.0))] = 0.0
         share = max(share, by_column(np.sqrt(terms), _FEW_IN_ENTRIES))
         if share >= enough:
@@ -368,12 +344,6 @@ def _by_outcomes(client: Any, x: Array, paths: Array, steps: Array) -> Any:
     return np.max(change, axis=1, initial=0.0) > _BY_OUTCOMES * size
 
 
-def _are_codes(sizes: Array) -> Any:
-    """Which columns of absolute values (n, m) have one value beside 0."""
-    largest = np.max(sizes, axis=0, initial=0.0)
-    return np.all((sizes == 0.0) | (np.abs(sizes - largest) <= _CODED * largest), axis=0)
-
-
 # Curvatures by outcomes: the rule on entries of the Hessian that depend on few rows' outcomes -------------------------
 
 # A term like `b[0] * b[1]` in the mean of a single row hides among the slopes of all rows, but has an entry of the
@@ -400,10 +370,7 @@ class Probes(NamedTuple):
 
 
 def probes_of(client: Any) -> Probes:
-    """Random directions, the same at each point, by a seed from the client's data.
-
-    The server cannot know them, or it could declare terms without curvature along them.
-    """
+    """Random directions, the same at each point, by a seed from the data: no server can make terms that they miss."""
     raw = b"".join(np.asarray(value).tobytes() for value in client.inputs)
     seed = int.from_bytes(hashlib.sha256(raw).digest(), "big")
     sd = gaussian.standard_deviations(client.layout.prior)
@@ -412,17 +379,11 @@ def probes_of(client: Any) -> Probes:
     return Probes(sd, _ASIDE * sd * rows[0], steps, rows[-2:], seed)
 
 
-def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
-    """The largest share that `few` rows have of the outcomes' effect on curvatures, at x and along paths (m, m + d).
+def _share_between(client: Any, ends: Sequence[Any], x: Array, paths: Array, few: int, enough: float) -> float:
+    """The largest share that `few` rows have of the change of curvatures between two forms of inputs, or in one form.
 
-    The effect is the difference between all outcomes at their largest and all at their smallest. The curvature of a
-    linear predictor is a multiple of its squared slopes; this part is split off, and only its size is used.
+    The curvature of a linear predictor is a multiple of its squared slopes: of that part the size alone is used.
     """
-    return max(_bends_between(client, ends, x, paths, few, enough) for ends in _ends(client))
-
-
-def _bends_between(client: Any, ends: Sequence[Any], x: Array, paths: Array, few: int, enough: float) -> float:
-    """The same between two forms of a client's inputs, or of one as it is."""
     probes = client.view(probes_of)
     sd, m = probes.sd, len(probes.sd)
 
@@ -481,10 +442,7 @@ def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, 
 
 
 def _of_scalars(client: Any, slopes: Array, bends: Array) -> Array:
-    """Curvatures (n, columns) between scalar variables that are not of one linear predictor.
-
-    Combinations of a vector's are looked at with the vector; a declaration may have a variable for each coordinate.
-    """
+    """Curvatures (n, columns) between scalar variables that are not of one linear predictor."""
     sizes = [int(np.prod(variable.shape, dtype=int)) for variable in client.layout.variables]
     scalars = [place for place, size in zip(np.cumsum([0, *sizes]), sizes, strict=False) if size == 1]
     found = [
@@ -494,10 +452,9 @@ def _of_scalars(client: Any, slopes: Array, bends: Array) -> Array:
 
 
 def _ends(client: Any) -> list[list[Any]]:
-    """A client's inputs with all outcomes at their largest, and at their smallest.
+    """A client's inputs with all outcomes at their largest, and at their smallest; as they are if none is in pm.Data.
 
-    If no outcome is in pm.Data, as where a builder observes a constant, the inputs as they are. Outcomes that are all
-    equal are moved: which way stays in their support is not known, so that several are tried.
+    Outcomes that are all equal are moved: which way stays in their support is not known, so that several are tried.
     """
     template, values = client.template, client.template.parts.model.rvs_to_values
     rvs = template.parts.model.observed_RVs
@@ -537,10 +494,9 @@ class _Slopes(NamedTuple):
 def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
     """The largest share that `few` rows have in terms that are not only theirs, at x and along paths (m, m + d).
 
-    Zero if all terms are of single rows; NaN where it cannot be computed. Entries of rows are altered, in pm.Data and
-    through the builder, and the changes of other rows' terms are measured, and the whole changes, since terms may
-    cancel but for a few rows. Rows are altered by blocks: an effect of few rows shows in as few blocks, an effect of
-    all rows, such as a mean, in all blocks.
+    Zero if all terms are of single rows; NaN where it cannot be computed. Rows are altered by blocks, in pm.Data and
+    through the builder: an effect of few rows shows in as few blocks, one of all rows, such as a mean, in all. Changes
+    are measured of other rows' terms, and whole, since terms may cancel but for a few rows.
     """
     read = reading(client)
     if read.inputs is None:
@@ -640,10 +596,7 @@ def _share_of(at: Any, arrays: Mapping[str, Any], alteration: Alteration, few: i
 
 
 def lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) -> list[int]:
-    """Lengths of arrays whose entries are rows: those of outcomes, and lengths no less than the longest outcome's.
-
-    Arrays by group are shorter.
-    """
+    """Lengths of arrays whose entries are rows: those of outcomes, and all that are no shorter."""
     lengths = {name: len(value) for name, value in client.arrays.items() if np.ndim(value)}
     observed = {variable.name for variable in observed_through(read.client.template.parts)}
     wanted = {length for name, length in lengths.items() if length in by_rows or name in observed}

@@ -90,10 +90,7 @@ def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> None:
 def refuse_data(
     guard: Guard, client: Any, algorithm: AnyAlgorithm, changed: Callable[[], str | None] = lambda: None
 ) -> str | None:
-    """The rule that the client's data break, or None. Its text depends on the data and must not leave the site.
-
-    `changed` gives the rule that changes of the data since earlier answers break.
-    """
+    """The rule that the client's data break, or their changes since answers; its text must not leave the site."""
     with guard.lock():
         rule = _of_data(guard.policy, algorithm, client) or changed()
         guard.write(guard.read(), {**_introduction(client), "refused": rule})
@@ -116,10 +113,7 @@ def replayed(guard: Guard, request: Request) -> bool:
 
 
 def reopen(guard: Guard, request: Request) -> None:
-    """Let a request be admitted once more that was admitted last and never answered: the process was killed between.
-
-    It counts again. Nothing left in that round, so that there is one answer still.
-    """
+    """Let a request be admitted, and counted, once more where the process was killed before any answer to it left."""
     ledger = guard.read()
     last = ledger.runs[request.run]
     guard.write(ledger._replace(runs={**ledger.runs, request.run: last._replace(round=last.round - 1)}), {})
@@ -132,7 +126,9 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
     """
     with guard.lock():
         ledger = guard.read()
-        entry = {"event": "request", **_asked(request)}
+        entry = {**named("request", request), "asked": _sizes(request.message), "report": request.report}
+        entry["bytes"] = int(sum(np.asarray(value).nbytes for value in request.message.values()))
+        entry["request_digest"] = digest(request)
         # Names of arrays that `checked` adds: a server's own arrays under them are dropped.
         request = request._replace(message={k: v for k, v in request.message.items() if k not in _OWN})
         rule, request, points = checked(guard.policy, ledger, algorithm, client, request)
@@ -142,18 +138,14 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         runs = {**ledger.runs, request.run: Run(request.round, entry["request_digest"])}
         after = _charged(ledger, algorithm.disclosure.noise_multiplier)
         after = after._replace(points=ledger.points + points, runs=runs)
-        left_out = int(np.sum(~request.message["inside"])) if "inside" in request.message else 0
+        inside = np.asarray(request.message.get("inside", np.ones(0, dtype=bool)))
+        left_out = int(np.sum(~inside))
         guard.write(after, {**entry, "refused": None, "left_out": left_out})
         if left_out:
-            few = left_out <= _FEW_LEFT_OUT * request.message["inside"].size
-            logger.log(
-                logging.INFO if few else logging.WARNING,
-                "client %s leaves out %d of %d points that it is asked at, by distance and few_rows; %s",
-                request.client_id,
-                left_out,
-                request.message["inside"].size,
-                "nothing is to be done" if few else "few remain: look at the columns' scales and at rows far out",
-            )
+            few = left_out <= _FEW_LEFT_OUT * inside.size
+            what = "nothing is to be done" if few else "few remain: look at the columns' scales and at rows far out"
+            text = "client %s leaves out %d of %d points that it is asked at, by distance and few_rows; %s"
+            logger.log(logging.INFO if few else logging.WARNING, text, request.client_id, left_out, inside.size, what)
         return request
 
 
@@ -174,10 +166,7 @@ def _after_refusal(ledger: Ledger, rule: str) -> Ledger:
 def checked(
     rules: Policy, ledger: Ledger, algorithm: AnyAlgorithm, client: Any, request: Request
 ) -> tuple[str | None, Request, int]:
-    """The first rule that the request breaks, or None; the request with the points it may answer; their number.
-
-    Points are counted only where log densities at them leave.
-    """
+    """The first rule that the request breaks, or None; the request with its allowed points; how many are counted."""
     last = ledger.runs.get(request.run, Run())
     if request.round <= last.round:
         return f"round: {request.round} comes after {last.round} of this run", request, 0
@@ -206,9 +195,8 @@ def checked(
 
 
 def _too_many(rules: Policy, ledger: Ledger) -> str | None:
-    if ledger.requests < rules.requests:
-        return None
-    return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted"
+    rule = f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted"
+    return None if ledger.requests < rules.requests else rule
 
 
 def _not_a_share(request: Request) -> str | None:
@@ -224,19 +212,21 @@ def not_approved(rules: Policy, request: Request) -> str | None:
     if rules.approval is None or callable(rules.approval):
         return None
     path = Path(rules.approval)
+    where = repr(str(path))
     try:
-        runs = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()} if path.exists() else set()
-    except (OSError, UnicodeDecodeError) as error:
+        runs = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
+    except FileNotFoundError:
+        runs, where = set(), f"{where}, which is not there"
+    except (OSError, ValueError) as error:  # no text, or a null character in the path
         return f"approval: its file cannot be read ({type(error).__name__})"
     if request.run and request.run in runs:
         return None
-    where = f"{str(path)!r}{'' if path.exists() else ', which is not there'}"
     return f"approval: nobody has approved run {request.run!r}; who does adds that name as a line to {where}"
 
 
 def released(guard: Guard, noise: float | None, request: Request, reply: Reply | Failure) -> bool:
     """Log a reply before it leaves; False where it must not leave. `noise` is the multiplier that it was charged by."""
-    entry: dict[str, Any] = {"event": "reply", "run": request.run, "round": request.round, "client": request.client_id}
+    entry = named("reply", request)
     with guard.lock():
         ledger = guard.read()
         if rule := _not_released(guard.policy, request, reply):
@@ -245,11 +235,9 @@ def released(guard: Guard, noise: float | None, request: Request, reply: Reply |
         if isinstance(reply, Failure):
             guard.write(ledger, {**entry, "failed": reply.reason, "refused": None})
             return True
-        arrays = {name: int(np.size(value)) for name, value in reply.message.items()}
-        delta = guard.policy.delta
-        epsilon = None if ledger.unknown else privacy.epsilon_at(delta, 2.0 * np.sqrt(ledger.spent))
-        spent = {"epsilon": epsilon, "delta": delta}
-        guard.write(ledger, {**entry, "released": arrays, "diagnostics": sorted(reply.info), **spent, "refused": None})
+        entry |= {"released": _sizes(reply.message), "diagnostics": sorted(reply.info), "delta": guard.policy.delta}
+        entry["epsilon"] = None if ledger.unknown else privacy.epsilon_at(entry["delta"], 2.0 * np.sqrt(ledger.spent))
+        guard.write(ledger, {**entry, "refused": None})
         return True
 
 
@@ -266,17 +254,13 @@ def _not_released(rules: Policy, request: Request, reply: Reply | Failure) -> st
     return None if given is True else "approval: not given"
 
 
-def _asked(request: Request) -> dict[str, Any]:
-    """The log's entry on a request, without its numbers."""
-    return {
-        "run": request.run,
-        "round": request.round,
-        "client": request.client_id,
-        "asked": {name: int(np.size(value)) for name, value in request.message.items()},
-        "bytes": int(sum(np.asarray(value).nbytes for value in request.message.values())),
-        "report": request.report,
-        "request_digest": digest(request),
-    }
+def _sizes(message: Message) -> dict[str, int]:
+    return {name: int(np.size(value)) for name, value in message.items()}
+
+
+def named(event: str, request: Request) -> dict[str, Any]:
+    """The beginning of an entry of the log on a request."""
+    return {"event": event, "run": request.run, "round": request.round, "client": request.client_id}
 
 
 # The end of a run: a client's posterior is drawn once, and the summaries of it that leave are counted -----------------
@@ -300,8 +284,7 @@ def concluded(guard: Guard, run: str) -> bool:
 def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Request) -> tuple[str, ...]:
     """The summaries that may leave at the end of a run, by name; they count as one more request.
 
-    The server chooses q, and so the points at which the rows are used. So the client must have answered in the run, and
-    q, the cavity and the posterior's points must be where a request may ask.
+    The server chooses q, and so where rows are used: q, cavity and points must be where a request of the run may ask.
     """
     names = guard.policy.conclusions
     if not names:
@@ -324,11 +307,8 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
 
 
 def _elsewhere(guard: Guard, ledger: Ledger, client: ClientView, request: Request) -> str | None:
-    """The rule that points of a posterior break, or None.
-
-    They need not be points that were answered: a server may put all weight on one of its own, which tells as much as a
-    narrow q there.
-    """
+    """The rule that points of a posterior break, or None."""
+    # They need not be points that were answered: all weight on one of a server's own tells as much as a narrow q there.
     points = np.asarray(request.message.get("points", np.zeros((0, client.layout.size))), dtype=float)
     if points.size and not ledger.points:
         return "points: of a posterior, and none were answered"
@@ -358,8 +338,7 @@ _MOST_NO_PARTS = 2
 def admit_declaration(guard: Guard, key: str) -> bool:
     """Count a declaration that is to be built on a client's rows, once each; False where a rule refuses it.
 
-    Whether it can be built, or has enough rows and events, may tell a bit of a row, so that each but the first counts
-    as a request. Under a total ε, which pays for no such bit, the first is the only one.
+    Whether it can be built may tell a bit of a row: each but the first counts as a request, and a total ε allows none.
     """
     name = f"{_DECLARATION}{key}"
     with guard.lock():
@@ -408,10 +387,7 @@ def note(guard: Guard, name: str, client_id: str, **more: Any) -> None:
 
 
 def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
-    """Count an agreement that the client is sent, once each; False where a rule refuses it.
-
-    Whether the client takes part with it depends on its rows, so that each may tell one bit of them.
-    """
+    """Count an agreement that a client is sent, once each, since each may tell a bit of rows; False where refused."""
     name = f"{_AGREEMENT}{digest}"
     with guard.lock():
         ledger = guard.read()
@@ -445,24 +421,16 @@ def refuse_agreement(guard: Guard, digest: str, client_id: str, why: str) -> Non
 
 
 def holdings(client: Any) -> Holdings:
-    """Count rows and events in the client's own model.
-
-    Every observed variable is read from the model, whatever it was computed from. A potential that reads data counts as
-    the shortest array that it reads.
-    """
+    """Count rows and events in the client's own model; a potential counts as the shortest of the data that it reads."""
     model = client.pymc_model()
-    lengths, events = [], []
-    for rv in model.observed_RVs:
-        value = _value(model.rvs_to_values[rv])
-        lengths.append(len(value) if value.ndim else 1)
-        count = _events(rv, value)
-        if count is not None:
-            events.append(count)
+    outcomes = [(rv, _value(model.rvs_to_values[rv])) for rv in model.observed_RVs]
+    lengths = [len(value) if value.ndim else 1 for _, value in outcomes]
+    events = [count for rv, value in outcomes if (count := _events(rv, value)) is not None]
     data = set(model.data_vars)
     for potential in model.potentials:
         read = [np.shape(variable.get_value()) for variable in ancestors([potential]) if variable in data]
         lengths += [shape[0] for shape in read if shape] or [1] * bool(read)
-    return Holdings(min(lengths, default=0), min(events) if events else None)
+    return Holdings(min(lengths, default=0), min(events, default=None))
 
 
 _EVER = 2.0**99  # later times stand for events that were never seen

@@ -53,10 +53,7 @@ class InProcessEngine:
         secure: bool = False,
     ) -> None:
         if not models:
-            raise DeclarationError(
-                "data are None, which only an engine that finds clients elsewhere does without, such as "
-                "fedppl.Flower.grid; pass the clients' data."
-            )
+            raise DeclarationError("data are None, and no engine such as fedppl.Flower.grid finds clients; pass data.")
         self._algorithm = algorithm
         self._models = models if isinstance(models, ClientsOf) else dict(models)
         self._workers = workers
@@ -108,11 +105,10 @@ class InProcessEngine:
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
     ) -> dict[str, Reply | Failure]:
-        """Answer every request; those not done at the deadline (seconds) are failures.
+        """Answer every request; those not done at the deadline (seconds) are failures. There are none of secure sums.
 
-        A late client is not asked again before it is done, so that no two threads work for one client. Clients never
-        compute in the calling thread: there Ctrl-C ends the wait at once, while a sampler would catch it and return the
-        draws it has. Where sums are secure there are no single answers.
+        A late client is not asked again before it is done. Clients never compute in the calling thread, in which Ctrl-C
+        ends the wait at once, while a sampler would catch it and return the draws it has.
         """
         if self._secure is not None:
             raise self._secure.single(self._algorithm.name)
@@ -141,34 +137,29 @@ class InProcessEngine:
         replies: dict[str, Reply | Failure] = {}
         for client_id, request in requests.items():
             future = futures.get(client_id)
+            if future is not None and not future.cancelled() and client_id not in late:
+                replies[client_id] = future.result()[client_id]
+                continue
+            reason = f"no reply within the deadline of {deadline} s"
             if future is None:
-                replies[client_id] = Failure(client_id, request.nonce, "it is still busy with an earlier request")
+                reason = "it is still busy with an earlier request"
             elif future.cancelled():
                 reason = f"not asked within the deadline of {deadline} s, since others took all workers={self._workers}"
-                replies[client_id] = Failure(client_id, request.nonce, reason)
-            elif client_id in late:
-                reason = f"no reply within the deadline of {deadline} s"
-                replies[client_id] = Failure(client_id, request.nonce, reason)
-            else:
-                replies[client_id] = future.result()[client_id]
+            replies[client_id] = Failure(client_id, request.nonce, reason)
         return replies
 
     def exchange_sum(
         self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
     ) -> Summed:
-        """The sum of replies: computed at once where clients are laid side by side, else reply by reply.
-
-        Where sums are secure it is added under masks.
-        """
+        """The sum of replies: under masks, at once where clients are laid side by side, or reply by reply."""
         if self._secure is not None:
             return self._under_masks(requests, accept, deadline, heard)
         is_all = not requests.silent and deadline is None and requests.clients == self.clients()
         if is_all and not self._guards and (stacks := self._side_by_side()):
             try:
                 return self._added(stacks, requests.make(requests.clients[0]), heard)
-            except Exception as error:  # each client alone says what is wrong with it
-                message = "%s: the sum over clients side by side failed, and each is asked alone"
-                logger.log(level_of(error), message, self._algorithm.name, exc_info=True)
+            except Exception as error:
+                self._say_alone(error, "the sum over clients side by side failed, and each is asked alone")
         return take_sum(self.exchange, requests, accept, deadline, heard)
 
     def _under_masks(self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard) -> Summed:
@@ -195,17 +186,17 @@ class InProcessEngine:
         if self._stacks is None:
             try:
                 self._stacks = batch.stacks(self._models)
-            except Exception as error:  # each client alone says what is wrong with its model
-                message = "%s: clients cannot be laid side by side"
-                logger.log(level_of(error), message, self._algorithm.name, exc_info=True)
+            except Exception as error:
+                self._say_alone(error, "clients cannot be laid side by side")
                 self._stacks = ()
         return self._stacks
 
-    def _added(self, stacks: Sequence[Any], request: Request, heard: Heard) -> Summed:
-        """The sum over stacks, in their order, of all clients' replies to one message.
+    def _say_alone(self, error: Exception, what: str) -> None:
+        """Log why clients are not computed together; each alone says what is wrong with it."""
+        logger.log(level_of(error), "%s: %s", self._algorithm.name, what, exc_info=True)
 
-        It is computed in another thread, as in `exchange`, so that Ctrl-C ends the wait at once.
-        """
+    def _added(self, stacks: Sequence[Any], request: Request, heard: Heard) -> Summed:
+        """The sum over stacks, in their order, of all clients' replies; in another thread, as in `exchange`."""
         assert (batch := self._algorithm.batch) is not None and batch.summed is not None
         self._settings = settings()
         pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
@@ -251,8 +242,8 @@ class InProcessEngine:
             try:
                 groups = batch.groups([self._models[request.client_id] for request in reported])
                 grouped += [tuple(reported[place] for place in group) for group in groups]
-            except Exception as error:  # each client alone says what is wrong with its model
-                logger.log(level_of(error), "%s: no batches in this round", self._algorithm.name, exc_info=True)
+            except Exception as error:
+                self._say_alone(error, "no batches in this round")
         taken = {request.client_id for group in grouped for request in group}
         return [*grouped, *((request,) for client_id, request in requests.items() if client_id not in taken)]
 

@@ -180,18 +180,14 @@ class Policy:
             object.__setattr__(self, "declarations", tuple(digests))
         conclusions = self.conclusions
         if not isinstance(conclusions, list | tuple) or not all(name in CONCLUSIONS for name in conclusions):
-            raise DeclarationError(
-                f"conclusions={settings.shown(conclusions)} must be a list of names in {CONCLUSIONS}."
-            )
+            raise DeclarationError(f"conclusions={settings.shown(conclusions)} must be a list of {CONCLUSIONS}.")
         if conclusions and self.epsilon is not None:
-            raise DeclarationError(
-                f"conclusions={list(conclusions)} have no known ε, and epsilon={self.epsilon:g}; leave one out."
-            )
+            raise DeclarationError(f"conclusions={conclusions} have no known ε, as epsilon= wants; leave one out.")
         object.__setattr__(self, "conclusions", tuple(dict.fromkeys(conclusions)))
         approval = self.approval
         if approval is not None and not callable(approval) and not isinstance(approval, str | os.PathLike):
             raise DeclarationError(
-                f"approval={settings.shown(approval)} must be a function of a release, the path of a file, or None."
+                f"approval={settings.shown(approval)} must be a function, the path of a file, or None."
             )
 
 
@@ -241,8 +237,7 @@ def read(path: str | os.PathLike[str]) -> Policy:
     Notes
     -----
     *When this fails.* A missing key has the default of this version, which need not be what the site wants: write out
-    every limit that matters. The file is read once; later changes have no effect until it is read again. An approval
-    file is not opened here, and need not exist yet.
+    every limit that matters. Later changes of the file have no effect until it is read again.
     """
     if not isinstance(path, str | os.PathLike):
         raise DeclarationError(f"path={settings.shown(path)} must be the path of a TOML file with a policy.")
@@ -272,15 +267,13 @@ def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:
     >>> refuse_data(Policy(), 2, Holdings(rows=12, events=None))
     'rows: 12, at least 250 wanted; a policy with another limit allows it, see docs/privacy.md'
     """
-    if holdings.rows < policy.rows:
-        return f"rows: {holdings.rows}, at least {policy.rows} wanted{_LOWER}"
-    if shared > policy.parameters_per_row * holdings.rows:
-        return (
-            f"parameters_per_row: {shared} shared coordinates for {holdings.rows} rows, at most "
-            f"{policy.parameters_per_row:g} a row wanted{_LOWER}"
-        )
-    if holdings.events is not None and holdings.events < policy.events:
-        return f"events: {holdings.events} of the rarer outcome, at least {policy.events} wanted{_LOWER}"
+    rows, events, most = holdings.rows, holdings.events, policy.parameters_per_row
+    if rows < policy.rows:
+        return f"rows: {rows}, at least {policy.rows} wanted{_LOWER}"
+    if shared > most * rows:
+        return f"parameters_per_row: {shared} shared coordinates for {rows} rows, at most {most:g} a row wanted{_LOWER}"
+    if events is not None and events < policy.events:
+        return f"events: {events} of the rarer outcome, at least {policy.events} wanted{_LOWER}"
     return None
 
 
@@ -302,10 +295,8 @@ def refuse_algorithm(policy: Policy, algorithm: AnyAlgorithm) -> str | None:
             return f"epsilon: this site wants a known ε, and {algorithm.name} has none; use fedppl.PrivateEP"
         return None
     if algorithm.disclosure.asks is None and min(policy.distance, policy.cavity) < np.inf:
-        return (
-            f"distance, cavity: {algorithm.name} does not say where its requests ask; set both to inf in the policy of "
-            "this site to run it all the same"
-        )
+        remedy = "set both to inf in the policy of this site to run it all the same"
+        return f"distance, cavity: {algorithm.name} does not say where its requests ask; {remedy}"
     return None
 
 
@@ -334,14 +325,9 @@ def refuse_request(policy: Policy, layout: Layout, asked: Asked) -> str | None:
 
 
 def refuse_values(policy: Policy, points: int) -> str | None:
-    """The rule that log densities at this many points break, over all runs, or None.
-
-    >>> refuse_values(Policy(), 1024)
-    'points: log densities at 1024 points over all runs, at most 0 wanted'
-    """
-    if points > policy.points:
-        return f"points: log densities at {points} points over all runs, at most {policy.points} wanted"
-    return None
+    """The rule that log densities at this many points break, over all runs, or None."""
+    rule = f"points: log densities at {points} points over all runs, at most {policy.points} wanted"
+    return rule if points > policy.points else None
 
 
 def inside(policy: Policy, layout: Layout, points: Array) -> Array:
@@ -358,11 +344,7 @@ def _distances(layout: Layout, points: Array) -> Array:
 
 
 def reached(layout: Layout, cavity: gaussian.Gaussian) -> Array:
-    """The point that a cavity leads to, (m,): its mean, with at least the prior's precision in every direction.
-
-    A cavity may be improper, as where other clients' sites are not log-concave, and then has no mean. But a vague one
-    with a linear term leads as far as the client's likelihood lets it.
-    """
+    """The point that a cavity, which may be improper, leads to, (m,): its mean with the prior's precision or more."""
     mean, root = gaussian.affine(layout.prior)
     values, axes = np.linalg.eigh(root.T @ cavity.precision @ root)
     pull = root.T @ (cavity.linear - cavity.precision @ mean)
@@ -379,11 +361,8 @@ def fewest(policy: Policy, wanted: int) -> float:
 
 
 def refuse_release(policy: Policy, noise_multiplier: float | None, spent: float, unknown: int) -> str | None:
-    """The rule that one more release breaks, or None; `spent` is Σ 1 / z² of earlier ones, `unknown` those without ε.
-
-    This is a privacy filter: the sum with this release is compared with the total, whatever the earlier settings were.
-    """
-    if policy.epsilon is None:
+    """The rule that one more release breaks, or None; `spent` is Σ 1 / z² of earlier ones, `unknown` has no ε."""
+    if policy.epsilon is None:  # else a privacy filter: the sum is compared, whatever the earlier settings were
         return None
     if noise_multiplier is None or unknown:
         return f"epsilon: of {unknown} earlier replies no ε is known" if unknown else "epsilon: none is known"

@@ -4,16 +4,14 @@ r"""Sums over clients of which nobody sees the parts: fixed point in a ring of 6
           \sum_k c_k = \sum_k \mathrm{fixed}(x_k)
 
 A client sends c_k, which is uniform over the ring for everybody who does not know all masks m_kj of k with the others.
-In the sum over the whole cohort they cancel; without one client it is as random as each part.
-
-Each number is two words: multiples of 2⁻²⁰, and of 2⁻⁶⁰ what these leave, so that the sum has the digits of float64
-whatever the size of the numbers. Two counts follow: numbers too large for the ring, and numbers that are not finite.
+In the sum over the whole cohort they cancel; without one client it is as random as each part. Each number is two words:
+multiples of 2⁻²⁰, and of 2⁻⁶⁰ what these leave, so that the sum has the digits of float64. Two counts follow: numbers
+too large for the ring, and numbers that are not finite.
 
 A client has an identity (Ed25519) that the others know beforehand, and for each run a key (X25519) that its identity
 has signed, so that a server that passes keys on cannot put its own in between. Masks are a stream of ChaCha20 under a
 key that HKDF derives from what both agree on, from the run and from the cohort, and HMAC from the round and from what
-was asked: clients who were shown different cohorts, or were asked different things, have other masks, and their sum is
-noise. So a server cannot ask one of them somewhere else while the others' part stays what it was.
+was asked: clients who were shown different cohorts, or were asked different things, have a sum that is noise.
 
 References
 ----------
@@ -79,10 +77,9 @@ class Member(NamedTuple):
 
 
 def derived_key(identity: ed25519.Ed25519PrivateKey, name: str, run: str, cohort: int = 0, place: str = "") -> RunKey:
-    """A client's key for one cohort of a run, always the same: nothing secret is kept beside the identity.
+    """A client's key for one cohort of a run, always the same; `place` tells apart those of one identity.
 
-    What it costs: there is no forward secrecy. Whoever gets the identity later, and has recorded what travelled, takes
-    the masks of this client off. So it is as precious as the data. `place` tells apart those of one identity.
+    There is no forward secrecy: whoever gets the identity later, and has recorded what travelled, takes the masks off.
     """
     run = f"{run} (cohort {cohort + 1})"
     about = b"".join(_framed(part.encode()) for part in (name, run, place))
@@ -97,18 +94,11 @@ def greeting(key: RunKey) -> Greeting:
 
 
 def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, bytes]) -> Member:
-    """A client's place in the cohort of these greetings, its own among them.
-
-    The roster has public identities by name that this client knows from elsewhere than the server. DeclarationError of
-    a cohort that is too small, of a client that is not on the roster, of a key that its identity has not signed for
-    this run, and where its own greeting is missing or another's.
-    """
+    """A client's place in a cohort: of its own greeting, and others that identities on its roster signed."""
     names = [one.name for one in greetings]
     if len(names) < FEWEST_SITES or len(set(names)) < len(names):
-        raise DeclarationError(
-            f"a cohort of {len(set(names))} sites, and at least {FEWEST_SITES} are wanted: of fewer a sum tells too "
-            "much of each. Wait until more sites take part."
-        )
+        wanted = f"and at least {FEWEST_SITES} are wanted. Wait until more sites take part"
+        raise DeclarationError(f"a cohort of {len(set(names))} sites, {wanted}.")
     if greeting(key) not in greetings:
         raise DeclarationError(f"the cohort {sorted(names)} lacks the key of this site, {key.name!r}.")
     for one in greetings:
@@ -132,10 +122,8 @@ def digest(greetings: Sequence[Greeting]) -> bytes:
 
 def _require_signed(one: Greeting, run: str, roster: Mapping[str, bytes]) -> None:
     if one.name not in roster:
-        raise DeclarationError(
-            f"site {one.name!r} is not on this site's roster {sorted(roster)}: add its identity once you have it from "
-            "that site itself, or leave it out of the cohort."
-        )
+        remedy = "add its identity once you have it from that site itself, or leave it out"
+        raise DeclarationError(f"site {one.name!r} is not on this site's roster {sorted(roster)}: {remedy}.")
     try:
         known = ed25519.Ed25519PublicKey.from_public_bytes(roster[one.name])
         known.verify(one.signature, _signed(one.name, run, one.public))
@@ -177,15 +165,10 @@ def decoded(words: Words, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[s
 
 
 def masked(member: Member, words: Words, number: int, asked: bytes = b"") -> tuple[Member, Words]:
-    """Words under the masks of a round, and of what was `asked` of all.
-
-    There is one answer a round: the difference of two would be bare.
-    """
+    """Words under the masks of a round, and of what was `asked` of all; once, as a difference of two would be bare."""
     if number <= member.last:
-        raise DeclarationError(
-            f"round {number} was asked of site {member.name!r} after round {member.last}: rounds increase, and each is "
-            "answered once. The server has to ask again in a new round."
-        )
+        remedy = "rounds increase, and each is answered once. The server has to ask again in a new round."
+        raise DeclarationError(f"round {number} was asked of site {member.name!r} after round {member.last}: {remedy}")
     hidden = words.copy()
     for other, key in member.keys.items():
         mask = _stream(key, number, asked, len(words))
@@ -201,7 +184,7 @@ def added(parts: Sequence[Words]) -> Words:
 def summed(parts: Mapping[str, Words], shapes: Mapping[str, tuple[int, ...]]) -> Summed:
     """The sum of a cohort's masked words, by name; void where a number is none or too large, or masks do not cancel."""
     total, cut, missing = decoded(added(list(parts.values())), shapes)
-    most = sum(len(words) for words in parts.values())
+    most = sum(map(len, parts.values()))
     if not (0 <= cut <= most and 0 <= missing <= most):
         reason = "masks of the cohort do not cancel: its members were not asked the same, or have other code"
     elif cut or missing:
@@ -228,10 +211,8 @@ def require_enough(clients: int) -> None:
 def require_all(requests: Requests, clients: tuple[str, ...]) -> None:
     """Raise DeclarationError where a round is not of all clients."""
     if requests.silent or requests.clients != clients:
-        raise DeclarationError(
-            "sums are secure, and their cohort is all clients in every round, since two sums that differ by one "
-            "client tell that client's part: leave participation= and reporting= out."
-        )
+        why = "since two sums that differ by one client tell that client's part"
+        raise DeclarationError(f"secure sums are of all clients, {why}: leave participation= and reporting= out.")
 
 
 def single(algorithm: str) -> DeclarationError:
@@ -242,10 +223,9 @@ def single(algorithm: str) -> DeclarationError:
 def require_same(messages: Sequence[Message], algorithm: str) -> None:
     """Raise DeclarationError where clients are not asked the same, so that their masks would not cancel."""
     first = messages[0]
-    for message in messages[1:]:
-        if set(message) != set(first) or not all(
-            np.array_equal(message[name], first[name], equal_nan=True) for name in first
-        ):
+    for other in messages[1:]:
+        same = set(other) == set(first) and all(np.array_equal(other[k], first[k], equal_nan=True) for k in first)
+        if not same:
             raise DeclarationError(f"{algorithm} asks each client another thing, and sums are secure: {_SUMMED}")
 
 

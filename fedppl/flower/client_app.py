@@ -95,8 +95,32 @@ def client_app(
     *When this fails.* A site whose data do not fit, or that runs other code than the server, is refused when it
     enrols. The text of an exception stays in the site's log, since it may quote data; the server learns its type.
     """
-    _require_arguments(federated_model, algorithm, load_data, client_id, kind, folder, policy)
-    _require_secure(secure, folder)
+    if not isinstance(federated_model, FederatedModel) or not isinstance(algorithm, Algorithm):
+        raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
+    if not callable(load_data):
+        raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
+    builders = list(federated_model.builders)
+    arguments: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
+        ("client_id", client_id, (), "None"),
+        ("kind", kind, (str,), f"one of {builders}"),
+        ("folder", folder, (str, Path), "a path"),
+        ("policy", policy, (Policy, str, Path), "a fedppl.Policy, the path of a TOML file with one"),
+        ("secure", secure, (str, Path), "the folder of identity and roster"),
+    )
+    for name, value, types, wanted in arguments:
+        valid = isinstance(value, types) and value != "" and (name != "kind" or value in builders)
+        if not (value is None or callable(value) or valid):
+            raise DeclarationError(f"{name}={shown(value)} must be {wanted}, or a function from the node config to it.")
+    if folder is None:
+        lasting = "give client_app a folder= that lasts"
+        if algorithm.persistent:
+            raise DeclarationError(f"{algorithm.name} counts what a site has released over all runs; {lasting}.")
+        if secure is not None:
+            raise DeclarationError(f"secure= without folder=: cohorts and last answers are kept in it; {lasting}.")
+        if policy != NO_RULES:
+            why = "a policy counts requests over all runs and keeps an audit log"
+            other = "policy=fedppl.policy.NO_RULES where the data need no protection"
+            raise DeclarationError(f"folder=None: {why}; {lasting}, or {other}.")
     draws, chains = whole("draws", draws), whole("chains", chains)
     id_of = client_id or (lambda config: str(config.get("client-id", "")))
     token = secrets.token_hex(8)
@@ -127,53 +151,6 @@ def client_app(
     register(app, reply)
     declared[app] = node
     return app
-
-
-def _require_arguments(
-    federated_model: Any, algorithm: Any, load_data: Any, client_id: Any, kind: Any, folder: Any, policy: Any
-) -> None:
-    if not isinstance(federated_model, FederatedModel) or not isinstance(algorithm, Algorithm):
-        raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
-    if not (client_id is None or callable(client_id)):
-        raise DeclarationError(
-            f"client_id={shown(client_id)} must be a function from the node config to this client's id."
-        )
-    if not (kind is None or callable(kind) or (isinstance(kind, str) and kind in federated_model.builders)):
-        raise DeclarationError(
-            f"kind={shown(kind)} must be one of {list(federated_model.builders)}, or a function from the node config "
-            "to one."
-        )
-    if not (folder is None or callable(folder) or (isinstance(folder, str | Path) and str(folder))):
-        raise DeclarationError(f"folder={shown(folder)} must be a path, or a function from the node config to one.")
-    if not callable(load_data):
-        raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
-    if algorithm.persistent and folder is None:
-        raise DeclarationError(
-            f"{algorithm.name} counts what a site has released over all runs; give client_app a folder= that lasts."
-        )
-    if not (policy is None or callable(policy) or isinstance(policy, Policy | str | Path)):
-        raise DeclarationError(
-            f"policy={shown(policy)} must be a fedppl.Policy, the path of a TOML file with one, or a function from the "
-            "node config to either."
-        )
-    if folder is None and policy != NO_RULES:
-        raise DeclarationError(
-            "folder=None: a policy counts requests over all runs and keeps an audit log; give client_app a folder= "
-            "that lasts, or policy=fedppl.policy.NO_RULES where the data need no protection."
-        )
-
-
-def _require_secure(secure: Any, folder: Any) -> None:
-    if not (secure is None or callable(secure) or (isinstance(secure, str | Path) and str(secure))):
-        raise DeclarationError(
-            f"secure={shown(secure)} must be the folder of the site's identity and roster, or a function from the node "
-            "config to it."
-        )
-    if secure is not None and folder is None:
-        raise DeclarationError(
-            "secure= without folder=: cohorts and the last answer of each run are kept in it; give client_app a folder="
-            " that lasts."
-        )
 
 
 def _context_memory(context: Context) -> Memory:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.serverapp import Grid
@@ -21,11 +21,12 @@ from fedppl.formulas.agreement import Told
 from fedppl.formulas.exchange import asked
 from fedppl.formulas.formula import Agreed, of_told
 from fedppl.model.declaration import FederatedModel
-from fedppl.settings import one_line, one_of, positive, shown, whole
+from fedppl.settings import one_line, one_of, positive, shown, some_of, whole
 from fedppl.types import DeclarationError, Layout
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _CALLS_AT_ONCE = 64  # that wait for an answer: Flower's simulation looks through all messages for every node
 _POLLS_TO_RETRY = 120  # after which a site that was refused is called again: it may have been corrected
 
@@ -47,14 +48,6 @@ def expected_clients(clients: Any) -> int | tuple[str, ...]:
     return tuple(names)
 
 
-def _count(expected: int | tuple[str, ...]) -> int:
-    return expected if isinstance(expected, int) else len(expected)
-
-
-def _complete(expected: int | tuple[str, ...], clients: Collection[str]) -> bool:
-    return len(clients) >= expected if isinstance(expected, int) else set(expected) <= set(clients)
-
-
 def identity(node_id: int, authenticated: str, texts: Mapping[str, str]) -> tuple[str, str | None]:
     """A node's client id, and why it is not accepted as that client; or `Malformed`."""
     client_id = texts.get("client_id", "")
@@ -66,8 +59,63 @@ def identity(node_id: int, authenticated: str, texts: Mapping[str, str]) -> tupl
     return authenticated or client_id, None
 
 
-class Roll:
-    """Enrolled clients and their nodes."""
+class _Awaited(Generic[T]):
+    """Clients that a server waits for, and why it refuses some."""
+
+    doing, verdict = "", ""  # what they have to do, and what happened to those that may not, in words
+
+    def __init__(self, post: Post, expected: int | tuple[str, ...], wait: float) -> None:
+        self._post = post
+        self._expected = expected
+        self._wait = wait
+        self.answers: dict[str, T] = {}  # by client
+        self._calls: dict[str, int] = {}  # message id of a call not answered yet, to its node
+        self._retries: dict[int, float] = {}  # nodes that have answered, and when to call them again
+        self._refused: dict[str, str] = {}
+
+    def _until_complete(self, step: Callable[[], object]) -> None:
+        """Repeat a step until the expected clients have answered."""
+        end = time.monotonic() + self._wait
+        while not self._complete():
+            step()
+            if not self._complete():
+                if time.monotonic() > end:
+                    raise DeclarationError(self._missing())
+                time.sleep(self._post.poll)
+
+    def _complete(self) -> bool:
+        if isinstance(self._expected, int):
+            return len(self.answers) >= self._expected
+        return set(self._expected) <= set(self.answers)
+
+    def _unexpected(self, client_id: str) -> str | None:
+        if isinstance(self._expected, int) or client_id in self._expected:
+            return None
+        return f"it is not among the expected clients {list(self._expected)}"
+
+    def _missing(self) -> str:
+        """An error text: missing and refused sites."""
+        clients, count = ", ".join(map(repr, sorted(self.answers))) or "none", self._expected
+        if isinstance(count, tuple):
+            clients += f"; missing {sorted(set(count) - set(self.answers))}"
+            count = len(count)
+        refused = "".join(f"; {client_id!r}{self.verdict}: {why}" for client_id, why in self._refused.items())
+        return (
+            f"only {len(self.answers)} of {count} sites {self.doing} within {self._wait:g} s ({clients}){refused}. "
+            "Start the missing sites and look at their logs, or raise wait=."
+        )
+
+    def _refuse(self, client_id: str, reason: str) -> None:
+        if self._refused.get(client_id) != reason:  # not logged yet
+            self._refused[client_id] = reason
+            extra = {"client": client_id, "status": "refused"}
+            logger.error("client %s refused: %s", client_id, reason, extra=extra)
+
+
+class Roll(_Awaited[Hello]):
+    """Enrolled clients, their introductions and their nodes."""
+
+    doing, verdict = "enrolled", " was refused"
 
     def __init__(
         self,
@@ -78,32 +126,19 @@ class Roll:
         server: ServerModel,
         greeting: Mapping[str, str] | None = None,
     ) -> None:
-        self._post = post
-        self._expected = expected
-        self._wait = wait
+        super().__init__(post, expected, wait)
         self._texts = dict(greeting or {})  # to every site that is called
         coords = labels(server.reader.coords)
         self._server = Hello(SERVER, version("fedppl"), algorithm.settings, server.layout, coords)
-        self.hellos: dict[str, Hello] = {}  # enrolled clients
         self.nodes: dict[str, int] = {}  # client id to node id
-        self._calls: dict[str, int] = {}  # message id of a call not answered yet, to its node
         self._known: set[int] = set()  # nodes that were called
-        self._retries: dict[int, float] = {}  # refused nodes, and when to call them again
         self._rivals: dict[int, Hello] = {}  # live nodes that claim the id of another live node
-        self._refused: dict[str, str] = {}
         self._listed: tuple[float, dict[int, str]] | None = None  # when, and node ids with their names
 
     def enrol(self) -> None:
         """Call every node until the expected clients are enrolled."""
-        end = time.monotonic() + self._wait
-        while not self._complete():
-            self.welcome(max_age=1.0)
-            if self._complete():
-                break
-            if time.monotonic() > end:
-                raise DeclarationError(self._missing())
-            time.sleep(self._post.poll)
-        logger.info("%d clients enrolled: %s", len(self.hellos), sorted(self.hellos)[:20])
+        self._until_complete(lambda: self.welcome(max_age=1.0))
+        logger.info("%d clients enrolled: %s", len(self.answers), sorted(self.answers)[:20])
 
     def welcome(self, max_age: float = 0.0) -> set[int]:
         """Call new nodes, enrol those that have answered, and return all connected nodes.
@@ -117,17 +152,14 @@ class Roll:
         for node_id in self._rivals.keys() - alive:
             del self._rivals[node_id]
         now, called = time.monotonic(), set(self._calls.values())
-        due_again = {
-            node_id for node_id, time_due in self._retries.items() if time_due <= now and node_id not in called
-        }
+        due_again = {node_id for node_id, due in self._retries.items() if due <= now and node_id not in called}
         for node_id in sorted(alive - (self._known - due_again))[: max(0, _CALLS_AT_ONCE - len(self._calls))]:
             if message_id := self._post.push(node_id, HELLO, ({}, self._texts), self._wait):
                 self._calls[message_id] = node_id
                 self._known.add(node_id)
                 self._retries.pop(node_id, None)
         self._known &= alive
-        for message_id in [message_id for message_id, node_id in self._calls.items() if node_id not in alive]:
-            del self._calls[message_id]
+        self._calls = {message_id: node_id for message_id, node_id in self._calls.items() if node_id in alive}
         for message_id, message in self._post.pull(self._calls, singly=True):
             node_id = self._calls.pop(message_id)
             self._meet(node_id, names.get(node_id, ""), message, alive)
@@ -151,9 +183,9 @@ class Roll:
                     return self._refuse(client_id, why)
                 if "error" in texts:
                     return self._refuse(client_id, one_line(texts["error"]))
-                if isinstance(self._expected, tuple) and client_id not in self._expected:
+                if reason := self._unexpected(client_id):
                     del self._retries[node_id]
-                    return self._refuse(client_id, f"it is not among the expected clients {list(self._expected)}")
+                    return self._refuse(client_id, reason)
                 if reason := self._other_terms(texts):
                     return self._refuse(client_id, reason)
                 arrays, _ = from_content(content_of(message), self._shapes_of_hello(), "it")
@@ -182,48 +214,22 @@ class Roll:
         if reason := difference(self._server, hello):
             return self._refuse(client_id, reason)
         self._retries.pop(node_id, None)
-        known = client_id in self.hellos
+        known = client_id in self.answers
         if not known and self._complete():
             return self._refuse(client_id, "the run has begun with other clients; it can enrol in the next run")
         if known and self.nodes[client_id] in alive and self.nodes[client_id] != node_id:
             self._rivals[node_id] = hello
-            return self._refuse(
-                client_id, f"nodes {self.nodes[client_id]} and {node_id} are both live with this id; stop one of them"
-            )
+            both = f"nodes {self.nodes[client_id]} and {node_id}"
+            return self._refuse(client_id, f"{both} are both live with this id; stop one of them")
         return self._bind(node_id, hello)
 
     def _bind(self, node_id: int, hello: Hello) -> None:
-        back = hello.client_id in self.nodes
-        self.nodes[hello.client_id] = node_id
-        self.hellos.setdefault(hello.client_id, hello)
-        self._refused.pop(hello.client_id, None)
-        logger.info(
-            "client %s %s as node %d",
-            hello.client_id,
-            "is back" if back else "enrolled",
-            node_id,
-            extra={"client": hello.client_id, "status": "enrolled"},
-        )
-
-    def _refuse(self, client_id: str, reason: str) -> None:
-        if self._refused.get(client_id) == reason:  # logged already
-            return
-        self._refused[client_id] = reason
-        logger.error("client %s refused: %s", client_id, reason, extra={"client": client_id, "status": "refused"})
-
-    def _complete(self) -> bool:
-        return _complete(self._expected, self.hellos)
-
-    def _missing(self) -> str:
-        """An error text: missing and refused sites."""
-        clients = ", ".join(map(repr, sorted(self.hellos))) or "none"
-        if isinstance(self._expected, tuple):
-            clients += f"; missing {sorted(set(self._expected) - set(self.hellos))}"
-        refused = "".join(f"; {client_id!r} was refused: {why}" for client_id, why in self._refused.items())
-        return (
-            f"only {len(self.hellos)} of {_count(self._expected)} sites enrolled within {self._wait:g} s ({clients})"
-            f"{refused}. Start the missing sites and look at their logs, or raise wait=."
-        )
+        client_id = hello.client_id
+        what, extra = "is back" if client_id in self.nodes else "enrolled", {"client": client_id, "status": "enrolled"}
+        self.nodes[client_id] = node_id
+        self.answers.setdefault(client_id, hello)
+        self._refused.pop(client_id, None)
+        logger.info("client %s %s as node %d", client_id, what, node_id, extra=extra)
 
 
 # Comparison of sites' declarations with the server's ------------------------------------------------------------------
@@ -237,7 +243,7 @@ def other_terms(ours: Terms, theirs: Terms) -> str | None:
         return f"its algorithm has {other}"
     names, others = ([v.name for v in terms.variables] for terms in (ours, theirs))
     if names != others:
-        return f"it shares {_few(others)}, {SERVER} shares {_few(names)}"
+        return f"it shares {some_of(others)}, {SERVER} shares {some_of(names)}"
     for a, b in zip(ours.variables, theirs.variables, strict=True):
         for field in a._fields:
             mine, other_value = getattr(a, field), getattr(b, field)
@@ -262,10 +268,6 @@ def _changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     changes = [f"{brief(name)} {brief(theirs.get(name))} instead of {brief(ours.get(name))}" for name in names[:5]]
     return "; ".join(changes)
-
-
-def _few(values: Sequence[Any]) -> str:
-    return f"{list(values[:8])}" + (f" and {len(values) - 8} others" if len(values) > 8 else "")
 
 
 def _other_prior(ours: Layout, theirs: Layout) -> str:
@@ -377,49 +379,35 @@ def agree(
     positive("wait", wait, "it is in seconds"), positive("poll", poll, "it is in seconds")
     expected = expected_clients(clients)
     logger.info("sites whose policy has a file for approval know this question as the run %r", _site.named(model))
-    asking = _Asking(Post(grid, poll, _GRACE), expected, asked(model.builder).names, min_count, wait)  # type: ignore[arg-type]
-    return of_told(model, asking.summaries(), withheld, believed=False)
+    asking = _Asking(Post(grid, poll, _GRACE), expected, wait)
+    return of_told(model, asking.summaries(asked(model.builder).names, min_count), withheld, believed=False)  # type: ignore[arg-type]
 
 
-class _Asking:
+class _Asking(_Awaited[dict[str, Told]]):
     """Summaries of columns by client id, and the sites that still owe theirs."""
 
-    def __init__(
-        self, post: Post, expected: int | tuple[str, ...], names: Sequence[str], min_count: int, wait: float
-    ) -> None:
-        self._post = post
-        self._expected = expected
-        self._names = names
-        self._question = {"min_count": str(min_count)}
-        self._wait = wait
-        self._summaries: dict[str, dict[str, Told]] = {}
-        self._refused: dict[str, str] = {}
-        self._pending_ids: dict[str, int] = {}  # message ids that are not answered yet, to their nodes
-        self._retries: dict[int, float] = {}  # nodes that have answered, and when to ask them again
+    doing = "told what clients have to agree on"
 
-    def summaries(self) -> dict[str, dict[str, Told]]:
+    def summaries(self, names: Sequence[str], min_count: int) -> dict[str, dict[str, Told]]:
         """Ask until all expected clients have answered."""
-        end = time.monotonic() + self._wait
-        while not self._complete():
-            nodes = self._post.nodes()
-            self._pending_ids = {k: node for k, node in self._pending_ids.items() if node in nodes}
-            for node_id in sorted(nodes.keys() - set(self._pending_ids.values())):
-                if self._retries.get(node_id, 0.0) > time.monotonic():
-                    continue
-                if message_id := self._post.push(node_id, AGREE, ({}, self._question), self._wait):
-                    self._pending_ids[message_id] = node_id
-            for message_id, letter in self._post.pull(self._pending_ids, singly=True):
-                node_id = self._pending_ids.pop(message_id)
-                if not self._complete():
-                    self._receive(node_id, nodes.get(node_id, ""), letter)
-            if self._complete():
-                break
-            if time.monotonic() > end:
-                raise DeclarationError(self._missing())
-            time.sleep(self._post.poll)
-        return {client_id: self._summaries[client_id] for client_id in sorted(self._summaries)}
+        self._until_complete(lambda: self._ask(names, {"min_count": str(min_count)}))
+        return {client_id: self.answers[client_id] for client_id in sorted(self.answers)}
 
-    def _receive(self, node_id: int, authenticated: str, letter: Letter) -> None:
+    def _ask(self, names: Sequence[str], question: dict[str, str]) -> None:
+        """Ask every node that has not answered, and read what has arrived."""
+        nodes = self._post.nodes()
+        self._calls = {k: node for k, node in self._calls.items() if node in nodes}
+        for node_id in sorted(nodes.keys() - set(self._calls.values())):
+            if self._retries.get(node_id, 0.0) > time.monotonic():
+                continue
+            if message_id := self._post.push(node_id, AGREE, ({}, question), self._wait):
+                self._calls[message_id] = node_id
+        for message_id, letter in self._post.pull(self._calls, singly=True):
+            node_id = self._calls.pop(message_id)
+            if not self._complete():
+                self._receive(node_id, nodes.get(node_id, ""), letter, names)
+
+    def _receive(self, node_id: int, authenticated: str, letter: Letter, names: Sequence[str]) -> None:
         """Read a node's summary, or log why it is refused."""
         self._retries[node_id] = time.monotonic() + _POLLS_TO_RETRY * self._post.poll
         client_id, why = one_line(authenticated, 200) or f"node {node_id}", trouble(letter)
@@ -430,17 +418,14 @@ class _Asking:
                     client_id, why = identity(node_id, authenticated, texts)
                     why = why or self._why_not(client_id, texts)
                     if not why:
-                        self._summaries[client_id] = unpack_told(texts, self._names)
+                        self.answers[client_id] = unpack_told(texts, names)
         except Malformed as error:
             why = f"what it tells cannot be read: {one_line(error)}"
-        if not why:
-            self._retries[node_id] = float("inf")
-            self._refused.pop(client_id, None)
-        elif self._refused.get(client_id) != why:
-            self._refused[client_id] = why
-            logger.error(
-                "client %s does not agree: %s", client_id, why, extra={"client": client_id, "status": "refused"}
-            )
+        if why:
+            return self._refuse(client_id, why)
+        self._retries[node_id] = float("inf")
+        self._refused.pop(client_id, None)
+        return None
 
     def _why_not(self, client_id: str, texts: Mapping[str, str]) -> str | None:
         """Why a site's summary is not read, or None."""
@@ -448,17 +433,5 @@ class _Asking:
             return f"it runs fedppl {brief(texts.get('version', ''))}, the server {version('fedppl')}"
         if "refused" in texts:
             return one_line(texts["refused"])
-        if isinstance(self._expected, tuple) and client_id not in self._expected:
-            return f"it is not among the expected clients {list(self._expected)}"
-        return "another site has told under this id" if client_id in self._summaries else None
-
-    def _complete(self) -> bool:
-        return _complete(self._expected, self._summaries)
-
-    def _missing(self) -> str:
-        refused = "".join(f"; {client_id!r}: {why}" for client_id, why in self._refused.items())
-        answered = ", ".join(map(repr, sorted(self._summaries))) or "none"
-        return (
-            f"only {len(self._summaries)} of {_count(self._expected)} sites told within {self._wait:g} s what clients "
-            f"have to agree on ({answered}){refused}. Start the missing sites and look at their logs, or raise wait=."
-        )
+        known = "another site has told under this id" if client_id in self.answers else None
+        return self._unexpected(client_id) or known

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -94,7 +94,7 @@ class GridEngine:
 
     def clients(self) -> tuple[str, ...]:
         """Return the ids of the enrolled clients, sorted."""
-        return tuple(sorted(self._roll.hellos))
+        return tuple(sorted(self._roll.answers))
 
     def layout(self) -> Layout:
         """Return the server's layout."""
@@ -107,10 +107,7 @@ class GridEngine:
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
     ) -> dict[str, Reply | Failure]:
-        """Send each request to its site; those without a reply at the deadline (seconds) are failures.
-
-        Where sums are secure there are no single answers.
-        """
+        """Send each request to its site; those without a reply at the deadline (seconds) are failures."""
         if self._settings.secure:
             raise _secure.single(self._algorithm)
         return self._asked(requests, deadline, heard)
@@ -118,10 +115,7 @@ class GridEngine:
     def exchange_sum(
         self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
     ) -> Summed:
-        """The sum of replies: added here, or under masks where sums are secure.
-
-        Then a round in which a site is missing, or refuses, has no sum.
-        """
+        """The sum of replies: added here, or under masks where sums are secure, of all sites or not at all."""
         if not self._settings.secure:
             return take_sum(self.exchange, requests, accept, deadline, heard)
         _secure.require_all(requests, self.clients())
@@ -152,9 +146,7 @@ class GridEngine:
                 sent[message_id] = client_id
             else:
                 missing[client_id] = "the question for its greeting could not be sent"
-        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
-        for message_id, letter in self._post.replies(nodes, limit):
-            client_id = sent.pop(message_id)
+        for client_id, letter in self._letters(sent, limit):
             if why := trouble(letter):
                 missing[client_id] = why
                 continue
@@ -177,7 +169,7 @@ class GridEngine:
         alive = self._roll.welcome()
         self._drop_late()
         answers: dict[str, Reply | Failure] = {}
-        waiting: dict[str, Request] = {}
+        waiting: dict[str, str] = {}  # clients by message
         for client_id, request in requests.items():
             reason = self._why_not_ask(client_id, alive)
             message_id = None
@@ -187,37 +179,38 @@ class GridEngine:
             if message_id is None:
                 answers[client_id] = Failure(client_id, request.nonce, reason or "its request could not be sent")
             else:
-                waiting[message_id] = request
+                waiting[message_id] = client_id
                 expiry = time.monotonic() + limit + self._settings.grace
                 self._busy[client_id] = _Busy(message_id, self._roll.nodes[client_id], expiry)
-        nodes = {message_id: self._roll.nodes[request.client_id] for message_id, request in waiting.items()}
-        for message_id, reply in self._post.replies(nodes, limit):
-            request = waiting.pop(message_id)
-            self._busy.pop(request.client_id, None)
-            answers[request.client_id] = self._read(reply, request)
-            heard(request.client_id)
-        for request in waiting.values():
+        for client_id, reply in self._letters(waiting, limit):
+            self._busy.pop(client_id, None)
+            answers[client_id] = self._read(reply, requests[client_id])
+            heard(client_id)
+        for client_id in waiting.values():
             reason = f"no reply within the deadline of {limit:g} s"
-            answers[request.client_id] = Failure(request.client_id, request.nonce, reason)
+            answers[client_id] = Failure(client_id, requests[client_id].nonce, reason)
         return answers
+
+    def _letters(self, sent: dict[str, str], limit: float) -> Iterator[tuple[str, Letter]]:
+        """Replies by client to the messages that were sent (id to client), taken out of these as they come."""
+        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
+        for message_id, letter in self._post.replies(nodes, limit):
+            yield sent.pop(message_id), letter
 
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
     ) -> dict[str, Message]:
         """Send every site its final message, by which it draws its own posterior; return what policies let out."""
-        alive, told = self._roll.welcome(), {}
+        alive, told, limit = self._roll.welcome(), {}, self._settings.deadline
         texts = {"run": run, "seed": str(seed), "status": status.value}
         sent: dict[str, str] = {}
         for client_id in self.clients():
+            if self._why_not_ask(client_id, alive):
+                continue
             parcel = final_message(client_id), {"client_id": client_id, **texts}
-            node_id, deadline = self._roll.nodes[client_id], self._settings.deadline
-            if not self._why_not_ask(client_id, alive) and (
-                message_id := self._post.push(node_id, CONCLUDE, parcel, deadline)
-            ):
+            if message_id := self._post.push(self._roll.nodes[client_id], CONCLUDE, parcel, limit):
                 sent[message_id] = client_id
-        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
-        for message_id, reply in self._post.replies(nodes, self._settings.deadline):
-            client_id = sent.pop(message_id)
+        for client_id, reply in self._letters(sent, limit):
             if why := trouble(reply):
                 logger.warning("client %s could not draw its posterior: %s", client_id, why)
                 continue
@@ -252,10 +245,7 @@ class GridEngine:
         return None
 
     def _drop_late(self) -> None:
-        """Wait until requests of earlier rounds are answered or have expired, and drop their replies.
-
-        So no client ever has two outstanding requests.
-        """
+        """Wait until requests of earlier rounds are answered or have expired: no client ever has two."""
         while self._busy:
             now, nodes = time.monotonic(), self._roll.nodes
             # A client whose node has changed does not answer the request to the earlier one.
@@ -386,10 +376,8 @@ def _require_example(model: Any, example_data: Any) -> None:
     if not isinstance(model, FederatedModel):
         raise DeclarationError(f"model is {type(model).__name__}; pass the FederatedModel that sites declare.")
     if not isinstance(example_data, Mapping) and not (example_data is None and is_formula(model)):
-        raise DeclarationError(
-            f"example_data={shown(example_data)} must be made-up data of the form that sites have, by which the server "
-            "knows shapes, prior and labels; pass a mapping from the builder's names to arrays, of a few rows."
-        )
+        remedy = "pass a mapping from the builder's names to arrays, of a few rows"
+        raise DeclarationError(f"example_data={shown(example_data)} must be made-up data like sites'; {remedy}.")
 
 
 def server_app(
@@ -453,10 +441,8 @@ def server_app(
         positive(name, value, "it is in seconds")
     require_declared(federated_model, algorithm)
     if secure and waits(federated_model):
-        raise DeclarationError(
-            "secure=True and a formula that clients have not agreed on: what each tells of its columns would leave in "
-            "the clear. Pass the model of fedppl.agree on made-up tables with all levels, here and at the sites."
-        )
+        remedy = "Pass the model of fedppl.agree on made-up tables with all levels, here and at the sites."
+        raise DeclarationError(f"secure=True: a formula is agreed on in the clear, and this one is not yet. {remedy}")
     _require_example(federated_model, example_data)
     whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
     require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
@@ -468,24 +454,16 @@ def server_app(
 
     @app.main()
     def main(flower_grid: Grid, context: Context) -> None:
-        chosen: dict[str, Any] = {
-            "rounds": rounds,
-            "participation": participation,
-            "checkpoint": checkpoint,
-            "deadline": deadline,
-            "random_seed": random_seed,
-        }
+        chosen: dict[str, Any] = {"rounds": rounds, "participation": participation, "checkpoint": checkpoint}
+        chosen |= {"deadline": deadline, "random_seed": random_seed}
         chosen |= {name: context.run_config[name] for name in chosen if name in context.run_config}
         expected: Any = context.run_config.get("clients", clients)
         patience, model = float(context.run_config.get("wait", wait)), federated_model
         if waits(model):
-            agreement = agree(
-                flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience
-            )
-            expected, model = agreement.clients, agreement.model
-        engine = grid(
-            flower_grid, clients=expected, model=model, example_data=example_data, wait=patience, secure=secure
-        )
+            found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)
+            expected, model = found.clients, found.model
+        sites: dict[str, Any] = {"clients": expected, "model": model, "wait": patience, "secure": secure}
+        engine = grid(flower_grid, example_data=example_data, **sites)
         options = Options(engine=engine, **{**chosen, "checkpoint": chosen["checkpoint"] or None})
         fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
         if on_fit is not None:

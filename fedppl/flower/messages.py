@@ -82,18 +82,8 @@ def _record(content: RecordDict, name: str, kind: type) -> Mapping[str, Any]:
 # Messages to and from the nodes of a Flower grid ----------------------------------------------------------------------
 
 # Errors in Flower where a message does not hold what it declares; other errors are the connection's.
-_UNREADABLE = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-    struct.error,
-    DecodeError,
-)
+_UNREADABLE: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
+_UNREADABLE += (ArithmeticError, RecursionError, MemoryError, struct.error, DecodeError)
 
 _PATIENCE = 2.0  # seconds with a call for messages that does not return
 
@@ -134,8 +124,8 @@ class Post:
         """Replies that have arrived to messages (ids, with the nodes that were asked), at most one to each.
 
         Flower fails as a whole if one of several messages cannot be unpacked, and waits for one that was announced and
-        never sent. Then messages are pulled one by one from then on, so that other nodes' replies are not lost. A call
-        is waited for `_PATIENCE` seconds; what it brings later is returned by a later `pull`.
+        never sent. From then on they are pulled one by one. What a call brings after `_PATIENCE` seconds is for a later
+        `pull`.
         """
         free = [message_id for message_id in asked if message_id not in self._pulls]
         for group in [[message_id] for message_id in free] if singly or self._singly else [free] if free else []:
@@ -200,10 +190,7 @@ def content_of(message: Letter) -> RecordDict:
 
 
 def trouble(message: Letter) -> str | None:
-    """Why a message is no answer, in one line, or None.
-
-    Flower's own details are left out, since they may quote the site's data.
-    """
+    """Why a message is no answer, or None; Flower's own details are left out, since they may quote the site's data."""
     if isinstance(message, str):
         return message
     if not message.has_error():

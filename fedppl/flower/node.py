@@ -32,6 +32,7 @@ from fedppl.engine.guard import (
     concluded,
     digest,
     let_out,
+    named,
     refuse_data,
     refuse_rows,
     reopen,
@@ -113,11 +114,12 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory, called: str 
         before = _clients.get(key)
         is_same = before is not None and before.seal == seal
         client = before.client if before and is_same else _enrol(node, declaration, name, kind, data, agreement)
-        named = client if client.client_id or called is None else dataclasses.replace(client, client_id=called)
-        _clients[key] = _Loaded(named, seal, _agreements.columns(declaration, loaded, data))
-        if called not in (None, named.client_id):
-            raise LocalFailure(f"a request for client {called!r} came to client {named.client_id!r}")
-        return named
+        if not client.client_id and called is not None:
+            client = dataclasses.replace(client, client_id=called)
+        _clients[key] = _Loaded(client, seal, _agreements.columns(declaration, loaded, data))
+        if called not in (None, client.client_id):
+            raise LocalFailure(f"a request for client {called!r} came to client {client.client_id!r}")
+        return client
 
 
 def _enrol(
@@ -197,11 +199,7 @@ def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Pa
 
 
 def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
-    """Answer the server's first call: the layout, or why this site cannot take part.
-
-    The policy's rules on data come first. An error in building the declaration may quote rows, so that its text does
-    not travel unless the data need no protection.
-    """
+    """Answer the server's first call: the layout, or why this site cannot take part; rules on data come first."""
     name = node.client_id(config)
     try:
         with _locked(node):
@@ -209,9 +207,8 @@ def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapp
             loaded = node.load_data(config)
             node = node._replace(load_data=lambda config: loaded)
             withheld = DeclarationError(f"{f'client {name!r}' if name else 'it'} {_WITHHELD}")
-            if guard is not None and refuse_rows(guard, _most_rows(loaded)):
-                raise withheld
-            if not _declaration_admitted(node, guard):
+            few = guard is not None and refuse_rows(guard, _most_rows(loaded))
+            if few or not _declaration_admitted(node, guard):
                 raise withheld
             _agreements.accept(node.model, functools.partial(node.load_data, config), name, texts, memory, guard)
             client = _enrolled_privately(node, config, memory)
@@ -235,7 +232,7 @@ def _declaration_admitted(node: Node, guard: Guard | None) -> bool:
 
 
 def _enrolled_privately(node: Node, config: Mapping[str, Any], memory: Memory) -> ClientModel:
-    """Enrol; the text of an error stays here, unless the data need no protection."""
+    """Enrol; the text of an error, which may quote rows, stays here, unless the data need no protection."""
     try:
         return enrolled(node, config, memory)
     except DeclarationError as error:
@@ -255,10 +252,7 @@ def _most_rows(loaded: Any) -> int | None:
 
 
 def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
-    """Run the client's part of the algorithm, then store personal state as the last step.
-
-    A malformed request, and every error around the computation, is refused by the same text.
-    """
+    """Run the client's part of the algorithm, then store personal state; whatever is wrong is refused by one text."""
     client_id, nonce = _addressed(parcel)
     refusal = _wire.pack_reply(Failure(client_id, nonce, REFUSED))
     try:
@@ -276,8 +270,7 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel
             try:
                 place = _masks.joined(node.secure, node.folder, guard, request, parcel[1])
             except DeclarationError as error:
-                about = {"event": "request", "run": request.run, "round": request.round, "client": client_id}
-                _note(guard, {**about, "refused": f"sums: {error}"})
+                _note(guard, {**named("request", request), "refused": f"sums: {error}"})
                 return refusal
             return _answered(node, config, memory, request, guard, place)
     except Exception:
@@ -308,7 +301,7 @@ def _answered(
     place: _masks.Place | None = None,
 ) -> Parcel:
     name = name_of_kept(node.algorithm, node.client_id(config), request.run, request.client_id)
-    about = {"event": "request", "run": request.run, "round": request.round, "client": request.client_id}
+    about = named("request", request)
     refusal = _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
     try:
         if not _declaration_admitted(node, guard):
@@ -336,14 +329,9 @@ def _answered(
     algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
     after, reply = answer(algorithm, client, kept.personal, request, guard)
     if isinstance(reply, Failure):
-        logger.warning(
-            "round %d, client %s failed: %s %s",
-            request.round,
-            request.client_id,
-            reply.reason,
-            reply.private,
-            extra={"round": request.round, "client": request.client_id, "status": "failed"},
-        )
+        extra = {"round": request.round, "client": request.client_id, "status": "failed"}
+        numbers = request.round, request.client_id, reply.reason, reply.private
+        logger.warning("round %d, client %s failed: %s %s", *numbers, extra=extra)
     if place is not None:
         reply = _masks.hidden(place, request, reply)
     answered = _wire.pack_reply(reply)
@@ -364,9 +352,8 @@ def _answered(
 def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
     """Draw this client's own posterior and write it to the site's folder, once a run. It does not travel.
 
-    The answer does not show whether the data are those of the run or whether drawing failed, since both depend on the
-    data and the server may ask any number of times. It holds only what the policy lets out by name, counted as a
-    request; where that is missing, drawing may have failed.
+    The answer holds only what the policy lets out by name. It does not show whether the data are those of the run or
+    whether drawing failed, since both depend on the data and the server may ask any number of times.
     """
     name = _addressed(parcel)[0]
     summaries: Message = {}
@@ -436,9 +423,8 @@ def same_data(memory: Memory, client: ClientModel, run: str) -> dict[str, bytes]
     name = f"{run}-{client.client_id}.data"
     sealed = memory.recall(name)
     if sealed is not None and not codec.matches(sealed, client.arrays):
-        raise LocalFailure(
-            "its data are not those that it had when this run began; begin a new run, or give the site those data"
-        )
+        remedy = "begin a new run, or give the site those data"
+        raise LocalFailure(f"its data are not those that it had when this run began; {remedy}")
     return {name: codec.seal(client.arrays)} if sealed is None else {}
 
 
@@ -447,8 +433,7 @@ def data_versions(
 ) -> tuple[str | None, dict[str, Any]]:
     """The rule that a client's data break by their difference to those of earlier answers, and what to store of them.
 
-    That is a seal and digests of cells of all versions, under the site's own name, not under one that the server
-    chooses, before an answer leaves; nothing where the policy does not ask for it, or the data are known.
+    That is under the site's own name, not one that the server chooses; nothing where the data are known already.
     """
     if rules.epsilon is not None or rules.changed_rows <= 1 or not columns:
         return None, {}

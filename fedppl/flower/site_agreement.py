@@ -79,11 +79,7 @@ def without_rare(model: FederatedModel, loaded: Any, rules: policy.Policy, site_
 def tell(
     model: FederatedModel, data: Any, site_id: str, texts: Mapping[str, str], memory: Memory, guard: Guard | None
 ) -> dict[str, str]:
-    """Summarise the formula's columns for the server; each column once, and the same summary ever after.
-
-    `data` loads the rows; `site_id` may be empty. Summaries are stored in `memory`. Without a `guard` there are no
-    rules.
-    """
+    """Summarise the formula's columns for the server; each column once, and the same summary ever after."""
     run = named(model)
     try:
         if not waits(model):
@@ -133,9 +129,8 @@ def _told(
         for name, column in new.items():
             released[name] = np.array([column.rows, column.total, column.squares, column.withheld])
             released |= {f"{name}[{level}]": np.array(count) for level, count in column.levels.items()}
-        if not admit_telling(guard, run, site_id, {name: 4 + len(column.levels) for name, column in new.items()}):
-            return None
-        if not let_tell(guard, run, site_id, released):
+        sizes = {name: 4 + len(column.levels) for name, column in new.items()}
+        if not (admit_telling(guard, run, site_id, sizes) and let_tell(guard, run, site_id, released)):
             return None
         texts = {keys[name]: json.dumps([site_fewest, *column], allow_nan=False) for name, column in new.items()}
         kept = {**kept, **texts}
@@ -166,10 +161,7 @@ def _again(kept: list[Any], site_fewest: float, fewest: float) -> Told:
 def accept(
     model: FederatedModel, data: Any, site_id: str, texts: Mapping[str, str], memory: Memory, guard: Guard | None
 ) -> None:
-    """Check and store the agreement that the server sent; DeclarationError where it contradicts this site's rows.
-
-    Parameters are those of `tell`. Nothing happens where no agreement is needed or the site has it already.
-    """
+    """Check and store the agreement that the server sent; DeclarationError where it contradicts this site's rows."""
     if not waits(model) or "agreement" not in texts:
         return
     file = _name(site_id, "agreement")

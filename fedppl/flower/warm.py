@@ -127,8 +127,7 @@ def warm_app(
 def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: dict[str, Any]) -> tuple[Any, Any]:
     """The answer of the worker, which is started where there is none, or that of another app.
 
-    A computation that outlives its message goes on, since it may be compiling, and the next message finds it done. But
-    a message that expires behind such a computation kills the worker: it may never end. No other message does.
+    A computation that outlives its message goes on, as it may be compiling; one behind which another expires is killed.
     """
     if not hasattr(socket, "AF_UNIX"):
         raise _NoWorker("this system has no Unix sockets")
@@ -239,10 +238,7 @@ def _said(folder: Path) -> str:
 
 
 def digest(options: Mapping[str, Any]) -> str:
-    """Digest of all that a worker depends on: interpreter, version, options, and source files of the app's top package.
-
-    Raises `DeclarationError` if the package is not found.
-    """
+    """Digest of all that a worker depends on: interpreter, version, options, source files of the app's top package."""
     state = hashlib.sha256(json.dumps([sys.executable, version("fedppl"), dict(options)], default=str).encode())
     for file in _sources(options["app"]):
         state.update(f"{file}\0{hashlib.sha256(file.read_bytes()).hexdigest()}".encode())

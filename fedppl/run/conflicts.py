@@ -94,9 +94,8 @@ def conflict(
     replicates = whole("replicates", replicates, FEWEST)
     without = knows_cavities(fit.algorithm)
     if without is None:
-        raise DeclarationError(
-            f"{fit.algorithm.name} has no posterior of the shared variables without each client; use fedppl.EP()."
-        )
+        what = "has no posterior of the shared variables without each client"
+        raise DeclarationError(f"{fit.algorithm.name} {what}; use fedppl.EP().")
     if not fit.clients:
         return _of_sites(fit, clients, replicates)
     names = chosen("clients", clients, list(fit.clients), "the clients whose data are here")
@@ -131,10 +130,8 @@ def _of_sites(fit: Fit, clients: Sequence[str] | str | None, replicates: int) ->
     if replicates != FEWEST:
         raise DeclarationError(f"replicates={replicates}: sites have {FEWEST}, drawn when the run was over.")
     if not any("conflict" in fit.told.get(name, {}) for name in names):
-        raise DeclarationError(
-            "no client's data are here, and none sent a p-value; use fedppl.load(..., clients=...), or policies with "
-            'conclusions=["conflict"].'
-        )
+        remedy = 'use fedppl.load(..., clients=...), or policies with conclusions=["conflict"]'
+        raise DeclarationError(f"no client's data are here, and none sent a p-value; {remedy}.")
     pairs = [fit.told.get(name, {}).get("conflict", np.full(2, np.nan)) for name in names]
     return _table(names, np.transpose(pairs), np.zeros(len(names), dtype=bool), FEWEST)
 
@@ -249,17 +246,13 @@ def prior_conflict(run: Run) -> str:
 
 
 def contradicted(prior: SharedPrior, likelihood: Likelihood, labels: Sequence[str], center: Array) -> str:
-    r"""Name the coordinates whose prior clients' data contradict, near the posterior mean μ (m,).
-
-    With the prior N(μ₀, Σ₀) and a likelihood of information I, the posterior mean is itself random before data are
-    seen, and a score test of the prior needs no more than slopes at μ:
+    r"""Name the coordinates whose prior clients' data contradict, near the posterior mean μ (m,), by a score test.
 
     .. math:: \mu - \mu_0 \sim N(0, \Sigma_0 - \Sigma), \qquad \Sigma_0 - \Sigma = \Sigma_0 I \Sigma
 
-    It does not depend on how far μ moves, and finds a prior that is far too narrow, too. Σ₀ is the inverse of the
-    declared prior's own curvature at μ. Where this is much less than in its middle, as in the tails of a Cauchy or a
-    scale near 0, the prior yields, and is left out. So is a variable whose prior depends on other shared variables.
-    There is no test for clients at sites of their own, since their slopes stay there.
+    for the prior N(μ₀, Σ₀) and a likelihood of information I, before data are seen. Σ₀ is the inverse of the declared
+    prior's own curvature at μ. Where this is much less than in its middle, as in the tails of a Cauchy or a scale near
+    0, the prior yields, and is left out. So is a variable whose prior depends on other shared variables.
     """
     if prior.gaussian.precision.ndim == 1:  # of too many coordinates for a matrix
         return ""
@@ -419,8 +412,6 @@ _MOST = 60  # images
 def signs(layout: Layout) -> Array:
     """Patterns (F, m) of ±1: of each unbounded variable, of each entry of one, and of two variables; at most 60.
 
-    Examples
-    --------
     >>> from fedppl import gaussian
     >>> from fedppl.types import Layout, Variable
     >>> variables = Variable("a", (2,), "", None), Variable("sd", (), "log__", None), Variable("c", (), "", None)
@@ -449,14 +440,9 @@ def unseen_image(
 
     With :math:`\Delta = \log p(x') - \log p(x)` at the image x' of the mean x, the share is
     :math:`1 / (1 + e^{-\Delta})`. An image counts where its share is at least 1e-3, the density falls by a nat in
-    between, and the posterior found has less than a tenth of the share on the image's side.
+    between, and the posterior found, with points (S, m) and weights `known` where it is no Gaussian, has less than a
+    tenth of the share on the image's side.
 
-    The log density takes points (T, m) and is known up to a constant. Mean and sds are those of the posterior found,
-    `patterns` (F, m) come from `signs`, and `known` are its points (S, m) with weights that sum to 1, where it is no
-    Gaussian. None also where the density at the mean is not known.
-
-    Examples
-    --------
     >>> two = lambda x: np.logaddexp(-0.5 * ((x[:, 0] - 3) / 0.2) ** 2, -0.5 * ((x[:, 0] + 3) / 0.2) ** 2)
     >>> unseen_image(two, np.array([3.0]), np.array([0.2]), np.array([[-1.0]]))
     ([0], 0.5)

@@ -54,10 +54,8 @@ def rounds(
     run = start(model, clients, algorithm, options)
 
     def each() -> Iterator[Round]:
-        try:
+        with contextlib.closing(run.engine):
             yield from _run(run)
-        finally:
-            run.engine.close()
 
     return each()
 
@@ -125,9 +123,8 @@ def _concluded(run: Run, result: Fit) -> Fit:
             save(run)
         result = dataclasses.replace(result, told=run.told)
     elif not run.models:
-        logger.warning(
-            "sites are not asked to draw their posteriors: %s", reason, extra={"status": result.status.value}
-        )
+        extra = {"status": result.status.value}
+        logger.warning("sites are not asked to draw their posteriors: %s", reason, extra=extra)
     return result
 
 
@@ -135,21 +132,17 @@ def _run_to_end(run: Run, callback: Callable[[Round], bool | None] | None) -> st
     """Run to the end; returns what stopped it before, "the callback" or "Ctrl-C", or an empty text."""
     try:
         for step in _run(run):
-            if callback is not None and _stops(callback(step), step.number):
+            stops: Any = callback(step) if callback is not None else None
+            if not isinstance(stops, bool | np.bool_ | None):
+                remedy = "return True to stop, False or None to go on"
+                raise DeclarationError(f"the callback returned {shown(stops)} in round {step.number}; {remedy}.")
+            if stops:
                 return "the callback"
     except KeyboardInterrupt:
         if not run.records:
             raise
         return "Ctrl-C"
     return ""
-
-
-def _stops(answer: Any, number: int) -> bool:
-    if answer is not None and not isinstance(answer, bool | np.bool_):
-        raise DeclarationError(
-            f"the callback returned {shown(answer)} in round {number}; return True to stop, False or None to go on."
-        )
-    return bool(answer)
 
 
 def _run(run: Run) -> Iterator[Round]:
@@ -257,15 +250,13 @@ def start(model: FederatedModel, clients: Clients, algorithm: AnyAlgorithm | Cho
         say_unused(algorithm, next(iter(samples(models))))
     engine = (options.engine or InProcess())(algorithm, models)
     if not callable(getattr(engine, "exchange", None)):
-        raise DeclarationError(
-            f"engine={shown(options.engine)} gave {shown(engine)}, no engine; pass one like fedppl.InProcess()."
-        )
+        gave = f"engine={shown(options.engine)} gave {shown(engine)}, no engine"
+        raise DeclarationError(f"{gave}; pass one like fedppl.InProcess().")
     try:
         run = Run(algorithm, engine, models, seed)
         if (names := tuple(run.layout.slices)) != model.shared:
-            raise DeclarationError(
-                f"the sites share {list(names)}, this model {list(model.shared)}; run the same declaration everywhere."
-            )
+            which = f"the sites share {list(names)}, this model {list(model.shared)}"
+            raise DeclarationError(f"{which}; run the same declaration everywhere.")
         if options.start is not None:
             _take_over(run, options.start)
         run.limit, run.deadline = options.rounds, options.deadline
@@ -284,16 +275,13 @@ def start(model: FederatedModel, clients: Clients, algorithm: AnyAlgorithm | Cho
 def _require_options(model: Any, clients: Clients, algorithm: AnyAlgorithm, options: Options) -> None:
     """Refuse options that cannot be meant, before any client is enrolled."""
     require_declared(model, algorithm)
-    count = len(clients) if isinstance(clients, Mapping) else None
-    require_settings(options, count)
+    require_settings(options, len(clients) if isinstance(clients, Mapping) else None)
     engine = options.engine
     if options.start is not None:
         _require_start(options.start, algorithm)
     if engine is not None and (not callable(engine) or not_called(engine) or not takes(engine, 2)):
-        raise DeclarationError(
-            f"engine={shown(engine)} is no engine"
-            + (not_called(engine) or "; pass one that is built, like fedppl.InProcess().")
-        )
+        remedy = not_called(engine) or "; pass one that is built, like fedppl.InProcess()."
+        raise DeclarationError(f"engine={shown(engine)} is no engine{remedy}")
     if options.checkpoint is not None:
         checkpoints.require_writable(options.checkpoint)
 
@@ -303,10 +291,8 @@ def _require_start(begin: Any, algorithm: AnyAlgorithm) -> None:
     if not isinstance(begin, Fit):
         raise DeclarationError(f"start={shown(begin)} must be a fit, or None.")
     if algorithm.result.resume is None:
-        raise DeclarationError(
-            f"{algorithm.name} begins anew each time; leave start= out. For more rounds on the same data, pass "
-            "checkpoint= from the first call on."
-        )
+        more = "For more rounds on the same data, pass checkpoint= from the first call on."
+        raise DeclarationError(f"{algorithm.name} begins anew each time; leave start= out. {more}")
     if begin.algorithm.name != algorithm.name:
         raise DeclarationError(f"start= is a fit by {begin.algorithm.name}, and this one is by {algorithm.name}.")
 
@@ -314,10 +300,9 @@ def _require_start(begin: Any, algorithm: AnyAlgorithm) -> None:
 def _take_over(run: Run, begin: Fit) -> None:
     assert run.algorithm.result.resume is not None
     if run.layout.fingerprint != begin.layout.fingerprint:
-        raise DeclarationError(
-            f"start= is a fit that shares {[*begin.layout.slices]}, and this one {[*run.layout.slices]}, with another "
-            "prior or shape. Fit the same declaration: fedppl.fit(before.declaration, data, start=before)."
-        )
+        other = f"{[*begin.layout.slices]}, and this one {[*run.layout.slices]}, with another prior or shape"
+        remedy = "Fit the same declaration: fedppl.fit(before.declaration, data, start=before)."
+        raise DeclarationError(f"start= is a fit that shares {other}. {remedy}")
     run.state = run.algorithm.result.resume(run.state, begin.state)
 
 

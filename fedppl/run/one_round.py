@@ -16,12 +16,12 @@ from scipy.stats import binom
 
 from fedppl.contracts import AddingEngine, Failure, OnlySums, Received, Reply, Report, Request, Requests, Summed
 from fedppl.contracts.printed import facts, number, tolerance_of
-from fedppl.engine.answer import n_bytes, take, take_sum
+from fedppl.engine.answer import n_bytes, take, take_sum, with_total
 from fedppl.numerics.streams import client_seed, stream
 from fedppl.results import diagnostics
 from fedppl.results.records import COLUMNS, Record
 from fedppl.run.progress import Participation, Run, add, save, standing
-from fedppl.settings import between, one_line, shown, whole
+from fedppl.settings import between, one_line, shown, some_of, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -81,15 +81,6 @@ def _named(run: Run, function: str) -> Iterator[None]:
         raise
 
 
-class _Exchanged(NamedTuple):
-    received: Received
-    infos: Mapping[str, Mapping[str, float]]
-    failures: Mapping[str, str]
-    reasons: Mapping[str, str]
-    sizes: Mapping[str, int] | None  # bytes by client; None where clients were laid side by side
-    sample: Message  # one reply, or the sum
-
-
 def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
     """Clients that are asked, and those of them that are asked for no reply."""
     asked = run.clients
@@ -98,9 +89,8 @@ def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
         chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
         asked = tuple(client_id for client_id in run.clients if client_id in chosen)
         if chosen - set(run.clients) or not asked:
-            raise DeclarationError(
-                f"participation chose {sorted(chosen)} in round {number}; choose from {list(run.clients)}."
-            )
+            which = f"{sorted(chosen)} in round {number}"
+            raise DeclarationError(f"participation chose {which}; choose from {list(run.clients)}.")
     if run.reporting is all_clients:
         return asked, frozenset()
     reporting = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
@@ -109,8 +99,8 @@ def _chosen(run: Run, number: int) -> tuple[tuple[str, ...], frozenset[str]]:
     return asked, frozenset(asked) - reporting
 
 
-def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> _Exchanged:
-    """Ask clients for single replies where the server reads them, else for their sum."""
+def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> tuple[Received, Summed]:
+    """What the server gets, single replies where it reads them, else their sum; and what is recorded of all."""
 
     def accept(request: Request, reply: Reply | Failure | None) -> str | None:
         reason = why_not(reply, request, run.layout, shapes if request.report else {})
@@ -121,9 +111,8 @@ def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> _Exchanged:
 
     if not run.algorithm.replies.summed(run.state):
         taken = take(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
-        sizes = {client_id: n_bytes(message) for client_id, message in taken.messages.items()}
-        sample = next(iter(taken.messages.values()), {})
-        return _Exchanged(Received(dict(taken.messages), {}, len(taken.messages)), *taken[1:], sizes, sample)
+        replies = with_total(taken, next(iter(taken.messages.values()), {}))
+        return Received(taken.messages, {}, replies.clients), replies
     # Of the class: a wrapper that passes on attributes of its engine has to see single replies.
     if hasattr(type(run.engine), "exchange_sum"):
         adding = cast(AddingEngine, run.engine)
@@ -132,8 +121,7 @@ def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> _Exchanged:
         added = take_sum(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
     if added.clients and (reason := why_no_sum(added.total, shapes)):
         added = Summed({}, 0, dict.fromkeys(requests.clients, reason), sizes={})
-    received_sum = Received(OnlySums(), added.total, added.clients)
-    return _Exchanged(received_sum, added.infos, added.failures, added.reasons, added.sizes, added.total)
+    return Received(OnlySums(), added.total, added.clients), added
 
 
 def _requests(run: Run, number: int, shapes: Shapes) -> Requests:
@@ -167,22 +155,22 @@ def one_round(run: Run) -> Round:
     requests = _requests(run, number, shapes)
     started = time.perf_counter()
     run.progress.asked(number, len(requests.clients))
-    replies = _exchanged(run, requests, shapes)
+    received, replies = _exchanged(run, requests, shapes)
     seconds = time.perf_counter() - started
     _log_failures(number, replies.failures, run.logged)
     diagnostics.log_fallbacks(number, replies.infos, diagnostics.fallbacks(run.infos))
     with _named(run, "update_server"):
-        state, report = run.algorithm.update_server(run.state, replies.received)
+        state, report = run.algorithm.update_server(run.state, received)
         record = _record(run, requests, replies, report, seconds)
     # Together: after Ctrl-C the state, clients' own states and the records are of the same round.
     run.state, run.personal = state, run.engine.personal()
     add(run, record)
-    _log_round(run, record, replies.received.clients, len(requests.clients))
+    _log_round(run, record, replies.clients, len(requests.clients))
     save(run)
     return Round(number, run.state, report.info, record.status, record.message, record)
 
 
-def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, seconds: float) -> Record:
+def _record(run: Run, requests: Requests, replies: Summed, report: Report, seconds: float) -> Record:
     """The record of a round; of clients side by side only their number, and failures."""
     result, at_once = run.algorithm.result, replies.sizes is None
     sent = {} if at_once else {name: n_bytes(requests.make(name).message) for name in requests.clients}
@@ -195,7 +183,7 @@ def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, s
         info=_numbers_and_texts(report.info),
         bytes_down=sent,
         bytes_up=replies.sizes or {},
-        released=released(replies.sample, replies.infos),
+        released=released(replies.total, replies.infos),
         seconds=seconds,
         status=report.status,
         silent=silent,
@@ -203,7 +191,7 @@ def _record(run: Run, requests: Requests, replies: _Exchanged, report: Report, s
         reasons=replies.reasons,
         message=run.message if report.message is None else report.message,
         mild=run.records[-1].mild if report.message is None and run.records else report.mild,
-        together=replies.received.clients + len(replies.failures) if at_once else 0,
+        together=replies.clients + len(replies.failures) if at_once else 0,
     )
 
 
@@ -213,32 +201,18 @@ def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
     ended = record.status.value if record.status is not Status.RUNNING else ""
     run.progress.update(run.counted, "; ".join(filter(None, (summary, ended))))
     reporting = asked - len(record.silent)
-    logger.info(
-        "round %d: %s, %d of %d replies in %.1f s%s",
-        record.number,
-        record.status.value,
-        used,
-        reporting,
-        record.seconds,
-        f"; {summary}" if summary else "",
-        extra={
-            "round": record.number,
-            "status": record.status.value,
-            "replies": used,
-            "asked": asked,
-            "reporting": reporting,
-        },
-    )
+    text = f"; {summary}" if summary else ""
+    extra = {"round": record.number, "status": record.status.value, "replies": used, "asked": asked}
+    numbers = record.number, record.status.value, used, reporting, record.seconds
+    extra["reporting"] = reporting
+    logger.info("round %d: %s, %d of %d replies in %.1f s%s", *numbers, text, extra=extra)
 
 
 _EACH = 5  # clients with the same reason, each of which has a record of its own
 
 
 def _log_failures(number: int, failures: Mapping[str, str], logged: set[tuple[str, str]]) -> None:
-    """Log which clients were skipped and why; more than five clients with the same reason share a line.
-
-    A reason that was logged for a client in an earlier round, numbers aside, is no warning any more.
-    """
+    """Log which clients were skipped and why, by reason; one known from an earlier round is no warning any more."""
     by_reason: dict[str, list[str]] = {}
     for client_id, reason in failures.items():
         by_reason.setdefault(reason, []).append(client_id)
@@ -289,9 +263,7 @@ def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, 
     if not isinstance(message, Mapping):
         return f"message of type {type(message).__name__} is no mapping of arrays"
     if len(message) > 2 * len(shapes) + 8 or set(message) != set(shapes):
-        some = sorted(one_line(str(name))[:30] for name in list(message)[:12])
-        more = f" and {len(message) - 12} others" if len(message) > 12 else ""
-        return f"reply holds {some}{more}, expected {sorted(shapes)}"
+        return f"reply holds {some_of(sorted(one_line(name, 30) for name in message))}, expected {sorted(shapes)}"
     for name, shape in shapes.items():
         value = message[name]
         kind = type(value)  # NumPy's own: a subclass may override methods
@@ -383,9 +355,8 @@ def _by_function(choose: Participation, word: str, clients: Sequence[str], rng: 
         # Letters of a text may be names of clients.
         asked = None if isinstance(chosen, str | bytes) else tuple(chosen)
     except TypeError as error:
-        raise DeclarationError(
-            f"{word}= is a function that cannot be used ({error}); pass one of (clients, rng) that returns clients."
-        ) from error
+        remedy = "pass one of (clients, rng) that returns clients"
+        raise DeclarationError(f"{word}= is a function that cannot be used ({error}); {remedy}.") from error
     if asked is None or not all(isinstance(client, str) for client in asked):
         raise DeclarationError(f"{word}= is a function that returned {shown(chosen)}; return a list of clients' ids.")
     return asked
@@ -394,10 +365,7 @@ def _by_function(choose: Participation, word: str, clients: Sequence[str], rng: 
 def as_participation(
     value: Participation | int | float | None, word: str = "participation", clients: int | None = None
 ) -> Participation:
-    """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function.
-
-    Where the number of `clients` is known, more are refused.
-    """
+    """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function."""
     if value is None:
         return all_clients
     if isinstance(value, int | np.integer) and not isinstance(value, bool):

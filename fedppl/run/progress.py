@@ -206,10 +206,8 @@ def save(run: Run) -> None:
         run.kept = checkpoints.write(run.checkpoint, _content(run), run.kept, resumed=run.resumed == done - 1)
     except OSError as error:
         kept = f"it holds round {done - 1}, and the same call goes on from there. " if done > 1 else ""
-        raise OSError(
-            f"checkpoint {str(run.checkpoint)!r} cannot be written after round {done}: {error.strerror or error}; "
-            f"{kept}Make room, or choose another path."
-        ) from error
+        what = f"{str(run.checkpoint)!r} cannot be written after round {done}: {error.strerror or error}"
+        raise OSError(f"checkpoint {what}; {kept}Make room, or choose another path.") from error
 
 
 def _content(run: Run) -> dict[str, Any]:
@@ -238,27 +236,18 @@ def _differing(name: str, its: Any, ours: Any) -> str:
 
 
 def _of_another_run(checkpoint: Path, difference: str) -> DeclarationError:
-    return DeclarationError(
-        f"checkpoint {str(checkpoint)!r} is of another run: {difference}. Choose another path, or delete the file to "
-        "start again."
-    )
+    remedy = "Choose another path, or delete the file to start again."
+    return DeclarationError(f"checkpoint {str(checkpoint)!r} is of another run: {difference}. {remedy}")
 
 
 def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
     content, kept = checkpoints.load(checkpoint)
     if not all(isinstance(done, Record) for done in content["records"]):
         raise DeclarationError(f"checkpoint {str(checkpoint)!r} holds something else; choose another path.")
-    expected: dict[str, Any] = {
-        "fingerprint": run.layout.fingerprint,
-        "algorithm": run.algorithm.name,
-        "settings": run.settings,
-        "clients": run.clients,
-    }
-    if seed_given:
-        expected["seed"] = run.seed
-    for name, value in expected.items():
-        if content[name] != value:
-            raise _of_another_run(checkpoint, _differing(name, content[name], value))
+    ours = _content(run)
+    for name in ("fingerprint", "algorithm", "settings", "clients", *(["seed"] if seed_given else [])):
+        if content[name] != ours[name]:
+            raise _of_another_run(checkpoint, _differing(name, content[name], ours[name]))
     if (its := type(content["state"])) is not type(run.state):
         raise _of_another_run(checkpoint, _differing("state", its.__name__, type(run.state).__name__))
     _require_same_data(run, checkpoint, content["data"])
@@ -280,10 +269,9 @@ def _require_same_data(run: Run, checkpoint: Path, seals: Mapping[str, bytes]) -
     if others:
         whose = "some clients" if others == [""] else f"clients {diagnostics.listed(map(repr, others))}"
         whose = f"client {others[0]!r}" if len(others) == 1 and others[0] else whose
-        raise DataError(
-            f"the data of {whose} are not those that checkpoint {str(checkpoint)!r} was written with. Give the same "
-            "data, or choose another path."
-        )
+        remedy = "Give the same data, or choose another path."
+        what = f"those that checkpoint {str(checkpoint)!r} was written with"
+        raise DataError(f"the data of {whose} are not {what}. {remedy}")
     for name, (_, client) in sealed.items():
         if not codec.matches(seals[name][codec.LENGTH :], {"": client.trace()}):
             reason = f"the density of client {client.client_id!r} has changed for the same data"

@@ -267,9 +267,9 @@ def without(
         raise DeclarationError(f"{sorted(taken)} are those of the fit; leave them out.")
     here = all(name in fit.clients for name in rest)
     if not here and settings.get("engine") is None:
+        remedy = f"an engine for them alone: fedppl.Flower.grid(grid, clients={shown(rest)}, ...)"
         raise DeclarationError(
-            "the data of those that stay are not here; give them to fedppl.load(path, model, clients=...), or of sites "
-            f"pass an engine for them alone: fedppl.Flower.grid(grid, clients={shown(rest)}, ...)."
+            f"data of those that stay are not here; fedppl.load(..., clients=...) them, or pass {remedy}."
         )
     certificate = flag("certificate", certificate)
     shared = fit.algorithm.result.shared

@@ -52,15 +52,13 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
     try:
         if not path.parent.is_dir():
             raise DeclarationError(f"checkpoint={shown}: its folder does not exist; create it first.")
-        if path.is_dir():
-            raise DeclarationError(f"checkpoint={shown} is a folder; name a file in it, such as run.ckpt.")
         if path.exists() and not path.is_file():
-            raise DeclarationError(f"checkpoint={shown} is a device or a pipe; name a file, such as run.ckpt.")
+            what = "a folder" if path.is_dir() else "a device or a pipe"
+            raise DeclarationError(f"checkpoint={shown} is {what}; name a file, such as run.ckpt.")
         records = _records(path)
         if records.exists() and not (records.is_file() and _is_ours(records)):
-            raise DeclarationError(
-                f"checkpoint={shown} keeps its records in {str(records)!r}, where something else is; choose another."
-            )
+            what = f"keeps its records in {str(records)!r}, where something else is"
+            raise DeclarationError(f"checkpoint={shown} {what}; choose another.")
         for file in (partial_path(path), records):
             before = file.exists()
             open_to_write(file, os.O_APPEND).close()
@@ -70,11 +68,9 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
         if isinstance(error, DeclarationError):
             raise
         why = getattr(error, "strerror", None) or str(error)
-        way = f"{str(partial_path(path))!r} and {str(_records(path))!r}"
-        where = f", written by way of {way}," if os.path.lexists(path.parent) else ""
-        raise DeclarationError(
-            f"checkpoint={shown}{where} cannot be written: {why}; choose a path where files can be made."
-        ) from error
+        way = f"written by way of {str(partial_path(path))!r} and {str(_records(path))!r}"
+        remedy = "choose a path where files can be made"
+        raise DeclarationError(f"checkpoint={shown}, {way}, cannot be written: {why}; {remedy}.") from error
     owner_key(make=True)
 
 
@@ -92,8 +88,8 @@ def _records(path: Path) -> Path:
 def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resumed: bool = False) -> Kept:
     """Append new records, then replace the state: a crash leaves the old state or the new one whole.
 
-    The content has all that `CONTENT` names. `kept` is the value of the last call, or of `load`; None for a run that
-    begins. If the run was `resumed`, records that a crash left beyond `kept` are cut off; otherwise they are an error.
+    `kept` is the value of the last call, or of `load`. Records that a crash left beyond it are cut off if the run was
+    `resumed`; otherwise they are an error.
     """
     before = kept or _NONE
     frames: list[bytes] = []
@@ -116,10 +112,8 @@ def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
     with open_to_write(path, os.O_TRUNC if begins else 0) as file:
         length = file.seek(0, os.SEEK_END)
         if length < before.length or (length > before.length and not resumed):
-            raise DeclarationError(
-                f"{str(path)!r} has {length} bytes where this run had left {before.length}: another run writes to it, "
-                "or has cut it. Give each run a checkpoint of its own, and stop all but one."
-            )
+            remedy = "another run writes to it. Give each run a checkpoint of its own, and stop all but one."
+            raise DeclarationError(f"{str(path)!r} has {length} bytes, and not this run's {before.length}: {remedy}")
         file.truncate(before.length)
         file.seek(before.length)
         file.write(added)
@@ -148,10 +142,10 @@ def load(path: Path) -> tuple[dict[str, Any], Kept]:
         if type(kept) is not tuple or [type(part) for part in kept] != [int, int, bytes]:
             raise wrong
         content["records"] = _read_records(_records(path), Kept(*kept), shown)
-        if not all(isinstance(content[name], kind) for name, kind in CONTENT.items()):
-            raise wrong
     except OSError as error:
         raise DeclarationError(f"{shown} cannot be read: {error.strerror or error}; choose another path.") from error
+    if not all(isinstance(content[name], kind) for name, kind in CONTENT.items()):
+        raise wrong
     return content, Kept(*kept)
 
 

@@ -68,11 +68,6 @@ class _Place(NamedTuple):
 def encode(content: Any, name: str = "state") -> bytes:
     """Encode None, numbers, str, bytes, lists, tuples, dicts with str keys, named tuples, enumerations and arrays.
 
-    Raises `DeclarationError` if a value inside has another type; the text says where in `name`, and what to use
-    instead.
-
-    Examples
-    --------
     >>> decode(encode({"a": (1, float("inf")), "b": np.arange(2)}))
     {'a': (1, inf), 'b': array([0, 1])}
     """
@@ -81,9 +76,8 @@ def encode(content: Any, name: str = "state") -> bytes:
     kinds = [[array.dtype.str, _order(array), list(array.shape)] for array in table.arrays]
     text = json.dumps({"arrays": kinds, "content": tree}, allow_nan=False, separators=(",", ":")).encode("ascii")
     if len(text) > _MOST_JSON:
-        raise DeclarationError(
-            f"{name} takes {len(text):.3g} bytes beside its arrays, more than {_MOST_JSON}; put numbers into arrays."
-        )
+        size = f"{len(text):.3g} bytes beside its arrays, more than {_MOST_JSON}"
+        raise DeclarationError(f"{name} takes {size}; put numbers into arrays.")
     flat: list[Any] = [
         np.ascontiguousarray(a if _order(a) == "C" else a.T).reshape(-1).view(np.uint8) for a in table.arrays
     ]
@@ -156,10 +150,7 @@ def _remedy(value: Any) -> str:
 
 
 def decode(raw: bytes) -> Any:
-    """Decode what `encode` wrote, else raise `Unreadable`.
-
-    Lengths, dtypes and shapes are checked before an array is allocated.
-    """
+    """Decode what `encode` wrote, else raise `Unreadable`; all is checked before an array is allocated."""
     _require(len(raw) >= _PREFIX.size, "it is too short")
     length, array_bytes = _PREFIX.unpack_from(raw)
     _require(length <= _MOST_JSON, f"it declares {length} bytes of JSON, more than {_MOST_JSON}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import io
@@ -29,15 +30,7 @@ _START = len(_MAGIC) + _HEAD.size
 
 
 def pack(content: Any, about: str = "") -> bytes:
-    """Encode a state and sign it with the owner's key, which is made where there is none.
-
-    Parameters
-    ----------
-    content
-        Value to keep; `codec.encode` says what it may hold.
-    about
-        Name that is signed with it: `unpack` must give the same.
-    """
+    """Encode a state and sign it with the owner's key, and with a name that `unpack` must give."""
     key, body = owner_key(make=True), _codec.encode(content)
     if len(body) > MOST:
         raise DeclarationError(f"the state takes {len(body):.3g} bytes, more than the {MOST} that a file may have.")
@@ -57,10 +50,9 @@ def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
     if version is None:
         raise DeclarationError(f"{name} is not a fedppl checkpoint; choose another path.")
     if int(version[1]) != FORMAT:
-        raise DeclarationError(
-            f"{name} has format {int(version[1])}, and this version of fedppl reads format {FORMAT}; delete it to "
-            "start again, or finish it with the version that wrote it."
-        )
+        remedy = "delete it to start again, or finish it with the version that wrote it"
+        reads = f"and this version of fedppl reads format {FORMAT}"
+        raise DeclarationError(f"{name} has format {int(version[1])}, {reads}; {remedy}.")
     damaged = DeclarationError(f"{name} is truncated or damaged; restore it from a copy, or delete it to start again.")
     if not head.startswith(_MAGIC) or len(head) < _START:
         raise damaged
@@ -71,10 +63,9 @@ def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
         raise DeclarationError(f"{name} has {size} bytes, more than the {MOST} that are read; delete it.")
     key = owner_key(make=False)
     if whose != _whose(key):
-        raise DeclarationError(
-            f"{name} was signed with another key than that in {str(key_path())!r}, or is damaged; put the key that it "
-            f"was written with there, name it by {VARIABLE}, or delete the file to start again."
-        )
+        remedy = f"put the key that it was written with there, name it by {VARIABLE}, or delete the file"
+        key_of = f"another key than that in {str(key_path())!r}"
+        raise DeclarationError(f"{name} was signed with {key_of}, or is damaged; {remedy}.")
     body = file.read(length)
     if not hmac.compare_digest(signature, _signature(key, about, whose, body)):
         raise damaged
@@ -86,9 +77,8 @@ def decoded(body: bytes, name: str) -> Any:
     try:
         return _codec.decode(body)
     except _codec.Unreadable as error:
-        raise DeclarationError(
-            f"{name} was not written by this version of fedppl and this program ({error}); delete it to start again."
-        ) from error
+        what = f"{name} was not written by this version of fedppl and this program ({error})"
+        raise DeclarationError(f"{what}; delete it to start again.") from error
 
 
 def _whose(key: bytes) -> bytes:
@@ -119,17 +109,12 @@ def key_path() -> Path:
         try:
             folder = str(Path.home() / ".config")
         except RuntimeError as error:
-            raise DeclarationError(
-                f"there is no home folder to keep a key in; set {VARIABLE} to the path of a key file."
-            ) from error
+            raise DeclarationError(f"there is no home folder; set {VARIABLE} to the path of a key file.") from error
     return Path(folder) / "fedppl" / "key"
 
 
 def owner_key(*, make: bool) -> bytes:
-    """Read the key, or make one where there is none and `make` is true.
-
-    Raises `DeclarationError` if the key is missing, too short, no file, or readable by others.
-    """
+    """Read the key, or make one where there is none and `make` is true; DeclarationError if it cannot be trusted."""
     where = key_path()
     shown = f"key file {str(where)!r}"
     try:
@@ -138,9 +123,8 @@ def owner_key(*, make: bool) -> bytes:
         return _read(where, shown)
     except FileNotFoundError as error:
         why = "its folder does not exist; create it" if make else "it does not exist"
-        raise DeclarationError(
-            f"{shown}: {why}, or set {VARIABLE} to the key file that earlier files were written with."
-        ) from error
+        remedy = f"set {VARIABLE} to the key file that earlier files were written with"
+        raise DeclarationError(f"{shown}: {why}, or {remedy}.") from error
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
         if isinstance(error, DeclarationError):
             raise
@@ -157,18 +141,16 @@ def _read(where: Path, shown: str) -> bytes:
             raise DeclarationError(f"{shown} is no plain file; set {VARIABLE} to the path of one.")
         if os.name == "posix":
             if found.st_mode & 0o077:
-                raise DeclarationError(
-                    f"{shown} is open to others (mode {stat.S_IMODE(found.st_mode):o}): whoever knows the key can make "
-                    f"files that are believed. If nobody has read it, chmod 600; else delete it and what it signed."
-                )
+                remedy = "If nobody has read it, chmod 600; else delete it and what it signed."
+                mode = f"{stat.S_IMODE(found.st_mode):o}"
+                raise DeclarationError(f"{shown} is open to others (mode {mode}), who could sign files. {remedy}")
             if found.st_uid not in (os.geteuid(), 0):
                 raise DeclarationError(f"{shown} belongs to another user; set {VARIABLE} to a key file of your own.")
         key = file.read(_LONGEST + 1)
     if not _KEY_LENGTH <= len(key) <= _LONGEST:
-        raise DeclarationError(
-            f"{shown} has {'more than ' if len(key) > _LONGEST else ''}{min(len(key), _LONGEST)} bytes; a key has "
-            f"{_KEY_LENGTH} random ones. Restore it, or delete it and a new one is made."
-        )
+        has = f"{'more than ' if len(key) > _LONGEST else ''}{min(len(key), _LONGEST)} bytes"
+        remedy = "Restore it, or delete it and a new one is made."
+        raise DeclarationError(f"{shown} has {has}; a key has {_KEY_LENGTH} random ones. {remedy}")
     return key
 
 
@@ -183,10 +165,8 @@ def _make(where: Path) -> None:
             file.write(secrets.token_bytes(_KEY_LENGTH))
             file.flush()
             os.fsync(descriptor)
-        try:
+        with contextlib.suppress(FileExistsError):  # another process was first, and its key is as good
             os.link(beside, where)
-        except FileExistsError:
-            pass  # another process was first, and its key is as good
     finally:
         beside.unlink()
 
@@ -247,28 +227,17 @@ _ACCOUNT = b"fedppl ledger 1\n"
 
 
 def read_account(path: Path) -> dict[str, Any]:
-    """Read what `write_account` wrote.
-
-    Raises
-    ------
-    DataError
-        If it is no account, or was changed since.
-    DeclarationError
-        If the key cannot be read.
-    """
+    """Read what `write_account` wrote; DataError if it is no account, or was changed since."""
     shown = repr(str(path))
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
         signature = bytes.fromhex(content.pop("signature", ""))
     except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"{shown} is no account of a site ({type(error).__name__}). Put back what was there."
-        ) from error
+        what = f"{shown} is no account of a site ({type(error).__name__})"
+        raise DataError(f"{what}. Put back what was there.") from error
     if not hmac.compare_digest(signature, _account_signature(owner_key(make=False), content)):
-        raise DataError(
-            f"{shown} is not signed with the key in {str(key_path())!r}: somebody changed it, or put another key "
-            "there. Put back what was there; moving the whole folder away grants every limit anew."
-        )
+        remedy = "Put back what was there; moving the whole folder away grants every limit anew."
+        raise DataError(f"{shown} is not signed with the key in {str(key_path())!r}: it or the key changed. {remedy}")
     return content
 
 
