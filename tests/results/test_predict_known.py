@@ -80,7 +80,8 @@ def test_another_predictor_of_the_client_is_another_clients_and_is_said(caplog: 
 
 def test_replicates_keep_all_that_the_posterior_has() -> None:
     client, posterior, data = _client()
-    found = pymc_groups(client, client.pymc_model(), posterior, ("posterior_predictive",), 1)["posterior_predictive"]["obs"]
+    model, groups = client.pymc_model(), ("posterior_predictive",)
+    found = pymc_groups(client, model, posterior, groups, 1)["posterior_predictive"]["obs"]
     mean = _LEVEL + _SLOPE * data["x"] + _WARDS[data["ward"]] + 50.0
     assert_allclose(found.mean(("chain", "draw")), mean, atol=1e-3)
 
