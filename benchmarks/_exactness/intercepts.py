@@ -221,7 +221,7 @@ def _row(fit: Any, exact: dict[str, tuple[float, float]], evidence: float, names
     summary = fit.summary()
     z = {name: (summary.loc[name, "mean"] - exact[name][0]) / exact[name][1] for name in names}
     r = {name: summary.loc[name, "sd"] / exact[name][1] for name in names}
-    at = fit.layout.labels.index("tau")
+    at = list(fit.layout.slices).index("tau")  # each is one coordinate
     gaussian = fit.idata["fit"]
     log_sd = float(np.sqrt(gaussian["covariance_matrix"].values[at, at]))
     worst = max(abs(value) for value in z.values())

@@ -352,7 +352,8 @@ def _shifted(A: Array, slopes: Array, least: float) -> tuple[Array, Flags]:
     diagonal = np.abs(np.einsum("nii->ni", A))
     finite: Flags = np.asarray(np.isfinite(A).all(axis=(1, 2)))
     largest = np.maximum(diagonal.max(axis=1, initial=0.0), 1e-8)[:, None]
-    unit = np.maximum(diagonal, least * largest)[:, :, None] * np.eye(A.shape[1])
+    with np.errstate(invalid="ignore"):  # of curvatures that are not finite, which have no step
+        unit = np.maximum(diagonal, least * largest)[:, :, None] * np.eye(A.shape[1])
     step, shift, active = np.zeros_like(slopes), _SHIFT, np.flatnonzero(finite)
     while len(active) and shift < _MOST_SHIFT:
         root, positive = cholesky(A[active] + shift * unit[active])
