@@ -343,7 +343,9 @@ def _final_message(fit: Fit, client_id: str) -> Mapping[str, Any]:
     """The final message to a client, where the fit is of a linear model of coregionalisation."""
     message = fit.algorithm.result.final_message(fit.state, client_id)
     if "joint" not in message or "inclusion" not in message:
-        raise DeclarationError(f"{fit.algorithm.name} fits no linear model of coregionalisation; see fedppl.curves.")
+        raise DeclarationError(
+            f"{fit.algorithm.name} does not fit a linear model of coregionalisation; use fedppl.curves.Ascent()."
+        )
     return message
 
 

@@ -273,8 +273,8 @@ def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
     rows, unseen = len(open_variance), int(np.sum(open_variance > _UNSEEN))
     if unseen > rows / 2:
         raise DataError(
-            f"client {client.client_id!r}: {unseen} of {rows} rows lie where the inducing points say next to nothing; "
-            "spread inducing= over the inputs' range, closer than the prior's median length-scale."
+            f"client {client.client_id!r}: {unseen} of {rows} rows lie where the inducing points say next to nothing. "
+            "Spread inducing= over the inputs' range, closer than the prior's median length-scale."
         )
     if unseen > rows / 10:
         logger.warning(
