@@ -232,7 +232,9 @@ def holdout(
             )
         count = len(arrays[next(iter(split))])
         if count < 2:
-            raise DataError(f"client {client_id!r} has {count} row, which cannot be split in two; leave it out.")
+            raise DataError(
+                f"client {client_id!r} has {count} row, which cannot be split in two; leave the client out."
+            )
         size = min(max(round(fraction * count), 1), count - 1)
         order = stream((seed, 3, *client_id.encode())).permutation(count)
         for part, chosen in ((training, np.sort(order[size:])), (validation, np.sort(order[:size]))):
