@@ -121,8 +121,7 @@ def opened(
     """Template of a model in which these lengths may differ from client to client."""
     parts = parts._replace(open=lengths)
     made = made_of(parts)
-    as_written = interpreted.AS_WRITTEN  # it is called once a client
-    start = make_once(made, "start", lambda: interpreted.python_function(*_graph.initial_graphs(parts), as_written))
+    start = make_once(made, "start", lambda: interpreted.python_function(*_graph.initial_graphs(parts)))
     values = containers(client_id, parts, arrays)
     try:
         initial = start(*values, *_graph.alone(parts))
