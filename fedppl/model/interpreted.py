@@ -90,8 +90,6 @@ _BY_NUMPY: dict[str, Callable[..., Any]] = {
     "Cast": lambda x: x * np.float64(1),  # to another type stays, by `is_super`
     "Softplus": lambda x: pt.maximum(x, 0.0) + pt.log1p(pt.exp(-pt.abs(x))),
     "Log1mexp": lambda x: pt.switch(x < -np.log(2), pt.log1p(-pt.exp(x)), pt.log(-pt.expm1(x))),
-    "XlogX": lambda x: pt.switch(pt.eq(x, 0), 0.0, x * pt.log(x)),
-    "XlogY0": lambda x, y: pt.switch(pt.eq(x, 0), 0.0, x * pt.log(y)),
 }
 
 

@@ -10,7 +10,6 @@ import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 from pytensor.compile.mode import Mode
-from pytensor.tensor.xlogx import xlogx, xlogy0
 
 from fedppl.model.interpreted import AS_WRITTEN, PYTHON_MODE, over_draws, python_function
 
@@ -24,8 +23,6 @@ GRAPHS = {
     "clip of integers": pt.clip(I, 0, 2),
     "fill": pt.second(X, pt.constant(np.float64(3.0))),
     "cast": pt.cast(I, "float64"),
-    "x log x": xlogx(pt.abs(X) * I),
-    "x log y": xlogy0(pt.cast(I, "float64"), pt.abs(Y)),
 }
 
 
