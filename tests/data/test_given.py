@@ -66,15 +66,18 @@ def test_given_phi_wards_are_drawn_from_their_own_posterior(successes: list[int]
 
 
 def test_where_laplaces_approximation_holds_fewer_candidates_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    phi = np.tile([0.3, 1.5], (50, 1))
-    asked, outputs = [], conditional_draws._outputs
+    phi, asked = np.tile([0.3, 1.5], (50, 1)), []
 
-    def count(client: Any, phi: Any, theta: Any) -> Any:
-        asked.append(len(theta))
-        return outputs(client, phi, theta)
+    def counting(compute: Any) -> Any:
+        def count(client: Any, phi: Any, theta: Any) -> Any:
+            asked.append(len(theta))
+            return compute(client, phi, theta)
 
-    monkeypatch.setattr(conditional_draws, "_outputs", count)
-    for successes, rows, least, most in ((300, 700, 8, 20), (0, 5, 50, 100)):
+        return count
+
+    for name in ("_values", "_outputs"):
+        monkeypatch.setattr(conditional_draws, name, counting(getattr(conditional_draws, name)))
+    for successes, rows, least, most in ((300, 700, 4, 10), (0, 5, 50, 100)):
         asked.clear()
         conditional_draws.draw_given(client_of([successes], [rows]), phi, phi[0], np.random.default_rng(2))
         assert least < sum(asked) < most

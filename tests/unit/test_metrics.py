@@ -110,6 +110,6 @@ def test_scores_of_two_columns_are_no_scores() -> None:
 def test_a_data_set_of_predictions_is_refused_by_what_it_holds() -> None:
     predicted = xr.Dataset({"probability": (("row", "class"), PROBABILITY)})
     for compute in (metrics.entropy, lambda p: metrics.accuracy(p, LABEL)):
-        with pytest.raises(DataError, match=r"Dataset with \['probability'\]; pass one of its arrays"):
+        with pytest.raises(DataError, match=r"Dataset; pass one of its arrays, \['probability'\]"):
             compute(predicted)
     assert metrics.accuracy(predicted["probability"], LABEL) == metrics.accuracy(PROBABILITY, LABEL)
