@@ -166,9 +166,10 @@ def takes(function: Any, count: int) -> bool:
     except (TypeError, ValueError):
         return True
     try:
-        return bool(signature.bind(*(None,) * count))
+        signature.bind(*(None,) * count)
     except TypeError:
         return False
+    return True
 
 
 def some_of(names: Collection[Any]) -> str:

@@ -319,7 +319,7 @@ def several_modes(
 ) -> dict[str, str]:
     """Reason by id for clients (C,), in these places of those side by side, whose θ has mass about another mode."""
     count = len(clients)
-    # One search at all points takes a tenth of the time of one after the other.
+    # At all points at once: of few clients the number of steps costs, not that of searches.
     first = pairs.modes(of, np.broadcast_to(points[0], (count, points.shape[1])), starts, places)
     begin = np.where(first.arrived[:, None], first.theta, starts)
     where, rows = np.divmod(np.arange(len(points) * count, dtype=np.int64), max(1, count))

@@ -14,6 +14,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, NotConvergedError
+from fedppl.model import interpreted
 from fedppl.results import at_client, idata
 from fedppl.testing import normal_means
 from tests.support import problems
@@ -233,6 +234,24 @@ def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(builder: Any, mo
     assert set(ours.data_vars) == set(theirs.data_vars) and ours["mixed"].dims == theirs["mixed"].dims
     for name in theirs.data_vars:
         assert_allclose(ours[name].values, theirs[name].values, rtol=1e-9, atol=1e-9)
+
+
+def test_log_likelihoods_of_all_clients_are_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of clients of different lengths, one row among them, and of another fit of the same declaration."""
+    model, clients = normal_means(4)
+    clients = {name: {"y": data["y"][: 4 - k]} for k, (name, data) in enumerate(clients.items())}
+    built, over_draws = [], interpreted.over_draws
+    monkeypatch.setattr(interpreted, "over_draws", lambda *graphs: built.append(graphs) or over_draws(*graphs))
+    for seed in (1, 2):
+        found = fit(model, clients, random_seed=seed)
+        for name in clients:
+            drawn = found.client(name, groups="log_likelihood", draws=20, chains=2)
+            free = found.clients[name].pymc_model()
+            draws = idata.as_dataset(drawn["posterior"])[[rv.name for rv in free.free_RVs]]
+            ours, theirs = idata.as_dataset(drawn["log_likelihood"]), at_client._by_pymc(free, draws)
+            for outcome in theirs.data_vars:
+                assert_allclose(ours[outcome].values, theirs[outcome].values, rtol=1e-9, atol=1e-9)
+    assert len(built) <= 1  # none where an earlier test built it
 
 
 def test_starting_values_change_no_log_likelihood() -> None:
