@@ -151,11 +151,11 @@ def test_workers_run_side_by_side() -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_is_late_is_a_failure_and_the_round_ends_at_the_deadline(workers: int) -> None:
     release = threading.Event()
-    run = engine(workers, a=None, b=lambda _: release.wait(20))
-    started = time.perf_counter()
+    ended: list[bool] = []
+    run = engine(workers, a=None, b=lambda _: ended.append(release.wait(60)))
     try:
         replies = run.exchange(requests("a", "b"), 0.3)
-        assert time.perf_counter() - started < 5
+        assert not ended
     finally:
         release.set()
     assert isinstance(replies["a"], Reply)

@@ -266,16 +266,18 @@ def test_an_object_of_another_kind_is_no_reply(change: dict[str, Any]) -> None:
     assert why_not(honest._replace(**change), malformed.request(), malformed.layout(), malformed.SHAPES)
 
 
-def test_an_introduction_of_as_many_coordinates_as_there_may_be_is_read_in_seconds() -> None:
+def test_an_introduction_of_as_many_coordinates_as_there_may_be_costs_a_few_fingerprints_to_read() -> None:
     """And one that says a matrix where none can be is refused before it is made."""
     size = 10**6
     variables = (Variable("w", (size,), "", None),)
     prior = Gaussian(np.zeros(size), np.full(size, 4.0))
+    started = time.process_time()
     told = fingerprint(variables, prior, True, (0.0,) * 6)
+    computed = time.process_time() - started
     arrays, texts = pack_hello("a", "1", {}, Layout(variables, prior, True, told, (0.0,) * 6), malformed.reader())
     started = time.process_time()
     assert unpack_hello(arrays, texts).layout.fingerprint == told
-    assert time.process_time() - started < 5.0
+    assert time.process_time() - started < 20 * computed
     with pytest.raises(Malformed, match="'prior_precision' has length 2000000, expected 1000000"):
         unpack_hello({**arrays, "prior_precision": np.ones(2 * size)}, texts)
 

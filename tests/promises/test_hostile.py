@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -178,9 +177,8 @@ def test_a_message_that_is_announced_and_never_sent_costs_its_sender_alone(monke
     assert "announced has not come" in third["bad"].reason  # one call that waits for each such site, not one a round
     sent.set()
     grid.waits_for = set()
-    deadline = time.monotonic() + 5.0
-    while isinstance(moving.exchange(requests, 0.3)["bad"], Failure):
-        assert time.monotonic() < deadline
+    answers = (moving.exchange(requests, 0.3)["bad"] for _ in range(200))
+    assert any(isinstance(answer, Reply) for answer in answers)
 
 
 # --- who says what the model is -------------------------------------------------------------------------------

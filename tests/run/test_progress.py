@@ -179,7 +179,6 @@ def test_ctrl_c_while_clients_compute_gives_the_rounds_so_far(workers: int) -> N
         pressed.extend(["Ctrl-C"] * now)
         return now
 
-    started = time.monotonic()
     with pytest.warns(fedppl.ConvergenceWarning, match="Ctrl-C"):
         fit = fedppl.fit(
             model,
@@ -190,7 +189,6 @@ def test_ctrl_c_while_clients_compute_gives_the_rounds_so_far(workers: int) -> N
             **QUIET,
         )
     assert fit.status is Status.INTERRUPTED and len(fit.records) == len(rounds) >= 1 and pressed
-    assert time.monotonic() - started < 60
     assert fit.posterior.linear.shape == (1,)
 
 
