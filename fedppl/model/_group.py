@@ -516,8 +516,7 @@ def shared_layout(
 def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array) -> tuple[Layout, SharedPrior]:
     _refuse_flat(parts)
     graph = _graph.prior_graph(parts, variables)
-    phi, logp = graph.x, graph.logp
-    of_points, slopes = _interpreted(phi, logp)
+    of_points, slopes = _interpreted(graph)
 
     def gradient(point: Array) -> Array:
         return np.asarray(slopes(point[None])[0])
@@ -578,8 +577,7 @@ def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origi
         return
     odd = []
     for term in parts.prior_terms:
-        graph = _graph.prior_graph(parts._replace(prior_terms=(term,)), variables)
-        alone = _interpreted(graph.x, graph.logp)[0](origin[None])
+        alone = _interpreted(_graph.prior_graph(parts._replace(prior_terms=(term,)), variables))[0](origin[None])
         odd += [] if np.isfinite(alone[0]) else [term.name]
     raise DeclarationError(
         f"the shared prior's log density at the starting point is {value}, by {odd or 'all together'}; is a scale not "
@@ -595,30 +593,45 @@ _KEPT = 64  # priors whose interpreted functions are kept
 _AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
 
 
-def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
-    """log p(φ) and its gradient at many φ by interpreted vectorised functions.
+def _interpreted(graph: _graph.SiteGraph) -> tuple[_AtMany, _AtMany]:
+    """log p(φ) and its gradient at many φ by interpreted vectorised functions of the pieces of φ.
 
     Numbers of the prior are arguments: data on another scale give a prior of others, and none is built anew.
     """
-    constants = [v for v in ancestors([logp]) if isinstance(v, TensorConstant)]
+    pieces = [piece.variable for piece in graph.pieces]
+    types = [piece.type for piece in pieces]
+    many = {
+        piece: pt.TensorType(kind.dtype, shape=(None, *kind.shape))() for piece, kind in zip(pieces, types, strict=True)
+    }
+    constants = [v for v in ancestors([graph.of_pieces]) if isinstance(v, TensorConstant)]
     numbers = [v for v in constants if v.type.dtype.startswith("float") and v.data.size]  # no sizes are the shape ()
     # PyTensor has a number in single precision where that is exact: another one would have another type.
     arguments = [pt.TensorType("float64", number.type.shape)() for number in numbers]
-    (density,) = clone_replace([logp], dict(zip(numbers, arguments, strict=True)), rebuild_strict=False)
-    key = graph_key([phi, *arguments], [density])
+    (density,) = clone_replace([graph.of_pieces], dict(zip(numbers, arguments, strict=True)), rebuild_strict=False)
+    key = graph_key([*pieces, *arguments], [density])
     made = {} if key is None else _functions(key)
     values = [number.data.astype(np.float64) for number in numbers]
+    ends = np.cumsum([int(np.prod(kind.shape)) for kind in types])
+    real = [place for place, kind in enumerate(types) if kind.dtype.startswith("float")]
+
+    def call(function: Callable[..., list[Array]], draws: Array) -> list[Array]:
+        parts = zip(np.split(draws, ends[:-1], axis=1), types, strict=True)
+        return function(*(part.reshape(-1, *kind.shape).astype(kind.dtype) for part, kind in parts), *values)
 
     def both(draws: Array) -> list[Array]:
-        slopes = functools.partial(pt.grad, density, phi, disconnected_inputs="ignore")
-        function = make_once(
-            made, "both", lambda: interpreted.batched(phi, arguments, [density, slopes()], interpreted.AS_WRITTEN)
-        )
-        return list(function(draws, *values))
+        @interpreted.untraced()
+        def build() -> Callable[..., list[Array]]:
+            slopes = pt.grad(density, [pieces[place] for place in real], disconnected_inputs="ignore")
+            return interpreted.batched(many, arguments, [density, *slopes], interpreted.AS_WRITTEN)
 
-    def alone(draws: Array) -> list[Array]:  # a gradient takes PyTensor a loop over rows
-        function = make_once(made, "alone", lambda: interpreted.batched(phi, arguments, [density]))
-        return list(function(draws, *values))
+        log_density, *slopes = call(make_once(made, "both", build), draws)
+        gradient = np.zeros(draws.shape)  # in 0/1 variables
+        for place, slope in zip(real, slopes, strict=True):
+            gradient[:, ends[place] - slope[0].size : ends[place]] = slope.reshape(len(draws), -1)
+        return [log_density, gradient]
+
+    def alone(draws: Array) -> list[Array]:
+        return call(make_once(made, "alone", lambda: interpreted.batched(many, arguments, [density])), draws)
 
     return (
         lambda draws: _by_row(both if len(draws) <= _FEW else alone, 0, draws, -np.inf),

@@ -243,7 +243,7 @@ class ClientModel:
             x, inputs, names, outputs = _graph.constrained_graph(
                 template.parts, shared, self.local, public, only_shared=only_shared
             )
-            return names, interpreted.batched(x, inputs, outputs), len(inputs)
+            return names, interpreted.batched({x: pt.matrix()}, inputs, outputs), len(inputs)
 
         names, function, n_inputs = template.of_declaration(("constrain", only_shared, public), constrained)
         values = function(draws, *self.inputs[:n_inputs])

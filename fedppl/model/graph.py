@@ -25,6 +25,7 @@ from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
 from scipy.special import gammaln
 
+from fedppl.model.interpreted import untraced
 from fedppl.types import SDS_AND_PARTIALS, Array, DeclarationError, Variable
 
 
@@ -218,6 +219,7 @@ def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
     return {name: place for name, place in sorted(rows.items()) if name in sizes and name not in shared}
 
 
+@untraced()
 def initial_graphs(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
     """The data as inputs, and unconstrained initial values of shared, then local variables as graphs of them."""
     model = parts.model
@@ -301,6 +303,7 @@ def _of_both(terms: Any, pieces: Mapping[Any, Piece], flat: Mapping[Any, Any], r
     return of_x, of_pieces
 
 
+@untraced()
 def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]) -> SiteGraph:
     """Graph of log p(y, θ | φ): every term except the shared prior, with the Jacobians of θ's transforms."""
     x = pt.vector("x")
@@ -324,6 +327,7 @@ def _log_density(model: Any, terms: Sequence[Any]) -> Any:
     return logp + constant if constant else logp
 
 
+@untraced()
 def prior_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
     """Graph of the shared prior's log density on the unconstrained space, log p(φ)."""
     phi = pt.vector("phi")
@@ -339,6 +343,7 @@ def computed_from_shared(parts: Parts) -> tuple[Any, ...]:
     return tuple(v for v in parts.model.deterministics if private.isdisjoint(ancestors([v])))
 
 
+@untraced()
 def constrained_graph(
     parts: Parts, shared: Sequence[Variable], local: Sequence[Variable], public: Sequence[str], *, only_shared: bool
 ) -> tuple[Any, tuple[Any, ...], tuple[str, ...], list[Any]]:
@@ -354,6 +359,7 @@ def constrained_graph(
     return x, (*inputs, *shape_inputs), tuple(v.name for v in wanted), outputs
 
 
+@untraced()
 def observed_graph(
     parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]
 ) -> tuple[Any, tuple[Any, ...], list[Any]]:
@@ -365,13 +371,20 @@ def observed_graph(
     return x, (*inputs, *shape_inputs), clone_replace(outputs, {**replace, **values})
 
 
-def observed_given_all(parts: Parts) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
-    """The same of the free variables as they are declared: (their values, inputs, one output per observed variable)."""
+@untraced()
+def observed_given_all(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...], list[Any]]:
+    """The same of the free variables as they are declared: (their values, inputs, one output per observed variable).
+
+    Values are mapped to variables of their draws, which may have any lengths.
+    """
     model = remove_value_transforms(parts.model)
     replace, inputs = _inputs_for(parts._replace(model=model, data=tuple(model[v.name] for v in parts.data)))
     free, observed = ([model[rv.name] for rv in of] for of in (parts.model.free_RVs, parts.model.observed_RVs))
     outputs = clone_replace(model.logp(vars=observed, sum=False), replace)
-    return [model.rvs_to_values[rv] for rv in free], inputs, outputs
+    values = [model.rvs_to_values[rv] for rv in free]
+    shapes = [(None, *(1 if length == 1 else None for length in v.type.shape)) for v in values]
+    draws = {v: pt.TensorType(v.type.dtype, shape=shape)() for v, shape in zip(values, shapes, strict=True)}
+    return draws, inputs, outputs
 
 
 def observed_through(parts: Parts) -> dict[Any, Any]:

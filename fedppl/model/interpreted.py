@@ -49,6 +49,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Build graphs without a note in each variable of who made it: a seventh of the time. No user wrote them."""
+    with pytensor.config.change_flags(traceback__limit=0):
+        yield
+
+
 @functools.cache
 def look_for_blas() -> None:
     """Have PyTensor look for a BLAS once, without its warning; that takes half a second."""
@@ -110,6 +117,7 @@ PYTHON_MODE = Mode(linker="py", optimizer="fast_compile").register(_LAST)
 AS_WRITTEN = Mode(linker="py", optimizer="merge").register(_LAST)
 
 
+@untraced()
 def python_function(inputs: Sequence[Any], outputs: Any, mode: Mode = PYTHON_MODE) -> Callable[..., Any]:
     """Build an interpreted function: no compilation, slow per call, fast with large arrays.
 
@@ -129,29 +137,15 @@ def python_function(inputs: Sequence[Any], outputs: Any, mode: Mode = PYTHON_MOD
 
 
 def batched(
-    x: Any, inputs: Sequence[Any], outputs: Sequence[Any], mode: Mode = PYTHON_MODE
+    draws: Mapping[Any, Any], inputs: Sequence[Any], outputs: Sequence[Any], mode: Mode = PYTHON_MODE
 ) -> Callable[..., list[Array]]:
-    """Vectorise graphs of one vector x over a leading axis of draws, interpreted."""
-    many = pt.matrix("draws")
-    return python_function([many, *inputs], _vectorised({x: many}, outputs, many.shape[0]), mode)
+    """Vectorise graphs over a leading axis of draws of some variables, interpreted.
 
-
-def over_draws(variables: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
-    """The same for graphs of several variables, whose draws (S, ...) are the arguments, before the inputs.
-
-    Variables may have any lengths.
+    `draws` maps each variable to that of its draws: these are the arguments, before the inputs.
     """
-    many = {}
-    for v in variables:
-        shape = (None, *(1 if length == 1 else None for length in v.type.shape))
-        many[v] = pt.TensorType(v.type.dtype, shape=shape)(v.name)
-    first = next(iter(many.values()))
-    return python_function([*many.values(), *inputs], _vectorised(many, outputs, first.shape[0]))
-
-
-def _vectorised(many: dict[Any, Any], outputs: Sequence[Any], count: Any) -> list[Any]:
+    count = next(iter(draws.values())).shape[0]
     vectorised = []
-    for single, output in zip(outputs, vectorize_graph(list(outputs), many), strict=True):
+    for single, output in zip(outputs, vectorize_graph(list(outputs), dict(draws)), strict=True):
         constant = output.type.ndim == single.type.ndim  # without parameters: the same for every draw
         vectorised.append(pt.broadcast_to(output, (count, *output.shape)) if constant else output)
-    return vectorised
+    return python_function([*draws.values(), *inputs], vectorised, mode)

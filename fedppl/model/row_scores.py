@@ -79,7 +79,11 @@ def _densities(client: ClientModel) -> Callable[..., Sequence[Array]]:
     template = client.template
     x, inputs, by_entry = _graph.observed_graph(template.parts, *template.variables)
     by_row = _by_row(template.parts.model.observed_RVs, by_entry)
-    return interpreted.batched(x, inputs, by_row, interpreted.AS_WRITTEN) if by_row else lambda x, *_: [x[:, :0]]
+    return (
+        interpreted.batched({x: pt.matrix()}, inputs, by_row, interpreted.AS_WRITTEN)
+        if by_row
+        else lambda x, *_: [x[:, :0]]
+    )
 
 
 def _by_row(observed: Sequence[Any], densities: Sequence[Any]) -> list[Any]:

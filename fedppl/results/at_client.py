@@ -175,7 +175,7 @@ def _compared(client: ClientModel, model: Any, draws: xr.Dataset) -> _Densities 
     few = draws.isel(chain=[0, -1], draw=[0, -1])
     theirs = _by_pymc(model, few)
     try:
-        function = interpreted.over_draws(*_graph.observed_given_all(client.template.parts))
+        function = interpreted.batched(*_graph.observed_given_all(client.template.parts))
     except (NotImplementedError, ParameterValueError, ValueError, TypeError):
         return None
     names = [rv.name for rv in client.template.parts.model.observed_RVs]

@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_allclose
 from pytensor.compile.mode import Mode
 
-from fedppl.model.interpreted import AS_WRITTEN, PYTHON_MODE, over_draws, python_function
+from fedppl.model.interpreted import AS_WRITTEN, PYTHON_MODE, batched, python_function
 
 X, Y, Z, I = pt.dvector("x"), pt.dvector("y"), pt.dvector("z"), pt.lvector("i")  # noqa: E741
 GRAPHS = {
@@ -45,6 +45,6 @@ def test_every_operation_is_one_of_numpys(name: str, mode: Mode, rng: np.random.
 
 def test_variables_may_have_other_lengths_than_where_they_were_declared(rng: np.random.Generator) -> None:
     theta, y = pt.TensorType("float64", shape=(3,))("theta"), pt.dvector("y")
-    function = over_draws([theta], [y], [-0.5 * (y - theta) ** 2])
+    function = batched({theta: pt.matrix()}, [y], [-0.5 * (y - theta) ** 2])
     draws, data = rng.normal(size=(7, 5)), rng.normal(size=5)
     assert_allclose(function(draws, data)[0], -0.5 * (data - draws) ** 2)

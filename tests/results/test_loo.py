@@ -240,8 +240,8 @@ def test_log_likelihoods_of_all_clients_are_one_function(monkeypatch: pytest.Mon
     """Of clients of different lengths, one row among them, and of another fit of the same declaration."""
     model, clients = normal_means(4)
     clients = {name: {"y": data["y"][: 4 - k]} for k, (name, data) in enumerate(clients.items())}
-    built, over_draws = [], interpreted.over_draws
-    monkeypatch.setattr(interpreted, "over_draws", lambda *graphs: built.append(graphs) or over_draws(*graphs))
+    built, batched = [], interpreted.batched
+    monkeypatch.setattr(interpreted, "batched", lambda *graphs: built.append(graphs) or batched(*graphs))
     for seed in (1, 2):
         found = fit(model, clients, random_seed=seed)
         for name in clients:
