@@ -622,7 +622,7 @@ def _interpreted(graph: _graph.SiteGraph) -> tuple[_AtMany, _AtMany]:
         @interpreted.untraced()
         def build() -> Callable[..., list[Array]]:
             slopes = pt.grad(density, [pieces[place] for place in real], disconnected_inputs="ignore")
-            return interpreted.batched(many, arguments, [density, *slopes], interpreted.AS_WRITTEN)
+            return interpreted.batched(many, arguments, [density, *slopes])
 
         log_density, *slopes = call(make_once(made, "both", build), draws)
         gradient = np.zeros(draws.shape)  # in 0/1 variables

@@ -436,7 +436,7 @@ def _at_once(values: list[Any], rvs: tuple[Any, ...], count: int, seed: int) -> 
         for rv in rvs:  # a dependent one gets its batch shape from its parents
             if {*rvs}.isdisjoint(ancestors(rv.owner.inputs)):
                 batched_rvs[rv] = change_dist_size(rv, (count,), expand=True)
-        drawn = pm.draw(vectorize_graph(values, batched_rvs), random_seed=seed, mode=interpreted.AS_WRITTEN)
+        drawn = pm.draw(vectorize_graph(values, batched_rvs), random_seed=seed, mode=interpreted.PYTHON_MODE)
     except (NotImplementedError, TypeError, ValueError):
         return None
     shapes = [(np.shape(draws)[:1], np.ndim(draws) - 1) for draws in drawn]

@@ -110,11 +110,8 @@ def _by_numpy(_: Any, node: Any) -> list[Any] | None:
     return [written] if output.type.is_super(written.type) else None
 
 
-_LAST = (in2out(_by_numpy, name="by_numpy"), 1000.0)
-# Compiling these functions would take longer than all their calls.
-PYTHON_MODE = Mode(linker="py", optimizer="fast_compile").register(_LAST)
-# For calls at a few points: simplifying the graph would take longer than the calls.
-AS_WRITTEN = Mode(linker="py", optimizer="merge").register(_LAST)
+# Compiling these functions would take longer than all their calls, and so would simplifying them.
+PYTHON_MODE = Mode(linker="py", optimizer="merge").register((in2out(_by_numpy, name="by_numpy"), 1000.0))
 
 
 @untraced()
@@ -136,9 +133,7 @@ def python_function(inputs: Sequence[Any], outputs: Any, mode: Mode = PYTHON_MOD
     return call
 
 
-def batched(
-    draws: Mapping[Any, Any], inputs: Sequence[Any], outputs: Sequence[Any], mode: Mode = PYTHON_MODE
-) -> Callable[..., list[Array]]:
+def batched(draws: Mapping[Any, Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
     """Vectorise graphs over a leading axis of draws of some variables, interpreted.
 
     `draws` maps each variable to that of its draws: these are the arguments, before the inputs.
@@ -148,4 +143,4 @@ def batched(
     for single, output in zip(outputs, vectorize_graph(list(outputs), dict(draws)), strict=True):
         constant = output.type.ndim == single.type.ndim  # without parameters: the same for every draw
         vectorised.append(pt.broadcast_to(output, (count, *output.shape)) if constant else output)
-    return python_function([*draws.values(), *inputs], vectorised, mode)
+    return python_function([*draws.values(), *inputs], vectorised)

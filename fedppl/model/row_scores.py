@@ -11,13 +11,10 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 from pytensor.graph.basic import Apply, Variable
-from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.replace import clone_replace, vectorize_graph
 from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.graph.traversal import io_toposort
 from pytensor.raise_op import CheckAndRaise
-from pytensor.scalar.basic import Add, Cast, Mul
-from pytensor.scalar.math import Softplus
 from pytensor.tensor.basic import Alloc, Join
 from pytensor.tensor.blockwise import Blockwise
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
@@ -79,11 +76,7 @@ def _densities(client: ClientModel) -> Callable[..., Sequence[Array]]:
     template = client.template
     x, inputs, by_entry = _graph.observed_graph(template.parts, *template.variables)
     by_row = _by_row(template.parts.model.observed_RVs, by_entry)
-    return (
-        interpreted.batched({x: pt.matrix()}, inputs, by_row, interpreted.AS_WRITTEN)
-        if by_row
-        else lambda x, *_: [x[:, :0]]
-    )
+    return interpreted.batched({x: pt.matrix()}, inputs, by_row) if by_row else lambda x, *_: [x[:, :0]]
 
 
 def _by_row(observed: Sequence[Any], densities: Sequence[Any]) -> list[Any]:
@@ -122,7 +115,7 @@ def _build(client: ClientModel) -> RowScores:
     if not by_row:
         return RowScores(tuple(joint), None, None, (inputs, densities))
     arguments, outputs = _graphs(x, inputs, by_row)
-    simpler = functools.cache(lambda: _in_numpy(outputs))
+    simpler = functools.cache(lambda: _stable(outputs))
     slowly = _interpreted(arguments, outputs, simpler)
     along, either = _compiled_in_time(slowly, lambda anew: _compiled(arguments, outputs, simpler, anew))
     elsewhere = slowly if template.indexes_by_data else either
@@ -148,12 +141,12 @@ def _interpreted(arguments: Sequence[Any], outputs: Sequence[Any], simpler: Call
 
     def along(*values: Any) -> Sequence[Array]:
         if not known:
-            known.append(interpreted.python_function(arguments, simpler(), interpreted.AS_WRITTEN))
+            known.append(interpreted.python_function(arguments, simpler()))
         if len(known) == 1:
             try:
                 return known[0](*values)
             except Exception:  # a rewrite failed: use the graph as it was written, which is slower
-                known.append(interpreted.python_function(arguments, outputs, interpreted.AS_WRITTEN))
+                known.append(interpreted.python_function(arguments, outputs))
         return known[1](*values)
 
     return along
@@ -223,28 +216,13 @@ def _compiled(
     return []
 
 
-def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
-    """Numerically stable graphs of operations that NumPy has: others would be computed element by element in Python."""
+def _stable(outputs: Sequence[Any]) -> list[Any]:
+    """Numerically stable graphs of the same."""
     # The second does not terminate on slopes of censored outcomes with a scale, nor the third where outcomes are
     # constants.
     excluded = (_WRONG, "local_greedy_distributor", "local_mul_zero")
     wanted = {"include": ("canonicalize", "stabilize"), "exclude": excluded}
-    simpler = rewrite_graph(clone_replace(list(outputs)), **wanted)  # a copy: rewrites change the graph itself
-    graph = FunctionGraph(outputs=simpler, clone=False)
-    for node in graph.toposort():
-        scalar = getattr(node.op, "scalar_op", None)
-        if isinstance(scalar, Add | Mul) and len(node.inputs) > 2:
-            graph.replace(node.outputs[0], functools.reduce(node.op, node.inputs), import_missing=True)
-        elif isinstance(scalar, Softplus):
-            (value,) = node.inputs
-            same = pt.log1p(pt.exp(-pt.abs(value))) + pt.maximum(value, 0.0)
-            graph.replace(node.outputs[0], same, import_missing=True)
-        elif isinstance(scalar, Cast):
-            given, wanted = (v.type.dtype for v in (*node.inputs, *node.outputs))
-            if wanted in ("float64", "int64") and np.can_cast(given, wanted):  # a product with 1 casts
-                same = node.inputs[0] * pt.constant(1, dtype=wanted)
-                graph.replace(node.outputs[0], same, import_missing=True)
-    return list(graph.outputs)
+    return list(rewrite_graph(clone_replace(list(outputs)), **wanted))  # a copy: rewrites change the graph itself
 
 
 # Whether each row's term reads its own row alone, by the graph and so for all points and data -------------------------
