@@ -111,6 +111,7 @@ def test_w_and_confidences_arrive_at_the_fixed_point_of_equations_8_and_9() -> N
     assert_allclose(fit.state.confidence, total / 6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_bound_never_falls_over_a_round_with_all_clients() -> None:
     clients, before, algorithm = clients_of(), -np.inf, fedppl.Confidence(tolerance=1e-9)
     models, state = MODEL.enrol(clients), None
@@ -164,6 +165,7 @@ def test_one_client_may_get_all_the_confidence_unless_it_is_held() -> None:
     assert np.all(held.idata["rounds"]["confidence"].values[-1] <= (SIZE + 8) / 8)
 
 
+@pytest.mark.slow
 def test_the_default_e_step_settles_where_its_line_search_once_stuck() -> None:
     """L-BFGS ended after two steps, with half the sd: there the bound by Gauss-Hermite points is 1.3 nats too low."""
     rng, clients = np.random.default_rng(3), {}

@@ -76,7 +76,7 @@ def missing(fit: fedppl.Fit, clients: dict[str, Any]) -> Any:
 
 
 @problems.of_q
-@pytest.mark.parametrize("count, said", [(5, True), (12, True), (60, False)])
+@pytest.mark.parametrize("count, said", [(5, True), (12, True), pytest.param(60, False, marks=pytest.mark.slow)])
 def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) -> None:
     clients = drawn(count, 1.0)
     fit = fit_of_q(clients)

@@ -76,12 +76,14 @@ def test_one_client_alone_gets_its_own_posterior() -> None:
     np.testing.assert_allclose(gaussian.covariance(fit.posterior), gaussian.covariance(exact), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_the_order_of_clients_does_not_matter() -> None:
     model, clients = problems.noise()
     there, back = fitted(model, clients), fitted(model, dict(reversed(clients.items())))
     np.testing.assert_allclose(gaussian.mean(there.posterior), gaussian.mean(back.posterior), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_order_of_rows_does_not_matter() -> None:
     """Sums over rows in another order: equal up to rounding."""
     model, clients = problems.noise()
@@ -120,7 +122,7 @@ def test_rows_spread_over_clients_give_the_posterior_of_all_rows() -> None:
     np.testing.assert_allclose(parts.posterior.linear, X.T @ y, rtol=1e-7)
 
 
-@pytest.mark.parametrize("damping", slow_but([0.3, 0.7], 0.7))
+@pytest.mark.parametrize("damping", slow_but([0.3, 0.7]))
 def test_damping_slows_down_and_changes_no_fixed_point(damping: float) -> None:
     model, clients = problems.noise()
     undamped = fitted(model, clients, fedppl.EP(tolerance=1e-3))
@@ -184,6 +186,7 @@ def test_a_hierarchical_regression_against_long_nuts() -> None:
     assert np.all(np.abs(gaussian.standard_deviations(fit.posterior) / sd - 1) < 0.05)
 
 
+@pytest.mark.slow
 def test_clients_that_disagree_still_converge() -> None:
     """Effects of ±20 around 0 with sd 1 each: every client alone is sure of another mean, and τ must grow."""
     model, clients = problems.noise()
@@ -201,7 +204,7 @@ def test_clients_that_disagree_still_converge() -> None:
 # --- promises of every round ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("participation", [None, 3, 0.5])
+@pytest.mark.parametrize("participation", slow_but([None, 3, 0.5], 3))
 def test_q_is_prior_times_sites_and_proper_in_every_round_of_refinement(participation: Any) -> None:
     model, clients = problems.noise()
     phases = set()
@@ -213,6 +216,7 @@ def test_q_is_prior_times_sites_and_proper_in_every_round_of_refinement(particip
     assert "EP" in phases
 
 
+@pytest.mark.slow
 def test_partial_participation_reaches_the_same_posterior() -> None:
     model, clients = problems.noise()
     everyone = fitted(model, clients, fedppl.EP(tolerance=1e-3), rounds=60)
@@ -223,8 +227,11 @@ def test_partial_participation_reaches_the_same_posterior() -> None:
     assert np.all(np.abs(gaussian.standard_deviations(some.posterior) / sd - 1) < 0.02)
 
 
+BLOCKS = [["mu"], ["log_tau"]]
+
+
 @problems.of_q
-@pytest.mark.parametrize("structure", ["diagonal", [["mu"], ["log_tau"]], [["log_tau", "mu"]]])
+@pytest.mark.parametrize("structure", slow_but(["diagonal", BLOCKS, [["log_tau", "mu"]]], BLOCKS))
 def test_sites_keep_the_form_of_their_structure(structure: Any) -> None:
     model, clients = problems.noise()
     fit = fitted(model, clients, fedppl.EP(structure=structure), rounds=60)

@@ -168,6 +168,7 @@ def in_order(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_values_in_order_have_the_density_of_ordered_values() -> None:
     """PyMC's has all orders, of which one is left: evidence was too small by log 2."""
     clients = {"a": {"y": np.array([0.3, -0.2])}, "b": {"y": np.array([0.9])}}

@@ -47,7 +47,7 @@ def sd_of_mean(data: dict[str, Any], log_prior: Any, grid: Array) -> float:
 
 
 CASES = [
-    ("uniform", [3, 4, 5, 6], 2),
+    pytest.param("uniform", [3, 4, 5, 6], 2, marks=pytest.mark.slow),
     pytest.param("uniform", [3, 4, 5, 6], 1, marks=pytest.mark.slow),
     ("half-Cauchy", [3, 4, 5], 2),
     pytest.param("half-Cauchy", [3, 4, 5], 1, marks=pytest.mark.slow),

@@ -53,7 +53,7 @@ def of_line(mu: float) -> float:
     return float(logsumexp(_ODDS + prior))
 
 
-@pytest.mark.parametrize(("builder", "truth"), [(level, of_level), (line, of_line)])
+@pytest.mark.parametrize(("builder", "truth"), [(level, of_level), pytest.param(line, of_line, marks=pytest.mark.slow)])
 def test_log_densities_under_cauchy_priors_are_those_of_quadrature(builder: Any, truth: Any) -> None:
     (client,) = FederatedModel(builder, ["mu"]).enrol({"a": {"y": np.zeros(3, dtype=int)}}).values()
     compute = log_factors.factor

@@ -122,6 +122,7 @@ def scalars(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_a_better_mode_that_is_found_late_has_images_of_its_own() -> None:
     rng = np.random.default_rng(1)
     clients = {str(k): {"y": np.where(rng.random(40) < 0.5, 9.5, 12.5) + 0.6 * rng.normal(size=40)} for k in range(4)}

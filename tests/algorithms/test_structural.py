@@ -256,6 +256,7 @@ def test_an_unknown_noise_is_estimated_where_it_is() -> None:
     assert not np.any(found.idata["rounds"]["raised"].values[-1])
 
 
+@pytest.mark.slow
 def test_strong_signals_under_an_unknown_noise_converge_in_few_rounds() -> None:
     """Parameters of several prior sds and 16 rows for 8 of them: likelihoods with heavy tails, rank 2, K = 60."""
     rng = np.random.default_rng(0)

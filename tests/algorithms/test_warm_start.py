@@ -178,6 +178,7 @@ def hierarchy(X: Any, y: Any) -> Any:
     return declared
 
 
+@pytest.mark.slow
 @problems.of_q
 def test_a_hierarchy_among_shared_variables_does_not_end_at_a_scale_of_zero() -> None:
     rng = np.random.default_rng(4)

@@ -45,7 +45,7 @@ def below(x: Any, phi: Any, successes: int, rows: int) -> Any:
 @pytest.mark.parametrize(
     ("successes", "rows"),
     [
-        ([0], [2]),
+        pytest.param([0], [2], marks=pytest.mark.slow),
         ([1], [40]),
         ([30], [70]),
         pytest.param([90, 700], [400, 1000], marks=pytest.mark.slow),

@@ -553,6 +553,7 @@ def test_slopes_are_the_same_before_and_after_they_are_compiled(monkeypatch: pyt
         assert_allclose(slopes(client, beta, np.eye(2)), exact, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_slopes_of_random_slopes_are_compiled_for_any_number_of_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewrites of PyTensor that assume equal shapes of zeros made code that was right for one direction alone."""
     pandas = pytest.importorskip("pandas")

@@ -448,7 +448,7 @@ HONEST = {
 
 
 @pytest.mark.filterwarnings("ignore:.*:fedppl.ConvergenceWarning")
-@pytest.mark.parametrize("name", slow_but(HONEST, "noise", "schools", "two clients"))
+@pytest.mark.parametrize("name", slow_but(HONEST, "schools"))
 def test_honest_runs_meet_no_limit_on_where_they_ask(name: str) -> None:
     model, clients = HONEST[name]()
     free = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)

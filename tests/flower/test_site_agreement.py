@@ -593,6 +593,7 @@ def test_the_server_knows_the_model_from_rows_of_nobody(family: str) -> None:
 # --- versions of the data ---
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fit ended:fedppl.ConvergenceWarning")
 def test_a_site_that_lacks_one_patient_of_an_earlier_run_takes_no_part(tmp_path: Path) -> None:
     """Nor in another formula; with as many changed rows as its policy wants it does."""

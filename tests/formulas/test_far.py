@@ -58,6 +58,7 @@ def test_what_is_centred_or_stands_alone_is_left(text: str, caplog: pytest.LogCa
     assert not _said(text, caplog)
 
 
+@pytest.mark.slow
 def test_a_fit_that_has_not_arrived_names_it_first() -> None:
     frame = _FRAME.assign(y=0.1 * (_FRAME["day"] - 2.45e6) + _RNG.normal(size=40))
     with pytest.warns(fedppl.ConvergenceWarning, match="center"):

@@ -15,6 +15,7 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl import DataError, DeclarationError
 from fedppl.types import Array
+from tests.support.markers import slow_but
 
 PER_CASE = 40
 ROWS = 480
@@ -124,7 +125,7 @@ def test_columns_are_those_of_formulaic_in_its_order(inner: str) -> None:
     assert [label.replace("[T.", "[") for label in expected.columns if label != "Intercept"] == labels
 
 
-@pytest.mark.parametrize("case", [*range(5), *(pytest.param(k, marks=pytest.mark.slow) for k in range(5, 50))])
+@pytest.mark.parametrize("case", slow_but(range(50), 0, 1))
 def test_random_formulas_span_what_patsy_spans(case: int) -> None:
     compared, refused, problems = 0, [], []
     seed = case * 10_000

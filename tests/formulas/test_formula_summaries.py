@@ -58,6 +58,7 @@ def test_groups_within_a_client_have_no_part_in_its_estimate() -> None:
     assert_allclose(client.log_density(phi, theta), expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_an_estimate_joins_rows_in_a_fit_and_takes_no_part_in_the_agreement() -> None:
     model = fedppl.formula("healed ~ arm + (1 | site)", family="bernoulli")
     data = {"s0": PARTS["s0"], "told": Estimate("arm", 0.3, 0.05), "s1": PARTS["s1"]}

@@ -21,6 +21,7 @@ from fedppl import FederatedModel, gaussian
 from fedppl.local import _conditional, _marginal, log_factors
 from fedppl.local.log_factors import is_separable, require_one_mode
 from fedppl.types import Array, LocalFailure
+from tests.support.markers import slow_but
 
 
 def intercepts(y: Any) -> pm.Model:
@@ -69,6 +70,7 @@ def test_nine_nodes_leave_little_of_laplaces_error(successes: int) -> None:
 
 
 # Random points, for five coordinates, leave some noise: independent of one another in clients, and little in a mean.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size, noise",
     [pytest.param(2, 0.15, marks=pytest.mark.slow), pytest.param(3, 0.15, marks=pytest.mark.slow), (5, 0.4)],
@@ -328,7 +330,7 @@ def contaminated(X: Any, y: Any) -> pm.Model:
     return model
 
 
-@pytest.mark.parametrize("seed", [6, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 12))])
+@pytest.mark.parametrize("seed", slow_but([4, 6, 12]))
 def test_shoulders_beside_the_mode_are_integrated_within_what_is_told(seed: int) -> None:
     """Six coefficients of a regression with outliers: exactly, a sum over which rows are.
 

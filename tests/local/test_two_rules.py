@@ -16,6 +16,7 @@ from fedppl.local import log_factors
 from fedppl.local._conditional import Pair, by_pairs, by_two_rules
 from fedppl.numerics.integral import Rule, smooth_over
 from fedppl.types import Array
+from tests.support.markers import slow_but
 
 POINTS = np.linspace(-2.0, 2.0, 81)
 
@@ -64,7 +65,7 @@ def gamma_rate(y: Any) -> pm.Model:
     return model
 
 
-@pytest.mark.parametrize("y", [[0, 0], [1, 0], [9, 3]])
+@pytest.mark.parametrize("y", slow_but([[0, 0], [1, 0], [9, 3]], [1, 0]))
 def test_what_thousands_of_clients_have_alike_does_not_add_up(y: list[int]) -> None:
     """log f_k of a gamma-Poisson client is that of a negative binomial distribution, but for a constant."""
     model = FederatedModel(gamma_rate, ["log_shape"])
@@ -80,7 +81,9 @@ def test_what_thousands_of_clients_have_alike_does_not_add_up(y: list[int]) -> N
 @pytest.mark.parametrize(
     "builder, density, y, points, grid",
     [
-        (shifted, of_shifted, [1.5, 2.0, 2.5, 4.0], POINTS, np.linspace(-12, 2, 200_001)),
+        pytest.param(
+            *(shifted, of_shifted, [1.5, 2.0, 2.5, 4.0], POINTS, np.linspace(-12, 2, 200_001)), marks=pytest.mark.slow
+        ),
         (kinked, of_kinked, [3.1, 3.4], POINTS, np.linspace(-12, 12, 200_001)),
         (nothing_counted, of_nothing, [0, 0], 4 + POINTS, np.concatenate([-np.geomspace(1e7, 30, 200_001), POINTS])),
     ],

@@ -84,6 +84,7 @@ def test_a_density_is_that_of_pymc_by_the_slope() -> None:
     assert np.all(np.diff(client.prior.log_density(far)) < -2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_correlated_effects_converge(n: int) -> None:
     fit = fedppl.fit(slopes(n), clients(10, 12), progressbar=False, random_seed=1)

@@ -25,7 +25,7 @@ from tests.support import problems
 from tests.support.markers import slow_but
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", slow_but(["left", "right"], "right"))
 def test_a_batch_of_transposes_is_multiplied_without_a_warning(side: str, rng: np.random.Generator) -> None:
     """Compiled anew, and in single precision: Numba warns once a process of the same types, and never from a cache."""
     x, y = pt.tensor3("x", dtype="float32"), pt.tensor3("y", dtype="float32")
@@ -101,7 +101,7 @@ SOME = [
 HALVES = [list(GRAPHS)[:15], list(GRAPHS)[15:]]
 
 
-@pytest.mark.parametrize("names", slow_but([SOME, *HALVES], SOME), ids=["some", "first half", "second half"])
+@pytest.mark.parametrize("names", slow_but([SOME, *HALVES]), ids=["some", "first half", "second half"])
 def test_what_is_taken_by_indexing_is_what_it_was(names: list[str]) -> None:
     values = [GRAPHS[name]() for name in names]
     slopes = pt.grad(sum((value**2).sum() for value in values), list(VALUES), disconnected_inputs="ignore")
@@ -203,6 +203,7 @@ def test_a_term_read_twice_and_one_written_twice_are_two_kernels() -> None:
     assert kernel(lambda y: read_twice(y)) is first
 
 
+@pytest.mark.slow
 def test_a_model_may_have_more_variables_than_python_passes_one_by_one(rng: np.random.Generator) -> None:
     """Beyond thirty arguments of the compiled density."""
 

@@ -25,6 +25,7 @@ from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.types import LocalFailure  # noqa: E402
 from tests.support import problems  # noqa: E402
+from tests.support.markers import slow_but  # noqa: E402
 from tests.support.states import updated  # noqa: E402
 
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
@@ -415,7 +416,7 @@ class Turned(torch.nn.Module):
         return self.wide(X).transpose(0, 1)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("rows", slow_but([1, 2, 9], 2))
 @pytest.mark.parametrize("below", [lambda: torch.nn.LSTM(6, 4, batch_first=True), Turned], ids=["tuple", "turned"])
 def test_layers_that_do_not_say_a_row_for_a_row_are_computed_in_every_step(below: Any, rows: int) -> None:
     rng, found = np.random.default_rng(0), []

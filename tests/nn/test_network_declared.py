@@ -27,6 +27,7 @@ from fedppl.nn.likelihood import Declared  # noqa: E402
 from fedppl.nn.unit import outcomes, outputs  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from tests.support import problems  # noqa: E402
+from tests.support.markers import slow_but  # noqa: E402
 
 BODY = ("0.weight", "0.bias")
 ROWS = 12
@@ -319,7 +320,7 @@ def fitted(name: str) -> np.ndarray:
     return np.concatenate(slices)
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.parametrize("name", slow_but(FOLLOWED, *FOLLOWED[::5]))
 def test_a_changed_declaration_changes_the_fit(name: str) -> None:
     change = CHANGES[name]
     base = "classes" if change.values is classes and change.outputs > 1 else "real"
@@ -607,6 +608,7 @@ WHOLE: dict[str, Callable[[], fedppl.Algorithm]] = {
 }
 
 
+@pytest.mark.slow
 def test_cut_points_of_each_client_are_found_beside_averaged_weights() -> None:
     """Of 300 rows whose outcome depends on nothing: logits of the shares below each, within five of their errors."""
     model, _ = declared(
@@ -630,7 +632,7 @@ def test_cut_points_of_each_client_are_found_beside_averaged_weights() -> None:
         assert_allclose(found, np.log(below / (1 - below)), atol=5 / np.sqrt(300 * 0.2 * 0.8) / 5)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", slow_but(WHOLE, "FedAvg"))
 def test_every_algorithm_moves_an_unknown_that_is_shared(name: str) -> None:
     """From an sd of 1 towards 0.1, which it predicts with."""
     change = CHANGES["an unknown sd that is shared"]._replace(shared=(*ALL, "log_sd"))

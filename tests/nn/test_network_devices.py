@@ -23,6 +23,7 @@ from fedppl.engine import inprocess  # noqa: E402
 from fedppl.nn import functional, subnet  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from tests.support import elsewhere, problems  # noqa: E402
+from tests.support.markers import slow_but  # noqa: E402
 
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
 ALL = (*BODY, *HEAD)
@@ -110,7 +111,7 @@ def data_of(clients: int = 5) -> Any:
     return problems.classification(clients)[1]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", slow_but(ALGORITHMS, "FedSI", "FedPer", "pFedVEM"))
 def test_every_algorithm_has_the_same_numbers_there(name: str) -> None:
     """In a batch of clients where there is one, at one client by itself, personalised and predicted."""
     algorithm, shared = ALGORITHMS[name]
@@ -237,6 +238,7 @@ def test_double_precision_is_left_to_the_cpu_where_there_is_none() -> None:
     assert functional.placed(torch.device("cuda", 1), torch.float64) == torch.device("cuda", 1)
 
 
+@pytest.mark.slow
 def test_a_device_without_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device refuses float64 as "mps" does: training is there in float32, and the rest on the CPU."""
     monkeypatch.setattr(functional, "_WITHOUT_FLOAT64", (elsewhere.NAME,))

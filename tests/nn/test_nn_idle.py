@@ -16,6 +16,7 @@ import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.nn import functional, subnet  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
+from tests.support.markers import slow_but  # noqa: E402
 
 USED = ("first.weight", "first.bias", "last.weight", "last.bias")
 
@@ -117,7 +118,7 @@ def test_curvature_is_that_of_the_jacobian(make: Any) -> None:
     assert_allclose(subnet.curvature(unit, w, every), J.T @ J / 0.25, atol=1e-12)
 
 
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", slow_but([1, 5], 1))
 @pytest.mark.parametrize("how", ["idle", "called"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_layers_that_are_not_used_change_nothing(name: str, how: str, count: int) -> None:

@@ -20,6 +20,7 @@ from fedppl.nn.unit import NetworkUnit  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.types import LocalFailure  # noqa: E402
 from tests.support import linear_models, problems  # noqa: E402
+from tests.support.markers import slow_but  # noqa: E402
 
 
 class Convolution(torch.nn.Module):  # type: ignore[misc]
@@ -184,7 +185,7 @@ def test_the_outputs_covariance_is_that_of_the_linearised_network(
     )
 
 
-@pytest.mark.parametrize("kind", ["classes", "normal", "convolution"])
+@pytest.mark.parametrize("kind", slow_but(["classes", "normal", "convolution"], "normal", "convolution"))
 def test_the_posterior_is_laplace_on_the_declared_linear_model(kind: str, rng: np.random.Generator) -> None:
     """The GGN is the Hessian of the generalised linear model in PyMC at its centre, by PyMC's own second derivative."""
     own = unit(kind)

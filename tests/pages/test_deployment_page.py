@@ -81,6 +81,7 @@ def place(folder: Path, name: str) -> dict[str, str]:
     return {key: str(folder / path) for key, path in places.items()}
 
 
+@pytest.mark.slow
 def test_an_app_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(1)
     places = {name: place(tmp_path, name) for name in ("GP", "MS")}

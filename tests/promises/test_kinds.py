@@ -69,6 +69,7 @@ def mixed() -> Any:
     return fit(MODEL, MIXED)
 
 
+@pytest.mark.slow
 def test_sufficient_summaries_are_as_good_as_rows(with_rows: Any, mixed: Any) -> None:
     assert_allclose(mixed.posterior.linear, with_rows.posterior.linear, rtol=1e-8)
     assert_allclose(mixed.posterior.precision, with_rows.posterior.precision, rtol=1e-8)

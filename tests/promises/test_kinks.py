@@ -16,6 +16,7 @@ from fedppl.model import checks as _checks
 from fedppl.model import interpreted
 from fedppl.model.client import find_kink, points
 from fedppl.model.template import Declared, template_of
+from tests.support.markers import slow_but
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(2, 30))
@@ -145,7 +146,7 @@ def kink_of(body: Body, y: Any) -> str | None:
     return find_kink(graph, inputs, density, lambda: points(template.parts, start))
 
 
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", slow_but(SMOOTH, *(name for name in SMOOTH if name != "LKJ")))
 def test_smooth_models_are_not_accused(name: str) -> None:
     assert kink_of(*SMOOTH[name]) is None
 

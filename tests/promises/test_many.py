@@ -261,6 +261,7 @@ def counts(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "rows", "of_rates"),
     # with a shape of 0.4 and zeros in most rows the log of a rate has a long tail, for which 15 nodes do not do
@@ -358,6 +359,7 @@ def noises(X: Any, y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_moments_of_clients_are_those_of_their_own_posterior() -> None:
     """Skewed log sds of few rows, against quadrature given what is shared, whose posterior is narrow."""
     rng = np.random.default_rng(6)
@@ -584,6 +586,7 @@ def of_two_kinds(y: Any, yes: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_clients_of_a_rare_kind_are_integrated_as_they_need(rng: np.random.Generator) -> None:
     """Laplace's approximation is exact at 57 clients, and moves the cut by .2 sd at the others."""
     odd, clients = (3, 40, 57), {}

@@ -21,6 +21,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.types import Layout, Variable
 from tests.support import problems
 from tests.support.faults import ALTERED, KINDS, Tampering, fitting, kind_of, with_message
+from tests.support.markers import slow_but
 from tests.support.states import arrays, assert_same_state
 
 CLIENT = "site 1"
@@ -99,7 +100,7 @@ def undisturbed() -> Gaussian:
     return last.state.sites.q
 
 
-@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("name", slow_but(BEYOND, "gradient", "no density along the step"))
 def test_after_a_step_an_expansion_beyond_measure_says_that_the_step_was_too_long(name: str) -> None:
     """Nobody is skipped, no site changes, the server goes back along the step, and the fit ends where it should."""
     changed: list[int] = []

@@ -143,6 +143,7 @@ def cut(y: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_means_of_builders_are_pymcs_or_what_they_name() -> None:
     data = {k: {"y": np.random.default_rng(k).integers(0, 3, 9)} for k in range(3)}
     levels = fedppl.fit(FederatedModel(graded, ["mu"]), data, fedppl.EP(), **QUIET)

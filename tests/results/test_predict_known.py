@@ -86,6 +86,7 @@ def test_replicates_keep_all_that_the_posterior_has() -> None:
     assert_allclose(found.mean(("chain", "draw")), mean, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_groups_within_groups_of_a_client_are_predicted_at_their_own_means() -> None:
     """Beds in wards: with noise of .1 beside sds of 5 and 3 a bed's rows tell its mean, and so do new rows."""
     rng, rows = np.random.default_rng(2), []

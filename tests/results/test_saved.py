@@ -299,7 +299,11 @@ def test_draws_of_large_networks_are_refused_before_a_file_is_there(
 
 @problems.of_q
 @pytest.mark.parametrize(
-    ("text", "family"), [("prop(s, n) ~ arm + (1 + arm | site)", "binomial"), ("Surv(t, d) ~ arm + x", "weibull")]
+    ("text", "family"),
+    [
+        pytest.param("prop(s, n) ~ arm + (1 + arm | site)", "binomial", marks=pytest.mark.slow),
+        ("Surv(t, d) ~ arm + x", "weibull"),
+    ],
 )
 def test_a_file_of_a_formula_predicts_at_new_sites_without_any_rows_of_others(
     text: str, family: str, tmp_path: Path

@@ -37,6 +37,7 @@ def fit() -> Any:
     return fedppl.fit(model, trial(), fedppl.Sums(), by="hospital", **QUIET)
 
 
+@pytest.mark.slow
 def test_a_table_has_odds_ratios_under_the_names_that_are_printed(fit: Any) -> None:
     table, log, summary = fedppl.table(fit, exponentiate=True), fedppl.table(fit), fit.summary()
     assert list(table.frame.index) == list(summary.index) and not any("partial" in name for name in summary.index)

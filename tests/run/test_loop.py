@@ -24,6 +24,7 @@ from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests import skeleton
 from tests.support import problems
+from tests.support.markers import slow_but
 
 QUICK = fedppl.local.NUTS(draws=60, tune=60, chains=1, rhat_limit=2.0, nuts_sampler="pymc")
 
@@ -130,7 +131,7 @@ def test_a_generator_is_a_seed_too() -> None:
 # --- participation --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("participation", [3, 0.5])
+@pytest.mark.parametrize("participation", slow_but([3, 0.5], 0.5))
 def test_partial_participation_converges_to_the_same_posterior(participation: Any) -> None:
     full = precise()
     part = fit(problems.noise(), fedppl.EP(tolerance=1e-3), participation=participation, rounds=80)
@@ -241,6 +242,7 @@ def test_no_reply_at_all_is_a_stall_with_its_reasons() -> None:
     assert_array_equal(result.state.sites.q.precision, result.layout.prior.precision)
 
 
+@pytest.mark.slow
 def test_one_failed_round_does_not_change_where_a_fit_ends() -> None:
     """Everyone fails in rounds 2 and 4; the fixed point is the same."""
     problem = problems.noise()
@@ -377,7 +379,7 @@ def test_the_callback_sees_every_round_and_can_stop() -> None:
     assert result.status is Status.MAX_ROUNDS
 
 
-@pytest.mark.parametrize("rounds_before", [0, 3])
+@pytest.mark.parametrize("rounds_before", slow_but([0, 3], 0))
 def test_an_interrupt_gives_what_there_is(rounds_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a round, which then counts for nothing."""
     whole = fit(problems.noise(), fedppl.EP())

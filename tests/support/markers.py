@@ -31,9 +31,9 @@ IN_DOCSTRINGS = {"compiled": ("fedppl.fit(", "normal_means(", "pm.Model(", ".enr
 def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
     """All cases, of which those that are not named here are slow: a promise that few cases show as well as many."""
     cases = list(cases)
-    missing = [one for one in quick if one not in cases]
+    missing = [case for case in quick if case not in cases]
     assert not missing, missing
-    return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in cases]
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def worker_of(name: str) -> str:
