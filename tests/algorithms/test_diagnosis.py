@@ -15,6 +15,7 @@ from fedppl.results import diagnostics
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
 from tests.support import problems
+from tests.support.markers import slow_but
 
 
 def fitted(builder: Any, shared: list[str], data: dict[str, Any], **settings: Any) -> fedppl.Fit:
@@ -34,6 +35,7 @@ def outcomes(seed: int = 0, clients: int = 3, rows: int = 20, shift: float = 1.0
 
 
 either = pytest.mark.parametrize("algorithm", [fedppl.EP, fedppl.Sums])
+either_slowly = pytest.mark.parametrize("algorithm", slow_but([fedppl.EP, fedppl.Sums], fedppl.Sums))
 CONSTANT = {f"client {k}": np.full(20, 3.0) for k in range(3)}
 
 
@@ -78,7 +80,7 @@ def test_outcomes_without_any_spread_are_told_with_their_scale(prior: str, algor
     assert "versions" not in fit.message and "local variables" not in fit.message
 
 
-@either
+@either_slowly
 def test_one_client_without_any_spread_is_named(algorithm: Any) -> None:
     shared, data = ["mu", "tau"], {**outcomes(), "client 1": CONSTANT["client 1"]}
     fit = fitted(with_local_noise(SIGMAS["half normal"]), shared, data, algorithm=algorithm())
@@ -164,7 +166,7 @@ def own_scale(prior: Any, sd: Any = lambda scale: scale) -> Any:
     return builder
 
 
-@either
+@either_slowly
 def test_a_prior_that_is_hardly_one_is_named(algorithm: Any) -> None:
     shared, data = ["mu", "between", "within"], outcomes()
     fit = fitted(precisions(lambda name: pm.Gamma(name, 0.001, 0.001)), shared, data, algorithm=algorithm())
@@ -174,6 +176,7 @@ def test_a_prior_that_is_hardly_one_is_named(algorithm: Any) -> None:
     assert helped.status is Status.CONVERGED
 
 
+@pytest.mark.slow
 def test_a_scale_of_one_value_is_told_as_what_it_is() -> None:
     fit = fitted(own_scale(lambda: pm.HalfNormal("scale", 1)), ["mu"], outcomes())
     assert fit.status is Status.STALLED

@@ -11,6 +11,7 @@ from scipy import stats
 
 import fedppl
 from fedppl.types import Array
+from tests.support.markers import slow_but
 
 PRIORS = {
     "uniform": (lambda: pm.Uniform("tau", 0, 1000), lambda tau: np.log(tau) + np.log1p(-tau / 1000) - np.log(1000)),
@@ -132,7 +133,7 @@ def test_slopes_that_few_sites_move_together(seed: int) -> None:
     assert len(fit.state.phase.evaluated.points) < 4000  # in coordinates that do not spread with tau it takes 10,000
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", slow_but([1, 3], 3))
 def test_skewness_is_not_that_of_points_that_only_a_surrogate_has(seed: int) -> None:
     """Of the mean of three clinics under a vague prior of their spread: 0.03 by quadrature."""
     clinics = {f"c{k}": {"y": np.repeat([1, 0], [some, 15 - some])} for k, some in enumerate([10, 4, 2])}

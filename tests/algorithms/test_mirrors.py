@@ -42,7 +42,8 @@ def exact(clients: dict[str, dict[str, np.ndarray]]) -> tuple[float, float]:
 
 @pytest.mark.filterwarnings("ignore::fedppl.ConvergenceWarning")
 @pytest.mark.parametrize(
-    ("clients", "seed"), [(12, 1), (51, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(12, 2), (51, 1)])]
+    ("clients", "seed"),
+    [(51, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(12, 1), (12, 2), (51, 1)])],
 )
 def test_a_sign_that_the_prior_alone_tells_is_not_converged_at_one(clients: int, seed: int) -> None:
     rows = data(clients)

@@ -111,6 +111,7 @@ def counts(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_many_coordinates_are_drawn_as_well_as_one() -> None:
     y = np.repeat([0, 1, 2, 3, 5], 5)
     client = fedppl.FederatedModel(counts, ["mu"]).enrol({"A": {"y": y}})["A"]

@@ -242,7 +242,7 @@ PREPARED = {
 }
 
 
-@pytest.mark.parametrize("how", PREPARED)
+@pytest.mark.parametrize("how", slow_but(PREPARED, "standardised"))
 def test_columns_that_a_builder_prepares_by_numpy_are_no_reason(how: str) -> None:
     prepare, family = PREPARED[how]
 

@@ -21,6 +21,7 @@ from fedppl.engine.policy import Holdings
 from fedppl.formulas import families
 from fedppl.formulas.families import FAMILIES, NEVER, Scales
 from fedppl.model.interpreted import PYTHON_MODE
+from tests.support.markers import slow_but
 from tests.support.tables import AT, CUTS, FRAME, agreed, log_densities, rows
 
 QUIET: Any = {"progressbar": False, "random_seed": 1}
@@ -44,7 +45,7 @@ def survivors(family: str, t: Any, eta: Any) -> tuple[Any, Any]:
     return found.logsf(t), found.logpdf(t)
 
 
-@pytest.mark.parametrize("family", AT)
+@pytest.mark.parametrize("family", slow_but(AT, *(family for family in AT if family != "piecewise")))
 def test_times_have_the_density_that_scipy_has(family: str) -> None:
     data = rows("s1")
     values = {"Intercept": 0.4, "age": 0.02, **AT[family]}

@@ -73,6 +73,7 @@ def test_correlated_effects_are_integrated_by_sparse_grids_as_by_sampled_nodes()
     assert np.max(np.abs(rough.values - exact.values - exact.left_out)) < 0.3 * np.max(np.abs(exact.left_out))
 
 
+@pytest.mark.slow
 def test_lines_along_independent_axes_have_the_density_at_the_center_as_their_base() -> None:
     right = (np.random.default_rng(2).random((5, 6)) < 0.5).astype(int)
     stack, points, center = stacked(FederatedModel(pupils, ["slope", "difficulty"]), {"a": {"right": right}})

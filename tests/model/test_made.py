@@ -18,6 +18,7 @@ from fedppl import FederatedModel
 from fedppl.model import graph as graphs
 from fedppl.model import interpreted
 from fedppl.model.template import Declared, compilations, content_of, made_of, parts_of
+from tests.support.markers import slow_but
 
 Y = np.array([0.3, -0.2, 1.1, 0.4])
 READ: dict[str, Any] = {"sd": 2.0, "list": [1.0, 2.0]}
@@ -165,7 +166,7 @@ def fitted(frame: pd.DataFrame, sd: float = 2.0, seed: int = 1) -> fedppl.Fit:
     return fedppl.fit(model, frame, by="site", progressbar=False, random_seed=seed)
 
 
-@pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
+@pytest.mark.parametrize("family", slow_but(["gaussian", "bernoulli"], "gaussian"))
 def test_the_density_without_its_gradient_is_compiled_where_own_variables_are_integrated(family: str) -> None:
     """Those of a Gaussian outcome are Gaussian, and Laplace's approximation is exact."""
     model = fedppl.formula(

@@ -161,6 +161,7 @@ def test_networks_that_are_no_functions_are_refused(name: str, rng: np.random.Ge
         client.view(network_of)
 
 
+@pytest.mark.slow
 def test_rows_are_looked_at_together_however_wide_they_are(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

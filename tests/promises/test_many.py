@@ -610,6 +610,7 @@ def robust(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_a_rare_client_with_two_modes_is_seen() -> None:
     rng, odd, clients = np.random.default_rng(5), (3, 40), {}
     for k in range(60):
@@ -621,6 +622,7 @@ def test_a_rare_client_with_two_modes_is_seen() -> None:
     assert not fit.status.ok
 
 
+@pytest.mark.slow
 def test_exchangeable_labels_are_several_modes_of_many_clients() -> None:
     """Priors are a little apart, so that the modes are no exact images."""
 
@@ -640,6 +642,7 @@ def test_exchangeable_labels_are_several_modes_of_many_clients() -> None:
     assert found.status is Status.STALLED
 
 
+@pytest.mark.slow
 def test_a_mode_that_had_no_mass_is_searched_for_anew_where_a_client_leaves() -> None:
     """Rows of a t on either side: 26 clients against 25 leave 6e-8 to the other mode, 25 against 25 give it 0.68."""
 

@@ -368,6 +368,7 @@ def test_a_formula_with_another_prior_is_another_declaration(tmp_path: Path) -> 
             fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ x", priors=other), how)
 
 
+@pytest.mark.slow
 @problems.of_q
 def test_another_order_of_levels_is_another_declaration(tmp_path: Path) -> None:
     """By levels=, or by the categories of the data."""

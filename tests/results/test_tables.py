@@ -268,6 +268,7 @@ def _share_outside(axes: Any) -> float:
     return float(np.mean((y < np.minimum(*at) - 0.02) | (y > np.maximum(*at) + 0.02)))
 
 
+@pytest.mark.slow
 def test_a_check_of_times_is_against_kaplan_meier() -> None:
     model = fedppl.formula("Surv(time, event) ~ age + arm", family="weibull")
     fit = fedppl.fit(model, FRAME, fedppl.EP(), by="site", **QUIET)

@@ -58,6 +58,7 @@ def test_p_is_uniform_where_the_model_is_right() -> None:
     assert stats.kstest(found, "uniform").pvalue > 0.01
 
 
+@pytest.mark.slow
 def test_where_points_tell_the_others_posterior_replicates_are_of_it() -> None:
     model, clients = normal_means(4)
     found = fedppl.conflict(fedppl.fit(model, clients, fedppl.Sums(), progressbar=False, random_seed=1))

@@ -461,6 +461,7 @@ def test_who_fell_back_is_said_in_the_log_the_bar_and_the_message(
     assert "NUTS at client 1, client 3, 15 s" in lines[0].getMessage()
 
 
+@pytest.mark.slow
 def test_a_client_that_falls_back_later_is_a_new_warning(caplog: pytest.LogCaptureFixture) -> None:
     steps = {"site 1": 2.0}
     algorithm = fedppl.EP(local=problems.falling_back(steps), warm_start=False, tolerance=1e-12)
