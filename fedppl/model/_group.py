@@ -37,6 +37,7 @@ from fedppl.model.client import EACH, ClientModel, is_written, unconstrained
 from fedppl.model.compiled import pack
 from fedppl.model.same import graph_key
 from fedppl.model.template import (
+    BY_SCALE,
     Declared,
     Template,
     differences,
@@ -539,15 +540,12 @@ def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array)
     return Layout(variables, n0, exact is not None, digest, density), prior
 
 
-_BY_SCALE = ("", "log", "ordered", "simplex", "logodds")  # transforms without limits of their own
-
-
 def _on_declared_scales(parts: _graph.Parts, variables: tuple[Variable, ...], at: Array) -> tuple[float, ...]:
     """A weighted sum of log |value| of shared variables with limits, at each point; 0 where there are none.
 
     Limits are parameters of a transform: an interval's density by its unconstrained coordinate does not show them.
     """
-    limited = [place for place, variable in enumerate(variables) if variable.transform not in _BY_SCALE]
+    limited = [place for place, variable in enumerate(variables) if variable.transform not in BY_SCALE]
     if not limited:
         return (0.0,) * len(at)
     phi, _, _, outputs = _graph.constrained_graph(parts, variables, (), (), only_shared=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pymc.distributions.transforms import CholeskyCovPacked, _default_transform
 from pymc.initial_point import make_initial_point_expression
 from pymc.logprob.abstract import _logprob
+from pymc.logprob.basic import transformed_conditional_logp
 from pymc.logprob.transforms import Transform
 from pymc.model.transform.conditioning import remove_value_transforms
 from pytensor.graph.replace import clone_replace
@@ -309,20 +309,20 @@ def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variabl
     x = pt.vector("x")
     replace, inputs = _inputs_for(parts)
     pieces, values, shape_inputs, free = in_pieces(parts, x, shared, local)
-    logp = _log_density(parts.model, parts.site_terms)
+    logp = _log_density(parts, parts.site_terms, parts.model.rvs_to_values)
     flat, of_pieces = _of_both(logp, pieces, values, replace)
     return SiteGraph(x, (*inputs, *shape_inputs), flat, free, tuple(pieces.values()), of_pieces)
 
 
-# Terms of a model's log density. PyMC derives all of them together, whichever are asked for.
-_terms: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
-def _log_density(model: Any, terms: Sequence[Any]) -> Any:
-    if model not in _terms:
-        every = [*model.basic_RVs, *model.potentials]
-        _terms[model] = dict(zip(every, model.logp(vars=every, sum=False), strict=True))
-    sums, constant = [pt.as_tensor(_terms[model][term]).sum() for term in terms], left_out(model, terms)
+def _log_density(parts: Parts, terms: Sequence[Any], of: Mapping[Any, Any]) -> Any:
+    """The sum of log densities of terms, which PyMC derives together with those of all variables that `of` has."""
+    model, potentials = parts.model, [term for term in terms if term in parts.model.potentials]
+    variables = [term for term in terms if term not in potentials]
+    derived = transformed_conditional_logp(
+        variables, rvs_to_values=dict(of), rvs_to_transforms={rv: model.rvs_to_transforms[rv] for rv in of}
+    )
+    by_term = dict(zip([*variables, *potentials], [*derived, *model.replace_rvs_by_values(potentials)], strict=True))
+    sums, constant = [pt.as_tensor(by_term[term]).sum() for term in terms], left_out(model, terms)
     logp = pt.add(*sums) if len(sums) > 1 else sums[0]
     return logp + constant if constant else logp
 
@@ -332,7 +332,7 @@ def prior_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
     """Graph of the shared prior's log density on the unconstrained space, log p(φ)."""
     phi = pt.vector("phi")
     pieces, values, _, _ = in_pieces(parts._replace(local=()), phi, shared, ())
-    logp = _log_density(parts.model, parts.prior_terms)
+    logp = _log_density(parts, parts.prior_terms, {rv: parts.model.rvs_to_values[rv] for rv in parts.shared})
     flat, of_pieces = _of_both(logp, pieces, values, _constants(parts.model))
     return SiteGraph(phi, (), flat, (), tuple(pieces.values()), of_pieces)
 

@@ -135,7 +135,9 @@ def opened(
         raise mismatch(client_id, arrays, error) from error
     shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
     try:
-        graph = make_once(made, ("graph", shared), lambda: _graph.site_graph(parts, shared, local))
+        # The density of a client's rows does not change with the numbers of the shared prior.
+        of_site = made_of(parts, site_content)
+        graph = make_once(of_site, ("graph", shared), lambda: _graph.site_graph(parts, shared, local))
     except NotImplementedError as error:
         why = str(error).strip().partition("\n")[0]
         raise DeclarationError(
@@ -338,14 +340,14 @@ def kernel_of(graph: _graph.SiteGraph, *, slopes: bool = True) -> Callable[..., 
 
     Only the site factor is looked up. Each build has its own names, priors, transforms and deterministics.
     """
-    # Equal computations that are written differently (one term twice, or once and read twice) may differ in the last
-    # digits. Keys tell them apart, so that a model gives the same bits whatever the process compiled before.
-    key = graph_key([graph.x, *graph.inputs], [graph.logp])
     with _lock:
-        known = [*_in_use.items(), *_kernels]
-        entry = next((k for other, k in known if k[0] == key and _same.same_graph(other, graph)), None)
+        entry = _in_use.get(graph)
         if entry is None:
-            entry = (key, {})
+            # Equal computations that are written differently (one term twice, or once and read twice) may differ in the
+            # last digits. Keys tell them apart, so that a model gives the same bits whatever was compiled before.
+            key = graph_key([graph.x, *graph.inputs], [graph.logp])
+            known = [*_in_use.items(), *_kernels]
+            entry = next((k for other, k in known if k[0] == key and _same.same_graph(other, graph)), (key, {}))
         if slopes not in entry[1]:
             entry[1][slopes] = _compile(graph, slopes=slopes)
             _kernels.append((graph, entry))
@@ -363,9 +365,9 @@ def kernel_of(graph: _graph.SiteGraph, *, slopes: bool = True) -> Callable[..., 
 _KEPT = 32  # declarations, of 1.6 MB each for two priors and a likelihood; a study compares few dozen models
 
 
-def made_of(parts: _graph.Parts) -> dict[Any, Any]:
+def made_of(parts: _graph.Parts, of: Callable[[_graph.Parts], tuple[Any, ...] | None] | None = None) -> dict[Any, Any]:
     """The cache of a build with this content, to which more may be added; an empty one where content has no key."""
-    content = content_of(parts)
+    content = (of or content_of)(parts)
     return {} if content is None else _made(content)
 
 
@@ -380,12 +382,26 @@ def content_of(parts: _graph.Parts) -> tuple[Any, ...] | None:
     There is no key of data that are constants in the graph without a container, of the user's code (operations,
     transforms, log densities), and of starting values that are computed.
     """
+    return _content(parts, _same.declared_outputs(parts.model), ())
+
+
+BY_SCALE = ("", "log", "ordered", "simplex", "logodds")  # transforms without limits of their own
+
+
+def site_content(parts: _graph.Parts) -> tuple[Any, ...] | None:
+    """Key of what a client's log density is computed from, the shared variables being given."""
     model = parts.model
-    outputs = _same.declared_outputs(model)
+    if any((getattr(model.rvs_to_transforms[rv], "name", "") or "") not in BY_SCALE for rv in parts.shared):
+        return content_of(parts)
+    return _content(parts, [*parts.site_terms, *(model.rvs_to_values[rv] for rv in model.observed_RVs)], parts.shared)
+
+
+def _content(parts: _graph.Parts, outputs: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...] | None:
+    model = parts.model
     if not parts.data or any(_same.has_own_gradient(op) for op in _same.operations(outputs)):
         return None
     lengths = _graph.lengths(model)
-    inputs = [*parts.data, *_same.streams(outputs), *(model.dim_lengths[dim] for dim in lengths)]
+    inputs = [*given, *parts.data, *_same.streams(outputs), *(model.dim_lengths[dim] for dim in lengths)]
     values = [model.rvs_to_values[rv].type for rv in model.basic_RVs]
     try:
         keys = (
@@ -402,7 +418,8 @@ def content_of(parts: _graph.Parts) -> tuple[Any, ...] | None:
     more = [_same.names(parts), dict(model.named_vars_to_dims), list(lengths), fixed, dict(parts.open)]
     # A class of the user's may have given one of PyMC's distributions another density.
     densities = tuple(_logprob.dispatch(type(rv.owner.op)) for rv in model.basic_RVs)
-    return (*keys, densities, repr([*more, [v.name for v in parts.prior_terms], bool(model.check_bounds)]))
+    rest = repr([*more, [v.name for v in parts.prior_terms], bool(model.check_bounds), len(given)])
+    return (*keys, densities, rest)
 
 
 # Which containers are outcomes, and whether rows without an outcome may be dropped ------------------------------------
