@@ -271,6 +271,7 @@ def test_backtracking_keeps_q_proper_whatever_clients_say() -> None:
     assert step.info.phase == "EP" and step.info.damping < 1
 
 
+@pytest.mark.slow
 @problems.few_rounds
 def test_a_client_that_fails_keeps_its_site_and_the_others_go_on() -> None:
     model, clients = problems.noise()

@@ -65,6 +65,7 @@ def many_rows(clients: int, rows: int) -> dict[str, Any]:
     return {str(k): {"X": X[k], "y": np.random.default_rng(k).binomial(1, p[k])} for k in range(clients)}
 
 
+@pytest.mark.slow
 def test_it_holds_beyond_twenty_shared_coordinates() -> None:
     """Beside weighted draws of q: there is no variable of a client's own, so that the density is known."""
     clients = many_rows(4, 200)
@@ -118,6 +119,7 @@ def test_what_is_not_known_of_log_densities_is_in_its_error(monkeypatch: pytest.
         _ = dataclasses.replace(found).log_evidence
 
 
+@pytest.mark.slow
 def test_a_local_inference_without_factors_has_it_too() -> None:
     model, clients = normal_means()
     exact = fit(model, clients).log_evidence

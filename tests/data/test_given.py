@@ -90,6 +90,7 @@ def heavy(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_tails_that_fall_slowly_are_drawn_to_their_ends() -> None:
     """Three zeros and a Cauchy prior: a hundredth lies below -30."""
     client = fedppl.FederatedModel(heavy, ["mu"]).enrol({"A": {"y": np.zeros(3, dtype=int)}})["A"]
@@ -207,6 +208,7 @@ def wards(y: Any, ward: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_a_funnel_with_two_sds_of_its_own_is_drawn_where_its_mass_is() -> None:
     rng, rows, draws = np.random.default_rng(0), 3, 1000
     ward = np.repeat(np.arange(8), rows)

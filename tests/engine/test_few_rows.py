@@ -143,6 +143,7 @@ def test_what_a_local_effect_takes_out_of_a_column_hides_nothing(few: bool) -> N
     assert (refuse_model(LOOSE, client) is not None) == few
 
 
+@pytest.mark.slow
 def test_wards_of_two_rows_are_no_reason() -> None:
     def build(x: Any, y: Any, ward: Any) -> Any:
         with pm.Model() as model:
@@ -542,6 +543,7 @@ def test_effects_of_groups_leave_rows_apart_and_effects_that_read_a_row_do_not()
     assert not rows_apart(client, [n, n // 2])
 
 
+@pytest.mark.slow
 def test_slopes_are_the_same_before_and_after_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedppl.model import row_scores as module
 

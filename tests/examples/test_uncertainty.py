@@ -64,7 +64,7 @@ def test_a_method_that_failed_at_a_seed_has_no_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["FedBABU", "pFedVEM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Ensemble", "Laplace"))]
+    "method", ["FedBABU", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pFedVEM", "Ensemble", "Laplace"))]
 )
 @problems.few_rounds
 def test_a_cell_is_fitted_and_scored(method: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests.support import problems
 from tests.support.fake_grid import FakeGrid, Node, arrays_of, engine_of, node, remember
+from tests.support.markers import slow_but
 
 
 def site_app(
@@ -61,7 +62,9 @@ def fit(
 # --- the same numbers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("problem", [normal_means, problems.regression, problems.noise])
+@pytest.mark.parametrize(
+    "problem", slow_but([normal_means, problems.regression, problems.noise], normal_means, problems.regression)
+)
 def test_equal_seeds_give_the_embedded_engines_numbers(problem: Callable[[], Any]) -> None:
     model, clients = problem()
     here = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
@@ -110,7 +113,7 @@ def test_curves_are_shared_by_sites_that_keep_their_coefficients(tmp_path: Path)
         assert drawn["w"].sizes == {"chain": 2, "draw": 50, "latent": 2}
 
 
-@pytest.mark.parametrize("problem", [problems.regression, problems.noise])
+@pytest.mark.parametrize("problem", slow_but([problems.regression, problems.noise], problems.regression))
 def test_a_site_known_by_its_authenticated_name_draws_the_same_points(problem: Callable[[], Any]) -> None:
     """Random streams and Sobol points depend on the client's id, which such a site learns from the server."""
     model, clients = problem()

@@ -86,6 +86,7 @@ def test_the_integral_is_that_of_the_closed_form_with_its_constant(rows: int) ->
     assert_allclose(log_factors.factor(client, phi, center, 0.0).values, exact(phi, data), atol=5e-4)
 
 
+@pytest.mark.slow
 def test_two_coordinates_are_integrated_on_a_grid() -> None:
     rng = np.random.default_rng(1)
     y, z = 0.3 + rng.normal(size=9), 0.3 + 2.0 * rng.normal(size=7)

@@ -356,7 +356,15 @@ def test_shoulders_beside_the_mode_are_integrated_within_what_is_told(seed: int)
     assert np.all(np.abs(wrong) < 0.003 + 3 * told) and np.max(np.abs(wrong)) < 0.03
 
 
-@pytest.mark.parametrize(("place", "width"), [(-6, 0.5), (10, 0.3), (12, 0.1), (7.3, 0.3), (-3, 0.1)])
+HUMPS = [
+    (10, 0.3),
+    (7.3, 0.3),
+    (-3, 0.1),
+    *(pytest.param(*hump, marks=pytest.mark.slow) for hump in [(-6, 0.5), (12, 0.1)]),
+]
+
+
+@pytest.mark.parametrize(("place", "width"), HUMPS)
 def test_a_second_hump_of_a_prior_is_no_gaussian(place: float, width: float) -> None:
     """Wherever it stands: points at a few distances do not see it."""
     client = enrolled_alone(functools.partial(hump, place=place, width=width), y=np.array([3.5]))

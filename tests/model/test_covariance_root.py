@@ -58,6 +58,7 @@ def test_coordinates_are_turned_back_and_have_their_slope(n: int) -> None:
     assert_allclose(np.sqrt(np.diag(full @ full.T)), sds, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_density_is_that_of_pymc_by_the_slope() -> None:
     client = slopes(3).enrol(clients(1, 5), kernel=False)["client 00"]
     kinds = ("log", "partial", "log", "partial", "partial", "log")

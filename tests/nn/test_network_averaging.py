@@ -634,7 +634,7 @@ def test_predictions_block_by_block_are_those_at_once(link: str, monkeypatch: py
     assert_allclose(drawn.sum("output"), 1.0)
 
 
-@pytest.mark.parametrize("shared", [pytest.param(BODY, marks=pytest.mark.slow), HEAD, ALL])
+@pytest.mark.parametrize("shared", slow_but([BODY, HEAD, ALL], ALL))
 def test_the_loss_on_rows_held_out_is_that_of_what_is_predicted(shared: tuple[str, ...]) -> None:
     """Points: a client's loss is that of the probabilities that it predicts, wherever its own weights are."""
     model, clients = problems.classification(shared=shared)

@@ -124,6 +124,7 @@ def test_every_algorithm_has_the_same_numbers_there(name: str) -> None:
     assert not {one: n for one, n in mode.here.items() if one.startswith(products)}
 
 
+@pytest.mark.slow
 def test_likelihoods_of_pytensor_stay_on_the_host() -> None:
     """Their unknowns are trained on the device with all other weights."""
     rng, net = np.random.default_rng(8), problems.network(outputs=1)

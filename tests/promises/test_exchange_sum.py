@@ -119,6 +119,7 @@ def test_a_client_without_a_reply_is_named_with_its_reason() -> None:
     assert set(told["outcome"].sel(client="site 0").values) == {"used"}
 
 
+@pytest.mark.slow
 def test_of_a_sum_that_fails_each_client_is_asked_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         found = fit(with_stacks(SUMS, broken=3))
@@ -147,6 +148,7 @@ def test_who_can_be_late_or_refuse_is_asked_alone(keywords: Any) -> None:
     assert not next(steps).record.together
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     whole = fit(SUMS)
     path = tmp_path / "run"

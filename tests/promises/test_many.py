@@ -400,6 +400,7 @@ def predictors(X: Any, y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_shapes_that_hang_on_the_number_of_columns_are_those_of_all() -> None:
     rng = np.random.default_rng(8)
     clients = {f"g{k}": {"X": rng.normal(size=(3 + k, 3)), "y": rng.normal(size=3 + k)} for k in range(5)}
@@ -475,6 +476,7 @@ def knots(x: Any, y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_clients_whose_integrals_have_no_rule_are_enrolled_one_by_one(
     caplog: pytest.LogCaptureFixture, rng: np.random.Generator
 ) -> None:

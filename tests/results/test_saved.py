@@ -26,6 +26,7 @@ from fedppl.results import idata
 from fedppl.testing import normal_means
 from tests import cases
 from tests.support import problems, saving
+from tests.support.markers import slow_but
 from tests.support.saving import QUIET
 
 
@@ -74,7 +75,7 @@ QUICK = ("formula",)
 OTHERS = tuple(name for name in saving.RUNS if name not in QUICK)
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["one", "all others"])
+@pytest.mark.parametrize("names", slow_but([QUICK, OTHERS]), ids=["one", "all others"])
 def test_fresh_processes_predict_the_same_to_the_bit(names: tuple[str, ...], tmp_path: Path) -> None:
     """The one that compiled may differ in last digits: LLVM merges what is compiled beside each other."""
     here = {}

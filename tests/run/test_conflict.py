@@ -69,6 +69,7 @@ def test_where_points_tell_the_others_posterior_replicates_are_of_it() -> None:
     assert np.max(np.abs(found["p_value"] - gaussian["p_value"])) < 0.15
 
 
+@pytest.mark.slow
 def test_without_others_there_is_no_p_and_strangers_are_refused() -> None:
     model, clients = normal_means(3)
     found = fit(model, clients)

@@ -114,6 +114,7 @@ def test_a_clients_stream_depends_on_its_id_and_round_not_on_who_else_is_asked()
     assert len(set(seeds[False])) == len(seeds[False])
 
 
+@pytest.mark.slow
 def test_the_order_of_clients_does_not_matter() -> None:
     model, clients = problems.noise()
     first, second = plain(), fit((model, dict(reversed(clients.items()))), fedppl.EP())

@@ -131,6 +131,7 @@ def test_formulas_are_told_apart_by_their_constants() -> None:
     assert code_key(itself) != code_key(doubled)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_another_process() -> None:
     """Whatever the seed of Python's hashes, on which the order of a set depends."""
     code = "from tests.unit.test_code_key import code_key, helped, by_containers; "
