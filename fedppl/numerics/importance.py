@@ -79,6 +79,7 @@ def _quadratic(log_weights: Array, key: tuple[int, int, int]) -> tuple[Array, Ar
     return coefficients, design @ coefficients
 
 
+_LEAST = 0.05  # eigenvalue of a precision or a covariance in units of q, with which a quadratic's moments are taken
 _LARGE_REMAINDER = 0.5  # sd of log weights about a quadratic from which moments have an error worth reporting
 
 
@@ -104,14 +105,14 @@ def controlled_moments(
     quadratic = np.zeros((m, m))
     quadratic[rows, columns] = coefficients[1 + m :]
     precision = np.eye(m) - (quadratic + quadratic.T)
-    if not _exceeds(precision, 0.05):
+    if not _exceeds_least(precision):
         return plain, remainder, _error(z, weights, plain)
     covariance = np.linalg.inv(precision)
     mean = covariance @ coefficients[1 : 1 + m]
     by_quadratic = normalise(fitted)
     control = weighted_moments(z, by_quadratic)
     controlled = covariance + plain.covariance - control.covariance
-    if not _exceeds(controlled, 0.05):
+    if not _exceeds_least(controlled):
         return plain, remainder, _error(z, weights, plain)
     moments = WeightedMoments(mean + plain.mean - control.mean, (controlled + controlled.T) / 2)
     if remainder < _LARGE_REMAINDER:
@@ -149,10 +150,10 @@ def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Arr
     return float(np.sqrt(max(float(excess.max()), 0.0)))
 
 
-def _exceeds(matrix: Array, floor: float) -> bool:
-    """Whether every eigenvalue is above the floor."""
+def _exceeds_least(matrix: Array) -> bool:
+    """Whether every eigenvalue is above `_LEAST`."""
     try:
-        np.linalg.cholesky(matrix - floor * np.eye(len(matrix)))
+        np.linalg.cholesky(matrix - _LEAST * np.eye(len(matrix)))
     except np.linalg.LinAlgError:
         return False
     return True
@@ -200,6 +201,7 @@ def resample(weights: Array, draws: int, rng: np.random.Generator) -> Array:
 # The upper tail of importance weights: its shape, by a generalised Pareto, and weights smoothed by it -----------------
 
 _EQUAL = 1e-7  # difference of log weights that is rounding
+_FEWEST = 25  # weights, the largest fifth of which are a tail of five
 
 
 class _Tail(NamedTuple):
@@ -245,7 +247,7 @@ def pareto_k(log_weights: Array) -> float:
     Constant weights give −inf, fewer than 25 finite ones inf.
     """
     finite = log_weights[np.isfinite(log_weights)]
-    if int(min(0.2 * len(finite), 3 * np.sqrt(len(finite)))) < 5:
+    if len(finite) < _FEWEST:
         return np.inf
     tail = _tail(np.sort(finite))
     return -np.inf if tail is None else _towards_a_half(tail)
@@ -268,7 +270,7 @@ def smoothed(log_weights: Array) -> tuple[Array, float]:
     logs = np.array(log_weights, dtype=float)
     where = np.flatnonzero(np.isfinite(logs))
     order = where[np.argsort(logs[where], kind="stable")]
-    if int(min(0.2 * len(order), 3 * np.sqrt(len(order)))) < 5:
+    if len(order) < _FEWEST:
         return logs, np.inf
     largest = logs[order[-1]]
     tail = _tail(logs[order])
@@ -324,7 +326,7 @@ def stein_moments(z: Array, log_weights: Array, gradients: Array) -> SteinMoment
     hessian = gradients.T @ z / count
     hessian = (hessian + hessian.T) / 2
     values, vectors = np.linalg.eigh(np.eye(m) - hessian)
-    if values[0] < 0.05:
+    if values[0] < _LEAST:
         return None
     curved = z @ hessian
     remainder = log_weights - z @ linear - 0.5 * np.sum(curved * z, axis=1)

@@ -52,7 +52,7 @@ from fedppl.numerics.coordinates import (
     to_phi,
 )
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
-from fedppl.numerics.integral import smooth_over
+from fedppl.numerics.integral import smooth_over, some_of
 from fedppl.numerics.proposals import Proposal, beyond, propose
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import standard_normal
@@ -62,7 +62,6 @@ from fedppl.types import Array
 _FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
 _CANDIDATES = 512  # of a scramble, from which a batch is chosen
 _SKEWED = -0.35  # skewness of a scale's logarithm from which the scale itself is the coordinate
-_LOG = "log__"
 _GAINED = 0.03  # log units a point by which locations are to be more normal in other coordinates
 _PILOTS = 2
 _LATE = 3  # stage from which an error is not one of few points above all
@@ -87,9 +86,7 @@ class Answer(NamedTuple):
     """Sums of clients' values at the points of a batch."""
 
     values: Array  # (S,) NaN where a client has none
-    residuals: Array  # (T,) of Laplace's approximation, where θ is integrated
-    errors: Array  # (T,)
-    squares: Array  # (T,)
+    integrated: Integrated
     constants: Array  # (2,)
     is_proper: bool
 
@@ -145,8 +142,7 @@ def places_integrated(state: Weighing) -> NDArray[np.intp]:
     effort = effort_of(state)
     some = max(effort.integrated, effort.integrated_each * (size + 3))
     some //= 1 if state.stage < effort.later[0] else effort.later[1]
-    most = count if state.rule == Rule.EVERYWHERE else min(some, count)
-    return np.unique(np.linspace(0, count - 1, most).astype(np.intp))
+    return some_of(count, count if state.rule == Rule.EVERYWHERE else some)
 
 
 def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] | None:
@@ -155,8 +151,8 @@ def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] |
     None where the residuals of Laplace's approximation are not smooth enough to be predicted.
     """
     at = state.batch.phi
-    new = Integrated(at[places_integrated(state)], answer.residuals, answer.errors, answer.squares)
-    integrated = Integrated(*(np.concatenate(pair) for pair in zip(state.evaluated.integrated, new, strict=True)))
+    pairs = zip(state.evaluated.integrated, answer.integrated, strict=True)
+    integrated = Integrated(*(np.concatenate(pair) for pair in pairs))
     points = np.concatenate([state.evaluated.points, at])
     laplace = np.concatenate([state.evaluated.laplace, answer.values + gaussian.log_kernel(state.about.prior, at)])
     residuals, signed, squares = np.zeros((3, len(points)))
@@ -226,7 +222,7 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         return nowhere(state)
     normal = _as_normal(state)
     if normal is not None:
-        return Judged(normal, "")
+        return Judged(normal)
     if state.stage == 0:
         state, mean, covariance = _after_pilot(state)
     else:
@@ -269,7 +265,7 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         draws=Draws(candidates, posterior),
         stage=state.stage + 1,
     )
-    return Judged(after, "")
+    return Judged(after)
 
 
 def _as_normal(state: Weighing) -> Weighed | None:
@@ -374,7 +370,7 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     """
     skewed = skewness(points, weights)
     others = [
-        i for i, label in enumerate(state.about.labels) if _LOG in label and i not in state.shape.coordinates.folded
+        i for i, label in enumerate(state.about.labels) if "_log__" in label and i not in state.shape.coordinates.folded
     ]
     added = [i for i in others if skewed[i] < _SKEWED and not widens(points, weights, i)]
     most = surrogate.MOST_FOLDED - len(state.shape.coordinates.folded)
@@ -423,7 +419,7 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
         return nowhere(state)
     per_scramble = max(2, count // student_t.SCRAMBLES)
     batch = _of_candidates(mean, covariance, state.shape.coordinates, per_scramble, stream + _APART + state.pilots)
-    return Judged(state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1), "")
+    return Judged(state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1))
 
 
 def _tails(state: Weighing, of: Drawn) -> Tails:
