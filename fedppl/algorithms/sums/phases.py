@@ -146,7 +146,7 @@ class Judged(NamedTuple):
     """The outcome of a stage."""
 
     phase: Weighing | Weighed
-    message: str
+    message: str = ""
 
 
 class Effort(NamedTuple):

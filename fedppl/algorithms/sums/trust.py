@@ -72,23 +72,23 @@ class _Weights(NamedTuple):
     control_logs: Array  # (S,)
 
 
-class _Declared(NamedTuple):
-    """Moments on the scales that variables are declared on."""
+class _Off(NamedTuple):
+    """How far moments may be off: the largest of means, in posterior sds, and of log sds."""
 
-    chance: float  # largest standard error of a mean, in sds, or of a log sd
-    differ: float  # largest difference of the draws' moments from the stage's estimate
+    chance: float  # standard error of the estimate
+    differ: float  # the draws' moments from it
 
 
 class _Errors(NamedTuple):
-    """How far moments may be off, in posterior sds or of log sds."""
+    """How far moments may be off, on all scales."""
 
     estimate: Estimate
     heavy: bool  # tails
     grown: float  # by the last stage, along a heavy tail
-    differ: float  # the draws' moments from the estimate
+    differ: float  # of coordinates
     error: float
     is_off: bool  # draws, by more than chance
-    on_declared: _Declared
+    on_declared: _Off
 
 
 def judged(
@@ -118,9 +118,9 @@ def judged(
     is_near = largest <= _NEAR * most and chance <= _NEAR * MOST_ERROR and weights.effective >= _LEAST
     more_would_do = not trusted and is_told and is_near
     if not enough and state.stage < (_MORE_STAGES if more_would_do else _STAGES):
-        return Judged(state, "")
+        return Judged(state)
     if trusted:
-        posterior, error, by_draws = _put_right(state, through, posterior, weights, errors, stream)
+        posterior, error, by_draws = _put_right(state, through, posterior, errors, stream)
         trusted = max(error, by_draws) <= MOST_ERROR
     else:
         error, by_draws = _with_declared(errors.error, errors.on_declared), chance_of_draws(posterior)
@@ -147,10 +147,12 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
     # Each stage reaches farther into a heavy tail. The sum of many clients has no tails that the last stage may have
     # missed, and its first surrogates may be so rough that their estimates add nothing.
     estimate = last if heavy or (state.about.many and chance_of(last) < chance_of(together)) else together
-    (chance, differ), on_declared = _compared(state, posterior, estimate)
+    (chance, differ), on_declared = off = _compared(state, posterior, estimate)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
-    is_off = differ > max(min(BY_CHANCE * chance, MOST_ERROR), _ENOUGH)
-    is_off = is_off or on_declared.differ > max(min(BY_CHANCE * on_declared.chance, MOST_ERROR), _ENOUGH_DECLARED)
+    is_off = any(
+        one.differ > max(min(BY_CHANCE * one.chance, MOST_ERROR), enough)
+        for one, enough in zip(off, (_ENOUGH, _ENOUGH_DECLARED), strict=True)
+    )
     may_be_off = max(_MOST_OFF * max(chance, 0.2 * _ENOUGH), _PUT_RIGHT if weights.effective >= _EFFECTIVE else 0.0)
     return _Errors(
         estimate,
@@ -164,7 +166,7 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
 
 
 def _put_right(
-    state: Weighing, through: Surrogate, posterior: Drawn, weights: _Weights, errors: _Errors, stream: int
+    state: Weighing, through: Surrogate, posterior: Drawn, errors: _Errors, stream: int
 ) -> tuple[Drawn, float, float]:
     """Draws with the moments of the estimate, their error, and what of it is their number's."""
     by_draws, error, on_declared = chance_of_draws(posterior), errors.error, errors.on_declared
@@ -181,7 +183,7 @@ def _put_right(
     return posterior, _with_declared(error, on_declared), by_draws
 
 
-def _with_declared(error: float, on_declared: _Declared) -> float:
+def _with_declared(error: float, on_declared: _Off) -> float:
     """The larger of an error and that on the scales that variables are declared on."""
     off = on_declared.differ if on_declared.differ > BY_CHANCE * on_declared.chance else 0.0
     return max(error, on_declared.chance, off)
@@ -263,13 +265,13 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
     return Estimate(whole, np.stack(without), weights.effective * float(state.batch.times.sum()))
 
 
-def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[tuple[float, float], _Declared]:
+def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[_Off, _Off]:
     """Standard errors of an estimate, and what draws differ from it by: of coordinates, and on declared scales."""
     of_draws = moments_of(all_scales(state, posterior.u), posterior.weights, state.shape.unit)
     errors, m = np.stack([chances(estimate), np.abs(sizes(estimate.moments, of_draws))]), posterior.u.shape[1]
     errors = errors.reshape(2, 2, -1)  # of means and of sds
-    (chance, differ), declared = (np.max(part, axis=(1, 2), initial=0.0) for part in (errors[..., :m], errors[..., m:]))
-    return (float(chance), float(differ)), _Declared(*map(float, declared))
+    own, declared = (np.max(part, axis=(1, 2), initial=0.0) for part in (errors[..., :m], errors[..., m:]))
+    return _Off(*map(float, own)), _Off(*map(float, declared))
 
 
 def _grown(state: Weighing, posterior: Drawn, last: Estimate) -> float:
