@@ -174,7 +174,7 @@ def _agree(expected: Array, differences: Array, logs: Array) -> bool:
 
 # Quadratures compared with others: trapezoids with those between them, grids with finer ones --------------------------
 
-_REACH, _FAR_REACH = 4, 6  # asinh of sds: 27, and where mass is missing 202
+REACHES = 4, 6  # arsinh of sds: 27, and where mass is missing 202
 _COMPARED = 32  # points at which both are computed
 _CLOSE = 0.003  # log units, a small difference
 _COVERED = 0.95  # share of the known points at which another quadrature has to have a value too
@@ -192,11 +192,10 @@ def by_two_rules(compute: Callable[[Places, Rule], tuple[Array, Array]], points:
     about a kink, a spike, or along a tail that falls as exp(−|θ|), they are averaged, with half of their difference as
     an error.
     """
-    far = _REACH
-    values, errors = compute(points, by_trapezoids(far))
-    if np.median(np.abs(errors)) > _ALIKE:  # heavy tails may be the reason
-        far = _FAR_REACH
+    for far in REACHES:
         values, errors = compute(points, by_trapezoids(far))
+        if not np.median(np.abs(errors)) > _ALIKE:  # else heavy tails may be the reason
+            break
     some = some_of(len(points), _COMPARED)
     difference = compute(points[some], between_trapezoids(far))[0] - values[some]
     finite = difference[np.isfinite(difference)]

@@ -16,7 +16,7 @@ from scipy.special import softmax
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws
 from fedppl.local import _conditional, _marginal
-from fedppl.local._conditional import Places, Quadrature, about_modes, at_nodes, centered, gaps_of
+from fedppl.local._conditional import REACHES, Places, Quadrature, about_modes, at_nodes, centered, gaps_of
 from fedppl.local.log_factors import factor, is_separable
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import unpack_target
@@ -24,6 +24,7 @@ from fedppl.numerics import importance, pairs, student_t
 from fedppl.numerics.importance import effective_size, normalise, resample
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.pairs import joined, site_outputs
+from fedppl.numerics.reweighting import FEWEST
 from fedppl.types import Array, Message, Rng
 
 _CANDIDATES, _TIMES = 8, 2  # half of them normal, half of a t, which reaches further
@@ -150,7 +151,6 @@ def _log_candidates(z: Array) -> tuple[Array, Array]:
 # spread between them, as a start for trajectories.
 
 _FUNNEL_NODES = 11  # of each coordinate where there are two
-_FAR = (4, 6)  # arsinh of sds: 27, and where mass is missing 202
 _OUTSIDE = np.log(1e-5)  # largest density at the outermost nodes, relative to the mode's
 
 
@@ -194,7 +194,7 @@ def drawn(
 
 def _spread_out(client: ClientView, about: Quadrature, which: Places, rest: Places) -> tuple[Quadrature, Array, Rule]:
     """Log terms (U, L) of the integral at nodes that reach as far as there is mass."""
-    for far in _FAR:
+    for far in REACHES:
         rule = by_trapezoids(far)
         moved = about._replace(shift=about.shift.copy(), spread=about.spread.copy())
         terms = _in_chunks(client, moved, which, rest, rule)
@@ -334,8 +334,6 @@ def _interpolated(logs: Array, rises: Array) -> Array:
 
 # Draws at a client from points of the posterior ----------------------------------------------------------------------
 
-_FEWEST = 100  # effective points
-
 
 def draw_weighted(client: ClientView, personal: object, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
     """Draws of (φ, θ_k) from weighted points of φ; with few points where a newcomer's data are, from q."""
@@ -347,7 +345,7 @@ def draw_weighted(client: ClientView, personal: object, message: Message, draws:
         log_weights = np.where(np.isfinite(values), np.log(weights) + values, -np.inf)
         diagnostics = {"pareto_k": importance.pareto_k(log_weights)}
         weights = normalise(log_weights) if np.any(np.isfinite(log_weights)) else np.zeros(0)
-        if not len(weights) or effective_size(weights) < _FEWEST:  # few points where its data are
+        if not len(weights) or effective_size(weights) < FEWEST:  # few points where its data are
             from_q = NestedLaplace().draw(target, draws, chains, rng)
             return from_q._replace(diagnostics={**from_q.diagnostics, "from_q": 1.0})
     phi = points[resample(weights, draws * chains, rng)]

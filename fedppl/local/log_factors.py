@@ -22,7 +22,7 @@ from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _marginal
 from fedppl.local._conditional import by_two_rules
 from fedppl.numerics import importance, pairs, student_t
-from fedppl.numerics.importance import effective_size, normalise, weighted_moments
+from fedppl.numerics.importance import normalise, weighted_moments
 from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals, nearest_of, smooth_over, some_of
 from fedppl.numerics.pairs import Densities, Laplace, Places
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
@@ -58,7 +58,7 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
         logs, _ = importance.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
         weights = normalise(logs)
         moments = weighted_moments(z, weights)
-        share = min(1.0, effective_size(weights) / (10.0 * d))  # few points give no covariance
+        share = importance.telling(weights, d)
         covariance = share * moments.covariance + (1.0 - share) * np.eye(d)
         outer = beyond(z, weights, _SHAPING) if share == 1.0 else ()
         shaped = Proposal(share * moments.mean, np.asarray(np.linalg.cholesky(covariance)), _SHAPING)

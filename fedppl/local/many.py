@@ -16,7 +16,7 @@ import numpy as np
 from fedppl.contracts import ClientView
 from fedppl.data.tables import MANY
 from fedppl.local import _conditional
-from fedppl.local._conditional import about_modes, at_nodes
+from fedppl.local._conditional import REACHES, about_modes, at_nodes
 from fedppl.local.integrate import in_parts
 from fedppl.model.stack import ClientsOf
 from fedppl.numerics import pairs
@@ -61,7 +61,7 @@ def nodes_for(clients: Sequence[ClientView]) -> Nodes | None:
     q = len(which)
     if q != 1 and q not in _GRIDS:
         return None
-    return Nodes(by_trapezoids(6) if q == 1 else by_grid(q, _GRIDS[q]), which)
+    return Nodes(by_trapezoids(REACHES[-1]) if q == 1 else by_grid(q, _GRIDS[q]), which)
 
 
 def _about(d: int) -> Nodes:

@@ -35,6 +35,14 @@ def effective_size(weights: Array) -> float:
     return float(1.0 / np.sum(weights**2))
 
 
+EACH_TELLS = 10.0  # effective points for each coordinate, without which weighted points tell no covariance
+
+
+def telling(weights: Array, size: int) -> float:
+    """How far weighted points tell a covariance of so many coordinates, from 0 to 1."""
+    return min(1.0, effective_size(weights) / (EACH_TELLS * size))
+
+
 def jackknife(without: Array) -> Array:
     """Standard errors (...) of estimates, by those without one scramble each (scrambles, ...).
 

@@ -19,7 +19,7 @@ from scipy.interpolate import RBFInterpolator
 
 from fedppl.numerics import importance, student_t
 from fedppl.numerics.coordinates import Places
-from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, weighted_moments
+from fedppl.numerics.importance import normalise, quadratic_terms, weighted_moments
 from fedppl.numerics.integral import some_of
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, whitened
 from fedppl.types import Array
@@ -349,10 +349,9 @@ def resampled(of: Drawn, each: int) -> list[Places]:
 
 def moments_of(of: Surrogate, mean: Array, covariance: Array, folded: Places, stream: int) -> tuple[Array, Array]:
     """Moments of a surrogate, by candidates about its own mean: begun about another."""
-    m = len(mean)
     for _ in range(_TIMES):
         found = drawn(of, mixture(mean, covariance, _EACH, 0.5), folded, stream)
-        kept = min(1.0, effective_size(found.weights) / (10.0 * m))  # few points do not tell a covariance
+        kept = importance.telling(found.weights, len(mean))
         new = kept * found.covariance + (1.0 - kept) * covariance
         moved = np.max(np.abs(found.mean - mean) / np.sqrt(np.diag(new)))
         widened = np.max(np.abs(0.5 * np.log(np.diag(new) / np.diag(covariance))))

@@ -104,10 +104,11 @@ class Shape(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Draws of a surrogate."""
+    """Draws of a surrogate, and the log of its integral by the candidates from which a batch was chosen."""
 
-    candidates: Drawn  # from which a batch was chosen
     posterior: Drawn  # more of them, always of one stream: they stand for the posterior
+    log_integral: float
+    log_integral_error: float
 
 
 class Rule(enum.IntEnum):

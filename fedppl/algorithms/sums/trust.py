@@ -214,8 +214,7 @@ def _weights(state: Weighing) -> _Weights:
     assert state.draws is not None
     batch, values = state.batch, values_of_batch(state)
     mixture = np.logaddexp(
-        np.log(1.0 - DEFENCE) + batch.log_drawn - state.draws.candidates.log_integral,
-        np.log(DEFENCE) + batch.log_density,
+        np.log(1.0 - DEFENCE) + batch.log_drawn - state.draws.log_integral, np.log(DEFENCE) + batch.log_density
     )
     raw = np.where(np.isfinite(values), values - mixture, -np.inf)
     is_drawn = batch.times > 0
@@ -336,7 +335,7 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
     without = [np.where(state.batch.scramble == one, 0.0, times) for one in range(student_t.SCRAMBLES)]
     beta = beta if min(by(kept, beta) for kept in (times, *without)) > 0.0 else 0.0
     by_chance = float(importance.jackknife(np.log([by(kept, beta) for kept in without])))
-    errors = by_chance, beta * of.posterior.log_integral_error, (1.0 - beta) * of.candidates.log_integral_error
+    errors = by_chance, beta * of.posterior.log_integral_error, (1.0 - beta) * of.log_integral_error
     return shift + float(np.log(by(times, beta))), float(np.linalg.norm(errors))
 
 

@@ -59,7 +59,6 @@ from fedppl.numerics.streams import standard_normal
 from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array
 
-_FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
 _CANDIDATES = 512  # of a scramble, from which a batch is chosen
 _SKEWED = -0.35  # skewness of a scale's logarithm from which the scale itself is the coordinate
 _GAINED = 0.03  # log units a point by which locations are to be more normal in other coordinates
@@ -233,7 +232,7 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         return _again(state, mean, covariance, count, stream)
     mean, covariance = surrogate.moments_of(through, mean, covariance, state.shape.coordinates.folded, stream)
     posterior = _draws(state, through, mean, covariance, stream)
-    if effective_size(posterior.weights) < _FEWEST * len(mean):
+    if effective_size(posterior.weights) < importance.EACH_TELLS * len(mean):
         return _again(state, mean, covariance, count, stream)
     if state.stage:
         outcome = judged(state, through, posterior, signed, squares, stream, remedy)
@@ -262,7 +261,7 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     after = state._replace(
         shape=state.shape._replace(outer=outer, farther=farther),
         batch=Batch(*(np.concatenate(pair) for pair in zip(*parts, strict=True))),
-        draws=Draws(candidates, posterior),
+        draws=Draws(posterior, candidates.log_integral, candidates.log_integral_error),
         stage=state.stage + 1,
     )
     return Judged(after)
@@ -326,7 +325,7 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
         coordinates = coordinates_of(state.about.labels, _scales(state, points, weights), weights @ points, stretch)
     u = of_phi(points, coordinates)
     moments, wide = weighted_moments(u, weights), weighted_moments(u, np.full(len(u), 1.0 / len(u)))
-    kept = min(1.0, effective_size(weights) / (_FEWEST * len(moments.mean)))  # few points do not tell a covariance
+    kept = importance.telling(weights, len(moments.mean))
     covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / surrogate.WIDER
     return _with_shape(state, coordinates, u, weights, state.shape.outer), moments.mean, covariance
 
@@ -348,7 +347,7 @@ def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, 
 
     count = effort_of(state).draws
     few = by(count)
-    is_short = state.stage >= _LATE or effective_size(few.weights) < _FEWEST * len(mean)
+    is_short = state.stage >= _LATE or effective_size(few.weights) < importance.EACH_TELLS * len(mean)
     if is_short and _are_copies(few):
         many = by(MOST_DRAWS)
         if effective_size(many.weights) >= 2.0 * len(mean):  # fewer draws lie in a plane, and stay there
@@ -402,7 +401,7 @@ def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighi
         return None
     mean, covariance = surrogate.moments_of(through, moments.mean, moments.covariance, folded, stream)
     again = _draws(after, through, mean, covariance, stream)
-    return (after, through, again) if effective_size(again.weights) >= _FEWEST * len(mean) else None
+    return (after, through, again) if effective_size(again.weights) >= importance.EACH_TELLS * len(mean) else None
 
 
 def _through(state: Weighing, mean: Array, covariance: Array) -> Surrogate | None:
