@@ -67,6 +67,13 @@ def quadratic_terms(z: Array) -> Array:
     return np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
 
 
+def second_derivatives(coefficients: Array, size: int) -> Array:
+    """Second derivatives (m, m) of the quadratic with these coefficients of its terms."""
+    upper = np.zeros((size, size))
+    upper[np.triu_indices(size)] = coefficients[1 + size :]
+    return upper + upper.T
+
+
 @cached(most_bytes=2**27)
 def _design(size: int, points: int, stream: int) -> Array:
     """Terms of a quadratic in z at the whitened points."""
@@ -109,10 +116,7 @@ def controlled_moments(
     coefficients, fitted = _quadratic(log_weights, key)
     remainder = float(np.std(log_weights - fitted))
     m = z.shape[1]
-    rows, columns = np.triu_indices(m)
-    quadratic = np.zeros((m, m))
-    quadratic[rows, columns] = coefficients[1 + m :]
-    precision = np.eye(m) - (quadratic + quadratic.T)
+    precision = np.eye(m) - second_derivatives(coefficients, m)
     if not _exceeds_least(precision):
         return plain, remainder, _error(z, weights, plain)
     covariance = np.linalg.inv(precision)

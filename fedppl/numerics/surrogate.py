@@ -161,7 +161,7 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bo
     if len(high) < _PER_TERM * (m + 1) * (m + 2) / 2:
         return None
     root = np.asarray(np.linalg.cholesky(covariance))
-    z, values = np.asarray(np.linalg.solve(root, (u[high] - mean).T).T, dtype=float), values[high]
+    z, values = whitened(u[high], mean, root), values[high]
     bases = [_normal, *([_t] if heavy else []), *([_bent] if m >= MANY and len(z) >= _bent_terms(m) else [])]
     try:
         base = bases[0]
@@ -271,7 +271,7 @@ def log_surrogate(of: Surrogate, u: Array) -> Array:
     Between values far out a spline may rise without cause, and in directions without any at the edge: it is no higher
     than those that are about as far out.
     """
-    z = np.asarray(np.linalg.solve(of.root, (u - of.mean).T).T, dtype=float)
+    z = whitened(u, of.mean, of.root)
     distance, reach = np.sqrt(np.sum(z**2, axis=1)), of.distance[-1]
     out = np.flatnonzero(distance > reach)
     edge = z.copy()

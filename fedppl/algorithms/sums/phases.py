@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import student_t
+from fedppl.numerics import student_t, surrogate
 from fedppl.numerics.coordinates import Coordinates, declared, log_slope, to_phi
 from fedppl.numerics.importance import jackknife, normalise, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
-from fedppl.numerics.surrogate import Drawn
+from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array
 
 BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
@@ -273,6 +273,12 @@ def tilted(of: Drawn, x: Array, target: Array, unit: Unit) -> Drawn | None:
         return None
     moments = weighted_moments(of.u, weights)
     return of._replace(weights=weights, mean=moments.mean, covariance=moments.covariance)
+
+
+def draws_of(state: Weighing, through: Surrogate, mean: Array, covariance: Array, count: int, stream: int) -> Drawn:
+    """Draws of a surrogate that has about these moments, so many of a scramble, that stand for the posterior."""
+    by = surrogate.mixture(mean, covariance, count, 0.125, state.shape.far)
+    return surrogate.drawn(through, by, state.shape.coordinates.folded, stream)
 
 
 def chance_of_draws(of: Drawn) -> float:

@@ -34,7 +34,7 @@ from fedppl.local.integrate import Stacked
 from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import pack_target
-from fedppl.numerics import student_t
+from fedppl.numerics import importance, student_t
 from fedppl.numerics.coordinates import of_phi
 from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness
 from fedppl.numerics.proposals import has_heavy_tails, whitened
@@ -540,11 +540,9 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
     flat = (normalise(power * _log(weights)) for power in _FLATTENED)
     counted = next((power for power in flat if effective_size(power) >= 2 * design.shape[1]), weights)
     scale = np.sqrt(counted)
-    terms = np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0]
-    curved = np.zeros((m, m))
-    curved[np.triu_indices(m)] = terms[1 + m :]
+    terms = np.asarray(np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0], dtype=float)
     inverse = np.linalg.inv(root)
-    precision = -inverse.T @ (curved + curved.T) @ inverse
+    precision = -inverse.T @ importance.second_derivatives(terms, m) @ inverse
     return Gaussian(inverse.T @ terms[1 : 1 + m] + precision @ center, precision)
 
 

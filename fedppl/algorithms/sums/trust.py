@@ -26,6 +26,7 @@ from fedppl.algorithms.sums.phases import (
     chance_of,
     chance_of_draws,
     chances,
+    draws_of,
     effort_of,
     features,
     moments_of,
@@ -171,8 +172,7 @@ def _put_right(
     """Draws with the moments of the estimate, their error, and what of it is their number's."""
     by_draws, error, on_declared = chance_of_draws(posterior), errors.error, errors.on_declared
     if by_draws > BY_DRAWS:
-        by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, state.shape.far)
-        more = surrogate.drawn(through, by, state.shape.coordinates.folded, stream)
+        more = draws_of(state, through, posterior.mean, posterior.covariance, MOST_DRAWS, stream)
         pairs = (posterior, by_draws), (more, chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
     if errors.is_off:
@@ -216,9 +216,8 @@ def _weights(state: Weighing) -> _Weights:
     mixture = np.logaddexp(
         np.log(1.0 - DEFENCE) + batch.log_drawn - state.draws.log_integral, np.log(DEFENCE) + batch.log_density
     )
-    raw = np.where(np.isfinite(values), values - mixture, -np.inf)
     is_drawn = batch.times > 0
-    raw = np.where(is_drawn, raw, -np.inf)
+    raw = np.where(is_drawn & np.isfinite(values), values - mixture, -np.inf)
     log_times = np.log(np.where(is_drawn, batch.times, 1.0))
     logs, shape = importance.smoothed(raw)
     if _spread(values - batch.log_surrogate, normalise(raw + log_times)) <= effort_of(state).close:

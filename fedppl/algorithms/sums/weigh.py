@@ -7,6 +7,7 @@ moments that weights give, and the weights are to be trusted (`trust`), it is th
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from fedppl.algorithms.sums.phases import (
     Weighing,
     all_scales,
     chance_of_draws,
+    draws_of,
     effort_of,
     unit_of,
     values_of_batch,
@@ -53,7 +55,7 @@ from fedppl.numerics.coordinates import (
 )
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
 from fedppl.numerics.integral import smooth_over, some_of
-from fedppl.numerics.proposals import Proposal, beyond, propose
+from fedppl.numerics.proposals import Proposal, beyond, propose, whitened
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import standard_normal
 from fedppl.numerics.surrogate import Drawn, Surrogate
@@ -243,17 +245,15 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     if refolded is not None:
         state, through, posterior = refolded
     outer = beyond(posterior.u, posterior.weights, _CANDIDATES)
-    # Of another stream than the draws that stand for the posterior, which are nearly the same from stage to stage.
     tails = _tails(state, posterior)
     farther = _farther(state, tails, posterior)
     by = surrogate.mixture(posterior.mean, posterior.covariance, _CANDIDATES, 0.25, (*outer, *farther))
-    candidates = surrogate.drawn(through, by, state.shape.coordinates.folded, stream + 1 + state.stage)
-    drawn = candidates
+    # Of another stream than the draws that stand for the posterior, which are nearly the same from stage to stage.
+    another, folded = stream + 1 + state.stage, state.shape.coordinates.folded
+    drawn = candidates = surrogate.drawn(through, by, folded, another)
     if _are_copies(candidates):
-        drawn = surrogate.walked(
-            through, posterior, state.shape.coordinates.folded, _STEPS // 4, stream + 1 + state.stage
-        )
-    count *= 1 if state.stage < 2 else 2 ** (state.stage - 1)
+        drawn = surrogate.walked(through, posterior, folded, _STEPS // 4, another)
+    count *= 2 ** max(0, state.stage - 1)
     parts = (
         _chosen(state, candidates, drawn, by, tails, count),
         _probes(posterior, state.shape.coordinates, effort_of(state).probes),
@@ -272,7 +272,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
     is_finite = np.isfinite(state.evaluated.values)
     points, values = state.evaluated.points[is_finite], state.evaluated.values[is_finite]
     center, root = gaussian.affine(state.about.q)
-    z = np.asarray(np.linalg.solve(root, (points - center).T).T, dtype=float)
+    z = whitened(points, center, root)
     terms = quadratic_terms(z)
     if len(terms) < 2 * terms.shape[1]:
         return None
@@ -282,10 +282,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
     if not np.max(np.abs(residuals)) <= _NORMAL:
         return None
     m = len(center)
-    rows, columns = np.triu_indices(m)
-    curved = np.zeros((m, m))
-    curved[rows, columns] = coefficients[1 + m :]
-    precision = -(curved + curved.T)
+    precision = -importance.second_derivatives(coefficients, m)
     if np.linalg.eigvalsh(precision)[0] <= 0:
         return None
     inverse = np.linalg.inv(root)
@@ -340,12 +337,7 @@ def _with_shape(
 
 def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, stream: int) -> Drawn:
     """Draws of a surrogate, as many as its moments need: their error is part of every estimate."""
-
-    def by(count: int) -> Drawn:
-        mixture = surrogate.mixture(mean, covariance, count, 0.125, state.shape.far)
-        return surrogate.drawn(through, mixture, state.shape.coordinates.folded, stream)
-
-    count = effort_of(state).draws
+    by, count = functools.partial(draws_of, state, through, mean, covariance, stream=stream), effort_of(state).draws
     few = by(count)
     is_short = state.stage >= _LATE or effective_size(few.weights) < importance.EACH_TELLS * len(mean)
     if is_short and _are_copies(few):
