@@ -197,7 +197,7 @@ def summed(
         left_out=total.left_out + cheap.left,
         errors=scale * total.errors,
         squares=total.squares + cheap.chance**2,
-        constants=total.constants * np.array([scale, scale]),
+        constants=scale * total.constants,
     )
 
 

@@ -38,7 +38,7 @@ from fedppl.numerics import importance, student_t
 from fedppl.numerics.coordinates import of_phi
 from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness
 from fedppl.numerics.proposals import has_heavy_tails, whitened
-from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
+from fedppl.numerics.reweighting import MOST_LOST, Reweighted, is_trusted, second_k, weigh, weigh_points
 from fedppl.numerics.streams import STREAMS, whitened_points
 from fedppl.results.diagnostics import hardly_a_prior
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
@@ -476,7 +476,6 @@ def _details(state: SumsState) -> contracts.Details:
 
 logger = logging.getLogger(__name__)
 
-_LOST = 0.01  # share of the posterior of all that may lie where the client has no value
 _FLATTENED = (1.0, 0.5, 0.25)  # powers of the weights with which a site is fitted, until enough points count
 _UNKNOWN = LogEvidence(np.nan, np.nan)
 
@@ -494,7 +493,7 @@ def _without_one(
         return nothing
     weights = np.full(len(points), 1.0 / len(points)) if posterior is None else posterior.weights
     has_value = np.isfinite(values.values)
-    if weights @ has_value < 1.0 - _LOST:
+    if weights @ has_value < 1.0 - MOST_LOST:
         return nothing
     cavity = gaussian.quotient(q, _site(q, points[has_value], weights[has_value], values.values[has_value]))
     if posterior is None:

@@ -39,7 +39,7 @@ from fedppl.numerics import importance, student_t, surrogate
 from fedppl.numerics.coordinates import log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails
-from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, second_k
+from fedppl.numerics.reweighting import MOST_ERROR, MOST_LOST, MOST_NOISE, MOST_SECOND_K, Reweighted, second_k
 from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array, as_declared
 
@@ -54,10 +54,8 @@ _PUT_RIGHT = 0.1  # posterior sds that they may be off by at least, where enough
 _MOST_OF_MANY = 0.03  # standard error of many moments, of which the largest error is some times that
 _EFFECTIVE, _LEAST = 0.3, 0.1  # share of a stage's points: without another stage, and to be trusted at all
 _EVEN = 0.95  # effective share of points whose weights have no tail to speak of
-_LOST = 0.01  # share of the points that may be without a value
 _FAR_OFF = 50.0  # log units by which a surrogate's integral may exceed the largest weight; no converged fit comes near
-_NOISE = 0.3  # sd, log units, of the error of Σ log f_k over the points
-_MOVED = 0.05  # posterior sds by which that error may move a mean or a log sd
+_MOVED = 0.05  # posterior sds by which errors of clients' values may move a mean or a log sd
 _SMOOTH = "the model so that it has a smooth density everywhere"
 _BY_NUTS = "fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
 
@@ -113,7 +111,7 @@ def judged(
     trusted = sure and largest <= most and chance <= MOST_ERROR and weights.effective >= _LEAST
     noise, moved = float(np.sqrt(weights.posterior @ squares)), _moved(state, weights, signed, squares)
     # With more points at which θ is integrated, the residuals at the others are predicted better.
-    is_told = noise <= _NOISE and moved <= _MOVED
+    is_told = noise <= MOST_NOISE and moved <= _MOVED
     is_small = largest <= _ENOUGH and chance <= _ENOUGH_DECLARED and weights.effective >= _EFFECTIVE
     enough = trusted and is_told and is_small and not (errors.heavy and not state.shape.outer)
     is_near = largest <= _NEAR * most and chance <= _NEAR * MOST_ERROR and weights.effective >= _LEAST
@@ -129,7 +127,7 @@ def judged(
     weighted = _reweighted(state, posterior, weights, max(error, by_draws), tail)
     problems = [
         "" if trusted else _not_known(state, posterior, weights, weighted, errors.grown, remedy),
-        _unreached(lost) if lost > _LOST else "",
+        _unreached(lost) if lost > MOST_LOST else "",
         "" if is_told else _uncertain(noise, moved),
     ]
     message = "; ".join(filter(None, problems))
@@ -390,9 +388,9 @@ def _not_known(
 def _unreached(share: float) -> str:
     """A client has no value at a share of the points."""
     return (
-        f"means and sds may be wrong: at {share:.1%} of the points (at most {_LOST:.0%}) a client has no log density, "
-        f"or no integral over its own variables. Declare {_SMOOTH}, with no bound of an outcome's support among the "
-        f"shared variables; or take a Gaussian by {_BY_NUTS}"
+        f"means and sds may be wrong: at {share:.1%} of the points (at most {MOST_LOST:.0%}) a client has no log "
+        f"density, or no integral over its own variables. Declare {_SMOOTH}, with no bound of an outcome's support among "
+        f"the shared variables; or take a Gaussian by {_BY_NUTS}"
     )
 
 

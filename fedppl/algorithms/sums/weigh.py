@@ -359,15 +359,11 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     A precision with other variables that spread without bound as it goes to 0 is not among them: its density is smooth
     there, and theirs is not.
     """
-    skewed = skewness(points, weights)
-    others = [
-        i for i, label in enumerate(state.about.labels) if "_log__" in label and i not in state.shape.coordinates.folded
-    ]
+    folded, skewed = state.shape.coordinates.folded, skewness(points, weights)
+    others = [i for i, label in enumerate(state.about.labels) if "_log__" in label and i not in folded]
     added = [i for i in others if skewed[i] < _SKEWED and not widens(points, weights, i)]
-    most = surrogate.MOST_FOLDED - len(state.shape.coordinates.folded)
-    return np.sort(
-        np.array([*state.shape.coordinates.folded, *sorted(added, key=lambda i: skewed[i])[:most]], dtype=np.intp)
-    )
+    most_skewed = sorted(added, key=lambda i: skewed[i])[: surrogate.MOST_FOLDED - len(folded)]
+    return np.sort(np.array([*folded, *most_skewed], dtype=np.intp))
 
 
 def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighing, Surrogate, Drawn] | None:
