@@ -389,8 +389,8 @@ def _unreached(share: float) -> str:
     """A client has no value at a share of the points."""
     return (
         f"means and sds may be wrong: at {share:.1%} of the points (at most {MOST_LOST:.0%}) a client has no log "
-        f"density, or no integral over its own variables. Declare {_SMOOTH}, with no bound of an outcome's support among "
-        f"the shared variables; or take a Gaussian by {_BY_NUTS}"
+        f"density, or no integral over its own variables. Declare {_SMOOTH}, with no bound of an outcome's support "
+        f"among the shared variables; or take a Gaussian by {_BY_NUTS}"
     )
 
 
