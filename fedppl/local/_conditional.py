@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.spatial import cKDTree
 from scipy.special import logsumexp
 
 from fedppl import gaussian
@@ -24,8 +23,17 @@ from fedppl.local import _marginal
 from fedppl.local._marginal import LeftOut
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import has_enough_points
-from fedppl.numerics.integral import Rule, between_trapezoids, by_far_grid, by_grid, by_trapezoids, log_integrals
-from fedppl.numerics.pairs import Densities, Laplace, site_outputs
+from fedppl.numerics.integral import (
+    Rule,
+    between_trapezoids,
+    by_far_grid,
+    by_grid,
+    by_trapezoids,
+    log_integrals,
+    nearest_of,
+    some_of,
+)
+from fedppl.numerics.pairs import Densities, Laplace, joined, site_outputs
 from fedppl.numerics.streams import stream_of
 from fedppl.types import Array, LocalFailure
 
@@ -113,11 +121,9 @@ def _curvatures(client: ClientView, probes: _Probes) -> Array:
 
 def _outputs(client: ClientView, phi: Array, theta: Array) -> Array:
     """The log density and its gradient (P, ..., 1 + m + d) at points φ (P, m) with θ (P, ..., d) for each."""
-    shape = theta.shape[:-1]
-    beside = np.broadcast_to(phi.reshape(len(phi), *(1,) * (theta.ndim - 2), -1), (*shape, phi.shape[1]))
-    x = np.concatenate([beside, theta], axis=-1)
+    x = joined(phi.reshape(len(phi), *(1,) * (theta.ndim - 2), -1), theta)
     outputs = site_outputs(client.kernel, x.reshape(-1, x.shape[-1]), client.packed)
-    return np.asarray(outputs.reshape(*shape, outputs.shape[1]))
+    return np.asarray(outputs.reshape(*x.shape[:-1], outputs.shape[1]))
 
 
 def _is_gaussian_in(client: ClientView, probes: _Probes, which: Places) -> bool:
@@ -168,7 +174,7 @@ def _agree(expected: Array, differences: Array, logs: Array) -> bool:
 
 # Quadratures compared with others: trapezoids with those between them, grids with finer ones --------------------------
 
-_REACH, _FAR_REACH = 4, 6  # asinh of sds: 27, and where mass is missing 202
+REACHES = 4, 6  # arsinh of sds: 27, and where mass is missing 202
 _COMPARED = 32  # points at which both are computed
 _CLOSE = 0.003  # log units, a small difference
 _COVERED = 0.95  # share of the known points at which another quadrature has to have a value too
@@ -186,12 +192,11 @@ def by_two_rules(compute: Callable[[Places, Rule], tuple[Array, Array]], points:
     about a kink, a spike, or along a tail that falls as exp(−|θ|), they are averaged, with half of their difference as
     an error.
     """
-    far = _REACH
-    values, errors = compute(points, by_trapezoids(far))
-    if np.median(np.abs(errors)) > _ALIKE:  # heavy tails may be the reason
-        far = _FAR_REACH
+    for far in REACHES:
         values, errors = compute(points, by_trapezoids(far))
-    some = np.unique(np.linspace(0, len(points) - 1, _COMPARED).astype(int))
+        if not np.median(np.abs(errors)) > _ALIKE:  # else heavy tails may be the reason
+            break
+    some = some_of(len(points), _COMPARED)
     difference = compute(points[some], between_trapezoids(far))[0] - values[some]
     finite = difference[np.isfinite(difference)]
     if _range(difference) < _ALIKE_ON_A_LINE and abs(np.median(finite) if len(finite) else 0.0) < _ALIKE:
@@ -222,7 +227,7 @@ def by_pairs(
     little, else of those that differ least. Their difference, or twice that, is then an error of the points that are
     near to those at which both were computed.
     """
-    some = np.unique(np.linspace(0, len(points) - 1, _COMPARED).astype(int))
+    some = some_of(len(points), _COMPARED)
     rest = np.setdiff1d(np.arange(len(points)), some)
     at_some = functools.cache(lambda place: quadratures[place](some))
 
@@ -250,8 +255,7 @@ def by_pairs(
         if not pair.few and largest < _CLOSE:
             break
     values, errors = everywhere(better)
-    scale = np.maximum(np.std(points, axis=0), 1e-300)
-    near = smallest[cKDTree(points[some] / scale).query(points / scale)[1]]
+    near = smallest[nearest_of(points, some)]
     times = 1.0 if largest < _CLOSE else 2.0
     return values, errors + times * np.copysign(np.maximum(np.abs(near), np.median(np.abs(smallest))), near)
 
@@ -274,7 +278,7 @@ _NARROW, _WIDE = 0.5, 2.0  # range of sds, in those of the quadrature
 _NEAR, _MISSED, _LOW = 1e3, 1e-6, 30.0  # log units: gain of a step, residual gain, smallest term below the largest
 
 
-class _Quadrature(NamedTuple):
+class Quadrature(NamedTuple):
     """The expansion of θ, and the center and scale of nodes z: c = mode_c + shift + spread z."""
 
     phi: Array  # (S, m)
@@ -320,24 +324,24 @@ def _by_rule(
         at = about_modes(points[some], about.theta[some], about.root[some], which, rest)
         if along_axes:
             at = at._replace(spread=np.sqrt(np.sum(at.spread**2, axis=2))[:, :, None] * np.eye(q))
-        terms = (_terms if far else _centered)(client, at, which, rest, rule)
+        terms = (_terms if far else centered)(client, at, which, rest, rule)
         values[to], errors[to] = log_integrals(terms, rule)
     return values, errors
 
 
-def about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: Places) -> _Quadrature:
+def about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: Places) -> Quadrature:
     """A quadrature over c by Laplace's approximation."""
     curvature = factors @ np.swapaxes(factors, 1, 2)
     follow = np.linalg.solve(curvature[:, rest[:, None], rest], curvature[:, rest[:, None], which])
     of_c = curvature[:, which[:, None], which] - curvature[:, which[:, None], rest] @ follow
     spread = np.linalg.inv(np.swapaxes(np.linalg.cholesky(of_c), 1, 2))
-    return _Quadrature(phi, modes, curvature, np.zeros((len(phi), len(which))), spread)
+    return Quadrature(phi, modes, curvature, np.zeros((len(phi), len(which))), spread)
 
 
-def _centered(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
+def centered(client: ClientView, about: Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
     """Log terms of the integral at nodes, (S, L), which are moved to where its mass is."""
     terms = _terms(client, about, which, rest, rule)
-    gaps = np.stack([_gaps(column) for column in rule.nodes.T], axis=1)
+    gaps = np.stack([gaps_of(column) for column in rule.nodes.T], axis=1)
     off = np.arange(len(terms))
     for _ in range(_TIMES):
         off = off[np.isfinite(terms[off].max(axis=1))]
@@ -356,11 +360,11 @@ def _centered(client: ClientView, about: _Quadrature, which: Places, rest: Place
         shift = about.shift[off] + np.einsum("spq,sq->sp", about.spread[off], mean)
         spread = about.spread[off] @ np.linalg.cholesky(covariance)
         about.shift[off], about.spread[off] = shift, spread
-        terms[off] = _terms(client, _Quadrature(*(values[off] for values in about)), which, rest, rule)
+        terms[off] = _terms(client, Quadrature(*(values[off] for values in about)), which, rest, rule)
     return terms
 
 
-def _gaps(column: Array) -> Array:
+def gaps_of(column: Array) -> Array:
     """Distance between nodes at each of them."""
     nodes = np.unique(column)
     return np.asarray(np.gradient(nodes)[np.searchsorted(nodes, column)])
@@ -386,13 +390,13 @@ class Given(NamedTuple):
     precision: Array  # (S, L, r, r)
 
 
-def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
+def _terms(client: ClientView, about: Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
     """Log terms of the integral at nodes of c, (S, L)."""
     who = np.zeros(len(about.phi), dtype=np.int64)
     return at_nodes(client.view(_marginal.integrands), who, about, which, rest, rule).terms
 
 
-def at_nodes(of: Densities, who: Places, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Given:
+def at_nodes(of: Densities, who: Places, about: Quadrature, which: Places, rest: Places, rule: Rule) -> Given:
     """Nodes of c at (client, point) pairs, clients being in places who (S,)."""
     (count, m), nodes, r = about.phi.shape, len(rule.nodes), len(rest)
     A_rr = about.curvature[:, rest[:, None], rest]

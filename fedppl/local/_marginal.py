@@ -14,7 +14,7 @@ from fedppl.local.target import local_mode
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import quadratic_terms
 from fedppl.numerics.integral import SIZES, Rule, by_grid, by_points
-from fedppl.numerics.pairs import Densities, Laplace, Origins, site_outputs
+from fedppl.numerics.pairs import Densities, Laplace, Origins, joined, site_outputs
 from fedppl.numerics.streams import stream_of, whitened_points
 from fedppl.types import Array, LocalFailure
 
@@ -31,8 +31,7 @@ def integrands(client: ClientView) -> Densities:
 
 def log_densities(client: ClientView, phi: Array, theta: Array) -> Array:
     """log p(y_k, θ | φ) at rows of θ (S, d), with one φ (m,) for all or one for each, (S, m): (S,)."""
-    x = np.concatenate([np.broadcast_to(phi, (len(theta), client.shared_size)), theta], axis=1)
-    return site_outputs(client.kernel, x, client.packed)[:, 0]
+    return site_outputs(client.kernel, joined(phi, theta), client.packed)[:, 0]
 
 
 def start(client: ClientView) -> Array:
@@ -40,9 +39,8 @@ def start(client: ClientView) -> Array:
 
     It depends on the client's model and data alone, not on earlier rounds, so that clients stay stateless.
     """
-    middle, initial = gaussian.mean(client.prior.gaussian), np.asarray(client.initial, dtype=float)
-    mode = pairs.modes(client.view(densities), middle[None], initial[None], np.zeros(1, dtype=np.int64))
-    return mode.theta[0] if mode.arrived[0] else initial
+    arrived, mode = local_mode(client, gaussian.mean(client.prior.gaussian))
+    return mode if arrived else np.asarray(client.initial, dtype=float)
 
 
 def near(client: ClientView, points: Array, center: Array) -> Laplace:
@@ -144,12 +142,13 @@ def integrals(client: ClientView, points: Array, center: Array, rule: Rule) -> I
 
 def difference(client: ClientView, points: Array, center: Array) -> tuple[Array, float] | None:
     """The error of Laplace over θ in log f_k at points (S, m), and trust in it; None where it is unknown."""
-    rule = rule_of(client.local_size, stream_of(client.client_id))
+    size, stream = client.local_size, stream_of(client.client_id)
+    rule = by_grid(size, SIZES[size]) if size in SIZES else by_points(size, _POINTS, stream)
     try:
         values, laplace, relative, shares = integrals(client, points, center, rule)
     except LocalFailure:
         return None
-    return trusted(values - laplace, relative, shares, client.local_size)
+    return trusted(values - laplace, relative, shares, size)
 
 
 # The error Δ of Laplace's approximation over θ in log f_k, as a quadratic in φ ----------------------------------------
@@ -176,11 +175,6 @@ class LeftOut(NamedTuple):
 
     difference: Difference | None  # a quadratic, in points (S, m); None where Δ is zero, or unknown
     trust: float  # from 0, unknown, to 1
-
-
-def rule_of(size: int, stream: int) -> Rule:
-    """A grid for few coordinates, points of the client's stream for more."""
-    return by_grid(size, SIZES[size]) if size in SIZES else by_points(size, _POINTS, stream)
 
 
 def trusted(delta: Array, relative: Array, shares: Array, size: int) -> tuple[Array, float] | None:

@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import softmax
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws
 from fedppl.local import _conditional, _marginal
-from fedppl.local._conditional import Places, _centered, _gaps, _Quadrature, about_modes, at_nodes
+from fedppl.local._conditional import REACHES, Places, Quadrature, about_modes, at_nodes, centered, gaps_of
 from fedppl.local.log_factors import factor, is_separable
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import unpack_target
 from fedppl.numerics import importance, pairs, student_t
 from fedppl.numerics.importance import effective_size, normalise, resample
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
-from fedppl.numerics.pairs import site_outputs
+from fedppl.numerics.pairs import joined, site_outputs
+from fedppl.numerics.reweighting import FEWEST
 from fedppl.types import Array, Message, Rng
 
 _CANDIDATES, _TIMES = 8, 2  # half of them normal, half of a t, which reaches further
@@ -124,15 +124,14 @@ def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
 
 def _values(client: ClientView, phi: Array, theta: Array) -> Array:
     """log p(y, θ | φ) of candidates (C, N, d): (C, N)."""
-    x = np.concatenate([np.broadcast_to(phi, (len(theta), *phi.shape)), theta], axis=2)
-    x = x.reshape(-1, x.shape[2])
+    x = joined(phi, theta).reshape(-1, phi.shape[1] + theta.shape[2])
     values = pairs.values_at(client.view(_marginal.integrands), x, np.zeros(len(x), dtype=np.int64))
     return np.where(np.isfinite(values), values, _NONE).reshape(theta.shape[:2])
 
 
 def _outputs(client: ClientView, phi: Array, theta: Array) -> tuple[Array, Array]:
     """log p(y, θ | φ) of candidates (C, N, d), (C, N), and its slopes along θ, (C, N, d)."""
-    x = np.concatenate([np.broadcast_to(phi, (len(theta), *phi.shape)), theta], axis=2)
+    x = joined(phi, theta)
     outputs = site_outputs(client.kernel, x.reshape(-1, x.shape[2]), client.packed).reshape(*theta.shape[:2], -1)
     return np.where(np.isfinite(outputs[..., 0]), outputs[..., 0], _NONE), outputs[..., 1 + phi.shape[1] :]
 
@@ -152,7 +151,6 @@ def _log_candidates(z: Array) -> tuple[Array, Array]:
 # spread between them, as a start for trajectories.
 
 _FUNNEL_NODES = 11  # of each coordinate where there are two
-_FAR = (4, 6)  # arsinh of sds: 27, and where mass is missing 202
 _OUTSIDE = np.log(1e-5)  # largest density at the outermost nodes, relative to the mode's
 
 
@@ -182,7 +180,7 @@ def drawn(
         z = np.sinh(u)[:, None]
     else:
         z = _between_nodes(terms[whose], rule, rng)
-    at = _Quadrature(*(part[whose] for part in about))
+    at = Quadrature(*(part[whose] for part in about))
     at = at._replace(shift=at.shift + np.einsum("npq,nq->np", at.spread, z))
     middle = Rule(np.zeros((1, len(which))), np.zeros(1), np.zeros(1))  # one node, at the draw of c
     given = at_nodes(client.view(_marginal.densities), np.zeros(len(whose), dtype=np.int64), at, which, rest, middle)
@@ -194,9 +192,9 @@ def drawn(
     return theta, rows[good]
 
 
-def _spread_out(client: ClientView, about: _Quadrature, which: Places, rest: Places) -> tuple[_Quadrature, Array, Rule]:
+def _spread_out(client: ClientView, about: Quadrature, which: Places, rest: Places) -> tuple[Quadrature, Array, Rule]:
     """Log terms (U, L) of the integral at nodes that reach as far as there is mass."""
-    for far in _FAR:
+    for far in REACHES:
         rule = by_trapezoids(far)
         moved = about._replace(shift=about.shift.copy(), spread=about.spread.copy())
         terms = _in_chunks(client, moved, which, rest, rule)
@@ -206,21 +204,21 @@ def _spread_out(client: ClientView, about: _Quadrature, which: Places, rest: Pla
     return moved, terms, rule
 
 
-def _in_chunks(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
-    """As `_centered`, which moves the nodes, in parts that fit in memory."""
+def _in_chunks(client: ClientView, about: Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
+    """As `centered`, which moves the nodes, in parts that fit in memory."""
     count, m = about.phi.shape
     chunk = max(1, _AT_ONCE // (len(rule.nodes) * about.modes.shape[1] * (m + about.modes.shape[1])))
     parts = []
     for first in range(0, count, chunk):
-        part = _Quadrature(*(values[first : first + chunk] for values in about))
-        parts.append(_centered(client, part, which, rest, rule))
+        part = Quadrature(*(values[first : first + chunk] for values in about))
+        parts.append(centered(client, part, which, rest, rule))
     return np.concatenate(parts)
 
 
 def _between_nodes(terms: Array, rule: Rule, rng: Rng) -> Array:
     """z (N, q) about nodes that are drawn by their terms of the integral, with the nodes' variance."""
     chosen = np.argmax(terms + rng.gumbel(size=terms.shape), axis=1)
-    gaps = np.stack([_gaps(column) for column in rule.nodes.T], axis=1)
+    gaps = np.stack([gaps_of(column) for column in rule.nodes.T], axis=1)
     added = softmax(rule.log_weights) @ gaps**2 / 12.0
     jitter = gaps[chosen] * rng.uniform(-0.5, 0.5, size=(len(terms), gaps.shape[1]))
     return np.asarray(np.sqrt(1.0 - added) * rule.nodes[chosen] + jitter)
@@ -263,8 +261,6 @@ _PARTS = 4  # of an interval between nodes
 _ROUGH = 0.5  # log units, largest difference of two rules between nodes
 _LEAST = -700.0  # log density, below the middle's, that counts as zero
 
-Cells = NDArray[np.intp]
-
 
 def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array:
     """Draw u with log density L(u) + extra(u), given equally spaced nodes (n,) and dL/du there (n, ...): (...).
@@ -285,7 +281,7 @@ def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array
     return _drawn_from(places, below, rng.uniform(size=below.shape[1:]))
 
 
-def draw_by_values(nodes: Array, logs: Array, which: Cells, rng: Rng) -> Array:
+def draw_by_values(nodes: Array, logs: Array, which: Places, rng: Rng) -> Array:
     """Draw u of each of the densities `which` (N,), whose logarithms at equally spaced nodes (n,) are logs (n, U).
 
     Each of these has a largest value; −inf is no density.
@@ -338,8 +334,6 @@ def _interpolated(logs: Array, rises: Array) -> Array:
 
 # Draws at a client from points of the posterior ----------------------------------------------------------------------
 
-_FEWEST = 100  # effective points
-
 
 def draw_weighted(client: ClientView, personal: object, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
     """Draws of (φ, θ_k) from weighted points of φ; with few points where a newcomer's data are, from q."""
@@ -351,7 +345,7 @@ def draw_weighted(client: ClientView, personal: object, message: Message, draws:
         log_weights = np.where(np.isfinite(values), np.log(weights) + values, -np.inf)
         diagnostics = {"pareto_k": importance.pareto_k(log_weights)}
         weights = normalise(log_weights) if np.any(np.isfinite(log_weights)) else np.zeros(0)
-        if not len(weights) or effective_size(weights) < _FEWEST:  # few points where its data are
+        if not len(weights) or effective_size(weights) < FEWEST:  # few points where its data are
             from_q = NestedLaplace().draw(target, draws, chains, rng)
             return from_q._replace(diagnostics={**from_q.diagnostics, "from_q": 1.0})
     phi = points[resample(weights, draws * chains, rng)]

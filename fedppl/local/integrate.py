@@ -25,7 +25,7 @@ from fedppl.local import _conditional, log_factors
 from fedppl.local._marginal import no_mode
 from fedppl.local.log_factors import near_and_far, several_modes
 from fedppl.numerics import pairs
-from fedppl.numerics.integral import Rule, by_grid, by_sparse_grid
+from fedppl.numerics.integral import Rule, by_grid, by_sparse_grid, some_of
 from fedppl.numerics.pairs import Densities, Laplace, Places
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array
@@ -118,9 +118,8 @@ def _stacked(
             gaussians[some] = _looks_gaussian(of, modes, phi, who)
 
         in_parts(begin, len(initial), _parts_of(initial.shape[1], len(middle), 1), cores())
-    places = np.unique(np.linspace(0, len(initial) - 1, min(_CHECKED, len(initial))).astype(int))
-    d = initial.shape[1]
-    exact = not d or (bool(np.all(gaussians)) and all(client(int(k)).view(_conditional.is_gaussian) for k in places))
+    d, some = initial.shape[1], some_of(len(initial), _CHECKED)
+    exact = not d or (bool(np.all(gaussians)) and all(client(int(k)).view(_conditional.is_gaussian) for k in some))
     of = of if exact else of._replace(value=like.value_kernel)
     return Stacked(of, starts, ids, client, like.prior, exact)
 
@@ -184,7 +183,7 @@ def summed(
         return in_parts(lambda own: part(places[own]), len(places), size, workers)
 
     places = asked(stack, some)
-    careful = places if len(places) <= _EACH else _sample(places)
+    careful = places if len(places) <= _EACH else places[some_of(len(places), _SAMPLE)]
     total = _added([part.values for part in over(careful, _careful, look=look)], points, known)
     rest = np.setdiff1d(places, careful)
     if not len(rest) or total.failures:  # a sum without one of them cannot be used
@@ -198,7 +197,7 @@ def summed(
         left_out=total.left_out + cheap.left,
         errors=scale * total.errors,
         squares=total.squares + cheap.chance**2,
-        constants=total.constants * np.array([scale, scale]),
+        constants=scale * total.constants,
     )
 
 
@@ -370,11 +369,6 @@ def asked(stack: Stacked, some: float) -> Places:
 def answers(client_id: str, some: float) -> bool:
     """Whether a client belongs to a part of all, chosen by a checksum of its id."""
     return zlib.crc32(client_id.encode()) < some * 2**32
-
-
-def _sample(places: Places) -> Places:
-    """Some of many, evenly spread."""
-    return places[np.unique(np.linspace(0, len(places) - 1, _SAMPLE).astype(np.intp))]
 
 
 def _added(parts: Sequence[Values], points: Array, known: Places) -> Values:

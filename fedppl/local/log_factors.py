@@ -16,15 +16,14 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.spatial import cKDTree
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _marginal
 from fedppl.local._conditional import by_two_rules
 from fedppl.numerics import importance, pairs, student_t
-from fedppl.numerics.importance import effective_size, normalise, weighted_moments
-from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals, smooth_over
+from fedppl.numerics.importance import normalise, weighted_moments
+from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals, nearest_of, smooth_over, some_of
 from fedppl.numerics.pairs import Densities, Laplace, Places
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.numerics.streams import STREAMS, stream_of
@@ -59,7 +58,7 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
         logs, _ = importance.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
         weights = normalise(logs)
         moments = weighted_moments(z, weights)
-        share = min(1.0, effective_size(weights) / (10.0 * d))  # few points give no covariance
+        share = importance.telling(weights, d)
         covariance = share * moments.covariance + (1.0 - share) * np.eye(d)
         outer = beyond(z, weights, _SHAPING) if share == 1.0 else ()
         shaped = Proposal(share * moments.mean, np.asarray(np.linalg.cholesky(covariance)), _SHAPING)
@@ -104,7 +103,7 @@ def _with_alike(values: Array, errors: Array) -> Factor:
 
 def _corrected(client: ClientView, points: Array, center: Array, about: Laplace) -> Factor:
     """log f_k from a spline of Laplace's error, known at as few points as predict the others, or at all."""
-    known = np.unique(np.linspace(0, len(points) - 1, _SOME[1]).astype(int))
+    known = some_of(len(points), _SOME[1])
     for some in (known[:: _SOME[1] // _SOME[0]], known):
         at = Laplace(*(part[some] for part in about))
         better = integrated(client, points[some], center, at)
@@ -134,14 +133,14 @@ def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> Factor
     if by_grids is None:
         return None
     values, errors = by_grids
-    some = np.unique(np.linspace(0, len(points) - 1, _COMPARED).astype(int))
+    some = some_of(len(points), _COMPARED)
     sampled, sampled_errors, constant = _sampled(client, points[some], center)
     difference = sampled - values[some]
     known = np.isfinite(difference)
     if np.sum(known) < np.sum(np.isfinite(sampled)) or not np.any(known):
         return None
     alike = float(np.median(difference[known]))
-    varies = 1.48 * float(np.median(np.abs(difference[known] - alike)))
+    varies = _sd_of(difference[known] - alike)
     if varies > _AGREE + float(np.median(np.abs(sampled_errors[known]))) or abs(alike) > _ALIKE:
         return None
     return Factor(values, errors, Constant(alike, constant.by_chance))
@@ -175,7 +174,7 @@ def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
         if before is not None:
             change = _varying(values - before, known & np.isfinite(before))
             errors = errors + change  # with rare nodes of large weight the error falls slowly
-            if 1.48 * max(float(np.median(np.abs(one[known]))) for one in (errors, change)) < _AGREE:
+            if max(_sd_of(one[known]) for one in (errors, change)) < _AGREE:
                 break
         before = values
     return Factor(values, errors, constant)
@@ -184,6 +183,11 @@ def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
 def _varying(values: Array, known: NDArray[np.bool_]) -> Array:
     """Values less their median, which changes no moment; 0 where they are not known."""
     return np.where(known, values - (np.median(values[known]) if np.any(known) else 0.0), 0.0)
+
+
+def _sd_of(errors: Array) -> float:
+    """Standard deviation of normal errors about 0 with this median size: few large ones do not count."""
+    return 1.48 * float(np.median(np.abs(errors)))
 
 
 # Coordinates of θ that are independent given φ and the data: a product of integrals over one each ---------------------
@@ -262,7 +266,7 @@ def by_two_levels(client: ClientView, points: Array, center: Array, enough: floa
     differences are the errors at the nearest points.
     """
     about, of = _marginal.near(client, points, center), client.view(_marginal.integrands)
-    some = np.unique(np.linspace(0, len(points) - 1, _SPARSE_COMPARED).astype(np.int64))
+    some = some_of(len(points), _SPARSE_COMPARED)
     who, d = np.zeros(len(points), dtype=np.int64), client.local_size
     at = Laplace(*(part[some] for part in about))
     low = by_signed_rule(of, at, points[some], who[some], by_sparse_grid(d, _LEVELS[0]))
@@ -272,12 +276,10 @@ def by_two_levels(client: ClientView, points: Array, center: Array, enough: floa
         known = np.isfinite(difference)
         if np.sum(known) < 0.5 * len(some):
             return None
-        varying = np.where(known, difference - np.median(difference[known]), 0.0)
-        if 1.48 * np.median(np.abs(varying[known])) < enough:
+        varying = _varying(difference, known)
+        if _sd_of(varying[known]) < enough:
             values = by_signed_rule(of, about, points, who, by_sparse_grid(d, level))
-            scale = np.maximum(np.std(points, axis=0), 1e-300)
-            nearest = cKDTree(points[some] / scale).query(points / scale)[1]
-            return values, np.where(np.isfinite(values), varying[nearest], 0.0)
+            return values, np.where(np.isfinite(values), varying[nearest_of(points, some)], 0.0)
         low = high
     return None
 

@@ -16,7 +16,7 @@ import numpy as np
 from fedppl.contracts import ClientView
 from fedppl.data.tables import MANY
 from fedppl.local import _conditional
-from fedppl.local._conditional import about_modes, at_nodes
+from fedppl.local._conditional import REACHES, about_modes, at_nodes
 from fedppl.local.integrate import in_parts
 from fedppl.model.stack import ClientsOf
 from fedppl.numerics import pairs
@@ -61,7 +61,7 @@ def nodes_for(clients: Sequence[ClientView]) -> Nodes | None:
     q = len(which)
     if q != 1 and q not in _GRIDS:
         return None
-    return Nodes(by_trapezoids(6) if q == 1 else by_grid(q, _GRIDS[q]), which)
+    return Nodes(by_trapezoids(REACHES[-1]) if q == 1 else by_grid(q, _GRIDS[q]), which)
 
 
 def _about(d: int) -> Nodes:
@@ -106,8 +106,8 @@ def _of_part(
     """The same of clients in these places, so many points at once."""
     of = Densities(many.like.kernel, many.packs, len(center))
     at = pairs.origins(of, center, many.starts[places], places)
-    x = np.concatenate([np.broadcast_to(center, (len(places), len(center))), at.modes.theta], axis=1)
-    functions = _Functions(of, tell, pairs.entries_at(tell, many.packs, x, places, entries))
+    middle = pairs.entries_at(tell, many.packs, pairs.joined(center, at.modes.theta), places, entries)
+    functions = _Functions(of, tell, middle)
     one, two = np.full((len(places), entries), np.nan), np.full((len(places), entries), np.nan)
     usable = at.modes.arrived if many.starts.shape[1] else np.ones(len(places), dtype=bool)
     few = _few_agree(functions, at, nodes, center, places) & usable
@@ -160,8 +160,7 @@ def _given(
     weights /= weights.sum(axis=1, keepdims=True)
     pair, node = np.nonzero(weights > _NEGLIGIBLE)
     theta = _around(given.theta[finite][pair, node], given.precision[finite][pair, node], rest)  # (P, E, d)
-    x = np.empty((*theta.shape[:2], m + d))
-    x[..., :m], x[..., m:] = phi[known[pair], None], theta
+    x = pairs.joined(phi[known[pair], None], theta)
     ends, whose = theta.shape[1], row[known[pair]]
     values = pairs.entries_at(functions.kernel, of.packs, x.reshape(-1, m + d), np.repeat(places[whose], ends), entries)
     values = values.reshape(-1, ends, entries) - functions.middle[whose, None]

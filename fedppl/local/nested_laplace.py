@@ -102,7 +102,7 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     )
     return LocalInference(
         name="nested Laplace",
-        check=_check,
+        check=functools.partial(require_smooth, why="makes Laplace approximations wrong by up to several posterior sd"),
         expand=_marginal.expand,
         tilted=functools.partial(tilted, settings=settings),
         draw=functools.partial(draw, settings=settings),
@@ -116,10 +116,6 @@ def look(client: ClientView, points: Array) -> None:
     """Refuse a client whose θ has mass about another mode than that which moments are about."""
     if client.local_size and not client.view(_conditional.is_gaussian):
         log_factors.require_one_mode(client, points)
-
-
-def _check(client: ClientView) -> None:
-    require_smooth(client, "makes Laplace approximations wrong by up to several posterior sd")
 
 
 def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
@@ -356,11 +352,8 @@ def Laplace() -> LocalInference:
     marginal: the estimate is biased towards small scales at one client and the bias adds up over clients. Use
     `NestedLaplace` unless the model is Gaussian with known variances.
     """
-    return LocalInference("Laplace", check=_check_joint, expand=None, tilted=_joint_tilted, draw=_joint_draw, look=look)
-
-
-def _check_joint(client: ClientView) -> None:
-    require_smooth(client, "may have no curvature at its mode")
+    check = functools.partial(require_smooth, why="may have no curvature at its mode")
+    return LocalInference("Laplace", check=check, expand=None, tilted=_joint_tilted, draw=_joint_draw, look=look)
 
 
 def _joint_gaussian(target: Target) -> tuple[Array, Array]:

@@ -35,6 +35,14 @@ def effective_size(weights: Array) -> float:
     return float(1.0 / np.sum(weights**2))
 
 
+EACH_TELLS = 10.0  # effective points for each coordinate, without which weighted points tell no covariance
+
+
+def telling(weights: Array, size: int) -> float:
+    """How far weighted points tell a covariance of so many coordinates, from 0 to 1."""
+    return min(1.0, effective_size(weights) / (EACH_TELLS * size))
+
+
 def jackknife(without: Array) -> Array:
     """Standard errors (...) of estimates, by those without one scramble each (scrambles, ...).
 
@@ -59,6 +67,13 @@ def quadratic_terms(z: Array) -> Array:
     return np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
 
 
+def second_derivatives(coefficients: Array, size: int) -> Array:
+    """Second derivatives (m, m) of the quadratic with these coefficients of its terms."""
+    upper = np.zeros((size, size))
+    upper[np.triu_indices(size)] = coefficients[1 + size :]
+    return upper + upper.T
+
+
 @cached(most_bytes=2**27)
 def _design(size: int, points: int, stream: int) -> Array:
     """Terms of a quadratic in z at the whitened points."""
@@ -79,6 +94,7 @@ def _quadratic(log_weights: Array, key: tuple[int, int, int]) -> tuple[Array, Ar
     return coefficients, design @ coefficients
 
 
+_LEAST = 0.05  # eigenvalue of a precision or a covariance in units of q, with which a quadratic's moments are taken
 _LARGE_REMAINDER = 0.5  # sd of log weights about a quadratic from which moments have an error worth reporting
 
 
@@ -100,18 +116,15 @@ def controlled_moments(
     coefficients, fitted = _quadratic(log_weights, key)
     remainder = float(np.std(log_weights - fitted))
     m = z.shape[1]
-    rows, columns = np.triu_indices(m)
-    quadratic = np.zeros((m, m))
-    quadratic[rows, columns] = coefficients[1 + m :]
-    precision = np.eye(m) - (quadratic + quadratic.T)
-    if not _exceeds(precision, 0.05):
+    precision = np.eye(m) - second_derivatives(coefficients, m)
+    if not _exceeds_least(precision):
         return plain, remainder, _error(z, weights, plain)
     covariance = np.linalg.inv(precision)
     mean = covariance @ coefficients[1 : 1 + m]
     by_quadratic = normalise(fitted)
     control = weighted_moments(z, by_quadratic)
     controlled = covariance + plain.covariance - control.covariance
-    if not _exceeds(controlled, 0.05):
+    if not _exceeds_least(controlled):
         return plain, remainder, _error(z, weights, plain)
     moments = WeightedMoments(mean + plain.mean - control.mean, (controlled + controlled.T) / 2)
     if remainder < _LARGE_REMAINDER:
@@ -149,10 +162,10 @@ def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Arr
     return float(np.sqrt(max(float(excess.max()), 0.0)))
 
 
-def _exceeds(matrix: Array, floor: float) -> bool:
-    """Whether every eigenvalue is above the floor."""
+def _exceeds_least(matrix: Array) -> bool:
+    """Whether every eigenvalue is above `_LEAST`."""
     try:
-        np.linalg.cholesky(matrix - floor * np.eye(len(matrix)))
+        np.linalg.cholesky(matrix - _LEAST * np.eye(len(matrix)))
     except np.linalg.LinAlgError:
         return False
     return True
@@ -200,6 +213,7 @@ def resample(weights: Array, draws: int, rng: np.random.Generator) -> Array:
 # The upper tail of importance weights: its shape, by a generalised Pareto, and weights smoothed by it -----------------
 
 _EQUAL = 1e-7  # difference of log weights that is rounding
+_FEWEST = 25  # weights, the largest fifth of which are a tail of five
 
 
 class _Tail(NamedTuple):
@@ -245,7 +259,7 @@ def pareto_k(log_weights: Array) -> float:
     Constant weights give −inf, fewer than 25 finite ones inf.
     """
     finite = log_weights[np.isfinite(log_weights)]
-    if int(min(0.2 * len(finite), 3 * np.sqrt(len(finite)))) < 5:
+    if len(finite) < _FEWEST:
         return np.inf
     tail = _tail(np.sort(finite))
     return -np.inf if tail is None else _towards_a_half(tail)
@@ -268,7 +282,7 @@ def smoothed(log_weights: Array) -> tuple[Array, float]:
     logs = np.array(log_weights, dtype=float)
     where = np.flatnonzero(np.isfinite(logs))
     order = where[np.argsort(logs[where], kind="stable")]
-    if int(min(0.2 * len(order), 3 * np.sqrt(len(order)))) < 5:
+    if len(order) < _FEWEST:
         return logs, np.inf
     largest = logs[order[-1]]
     tail = _tail(logs[order])
@@ -324,7 +338,7 @@ def stein_moments(z: Array, log_weights: Array, gradients: Array) -> SteinMoment
     hessian = gradients.T @ z / count
     hessian = (hessian + hessian.T) / 2
     values, vectors = np.linalg.eigh(np.eye(m) - hessian)
-    if values[0] < 0.05:
+    if values[0] < _LEAST:
         return None
     curved = z @ hessian
     remainder = log_weights - z @ linear - 0.5 * np.sum(curved * z, axis=1)

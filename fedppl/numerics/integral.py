@@ -81,13 +81,13 @@ def by_sparse_grid(size: int, level: int) -> Signed:
 
 
 @functools.cache
-def by_trapezoids(far: int = 4) -> Rule:
+def by_trapezoids(far: int) -> Rule:
     """Trapezoids in u, z = sinh u, dense near 0 and far out; every second node is group 1, a rule by itself."""
     return _trapezoids(np.linspace(-far, far, 6 * far + 1))
 
 
 @functools.cache
-def by_far_grid(size: int, *, finer: bool = False) -> Rule:
+def by_far_grid(size: int, *, finer: bool) -> Rule:
     """Trapezoids in u, z = sinh u, of two or three coordinates, out into heavy tails.
 
     Axis s has the sides 2 s and 2 s + 1. A side's outermost nodes are group 1 + 2 side, those before them the next.
@@ -105,7 +105,7 @@ def by_far_grid(size: int, *, finer: bool = False) -> Rule:
 
 
 @functools.cache
-def between_trapezoids(far: int = 4) -> Rule:
+def between_trapezoids(far: int) -> Rule:
     """Trapezoids halfway between those of `by_trapezoids`: both together are the rule of twice as many."""
     return _trapezoids(np.linspace(-far - 1.0 / 6.0, far + 1.0 / 6.0, 6 * far + 2))
 
@@ -169,6 +169,17 @@ def _error_of_trapezoids(terms: Array, rule: Rule) -> Array:
 _NEAREST = 8  # known points whose residuals give the error at a point
 _PARTS = 4  # of the known points, each predicted from the others
 _SMOOTH = 0.002  # median error of prediction, in log units, with which a spline is taken
+
+
+def some_of(count: int, most: int) -> NDArray[np.intp]:
+    """Places of `most` of so many points, evenly spread; of all where these are fewer."""
+    return np.unique(np.linspace(0, count - 1, min(most, count)).astype(np.intp))
+
+
+def nearest_of(points: Array, some: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Which of the points (S, m) in some places is nearest to each, coordinates in their sds, (S,)."""
+    scale = np.maximum(np.std(points, axis=0), 1e-300)
+    return np.asarray(cKDTree(points[some] / scale).query(points / scale)[1])
 
 
 def smooth_over(

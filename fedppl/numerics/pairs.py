@@ -156,11 +156,14 @@ def outputs_of_pairs(kernel: Any, x: Any, who: Any, packs: Any, out: Any) -> Non
         assign(out[i], 0, values)
 
 
+def joined(phi: Array, theta: Array) -> Array:
+    """x = (φ, θ) of θ (..., d) and φ (..., m), which is repeated where it is one for several θ."""
+    return np.concatenate([np.broadcast_to(phi, (*theta.shape[:-1], phi.shape[-1])), theta], axis=-1)
+
+
 def outputs(of: Densities, phi: Array, theta: Array, who: Places) -> Array:
     """log p(y_k, θ | φ) and its gradient in (φ, θ), (N, 1 + m + d)."""
-    x = np.empty((len(phi), of.shared + theta.shape[1]))
-    x[:, : of.shared], x[:, of.shared :] = phi, theta
-    return outputs_at(of, x, who)
+    return outputs_at(of, joined(phi, theta), who)
 
 
 def outputs_at(of: Densities, x: Array, who: Places) -> Array:

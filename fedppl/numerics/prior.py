@@ -16,6 +16,8 @@ from fedppl.types import Array, DeclarationError
 _CACHED, _CACHED_BYTES = 600, 2**15  # sets of points in the cache, and the largest of them
 _Key = tuple[str, tuple[int, ...], bytes]
 DENSE = 2000  # coordinates, beyond which a prior has no matrix
+_SPREADS = (0.3, 1.0, 3.0, 10.0)  # sds from the center, at which a gradient has to be linear
+_LINEAR = 1e-7  # tolerance of that, relative to slopes in sds
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,10 @@ def gaussian_prior(gradient: Callable[[Array], Array], origin: Array, owners: An
     center = np.linalg.solve(symmetric, linear) if is_proper else origin
     scale = 1.0 + float(np.abs(sd * linear).max(initial=0.0))
     rng = np.random.default_rng(0)
-    for spread in (0.3, 1.0, 3.0, 10.0):
+    for spread in _SPREADS:
         point = center + spread * sd * rng.normal(size=size)
         error = sd * np.abs(gradient(point) - (linear - precision @ point))
-        if not float(error.max(initial=0.0)) <= 1e-7 * scale * (1.0 + spread):
+        if not float(error.max(initial=0.0)) <= _LINEAR * scale * (1.0 + spread):
             return None
     if not is_proper:
         raise DeclarationError(
@@ -120,9 +122,9 @@ def _by_coordinate(gradient: Callable[[Array], Array], origin: Array, owners: An
     if not wrong.any():
         sd, rng = 1.0 / np.sqrt(precision), np.random.default_rng(0)
         scale = 1.0 + float(np.abs(sd * linear).max())
-        for spread in (0.3, 1.0, 3.0, 10.0):
+        for spread in _SPREADS:
             point = linear / precision + spread * sd * rng.normal(size=len(origin))
-            wrong |= ~(sd * np.abs(gradient(point) - (linear - precision * point)) <= 1e-7 * scale * (1.0 + spread))
+            wrong |= ~(sd * np.abs(gradient(point) - (linear - precision * point)) <= _LINEAR * scale * (1.0 + spread))
     if wrong.any():
         names = list(dict.fromkeys(owners[wrong].tolist())) if len(owners) else "some"
         raise DeclarationError(

@@ -24,6 +24,8 @@ from fedppl.types import Array
 MOST_ERROR = 0.05  # of a mean or an sd, in posterior sds
 FEWEST = 100  # effective points
 MOST_SECOND_K = 0.7  # Pareto k up to which weights give a second moment
+MOST_LOST = 0.01  # share of the points, or of their weight, that may be without a value
+MOST_NOISE = 0.3  # log units, sd of the error of Σ log f_k over the points
 _OUTERMOST = 0.02  # share of a second moment in the outermost points from which their Pareto k counts
 
 

@@ -19,7 +19,8 @@ from scipy.interpolate import RBFInterpolator
 
 from fedppl.numerics import importance, student_t
 from fedppl.numerics.coordinates import Places
-from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, weighted_moments
+from fedppl.numerics.importance import normalise, quadratic_terms, weighted_moments
+from fedppl.numerics.integral import some_of
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, whitened
 from fedppl.types import Array
 
@@ -160,7 +161,7 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bo
     if len(high) < _PER_TERM * (m + 1) * (m + 2) / 2:
         return None
     root = np.asarray(np.linalg.cholesky(covariance))
-    z, values = np.asarray(np.linalg.solve(root, (u[high] - mean).T).T, dtype=float), values[high]
+    z, values = whitened(u[high], mean, root), values[high]
     bases = [_normal, *([_t] if heavy else []), *([_bent] if m >= MANY and len(z) >= _bent_terms(m) else [])]
     try:
         base = bases[0]
@@ -249,7 +250,7 @@ def _missed(z: Array, values: Array, base: Callable[[Array, Array], Base], most:
     held_out = np.arange(len(z)) % 4 == 3
     own = base(z[~held_out], values[~held_out])
     some, few = (
-        at[np.unique(np.linspace(0, len(at) - 1, min(len(at), count)).astype(np.intp))]
+        at[some_of(len(at), count)]
         for at, count in ((np.flatnonzero(~held_out), most * 3 // 4), (np.flatnonzero(held_out), _COMPARED))
     )
     spline = _spline(z[some], values[some], own)
@@ -261,8 +262,7 @@ def _thinned(z: Array) -> Places:
     """As many as a surrogate goes through: those far out, where few are, and some of the others."""
     order = np.argsort(-np.sum(z**2, axis=1), kind="stable")
     far, near = order[: _MOST // 2], np.sort(order[_MOST // 2 :])
-    kept = near[np.unique(np.linspace(0, len(near) - 1, _MOST - _MOST // 2).astype(int))]
-    return np.sort(np.concatenate([far, kept]))
+    return np.sort(np.concatenate([far, near[some_of(len(near), _MOST - _MOST // 2)]]))
 
 
 def log_surrogate(of: Surrogate, u: Array) -> Array:
@@ -271,7 +271,7 @@ def log_surrogate(of: Surrogate, u: Array) -> Array:
     Between values far out a spline may rise without cause, and in directions without any at the edge: it is no higher
     than those that are about as far out.
     """
-    z = np.asarray(np.linalg.solve(of.root, (u - of.mean).T).T, dtype=float)
+    z = whitened(u, of.mean, of.root)
     distance, reach = np.sqrt(np.sum(z**2, axis=1)), of.distance[-1]
     out = np.flatnonzero(distance > reach)
     edge = z.copy()
@@ -291,12 +291,9 @@ def _no_higher(of: Surrogate, z: Array) -> Array:
 
 
 def _inside(of: Surrogate, z: Array) -> Array:
-    chunk = max(1, _AT_ONCE // _MOST)
-    parts = [np.zeros(0)]
-    for first in range(0, len(z), chunk):
-        some = z[first : first + chunk]
-        parts.append(_told(of.base, of.spline, some))
-    return np.concatenate(parts)
+    chunk = _AT_ONCE // _MOST
+    parts = [_told(of.base, of.spline, z[first : first + chunk]) for first in range(0, len(z), chunk)]
+    return np.concatenate([np.zeros(0), *parts])
 
 
 def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) -> Drawn:
@@ -308,8 +305,7 @@ def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) 
     moments = weighted_moments(at.u, weights)
     log_integral = float(np.logaddexp.reduce(log_weights) - np.log(len(log_weights)))
     error = float(importance.jackknife(np.log1p(-np.bincount(at.scramble, weights))))
-    whole = log_integral, error
-    return Drawn(at.u, at.log_density, logs, weights, at.scramble, *whole, moments.mean, moments.covariance)
+    return Drawn(at.u, at.log_density, logs, weights, at.scramble, log_integral, error, *moments)
 
 
 def walked(of: Surrogate, drawn: Drawn, folded: Places, steps: int, stream: int) -> Drawn:
@@ -353,10 +349,9 @@ def resampled(of: Drawn, each: int) -> list[Places]:
 
 def moments_of(of: Surrogate, mean: Array, covariance: Array, folded: Places, stream: int) -> tuple[Array, Array]:
     """Moments of a surrogate, by candidates about its own mean: begun about another."""
-    m = len(mean)
     for _ in range(_TIMES):
         found = drawn(of, mixture(mean, covariance, _EACH, 0.5), folded, stream)
-        kept = min(1.0, effective_size(found.weights) / (10.0 * m))  # few points do not tell a covariance
+        kept = importance.telling(found.weights, len(mean))
         new = kept * found.covariance + (1.0 - kept) * covariance
         moved = np.max(np.abs(found.mean - mean) / np.sqrt(np.diag(new)))
         widened = np.max(np.abs(0.5 * np.log(np.diag(new) / np.diag(covariance))))

@@ -41,6 +41,7 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
 from fedppl.numerics import importance
 from fedppl.numerics.importance import normalise
+from fedppl.numerics.reweighting import MOST_LOST, MOST_NOISE
 from fedppl.numerics.streams import standard_normal, stream_of
 from fedppl.numerics.student_t import SCRAMBLES
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
@@ -374,8 +375,6 @@ def _without(state: EPState, client_ids: Sequence[str], clients: Mapping[str, Cl
 # Gaussian.
 
 _POINTS = 256  # of a scramble of q, for each client
-_LOST = 0.01  # share of them that may be without a value
-_NOISE = 0.3  # sd, log units, of the error of Σ log f_k over them
 
 
 def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
@@ -395,7 +394,7 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     # Errors that clients have alike add up with their signs, others by their squares.
     shift, unknown = sum(ratio.shift for ratio in ratios), float(np.sqrt(sum(ratio.unknown for ratio in ratios)))
     worst = max(unknown, abs(shift))
-    if worst > _NOISE:
+    if worst > MOST_NOISE:
         raise NotConvergedError(
             f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's evidence would be: declare the "
             "model so that few local variables depend on each other, or with lighter tails."
@@ -415,7 +414,7 @@ def require_known(is_proper: bool, off: float = 0.0) -> None:
             "or pm.HalfFlat, pm.CAR or pm.ICAR, a pm.CustomDist with logp=, or a transform that cuts off a part of a "
             "density. Declare priors that integrate to one."
         )
-    if off > _NOISE:
+    if off > MOST_NOISE:
         raise NotConvergedError(
             f"what tails of clients' own variables leave out of the log evidence may be {off:.2g}, though it moves no "
             "moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
@@ -441,9 +440,9 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
         raise NotConvergedError(f"client {client.client_id!r} has no EP evidence: {error}") from error
     ratio: Array = of_client.values - gaussian.log_kernel(site, points)
     lost = float(np.mean(~np.isfinite(ratio)))
-    k = importance.pareto_k(ratio) if lost <= _LOST else np.inf
+    k = importance.pareto_k(ratio) if lost <= MOST_LOST else np.inf
     if not k <= importance.limit(len(ratio)):
-        why = f"Pareto k {k:.2f}" if lost <= _LOST else f"{lost:.0%} of the points of q are without a value"
+        why = f"Pareto k {k:.2f}" if lost <= MOST_LOST else f"{lost:.0%} of the points of q are without a value"
         raise NotConvergedError(
             f"client {client.client_id!r} is too far from its Gaussian site for EP's evidence ({why}); use "
             "fedppl.Sums()."

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import student_t
+from fedppl.numerics import student_t, surrogate
 from fedppl.numerics.coordinates import Coordinates, declared, log_slope, to_phi
 from fedppl.numerics.importance import jackknife, normalise, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
-from fedppl.numerics.surrogate import Drawn
+from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array
 
 BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
@@ -104,10 +104,11 @@ class Shape(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Draws of a surrogate."""
+    """Draws of a surrogate, and the log of its integral by the candidates from which a batch was chosen."""
 
-    candidates: Drawn  # from which a batch was chosen
     posterior: Drawn  # more of them, always of one stream: they stand for the posterior
+    log_integral: float
+    log_integral_error: float
 
 
 class Rule(enum.IntEnum):
@@ -146,7 +147,7 @@ class Judged(NamedTuple):
     """The outcome of a stage."""
 
     phase: Weighing | Weighed
-    message: str
+    message: str = ""
 
 
 class Effort(NamedTuple):
@@ -272,6 +273,12 @@ def tilted(of: Drawn, x: Array, target: Array, unit: Unit) -> Drawn | None:
         return None
     moments = weighted_moments(of.u, weights)
     return of._replace(weights=weights, mean=moments.mean, covariance=moments.covariance)
+
+
+def draws_of(state: Weighing, through: Surrogate, mean: Array, covariance: Array, count: int, stream: int) -> Drawn:
+    """Draws of a surrogate that has about these moments, so many of a scramble, that stand for the posterior."""
+    by = surrogate.mixture(mean, covariance, count, 0.125, state.shape.far)
+    return surrogate.drawn(through, by, state.shape.coordinates.folded, stream)
 
 
 def chance_of_draws(of: Drawn) -> float:

@@ -49,9 +49,9 @@ class Searched(NamedTuple):
     """The outcome of an exchange of a search."""
 
     search: Search
-    arrived: bool
-    stuck: str
-    message: str
+    message: str = ""
+    arrived: bool = False
+    stuck: str = ""
 
 
 def begin(layout: Layout, clients: int, starts: int, stream: int) -> Search:
@@ -98,7 +98,7 @@ def stencil(size: int) -> Array:
 
 def points(search: Search) -> Array:
     """The stencil about the point, and points along the step that led there; before all, those that are scanned."""
-    if len(search.heights) < len(search.scanned):
+    if _is_scanning(search):
         return search.scanned
     at, move = search.newton.point, search.newton.move
     about = at + stencil(len(at)) @ steps(search).T
@@ -107,8 +107,12 @@ def points(search: Search) -> Array:
 
 def integrated(search: Search) -> NDArray[np.intp]:
     """Places of points at which θ is integrated: of many clients residuals of Laplace's approximation move the mode."""
-    is_scan = len(search.heights) < len(search.scanned)
-    return np.arange(0 if is_scan or not search.exact else len(points(search)))
+    return np.arange(len(points(search)) if search.exact and not _is_scanning(search) else 0)
+
+
+def _is_scanning(search: Search) -> bool:
+    """Whether the points of the prior are still to be looked at."""
+    return len(search.heights) < len(search.scanned)
 
 
 def _looked_at(search: Search) -> Array:
@@ -121,16 +125,16 @@ def step(search: Search, values: Array, clients: float) -> Searched:
 
     They are of so many clients, by what a part of them says.
     """
-    if len(search.heights) < len(search.scanned):
+    if _is_scanning(search):
         heights = np.nan_to_num(values + gaussian.log_kernel(search.sites.prior, search.scanned), nan=-np.inf)
-        return Searched(search._replace(heights=heights), False, "", "the prior was looked through")
+        return Searched(search._replace(heights=heights), "the prior was looked through")
     m = len(search.newton.point)
     count = len(stencil(m))
     about, ray = values[:count], np.full(len(LENGTHS), NO_VALUE)
     if np.any(search.newton.move):
         ray[_looked_at(search)] = np.where(np.isfinite(values[count:]), values[count:], NO_VALUE)
     if np.isfinite(about[0]) and not np.all(np.isfinite(about)) and search.narrowed > _NARROWER**3:
-        return Searched(search._replace(narrowed=_NARROWER * search.narrowed), False, "", "values are missing nearby")
+        return Searched(search._replace(narrowed=_NARROWER * search.narrowed), "values are missing nearby")
     reply = _reply(about, steps(search), ray)
     sites, newton, _ = _warm_start.step(search.sites, search.newton, {ALL: reply})
     # Of many clients third derivatives weigh little next to second ones: from the mode of fewer so long a step is right
@@ -140,7 +144,7 @@ def step(search: Search, values: Array, clients: float) -> Searched:
         newton = newton._replace(move=np.zeros_like(newton.move), anchor=newton.point, arrived=arrived)
     after = search._replace(sites=sites, newton=newton, narrowed=1.0)
     if not newton.arrived and newton.spent < _BUDGET and not _is_known(after):
-        return Searched(after, False, "", why_not_arrived(sites, newton, "the search"))
+        return Searched(after, why_not_arrived(sites, newton, "the search"))
     return _ended(after)
 
 
@@ -155,19 +159,19 @@ def _ended(search: Search) -> Searched:
         starts, sites, following = _warm_start.next_search(starts, sites, mode)
         if following is not None:
             left = f"{len(starts.left) + 1} searches are left"
-            return Searched(search._replace(sites=sites, newton=following, starts=starts), False, "", left)
+            return Searched(search._replace(sites=sites, newton=following, starts=starts), left)
         if starts.said:
-            return Searched(search._replace(sites=sites, starts=starts), False, starts.said, "")
+            return Searched(search._replace(sites=sites, starts=starts), stuck=starts.said)
     elif not newton.arrived:
-        return Searched(search, False, why_not_arrived(sites, newton, "the search"), "")
+        return Searched(search, stuck=why_not_arrived(sites, newton, "the search"))
     after = search._replace(sites=sites, starts=None)
     if search.some < 1.0 and not search.exact:  # once more, with what Laplace leaves out
-        return Searched(_from_here(after)._replace(exact=True), False, "", "θ is integrated")
+        return Searched(_from_here(after)._replace(exact=True), "θ is integrated")
     if search.some < 1.0:
         some = min(1.0, _GROWTH * search.some)
         again = _from_here(after)._replace(some=1.0 if some > 0.25 else some, grown=True)
-        return Searched(again, False, "", "more clients are asked")
-    return Searched(after, True, "", "")
+        return Searched(again, "more clients are asked")
+    return Searched(after, arrived=True)
 
 
 def _from_here(search: Search) -> Search:

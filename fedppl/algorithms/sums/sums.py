@@ -30,15 +30,15 @@ from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.gaussian import Gaussian
 from fedppl.local import integrate
 from fedppl.local.conditional_draws import draw_weighted
-from fedppl.local.integrate import Stacked, Values
+from fedppl.local.integrate import Stacked
 from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import pack_target
-from fedppl.numerics import student_t
+from fedppl.numerics import importance, student_t
 from fedppl.numerics.coordinates import of_phi
 from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness
 from fedppl.numerics.proposals import has_heavy_tails, whitened
-from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
+from fedppl.numerics.reweighting import MOST_LOST, Reweighted, is_trusted, second_k, weigh, weigh_points
 from fedppl.numerics.streams import STREAMS, whitened_points
 from fedppl.results.diagnostics import hardly_a_prior
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
@@ -234,17 +234,20 @@ def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | No
     look, roughly = (float(message[name]) > 0 for name in ("look", "roughly"))
     sums = integrate.summed(stack, points[kept], at, center, workers, some=some, look=look, roughly=roughly)
     answered = float(len(integrate.asked(stack, some)) - len(sums.failures))
-    values, lost = np.zeros(len(points)), np.full(len(points), answered)
-    values[kept], lost[kept] = sums.values, sums.lost
+    values, lost = _placed(sums.values, kept), _placed(sums.lost, kept, answered)
     share = float(message["prior_share"])
     if share and not stack.prior.is_gaussian:
         ratio = stack.prior.log_ratio(points)
         has_prior = np.isfinite(ratio)
         values, lost = values + np.where(has_prior, share * answered * ratio, 0.0), np.where(has_prior, lost, answered)
+    is_known = kept[places]
     total = {
         "values": values,
         "values_lost": lost,
-        **_where_integrated(sums, kept[places], answered),
+        "left_out": _placed(sums.left_out, is_known),
+        "errors": _placed(sums.errors, is_known),
+        "squares": _placed(sums.squares, is_known),
+        "left_out_lost": _placed(sums.left_out_lost, is_known, answered),
         "constants": sums.constants,
         "improper": np.array(answered if not stack.client(0).has_proper_prior else 0.0),
         "answered": np.array(answered),
@@ -252,13 +255,11 @@ def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | No
     return Summed(total, len(stack) - len(sums.failures), sums.failures)
 
 
-def _where_integrated(sums: Values, kept: Array, answered: float) -> dict[str, Array]:
-    """Sums at the points at which θ is integrated, of which a site's policy may keep some back."""
-    total = {name: np.zeros(len(kept)) for name in ("left_out", "errors", "squares")}
-    total["left_out_lost"] = np.full(len(kept), answered)
-    for name, values in total.items():
-        values[kept] = getattr(sums, name)
-    return total
+def _placed(sums: Array, kept: Array, elsewhere: float = 0.0) -> Array:
+    """Sums at the points that are kept, among all of them: a site's policy may keep some back."""
+    whole = np.full(len(kept), elsewhere)
+    whole[kept] = sums
+    return whole
 
 
 def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
@@ -288,7 +289,7 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         void = state.void + 1
         if void < _VOID and isinstance(phase, Search) and np.any(phase.newton.move):
             nothing = np.full(len(_search.points(phase)), np.nan)
-            return _searched(state._replace(void=void), phase, nothing, points, pilot, None)
+            return _searched(state._replace(void=void), phase, nothing, pilot, None)
         missing = f"sums need all {count} clients, and {received.clients} answered"
         remedy = (
             "mend what fit.records[-1].failures says of the others, and ask all, without participation=, reporting= or "
@@ -300,14 +301,12 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
     state = state._replace(void=0)
     if isinstance(phase, Search):
         scale = count / max(float(sums["answered"]), 1.0) if phase.some < 1.0 else 1.0
-        residuals, places = _of_sums(sums, "left_out"), _search.integrated(phase)
-        laplace = _of_sums(sums, "values")
-        errors, squares = np.asarray(sums["errors"]), np.asarray(sums["squares"])
-        integrated = Integrated(_search.points(phase)[places], residuals, errors, squares)
+        places, laplace = _search.integrated(phase), _of_sums(sums, "values")
+        integrated = _integrated(sums, _search.points(phase)[places])
         stencil = (integrated, laplace[places]) if phase.some == 1.0 else None
         values = laplace.copy()
-        values[places] += residuals
-        return _searched(state, phase, scale * values, points, pilot, stencil)
+        values[places] += integrated.residuals
+        return _searched(state, phase, scale * values, pilot, stencil)
     if isinstance(phase, Weighed):  # nothing was asked for
         return state, Report(_info(phase), Status.CONVERGED if phase.trusted else Status.STALLED)
     return _weighed(state, phase, sums, points)
@@ -316,6 +315,12 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
 def _of_sums(sums: Message, name: str) -> Array:
     """Sums where every client had a value, else NaN."""
     return np.where(np.asarray(sums[f"{name}_lost"]) > 0.5, np.nan, sums[name])
+
+
+def _integrated(sums: Message, points: Array) -> Integrated:
+    """What an exchange says of the points at which θ was integrated."""
+    errors, squares = (np.asarray(sums[name], dtype=float) for name in ("errors", "squares"))
+    return Integrated(points, _of_sums(sums, "left_out"), errors, squares)
 
 
 def _info(phase: Search | Weighing | Weighed) -> SumsInfo:
@@ -328,7 +333,7 @@ def _info(phase: Search | Weighing | Weighed) -> SumsInfo:
 
 
 def _searched(
-    state: SumsState, phase: Search, values: Array, points: int, pilot: int, stencil: tuple[Integrated, Array] | None
+    state: SumsState, phase: Search, values: Array, pilot: int, stencil: tuple[Integrated, Array] | None
 ) -> tuple[SumsState, Report]:
     """One step of a search; once it is over the next search, or the pilot, which begins with the stencil's values."""
     searched = _search.step(phase, values, len(state.clients))
@@ -358,9 +363,7 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     in_common = 1.0 + (count - 1.0) / STREAMS  # of many clients some have their random points in common
     answer = Answer(
         _of_sums(sums, "values"),
-        _of_sums(sums, "left_out"),
-        np.asarray(sums["errors"], dtype=float),
-        np.asarray(sums["squares"], dtype=float),
+        _integrated(sums, phase.batch.phi[_weigh.places_integrated(phase)]),
         np.array([alike, np.sqrt(in_common * by_chance)]),
         float(sums["improper"]) < 0.5,
     )
@@ -379,7 +382,7 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     if not judged.phase.trusted:
         cause = hardly_a_prior(phase.about.labels, gaussian.standard_deviations(state.prior))
         return after, Report(info, Status.STALLED, "; ".join(filter(None, (judged.message, cause))))
-    return after, Report(info, Status.CONVERGED, "", mild=True)
+    return after, Report(info, Status.CONVERGED, "")
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -473,7 +476,6 @@ def _details(state: SumsState) -> contracts.Details:
 
 logger = logging.getLogger(__name__)
 
-_LOST = 0.01  # share of the posterior of all that may lie where the client has no value
 _FLATTENED = (1.0, 0.5, 0.25)  # powers of the weights with which a site is fitted, until enough points count
 _UNKNOWN = LogEvidence(np.nan, np.nan)
 
@@ -491,7 +493,7 @@ def _without_one(
         return nothing
     weights = np.full(len(points), 1.0 / len(points)) if posterior is None else posterior.weights
     has_value = np.isfinite(values.values)
-    if weights @ has_value < 1.0 - _LOST:
+    if weights @ has_value < 1.0 - MOST_LOST:
         return nothing
     cavity = gaussian.quotient(q, _site(q, points[has_value], weights[has_value], values.values[has_value]))
     if posterior is None:
@@ -537,11 +539,9 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
     flat = (normalise(power * _log(weights)) for power in _FLATTENED)
     counted = next((power for power in flat if effective_size(power) >= 2 * design.shape[1]), weights)
     scale = np.sqrt(counted)
-    terms = np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0]
-    curved = np.zeros((m, m))
-    curved[np.triu_indices(m)] = terms[1 + m :]
+    terms = np.asarray(np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0], dtype=float)
     inverse = np.linalg.inv(root)
-    precision = -inverse.T @ (curved + curved.T) @ inverse
+    precision = -inverse.T @ importance.second_derivatives(terms, m) @ inverse
     return Gaussian(inverse.T @ terms[1 : 1 + m] + precision @ center, precision)
 
 

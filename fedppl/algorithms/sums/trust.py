@@ -26,6 +26,7 @@ from fedppl.algorithms.sums.phases import (
     chance_of,
     chance_of_draws,
     chances,
+    draws_of,
     effort_of,
     features,
     moments_of,
@@ -38,7 +39,7 @@ from fedppl.numerics import importance, student_t, surrogate
 from fedppl.numerics.coordinates import log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails
-from fedppl.numerics.reweighting import MOST_ERROR, MOST_SECOND_K, Reweighted, second_k
+from fedppl.numerics.reweighting import MOST_ERROR, MOST_LOST, MOST_NOISE, MOST_SECOND_K, Reweighted, second_k
 from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array, as_declared
 
@@ -53,10 +54,8 @@ _PUT_RIGHT = 0.1  # posterior sds that they may be off by at least, where enough
 _MOST_OF_MANY = 0.03  # standard error of many moments, of which the largest error is some times that
 _EFFECTIVE, _LEAST = 0.3, 0.1  # share of a stage's points: without another stage, and to be trusted at all
 _EVEN = 0.95  # effective share of points whose weights have no tail to speak of
-_LOST = 0.01  # share of the points that may be without a value
 _FAR_OFF = 50.0  # log units by which a surrogate's integral may exceed the largest weight; no converged fit comes near
-_NOISE = 0.3  # sd, log units, of the error of Σ log f_k over the points
-_MOVED = 0.05  # posterior sds by which that error may move a mean or a log sd
+_MOVED = 0.05  # posterior sds by which errors of clients' values may move a mean or a log sd
 _SMOOTH = "the model so that it has a smooth density everywhere"
 _BY_NUTS = "fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
 
@@ -72,23 +71,23 @@ class _Weights(NamedTuple):
     control_logs: Array  # (S,)
 
 
-class _Declared(NamedTuple):
-    """Moments on the scales that variables are declared on."""
+class _Off(NamedTuple):
+    """How far moments may be off: the largest of means, in posterior sds, and of log sds."""
 
-    chance: float  # largest standard error of a mean, in sds, or of a log sd
-    differ: float  # largest difference of the draws' moments from the stage's estimate
+    chance: float  # standard error of the estimate
+    differ: float  # the draws' moments from it
 
 
 class _Errors(NamedTuple):
-    """How far moments may be off, in posterior sds or of log sds."""
+    """How far moments may be off, on all scales."""
 
     estimate: Estimate
     heavy: bool  # tails
     grown: float  # by the last stage, along a heavy tail
-    differ: float  # the draws' moments from the estimate
+    differ: float  # of coordinates
     error: float
     is_off: bool  # draws, by more than chance
-    on_declared: _Declared
+    on_declared: _Off
 
 
 def judged(
@@ -112,15 +111,15 @@ def judged(
     trusted = sure and largest <= most and chance <= MOST_ERROR and weights.effective >= _LEAST
     noise, moved = float(np.sqrt(weights.posterior @ squares)), _moved(state, weights, signed, squares)
     # With more points at which θ is integrated, the residuals at the others are predicted better.
-    is_told = noise <= _NOISE and moved <= _MOVED
+    is_told = noise <= MOST_NOISE and moved <= _MOVED
     is_small = largest <= _ENOUGH and chance <= _ENOUGH_DECLARED and weights.effective >= _EFFECTIVE
     enough = trusted and is_told and is_small and not (errors.heavy and not state.shape.outer)
     is_near = largest <= _NEAR * most and chance <= _NEAR * MOST_ERROR and weights.effective >= _LEAST
     more_would_do = not trusted and is_told and is_near
     if not enough and state.stage < (_MORE_STAGES if more_would_do else _STAGES):
-        return Judged(state, "")
+        return Judged(state)
     if trusted:
-        posterior, error, by_draws = _put_right(state, through, posterior, weights, errors, stream)
+        posterior, error, by_draws = _put_right(state, through, posterior, errors, stream)
         trusted = max(error, by_draws) <= MOST_ERROR
     else:
         error, by_draws = _with_declared(errors.error, errors.on_declared), chance_of_draws(posterior)
@@ -128,7 +127,7 @@ def judged(
     weighted = _reweighted(state, posterior, weights, max(error, by_draws), tail)
     problems = [
         "" if trusted else _not_known(state, posterior, weights, weighted, errors.grown, remedy),
-        _unreached(lost) if lost > _LOST else "",
+        _unreached(lost) if lost > MOST_LOST else "",
         "" if is_told else _uncertain(noise, moved),
     ]
     message = "; ".join(filter(None, problems))
@@ -147,10 +146,12 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
     # Each stage reaches farther into a heavy tail. The sum of many clients has no tails that the last stage may have
     # missed, and its first surrogates may be so rough that their estimates add nothing.
     estimate = last if heavy or (state.about.many and chance_of(last) < chance_of(together)) else together
-    (chance, differ), on_declared = _compared(state, posterior, estimate)
+    (chance, differ), on_declared = off = _compared(state, posterior, estimate)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
-    is_off = differ > max(min(BY_CHANCE * chance, MOST_ERROR), _ENOUGH)
-    is_off = is_off or on_declared.differ > max(min(BY_CHANCE * on_declared.chance, MOST_ERROR), _ENOUGH_DECLARED)
+    is_off = any(
+        one.differ > max(min(BY_CHANCE * one.chance, MOST_ERROR), enough)
+        for one, enough in zip(off, (_ENOUGH, _ENOUGH_DECLARED), strict=True)
+    )
     may_be_off = max(_MOST_OFF * max(chance, 0.2 * _ENOUGH), _PUT_RIGHT if weights.effective >= _EFFECTIVE else 0.0)
     return _Errors(
         estimate,
@@ -164,13 +165,12 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
 
 
 def _put_right(
-    state: Weighing, through: Surrogate, posterior: Drawn, weights: _Weights, errors: _Errors, stream: int
+    state: Weighing, through: Surrogate, posterior: Drawn, errors: _Errors, stream: int
 ) -> tuple[Drawn, float, float]:
     """Draws with the moments of the estimate, their error, and what of it is their number's."""
     by_draws, error, on_declared = chance_of_draws(posterior), errors.error, errors.on_declared
     if by_draws > BY_DRAWS:
-        by = surrogate.mixture(posterior.mean, posterior.covariance, MOST_DRAWS, 0.125, state.shape.far)
-        more = surrogate.drawn(through, by, state.shape.coordinates.folded, stream)
+        more = draws_of(state, through, posterior.mean, posterior.covariance, MOST_DRAWS, stream)
         pairs = (posterior, by_draws), (more, chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
     if errors.is_off:
@@ -181,7 +181,7 @@ def _put_right(
     return posterior, _with_declared(error, on_declared), by_draws
 
 
-def _with_declared(error: float, on_declared: _Declared) -> float:
+def _with_declared(error: float, on_declared: _Off) -> float:
     """The larger of an error and that on the scales that variables are declared on."""
     off = on_declared.differ if on_declared.differ > BY_CHANCE * on_declared.chance else 0.0
     return max(error, on_declared.chance, off)
@@ -212,12 +212,10 @@ def _weights(state: Weighing) -> _Weights:
     assert state.draws is not None
     batch, values = state.batch, values_of_batch(state)
     mixture = np.logaddexp(
-        np.log(1.0 - DEFENCE) + batch.log_drawn - state.draws.candidates.log_integral,
-        np.log(DEFENCE) + batch.log_density,
+        np.log(1.0 - DEFENCE) + batch.log_drawn - state.draws.log_integral, np.log(DEFENCE) + batch.log_density
     )
-    raw = np.where(np.isfinite(values), values - mixture, -np.inf)
     is_drawn = batch.times > 0
-    raw = np.where(is_drawn, raw, -np.inf)
+    raw = np.where(is_drawn & np.isfinite(values), values - mixture, -np.inf)
     log_times = np.log(np.where(is_drawn, batch.times, 1.0))
     logs, shape = importance.smoothed(raw)
     if _spread(values - batch.log_surrogate, normalise(raw + log_times)) <= effort_of(state).close:
@@ -263,13 +261,13 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
     return Estimate(whole, np.stack(without), weights.effective * float(state.batch.times.sum()))
 
 
-def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[tuple[float, float], _Declared]:
+def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[_Off, _Off]:
     """Standard errors of an estimate, and what draws differ from it by: of coordinates, and on declared scales."""
     of_draws = moments_of(all_scales(state, posterior.u), posterior.weights, state.shape.unit)
     errors, m = np.stack([chances(estimate), np.abs(sizes(estimate.moments, of_draws))]), posterior.u.shape[1]
     errors = errors.reshape(2, 2, -1)  # of means and of sds
-    (chance, differ), declared = (np.max(part, axis=(1, 2), initial=0.0) for part in (errors[..., :m], errors[..., m:]))
-    return (float(chance), float(differ)), _Declared(*map(float, declared))
+    own, declared = (np.max(part, axis=(1, 2), initial=0.0) for part in (errors[..., :m], errors[..., m:]))
+    return _Off(*map(float, own)), _Off(*map(float, declared))
 
 
 def _grown(state: Weighing, posterior: Drawn, last: Estimate) -> float:
@@ -334,7 +332,7 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
     without = [np.where(state.batch.scramble == one, 0.0, times) for one in range(student_t.SCRAMBLES)]
     beta = beta if min(by(kept, beta) for kept in (times, *without)) > 0.0 else 0.0
     by_chance = float(importance.jackknife(np.log([by(kept, beta) for kept in without])))
-    errors = by_chance, beta * of.posterior.log_integral_error, (1.0 - beta) * of.candidates.log_integral_error
+    errors = by_chance, beta * of.posterior.log_integral_error, (1.0 - beta) * of.log_integral_error
     return shift + float(np.log(by(times, beta))), float(np.linalg.norm(errors))
 
 
@@ -390,9 +388,9 @@ def _not_known(
 def _unreached(share: float) -> str:
     """A client has no value at a share of the points."""
     return (
-        f"means and sds may be wrong: at {share:.1%} of the points (at most {_LOST:.0%}) a client has no log density, "
-        f"or no integral over its own variables. Declare {_SMOOTH}, with no bound of an outcome's support among the "
-        f"shared variables; or take a Gaussian by {_BY_NUTS}"
+        f"means and sds may be wrong: at {share:.1%} of the points (at most {MOST_LOST:.0%}) a client has no log "
+        f"density, or no integral over its own variables. Declare {_SMOOTH}, with no bound of an outcome's support "
+        f"among the shared variables; or take a Gaussian by {_BY_NUTS}"
     )
 
 

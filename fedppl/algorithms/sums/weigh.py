@@ -7,6 +7,7 @@ moments that weights give, and the weights are to be trusted (`trust`), it is th
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from fedppl.algorithms.sums.phases import (
     Weighing,
     all_scales,
     chance_of_draws,
+    draws_of,
     effort_of,
     unit_of,
     values_of_batch,
@@ -52,17 +54,15 @@ from fedppl.numerics.coordinates import (
     to_phi,
 )
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
-from fedppl.numerics.integral import smooth_over
-from fedppl.numerics.proposals import Proposal, beyond, propose
+from fedppl.numerics.integral import smooth_over, some_of
+from fedppl.numerics.proposals import Proposal, beyond, propose, whitened
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import standard_normal
 from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array
 
-_FEWEST = 10  # effective draws for each coordinate, without which a surrogate tells no covariance
 _CANDIDATES = 512  # of a scramble, from which a batch is chosen
 _SKEWED = -0.35  # skewness of a scale's logarithm from which the scale itself is the coordinate
-_LOG = "log__"
 _GAINED = 0.03  # log units a point by which locations are to be more normal in other coordinates
 _PILOTS = 2
 _LATE = 3  # stage from which an error is not one of few points above all
@@ -87,9 +87,7 @@ class Answer(NamedTuple):
     """Sums of clients' values at the points of a batch."""
 
     values: Array  # (S,) NaN where a client has none
-    residuals: Array  # (T,) of Laplace's approximation, where θ is integrated
-    errors: Array  # (T,)
-    squares: Array  # (T,)
+    integrated: Integrated
     constants: Array  # (2,)
     is_proper: bool
 
@@ -145,8 +143,7 @@ def places_integrated(state: Weighing) -> NDArray[np.intp]:
     effort = effort_of(state)
     some = max(effort.integrated, effort.integrated_each * (size + 3))
     some //= 1 if state.stage < effort.later[0] else effort.later[1]
-    most = count if state.rule == Rule.EVERYWHERE else min(some, count)
-    return np.unique(np.linspace(0, count - 1, most).astype(np.intp))
+    return some_of(count, count if state.rule == Rule.EVERYWHERE else some)
 
 
 def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] | None:
@@ -155,8 +152,8 @@ def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] |
     None where the residuals of Laplace's approximation are not smooth enough to be predicted.
     """
     at = state.batch.phi
-    new = Integrated(at[places_integrated(state)], answer.residuals, answer.errors, answer.squares)
-    integrated = Integrated(*(np.concatenate(pair) for pair in zip(state.evaluated.integrated, new, strict=True)))
+    pairs = zip(state.evaluated.integrated, answer.integrated, strict=True)
+    integrated = Integrated(*(np.concatenate(pair) for pair in pairs))
     points = np.concatenate([state.evaluated.points, at])
     laplace = np.concatenate([state.evaluated.laplace, answer.values + gaussian.log_kernel(state.about.prior, at)])
     residuals, signed, squares = np.zeros((3, len(points)))
@@ -226,7 +223,7 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         return nowhere(state)
     normal = _as_normal(state)
     if normal is not None:
-        return Judged(normal, "")
+        return Judged(normal)
     if state.stage == 0:
         state, mean, covariance = _after_pilot(state)
     else:
@@ -237,7 +234,7 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
         return _again(state, mean, covariance, count, stream)
     mean, covariance = surrogate.moments_of(through, mean, covariance, state.shape.coordinates.folded, stream)
     posterior = _draws(state, through, mean, covariance, stream)
-    if effective_size(posterior.weights) < _FEWEST * len(mean):
+    if effective_size(posterior.weights) < importance.EACH_TELLS * len(mean):
         return _again(state, mean, covariance, count, stream)
     if state.stage:
         outcome = judged(state, through, posterior, signed, squares, stream, remedy)
@@ -248,17 +245,15 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     if refolded is not None:
         state, through, posterior = refolded
     outer = beyond(posterior.u, posterior.weights, _CANDIDATES)
-    # Of another stream than the draws that stand for the posterior, which are nearly the same from stage to stage.
     tails = _tails(state, posterior)
     farther = _farther(state, tails, posterior)
     by = surrogate.mixture(posterior.mean, posterior.covariance, _CANDIDATES, 0.25, (*outer, *farther))
-    candidates = surrogate.drawn(through, by, state.shape.coordinates.folded, stream + 1 + state.stage)
-    drawn = candidates
+    # Of another stream than the draws that stand for the posterior, which are nearly the same from stage to stage.
+    another, folded = stream + 1 + state.stage, state.shape.coordinates.folded
+    drawn = candidates = surrogate.drawn(through, by, folded, another)
     if _are_copies(candidates):
-        drawn = surrogate.walked(
-            through, posterior, state.shape.coordinates.folded, _STEPS // 4, stream + 1 + state.stage
-        )
-    count *= 1 if state.stage < 2 else 2 ** (state.stage - 1)
+        drawn = surrogate.walked(through, posterior, folded, _STEPS // 4, another)
+    count *= 2 ** max(0, state.stage - 1)
     parts = (
         _chosen(state, candidates, drawn, by, tails, count),
         _probes(posterior, state.shape.coordinates, effort_of(state).probes),
@@ -266,10 +261,10 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     after = state._replace(
         shape=state.shape._replace(outer=outer, farther=farther),
         batch=Batch(*(np.concatenate(pair) for pair in zip(*parts, strict=True))),
-        draws=Draws(candidates, posterior),
+        draws=Draws(posterior, candidates.log_integral, candidates.log_integral_error),
         stage=state.stage + 1,
     )
-    return Judged(after, "")
+    return Judged(after)
 
 
 def _as_normal(state: Weighing) -> Weighed | None:
@@ -277,7 +272,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
     is_finite = np.isfinite(state.evaluated.values)
     points, values = state.evaluated.points[is_finite], state.evaluated.values[is_finite]
     center, root = gaussian.affine(state.about.q)
-    z = np.asarray(np.linalg.solve(root, (points - center).T).T, dtype=float)
+    z = whitened(points, center, root)
     terms = quadratic_terms(z)
     if len(terms) < 2 * terms.shape[1]:
         return None
@@ -287,10 +282,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
     if not np.max(np.abs(residuals)) <= _NORMAL:
         return None
     m = len(center)
-    rows, columns = np.triu_indices(m)
-    curved = np.zeros((m, m))
-    curved[rows, columns] = coefficients[1 + m :]
-    precision = -(curved + curved.T)
+    precision = -importance.second_derivatives(coefficients, m)
     if np.linalg.eigvalsh(precision)[0] <= 0:
         return None
     inverse = np.linalg.inv(root)
@@ -330,7 +322,7 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
         coordinates = coordinates_of(state.about.labels, _scales(state, points, weights), weights @ points, stretch)
     u = of_phi(points, coordinates)
     moments, wide = weighted_moments(u, weights), weighted_moments(u, np.full(len(u), 1.0 / len(u)))
-    kept = min(1.0, effective_size(weights) / (_FEWEST * len(moments.mean)))  # few points do not tell a covariance
+    kept = importance.telling(weights, len(moments.mean))
     covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / surrogate.WIDER
     return _with_shape(state, coordinates, u, weights, state.shape.outer), moments.mean, covariance
 
@@ -345,14 +337,9 @@ def _with_shape(
 
 def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, stream: int) -> Drawn:
     """Draws of a surrogate, as many as its moments need: their error is part of every estimate."""
-
-    def by(count: int) -> Drawn:
-        mixture = surrogate.mixture(mean, covariance, count, 0.125, state.shape.far)
-        return surrogate.drawn(through, mixture, state.shape.coordinates.folded, stream)
-
-    count = effort_of(state).draws
+    by, count = functools.partial(draws_of, state, through, mean, covariance, stream=stream), effort_of(state).draws
     few = by(count)
-    is_short = state.stage >= _LATE or effective_size(few.weights) < _FEWEST * len(mean)
+    is_short = state.stage >= _LATE or effective_size(few.weights) < importance.EACH_TELLS * len(mean)
     if is_short and _are_copies(few):
         many = by(MOST_DRAWS)
         if effective_size(many.weights) >= 2.0 * len(mean):  # fewer draws lie in a plane, and stay there
@@ -372,15 +359,11 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     A precision with other variables that spread without bound as it goes to 0 is not among them: its density is smooth
     there, and theirs is not.
     """
-    skewed = skewness(points, weights)
-    others = [
-        i for i, label in enumerate(state.about.labels) if _LOG in label and i not in state.shape.coordinates.folded
-    ]
+    folded, skewed = state.shape.coordinates.folded, skewness(points, weights)
+    others = [i for i, label in enumerate(state.about.labels) if "_log__" in label and i not in folded]
     added = [i for i in others if skewed[i] < _SKEWED and not widens(points, weights, i)]
-    most = surrogate.MOST_FOLDED - len(state.shape.coordinates.folded)
-    return np.sort(
-        np.array([*state.shape.coordinates.folded, *sorted(added, key=lambda i: skewed[i])[:most]], dtype=np.intp)
-    )
+    most_skewed = sorted(added, key=lambda i: skewed[i])[: surrogate.MOST_FOLDED - len(folded)]
+    return np.sort(np.array([*folded, *most_skewed], dtype=np.intp))
 
 
 def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighing, Surrogate, Drawn] | None:
@@ -406,7 +389,7 @@ def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighi
         return None
     mean, covariance = surrogate.moments_of(through, moments.mean, moments.covariance, folded, stream)
     again = _draws(after, through, mean, covariance, stream)
-    return (after, through, again) if effective_size(again.weights) >= _FEWEST * len(mean) else None
+    return (after, through, again) if effective_size(again.weights) >= importance.EACH_TELLS * len(mean) else None
 
 
 def _through(state: Weighing, mean: Array, covariance: Array) -> Surrogate | None:
@@ -423,7 +406,7 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
         return nowhere(state)
     per_scramble = max(2, count // student_t.SCRAMBLES)
     batch = _of_candidates(mean, covariance, state.shape.coordinates, per_scramble, stream + _APART + state.pilots)
-    return Judged(state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1), "")
+    return Judged(state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1))
 
 
 def _tails(state: Weighing, of: Drawn) -> Tails:
