@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytensor
 import pytensor.tensor as pt
+from pymc.logprob.utils import ParameterValueError
 from pytensor.compile.builders import OpFromGraph
 from pytensor.compile.mode import Mode
 from pytensor.graph.replace import vectorize_graph
 from pytensor.graph.rewriting.basic import in2out, node_rewriter
-from pytensor.tensor.elemwise import Elemwise
+from pytensor.graph.rewriting.db import RewriteDatabaseQuery
+from pytensor.tensor.elemwise import CAReduce, Elemwise
 
 from fedppl.types import Array
 
@@ -100,7 +102,13 @@ _BY_NUMPY: dict[str, Callable[..., Any]] = {
 }
 
 
-@node_rewriter([Elemwise])  # type: ignore[untyped-decorator]  # PyTensor has no types
+@node_rewriter([CAReduce])  # type: ignore[untyped-decorator]  # PyTensor has no types
+def _of_a_number(_: Any, node: Any) -> list[Any] | None:
+    """Drop a sum of one number along an axis that it has not, in PyMC's density of `pm.CAR`."""
+    return None if node.inputs[0].type.ndim else [pt.cast(node.inputs[0], node.outputs[0].type.dtype)]
+
+
+@node_rewriter([Elemwise])  # type: ignore[untyped-decorator]
 def _by_numpy(_: Any, node: Any) -> list[Any] | None:
     """Write an operation by those that NumPy has."""
     name = type(node.op.scalar_op).__name__
@@ -110,8 +118,16 @@ def _by_numpy(_: Any, node: Any) -> list[Any] | None:
     return [written] if output.type.is_super(written.type) else None
 
 
-# Compiling these functions would take longer than all their calls, and so would simplifying them.
-PYTHON_MODE = Mode(linker="py", optimizer="merge").register((in2out(_by_numpy, name="by_numpy"), 1000.0))
+WRONG = "local_merge_alloc"  # assumes that arrays of zeros have equal shapes
+# The first has no end in checks of `pm.CAR` at many draws; the second looks for a BLAS.
+_EXCLUDED = (WRONG, "local_elemwise_alloc", "local_usmm")
+_FIRST, _LAST = (in2out(_of_a_number, name="of_a_number"), 0.5), (in2out(_by_numpy, name="by_numpy"), 1000.0)
+# Compiling these functions would take longer than all their calls, and so would simplifying most of them.
+PYTHON_MODE = Mode(linker="py", optimizer="merge").register(_FIRST, _LAST)
+# For log densities: as they are written log(1 - p) of a p by a logit of 37 is -inf, and gradients are NaN.
+STABLE_MODE = Mode(
+    linker="py", optimizer=RewriteDatabaseQuery(include=("canonicalize", "stabilize", "specialize"), exclude=_EXCLUDED)
+).register(_FIRST, _LAST)
 
 
 @untraced()
@@ -123,12 +139,20 @@ def python_function(inputs: Sequence[Any], outputs: Any, mode: Mode = PYTHON_MOD
     function = pytensor.function(list(inputs), outputs, mode=mode, on_unused_input="ignore")
     if any(isinstance(node.op, OpFromGraph) for node in function.maker.fgraph.apply_nodes):
         look_for_blas()  # PyTensor does, and warns, where it compiles such an operation at its first call
+    simplified = functools.cache(
+        lambda: pytensor.function(list(inputs), outputs, mode=STABLE_MODE, on_unused_input="ignore")
+    )
     lock = threading.Lock()
 
     def call(*values: Any) -> Any:
         # Far from a density's mass numbers overflow; callers check the result.
         with lock, np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            return function(*values)
+            try:
+                return function(*values)
+            except ParameterValueError:
+                raise
+            except Exception:  # a graph that computes nothing as it is written
+                return simplified()(*values)
 
     return call
 
@@ -143,4 +167,4 @@ def batched(draws: Mapping[Any, Any], inputs: Sequence[Any], outputs: Sequence[A
     for single, output in zip(outputs, vectorize_graph(list(outputs), dict(draws)), strict=True):
         constant = output.type.ndim == single.type.ndim  # without parameters: the same for every draw
         vectorised.append(pt.broadcast_to(output, (count, *output.shape)) if constant else output)
-    return python_function([*draws.values(), *inputs], vectorised)
+    return python_function([*draws.values(), *inputs], vectorised, STABLE_MODE)

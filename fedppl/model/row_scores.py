@@ -38,7 +38,7 @@ _Along = Callable[..., Sequence[Array]]
 _OFTEN = 150
 _SAME = 1e-9  # relative difference of equal sums in another order
 _ALGEBRA = ("canonicalize", "stabilize", "uncanonicalize")
-_WRONG = "local_merge_alloc"  # assumes that arrays of zeros have equal shapes: such code fails at several directions
+_WRONG = interpreted.WRONG  # such code fails at several directions
 _SEVERAL = 7  # directions: some wrong code is right for one, or for no direction but zero
 
 

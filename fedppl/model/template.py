@@ -237,7 +237,9 @@ class Template:
     def density(self) -> Callable[..., Any]:
         """The log density of x and the arrays, interpreted, for the few calls of checks."""
         arguments = [self.graph.x, *self.graph.inputs]
-        return self.of_declaration("density", lambda: interpreted.python_function(arguments, self.graph.logp))
+        return self.of_declaration(
+            "density", lambda: interpreted.python_function(arguments, self.graph.logp, interpreted.STABLE_MODE)
+        )
 
     def same_density(self, other: Template) -> bool:
         """Whether two templates have one log density: by their graphs, else by their values."""
@@ -469,10 +471,10 @@ def _densities(
     """Log densities of outcomes by container, and the log density of all else."""
     through = {str(variable.name): rv for variable, rv in _graph.observed_through(parts).items()}
     compiled = parts.model.compile_logp(
-        vars=[through[outcome] for outcome in outcomes], sum=False, mode=interpreted.PYTHON_MODE
+        vars=[through[outcome] for outcome in outcomes], sum=False, mode=interpreted.STABLE_MODE
     )
     densities = {name: np.asarray(value) for name, value in zip(outcomes, compiled(point), strict=True)}
-    total = float(parts.model.compile_logp(mode=interpreted.PYTHON_MODE)(point))
+    total = float(parts.model.compile_logp(mode=interpreted.STABLE_MODE)(point))
     return densities, total - float(sum(np.sum(value) for value in densities.values()))
 
 

@@ -165,7 +165,7 @@ def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
             idata.from_groups({"posterior": draws}),
             extend_inferencedata=False,
             progressbar=False,
-            compile_kwargs={"mode": interpreted.PYTHON_MODE},
+            compile_kwargs={"mode": interpreted.STABLE_MODE},
         )
     return idata.as_dataset(computed, "log_likelihood")
 
