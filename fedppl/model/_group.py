@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytensor.tensor as pt
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
-from pymc.logprob.utils import ParameterValueError
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
-from pytensor.tensor.variable import TensorConstant
 
 from fedppl.gaussian import Gaussian
 from fedppl.model import _public, interpreted
@@ -35,21 +33,21 @@ from fedppl.model.checks import (
 )
 from fedppl.model.client import EACH, ClientModel, is_written, unconstrained
 from fedppl.model.compiled import pack
-from fedppl.model.same import graph_key
 from fedppl.model.template import (
     BY_SCALE,
+    AtMany,
     Declared,
     Template,
+    compiled_at_many,
     differences,
+    interpreted_at_many,
     kernel_of,
     lengths_of,
-    make_once,
     opened,
     parts_of,
     shapes,
     template_of,
 )
-from fedppl.numerics.pairs import NO_DATA, site_outputs
 from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.settings import some_of
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable
@@ -358,16 +356,18 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
         unfit = _apart(client.template.parts, client.arrays)
         raise mismatch(client.client_id, client.arrays, error, unfit) from error
     if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
-        if outcome := _impossible_outcome(client, phi):
+        if not np.isfinite(value) and (outcome := _impossible_outcome(client, phi)):
             raise DataError(
                 f"client {client.client_id!r}: the log density at the starting point is {value}: {outcome}. Correct "
                 "the data of that row (its exposure or a covariate, too), declare a distribution with such outcomes, "
                 "or set `initval=`."
             )
+        why = "the data or the start are impossible under the model (a negative count, a class that does not exist?)"
+        if np.isfinite(value):
+            why = "its gradient is not finite (a probability that rounds to 0 or 1, a covariate far from 0?)"
         raise DataError(
-            f"client {client.client_id!r}: the log density at the starting point is {value}; the data or the start are "
-            "impossible under the model (a negative count, a class that does not exist?). Check the data, or set "
-            "`initval=` on the variable."
+            f"client {client.client_id!r}: the log density at the starting point is {value}; {why}. Check the data and "
+            "their scale, or set `initval=` on the variable."
         )
 
 
@@ -514,10 +514,14 @@ def shared_layout(
     return template.of_declaration(key, lambda: _layout(template.parts, variables, origin))
 
 
+# With more shared coordinates, many calls of an interpreted prior take longer than compiling it once.
+_INTERPRETED = 30
+
+
 def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array) -> tuple[Layout, SharedPrior]:
     _refuse_flat(parts)
     graph = _graph.prior_graph(parts, variables)
-    of_points, slopes = _interpreted(graph)
+    of_points, slopes = interpreted_at_many(graph)
 
     def gradient(point: Array) -> Array:
         return np.asarray(slopes(point[None])[0])
@@ -530,7 +534,7 @@ def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array)
     n0 = exact if exact is not None else moment_match(_draws(parts, len(origin)))
     kernel = functools.cache(lambda: kernel_of(graph))
     many_calls = len(origin) > _INTERPRETED and exact is None
-    log_density, gradients = _compiled(kernel) if many_calls else (of_points, slopes)
+    log_density, gradients = compiled_at_many(kernel) if many_calls else (of_points, slopes)
     prior = SharedPrior(
         log_density=log_density, gradients=gradients, gaussian=n0, is_gaussian=exact is not None, kernel=kernel
     )
@@ -568,98 +572,20 @@ def _draws(parts: _graph.Parts, size: int) -> Array:
     return unconstrained(parts, _PRIOR_DRAWS, 0)
 
 
-def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array, log_density: _AtMany) -> None:
+def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array, log_density: AtMany) -> None:
     """Refuse a prior whose density is not finite at the start, and name the variables at fault."""
     value = float(log_density(origin[None])[0])
     if np.isfinite(value):
         return
     odd = []
     for term in parts.prior_terms:
-        alone = _interpreted(_graph.prior_graph(parts._replace(prior_terms=(term,)), variables))[0](origin[None])
+        alone = interpreted_at_many(_graph.prior_graph(parts._replace(prior_terms=(term,)), variables))[0](origin[None])
         odd += [] if np.isfinite(alone[0]) else [term.name]
     raise DeclarationError(
         f"the shared prior's log density at the starting point is {value}, by {odd or 'all together'}; is a scale not "
         "positive, the start outside of the support, or a limit a whole number that overflows (write -100.0 for -100)? "
         "Correct the prior, or set `initval=` on the variable."
     )
-
-
-# With more shared coordinates, many calls of an interpreted prior take longer than compiling it once.
-_INTERPRETED = 30
-_FEW = 32  # points for which an unneeded gradient costs less than a second function
-_KEPT = 64  # priors whose interpreted functions are kept
-_AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
-
-
-def _interpreted(graph: _graph.SiteGraph) -> tuple[_AtMany, _AtMany]:
-    """log p(φ) and its gradient at many φ by interpreted vectorised functions of the pieces of φ.
-
-    Numbers of the prior are arguments: data on another scale give a prior of others, and none is built anew.
-    """
-    pieces = [piece.variable for piece in graph.pieces]
-    types = [piece.type for piece in pieces]
-    many = {
-        piece: pt.TensorType(kind.dtype, shape=(None, *kind.shape))() for piece, kind in zip(pieces, types, strict=True)
-    }
-    constants = [v for v in ancestors([graph.of_pieces]) if isinstance(v, TensorConstant)]
-    numbers = [v for v in constants if v.type.dtype.startswith("float") and v.data.size]  # no sizes are the shape ()
-    # PyTensor has a number in single precision where that is exact: another one would have another type.
-    arguments = [pt.TensorType("float64", number.type.shape)() for number in numbers]
-    (density,) = clone_replace([graph.of_pieces], dict(zip(numbers, arguments, strict=True)), rebuild_strict=False)
-    key = graph_key([*pieces, *arguments], [density])
-    made = {} if key is None else _functions(key)
-    values = [number.data.astype(np.float64) for number in numbers]
-    ends = np.cumsum([int(np.prod(kind.shape)) for kind in types])
-    real = [place for place, kind in enumerate(types) if kind.dtype.startswith("float")]
-
-    def call(function: Callable[..., list[Array]], draws: Array) -> list[Array]:
-        parts = zip(np.split(draws, ends[:-1], axis=1), types, strict=True)
-        return function(*(part.reshape(-1, *kind.shape).astype(kind.dtype) for part, kind in parts), *values)
-
-    def both(draws: Array) -> list[Array]:
-        @interpreted.untraced()
-        def build() -> Callable[..., list[Array]]:
-            slopes = pt.grad(density, [pieces[place] for place in real], disconnected_inputs="ignore")
-            return interpreted.batched(many, arguments, [density, *slopes])
-
-        log_density, *slopes = call(make_once(made, "both", build), draws)
-        gradient = np.zeros(draws.shape)  # in 0/1 variables
-        for place, slope in zip(real, slopes, strict=True):
-            gradient[:, ends[place] - slope[0].size : ends[place]] = slope.reshape(len(draws), -1)
-        return [log_density, gradient]
-
-    def alone(draws: Array) -> list[Array]:
-        return call(make_once(made, "alone", lambda: interpreted.batched(many, arguments, [density])), draws)
-
-    return (
-        lambda draws: _by_row(both if len(draws) <= _FEW else alone, 0, draws, -np.inf),
-        lambda draws: _by_row(both, 1, draws, np.nan),
-    )
-
-
-@functools.lru_cache(maxsize=_KEPT)  # thread-safe
-def _functions(key: str) -> dict[str, Callable[..., Any]]:
-    """Functions of priors that differ in their numbers alone."""
-    return {}
-
-
-def _compiled(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMany]:
-    """log p(φ) and its gradient at many φ by a loop that is compiled at its first call."""
-
-    def both(draws: Array) -> Array:
-        return site_outputs(kernel(), np.asarray(draws, dtype=np.float64), NO_DATA)
-
-    return lambda draws: both(draws)[:, 0], lambda draws: both(draws)[:, 1:]
-
-
-def _by_row(function: Callable[..., list[Array]], which: int, draws: Array, outside: float) -> Array:
-    """Output `which` of a function at draws (S, m); row by row if a parameter leaves its domain at some draw."""
-    try:
-        return function(draws)[which]
-    except ParameterValueError:
-        if len(draws) == 1:
-            return np.full(draws.shape if which else 1, outside)
-        return np.concatenate([_by_row(function, which, row[None], outside) for row in draws])
 
 
 def _refuse_flat(parts: _graph.Parts) -> None:

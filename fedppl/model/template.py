@@ -14,7 +14,11 @@ import pymc as pm
 import pytensor
 import pytensor.tensor as pt
 from pymc.logprob.abstract import _logprob
+from pymc.logprob.utils import ParameterValueError
 from pytensor.gradient import NullTypeGradError
+from pytensor.graph.replace import clone_replace
+from pytensor.graph.traversal import ancestors
+from pytensor.tensor.variable import TensorConstant
 
 from fedppl.model import checks, interpreted
 from fedppl.model import graph as _graph
@@ -24,6 +28,7 @@ from fedppl.model.checks import containers, mismatch, require_arguments
 from fedppl.model.compiled import Piece, inlined, mode, unpacking_kernel, without_notices
 from fedppl.model.graph import with_sds
 from fedppl.model.same import NoKey, graph_key, transform_key, value_key
+from fedppl.numerics.pairs import NO_DATA, site_outputs
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 
@@ -356,6 +361,90 @@ def kernel_of(graph: _graph.SiteGraph, *, slopes: bool = True) -> Callable[..., 
             del _kernels[:-_KERNELS_KEPT]
         _in_use[graph] = entry
         return entry[1][slopes]
+
+
+# A shared prior's density and gradient at many points --------------------------------------------------------------
+
+_FEW = 32  # points for which an unneeded gradient costs less than a second function
+_PRIORS_KEPT = 64  # priors whose interpreted functions are kept
+AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
+
+
+def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
+    """log p(φ) and its gradient at many φ by interpreted vectorised functions of the pieces of φ.
+
+    Numbers of the prior are arguments: data on another scale give a prior of others, and none is built anew.
+    """
+    pieces = [piece.variable for piece in graph.pieces]
+    types = [piece.type for piece in pieces]
+    many = {
+        piece: pt.TensorType(kind.dtype, shape=(None, *kind.shape))() for piece, kind in zip(pieces, types, strict=True)
+    }
+    constants = [v for v in ancestors([graph.of_pieces]) if isinstance(v, TensorConstant)]
+    numbers = [v for v in constants if v.type.dtype.startswith("float") and v.data.size]  # no sizes are the shape ()
+    # PyTensor has a number in single precision where that is exact: another one would have another type.
+    arguments = [pt.TensorType("float64", number.type.shape)() for number in numbers]
+    (density,) = clone_replace([graph.of_pieces], dict(zip(numbers, arguments, strict=True)), rebuild_strict=False)
+    key = graph_key([*pieces, *arguments], [density])
+    made = {} if key is None else _functions(key)
+    values = [number.data.astype(np.float64) for number in numbers]
+    ends = np.cumsum([int(np.prod(kind.shape)) for kind in types])
+    real = [place for place, kind in enumerate(types) if kind.dtype.startswith("float")]
+
+    def call(function: Callable[..., list[Array]], draws: Array) -> list[Array]:
+        parts = zip(np.split(draws, ends[:-1], axis=1), types, strict=True)
+        return function(*(part.reshape(-1, *kind.shape).astype(kind.dtype) for part, kind in parts), *values)
+
+    def both(draws: Array) -> list[Array]:
+        @interpreted.untraced()
+        def build() -> Callable[..., list[Array]]:
+            try:
+                slopes = pt.grad(density, [pieces[place] for place in real], disconnected_inputs="ignore")
+            except (NotImplementedError, NullTypeGradError) as error:
+                why = str(error).strip().partition("\n")[0]
+                raise DeclarationError(
+                    f"the shared prior's density has no gradient ({why}); declare another."
+                ) from error
+            return interpreted.batched(many, arguments, [density, *slopes])
+
+        log_density, *slopes = call(make_once(made, "both", build), draws)
+        gradient = np.zeros(draws.shape)  # in 0/1 variables
+        for place, slope in zip(real, slopes, strict=True):
+            gradient[:, ends[place] - slope[0].size : ends[place]] = slope.reshape(len(draws), -1)
+        return [log_density, gradient]
+
+    def alone(draws: Array) -> list[Array]:
+        return call(make_once(made, "alone", lambda: interpreted.batched(many, arguments, [density])), draws)
+
+    return (
+        lambda draws: _by_row(both if len(draws) <= _FEW else alone, 0, draws, -np.inf),
+        lambda draws: _by_row(both, 1, draws, np.nan),
+    )
+
+
+@functools.lru_cache(maxsize=_PRIORS_KEPT)  # thread-safe
+def _functions(key: str) -> dict[str, Callable[..., Any]]:
+    """Functions of priors that differ in their numbers alone."""
+    return {}
+
+
+def compiled_at_many(kernel: Callable[[], Callable[..., Any]]) -> tuple[AtMany, AtMany]:
+    """log p(φ) and its gradient at many φ by a loop that is compiled at its first call."""
+
+    def both(draws: Array) -> Array:
+        return site_outputs(kernel(), np.asarray(draws, dtype=np.float64), NO_DATA)
+
+    return lambda draws: both(draws)[:, 0], lambda draws: both(draws)[:, 1:]
+
+
+def _by_row(function: Callable[..., list[Array]], which: int, draws: Array, outside: float) -> Array:
+    """Output `which` of a function at draws (S, m); row by row if a parameter leaves its domain at some draw."""
+    try:
+        return function(draws)[which]
+    except ParameterValueError:
+        if len(draws) == 1:
+            return np.full(draws.shape if which else 1, outside)
+        return np.concatenate([_by_row(function, which, row[None], outside) for row in draws])
 
 
 # Cache of graphs and functions by what a build declares ---------------------------------------------------------------

@@ -375,6 +375,8 @@ def rows_at(fit: Ended, name: str, given: Any, kind: str | None) -> Unseen:
         arrays = dict(read_unseen(name, given))
         return Unseen(name, builder, {key: arrays[key] for key in arrays if not key.startswith("outcome")}, arrays)
     read = as_arrays(name, fit.declaration.read(name, given, kind))
+    for key, value in read.items():
+        checks.refuse(np.isinf(value), f"new inputs {key!r}", value, "; drop or impute infinite values")
     return Unseen(name, builder, read, {**read, **_outcomes(fit, name, read, kind)})
 
 

@@ -11,7 +11,8 @@ import pymc as pm
 import pytensor
 import pytensor.tensor as pt
 import pytest
-from scipy import stats
+from numpy.testing import assert_allclose
+from scipy import special, stats
 
 import fedppl
 from fedppl import FederatedModel
@@ -248,3 +249,57 @@ def test_priors_that_differ_in_their_numbers_alone_have_the_same_functions(monke
         slopes = np.column_stack([(0.5 - phi[:, :2]) / sd**2, 1.0 - np.exp(2.0 * phi[:, 2]) / scale**2])
         np.testing.assert_allclose(own.gradients(phi), slopes, rtol=1e-10)
     assert len(built) == before
+
+
+# Of the value of a variable in its own coordinate x: log p(x) by SciPy, with the Jacobian of its transform
+_FAR: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], list[float]]] = {
+    "skewed": (
+        lambda: pm.SkewNormal("a", mu=0, sigma=1, alpha=3),
+        lambda x: stats.skewnorm.logpdf(x, 3),
+        [-6.0, -4.3, 2.0],
+    ),
+    "beta": (
+        lambda: pm.Beta("a", 0.1, 0.1),
+        lambda x: -0.1 * (np.logaddexp(0, -x) + np.logaddexp(0, x)) - special.betaln(0.1, 0.1),
+        [-45.0, 1.0, 45.0],
+    ),
+    "two modes": (
+        lambda: pm.NormalMixture("a", [0.5, 0.5], mu=[-1, 1], sigma=[0.1, 0.1]),
+        lambda x: np.logaddexp(*(stats.norm.logpdf(x, mean, 0.1) for mean in (-1, 1))) - np.log(2),
+        [-8.0, 0.0, 8.0],
+    ),
+    "exponential and normal": (
+        lambda: pm.ExGaussian("a", mu=0, sigma=1, nu=1),
+        lambda x: stats.exponnorm.logpdf(x, 1),
+        [-9.0, 0.0, 5.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _FAR)
+def test_priors_have_their_density_and_gradient_far_out(name: str) -> None:
+    """Where they are computed as they are written, the one is -inf and the other NaN."""
+    declare, truth, at = _FAR[name]
+
+    def build(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            pm.Normal("o", declare(), 1, observed=pm.Data("y", y))
+        return model
+
+    prior = FederatedModel(build, ["a"]).enrol({"a": {"y": np.arange(3.0)}}, kernel=False)["a"].prior
+    phi = np.array(at)[:, None]
+    for some in (phi, np.tile(phi, (20, 1))):  # of few points and of many
+        x = some[:, 0]
+        assert_allclose(prior.log_density(some), truth(x), rtol=1e-6)
+        slope = (truth(x + 1e-5) - truth(x - 1e-5)) / 2e-5
+        assert_allclose(prior.gradients(some)[:, 0], slope, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prior_without_a_gradient_is_refused() -> None:
+    def build(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            pm.Normal("o", 0, pm.PolyaGamma("a", 1, 0), observed=pm.Data("y", y))
+        return model
+
+    with pytest.raises(fedppl.DeclarationError, match="gradient"):
+        FederatedModel(build, ["a"]).enrol({"a": {"y": np.arange(3.0)}}, kernel=False)

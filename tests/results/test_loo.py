@@ -269,3 +269,24 @@ def test_starting_values_change_no_log_likelihood() -> None:
     theta = idata.as_dataset(drawn, "posterior")["theta"].values[..., None]
     expected = stats.norm.logpdf(clients["c1"]["y"], theta)
     assert_allclose(idata.as_dataset(drawn, "log_likelihood")["obs"].values, expected)
+
+
+def test_outcomes_that_are_badly_predicted_have_their_log_density(rng: np.random.Generator) -> None:
+    """As it is written, log(1 - p) is -inf where the logit is 40, and of few digits from 30 on."""
+
+    def slope(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            pm.Bernoulli("o", logit_p=pm.Normal("mu", 0, 2) * x, observed=y)
+        return model
+
+    x = rng.normal(size=(2, 200))
+    y = (rng.random(x.shape) < 1 / (1 + np.exp(-2 * x))).astype(int)
+    x[0, 0], y[0, 0] = 25.0, 0
+    clients = {name: {"x": x[k], "y": y[k]} for k, name in enumerate("ab")}
+    drawn = fit(fedppl.FederatedModel(slope, shared=["mu"]), clients, random_seed=1).client(
+        "a", groups="log_likelihood"
+    )
+    mu = idata.as_dataset(drawn["posterior"])["mu"].values
+    ours = idata.as_dataset(drawn["log_likelihood"])["o"].values[..., 0]
+    assert_allclose(ours, -np.logaddexp(0.0, 25.0 * mu), rtol=1e-12)

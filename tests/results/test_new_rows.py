@@ -99,6 +99,8 @@ def test_a_new_client_scatters_by_the_sd_between_clients() -> None:
         fit.predict(None, at, kind="risk")
     with pytest.raises(DeclarationError, match="at=3"):
         fit.predict("client 0", at, kind="mean", at=3)
+    with pytest.raises(DataError, match="inf at index"):
+        fit.predict(None, {"y": np.array([0.0, np.inf])})
 
 
 TAU = 0.5

@@ -345,7 +345,10 @@ def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, 
         if effective_size(many.weights) >= 2.0 * len(mean):  # fewer draws lie in a plane, and stay there
             return surrogate.walked(through, many, state.shape.coordinates.folded, _STEPS, stream)
     off = 0.0 if state.stage < _LATE or count == MOST_DRAWS else chance_of_draws(few)
-    return few if off <= BY_DRAWS else by(min(MOST_DRAWS, int(count * (off / BY_DRAWS) ** 2)))
+    if off <= BY_DRAWS:
+        return few
+    # NaN where one scramble has all the weight
+    return by(int(np.fmin(count * (off / BY_DRAWS) ** 2, MOST_DRAWS)))
 
 
 def _are_copies(of: Drawn) -> bool:
