@@ -46,6 +46,7 @@ from fedppl.types import Array, as_declared
 DEFENCE = 0.25  # share of a stage's points that are candidates as they come, whatever the surrogate
 BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
 _STAGES, _MORE_STAGES = 6, 8  # at most; and where more points would do
+_WORTH = 1.0  # posterior sds that moments of a stalled fit may be off by: the Gaussian of the search is better then
 _NEAR = 2.0  # times as large as it may be, an error of which two more stages are expected to leave little enough
 _ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
 _ENOUGH_DECLARED = 0.016  # the same on the scales that variables are declared on
@@ -131,7 +132,9 @@ def judged(
         "" if is_told else _uncertain(noise, moved),
     ]
     message = "; ".join(filter(None, problems))
-    about = state.about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
+    about = state.about
+    if trusted or max(error, by_draws) <= _WORTH:
+        about = about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
     end = Weighed(about, state.evaluated, state.shape, weighted, False, not message)
     return Judged(end, message)
 
