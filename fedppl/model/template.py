@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -54,7 +56,7 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
         raise DeclarationError(f"client {client_id!r}: {error}") from error
     except Exception as error:
         shapes = {name: np.shape(value) for name, value in arrays.items()}
-        remedy = "Check this client's data against the builder's arguments."
+        remedy = "Check the builder there, and this client's data against its arguments."
         reals = [name for name, value in arrays.items() if np.asarray(value).dtype.kind == "f"]
         if isinstance(error, TypeError) and "integers" in str(error) and reals:
             remedy = f"{', '.join(map(repr, reals))} are real numbers: give an index as integers."
@@ -68,9 +70,15 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
         if twice := [name for name in arrays if f"Variable name {name} already exists" in str(error)]:
             remedy = f"pm.Data({twice[0]!r}) has that name: rename the other variable."
         raise DataError(
-            f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. {remedy}"
+            f"client {client_id!r}: the builder failed on data of shapes {shapes}{_line(error)}: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. {remedy}"
         ) from error
+
+
+def _line(error: Exception) -> str:
+    """The last line that is not of an installed package: where the builder failed."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in frame.filename]
+    return f", in line {own[-1].lineno} of {Path(own[-1].filename).name}" if own else ""
 
 
 def _read_only(array: Array) -> Array:
