@@ -14,7 +14,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, NotConvergedError
-from fedppl.model import interpreted
+from fedppl.model import graph
 from fedppl.results import at_client, idata
 from fedppl.testing import normal_means
 from tests.support import problems
@@ -240,8 +240,8 @@ def test_log_likelihoods_of_all_clients_are_one_function(monkeypatch: pytest.Mon
     """Of clients of different lengths, one row among them, and of another fit of the same declaration."""
     model, clients = normal_means(4)
     clients = {name: {"y": data["y"][: 4 - k]} for k, (name, data) in enumerate(clients.items())}
-    built, batched = [], interpreted.batched
-    monkeypatch.setattr(interpreted, "batched", lambda *graphs: built.append(graphs) or batched(*graphs))
+    built, made = [], graph.observed_given_all
+    monkeypatch.setattr(graph, "observed_given_all", lambda parts: built.append(parts) or made(parts))
     for seed in (1, 2):
         found = fit(model, clients, random_seed=seed)
         for name in clients:
