@@ -16,9 +16,10 @@ import pytensor.tensor as pt
 from pymc.logprob.utils import ParameterValueError
 from pytensor.compile.builders import OpFromGraph
 from pytensor.compile.mode import Mode
-from pytensor.graph.replace import vectorize_graph
+from pytensor.graph.replace import clone_replace, vectorize_graph
 from pytensor.graph.rewriting.basic import in2out, node_rewriter
 from pytensor.graph.rewriting.db import RewriteDatabaseQuery
+from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.tensor.elemwise import CAReduce, Elemwise
 
 from fedppl.types import Array
@@ -118,16 +119,19 @@ def _by_numpy(_: Any, node: Any) -> list[Any] | None:
     return [written] if output.type.is_super(written.type) else None
 
 
-WRONG = "local_merge_alloc"  # assumes that arrays of zeros have equal shapes
-# The first has no end in checks of `pm.CAR` at many draws; the second looks for a BLAS.
-_EXCLUDED = (WRONG, "local_elemwise_alloc", "local_usmm")
 _FIRST, _LAST = (in2out(_of_a_number, name="of_a_number"), 0.5), (in2out(_by_numpy, name="by_numpy"), 1000.0)
-# Compiling these functions would take longer than all their calls, and so would simplifying most of them.
+# Compiling these functions would take longer than all their calls, and so would simplifying them, which has no end on
+# some graphs.
 PYTHON_MODE = Mode(linker="py", optimizer="merge").register(_FIRST, _LAST)
-# For log densities: as they are written log(1 - p) of a p by a logit of 37 is -inf, and gradients are NaN.
-STABLE_MODE = Mode(
-    linker="py", optimizer=RewriteDatabaseQuery(include=("canonicalize", "stabilize", "specialize"), exclude=_EXCLUDED)
-).register(_FIRST, _LAST)
+# As it is written, log(1 - p) of a p by a logit of 37 is -inf. The second would write 1 - p so that it is not found.
+_STABLE: dict[str, Any] = {"include": ("stabilize",), "exclude": ("local_neg_to_mul",)}
+STABLE_MODE = Mode(linker="py", optimizer=RewriteDatabaseQuery(**_STABLE)).register(_FIRST, _LAST)
+_SIMPLIFIED = Mode(linker="py", optimizer="fast_compile")
+
+
+def stable(outputs: Sequence[Any]) -> list[Any]:
+    """Log densities by operations that keep their digits, before gradients are taken."""
+    return list(rewrite_graph(clone_replace(list(outputs)), **_STABLE))
 
 
 @untraced()
@@ -140,7 +144,7 @@ def python_function(inputs: Sequence[Any], outputs: Any, mode: Mode = PYTHON_MOD
     if any(isinstance(node.op, OpFromGraph) for node in function.maker.fgraph.apply_nodes):
         look_for_blas()  # PyTensor does, and warns, where it compiles such an operation at its first call
     simplified = functools.cache(
-        lambda: pytensor.function(list(inputs), outputs, mode=STABLE_MODE, on_unused_input="ignore")
+        lambda: pytensor.function(list(inputs), outputs, mode=_SIMPLIFIED, on_unused_input="ignore")
     )
     lock = threading.Lock()
 
@@ -167,4 +171,4 @@ def batched(draws: Mapping[Any, Any], inputs: Sequence[Any], outputs: Sequence[A
     for single, output in zip(outputs, vectorize_graph(list(outputs), dict(draws)), strict=True):
         constant = output.type.ndim == single.type.ndim  # without parameters: the same for every draw
         vectorised.append(pt.broadcast_to(output, (count, *output.shape)) if constant else output)
-    return python_function([*draws.values(), *inputs], vectorised, STABLE_MODE)
+    return python_function([*draws.values(), *inputs], vectorised)

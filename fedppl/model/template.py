@@ -393,6 +393,7 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
     # PyTensor has a number in single precision where that is exact: another one would have another type.
     arguments = [pt.TensorType("float64", number.type.shape)() for number in numbers]
     (density,) = clone_replace([graph.of_pieces], dict(zip(numbers, arguments, strict=True)), rebuild_strict=False)
+    (density,) = interpreted.stable([density])
     key = graph_key([*pieces, *arguments], [density])
     made = {} if key is None else _functions(key)
     values = [number.data.astype(np.float64) for number in numbers]

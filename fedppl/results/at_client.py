@@ -175,7 +175,8 @@ def _compared(client: ClientModel, model: Any, draws: xr.Dataset) -> _Densities 
     few = draws.isel(chain=[0, -1], draw=[0, -1])
     theirs = _by_pymc(model, few)
     try:
-        function = interpreted.batched(*_graph.observed_given_all(client.template.parts))
+        draws_of, inputs, outputs = _graph.observed_given_all(client.template.parts)
+        function = interpreted.batched(draws_of, inputs, interpreted.stable(outputs))
     except (NotImplementedError, ParameterValueError, ValueError, TypeError):
         return None
     names = [rv.name for rv in client.template.parts.model.observed_RVs]
