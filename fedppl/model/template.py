@@ -393,11 +393,12 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
     # PyTensor has a number in single precision where that is exact: another one would have another type.
     arguments = [pt.TensorType("float64", number.type.shape)() for number in numbers]
     (density,) = clone_replace([graph.of_pieces], dict(zip(numbers, arguments, strict=True)), rebuild_strict=False)
-    (density,) = interpreted.stable([density])
     key = graph_key([*pieces, *arguments], [density])
     made = {} if key is None else _functions(key)
+    steady = functools.cache(lambda: interpreted.stable([density])[0])
     values = [number.data.astype(np.float64) for number in numbers]
-    ends = np.cumsum([int(np.prod(kind.shape)) for kind in types])
+    sizes = [int(np.prod(kind.shape)) for kind in types]
+    ends = np.cumsum(sizes)
     real = [place for place, kind in enumerate(types) if kind.dtype.startswith("float")]
 
     def call(function: Callable[..., list[Array]], draws: Array) -> list[Array]:
@@ -408,22 +409,22 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
         @interpreted.untraced()
         def build() -> Callable[..., list[Array]]:
             try:
-                slopes = pt.grad(density, [pieces[place] for place in real], disconnected_inputs="ignore")
+                slopes = pt.grad(steady(), [pieces[place] for place in real], disconnected_inputs="ignore")
             except (NotImplementedError, NullTypeGradError) as error:
                 why = str(error).strip().partition("\n")[0]
                 raise DeclarationError(
                     f"the shared prior's density has no gradient ({why}); declare another."
                 ) from error
-            return interpreted.batched(many, arguments, [density, *slopes])
+            return interpreted.batched(many, arguments, [steady(), *slopes])
 
         log_density, *slopes = call(make_once(made, "both", build), draws)
         gradient = np.zeros(draws.shape)  # in 0/1 variables
         for place, slope in zip(real, slopes, strict=True):
-            gradient[:, ends[place] - slope[0].size : ends[place]] = slope.reshape(len(draws), -1)
+            gradient[:, ends[place] - sizes[place] : ends[place]] = slope.reshape(len(draws), -1)
         return [log_density, gradient]
 
     def alone(draws: Array) -> list[Array]:
-        return call(make_once(made, "alone", lambda: interpreted.batched(many, arguments, [density])), draws)
+        return call(make_once(made, "alone", lambda: interpreted.batched(many, arguments, [steady()])), draws)
 
     return (
         lambda draws: _by_row(both if len(draws) <= _FEW else alone, 0, draws, -np.inf),
