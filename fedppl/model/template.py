@@ -403,7 +403,7 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
 
     def call(function: Callable[..., list[Array]], draws: Array) -> list[Array]:
         parts = zip(np.split(draws, ends[:-1], axis=1), types, strict=True)
-        return function(*(part.reshape(-1, *kind.shape).astype(kind.dtype) for part, kind in parts), *values)
+        return function(*(part.reshape(len(draws), *kind.shape).astype(kind.dtype) for part, kind in parts), *values)
 
     def both(draws: Array) -> list[Array]:
         @interpreted.untraced()
@@ -420,7 +420,7 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
         log_density, *slopes = call(make_once(made, "both", build), draws)
         gradient = np.zeros(draws.shape)  # in 0/1 variables
         for place, slope in zip(real, slopes, strict=True):
-            gradient[:, ends[place] - sizes[place] : ends[place]] = slope.reshape(len(draws), -1)
+            gradient[:, ends[place] - sizes[place] : ends[place]] = slope.reshape(len(draws), sizes[place])
         return [log_density, gradient]
 
     def alone(draws: Array) -> list[Array]:
