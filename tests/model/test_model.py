@@ -267,7 +267,9 @@ def test_a_builder_that_raises_names_the_client_the_shapes_and_the_error(tmp_pat
 
     clients = {"large": {"y": np.ones(5)}, "small": {"y": Y}}
     text = refusal(DataError, FederatedModel(build, ["mu"]), clients, tmp_path)
-    for fragment in ("client 'small'", "{'y': (3,)}", "RuntimeError: need four rows", "Check this client's data"):
+    line = build.__code__.co_firstlineno + 2
+    of_builder = f"line {line} of test_model.py"
+    for fragment in ("client 'small'", "{'y': (3,)}", of_builder, "RuntimeError: need four rows", "client's data"):
         assert fragment in text
 
 
