@@ -262,9 +262,9 @@ def load(
     -----
     *When this fails.* Changed data of clients are not detected, nor is another likelihood of a builder: their ids, the
     shared variables and their prior are compared, and of a formula its text. Without `clients` a builder is compared by
-    the names of its shared variables alone, so that another prior is not detected. A file that
-    is truncated, damaged or of another kind is refused, and no code in it is run; but anyone who can write the file can
-    write another result into it, or have HDF5 fill the memory: read files that you trust.
+    the names of its shared variables alone, so that another prior is not detected. A file that is truncated, damaged or
+    of another kind is refused, and no code in it is run; but anyone who can write the file can write another result
+    into it, or have HDF5 fill the memory: read files that you trust.
     """
     gaps.required(missing)
     require_declared(model, EP() if algorithm is None else algorithm)

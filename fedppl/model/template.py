@@ -56,7 +56,7 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
         raise DeclarationError(f"client {client_id!r}: {error}") from error
     except Exception as error:
         shapes = {name: np.shape(value) for name, value in arrays.items()}
-        remedy = "Check the builder there, and this client's data against its arguments."
+        remedy = "Check the builder, and this client's data against its arguments."
         reals = [name for name, value in arrays.items() if np.asarray(value).dtype.kind == "f"]
         if isinstance(error, TypeError) and "integers" in str(error) and reals:
             remedy = f"{', '.join(map(repr, reals))} are real numbers: give an index as integers."
@@ -133,7 +133,7 @@ def opened(
 ) -> Template:
     """Template of a model in which these lengths may differ from client to client."""
     parts = parts._replace(open=lengths)
-    made = made_of(parts)
+    made = made_of(content_of(parts))
     start = make_once(made, "start", lambda: interpreted.python_function(*_graph.initial_graphs(parts)))
     values = containers(client_id, parts, arrays)
     try:
@@ -149,7 +149,7 @@ def opened(
     shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
     try:
         # The density of a client's rows does not change with the numbers of the shared prior.
-        of_site = made_of(parts, site_content)
+        of_site = made_of(site_content(parts))
         graph = make_once(of_site, ("graph", shared), lambda: _graph.site_graph(parts, shared, local))
     except NotImplementedError as error:
         why = str(error).strip().partition("\n")[0]
@@ -319,7 +319,9 @@ def _compile(graph: _graph.SiteGraph, *, slopes: bool) -> Callable[..., Any]:
     # A graph of pieces of x: cutting x and joining the gradient take as long to compile as many a model, and are a few
     # lines of the source that unpacks the data.
     variables = [piece.variable for piece in graph.pieces]
-    gradient = _gradient(graph, variables) if slopes else [None] * len(variables)
+    gradient: list[Any] = [None] * len(variables)
+    if slopes:
+        gradient = _gradient(graph.of_pieces, variables, "the log density")
     outputs = [graph.of_pieces, *(slope for slope in gradient if slope is not None)]
     inputs = [*variables, *graph.inputs]
     shapes = [p.shape if isinstance(p.shape, tuple) else graph.inputs.index(p.shape) for p in graph.pieces]
@@ -338,14 +340,14 @@ def _compile(graph: _graph.SiteGraph, *, slopes: bool) -> Callable[..., Any]:
         return unpacking_kernel(compiled, pieces, types, graph_key(inputs, outputs), slopes=slopes)
 
 
-def _gradient(graph: _graph.SiteGraph, variables: list[Any]) -> list[Any]:
-    """The gradient in pieces of x; None for those that the density does not depend on."""
+def _gradient(density: Any, variables: list[Any], what: str) -> list[Any]:
+    """The gradient in variables; None for those that the density does not depend on."""
     try:
-        slopes = pt.grad(graph.of_pieces, variables, disconnected_inputs="ignore", return_disconnected="none")
+        slopes = pt.grad(density, variables, disconnected_inputs="ignore", return_disconnected="none")
     except (NotImplementedError, NullTypeGradError) as error:
         why = str(error).strip().partition("\n")[0]
         raise DeclarationError(
-            f"the log density has no gradient ({why}). Use operations of PyTensor, or give your own Op a gradient."
+            f"{what} has no gradient ({why}). Use operations of PyTensor, or give your own Op a gradient."
         ) from error
     return list(slopes)
 
@@ -371,7 +373,7 @@ def kernel_of(graph: _graph.SiteGraph, *, slopes: bool = True) -> Callable[..., 
         return entry[1][slopes]
 
 
-# A shared prior's density and gradient at many points --------------------------------------------------------------
+# A shared prior's density and gradient at many points -----------------------------------------------------------------
 
 _FEW = 32  # points for which an unneeded gradient costs less than a second function
 _PRIORS_KEPT = 64  # priors whose interpreted functions are kept
@@ -405,21 +407,18 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
         parts = zip(np.split(draws, ends[:-1], axis=1), types, strict=True)
         return function(*(part.reshape(len(draws), *kind.shape).astype(kind.dtype) for part, kind in parts), *values)
 
-    def both(draws: Array) -> list[Array]:
-        @interpreted.untraced()
-        def build() -> Callable[..., list[Array]]:
-            try:
-                slopes = pt.grad(steady(), [pieces[place] for place in real], disconnected_inputs="ignore")
-            except (NotImplementedError, NullTypeGradError) as error:
-                why = str(error).strip().partition("\n")[0]
-                raise DeclarationError(
-                    f"the shared prior's density has no gradient ({why}); declare another."
-                ) from error
-            return interpreted.batched(many, arguments, [steady(), *slopes])
+    @interpreted.untraced()
+    def with_gradient() -> tuple[Callable[..., list[Array]], list[int]]:
+        slopes = _gradient(steady(), [pieces[place] for place in real], "the shared prior's density")
+        known = [place for place, slope in zip(real, slopes, strict=True) if slope is not None]
+        outputs = [steady(), *(slope for slope in slopes if slope is not None)]
+        return interpreted.batched(many, arguments, outputs), known
 
-        log_density, *slopes = call(make_once(made, "both", build), draws)
-        gradient = np.zeros(draws.shape)  # in 0/1 variables
-        for place, slope in zip(real, slopes, strict=True):
+    def both(draws: Array) -> list[Array]:
+        function, known = make_once(made, "both", with_gradient)
+        log_density, *slopes = call(function, draws)
+        gradient = np.zeros(draws.shape)
+        for place, slope in zip(known, slopes, strict=True):
             gradient[:, ends[place] - sizes[place] : ends[place]] = slope.reshape(len(draws), sizes[place])
         return [log_density, gradient]
 
@@ -433,7 +432,7 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
 
 
 @functools.lru_cache(maxsize=_PRIORS_KEPT)  # thread-safe
-def _functions(key: str) -> dict[str, Callable[..., Any]]:
+def _functions(key: str) -> dict[str, Any]:
     """Functions of priors that differ in their numbers alone."""
     return {}
 
@@ -466,9 +465,8 @@ def _by_row(function: Callable[..., list[Array]], which: int, draws: Array, outs
 _KEPT = 32  # declarations, of 1.6 MB each for two priors and a likelihood; a study compares few dozen models
 
 
-def made_of(parts: _graph.Parts, of: Callable[[_graph.Parts], tuple[Any, ...] | None] | None = None) -> dict[Any, Any]:
-    """The cache of a build with this content, to which more may be added; an empty one where content has no key."""
-    content = (of or content_of)(parts)
+def made_of(content: tuple[Any, ...] | None) -> dict[Any, Any]:
+    """The cache of builds with this content, to which more may be added; an empty one where content has no key."""
     return {} if content is None else _made(content)
 
 

@@ -522,7 +522,7 @@ def _declared(
         replace[value] = pt.cast(piece, value.type.dtype)
         column += variable.width
     try:
-        (row,) = clone_replace([-density.sum()], replace, rebuild_strict=False)
+        (row,) = interpreted.stable(clone_replace([-density.sum()], replace, rebuild_strict=False))
         extended, columns = pt.matrix("both"), pt.matrix("columns")
         count = int(np.prod(row_shape, dtype=int))
         (losses,) = vectorize_graph([row], {f: extended[:, :count], e: extended[:, count:], y: columns})

@@ -359,6 +359,22 @@ def test_what_the_first_client_does_not_show_is_refused_there(weights: Any) -> N
         model.enrol(clients, kernel=False)["a"].view(network_of)
 
 
+def test_losses_of_long_odds_keep_their_digits() -> None:
+    """Losses of a 0 or 1 by a logit f are log(1 + exp(±f)), with the slope expit(±f)."""
+    model, clients = known("binary")
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    f = torch.tensor([[50.0], [-50.0], [35.0], [-35.0]], dtype=torch.float64).repeat(len(unit.X) // 4 + 1, 1)[
+        : len(unit.X)
+    ]
+    f.requires_grad_()
+    y = outcomes(unit, torch.float64)
+    signed = f.detach().numpy()[:, 0] * (1 - 2 * np.asarray(clients["a"]["y"]))
+    losses = unit.likelihood.each(f, y)
+    assert_allclose(losses.detach().numpy(), np.logaddexp(0.0, signed), rtol=1e-10)
+    slopes = torch.autograd.grad(unit.likelihood.mean(f, y), f)[0].numpy()[:, 0] * len(unit.X)
+    assert_allclose(np.abs(slopes), 1 / (1 + np.exp(-signed)), rtol=1e-8, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_losses_and_slopes_are_those_of_pymc(name: str) -> None:
     """Of weights and unknowns, at two points away from the start; curvatures by differences of slopes."""
