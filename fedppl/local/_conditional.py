@@ -185,28 +185,48 @@ _ALIKE_OF_FEW = 1e-4  # log units, of a grid of few nodes, whose error is as lar
 _ALIKE_ON_A_LINE = 2e-5
 
 
-def by_two_rules(compute: Callable[[Places, Rule], tuple[Array, Array]], points: Places) -> tuple[Array, Array]:
-    """Logarithms of integrals at points in places (S,), and their errors.
+def by_two_rules(
+    compute: Callable[[Places, Places, Rule], tuple[Array, Array]], clients: int, count: int
+) -> tuple[Array, Array]:
+    """Logarithms of integrals of clients at so many points, and their errors, both (C, S).
 
-    One rule's own estimate of its error holds for smooth functions. Where both rules differ at some of the points, as
-    about a kink, a spike, or along a tail that falls as exp(−|θ|), they are averaged, with half of their difference as
-    an error.
+    `compute` has those of some clients at points in some places. One rule's own estimate of its error holds for smooth
+    functions. Where both rules differ at some of a client's points, as about a kink, a spike, or along a tail that
+    falls as exp(−|θ|), they are averaged, with half of their difference as an error.
     """
+    everywhere, some = np.arange(count), some_of(count, _COMPARED)
+    values, errors = np.empty((2, clients, count))
+    left, differing = np.arange(clients), []
     for far in REACHES:
-        values, errors = compute(points, by_trapezoids(far))
-        if not np.median(np.abs(errors)) > _ALIKE:  # else heavy tails may be the reason
+        if not len(left):
             break
-    some = some_of(len(points), _COMPARED)
-    difference = compute(points[some], between_trapezoids(far))[0] - values[some]
+        values[left], errors[left] = compute(left, everywhere, by_trapezoids(far))
+        is_near = np.full(len(left), far == REACHES[-1])  # else heavy tails may be the reason
+        is_near |= ~(np.median(np.abs(errors[left]), axis=1) > _ALIKE) if count else True
+        near, left = left[is_near], left[~is_near]
+        if not len(near):
+            continue
+        differences = compute(near, some, between_trapezoids(far))[0] - values[np.ix_(near, some)]
+        differing += [(far, row) for row, each in zip(near, differences, strict=True) if not _is_alike(each)]
+    for far in REACHES:
+        rows = np.array([row for reach, row in differing if reach == far], dtype=np.int64)
+        if not len(rows):
+            continue
+        halves = 0.5 * (compute(rows, everywhere, between_trapezoids(far))[0] - values[rows])
+        for row, half in zip(rows, halves, strict=True):
+            known = np.isfinite(half)
+            # The place of a kink between nodes changes from point to point, and both errors may cancel at one.
+            usual = np.median(np.abs(half[known])) if np.any(known) else 0.0
+            error = np.copysign(np.maximum(np.abs(half), usual), half)
+            values[row], errors[row] = values[row] + half, np.where(known, errors[row] + error, 0.0)
+    return values, errors
+
+
+def _is_alike(difference: Array) -> bool:
+    """Whether two rules of one coordinate agree."""
     finite = difference[np.isfinite(difference)]
-    if _range(difference) < _ALIKE_ON_A_LINE and abs(np.median(finite) if len(finite) else 0.0) < _ALIKE:
-        return values, errors
-    half = 0.5 * (compute(points, between_trapezoids(far))[0] - values)
-    known = np.isfinite(half)
-    # The place of a kink between nodes changes from point to point, and both errors may cancel at one.
-    usual = np.median(np.abs(half[known])) if np.any(known) else 0.0
-    error = np.copysign(np.maximum(np.abs(half), usual), half)
-    return values + half, np.where(known, errors + error, 0.0)
+    constant = abs(np.median(finite)) if len(finite) else 0.0
+    return bool(_range(difference) < _ALIKE_ON_A_LINE and constant < _ALIKE)
 
 
 class Pair(NamedTuple):
@@ -248,7 +268,8 @@ def by_pairs(
         difference = np.where(finite, raw, 0.0)
         constant = float(np.median(difference[finite])) if np.any(finite) else 0.0
         if _range(raw) < (_ALIKE_OF_FEW if pair.few else _ALIKE) and abs(constant) < _CONSTANT:
-            values, errors = everywhere(pair.first)
+            values, _ = everywhere(pair.first)
+            errors = at_some(pair.second)[1][nearest_of(points, some)]  # the finer one sees more of the tails
             return values + constant, errors + 0.5 * constant
         if float(np.max(np.abs(difference))) < largest:
             smallest, better, largest = difference, pair.better, float(np.max(np.abs(difference)))
@@ -292,7 +313,8 @@ def integrated(client: ClientView, points: Array, about: Laplace, which: Places)
     """log f_k at points (S, m), NaN where there is no mode, and its errors; about modes of θ there."""
     by_rule = functools.partial(_by_rule, client, points, about, which=which)
     if len(which) == 1:
-        return by_two_rules(lambda some, rule: by_rule(some, rule=rule), np.arange(len(points)))
+        values, errors = by_two_rules(lambda _, some, rule: tuple(np.stack(by_rule(some, rule=rule))[:, None]), 1, len(points))
+        return values[0], errors[0]
     # Heavy tails are along coordinates, from priors, or along a ridge of the likelihood.
     quadratures = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in _NODES[len(which)]]
     for along in (True, False):

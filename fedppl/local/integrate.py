@@ -52,6 +52,7 @@ class Stacked(NamedTuple):
     of: Densities
     starts: Array  # (K, d) modes of θ at the prior's mean, where searches begin
     ids: Sequence[str]
+    checksums: NDArray[np.uint32]  # (K,) of ids
     client: Callable[[int], ClientView]  # the client in a place as others know it
     prior: SharedPrior
     exact: bool  # whether Laplace's approximation is exact
@@ -121,7 +122,8 @@ def _stacked(
     d, some = initial.shape[1], some_of(len(initial), _CHECKED)
     exact = not d or (bool(np.all(gaussians)) and all(client(int(k)).view(_conditional.is_gaussian) for k in some))
     of = of if exact else of._replace(value=like.value_kernel)
-    return Stacked(of, starts, ids, client, like.prior, exact)
+    checksums = np.array([_checksum(client_id) for client_id in ids], dtype=np.uint32)
+    return Stacked(of, starts, ids, checksums, client, like.prior, exact)
 
 
 def _looks_gaussian(of: Densities, modes: pairs.Modes, phi: Array, who: Places) -> NDArray[np.bool_]:
@@ -293,12 +295,19 @@ def _integrals(of: Densities, about: Laplace, phi: Array, who: Places, rule: Rul
 def _careful(
     stack: Stacked, places: Places, points: Array, center: Array, about: Laplace
 ) -> tuple[Array, Array, list[Constant]]:
-    """By the best rule that each client has."""
-    count = len(points)
-    values, errors, constants = np.zeros((len(places), count)), np.zeros((len(places), count)), []
+    """By the best rule that each client has: along lines for all at once whose coordinates are independent."""
+    count, d = len(points), stack.starts.shape[1]
+    pairs_of = np.arange(len(places) * count).reshape(len(places), count)
+    values, errors, constants = np.zeros(pairs_of.shape), np.zeros(pairs_of.shape), []
+    is_apart = np.array([d == 1 or log_factors.is_separable(stack.client(int(k))) for k in places], dtype=bool)
+    apart = Laplace(*(part[pairs_of[is_apart].reshape(-1)] for part in about))
+    along = zip(*log_factors.along_each(stack.of, places[is_apart], points, apart), strict=True)
     for row, k in enumerate(places):
-        own = Laplace(*(part[row * count : (row + 1) * count] for part in about))
-        factor = log_factors.integrated(stack.client(int(k)), points, center, own)
+        own = Laplace(*(part[pairs_of[row]] for part in about))
+        if is_apart[row]:
+            factor = log_factors.with_alike(*next(along))
+        else:
+            factor = log_factors.integrated(stack.client(int(k)), points, center, own)
         values[row], errors[row] = factor.values - own.values, factor.errors
         constants.append(factor.constant)
     return values, errors, constants
@@ -362,13 +371,21 @@ def _chosen_rule(stack: Stacked, center: Array, places: Places, count: int) -> R
 
 def asked(stack: Stacked, some: float) -> Places:
     """Places of clients that are asked: all, or those whose ids come first by a checksum."""
-    places = np.arange(len(stack), dtype=np.int64)
-    return places if some >= 1.0 else places[[answers(client_id, some) for client_id in stack.ids]]
+    return np.flatnonzero(stack.checksums < _below(some)) if some < 1.0 else np.arange(len(stack), dtype=np.int64)
 
 
 def answers(client_id: str, some: float) -> bool:
     """Whether a client belongs to a part of all, chosen by a checksum of its id."""
-    return zlib.crc32(client_id.encode()) < some * 2**32
+    return _checksum(client_id) < _below(some)
+
+
+def _checksum(client_id: str) -> int:
+    return zlib.crc32(client_id.encode())
+
+
+def _below(some: float) -> float:
+    """The checksum from which clients do not belong to so large a part."""
+    return some * 2**32
 
 
 def _added(parts: Sequence[Values], points: Array, known: Places) -> Values:

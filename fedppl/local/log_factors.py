@@ -95,7 +95,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     return value._replace(values=value.values + prior_share * client.prior.log_ratio(points)) if prior_share else value
 
 
-def _with_alike(values: Array, errors: Array) -> Factor:
+def with_alike(values: Array, errors: Array) -> Factor:
     """Values and errors of a quadrature, with the median of the errors, which other clients' errors share."""
     known = np.isfinite(values)
     return Factor(values, errors, Constant(float(np.median(errors[known])) if np.any(known) else 0.0))
@@ -116,13 +116,15 @@ def _corrected(client: ClientView, points: Array, center: Array, about: Laplace)
 def integrated(client: ClientView, points: Array, center: Array, about: Laplace) -> Factor:
     """log f_k by lines, by quadratures over few coordinates, or sampled nodes, from modes by way of a center."""
     if is_separable(client):
-        return _with_alike(*_one_by_one(client, points, about))
+        one = np.zeros(1, dtype=np.int64)
+        (values,), (errors,) = along_each(client.view(_marginal.integrands), one, points, about)
+        return with_alike(values, errors)
     which = client.view(_conditional.conditioning)
     if which is None and client.local_size <= _conditional.MOST:
         which = np.arange(client.local_size)
     if which is None:
         return _by_sparse_grids(client, points, center) or _sampled(client, points, center)
-    return _with_alike(*_conditional.integrated(client, points, about, which))
+    return with_alike(*_conditional.integrated(client, points, about, which))
 
 
 def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> Factor | None:
@@ -230,22 +232,28 @@ def _is_product(client: ClientView) -> bool:
     return True
 
 
-def _one_by_one(client: ClientView, points: Array, about: Laplace) -> tuple[Array, Array]:
-    """log f_k at points (S, m), NaN where there is no mode, and its errors."""
-    of, d = client.view(_marginal.integrands), client.local_size
-    about = about._replace(root=about.root * np.eye(d))
+def along_each(of: Densities, who: Places, points: Array, about: Laplace) -> tuple[Array, Array]:
+    """log f_k of clients in places who (C,) at points (S, m), NaN where there is no mode, and errors; both (C, S).
 
-    def compute(some: Places, rule: Rule) -> tuple[Array, Array]:
+    They are about modes of θ at all pairs (C S,), client by client.
+    """
+    clients, count, d = len(who), len(points), about.theta.shape[1]
+    pairs_of = np.arange(clients * count).reshape(clients, count)
+
+    def compute(rows: Places, places: Places, rule: Rule) -> tuple[Array, Array]:
         def product(terms: Array) -> Array:
             lines, less = pairs.log_lines(terms, d)
             each = np.stack(log_integrals(lines.reshape(len(terms) * d, -1), rule), axis=1)
             return np.asarray(each.reshape(-1, d, 2).sum(axis=1) - less[:, None] * np.array([1.0, 0.0]))
 
-        at, who = Laplace(*(part[some] for part in about)), np.zeros(len(some), dtype=np.int64)
-        sums = pairs.by_nodes(of, at, points[some], who, pairs.along_axes(rule, d), product)
-        return sums[:, 0], np.nan_to_num(sums[:, 1])
+        some = pairs_of[np.ix_(rows, places)].reshape(-1)
+        at = Laplace(about.values[some], about.theta[some], about.root[some] * np.eye(d))
+        phi, whose = np.tile(points[places], (len(rows), 1)), np.repeat(who[rows], len(places))
+        sums = pairs.by_nodes(of, at, phi, whose, pairs.along_axes(rule, d), product)
+        values, errors = sums.T.reshape(2, len(rows), len(places))
+        return values, np.nan_to_num(errors)
 
-    return by_two_rules(compute, np.arange(len(points), dtype=np.int64))
+    return by_two_rules(compute, clients, count)
 
 
 # Sparse grids about the mode, of four to eight coordinates that depend on each other given φ --------------------------

@@ -15,19 +15,86 @@ from numba import from_dtype
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import NumbaPerformanceWarning, TypingError
 from numba.core.types import Array
+from pymc.logprob.utils import CheckParameterValue
+from pytensor import scalar
 from pytensor.compile.mode import get_mode
 from pytensor.configdefaults import config
 from pytensor.graph.basic import Apply, Constant
 from pytensor.graph.op import Op
-from pytensor.graph.rewriting.basic import in2out, node_rewriter
+from pytensor.graph.rewriting.basic import in2out, node_rewriter, out2in
 from pytensor.link.numba import cache
-from pytensor.tensor.basic import Alloc, Split, tensor_copy
+from pytensor.tensor.basic import Alloc, MakeVector, ScalarFromTensor, Split, tensor_copy
 from pytensor.tensor.blas import BatchedDot
-from pytensor.tensor.elemwise import DimShuffle
+from pytensor.tensor.elemwise import DimShuffle, Elemwise
+from pytensor.tensor.math import All
 from pytensor.tensor.shape import SpecifyShape
 from pytensor.tensor.type_other import NoneTypeT
 
 from fedppl.numerics.pairs import PACKED
+
+
+# Functions of no value below 0, those of none above 1 either, and operations that keep what is not below 0 there.
+_NEVER_NEGATIVE = (scalar.Exp, scalar.Sqr, scalar.Abs, scalar.Softplus, scalar.Sigmoid)
+_NEVER_ABOVE_ONE = (scalar.Sigmoid,)
+_KEEPING = (scalar.Add, scalar.Mul, scalar.TrueDiv)
+
+
+def _holds(condition: Any) -> bool:
+    """Whether a condition on a parameter holds by what the parameter is: 0 ≤ exp(η), 0 ≤ logit⁻¹(η) ≤ 1."""
+    node = condition.owner
+    if node is None:
+        return False
+    if isinstance(node.op, (All, DimShuffle, MakeVector, ScalarFromTensor)):
+        return all(_holds(x) for x in node.inputs)
+    operation = getattr(node.op, "scalar_op", None)
+    if isinstance(operation, scalar.GE):
+        return _is_within(node.inputs[0], _NEVER_NEGATIVE, _KEEPING) and _within(node.inputs[1], -np.inf, 0.0)
+    if isinstance(operation, scalar.LE):
+        return _is_within(node.inputs[0], _NEVER_ABOVE_ONE) and _within(node.inputs[1], 1.0, np.inf)
+    return False
+
+
+def _is_within(x: Any, functions: tuple[type, ...], keeping: tuple[type, ...] = ()) -> bool:
+    """Whether x is a value of one of these functions, or made by operations that `keeping` names of such values."""
+    operation = None if x.owner is None else getattr(x.owner.op, "scalar_op", None)
+    if operation is None:
+        is_shuffled = x.owner is not None and isinstance(x.owner.op, DimShuffle)
+        return is_shuffled and _is_within(x.owner.inputs[0], functions, keeping)
+    return isinstance(operation, functions) or (
+        isinstance(operation, keeping)
+        and all(_is_within(part, functions, keeping) or _within(part, 0.0, np.inf) for part in x.owner.inputs)
+    )
+
+
+def _within(bound: Any, low: float, high: float) -> bool:
+    """Whether this is a constant between two numbers."""
+    while bound.owner is not None and isinstance(bound.owner.op, DimShuffle):
+        (bound,) = bound.owner.inputs
+    return isinstance(bound, Constant) and bool(np.all((bound.data >= low) & (bound.data <= high)))
+
+
+def _without_tautologies(fgraph: Any, node: Any) -> list[Any] | None:
+    """Drop conditions on parameters that always hold: each would be computed for every row."""
+    return [node.inputs[0]] if all(_holds(x) for x in node.inputs[1:]) else None
+
+
+def _one_function(fgraph: Any, node: Any) -> list[Any] | None:
+    """f(c ? a : b) for c ? f(a) : f(b), which would compute both.
+
+    The log density of a yes or no is -softplus of the log odds, or of their negative.
+    """
+    if not isinstance(node.op.scalar_op, scalar.Switch):
+        return None
+    condition, *branches = node.inputs
+    functions = [getattr(x.owner.op, "scalar_op", None) if x.owner is not None else None for x in branches]
+    arguments = [x.owner.inputs for x in branches if x.owner is not None]
+    kind = node.outputs[0].type
+    if functions[0] is None or functions[0] != functions[1] or any(len(each) != 1 for each in arguments):
+        return None
+    # An array that is repeated would have f computed as often.
+    if any(x.type.broadcastable != kind.broadcastable or x.type.dtype != kind.dtype for x, in arguments):
+        return None
+    return [branches[0].owner.op(node.op(condition, *(x for x, in arguments)))]
 
 
 def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:
@@ -42,6 +109,7 @@ def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:
 
 _TRANSPOSE = (1, 0)
 _MOST_ARGUMENTS = 30
+_BEFORE_FUSION = 47  # among PyTensor's rewrites: after those for digits and speed
 _OTHER_SHAPE = "an array has another shape than the model declares"
 
 
@@ -158,7 +226,10 @@ def mode() -> Any:
         in2out(node_rewriter([BatchedDot])(_contiguous)),
         in2out(node_rewriter([SpecifyShape, DimShuffle, Split, Alloc])(_plain)),
     )
-    return get_mode("NUMBA").register(*((rewrite, 1000 + place) for place, rewrite in enumerate(rewrites)))
+    first = in2out(node_rewriter([CheckParameterValue])(_without_tautologies)), 0
+    fewer = out2in(node_rewriter([Elemwise])(_one_function)), _BEFORE_FUSION
+    later = ((rewrite, 1000 + place) for place, rewrite in enumerate(rewrites))
+    return get_mode("NUMBA").register(first, fewer, *later)
 
 
 def inlined(compiled: Any) -> tuple[Any, bool]:
@@ -320,8 +391,6 @@ def _cut(i: int, piece: Piece) -> list[str]:
     of = piece.shape
     lengths = [str(length) for length in of] if isinstance(of, tuple) else [f"a{of}[{j}]" for j in range(piece.ndim)]
     lines = [f"    at{i} = start", f"    start += {' * '.join(lengths) or 1}"]
-    if not piece.ndim:
-        return [*lines, f"    p{i} = np.asarray(x[at{i}])"]
     shaped = f".reshape(({', '.join(lengths)}))" if piece.ndim > 1 else ""
     return [*lines, f"    p{i} = x[at{i}:start]{shaped}"]
 

@@ -194,6 +194,7 @@ def shapes(graph: _graph.SiteGraph, local: tuple[Variable, ...]) -> tuple[Array,
 
 T = TypeVar("T")
 _KERNELS_KEPT = 64
+_NARROW = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 # With the name of the graph that they were compiled for: those with slopes and without.
 _Kernel = tuple[str | None, dict[bool, Callable[..., Any]]]
 _kernels: list[tuple[_graph.SiteGraph, _Kernel]] = []  # the last ones compiled
@@ -323,13 +324,20 @@ def _compile(graph: _graph.SiteGraph, *, slopes: bool) -> Callable[..., Any]:
     if slopes:
         gradient = _gradient(graph.of_pieces, variables, "the log density")
     outputs = [graph.of_pieces, *(slope for slope in gradient if slope is not None)]
-    inputs = [*variables, *graph.inputs]
+    # A number is a piece of x of length one: as an array of no axes it would be a copy, and its repetition another. For
+    # the same reason integers are as wide as in the buffer that they come from.
+    narrow = [v for v in graph.inputs if v.type.ndim and v.type.dtype in _NARROW]
+    taken = {v: pt.vector(v.name, dtype=v.type.dtype, shape=(1,)) for v in variables if not v.type.ndim}
+    taken |= {v: pt.tensor(v.name, dtype="int64", shape=v.type.shape) for v in narrow}
+    within = {v: other.astype(v.type.dtype) if v in narrow else other.dimshuffle(()) for v, other in taken.items()}
+    outputs = clone_replace(outputs, within)
+    inputs = [taken.get(v, v) for v in (*variables, *graph.inputs)]
     shapes = [p.shape if isinstance(p.shape, tuple) else graph.inputs.index(p.shape) for p in graph.pieces]
     pieces = [
         Piece(variable.type.ndim, shape, slope is not None)
         for variable, shape, slope in zip(variables, shapes, gradient, strict=True)
     ]
-    types = [(v.type.dtype, v.type.ndim) for v in graph.inputs]
+    types = [(v.type.dtype, v.type.ndim) for v in inputs[len(variables) :]]
 
     def compiled() -> tuple[Callable[..., Any], bool]:
         # A parameter outside its domain has zero density, and raises no exception in the middle of a search.

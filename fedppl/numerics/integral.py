@@ -133,7 +133,8 @@ def log_integrals(terms: Array, rule: Rule) -> tuple[Array, Array]:
     """Logarithms of integrals (S,), NaN where there is none, and their errors, 0 there.
 
     Terms (S, L) are logarithms of what nodes add. Trapezoids along one coordinate, and grids with sides, have an
-    estimate of the tails beyond them added; the error of a grid without sides is the share of its rim.
+    estimate of the tails beyond them added; the error of a grid without sides is what its rim has more than
+    that of a normal.
     """
     with np.errstate(invalid="ignore"):
         total = logsumexp(terms, axis=1)
@@ -144,8 +145,11 @@ def log_integrals(terms: Array, rule: Rule) -> tuple[Array, Array]:
         else:
             groups = range(int(rule.group.max()) + 1)
             each = np.stack([np.exp(shares[:, rule.group == group]).sum(axis=1) for group in groups], axis=1)
-            has_sides = each.shape[1] > 2
-            outside, errors = beyond(each[:, 1::2], each[:, 2::2]) if has_sides else (np.zeros(len(each)), each[:, 1])
+            if each.shape[1] > 2:  # with sides
+                outside, errors = beyond(each[:, 1::2], each[:, 2::2])
+            else:
+                of_normal = np.exp(rule.log_weights[rule.group == 1]).sum()
+                outside, errors = np.zeros(len(each)), np.maximum(each[:, 1] - of_normal, 0.0)
         values = total + np.log1p(outside)
     finite = np.isfinite(values)
     return np.where(finite, values, np.nan), np.where(finite, errors, 0.0)
