@@ -46,11 +46,11 @@ def _holds(condition: Any) -> bool:
         return False
     if isinstance(node.op, (All, DimShuffle, MakeVector, ScalarFromTensor)):
         return all(_holds(x) for x in node.inputs)
-    operation = getattr(node.op, "scalar_op", None)
-    if isinstance(operation, scalar.GE):
-        return _is_within(node.inputs[0], _NEVER_NEGATIVE, _KEEPING) and _within(node.inputs[1], -np.inf, 0.0)
-    if isinstance(operation, scalar.LE):
-        return _is_within(node.inputs[0], _NEVER_ABOVE_ONE) and _within(node.inputs[1], 1.0, np.inf)
+    operation, (x, *bound) = getattr(node.op, "scalar_op", None), node.inputs
+    if isinstance(operation, scalar.GE) and _within(bound[0], -np.inf, 0.0):
+        return _within(x, 0.0, np.inf) or _is_within(x, _NEVER_NEGATIVE, _KEEPING)
+    if isinstance(operation, scalar.LE) and _within(bound[0], 1.0, np.inf):
+        return _within(x, -np.inf, 1.0) or _is_within(x, _NEVER_ABOVE_ONE)
     return False
 
 

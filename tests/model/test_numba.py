@@ -14,6 +14,9 @@ import pytensor
 import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
+from pytensor.scalar.math import Softplus
+from pytensor.tensor.elemwise import Elemwise
+from pytensor.tensor.math import All
 
 from fedppl import FederatedModel
 from fedppl.local import nuts
@@ -112,6 +115,50 @@ def test_what_is_taken_by_indexing_is_what_it_was(names: list[str]) -> None:
         )
     for name, a, b in zip([*names, *(f"slope in {v}" for v in VALUES)], ours, theirs, strict=True):
         assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+Y = pt.ivector("Y")
+OUTCOMES = {
+    "odds": (lambda: pm.Bernoulli.dist(logit_p=V), True),
+    "rates": (lambda: pm.Poisson.dist(pt.exp(V) * (1.0 + pt.sqr(V))), True),
+    "shares": (lambda: pm.Binomial.dist(n=4, logit_p=V), True),
+    "a probability that may be any number": (lambda: pm.Bernoulli.dist(p=0.5 + V), False),
+    "a rate that may be any number": (lambda: pm.Poisson.dist(1.0 + V), False),
+    "a rate less another": (lambda: pm.Poisson.dist(pt.exp(V) - 1.0), False),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_conditions_that_always_hold_are_not_computed_and_others_are(name: str) -> None:
+    """At -2 the parameters of the last three are outside of their domain, and no row may hide it."""
+    outcome, always = OUTCOMES[name]
+    values, counts = np.array([-2.0, 0.1, 0.3]), np.array([1, 0, 1], dtype="int32")
+    density = pm.logp(outcome(), Y)
+    with without_notices():
+        function = pytensor.function(
+            [V, Y], density.sum(), mode=mode().including("local_check_parameter_to_ninf_switch")
+        )
+    nodes = function.maker.fgraph.apply_nodes
+    assert not any(isinstance(node.op, All) for node in nodes) == always
+    ours = function(values, counts)
+    if not always:
+        assert ours == -np.inf
+        values, counts = values[1:], counts[1:]
+        ours = function(values, counts)
+    assert_allclose(ours, density.eval({V: values, Y: counts}).sum(), rtol=1e-12)
+
+
+def test_a_yes_or_no_takes_one_logarithm() -> None:
+    """And the digits of either branch: at odds of e^40 log(1 + e^-40) is e^-40."""
+    density = pm.logp(pm.Bernoulli.dist(logit_p=V), Y)
+    with without_notices():
+        function = pytensor.function([V, Y], density, mode=mode())
+    (composite,) = (node for node in function.maker.fgraph.apply_nodes if isinstance(node.op, Elemwise))
+    inner = composite.op.scalar_op.fgraph.apply_nodes
+    assert sum(isinstance(node.op, Softplus) for node in inner) == 1
+    odds = np.array([40.0, -40.0, 40.0, -40.0, 0.0])
+    found = function(odds, np.array([1, 0, 0, 1, 1], dtype="int32"))
+    assert_allclose(found, [-np.exp(-40.0), -np.exp(-40.0), -40.0, -40.0, -np.log(2.0)], rtol=1e-12)
 
 
 @pytest.mark.parametrize("sizes", [[1, 1], [4, -1], [2, 2]])
