@@ -301,10 +301,20 @@ def modes(
             break
         step, decrement, usable, whole = _newton(A[active], out[active, 1 + m :])
         short = whole & (decrement < tolerance)
-        moves = np.flatnonzero(usable & ~short)
-        ended, go = active[short], active[moves]
+        ended = active[short]
         theta[ended] += step[short]
         moved = np.zeros(len(active), dtype=bool)
+        full = np.flatnonzero(usable & ~short & whole)
+        if len(full):  # nearly all steps are right as they are: outputs at their ends are those of the next step
+            go = active[full]
+            ends = theta[go] + step[full]
+            at = _expanded(of, phi[go], ends, who[go], scale[go])
+            well = at.out[:, 0] >= _least(out[go, 0], decrement[full])
+            moved[full[well]], there = True, go[well]
+            theta[there], out[there], A[there] = ends[well], at.out[well], at.A[well]
+            scale[there] = _rescaled(at.A[well], scale[there])
+        moves = np.flatnonzero(usable & ~short & ~moved)
+        go = active[moves]
         if len(go):
             line = _Line(phi[go], theta[go], who[go], out[go], step[moves], decrement[moves])
             length = _lengths(of, line)
@@ -387,16 +397,21 @@ def _lengths(of: Densities, on: _Line) -> Array:
         value = outputs(
             of, np.repeat(on.phi[rest], each, axis=0), tried.reshape(-1, tried.shape[2]), np.repeat(on.who[rest], each)
         )[:, 0].reshape(-1, each)
-        base = on.out[rest, 0]
-        # the slack is rounding: near the mode the gain is below the last digits of the value
-        least = (base - _ROUNDING * np.abs(base))[:, None] + _ARMIJO * lengths * on.decrement[rest, None]
-        well = value >= least
+        well = value >= _least(on.out[rest, :1], lengths * on.decrement[rest, None])
         some = well.any(axis=1)
         accepted[rest[some]] = lengths[np.argmax(well[some], axis=1)]
         rest = rest[~some]
         if not len(rest):
             break
     return accepted
+
+
+def _least(base: Array, gain: Array) -> Array:
+    """Least log density at the end of a step for which its slope predicts a gain.
+
+    The slack is rounding: near the mode the gain is below the last digits of the log density.
+    """
+    return np.asarray(base - _ROUNDING * np.abs(base) + _ARMIJO * gain)
 
 
 def _better(of: Densities, on: _Line, A: Array, length: Array) -> tuple[Array, Array]:
