@@ -313,7 +313,9 @@ def integrated(client: ClientView, points: Array, about: Laplace, which: Places)
     """log f_k at points (S, m), NaN where there is no mode, and its errors; about modes of θ there."""
     by_rule = functools.partial(_by_rule, client, points, about, which=which)
     if len(which) == 1:
-        values, errors = by_two_rules(lambda _, some, rule: tuple(np.stack(by_rule(some, rule=rule))[:, None]), 1, len(points))
+        values, errors = by_two_rules(
+            lambda _, some, rule: tuple(np.stack(by_rule(some, rule=rule))[:, None]), 1, len(points)
+        )
         return values[0], errors[0]
     # Heavy tails are along coordinates, from priors, or along a ridge of the likelihood.
     quadratures = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in _NODES[len(which)]]

@@ -32,7 +32,6 @@ from pytensor.tensor.type_other import NoneTypeT
 
 from fedppl.numerics.pairs import PACKED
 
-
 # Functions of no value below 0, those of none above 1 either, and operations that keep what is not below 0 there.
 _NEVER_NEGATIVE = (scalar.Exp, scalar.Sqr, scalar.Abs, scalar.Softplus, scalar.Sigmoid)
 _NEVER_ABOVE_ONE = (scalar.Sigmoid,)
@@ -92,9 +91,9 @@ def _one_function(fgraph: Any, node: Any) -> list[Any] | None:
     if functions[0] is None or functions[0] != functions[1] or any(len(each) != 1 for each in arguments):
         return None
     # An array that is repeated would have f computed as often.
-    if any(x.type.broadcastable != kind.broadcastable or x.type.dtype != kind.dtype for x, in arguments):
+    if any(x.type.broadcastable != kind.broadcastable or x.type.dtype != kind.dtype for (x,) in arguments):
         return None
-    return [branches[0].owner.op(node.op(condition, *(x for x, in arguments)))]
+    return [branches[0].owner.op(node.op(condition, *(x for (x,) in arguments)))]
 
 
 def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:

@@ -7,6 +7,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from fedppl.algorithms.sums.phases import Unit, chance_of_draws, moments_of, tilted, unit_of
+from fedppl.algorithms.sums.trust import with_weight
 from fedppl.numerics import surrogate
 from fedppl.numerics.coordinates import declared
 from fedppl.numerics.surrogate import Drawn, Places, Surrogate
@@ -133,6 +134,15 @@ def test_draws_are_put_right_where_candidates_without_weight_lie_far_out() -> No
     assert found is not None
     assert_allclose(moments_of(found.u, found.weights, unit), target, atol=1e-3)
     assert np.max(found.weights[4096:]) < 1e-6
+
+
+def test_a_draw_without_weight_does_not_make_a_scale_infinite() -> None:
+    """Its scale is beyond all numbers, and so is nothing times that."""
+    u = np.append(np.linspace(-1.0, 1.0, 8), 800.0)[:, None]
+    weights = np.append(np.full(8, 1.0), 1e-90) / 8.0
+    kept = with_weight(Drawn(u, u[:, 0], u[:, 0], weights, np.arange(9) % 8, 0.0, 0.0, np.zeros(1), np.eye(1)))
+    assert_allclose(kept.weights @ np.exp(kept.u[:, 0]), np.mean(np.exp(u[:8, 0])), rtol=1e-12)
+    assert len(kept.scramble) == len(kept.log_proposal) == len(kept.log_density) == 8
 
 
 def test_coordinates_are_told_on_the_scales_that_variables_are_declared_on() -> None:
