@@ -309,7 +309,7 @@ def modes(
             go = active[full]
             ends = theta[go] + step[full]
             at = _expanded(of, phi[go], ends, who[go], scale[go])
-            well = at.out[:, 0] >= _least(out[go, 0], decrement[full])
+            well = _is_gain(at.out[:, 0], out[go, 0], decrement[full])
             moved[full[well]], there = True, go[well]
             theta[there], out[there], A[there] = ends[well], at.out[well], at.A[well]
             scale[there] = _rescaled(at.A[well], scale[there])
@@ -397,7 +397,7 @@ def _lengths(of: Densities, on: _Line) -> Array:
         value = outputs(
             of, np.repeat(on.phi[rest], each, axis=0), tried.reshape(-1, tried.shape[2]), np.repeat(on.who[rest], each)
         )[:, 0].reshape(-1, each)
-        well = value >= _least(on.out[rest, :1], lengths * on.decrement[rest, None])
+        well = _is_gain(value, on.out[rest, :1], lengths * on.decrement[rest, None])
         some = well.any(axis=1)
         accepted[rest[some]] = lengths[np.argmax(well[some], axis=1)]
         rest = rest[~some]
@@ -406,12 +406,13 @@ def _lengths(of: Densities, on: _Line) -> Array:
     return accepted
 
 
-def _least(base: Array, gain: Array) -> Array:
-    """Least log density at the end of a step for which its slope predicts a gain.
+def _is_gain(value: Array, base: Array, predicted: Array) -> Flags:
+    """Whether the log density at the end of a step is higher by a part of the gain that its slope predicts.
 
-    The slack is rounding: near the mode the gain is below the last digits of the log density.
+    The slack is rounding: near the mode the gain is below the last digits. A density without bound is none.
     """
-    return np.asarray(base - _ROUNDING * np.abs(base) + _ARMIJO * gain)
+    least = base - _ROUNDING * np.abs(base) + _ARMIJO * predicted
+    return np.asarray((value >= least) & (value < np.inf))
 
 
 def _better(of: Densities, on: _Line, A: Array, length: Array) -> tuple[Array, Array]:

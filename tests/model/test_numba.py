@@ -16,7 +16,6 @@ import pytest
 from numpy.testing import assert_allclose
 from pytensor.scalar.math import Softplus
 from pytensor.tensor.elemwise import Elemwise
-from pytensor.tensor.math import All
 
 from fedppl import FederatedModel
 from fedppl.local import nuts
@@ -138,8 +137,9 @@ def test_conditions_that_always_hold_are_not_computed_and_others_are(name: str) 
         function = pytensor.function(
             [V, Y], density.sum(), mode=mode().including("local_check_parameter_to_ninf_switch")
         )
-    nodes = function.maker.fgraph.apply_nodes
-    assert not any(isinstance(node.op, All) for node in nodes) == always
+    # Of PyTensor 3 the name tells, since it has more than one class of these.
+    named = [str(node.op) for node in function.maker.fgraph.apply_nodes]
+    assert not any("All" in name for name in named) == always
     ours = function(values, counts)
     if not always:
         assert ours == -np.inf
