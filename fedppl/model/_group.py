@@ -526,6 +526,7 @@ def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array)
     def gradient(point: Array) -> Array:
         return np.asarray(slopes(point[None])[0])
 
+    gradient(origin)  # refuses a prior without one
     _require_density(parts, variables, origin, of_points)
     sizes = [variable.size for variable in variables]
     binary = np.repeat([variable.binary for variable in variables], sizes)

@@ -383,7 +383,6 @@ def kernel_of(graph: _graph.SiteGraph, *, slopes: bool = True) -> Callable[..., 
 
 # A shared prior's density and gradient at many points -----------------------------------------------------------------
 
-_FEW = 32  # points for which an unneeded gradient costs less than a second function
 _PRIORS_KEPT = 64  # priors whose interpreted functions are kept
 AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
 
@@ -416,26 +415,25 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
         return function(*(part.reshape(len(draws), *kind.shape).astype(kind.dtype) for part, kind in parts), *values)
 
     @interpreted.untraced()
-    def with_gradient() -> tuple[Callable[..., list[Array]], list[int]]:
+    def of_slopes() -> tuple[Callable[..., list[Array]], list[int]]:
         slopes = _gradient(steady(), [pieces[place] for place in real], "the shared prior's density")
         known = [place for place, slope in zip(real, slopes, strict=True) if slope is not None]
-        outputs = [steady(), *(slope for slope in slopes if slope is not None)]
+        outputs = [steady(), *(slope for slope in slopes if slope is not None)]  # which checks parameters
         return interpreted.batched(many, arguments, outputs), known
 
-    def both(draws: Array) -> list[Array]:
-        function, known = make_once(made, "both", with_gradient)
-        log_density, *slopes = call(function, draws)
+    def slopes_at(draws: Array) -> Array:
+        function, known = make_once(made, "slopes", of_slopes)
         gradient = np.zeros(draws.shape)
-        for place, slope in zip(known, slopes, strict=True):
+        for place, slope in zip(known, call(function, draws)[1:], strict=True):
             gradient[:, ends[place] - sizes[place] : ends[place]] = slope.reshape(len(draws), sizes[place])
-        return [log_density, gradient]
+        return gradient
 
-    def alone(draws: Array) -> list[Array]:
-        return call(make_once(made, "alone", lambda: interpreted.batched(many, arguments, [steady()])), draws)
+    def alone(draws: Array) -> Array:
+        return call(make_once(made, "alone", lambda: interpreted.batched(many, arguments, [steady()])), draws)[0]
 
     return (
-        lambda draws: _by_row(both if len(draws) <= _FEW else alone, 0, draws, -np.inf),
-        lambda draws: _by_row(both, 1, draws, np.nan),
+        lambda draws: _by_row(alone, draws, np.array([-np.inf])),
+        lambda draws: _by_row(slopes_at, draws, np.full((1, ends[-1]), np.nan)),
     )
 
 
@@ -454,14 +452,14 @@ def compiled_at_many(kernel: Callable[[], Callable[..., Any]]) -> tuple[AtMany, 
     return lambda draws: both(draws)[:, 0], lambda draws: both(draws)[:, 1:]
 
 
-def _by_row(function: Callable[..., list[Array]], which: int, draws: Array, outside: float) -> Array:
-    """Output `which` of a function at draws (S, m); row by row if a parameter leaves its domain at some draw."""
+def _by_row(function: AtMany, draws: Array, outside: Array) -> Array:
+    """A function at draws (S, m); row by row if a parameter leaves its domain at some draw."""
     try:
-        return function(draws)[which]
+        return function(draws)
     except ParameterValueError:
         if len(draws) == 1:
-            return np.full(draws.shape if which else 1, outside)
-        return np.concatenate([_by_row(function, which, row[None], outside) for row in draws])
+            return outside
+        return np.concatenate([_by_row(function, row[None], outside) for row in draws])
 
 
 # Cache of graphs and functions by what a build declares ---------------------------------------------------------------
