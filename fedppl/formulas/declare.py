@@ -25,6 +25,7 @@ from fedppl.formulas.families import Family, Scales, declare
 from fedppl.formulas.predictor import Spec, by_row, effect_labels, has_intercept, rows_of, tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Group, Terms, variable
+from fedppl.model.interpreted import untraced
 from fedppl.settings import between, shown
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -302,6 +303,7 @@ class Formula:
         """Arrays of the builder by their roles."""
         return {role: arrays[name] for role, name in self.containers.items() if name in arrays}
 
+    @untraced()
     def __call__(self, **data: Any) -> pm.Model:
         """One client's model."""
         names = self.containers
