@@ -243,7 +243,8 @@ def by_pairs(
 ) -> tuple[Array, Array]:
     """Logarithms of integrals at points (S, m) by the first quadrature that agrees with its other, and their errors.
 
-    Quadratures are computed at points in some places. Where no two agree, the better of those is taken that differ
+    Quadratures are computed at points in some places. Of two that agree, the second's own errors are taken, which sees
+    more of the tails. Where no two agree, the better of those is taken that differ
     little, else of those that differ least. Their difference, or twice that, is then an error of the points that are
     near to those at which both were computed.
     """
@@ -268,9 +269,11 @@ def by_pairs(
         difference = np.where(finite, raw, 0.0)
         constant = float(np.median(difference[finite])) if np.any(finite) else 0.0
         if _range(raw) < (_ALIKE_OF_FEW if pair.few else _ALIKE) and abs(constant) < _CONSTANT:
-            values, _ = everywhere(pair.first)
-            errors = at_some(pair.second)[1][nearest_of(points, some)]  # the finer one sees more of the tails
-            return values + constant, errors + 0.5 * constant
+            values, errors = everywhere(pair.first)
+            # The finer one sees more of the tails.
+            places, finer = nearest_of(points, some), at_some(pair.second)
+            own = np.where(np.isfinite(finer[0][places]), finer[1][places], errors)
+            return values + constant, own + 0.5 * constant
         if float(np.max(np.abs(difference))) < largest:
             smallest, better, largest = difference, pair.better, float(np.max(np.abs(difference)))
         if not pair.few and largest < _CLOSE:

@@ -243,7 +243,7 @@ def along_each(of: Densities, who: Places, points: Array, about: Laplace) -> tup
     def compute(rows: Places, places: Places, rule: Rule) -> tuple[Array, Array]:
         def product(terms: Array) -> Array:
             lines, less = pairs.log_lines(terms, d)
-            each = np.stack(log_integrals(lines.reshape(len(terms) * d, -1), rule), axis=1)
+            each = np.stack(log_integrals(lines.reshape(len(terms) * d, lines.shape[2]), rule), axis=1)
             return np.asarray(each.reshape(-1, d, 2).sum(axis=1) - less[:, None] * np.array([1.0, 0.0]))
 
         some = pairs_of[np.ix_(rows, places)].reshape(-1)

@@ -418,7 +418,7 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
     def of_slopes() -> tuple[Callable[..., list[Array]], list[int]]:
         slopes = _gradient(steady(), [pieces[place] for place in real], "the shared prior's density")
         known = [place for place, slope in zip(real, slopes, strict=True) if slope is not None]
-        outputs = [steady(), *(slope for slope in slopes if slope is not None)]  # which checks parameters
+        outputs = [steady(), *(slope for slope in slopes if slope is not None)]  # the first checks parameters
         return interpreted.batched(many, arguments, outputs), known
 
     def slopes_at(draws: Array) -> Array:

@@ -628,4 +628,5 @@ def log_lines(terms: Array, d: int) -> tuple[Array, Array]:
 
     The density at the mode is in each: f = p* Π_i (f_i / p*). Laplace's value at a predicted mode is not that density.
     """
-    return terms[:, 1:].reshape(len(terms), d, -1), (d - 1.0) * terms[:, 0]
+    nodes = (terms.shape[1] - 1) // d
+    return terms[:, 1:].reshape(len(terms), d, nodes), (d - 1.0) * terms[:, 0]

@@ -124,12 +124,13 @@ OUTCOMES = {
     "a probability that may be any number": (lambda: pm.Bernoulli.dist(p=0.5 + V), False),
     "a rate that may be any number": (lambda: pm.Poisson.dist(1.0 + V), False),
     "a rate less another": (lambda: pm.Poisson.dist(pt.exp(V) - 1.0), False),
+    "a square of narrow integers": (lambda: pm.Poisson.dist(pt.sqr(pt.cast(6.5 * V, "int8")) + 1.0), False),
 }
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_conditions_that_always_hold_are_not_computed_and_others_are(name: str) -> None:
-    """At -2 the parameters of the last three are outside of their domain, and no row may hide it."""
+    """At -2 the parameters of the last four are outside of their domain, and no row may hide it: 13² is -87 there."""
     outcome, always = OUTCOMES[name]
     values, counts = np.array([-2.0, 0.1, 0.3]), np.array([1, 0, 1], dtype="int32")
     density = pm.logp(outcome(), Y)

@@ -140,7 +140,8 @@ def test_a_draw_without_weight_does_not_make_a_scale_infinite() -> None:
     """Its scale is beyond all numbers, and so is nothing times that."""
     u = np.append(np.linspace(-1.0, 1.0, 8), 800.0)[:, None]
     weights = np.append(np.full(8, 1.0), 1e-90) / 8.0
-    kept = with_weight(Drawn(u, u[:, 0], u[:, 0], weights, np.arange(9) % 8, 0.0, 0.0, np.zeros(1), np.eye(1)))
+    drawn = Drawn(u, u[:, 0], u[:, 0], weights, np.arange(9) % 8, 0.0, 0.0, np.zeros(1), np.eye(1))
+    kept = with_weight(drawn, u)
     assert_allclose(kept.weights @ np.exp(kept.u[:, 0]), np.mean(np.exp(u[:8, 0])), rtol=1e-12)
     assert len(kept.scramble) == len(kept.log_proposal) == len(kept.log_density) == 8
 

@@ -55,7 +55,7 @@ _PUT_RIGHT = 0.1  # posterior sds that they may be off by at least, where enough
 _MOST_OF_MANY = 0.03  # standard error of many moments, of which the largest error is some times that
 _EFFECTIVE, _LEAST = 0.3, 0.1  # share of a stage's points: without another stage, and to be trusted at all
 _EVEN = 0.95  # effective share of points whose weights have no tail to speak of
-_NOTHING = 1e-20  # weight of a draw that adds to no moment: a normal has less beyond nine sds
+_NOTHING, _FAR_OUT = 1e-20, 100.0  # weight of a draw that adds to no moment; of φ, whose exponential is 1e43
 _FAR_OFF = 50.0  # log units by which a surrogate's integral may exceed the largest weight; no converged fit comes near
 _MOVED = 0.05  # posterior sds by which errors of clients' values may move a mean or a log sd
 _SMOOTH = "the model so that it has a smooth density everywhere"
@@ -288,7 +288,7 @@ def _grown(state: Weighing, posterior: Drawn, last: Estimate) -> float:
 
 def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: float, tail: float) -> Reweighted:
     """The surrogate's draws as the posterior, beside the Gaussian of their moments."""
-    posterior = with_weight(posterior)
+    posterior = with_weight(posterior, to_phi(posterior.u, state.shape.coordinates))
     phi = to_phi(posterior.u, state.shape.coordinates)
     moments = weighted_moments(phi, posterior.weights)
     q = gaussian.from_moments(moments.mean, moments.covariance)
@@ -315,9 +315,9 @@ def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: flo
     )
 
 
-def with_weight(of: Drawn) -> Drawn:
-    """Draws that have a weight: far out a scale may be beyond all numbers, and so is its product with nothing."""
-    some = of.weights > _NOTHING
+def with_weight(of: Drawn, phi: Array) -> Drawn:
+    """Draws but those far out without weight, whose scales may be beyond all numbers, and so is nothing times these."""
+    some = (of.weights > _NOTHING) | np.all(np.abs(phi) < _FAR_OUT, axis=1)
     return of._replace(
         u=of.u[some],
         log_proposal=of.log_proposal[some],

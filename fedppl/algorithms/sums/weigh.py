@@ -452,6 +452,7 @@ def _log_squares(state: Weighing, tails: Tails, u: Array) -> Array:
 
 def _chosen(state: Weighing, candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], tails: Tails, count: int) -> Batch:
     """Draws of the surrogate, more of them in heavy tails, by systematic resampling by scrambles; and candidates."""
+    # Of a scramble at least two draws, and a candidate as it comes.
     coordinates, each = state.shape.coordinates, max(3, count // student_t.SCRAMBLES)
     defensive = max(1, min(int(DEFENCE * each), len(candidates.u) // student_t.SCRAMBLES))
     tilt = _log_tilt(state, tails, of.u)
