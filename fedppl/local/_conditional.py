@@ -196,7 +196,7 @@ def by_two_rules(
     """
     everywhere, some = np.arange(count), some_of(count, _COMPARED)
     values, errors = np.empty((2, clients, count))
-    left, differing = np.arange(clients), []
+    left = np.arange(clients)
     for far in REACHES:
         if not len(left):
             break
@@ -207,9 +207,7 @@ def by_two_rules(
         if not len(near):
             continue
         differences = compute(near, some, between_trapezoids(far))[0] - values[np.ix_(near, some)]
-        differing += [(far, row) for row, each in zip(near, differences, strict=True) if not _is_alike(each)]
-    for far in REACHES:
-        rows = np.array([row for reach, row in differing if reach == far], dtype=np.int64)
+        rows = near[[not _is_alike(each) for each in differences]]
         if not len(rows):
             continue
         halves = 0.5 * (compute(rows, everywhere, between_trapezoids(far))[0] - values[rows])
@@ -243,10 +241,9 @@ def by_pairs(
 ) -> tuple[Array, Array]:
     """Logarithms of integrals at points (S, m) by the first quadrature that agrees with its other, and their errors.
 
-    Quadratures are computed at points in some places. Of two that agree, the second's own errors are taken, which sees
-    more of the tails. Where no two agree, the better of those is taken that differ
-    little, else of those that differ least. Their difference, or twice that, is then an error of the points that are
-    near to those at which both were computed.
+    Quadratures are computed at points in some places. Of two that agree the second's own errors are taken. Where no two
+    agree, the better of those is taken that differ little, else of those that differ least. Their difference, or twice
+    that, is then an error of the points that are near to those at which both were computed.
     """
     some = some_of(len(points), _COMPARED)
     rest = np.setdiff1d(np.arange(len(points)), some)

@@ -304,7 +304,7 @@ def modes(
         ended = active[short]
         theta[ended] += step[short]
         moved = np.zeros(len(active), dtype=bool)
-        full = np.flatnonzero(usable & ~short & whole)
+        full = np.flatnonzero(whole & ~short)
         if len(full):  # nearly all steps are right as they are: outputs at their ends are those of the next step
             go = active[full]
             ends = theta[go] + step[full]
