@@ -13,9 +13,10 @@ from fedppl.contracts import ClientView, Expansion
 from fedppl.local.target import local_mode
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import quadratic_terms
-from fedppl.numerics.integral import SIZES, Rule, by_grid, by_points
+from fedppl.numerics.integral import Rule, by_grid, by_points
 from fedppl.numerics.pairs import Densities, Laplace, Origins, joined, site_outputs
 from fedppl.numerics.streams import stream_of, whitened_points
+from fedppl.numerics.tolerances import SIZES
 from fedppl.types import Array, LocalFailure
 
 

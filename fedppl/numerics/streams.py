@@ -12,9 +12,9 @@ import numpy as np
 from scipy.special import ndtri
 from scipy.stats import qmc
 
+from fedppl.numerics import tolerances as tol
+from fedppl.numerics.tolerances import STREAMS as STREAMS  # where others look for it
 from fedppl.types import Array
-
-STREAMS = 256  # of random points; many clients share some
 
 
 def stream(seed: tuple[int, ...]) -> np.random.Generator:
@@ -77,14 +77,14 @@ def fresh_points(size: int, points: int, stream: int) -> Array:
     exponent = int(np.ceil(np.log2(half)))
     # The first of a power of two of points; whitening restores the balance that they lack.
     uniform = qmc.Sobol(size, seed=np.random.default_rng(stream)).random_base2(exponent)[:half]
-    z = ndtri(np.clip(uniform, 1e-12, 1 - 1e-12))
+    z = ndtri(np.clip(uniform, tol.UNIFORM_END, 1.0 - tol.UNIFORM_END))
     z = np.concatenate([z, -z])
     factor = np.linalg.cholesky(z.T @ z / len(z))
     whitened: Array = np.ascontiguousarray(np.linalg.solve(factor, z.T).T)
     return whitened
 
 
-whitened_points = cached(most_bytes=2**28)(fresh_points)  # a client needs the same ones in every round
+whitened_points = cached(most_bytes=tol.POINTS_BYTES)(fresh_points)  # a client needs the same ones in every round
 
 
 def uniform(size: int, count: int, stream: int, scrambles: int) -> Array:
@@ -92,7 +92,7 @@ def uniform(size: int, count: int, stream: int, scrambles: int) -> Array:
     sequences = [qmc.Sobol(size, seed=np.random.default_rng((stream, j))) for j in range(scrambles)]
     # balanced where their number is a power of 2
     points = [sequence.random_base2(int(np.ceil(np.log2(count))))[:count] for sequence in sequences]
-    return np.asarray(np.clip(np.concatenate(points), 1e-12, 1 - 1e-12))
+    return np.asarray(np.clip(np.concatenate(points), tol.UNIFORM_END, 1.0 - tol.UNIFORM_END))
 
 
 def standard_normal(size: int, count: int, stream: int, scrambles: int) -> Array:
