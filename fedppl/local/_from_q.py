@@ -13,6 +13,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import Moments, Target
 from fedppl.local import _marginal
+from fedppl.local import tolerances as tol
 from fedppl.numerics import importance
 from fedppl.numerics.importance import (
     controlled_moments,
@@ -26,10 +27,6 @@ from fedppl.numerics.importance import (
 )
 from fedppl.numerics.streams import stream_of, whitened_points
 from fedppl.types import Array, LocalFailure
-
-# Where the remainder of a quadratic in the log weights is larger than this, four times as many points are used.
-_REMAINDERS = ((1, 0.02), (4, 0.2), (16, np.inf))
-_GRADIENT_REMAINDERS = ((1, 0.2), (4, np.inf))
 
 
 class Factor(NamedTuple):
@@ -49,11 +46,11 @@ def moments(factor: Factor, mean: Array, root: Array, points: int, stream: int) 
 def trusted(moments: Moments, limit: float) -> bool:
     """Whether weights have enough effective points, and a small Pareto k unless they hardly vary."""
     relative = moments.diagnostics["relative_ess"]
-    return relative > 0.1 and (moments.diagnostics["pareto_k"] <= limit or relative > 0.9)
+    return relative > tol.LEAST_RELATIVE and (moments.diagnostics["pareto_k"] <= limit or relative > tol.FULL_RELATIVE)
 
 
 def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
-    for multiple, largest in _REMAINDERS:
+    for multiple, largest in tol.REMAINDERS:
         key = (len(mean), multiple * enough_points(len(mean), points), stream)
         z = whitened_points(*key)
         log_weights = factor.values(mean + z @ root.T)
@@ -77,7 +74,7 @@ def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: 
 
 def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
     fitted = None
-    for multiple, largest in _GRADIENT_REMAINDERS:
+    for multiple, largest in tol.GRADIENT_REMAINDERS:
         z = whitened_points(len(mean), multiple * importance.enough_gradients(len(mean), points), stream)
         log_weights, gradients = factor.gradients(mean + z @ root.T)
         if not np.all(np.isfinite(log_weights)) or not np.all(np.isfinite(gradients)):
@@ -116,8 +113,6 @@ def _coloured(
 
 # A client's factor against its site in q, its own variables integrated by Laplace's approximation ---------------------
 
-_POINTS = 64
-
 
 def against_site(target: Target, mean: Array, difference: Callable[[Array], Array] | None) -> Factor:
     """Log weights under q, from expansions at its mean; `difference` is the known error of Laplace's approximation."""
@@ -141,7 +136,9 @@ def departure_of(target: Target) -> dict[str, float]:
         return {}
     mean, root = gaussian.affine(target.global_)
     try:
-        weighted = moments(against_site(target, mean, None), mean, root, _POINTS, stream_of(target.client.client_id))
+        weighted = moments(
+            against_site(target, mean, None), mean, root, tol.DEPARTURE_POINTS, stream_of(target.client.client_id)
+        )
     except (LocalFailure, ArithmeticError, np.linalg.LinAlgError):
         return {}
     value = np.nan if weighted is None else weighted.diagnostics["departure"]

@@ -10,13 +10,13 @@ from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Expansion
+from fedppl.local import tolerances as tol
 from fedppl.local.target import local_mode
 from fedppl.numerics import pairs
 from fedppl.numerics.importance import quadratic_terms
-from fedppl.numerics.integral import Rule, by_grid, by_points
+from fedppl.numerics.integral import Rule, by_grid, by_points, chunks
 from fedppl.numerics.pairs import Densities, Laplace, Origins, joined, site_outputs
 from fedppl.numerics.streams import stream_of, whitened_points
-from fedppl.numerics.tolerances import SIZES
 from fedppl.types import Array, LocalFailure
 
 
@@ -88,8 +88,7 @@ def gradients(client: ClientView, points: Array, center: Array, prior_share: flo
     """log f_k (and its share of a non-Gaussian prior) and its gradients at points (S, m), (S,) and (S, m)."""
     of, origin = client.view(densities), _origin(client, center)
     logs, slopes = np.zeros(len(points)), np.zeros_like(points)
-    each = pairs.at_once(client.local_size, client.shared_size)
-    for some in (slice(first, first + each) for first in range(0, len(points), each)):
+    for some in chunks(len(points), pairs.at_once(client.local_size, client.shared_size)):
         at, who = points[some], np.zeros(len(points[some]), dtype=np.int64)
         about = pairs.laplace(of, origin, who, who, at)
         logs[some], slopes[some] = about.values, pairs.gradients(of, at, about.theta, who, origin.modes.scale[who])
@@ -143,13 +142,23 @@ def integrals(client: ClientView, points: Array, center: Array, rule: Rule) -> I
 
 def difference(client: ClientView, points: Array, center: Array) -> tuple[Array, float] | None:
     """The error of Laplace over θ in log f_k at points (S, m), and trust in it; None where it is unknown."""
-    size, stream = client.local_size, stream_of(client.client_id)
-    rule = by_grid(size, SIZES[size]) if size in SIZES else by_points(size, _POINTS, stream)
+    size, has_grid = client.local_size, client.local_size in tol.SIZES
+    if has_grid:
+        rule = by_grid(size, tol.SIZES[size])
+    else:
+        rule = by_points(size, tol.NODES_BEYOND_GRIDS, stream_of(client.client_id))
     try:
         values, laplace, relative, shares = integrals(client, points, center, rule)
     except LocalFailure:
         return None
-    return trusted(values - laplace, relative, shares, size)
+    if not np.all(np.isfinite(values - laplace)) or not has_grid and relative.min() < tol.NOTHING:
+        return None
+    # In part in between, so that there is no jump. Beyond the outermost nodes there may be as much as at them.
+    if has_grid:
+        trust = np.interp(shares[:, 1].max(), [tol.LITTLE_OUTSIDE, tol.MOST_OUTSIDE], [1.0, 0.0])
+    else:
+        trust = np.interp(relative.min(), [tol.NOTHING, tol.ALL], [0.0, 1.0])
+    return values - laplace, float(trust)
 
 
 # The error Δ of Laplace's approximation over θ in log f_k, as a quadratic in φ ----------------------------------------
@@ -159,34 +168,12 @@ def difference(client: ClientView, points: Array, center: Array) -> tuple[Array,
 # The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which changes no moment. Random
 # points are mostly of a client's own, so that errors of clients do not add up.
 
-_POINTS = 256  # where a grid has too many coordinates
-# Relative ESS of importance weights below which Δ is unknown, and above which known; in between Δ counts in part, so
-# that there is no jump. The same for the share of the integral at outermost nodes, beyond which there may be as much.
-_NOTHING, _ALL = 0.1, 0.3
-_MOST, _LITTLE = 0.3, 0.15
-_QUADRATIC = 8  # shared coordinates up to which Δ is a quadratic; beyond, a linear function
-_ROUNDING = 1e-7
-_CURVED = 1e-3  # Δ, in log units at one sd of q, from which its curvature is estimated
-
-Difference = Callable[[Array], Array]
-
 
 class LeftOut(NamedTuple):
     """Δ about q, weighted by the trust in it."""
 
-    difference: Difference | None  # a quadratic, in points (S, m); None where Δ is zero, or unknown
+    difference: Callable[[Array], Array] | None  # a quadratic, in points (S, m); None where Δ is zero, or unknown
     trust: float  # from 0, unknown, to 1
-
-
-def trusted(delta: Array, relative: Array, shares: Array, size: int) -> tuple[Array, float] | None:
-    """Δ at points (S,) by a rule's integrals, and trust in it; None where a value is unknown."""
-    if not np.all(np.isfinite(delta)):
-        return None
-    if size in SIZES:
-        return delta, float(np.clip((_MOST - shares[:, 1].max()) / (_MOST - _LITTLE), 0.0, 1.0))
-    if relative.min() < _NOTHING:
-        return None
-    return delta, float(np.clip((relative.min() - _NOTHING) / (_ALL - _NOTHING), 0.0, 1.0))
 
 
 def left_out(
@@ -202,9 +189,9 @@ def left_out(
     linear, curved = delta @ z / len(z), np.zeros((m, m))  # of antithetic points: even terms cancel
     half = len(z) // 2
     even = float(np.std((delta[:half] + delta[half:]) / 2))
-    if max(float(np.linalg.norm(linear)), even) < _ROUNDING:
+    if max(float(np.linalg.norm(linear)), even) < tol.NO_ERROR:
         return LeftOut(None, 1.0)
-    if m <= _QUADRATIC and max(float(np.linalg.norm(linear)), even) > _CURVED:
+    if m <= tol.QUADRATIC and max(float(np.linalg.norm(linear)), even) > tol.CURVED:
         z = whitened_points(m, (m + 1) * (m + 2), stream)
         again = difference(mean + z @ root.T)
         if again is not None:
@@ -222,9 +209,6 @@ def left_out(
 
 # The reason why a client's local variables have no mode, from the end of the search for it ---------------------------
 
-_BEYOND = 1e12  # a log density that is too large to compute differences of
-_SHRUNK = -4.0  # change of a log scale in the search, e^-4 = .02 times its start, that shows it goes to zero
-
 
 def no_mode(client: ClientView, phi: Array) -> str:
     """Why the inner search found no mode at φ (m,), with a remedy; names variables and no numbers of the client's."""
@@ -232,16 +216,10 @@ def no_mode(client: ClientView, phi: Array) -> str:
     value = log_densities(client, phi, theta[None])[0]
     moved = np.where(["_log__" in label for label in client.local_labels], theta - client.initial, 0.0)
     if not np.isfinite(value):
-        why = (
-            "the log density there is not a number. Look for outcomes outside of what their distribution allows, and "
-            "for parameters that can leave their domain"
-        )
-    elif not value > -_BEYOND:
-        why = (
-            "the log density there is implausibly large. The data are on another scale than the priors: rescale the "
-            "outcome, or widen the priors"
-        )
-    elif np.min(moved, initial=0.0) < _SHRUNK:
+        why = "the log density there is not a number. Look for outcomes and parameters outside of their domain"
+    elif not value > -tol.TOO_LARGE:
+        why = "the log density there is implausibly large. Rescale the outcome, or widen the priors"
+    elif np.min(moved, initial=0.0) < tol.SHRUNK:
         name = client.local_labels[int(np.argmin(moved))].replace("_log__", "")
         why = (
             f"{name} goes to 0, as where outcomes are constant or fit exactly, or where a scale has a single value. "
@@ -249,7 +227,7 @@ def no_mode(client: ClientView, phi: Array) -> str:
         )
     else:
         why = (
-            "the local posterior may be flat there, or have its peak at a kink, as |θ| and pm.Laplace have one. Give θ "
-            "a proper prior and a smooth density, or use EP(local=fedppl.local.NUTS())"
+            "the local posterior may be flat there, or have its peak at a kink, as pm.Laplace has one. Give θ a proper "
+            "prior and a smooth density, or use EP(local=fedppl.local.NUTS())"
         )
     return f"the inner search found no mode of θ at φ = {np.array2string(phi, precision=3)}: {why}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -138,6 +139,19 @@ def local_mode(client: ClientView, phi: Array) -> tuple[bool, Array]:
     of, one = pairs.one(client.kernel, len(phi), client.packed), np.zeros(1, dtype=np.int64)
     ends = pairs.modes(of, phi[None], client.initial[None], one)
     return bool(ends.arrived[0]), ends.theta[0]
+
+
+def inference(
+    name: str, tilted: Callable[..., Moments], draw: Callable[..., Draws], settings: NamedTuple, **more: Any
+) -> LocalInference:
+    """A local inference whose functions take its settings."""
+    own = functools.partial(tilted, settings=settings), functools.partial(draw, settings=settings)
+    return LocalInference(
+        **{"name": name, "check": lambda client: None, "expand": None, **more},
+        tilted=own[0],
+        draw=own[1],
+        settings=settings._asdict(),
+    )
 
 
 # The rule of the keyword `local`: an algorithm's local inference ------------------------------------------------------

@@ -171,6 +171,12 @@ def some_of(count: int, most: int) -> NDArray[np.intp]:
     return np.unique(np.linspace(0, count - 1, min(most, count)).astype(np.intp))
 
 
+def chunks(count: int, most: int) -> list[slice]:
+    """Slices of so many, each of at most `most`, and of one at least."""
+    size = max(1, most)
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
 def nearest_of(points: Array, some: NDArray[np.intp]) -> NDArray[np.intp]:
     """Which of the points (S, m) in some places is nearest to each, coordinates in their sds, (S,)."""
     scale = np.maximum(np.std(points, axis=0), tol.TINY)

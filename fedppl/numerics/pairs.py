@@ -19,7 +19,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from fedppl.numerics import tolerances as tol
-from fedppl.numerics.integral import Rule
+from fedppl.numerics.integral import Rule, chunks
 from fedppl.types import Array
 
 # Compiled log densities, and loops over them --------------------------------------------------------------------------
@@ -518,16 +518,14 @@ def laplace_at(
     (count, m), d = points.shape, at.modes.theta.shape[1]
     values, shape = np.full((len(rows), count), np.nan), (len(rows), len(known))
     theta, root = np.full((*shape, d), np.nan), np.full((*shape, d, d), np.nan)
-    chunk = max(1, at_once(d, m) // max(1, len(rows)))
     where = np.full(count, -1)
     where[known] = np.arange(len(known))
-    for first in range(0, count if len(rows) else 0, chunk):
-        some = points[first : first + chunk]
-        each = len(some)
-        chunked = laplace(of, at, np.repeat(rows, each), np.repeat(who, each), np.tile(some, (len(rows), 1)))
-        values[:, first : first + chunk] = chunked.values.reshape(len(rows), each)
-        here = np.flatnonzero(where[first : first + chunk] >= 0)
-        to = where[first + here]
+    for some in chunks(count if len(rows) else 0, at_once(d, m) // max(1, len(rows))):
+        each = some.stop - some.start
+        chunked = laplace(of, at, np.repeat(rows, each), np.repeat(who, each), np.tile(points[some], (len(rows), 1)))
+        values[:, some] = chunked.values.reshape(len(rows), each)
+        here = np.flatnonzero(where[some] >= 0)
+        to = where[some][here]
         theta[:, to] = chunked.theta.reshape(len(rows), each, d)[:, here]
         root[:, to] = chunked.root.reshape(len(rows), each, d, d)[:, here]
     size = len(rows) * len(known)
@@ -605,9 +603,9 @@ def by_nodes(
 ) -> Array:
     """`reduce` of these terms, (n, L) to (n, C), for all pairs, chunk by chunk: (N, C); NaN where there is no mode."""
     known, parts = np.flatnonzero(np.isfinite(about.values)), []
-    chunk = max(1, tol.NUMBERS_AT_ONCE // (len(rule.nodes) * (phi.shape[1] + about.theta.shape[1])))
-    for first in range(0, max(len(known), 1), chunk):
-        some = known[first : first + chunk]
+    numbers = len(rule.nodes) * (phi.shape[1] + about.theta.shape[1])
+    for chunk in chunks(max(len(known), 1), tol.NUMBERS_AT_ONCE // numbers):
+        some = known[chunk]
         terms = node_terms(of, Laplace(*(part[some] for part in about)), phi[some], who[some], rule)
         with np.errstate(invalid="ignore", divide="ignore"):
             parts.append(reduce(terms))

@@ -21,7 +21,7 @@ from fedppl.numerics import importance, student_t
 from fedppl.numerics import tolerances as tol
 from fedppl.numerics.coordinates import Places
 from fedppl.numerics.importance import normalise, quadratic_terms, weighted_moments
-from fedppl.numerics.integral import some_of
+from fedppl.numerics.integral import chunks, some_of
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, whitened
 from fedppl.numerics.tolerances import MANY as MANY  # where others look for it
 from fedppl.numerics.tolerances import MOST_FOLDED as MOST_FOLDED
@@ -272,8 +272,7 @@ def _no_higher(of: Surrogate, z: Array) -> Array:
 
 
 def _inside(of: Surrogate, z: Array) -> Array:
-    chunk = tol.NUMBERS_AT_ONCE // tol.MOST_VALUES
-    parts = [_told(of.base, of.spline, z[first : first + chunk]) for first in range(0, len(z), chunk)]
+    parts = [_told(of.base, of.spline, z[some]) for some in chunks(len(z), tol.NUMBERS_AT_ONCE // tol.MOST_VALUES)]
     return np.concatenate([np.zeros(0), *parts])
 
 

@@ -72,7 +72,6 @@ MOST_K = 0.7  # Pareto k of trusted weights; Vehtari et al. 2024; − refuses go
 EXPONENTIAL_SHAPE = 1e-12  # a smaller shape is 0; epsilon; − cancellation, + another distribution
 
 # `integral` over local variables by nodes
-SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid; trial; − error, + time
 FAR = {2: (6.0, 25), 3: (4.8, 17)}  # reach of arsinh z, and nodes; trial; − heavy tails, + time
 TRAPEZOIDS_A_UNIT = 3  # nodes for each unit of arsinh z; trial; − error, + time
 OUTERMOST = 1e-9  # within which nodes are outermost; rounding of Hermite's roots; − none, + inner ones
