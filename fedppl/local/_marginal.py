@@ -1,4 +1,4 @@
-"""A client's factor f_k(φ), with θ marginalised by Laplace's approximation: values, gradients, expansions."""
+"""A client's factor f_k(φ), with θ marginalised by Laplace's approximation: values, expansions, moments under q."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl import gaussian
-from fedppl.contracts import ClientView, Expansion
+from fedppl.contracts import ClientView, Expansion, Moments, Target
 from fedppl.local import tolerances as tol
 from fedppl.local.target import local_mode
-from fedppl.numerics import pairs
-from fedppl.numerics.importance import quadratic_terms
+from fedppl.numerics import importance, pairs
 from fedppl.numerics.integral import Rule, by_grid, by_points, chunks
 from fedppl.numerics.pairs import Densities, Laplace, Origins, joined, site_outputs
 from fedppl.numerics.streams import stream_of, whitened_points
@@ -195,7 +194,9 @@ def left_out(
         z = whitened_points(m, (m + 1) * (m + 2), stream)
         again = difference(mean + z @ root.T)
         if again is not None:
-            coefficients = np.asarray(np.linalg.lstsq(quadratic_terms(z), again[0], rcond=None)[0], dtype=float)
+            coefficients = np.asarray(
+                np.linalg.lstsq(importance.quadratic_terms(z), again[0], rcond=None)[0], dtype=float
+            )
             linear, curved[np.triu_indices(m)] = coefficients[1 : 1 + m], coefficients[1 + m :]
             trust = min(trust, again[1])
     inverse = np.linalg.inv(root)
@@ -205,6 +206,124 @@ def left_out(
         return np.asarray(trust * (white @ linear + np.sum((white @ curved) * white, axis=1)))
 
     return LeftOut(quadratic, trust)
+
+
+# Moments of the tilted distribution by importance sampling from the global q, or one near it -------------------------
+
+# Where q and the client's site are right already, the log weights are constant and the moments of q have no error.
+
+
+class Factor(NamedTuple):
+    """Log weights of a client's factor against its site in q, at points (S, m)."""
+
+    values: Callable[[Array], Array]  # (S,)
+    gradients: Callable[[Array], tuple[Array, Array]]  # (S,) and (S, m)
+
+
+def moments(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    """Moments under q = N(mean, root rootᵀ) times the weights; None where no weight is finite."""
+    if importance.has_enough_points(len(mean)):
+        return _from_values(factor, mean, root, points, stream)
+    return _from_gradients(factor, mean, root, points, stream)
+
+
+def trusted(moments: Moments, limit: float) -> bool:
+    """Whether weights have enough effective points, and a small Pareto k unless they hardly vary."""
+    relative = moments.diagnostics["relative_ess"]
+    return relative > tol.LEAST_RELATIVE and (moments.diagnostics["pareto_k"] <= limit or relative > tol.FULL_RELATIVE)
+
+
+def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    for multiple, largest in tol.REMAINDERS:
+        key = (len(mean), multiple * importance.enough_points(len(mean), points), stream)
+        z = whitened_points(*key)
+        log_weights = factor.values(mean + z @ root.T)
+        if not np.any(np.isfinite(log_weights)):
+            return None
+        weights = importance.normalise(log_weights)
+        white, remainder, error = importance.controlled_moments(z, log_weights, weights, key)
+        if remainder <= largest:
+            break
+    quality = {
+        "ess": importance.effective_size(weights),
+        "relative_ess": importance.effective_size(weights) / len(z),
+        "pareto_k": importance.pareto_k(log_weights),
+        "remainder": remainder,
+        "mc_error": error,
+        "departure": importance.departure(z, log_weights, key, root),
+        "mode_failures": float(np.sum(~np.isfinite(log_weights))),
+    }
+    return _coloured(white.mean, white.covariance, mean, root, importance.skewness(mean + z @ root.T, weights), quality)
+
+
+def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    fitted = None
+    for multiple, largest in tol.GRADIENT_REMAINDERS:
+        z = whitened_points(len(mean), multiple * importance.enough_gradients(len(mean), points), stream)
+        log_weights, gradients = factor.gradients(mean + z @ root.T)
+        if not np.all(np.isfinite(log_weights)) or not np.all(np.isfinite(gradients)):
+            return None
+        fitted = importance.stein_moments(z, log_weights, gradients @ root)
+        if fitted is None or fitted.remainder <= largest:
+            break
+    if fitted is None:
+        return None
+    relative = float(np.exp(-(fitted.remainder**2)))  # of log-normal weights
+    quality = {
+        "ess": relative * len(z),
+        "relative_ess": relative,
+        "pareto_k": fitted.pareto_k,
+        "remainder": fitted.remainder,
+        "mc_error": fitted.error,
+        "departure": importance.departure_by_gradients(fitted.off, root),
+        "mode_failures": 0.0,
+    }
+    skewed = importance.skewness_by_gradients(z, fitted.off, root)
+    return _coloured(fitted.moments.mean, fitted.moments.covariance, mean, root, skewed, quality)
+
+
+def _coloured(
+    mean: Array, covariance: Array, center: Array, root: Array, skewed: Array, quality: dict[str, float]
+) -> Moments:
+    """Moments of z as those of center + root z."""
+    inverse = np.linalg.inv(root)
+    try:
+        precision = inverse.T @ np.linalg.inv(covariance) @ inverse
+    except np.linalg.LinAlgError:  # one point has all the weight, and `relative_ess` is too small
+        precision = np.zeros_like(root)
+    coloured = root @ covariance @ root.T
+    return Moments(center + root @ mean, (coloured + coloured.T) / 2, (precision + precision.T) / 2, skewed, quality)
+
+
+def against_site(target: Target, mean: Array, difference: Callable[[Array], Array] | None) -> Factor:
+    """Log weights under q, from expansions at its mean; `difference` is the known error of Laplace's approximation."""
+    client, global_, cavity, share = target
+    site = gaussian.quotient(global_, cavity)
+
+    def log_weights(draws: Array) -> Array:
+        logs = values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
+        return logs if difference is None else logs + difference(draws)
+
+    def with_slopes(draws: Array) -> tuple[Array, Array]:
+        logs, slopes = gradients(client, draws, mean, share)
+        return logs - gaussian.log_kernel(site, draws), slopes - site.linear + draws @ site.precision
+
+    return Factor(log_weights, with_slopes)
+
+
+def departure_of(target: Target) -> dict[str, float]:
+    """How far the factor departs from a Gaussian, for inferences that draw: their draws are too few to estimate it."""
+    if target.client.kink or not gaussian.is_proper(target.global_):
+        return {}
+    mean, root = gaussian.affine(target.global_)
+    try:
+        weighted = moments(
+            against_site(target, mean, None), mean, root, tol.DEPARTURE_POINTS, stream_of(target.client.client_id)
+        )
+    except (LocalFailure, ArithmeticError, np.linalg.LinAlgError):
+        return {}
+    value = np.nan if weighted is None else weighted.diagnostics["departure"]
+    return {"departure": value} if np.isfinite(value) else {}
 
 
 # The reason why a client's local variables have no mode, from the end of the search for it ---------------------------

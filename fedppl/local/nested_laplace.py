@@ -12,7 +12,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _conditional, _from_q, _marginal, log_factors
+from fedppl.local import _conditional, _marginal, log_factors
 from fedppl.local import tolerances as tol
 from fedppl.local._marginal import no_mode
 from fedppl.local.nuts import NUTS
@@ -124,9 +124,9 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     client, global_, _, _ = target
     mean, root = gaussian.affine(global_)
     left_out = _conditional.left_out(client, mean, root)
-    factor = _from_q.against_site(target, mean, left_out.difference)
-    moments = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
-    if moments is not None and _from_q.trusted(moments, settings.pareto_limit):
+    factor = _marginal.against_site(target, mean, left_out.difference)
+    moments = _marginal.moments(factor, mean, root, settings.points, stream_of(client.client_id))
+    if moments is not None and _marginal.trusted(moments, settings.pareto_limit):
         return moments._replace(diagnostics={**moments.diagnostics, "fallback": 0.0, "inner_trust": left_out.trust})
     before: Mapping[str, float] = {} if moments is None else moments.diagnostics
     started = time.perf_counter()

@@ -12,7 +12,7 @@ import numpy as np
 import pymc as pm
 
 from fedppl.contracts import Draws, LocalInference, Moments, Target
-from fedppl.local import _from_q
+from fedppl.local import _marginal
 from fedppl.local import tolerances as tol
 from fedppl.local.target import inference, log_tilted, start
 from fedppl.results.idata import chain_diagnostics
@@ -121,7 +121,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
             "ess": ess,
             "rhat": rhat,
             "mc_error": float(1.0 / np.sqrt(independent)),
-            **_from_q.departure_of(target),
+            **_marginal.departure_of(target),
             **info,
         },
     )

@@ -47,12 +47,6 @@ NODE_WIDTH = 0.5  # of the gap between nodes, least sd of mass at one; trial; �
 LARGE_GAIN = 1e3  # log units of a Newton step, from which its end is evaluated; epsilon; − time, + rounding
 RESIDUAL_GAIN = 1e-6  # log units left to gain, in a Gaussian; epsilon of large densities; − refuses, + error
 
-# `_from_q`: moments by importance sampling from q
-REMAINDERS = (1, 0.02), (4, 0.2), (16, np.inf)  # times as many points, up to this remainder; trial; − time, + error
-GRADIENT_REMAINDERS = (1, 0.2), (4, np.inf)  # the same with gradients; trial; − time, + error
-LEAST_RELATIVE, FULL_RELATIVE = 0.1, 0.9  # relative ESS, with any k of less and of more; trial; − error, + fallbacks
-DEPARTURE_POINTS = 64  # for the departure from a Gaussian; time; − chance, + time
-
 # `_marginal`: the error of Laplace's approximation as a quadratic
 SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid; trial; − error, + time
 NODES_BEYOND_GRIDS = 256  # sampled nodes of many coordinates; time; − error, + time
@@ -63,6 +57,10 @@ NO_ERROR = 1e-7  # log units an sd of q; root of epsilon; − quadratics of roun
 CURVED = 1e-3  # log units an sd of q, from which curvature is estimated; trial; − time, + error
 TOO_LARGE = 1e12  # of a log density, without digits for differences; epsilon; names the reason of a failure
 SHRUNK = -4.0  # change of a log scale that goes to 0: e^-4 = 0.02; trial; names the reason of a failure
+REMAINDERS = (1, 0.02), (4, 0.2), (16, np.inf)  # times as many points, up to this remainder; trial; − time, + error
+GRADIENT_REMAINDERS = (1, 0.2), (4, np.inf)  # the same with gradients; trial; − time, + error
+LEAST_RELATIVE, FULL_RELATIVE = 0.1, 0.9  # relative ESS, with any k of less and of more; trial; − error, + fallbacks
+DEPARTURE_POINTS = 64  # for the departure from a Gaussian; time; − chance, + time
 
 # `advi`
 FEWEST_POINTS, MOST_POINTS = 16, 2**20  # that users may ask for; trial, memory; − no covariance, + memory
