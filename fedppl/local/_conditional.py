@@ -57,7 +57,8 @@ class _Probes(NamedTuple):
 def _probes(client: ClientView) -> _Probes | None:
     """Probes near and far, by model and data alone; None where θ has no mode at one of them."""
     center = gaussian.mean(client.prior.gaussian)
-    near, far = (_marginal.prior_sds(client, most) for most in (tol.NEAR_SDS, tol.FAR_SDS))
+    sds = gaussian.standard_deviations(client.prior.gaussian)
+    near, far = np.minimum(sds, tol.NEAR_SDS), np.minimum(sds, tol.FAR_SDS)
     points = center + np.concatenate([np.outer(tol.PROBE_SDS, near), [-far, far]])
     try:
         _, modes, factors = _marginal.near(client, points, center)
@@ -354,11 +355,8 @@ def centered(client: ClientView, about: Quadrature, which: Places, rest: Places,
         least = (tol.NODE_WIDTH * here[:, None]) ** 2  # mass at one node is as wide as nodes are apart
         covariance = np.einsum("sl,slp,slq->spq", shares, nodes, nodes) + least * np.eye(len(which))
         variances = np.linalg.eigvalsh(covariance)
-        away = (
-            (np.abs(mean).max(axis=1) > tol.OFF_CENTER)
-            | (variances[:, 0] < tol.NARROW**2)
-            | (variances[:, -1] > tol.WIDE**2)
-        )
+        away = (variances[:, 0] < tol.NARROW**2) | (variances[:, -1] > tol.WIDE**2)
+        away |= np.abs(mean).max(axis=1) > tol.OFF_CENTER
         off, mean, covariance = off[away], mean[away], covariance[away]
         if not len(off):
             break
@@ -465,9 +463,8 @@ def _inverses(matrices: Array) -> tuple[Array, Array]:
         proper: Array = np.where(values[..., :1] > 0.0, 1.0, 0.0)
         values = np.where(proper > 0.0, values, 1.0)
         inverses = (vectors / values[..., None, :]) @ np.swapaxes(vectors, -2, -1)
-        return np.asarray(inverses * proper[..., None]), np.where(
-            proper[..., 0] > 0.0, np.log(values).sum(axis=-1), np.nan
-        )
+        logs = np.where(proper[..., 0] > 0.0, np.log(values).sum(axis=-1), np.nan)
+        return np.asarray(inverses * proper[..., None]), logs
 
 
 def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:

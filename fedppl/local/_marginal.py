@@ -61,10 +61,6 @@ def _origin(client: ClientView, center: Array) -> Origins:
     return at
 
 
-def prior_sds(client: ClientView, most: float) -> Array:
-    return np.minimum(gaussian.standard_deviations(client.prior.gaussian), most)
-
-
 def values(client: ClientView, points: Array, center: Array, prior_share: float) -> Array:
     """log f_k (and its share of a non-Gaussian prior) at points (S, m), (S,); −inf where there is no mode."""
     logs = near(client, points, center).values
@@ -101,7 +97,8 @@ def gradients(client: ClientView, points: Array, center: Array, prior_share: flo
 def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
     """Quadratic expansion of log f_k (and of its share of a non-Gaussian prior) at a point."""
     one, begin = np.zeros(1, dtype=np.int64), client.view(start)[None]
-    stack = pairs.expansions(client.view(densities), point, begin, one, prior_sds(client, 1.0))
+    widths = np.minimum(gaussian.standard_deviations(client.prior.gaussian), tol.NEAR_SDS)
+    stack = pairs.expansions(client.view(densities), point, begin, one, widths)
     value, gradient, hessian = float(stack.values[0]), stack.gradients[0], stack.hessians[0]
     if not (np.isfinite(value) and np.all(np.isfinite(hessian))):
         raise LocalFailure(no_mode(client, point))
@@ -194,9 +191,8 @@ def left_out(
         z = whitened_points(m, (m + 1) * (m + 2), stream)
         again = difference(mean + z @ root.T)
         if again is not None:
-            coefficients = np.asarray(
-                np.linalg.lstsq(importance.quadratic_terms(z), again[0], rcond=None)[0], dtype=float
-            )
+            terms = importance.quadratic_terms(z)
+            coefficients = np.asarray(np.linalg.lstsq(terms, again[0], rcond=None)[0], dtype=float)
             linear, curved[np.triu_indices(m)] = coefficients[1 : 1 + m], coefficients[1 + m :]
             trust = min(trust, again[1])
     inverse = np.linalg.inv(root)
@@ -317,9 +313,8 @@ def departure_of(target: Target) -> dict[str, float]:
         return {}
     mean, root = gaussian.affine(target.global_)
     try:
-        weighted = moments(
-            against_site(target, mean, None), mean, root, tol.DEPARTURE_POINTS, stream_of(target.client.client_id)
-        )
+        stream = stream_of(target.client.client_id)
+        weighted = moments(against_site(target, mean, None), mean, root, tol.DEPARTURE_POINTS, stream)
     except (LocalFailure, ArithmeticError, np.linalg.LinAlgError):
         return {}
     value = np.nan if weighted is None else weighted.diagnostics["departure"]

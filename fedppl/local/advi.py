@@ -123,9 +123,7 @@ def _maximise(objective: _Density, first: Array, max_iterations: int) -> Array:
         if before.fun - result.fun <= tol.RESTART_GAIN * (1.0 + abs(result.fun)):
             break
     else:
-        raise LocalFailure(
-            f"the variational fit still rises after {tol.RESTARTS} searches; give θ a proper prior, or use NUTS"
-        )
+        raise LocalFailure(f"the variational fit still rises after {tol.RESTARTS} searches; give θ a proper prior")
     if not np.all(np.isfinite(result.x)) or result.fun >= tol.NO_VALUE:
         raise LocalFailure("the variational objective is infinite at every point; give θ a proper prior or use NUTS")
     if result.status == 1:
@@ -187,10 +185,7 @@ def _fitted(target: Target, fit: _Fit, settings: _Settings) -> tuple[Array, Arra
         mean, factor = fit(density, origin, z, settings.max_iterations)
     A = negative_hessian(target, mean, np.minimum(np.sqrt(np.sum(factor**2, axis=1)), 1.0))
     if not np.all(np.isfinite(A)) or not np.linalg.eigvalsh(A)[0] > 0:
-        raise LocalFailure(
-            "the variational fit diverged: the tilted density does not fall off around it. Lower damping= of EP, or "
-            "use local=fedppl.local.NUTS()"
-        )
+        raise LocalFailure("the variational fit diverged, beyond the tilted density. Lower damping= of EP, or use NUTS")
     log_weights = np.array([density(mean + factor @ row)[0] + 0.5 * row @ row for row in z])
     return mean, factor, pareto_k(log_weights)
 

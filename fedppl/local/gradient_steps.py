@@ -67,10 +67,8 @@ def climb(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
         x = x + settings.learning_rate * gradient
     value, gradient = density(x)
     if not value >= first:
-        raise LocalFailure(
-            f"gradient steps diverged (log density {first:.4g} before, {value:.4g} after); lower "
-            f"learning_rate={settings.learning_rate}"
-        )
+        change = f"log density {first:.4g} before, {value:.4g} after"
+        raise LocalFailure(f"gradient steps diverged ({change}); lower learning_rate={settings.learning_rate}")
     A = negative_hessian(target, x, np.full(len(x), common.START_LENGTH))
     eigenvalues, vectors = np.linalg.eigh(A)
     if not eigenvalues[0] > 0:
@@ -138,7 +136,7 @@ def check_batches(client: ClientView, batch_size: int | None) -> None:
     parts = [client.batch(np.flatnonzero(chosen)) for chosen in (half, ~half)]
     none = client.batch(np.arange(0))
     prior = client.layout.prior
-    sd = np.minimum(gaussian.standard_deviations(prior), 1.0)
+    sd = np.minimum(gaussian.standard_deviations(prior), tol.NEAR_SDS)
     rng = np.random.default_rng(0)  # a random point: at a special one a difference may be zero by coincidence
     x = np.concatenate([gaussian.mean(prior), client.initial])
     x += tol.BATCH_PROBE * rng.normal(size=len(x)) * np.concatenate([sd, np.ones(client.local_size)])
@@ -148,8 +146,8 @@ def check_batches(client: ClientView, batch_size: int | None) -> None:
     scale = np.abs(whole) + np.abs(first) + np.abs(second) + np.abs(nothing)
     if not np.all(np.abs(whole + nothing - first - second) <= tol.BATCH_ROUNDING * (1.0 + scale)):
         raise DataError(
-            f"client {client.client_id!r}: the log density is not a sum over its {client.rows} rows, or an array that "
-            "has no row per observation is just as long; gradients of batches would be wrong. Use batch_size=None."
+            f"client {client.client_id!r}: the log density is not a sum over its {client.rows} rows, or an array of "
+            "something else is just as long, so gradients of batches would be wrong. Use batch_size=None."
         )
 
 

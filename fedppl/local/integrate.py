@@ -139,7 +139,7 @@ def slopes(stacks: Sequence[Stacked], point: Array) -> tuple[Array, Array]:
     """Gradient (m,) and Hessian (m, m) of the sum of Laplace's log f_k; NaN where a client has no mode of θ."""
     gradient, hessian = np.zeros(len(point)), np.zeros((len(point), len(point)))
     for stack in stacks:
-        wanted = np.minimum(gaussian.standard_deviations(stack.prior.gaussian), 1.0)
+        wanted = np.minimum(gaussian.standard_deviations(stack.prior.gaussian), tol.NEAR_SDS)
         own = pairs.expansions(stack.of, point, stack.starts, np.arange(len(stack), dtype=np.int64), wanted)
         gradient, hessian = gradient + own.gradients.sum(axis=0), hessian + own.hessians.sum(axis=0)
     return gradient, hessian
@@ -216,12 +216,11 @@ def _part(
     failures = {str(stack.ids[k]): no_mode(stack.client(int(k)), center) for k in places[~usable]}
     rows = np.flatnonzero(usable)
     if look and not stack.exact and len(rows):
-        clients = [stack.client(int(k)) for k in places[rows]]
-        several = several_modes(
-            stack.of, places[rows], clients, stack.starts[places[rows]], near_and_far(points, center)
-        )
+        own = places[rows]
+        clients = [stack.client(int(k)) for k in own]
+        several = several_modes(stack.of, own, clients, stack.starts[own], near_and_far(points, center))
         failures |= several
-        rows = np.array([row for row in rows if str(stack.ids[places[row]]) not in several], dtype=np.int64)
+        rows = rows[[str(stack.ids[k]) not in several for k in own]]
     roughly = roughly and not stack.exact
     wanted = np.arange(len(points)) if roughly else known
     values, about = pairs.laplace_at(stack.of, at, rows, places[rows], points, wanted)

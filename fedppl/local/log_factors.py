@@ -160,9 +160,8 @@ def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
         known = np.isfinite(values)
         if not np.any(known):
             break
-        rest = np.log(np.clip(1.0 - shares, tol.LEAST_REST, 1.0)) - np.log1p(
-            -1.0 / common.SCRAMBLES
-        )  # without each scramble
+        expected = np.log1p(-1.0 / common.SCRAMBLES)
+        rest = np.log(np.clip(1.0 - shares, tol.LEAST_REST, 1.0)) - expected  # without each scramble
         bias = -(common.SCRAMBLES - 1.0) * rest.mean(axis=1)
         half = shares[:, : common.SCRAMBLES // 2].sum(axis=1)
         with np.errstate(divide="ignore"):
@@ -222,9 +221,8 @@ def _is_product(client: ClientView) -> bool:
         logs = _marginal.log_densities(client, point, theta)
         logs = np.where(logs < np.inf, logs, -np.inf)
         together, each = logs[1 : 1 + len(z)] - logs[0], (logs[1 + len(z) :] - logs[0]).reshape(len(z), d).sum(axis=1)
-        if not np.allclose(
-            together, each, rtol=tol.PRODUCT_EQUAL, atol=tol.PRODUCT_EQUAL * max(1.0, float(np.abs(logs[0])))
-        ):
+        allowed = tol.PRODUCT_EQUAL * max(1.0, float(np.abs(logs[0])))
+        if not np.allclose(together, each, rtol=tol.PRODUCT_EQUAL, atol=allowed):
             return False
     return True
 

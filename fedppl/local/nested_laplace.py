@@ -135,10 +135,8 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
         if before:
             k, relative = before["pareto_k"], before["relative_ess"]
             quality = f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}"
-        raise LocalFailure(
-            f"{quality}: q and this client's factor hardly overlap. Raise points=, set fallback=True, or start EP with "
-            "warm_start=True"
-        )
+        remedy = "Raise points=, set fallback=True, or start EP with warm_start=True"
+        raise LocalFailure(f"{quality}: q and this client's factor hardly overlap. {remedy}")
     sample = _student_sample(target, settings)
     if sample is None:
         client.view(_warn_of_nuts)
@@ -234,12 +232,9 @@ def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settin
             sampled = NUTS().draw(target, draws, chains, rng)
             return sampled._replace(diagnostics={**sampled.diagnostics, "fallback": 2.0})
     weights = normalise(log_weights)
-    chosen = resample(weights, wanted, rng)
-    return Draws(
-        phi[chosen].reshape(chains, draws, -1),
-        theta[chosen].reshape(chains, draws, -1),
-        {"ess": effective_size(weights), "pareto_k": pareto_k(log_weights), "fallback": step},
-    )
+    chosen = resample(weights, wanted, rng).reshape(chains, draws)
+    quality = {"ess": effective_size(weights), "pareto_k": pareto_k(log_weights), "fallback": step}
+    return Draws(phi[chosen], theta[chosen], quality)
 
 
 def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, rng: Rng) -> tuple[Array, Array, Array]:
@@ -320,9 +315,8 @@ def _weighted(
     # Each scramble is a sample of its own: with self-normalised weights, the spread of Σ w (x − mean) over them.
     parts = (weights[:, None] * (points - moments.mean)).reshape(common.SCRAMBLES, count, m).sum(axis=1)
     error = float(np.max(np.sqrt(common.SCRAMBLES * parts.var(axis=0, ddof=1)) / sd))
-    return StudentSample(
-        points, log_proposal, log_weights, moments, effective_size(weights), pareto_k(log_weights), error
-    )
+    ess, k = effective_size(weights), pareto_k(log_weights)
+    return StudentSample(points, log_proposal, log_weights, moments, ess, k, error)
 
 
 # Laplace's approximation of (φ, θ) jointly ----------------------------------------------------------------------------
@@ -380,8 +374,7 @@ def _joint_gaussian(target: Target) -> tuple[Array, Array]:
         x = x + length * step
         value, gradient = trial
     raise LocalFailure(
-        "no joint mode of (φ, θ) was found; the tilted posterior may have none (a scale going to zero). "
-        "Use local=fedppl.local.NestedLaplace() or fedppl.local.NUTS()"
+        "no joint mode of (φ, θ) was found, as where a scale goes to zero. Use local=fedppl.local.NestedLaplace()"
     )
 
 

@@ -84,10 +84,8 @@ def NUTS(
         raise DeclarationError('nuts_sampler="nutpie" needs nutpie; install fedppl[nutpie] or use "pymc".')
     each = {"draws": draws, "tune": tune, "chains": chains}
     counts = [whole(name, value, most=tol.MOST_DRAWS) for name, value in each.items()]
-    if draws * chains < tol.FEWEST_DRAWS:
-        raise DeclarationError(
-            f"draws={draws} with chains={chains} are too few; use at least {tol.FEWEST_DRAWS} in all."
-        )
+    if draws * chains < (least := tol.FEWEST_DRAWS):
+        raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {least} in all.")
     settings = _Settings(
         sampler,
         *counts,
@@ -143,9 +141,8 @@ def _sample(target: Target, rng: Rng, settings: _Settings, draws: int, chains: i
         sample, divergences = run(density, origin, draws, settings.tune, chains, settings.target_accept, rng)
     except RuntimeError as error:  # of nutpie and of PyMC where no start has a finite density
         reason = str(error).strip().splitlines()[0]
-        raise LocalFailure(
-            f"NUTS could not sample: {reason}. Check this client's data and give θ a proper prior"
-        ) from error
+        why = f"NUTS could not sample: {reason}. Check this client's data and give θ a proper prior"
+        raise LocalFailure(why) from error
     if not np.all(np.isfinite(sample)):
         raise LocalFailure("NUTS left the region where the log density is finite; give θ a proper prior")
     return sample, {"divergences": float(divergences)}

@@ -145,13 +145,9 @@ def inference(
     name: str, tilted: Callable[..., Moments], draw: Callable[..., Draws], settings: NamedTuple, **more: Any
 ) -> LocalInference:
     """A local inference whose functions take its settings."""
-    own = functools.partial(tilted, settings=settings), functools.partial(draw, settings=settings)
-    return LocalInference(
-        **{"name": name, "check": lambda client: None, "expand": None, **more},
-        tilted=own[0],
-        draw=own[1],
-        settings=settings._asdict(),
-    )
+    more = {"check": lambda client: None, "expand": None, "settings": settings._asdict(), **more}
+    own = {"tilted": functools.partial(tilted, settings=settings), "draw": functools.partial(draw, settings=settings)}
+    return LocalInference(name, **own, **more)
 
 
 # The rule of the keyword `local`: an algorithm's local inference ------------------------------------------------------
@@ -168,13 +164,6 @@ def local_inference(name: str, value: Any, default: LocalInference) -> LocalInfe
     word = value.replace("_", "").replace(" ", "").casefold() if isinstance(value, str) else ""
     builder = next((one for one in _INFERENCES if one.casefold() == word), None)
     if builder is not None:
-        raise DeclarationError(
-            f"{name}={value!r} is text; pass fedppl.local.{builder}(), with brackets and its settings."
-        )
-    raise DeclarationError(
-        f"{name}={shown(value)} is no local inference"
-        + (
-            not_called(value)
-            or "; pass one that is built, such as fedppl.local.NestedLaplace() or fedppl.local.NUTS()."
-        )
-    )
+        raise DeclarationError(f"{name}={value!r} is text; pass fedppl.local.{builder}(), with its settings.")
+    remedy = not_called(value) or "; pass one, such as fedppl.local.NestedLaplace() or fedppl.local.NUTS()."
+    raise DeclarationError(f"{name}={shown(value)} is no local inference{remedy}")

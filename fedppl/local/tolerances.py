@@ -13,15 +13,13 @@ CLIENTS_AT_ONCE = 1024  # clients of a part; memory; − more calls, + memory
 NUMBERS_IN_A_THREAD = 2**20  # numbers in an array of one thread, 8 MiB; memory; − more calls, + memory
 DENSITY_ROUNDING = 1e-10  # of the log density of many rows; epsilon; − Gaussians are refused, + others taken
 AGREE = 0.003  # log units, of errors and differences that count as small; trial; − time, + error
-CONSTANT = (
-    0.02  # log units, of a difference at all points, which moves the evidence alone; trial; − time, + evidence off
-)
+CONSTANT = 0.02  # log units, of a difference at all points, which moves evidence alone; trial; − time, + error
 
 # `_conditional`: coordinates given which the others are Gaussian
 MOST_CONDITIONING = 2  # coordinates; time; − fewer quadratures, + grids of many nodes
 MOST_LOCAL = 50  # coordinates of θ among which they are looked for; time; − sampled nodes, + time
 PROBE_SDS = -1.0, 0.3, 1.0  # of the prior, where θ is looked at, and far off; trial; fewer let others pass
-NEAR_SDS, FAR_SDS = 1.0, 10.0  # the prior's sds at most, for probes near and far; trial; + no modes of θ
+NEAR_SDS, FAR_SDS = 1.0, 10.0  # widths of the prior at most, near and far: units of φ; trial; + no modes of θ
 CURVATURE_LENGTH = 1e-2  # sds, of differences of slopes; fourth root of epsilon; − rounding, + bends
 CURVATURE_CHANGE = 1e-6  # of the largest; rounding over that length; − all coordinates turn, + none does
 GIVEN_SDS = 0.5, -1.0, 2.0  # of c, at which the rest is checked; trial; fewer let others pass

@@ -103,9 +103,8 @@ def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
     center = weights @ phi
     x = phi[:, places] - center[places]
     logs = powers * (phi[:, scales] - center[scales])
-    spread = np.abs(_correlations(x**2, logs)).max(axis=0, initial=0.0) > tol.SPREAD + tol.SPREAD_BY_CHANCE / np.sqrt(
-        effective
-    )
+    least = tol.SPREAD + tol.SPREAD_BY_CHANCE / np.sqrt(effective)
+    spread = np.abs(_correlations(x**2, logs)).max(axis=0, initial=0.0) > least
     if not np.any(spread):
         return _none()
     scales, powers, logs = scales[spread], powers[spread], logs[:, spread]
@@ -114,19 +113,12 @@ def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
     if effective > tol.POINTS_A_LOCATION * len(places):
         bases += [_spreading(x, phi[:, i], weights) for i in np.unique(scales)]
     gain = tol.GAIN + tol.GAIN_BY_CHANCE / effective
-    stretches = [
-        Stretch(
-            places,
-            center[places],
-            basis,
-            scales,
-            center[scales],
-            powers,
-            np.stack([_growth(along**2, variances, weights, gain) for along in (x @ basis.T).T]),
-        )
-        for basis in bases
-    ]
-    best = min(stretches, key=lambda one: misfit(phi, weights, one, places))
+
+    def stretched(basis: Array) -> Stretch:
+        growth = np.stack([_growth(along**2, variances, weights, gain) for along in (x @ basis.T).T])
+        return Stretch(places, center[places], basis, scales, center[scales], powers, growth)
+
+    best = min(map(stretched, bases), key=lambda one: misfit(phi, weights, one, places))
     return best if np.any(best.growth) else _none()
 
 
@@ -306,7 +298,6 @@ def declared(labels: tuple[str, ...], phi: Array) -> Array:
         elif name.endswith(("_logodds__", "_interval__")):
             columns.append(expit(phi[:, places]))
         elif name.endswith("_simplex__"):
-            columns.append(
-                softmax(np.concatenate([phi[:, places], -phi[:, places].sum(axis=1, keepdims=True)], axis=1), axis=1)
-            )
+            last = -phi[:, places].sum(axis=1, keepdims=True)
+            columns.append(softmax(np.concatenate([phi[:, places], last], axis=1), axis=1))
     return np.concatenate(columns, axis=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import exprel
 
 from fedppl.numerics import tolerances as tol
 from fedppl.numerics.streams import cached, whitened_points
@@ -212,10 +213,7 @@ class _Tail(NamedTuple):
 
 
 def _tail(ordered: Array) -> _Tail | None:
-    """Empirical-Bayes fit (Zhang and Stephens 2009) to ascending finite log weights; None where the largest are equal.
-
-    There is no prior on the shape.
-    """
+    """Empirical-Bayes fit (Zhang and Stephens 2009) to ascending finite log weights; None where these are equal."""
     size = len(ordered)
     count = int(min(tol.TAIL_SHARE * size, tol.TAIL_ROOT * np.sqrt(size)))
     threshold = float(np.exp(ordered[-count - 1] - ordered[-1]))
@@ -231,12 +229,9 @@ def _tail(ordered: Array) -> _Tail | None:
     weights = np.exp(log_likelihood - log_likelihood.max())
     rate = float(weights @ b / weights.sum())
     shape = float(np.mean(np.log1p(-rate * excess)))
-    return _Tail(shape, -shape / rate, threshold, count)
-
-
-def _towards_a_half(tail: _Tail) -> float:
-    """The weak prior of Vehtari et al. (2024)."""
-    return (tail.size * tail.shape + tol.TAIL_PRIOR * tol.TAIL_PRIOR_WEIGHT) / (tail.size + tol.TAIL_PRIOR_WEIGHT)
+    # The weak prior of Vehtari et al. (2024).
+    by_prior = (count * shape + tol.TAIL_PRIOR * tol.TAIL_PRIOR_WEIGHT) / (count + tol.TAIL_PRIOR_WEIGHT)
+    return _Tail(by_prior, -shape / rate, threshold, count)
 
 
 def pareto_k(log_weights: Array) -> float:
@@ -248,7 +243,7 @@ def pareto_k(log_weights: Array) -> float:
     if len(finite) < tol.FEWEST_WEIGHTS:
         return np.inf
     tail = _tail(np.sort(finite))
-    return -np.inf if tail is None else _towards_a_half(tail)
+    return -np.inf if tail is None else tail.shape
 
 
 def limit(count: int) -> float:
@@ -274,15 +269,10 @@ def smoothed(log_weights: Array) -> tuple[Array, float]:
     tail = _tail(logs[order])
     if tail is None:
         return logs, -np.inf
-    shape = _towards_a_half(tail)
     survival = np.log1p(-(np.arange(tail.size) + 0.5) / tail.size)  # log of 1 − p
-    excess = (
-        -tail.scale * survival
-        if abs(shape) < tol.EXPONENTIAL_SHAPE
-        else tail.scale * np.expm1(-shape * survival) / shape
-    )
+    excess = -tail.scale * survival * exprel(-tail.shape * survival)
     logs[order[-tail.size :]] = np.minimum(largest + np.log(tail.threshold + excess), largest)
-    return logs, shape
+    return logs, tail.shape
 
 
 # Moments from gradients: a quadratic by Stein's identities, its exact moments, and a correction for the remainder -----

@@ -36,9 +36,7 @@ class SharedPrior:
         """log p(φ) − log N_0(φ) at each row of phi, (S,), up to a constant."""
         if self.is_gaussian:
             return np.zeros(len(phi))
-        return self._cached(
-            "value", phi, lambda: np.asarray(self.log_density(phi) - gaussian.log_kernel(self.gaussian, phi))
-        )
+        return self._cached("value", phi, lambda: self.log_density(phi) - gaussian.log_kernel(self.gaussian, phi))
 
     def log_ratio_gradient(self, phi: Array) -> Array:
         """Gradient of `log_ratio` at one φ, (m,)."""
@@ -49,7 +47,7 @@ class SharedPrior:
         if self.is_gaussian:
             return np.zeros_like(phi)
         linear, precision = self.gaussian
-        return self._cached("gradients", phi, lambda: np.asarray(self.gradients(phi) - linear + phi @ precision))
+        return self._cached("gradients", phi, lambda: self.gradients(phi) - linear + phi @ precision)
 
     def _cached(self, what: str, phi: Array, compute: Callable[[], Array]) -> Array:
         """Values at these points, read-only, from the cache if they are in it; large sets of points are not cached."""
@@ -101,8 +99,8 @@ def gaussian_prior(gradient: Callable[[Array], Array], origin: Array, owners: An
         return None
     if not is_proper:
         raise DeclarationError(
-            f"the shared prior is improper (smallest eigenvalue of its scaled precision {smallest:.3g}); the server "
-            "needs a proper one. Give every shared variable a proper prior, for example pm.Normal(0, 10)."
+            f"the shared prior is improper (smallest eigenvalue of its scaled precision {smallest:.3g}). Give every "
+            "shared variable a proper prior, for example pm.Normal(0, 10)."
         )
     return Gaussian(linear, symmetric)
 

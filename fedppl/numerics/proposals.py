@@ -50,9 +50,8 @@ def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
     moments = weighted_moments(points, far / far.sum())
     sides = [_along(i, sign, points, weights, covariance, each) for i in heavy for sign in (-1.0, 1.0)]
     along = tuple(side for side in sides if side is not None)
-    middle = propose(
-        moments.mean, moments.covariance + tol.RIDGE_OF_TAIL * covariance, max(1, count // 2) if along else count
-    )
+    spread = moments.covariance + tol.RIDGE_OF_TAIL * covariance
+    middle = propose(moments.mean, spread, max(1, count // 2) if along else count)
     return middle, *along
 
 
@@ -98,9 +97,8 @@ class _Line(NamedTuple):
 
 def _line(x: Array, y: Array, weights: Array) -> _Line:
     x_mean, y_mean = weights @ x, weights @ y
-    slope = (weights @ ((x - x_mean) * (y - y_mean))) / (
-        (1.0 + tol.RIDGE_OF_TAIL) * (weights @ (x - x_mean) ** 2) + tol.TINY
-    )
+    variance = (1.0 + tol.RIDGE_OF_TAIL) * (weights @ (x - x_mean) ** 2) + tol.TINY
+    slope = (weights @ ((x - x_mean) * (y - y_mean))) / variance
     return _Line(float(y_mean - slope * x_mean), float(slope), y - y_mean - slope * (x - x_mean))
 
 
@@ -131,18 +129,14 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     logs = []
     for mean, root, count, bend, degrees in proposals:
         if len(bend):
-            straight = points - np.log1p(_distance(points, mean, root))[:, None] * bend
+            i = int(np.flatnonzero(~np.any(root[:, 1:], axis=1))[0])  # the coordinate that depends on z₁ alone
+            distance = np.maximum((points[:, i] - mean[i]) / root[i, 0], 0.0)  # z₁; 0 on the other side
+            straight = points - np.log1p(distance)[:, None] * bend
             log_density = student_t.log_density_along(whitened(straight, mean, root), root, degrees)
         else:
             log_density = student_t.log_density(whitened(points, mean, root), root)
         logs.append(log_density + np.log(count / total))
     return np.asarray(np.logaddexp.reduce(logs, axis=0))
-
-
-def _distance(points: Array, mean: Array, root: Array) -> Array:
-    """z₁ of points along a side, by the coordinate that depends on z₁ alone; 0 on the other side."""
-    i = int(np.flatnonzero(~np.any(root[:, 1:], axis=1))[0])
-    return np.asarray(np.maximum((points[:, i] - mean[i]) / root[i, 0], 0.0))
 
 
 def scrambles(proposals: tuple[Proposal, ...]) -> NDArray[np.intp]:

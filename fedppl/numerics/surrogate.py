@@ -10,7 +10,6 @@ tell: there a polynomial of the fourth degree comes first, once there are values
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -141,14 +140,13 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bo
         return None
     root = np.asarray(np.linalg.cholesky(covariance))
     z, values = whitened(u[high], mean, root), values[high]
-    bases = [_normal, *([_t] if heavy else []), *([_bent] if m >= tol.MANY and len(z) >= _bent_terms(m) else [])]
+    kinds = ["normal", *(["t"] if heavy else [])]
+    most = tol.COMPARED
+    if m >= tol.MANY and len(z) >= (m + 1) * (m + 2) * (m + 3) // 6 + m * (m + 1) // 2:  # as many as terms
+        kinds, most = [*kinds, "polynomial"], tol.MOST_VALUES
     try:
-        base = bases[0]
-        if len(bases) > 1:
-            base = min(
-                bases, key=lambda one: _missed(z, values, one, tol.MOST_VALUES if _bent in bases else tol.COMPARED)
-            )
-        own = base(z, values)
+        kind = min(kinds, key=lambda one: _missed(z, values, one, most)) if len(kinds) > 1 else kinds[0]
+        own = _base(kind, z, values)
         some = _thinned(z) if len(z) > tol.MOST_VALUES else np.arange(len(z))
         spline = _spline(z[some], values[some], own)
     except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
@@ -159,16 +157,10 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bo
     return Surrogate(mean, root, own, spline, np.sqrt(distance[order]), highest)
 
 
-def _normal(z: Array, values: Array) -> Base:
-    return Base(False, None)
-
-
-def _t(z: Array, values: Array) -> Base:
-    return Base(True, None)
-
-
-def _bent(z: Array, values: Array) -> Base:
-    """A polynomial by least squares through high values, where points far out count less."""
+def _base(kind: str, z: Array, values: Array) -> Base:
+    """What a spline adds to: a polynomial by least squares through high values, where points far out count less."""
+    if kind != "polynomial":
+        return Base(kind == "t", None)
     high = values > values.max() - tol.HIGH - z.shape[1]
     z, values = z[high], values[high]
     far = np.sum(z**2, axis=1) / z.shape[1] - tol.FAR_OUT
@@ -180,10 +172,6 @@ def _bent(z: Array, values: Array) -> Base:
     ridge = np.where(np.arange(len(size)) < few, tol.QUADRATIC_RIDGE, tol.RIDGE) * len(z)
     rest = (values + 0.5 * np.sum(z**2, axis=1)) * weights
     return Base(False, np.linalg.solve(terms.T @ terms + np.diag(ridge), terms.T @ rest) / size)
-
-
-def _bent_terms(m: int) -> int:
-    return (m + 1) * (m + 2) * (m + 3) // 6 + m * (m + 1) // 2
 
 
 def _polynomial_terms(z: Array) -> Array:
@@ -212,7 +200,7 @@ def _value(base: Base, z: Array) -> Array:
 def _spline(z: Array, values: Array, base: Base) -> RBFInterpolator:
     """Of what a base leaves of the values, and beside a polynomial of what a normal leaves."""
     at = np.arcsinh(z) if base.is_drawn_in else z
-    bases = [base] if base.coefficients is None else [base, _normal(z, values)]
+    bases = [base] if base.coefficients is None else [base, Base(False, None)]
     rest = np.stack([values - _value(one, z) for one in bases], axis=1)
     return RBFInterpolator(at, rest, kernel="cubic", degree=2, smoothing=tol.SMOOTHING)
 
@@ -226,10 +214,10 @@ def _told(base: Base, spline: RBFInterpolator, z: Array) -> Array:
     return np.asarray(np.minimum(own, rest[:, 1] - 0.5 * np.sum(z**2, axis=1) + tol.ABOVE))
 
 
-def _missed(z: Array, values: Array, base: Callable[[Array, Array], Base], most: int) -> float:
+def _missed(z: Array, values: Array, kind: str, most: int) -> float:
     """Mean error at a quarter of the values, by the others; of none more than some log units."""
     held_out = np.arange(len(z)) % 4 == 3
-    own = base(z[~held_out], values[~held_out])
+    own = _base(kind, z[~held_out], values[~held_out])
     some, few = (
         at[some_of(len(at), count)]
         for at, count in ((np.flatnonzero(~held_out), most * 3 // 4), (np.flatnonzero(held_out), tol.COMPARED))
@@ -268,12 +256,9 @@ def log_surrogate(of: Surrogate, u: Array) -> Array:
 def _no_higher(of: Surrogate, z: Array) -> Array:
     """The spline, where no value is higher than those that are about as far out."""
     as_far = np.searchsorted(of.distance, tol.EDGE * np.sqrt(np.sum(z**2, axis=1)))
-    return np.asarray(np.minimum(_inside(of, z), of.highest[as_far] + tol.HIGHER))
-
-
-def _inside(of: Surrogate, z: Array) -> Array:
-    parts = [_told(of.base, of.spline, z[some]) for some in chunks(len(z), tol.NUMBERS_AT_ONCE // tol.MOST_VALUES)]
-    return np.concatenate([np.zeros(0), *parts])
+    some = chunks(len(z), tol.NUMBERS_AT_ONCE // tol.MOST_VALUES)
+    values = np.concatenate([np.zeros(0), *(_told(of.base, of.spline, z[chunk]) for chunk in some)])
+    return np.asarray(np.minimum(values, of.highest[as_far] + tol.HIGHER))
 
 
 def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) -> Drawn:

@@ -16,9 +16,7 @@ POINTS_BYTES = 2**28  # bytes of whitened points in a cache; memory; − made an
 
 # `concentration`: what few rows have alone
 LINEAR = 1e-4  # of the largest curvature; error of one-sided differences; − linear terms look curved, + curved linear
-COLUMN_ROUNDING = (
-    1e-13  # of the largest singular value of unit columns; epsilon; − rounding is a direction, + some lost
-)
+COLUMN_ROUNDING = 1e-13  # of unit columns' largest singular value; epsilon; − directions of rounding, + some lost
 CLEAR_EIGENVALUE = 1e-6  # of the largest of X'X; half of the digits of epsilon; − fewer digits, + more slow SVDs
 COLUMNS_A_ROW = 0.5  # with more each row has a direction of its own; equation; − misses directions, + refuses all
 SHARE_STARTS = 24  # rows of largest leverage to climb from; trial; − may miss the maximum, + time
@@ -69,7 +67,6 @@ TAIL_SHARE, TAIL_ROOT = 0.2, 3.0  # of S, and of √S, in a tail at most; Vehtar
 TAIL_GUESSES, TAIL_SPREAD = (30, 3.0)  # of the rate, and its scale in quartiles; Zhang and Stephens 2009
 TAIL_PRIOR, TAIL_PRIOR_WEIGHT = 0.5, 10.0  # shape, and its weight in weights; Vehtari et al. 2024
 MOST_K = 0.7  # Pareto k of trusted weights; Vehtari et al. 2024; − refuses good ones, + biased moments
-EXPONENTIAL_SHAPE = 1e-12  # a smaller shape is 0; epsilon; − cancellation, + another distribution
 
 # `integral` over local variables by nodes
 FAR = {2: (6.0, 25), 3: (4.8, 17)}  # reach of arsinh z, and nodes; trial; − heavy tails, + time
@@ -89,16 +86,10 @@ SMOOTH = 0.002  # log units, median error of prediction; trial; − integrates a
 SMOOTH_QUANTILE, SMOOTH_TAIL = 0.9, 10.0  # of these errors, and how many times that it may be; trial; as above
 
 # `pairs`: modes, curvatures, Laplace's approximation
-SEARCH_STEPS, NEAR_SEARCH_STEPS = (
-    100,
-    25,
-)  # of a search; from the mode at another φ; trial; − fails, + time where none is
+SEARCH_STEPS, NEAR_SEARCH_STEPS = 100, 25  # of a search; from the mode at another φ; trial; − fails, + time
 START_LENGTH = 0.1  # over which a first difference is taken; trial; − rounding, + bends
 LEAST_LENGTH, MOST_LENGTH = 1e-6, 1.0  # sds over which differences are taken; trial; − rounding, + bends
-FORWARD, CENTRAL = (
-    1e-4,
-    1e-3,
-)  # sds of a difference of slopes; root and cube root of epsilon, and room; − rounding, + bends
+FORWARD, CENTRAL = 1e-4, 1e-3  # sds of a difference of slopes; (cube) root of epsilon, and room; − rounding, + bends
 THIRD = 1e-2  # sds of a second difference of slopes; fourth root of epsilon; − rounding, + bends
 STEP_LENGTHS = (np.ones(1), *(0.5 ** np.arange(first, first + 13) for first in (1, 14, 27)))  # tried at once; trial
 CURVATURE_FLOORS = 1e-14, 1.0  # of the largest, in two ways of shifting; epsilon, and one unit for all
