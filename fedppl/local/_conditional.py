@@ -33,6 +33,7 @@ from fedppl.numerics.integral import (
     by_trapezoids,
     chunks,
     log_integrals,
+    median_of,
     nearest_of,
     some_of,
 )
@@ -195,24 +196,16 @@ def by_two_rules(
         if not len(near):
             continue
         differences = compute(near, some, between_trapezoids(far))[0] - values[np.ix_(near, some)]
-        rows = near[[not _is_alike(each) for each in differences]]
+        are_alike = [_range(each) < tol.ALIKE_ON_A_LINE and abs(median_of(each)) < tol.ALIKE for each in differences]
+        rows = near[~np.array(are_alike)]
         if not len(rows):
             continue
         halves = 0.5 * (compute(rows, everywhere, between_trapezoids(far))[0] - values[rows])
         for row, half in zip(rows, halves, strict=True):
-            known = np.isfinite(half)
             # The place of a kink between nodes changes from point to point, and both errors may cancel at one.
-            usual = np.median(np.abs(half[known])) if np.any(known) else 0.0
-            error = np.copysign(np.maximum(np.abs(half), usual), half)
-            values[row], errors[row] = values[row] + half, np.where(known, errors[row] + error, 0.0)
+            error = np.copysign(np.maximum(np.abs(half), median_of(np.abs(half))), half)
+            values[row], errors[row] = values[row] + half, np.where(np.isfinite(half), errors[row] + error, 0.0)
     return values, errors
-
-
-def _is_alike(difference: Array) -> bool:
-    """Whether two rules of one coordinate agree."""
-    finite = difference[np.isfinite(difference)]
-    constant = abs(np.median(finite)) if len(finite) else 0.0
-    return bool(_range(difference) < tol.ALIKE_ON_A_LINE and constant < tol.ALIKE)
 
 
 class Pair(NamedTuple):
@@ -237,27 +230,23 @@ def by_pairs(
     rest = np.setdiff1d(np.arange(len(points)), some)
     at_some = functools.cache(lambda place: quadratures[place](some))
 
-    def at(place: int) -> Array:
-        return at_some(place)[0]
-
-    def everywhere(place: int) -> tuple[Array, Array]:
+    def everywhere(place: int) -> Array:
         both = np.empty((2, len(points)))
         both[:, some], both[:, rest] = at_some(place), quadratures[place](rest)
-        return both[0], both[1]
+        return both
 
     smallest, better, largest = np.zeros(len(some)), pairs[0].first, np.inf
     for pair in pairs:
-        raw = at(pair.second) - at(pair.first)
+        (first, _), (second, finer) = at_some(pair.first), at_some(pair.second)
+        raw = second - first
         finite = np.isfinite(raw)
-        if np.sum(finite) < tol.COVERED * np.sum(np.isfinite(at(pair.first))):  # at some points there is no comparison
+        if np.sum(finite) < tol.COVERED * np.sum(np.isfinite(first)):  # at some points there is no comparison
             continue
-        difference = np.where(finite, raw, 0.0)
-        constant = float(np.median(difference[finite])) if np.any(finite) else 0.0
+        difference, constant = np.where(finite, raw, 0.0), median_of(raw)
         if _range(raw) < (tol.ALIKE_OF_FEW if pair.few else tol.ALIKE) and abs(constant) < tol.CONSTANT:
             values, errors = everywhere(pair.first)
-            # The finer one sees more of the tails.
-            places, finer = nearest_of(points, some), at_some(pair.second)
-            own = np.where(np.isfinite(finer[0][places]), finer[1][places], errors)
+            places = nearest_of(points, some)
+            own = np.where(np.isfinite(second[places]), finer[places], errors)  # the finer one sees more of the tails
             return values + constant, own + 0.5 * constant
         if float(np.max(np.abs(difference))) < largest:
             smallest, better, largest = difference, pair.better, float(np.max(np.abs(difference)))
@@ -272,7 +261,7 @@ def by_pairs(
 def _range(differences: Array) -> float:
     """Largest distance from the median."""
     finite = differences[np.isfinite(differences)]
-    return float(np.max(np.abs(finite - np.median(finite)))) if len(finite) else 0.0
+    return float(np.max(np.abs(finite - median_of(finite)), initial=0.0))
 
 
 # Quadratures over c ---------------------------------------------------------------------------------------------------

@@ -168,20 +168,20 @@ def summed(
     """
     size = _parts_of(stack.starts.shape[1], points.shape[1], len(points))
 
-    def over(places: Places, way: _Way | None, *, look: bool = False) -> list[_Part]:
+    def over(places: Places, way: _Way | None, *, look: bool = False) -> Values:
         part = functools.partial(_part, stack, points, known, center, way=way, look=look, roughly=roughly)
-        return in_parts(lambda own: part(places[own]), len(places), size, workers)
+        return _added(in_parts(lambda own: part(places[own]).values, len(places), size, workers), points, known)
 
     places = asked(stack, some)
     careful = places if len(places) <= tol.MOST_CAREFUL else places[some_of(len(places), tol.SAMPLE)]
-    total = _added([part.values for part in over(careful, _careful, look=look)], points, known)
+    total = over(careful, _careful, look=look)
     rest = np.setdiff1d(places, careful)
     if not len(rest) or total.failures:  # a sum without one of them cannot be used
         return total
     if not len(known) or stack.exact:
-        return _added([total, *(part.values for part in over(rest, None))], points, known)
+        return _added([total, over(rest, None)], points, known)
     cheap = _cheaper(stack, points[known], center, careful, len(rest))
-    total = _added([total, *(part.values for part in over(rest, cheap.way))], points, known)
+    total = _added([total, over(rest, cheap.way)], points, known)
     scale = len(places) / len(careful)
     return total._replace(
         left_out=total.left_out + cheap.left,

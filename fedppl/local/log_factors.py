@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import logit
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
@@ -25,7 +26,16 @@ from fedppl.local._conditional import by_two_rules
 from fedppl.numerics import importance, pairs
 from fedppl.numerics import tolerances as common
 from fedppl.numerics.importance import normalise, weighted_moments
-from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals, nearest_of, smooth_over, some_of
+from fedppl.numerics.integral import (
+    Rule,
+    Signed,
+    by_sparse_grid,
+    log_integrals,
+    median_of,
+    nearest_of,
+    smooth_over,
+    some_of,
+)
 from fedppl.numerics.pairs import Densities, Laplace, Places
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.numerics.streams import stream_of
@@ -93,8 +103,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
 
 def with_alike(values: Array, errors: Array) -> Factor:
     """Values and errors of a quadrature, with the median of the errors, which other clients' errors share."""
-    known = np.isfinite(values)
-    return Factor(values, errors, Constant(float(np.median(errors[known])) if np.any(known) else 0.0))
+    return Factor(values, errors, Constant(median_of(errors[np.isfinite(values)])))
 
 
 def _corrected(client: ClientView, points: Array, center: Array, about: Laplace) -> Factor:
@@ -137,7 +146,7 @@ def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> Factor
     known = np.isfinite(difference)
     if np.sum(known) < np.sum(np.isfinite(sampled)) or not np.any(known):
         return None
-    alike = float(np.median(difference[known]))
+    alike = median_of(difference)
     varies = _sd_of(difference[known] - alike)
     if varies > tol.AGREE + float(np.median(np.abs(sampled_errors[known]))) or abs(alike) > tol.CONSTANT:
         return None
@@ -164,8 +173,7 @@ def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
         rest = np.log(np.clip(1.0 - shares, tol.LEAST_REST, 1.0)) - expected  # without each scramble
         bias = -(common.SCRAMBLES - 1.0) * rest.mean(axis=1)
         half = shares[:, : common.SCRAMBLES // 2].sum(axis=1)
-        with np.errstate(divide="ignore"):
-            halves = np.clip(np.log(half) - np.log1p(-half), -tol.MOST_HALF, tol.MOST_HALF)
+        halves = logit(np.clip(half, tol.LEAST_REST, 1.0 - tol.LEAST_REST))
         values = values + bias
         errors = 0.5 * (_varying(halves, known) + _varying(bias, known))
         spread = np.sqrt(common.SCRAMBLES) * np.std(shares[known], axis=1, ddof=1)  # of the mean of all scrambles
@@ -181,7 +189,7 @@ def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
 
 def _varying(values: Array, known: NDArray[np.bool_]) -> Array:
     """Values less their median, which changes no moment; 0 where they are not known."""
-    return np.where(known, values - (np.median(values[known]) if np.any(known) else 0.0), 0.0)
+    return np.where(known, values - median_of(values[known]), 0.0)
 
 
 def _sd_of(errors: Array) -> float:

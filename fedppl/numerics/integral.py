@@ -177,6 +177,12 @@ def chunks(count: int, most: int) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
+def median_of(values: Array) -> float:
+    """The median of the finite values; 0 where there are none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else 0.0
+
+
 def nearest_of(points: Array, some: NDArray[np.intp]) -> NDArray[np.intp]:
     """Which of the points (S, m) in some places is nearest to each, coordinates in their sds, (S,)."""
     scale = np.maximum(np.std(points, axis=0), tol.TINY)

@@ -410,7 +410,7 @@ def _searched(of: Densities, on: _Line, A: Array, whole: Flags) -> Array:
     length = _lengths(of, on)
     steps, rest = length[:, None] * on.step, np.flatnonzero(~whole)
     if len(rest):
-        steps[rest] = _better(of, _Line(*(part[rest] for part in on)), A[rest], length[rest])
+        steps[rest] = _better(of, _Line._make(part[rest] for part in on), A[rest], length[rest])
     return steps
 
 

@@ -87,10 +87,10 @@ SMOOTH_QUANTILE, SMOOTH_TAIL = 0.9, 10.0  # of these errors, and how many times 
 
 # `pairs`: modes, curvatures, Laplace's approximation
 SEARCH_STEPS, NEAR_SEARCH_STEPS = 100, 25  # of a search; from the mode at another φ; trial; − fails, + time
-START_LENGTH = 0.1  # over which a first difference is taken; trial; − rounding, + bends
-LEAST_LENGTH, MOST_LENGTH = 1e-6, 1.0  # sds over which differences are taken; trial; − rounding, + bends
-FORWARD, CENTRAL = 1e-4, 1e-3  # sds of a difference of slopes; (cube) root of epsilon, and room; − rounding, + bends
-THIRD = 1e-2  # sds of a second difference of slopes; fourth root of epsilon; − rounding, + bends
+START_LENGTH = 0.1  # a coordinate's sd before its curvature is known, units of θ; trial; − rounding, + bends
+LEAST_LENGTH, MOST_LENGTH = 1e-6, 1.0  # sds by which differences are taken, units of θ; trial; − rounding, + bends
+FORWARD, CENTRAL = 1e-4, 1e-3  # of these sds, in differences of slopes; above epsilon^(1/2), (1/3); − rounding, + bends
+THIRD = 1e-2  # sds of a second difference of slopes; above epsilon^(1/4), optimal; − rounding, + bends
 STEP_LENGTHS = (np.ones(1), *(0.5 ** np.arange(first, first + 13) for first in (1, 14, 27)))  # tried at once; trial
 CURVATURE_FLOORS = 1e-14, 1.0  # of the largest, in two ways of shifting; epsilon, and one unit for all
 FLAT_CURVATURE = 1e-8  # the largest curvature at least; trial; − infinite steps where all is flat, + short ones
@@ -102,8 +102,8 @@ LEFT = 1e-6  # Newton decrement, log units, of a mode at most, after a last step
 SECOND_ORDER = 1e-2  # Newton decrement, log units, with which a correction will do; trial; − time, + error
 SECOND_ORDER_STEPS = 3  # before a search; trial; − searches, + time
 PAIRS_AT_ONCE = 2**15  # pairs computed at once; memory, and a processor's cache; − more calls, + memory
-GRADIENT_LENGTH = 1e-6  # of a coordinate's range, to find its curvature; root of epsilon and room; − rounding, + bends
-HESSIAN_LENGTH = 1e-3  # sds, of central differences of a gradient; cube root of epsilon, and room; − rounding, + bends
+GRADIENT_LENGTH = 1e-6  # of a coordinate's range, to find its curvature; above epsilon^(1/2); − rounding, + bends
+HESSIAN_LENGTH = 1e-3  # sds of central differences of gradients; above epsilon^(1/3); − rounding, + bends
 
 # `prior`
 CACHED, CACHED_BYTES = 600, 2**15  # sets of points in the cache, and the largest; memory; − computed by each client
@@ -111,7 +111,7 @@ DENSE = 2000  # coordinates up to which a prior has a matrix, 32 MiB; memory; �
 SPREADS = (0.3, 1.0, 3.0, 10.0)  # sds at which a gradient has to be linear; trial; fewer let others pass as normal
 LINEAR_GRADIENT = 1e-7  # tolerance of that, of slopes in sds; root of epsilon; − refuses normals, + takes others
 PROPER = 1e-12  # least eigenvalue of a scaled precision; epsilon; − singular ones pass, + refuses correlated ones
-RATIO_LENGTH = 1e-4  # of φ's units, for a Hessian of the prior; root of epsilon, and room; − rounding, + bends
+RATIO_LENGTH = 1e-4  # units of φ, for a Hessian of the prior; above epsilon^(1/3); − rounding, + bends
 HEAVY_KURTOSIS = 20.0  # from which quartiles stand for moments; trial; − wide tails uncovered, + sds by few draws
 
 # `proposals` and `student_t`
