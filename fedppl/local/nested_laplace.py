@@ -374,7 +374,8 @@ def _joint_gaussian(target: Target) -> tuple[Array, Array]:
         x = x + length * step
         value, gradient = trial
     raise LocalFailure(
-        "no joint mode of (φ, θ) was found, as where a scale goes to zero. Use local=fedppl.local.NestedLaplace()"
+        "no joint mode of (φ, θ) was found, as where a scale goes to zero. Use "
+        "local=fedppl.local.NestedLaplace() or fedppl.local.NUTS()"
     )
 
 

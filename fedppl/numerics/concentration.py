@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.numerics import tolerances as tol
-from fedppl.numerics.tolerances import LINEAR as LINEAR  # where others look for it
 from fedppl.types import Array
+
+LINEAR = tol.LINEAR  # where others look for it
 
 
 def largest_share(vectors: Array, few: int, enough: float, faint: float = tol.COLUMN_ROUNDING) -> float:

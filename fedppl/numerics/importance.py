@@ -9,8 +9,9 @@ from scipy.special import exprel
 
 from fedppl.numerics import tolerances as tol
 from fedppl.numerics.streams import cached, whitened_points
-from fedppl.numerics.tolerances import EACH_TELLS as EACH_TELLS  # where others look for it
 from fedppl.types import Array
+
+EACH_TELLS = tol.EACH_TELLS  # where others look for it
 
 
 def normalise(log_weights: Array) -> Array:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import tolerances as tol
-from fedppl.numerics.tolerances import DENSE as DENSE  # where others look for it
 from fedppl.types import Array, DeclarationError
+
+DENSE = tol.DENSE  # where others look for it
 
 _Key = tuple[str, tuple[int, ...], bytes]
 

@@ -20,12 +20,10 @@ from fedppl.numerics import importance
 from fedppl.numerics import tolerances as tol
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import whitened
-from fedppl.numerics.tolerances import FEWEST as FEWEST  # where others look for it
-from fedppl.numerics.tolerances import MOST_ERROR as MOST_ERROR
-from fedppl.numerics.tolerances import MOST_LOST as MOST_LOST
-from fedppl.numerics.tolerances import MOST_NOISE as MOST_NOISE
-from fedppl.numerics.tolerances import MOST_SECOND_K as MOST_SECOND_K
 from fedppl.types import Array
+
+MOST_ERROR, MOST_SECOND_K = tol.MOST_ERROR, tol.MOST_SECOND_K  # where others look for them
+MOST_LOST, MOST_NOISE = tol.MOST_LOST, tol.MOST_NOISE
 
 
 class Reweighted(NamedTuple):

@@ -13,8 +13,9 @@ from scipy.special import ndtri
 from scipy.stats import qmc
 
 from fedppl.numerics import tolerances as tol
-from fedppl.numerics.tolerances import STREAMS as STREAMS  # where others look for it
 from fedppl.types import Array
+
+STREAMS = tol.STREAMS  # where others look for it
 
 
 def stream(seed: tuple[int, ...]) -> np.random.Generator:

@@ -8,9 +8,9 @@ from scipy.special import gammaln, ndtri
 
 from fedppl.numerics import tolerances as tol
 from fedppl.numerics.streams import cached, uniform
-from fedppl.numerics.tolerances import DEGREES as DEGREES  # where others look for it
-from fedppl.numerics.tolerances import SCRAMBLES as SCRAMBLES
 from fedppl.types import Array
+
+DEGREES, SCRAMBLES = tol.DEGREES, tol.SCRAMBLES  # where others look for them
 
 
 @cached(most_bytes=tol.DESIGN_BYTES)

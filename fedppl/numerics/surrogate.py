@@ -22,11 +22,9 @@ from fedppl.numerics.coordinates import Places
 from fedppl.numerics.importance import normalise, quadratic_terms, weighted_moments
 from fedppl.numerics.integral import chunks, some_of
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, whitened
-from fedppl.numerics.tolerances import MANY as MANY  # where others look for it
-from fedppl.numerics.tolerances import MOST_FOLDED as MOST_FOLDED
-from fedppl.numerics.tolerances import ROOM as ROOM
-from fedppl.numerics.tolerances import WIDER as WIDER
 from fedppl.types import Array
+
+MANY, MOST_FOLDED, ROOM, WIDER = tol.MANY, tol.MOST_FOLDED, tol.ROOM, tol.WIDER  # where others look for them
 
 
 class Candidates(NamedTuple):
