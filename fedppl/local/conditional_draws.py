@@ -52,9 +52,9 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
         return np.asarray(modes + np.linalg.solve(upper, rng.normal(size=(count, d, 1)))[..., 0])
     kept, kept_weight = np.zeros((count, d)), np.full(count, -np.inf)
     for _ in range(tol.CANDIDATE_ROUNDS):
-        z = _candidates(rng, count, d)
+        z, log_normal, log_mixture = _candidates(rng, count, d)
         theta = modes + np.linalg.solve(upper[None], z[..., None])[..., 0]
-        values, (log_normal, log_mixture) = _values(client, phi, theta), _log_candidates(z)
+        values = _values(client, phi, theta)
         if _differs_by(values, log_normal, log_mixture) <= tol.RATIO_VARIANCE:
             return _one_of(theta[::2], values[::2] - log_normal[::2], rng)[0]
         if is_separable(client):
@@ -99,12 +99,18 @@ def _moved_on(client: ClientView, phi: Array, theta: Array, factors: Array, rng:
     return np.asarray(theta + np.linalg.solve(upper, z[..., None])[..., 0])
 
 
-def _candidates(rng: Rng, count: int, d: int) -> Array:
-    """(candidates, N, d) in sds of Laplace's approximation: normal, and every other of a t."""
+def _candidates(rng: Rng, count: int, d: int) -> tuple[Array, Array, Array]:
+    """(candidates, N, d) in sds of Laplace's approximation, normal and every other of a t; and log densities (C, N).
+
+    These are of a normal, and twice that of the mixture with the t.
+    """
     z = rng.normal(size=(tol.CANDIDATES, count, d))
     reach = z[1::2]
     reach *= np.sqrt(common.DEGREES / rng.chisquare(common.DEGREES, size=(*reach.shape[:2], 1)))
-    return z
+    white = z.reshape(-1, d)
+    log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * d * np.log(2 * np.pi)
+    log_mixture = np.logaddexp(log_normal, student_t.log_density(white, np.eye(d)))
+    return z, log_normal.reshape(z.shape[:2]), np.asarray(log_mixture).reshape(z.shape[:2])
 
 
 def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
@@ -129,14 +135,6 @@ def _outputs(client: ClientView, phi: Array, theta: Array) -> tuple[Array, Array
     x = joined(phi, theta)
     outputs = site_outputs(client.kernel, x.reshape(-1, x.shape[2]), client.packed).reshape(*theta.shape[:2], -1)
     return np.where(np.isfinite(outputs[..., 0]), outputs[..., 0], -tol.NO_VALUE), outputs[..., 1 + phi.shape[1] :]
-
-
-def _log_candidates(z: Array) -> tuple[Array, Array]:
-    """Log densities (C, N) of candidates z (C, N, d): normal, and twice that of the mixture with the t."""
-    white = z.reshape(-1, z.shape[2])
-    log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * white.shape[1] * np.log(2 * np.pi)
-    log_mixture = np.logaddexp(log_normal, student_t.log_density(white, np.eye(white.shape[1])))
-    return log_normal.reshape(z.shape[:2]), np.asarray(log_mixture).reshape(z.shape[:2])
 
 
 # Draws of θ where all but one or two coordinates c are Gaussian given these, as effects are given their sd ------------
@@ -303,7 +301,7 @@ def _between(slopes: Array, step: float) -> Array:
 def _interpolated(logs: Array, rises: Array) -> Array:
     """Log densities at nodes and between them by cubics with their slopes, clipped so that these are monotone."""
     change = np.diff(logs, axis=0)
-    steepest = 3.0 * np.abs(change) + tol.ROUGH
+    steepest = 3.0 * np.abs(change) + tol.ROUGH  # three times the change: Fritsch and Carlson (1980)
     start, end = (np.clip(np.nan_to_num(one), -steepest, steepest) for one in (rises[:-1], rises[1:]))
     values = np.empty((tol.PARTS * len(change) + 1, *logs.shape[1:]))
     for part in range(tol.PARTS):

@@ -10,7 +10,6 @@ moment but the evidence. The rest of it is estimated from two halves of the node
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 
@@ -331,7 +330,12 @@ def several_modes(
     if not others:
         return {}
     whose = np.repeat(np.arange(len(rows)), [len(some) for some in others])
-    is_back = functools.partial(_is_back, modes[whose], roots[whose])
+
+    def is_back(which: Places, theta: Array) -> NDArray[np.bool_]:
+        """Whether searches in these places, which have come to θ, are at the first mode."""
+        away = np.einsum("nji,nj->ni", roots[whose[which]], theta - modes[whose[which]])
+        return np.asarray(np.linalg.norm(away, axis=1) < tol.BACK_SDS)
+
     starts, who = np.concatenate(others), places[rows[whose]]
     ends = pairs.modes(of, points[where[whose]], starts, who, common.LEFT, stop=is_back)
     away = ends.theta - modes[whose]
@@ -345,12 +349,6 @@ def several_modes(
         if client.client_id not in reasons:
             reasons[client.client_id] = _several(client, np.abs(by_first[n]), points[where[whose[n]]])
     return reasons
-
-
-def _is_back(modes: Array, roots: Array, which: Places, theta: Array) -> NDArray[np.bool_]:
-    """Whether searches in places `which` (n,) are at the first mode, theirs among modes (N, d)."""
-    away = np.einsum("nji,nj->ni", roots[which], theta - modes[which])
-    return np.asarray(np.linalg.norm(away, axis=1) < tol.BACK_SDS)
 
 
 def near_and_far(points: Array, center: Array) -> Array:

@@ -217,7 +217,7 @@ def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settin
     """
     client, global_, cavity, share = target
     wanted, step = draws * chains, 0.0
-    z = fresh_points(client.shared_size, max(settings.points, 2 * wanted), int(rng.integers(2**32)))
+    z = fresh_points(client.shared_size, max(settings.points, tol.PROPOSALS_A_DRAW * wanted), int(rng.integers(2**32)))
     mean, root = gaussian.affine(global_)
     phi = mean + z @ root.T
     outside = share * client.prior.log_ratio(phi) - gaussian.log_kernel(gaussian.quotient(global_, cavity), phi)

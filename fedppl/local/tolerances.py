@@ -130,6 +130,7 @@ NEGLIGIBLE_NODE = 1e-13  # share of a node, for a mean, and at 200 sds for a var
 MEAN_TOLERANCE, VARIANCE_TOLERANCE = 0.002, 0.004  # sds, and of a variance, of few nodes; trial; − time, + error
 
 # `nested_laplace`
+PROPOSALS_A_DRAW = 2  # points for each draw; trial; − draws repeat, + time
 T_FITS = 8  # of a t to its own weighted points; trial; − NUTS, + time
 FIRST_POINTS, LAST_POINTS = 256, 1024  # of a scramble, for fits and moments; time; − error, + time
 EACH_COEFFICIENT = 50  # effective points for each coordinate and one; trial; − error, + NUTS

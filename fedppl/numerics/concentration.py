@@ -112,20 +112,20 @@ def are_jumps(densities: Callable[[Array], Array], start: Array, end: Array, few
     rng = np.random.default_rng(seed)
     share = tol.JUMP_BESIDE * rng.uniform(*tol.JUMP_SPREAD)
     excess, largest = _excess(densities, start, end, share, None)
-    found, left = np.zeros(len(start), dtype=bool), np.arange(len(start))
+    jumps, left = np.zeros(len(start), dtype=bool), np.arange(len(start))
     for _ in range(tol.JUMP_HALVINGS):
         active = np.any(excess > 0.0, axis=1)
         left, start, end, largest = left[active], start[active], end[active], largest[active]
         if not len(left):
-            return found
+            return jumps
         middle = start + rng.uniform(*tol.JUMP_MIDDLE) * (end - start)
         one, other = (_excess(densities, *pair, share, largest)[0] for pair in ((start, middle), (middle, end)))
         second = np.max(other, axis=1) > np.max(one, axis=1)
         start, end = np.where(second[:, None], middle, start), np.where(second[:, None], end, middle)
         excess = np.where(second[:, None], other, one)
     rows = np.sum(excess > 0.0, axis=1)
-    found[left] = (rows > 0) & (rows <= few)
-    return found
+    jumps[left] = (rows > 0) & (rows <= few)
+    return jumps
 
 
 def _excess(
@@ -191,8 +191,8 @@ def share_in_pairs(vectors: Array, few: int) -> float:
     squares = np.sum(np.square(vectors), axis=0)
     vectors, squares = vectors[:, squares > 0.0], squares[squares > 0.0]
     alike = np.square(vectors.T @ vectors) >= tol.ALIKE_UNITS * np.outer(squares, squares)
-    found = [_of_pairs(vectors[:, i], vectors[:, :i][:, alike[i, :i]], few) for i in range(1, len(squares))]
-    shares = np.sort(np.concatenate([np.zeros(1), *found]))[::-1]
+    each = [_of_pairs(vectors[:, i], vectors[:, :i][:, alike[i, :i]], few) for i in range(1, len(squares))]
+    shares = np.sort(np.concatenate([np.zeros(1), *each]))[::-1]
     width = len(squares)
     by_chance = max(width // tol.UNITS_A_CHANCE_PAIR, width**2 // tol.SQUARED_UNITS_A_CHANCE_PAIR)
     return float(shares[min(by_chance, len(shares) - 1)])

@@ -104,7 +104,9 @@ def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
     x = phi[:, places] - center[places]
     logs = powers * (phi[:, scales] - center[scales])
     least = tol.SPREAD + tol.SPREAD_BY_CHANCE / np.sqrt(effective)
-    spread = np.abs(_correlations(x**2, logs)).max(axis=0, initial=0.0) > least
+    squares, others = ((one - one.mean(axis=0)) / np.maximum(one.std(axis=0), tol.TINY) for one in (x**2, logs))
+    correlations = squares.T @ others / len(x)
+    spread = np.abs(correlations).max(axis=0, initial=0.0) > least
     if not np.any(spread):
         return _none()
     scales, powers, logs = scales[spread], powers[spread], logs[:, spread]
@@ -122,19 +124,13 @@ def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
     return best if np.any(best.growth) else _none()
 
 
-def _correlations(x: Array, y: Array) -> Array:
-    """Correlations (L, n) of columns (S, L) and (S, n)."""
-    first, second = ((one - one.mean(axis=0)) / np.maximum(one.std(axis=0), tol.TINY) for one in (x, y))
-    return np.asarray(first.T @ second / len(x))
-
-
 def _spreading(x: Array, log_scale: Array, weights: Array) -> Array:
     """Directions (L, L) in which x (S, L) has other variances where a scale is high than where it is low."""
     order = np.argsort(log_scale, kind="stable")
     shares = np.cumsum(weights[order])
     low, high = (
         (x[some] * weights[some, None]).T @ x[some] / weights[some].sum()
-        for some in (order[shares <= 1.0 / 3.0], order[shares >= 2.0 / 3.0])
+        for some in (order[shares <= tol.LOW_SHARE], order[shares >= 1.0 - tol.LOW_SHARE])
     )
     try:
         return np.asarray(linalg.eigh(high, low)[1].T)

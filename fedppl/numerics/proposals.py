@@ -68,7 +68,7 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
     if shares.sum() < tol.LEAST_SIDE * (weights @ away**2):
         return None
     nearest = np.argsort(away, kind="stable")
-    reached = np.searchsorted(np.cumsum(shares[nearest]), [0.5 * shares.sum(), 0.9 * shares.sum()])
+    reached = np.searchsorted(np.cumsum(shares[nearest]), np.array(tol.POWER_SHARES) * shares.sum())
     middle, far = away[nearest][reached]
     degrees = tol.POWER_DEGREES if far > tol.POWER * middle else tol.OTHER_DEGREES
     scale = float(middle) / student_t.middle(degrees)

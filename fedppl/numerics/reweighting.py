@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
@@ -85,7 +86,7 @@ def weigh(
         scramble=scramble,
         mean=center + root @ mean,
         covariance=(coloured + coloured.T) / 2,
-        log_ratio=_log_sum(log_weights) - _log_sum(of_q),
+        log_ratio=float(logsumexp(log_weights) - logsumexp(of_q)),
         error=float(np.max(errors)),
         log_ratio_error=log_ratio_error,
         ess=effective_size(weights),
@@ -135,9 +136,5 @@ def _by_scramble(functions: Array, log_weights: Array, of_q: Array, where: NDArr
         if not np.any(np.isfinite(weights)) or not np.any(np.isfinite(control)):
             return np.full(functions.shape[1], np.inf), np.inf
         shifts.append((normalise(weights) - normalise(control)) @ functions[kept])
-        ratios.append(_log_sum(weights) - _log_sum(control))
+        ratios.append(logsumexp(weights) - logsumexp(control))
     return importance.jackknife(np.array(shifts)), float(importance.jackknife(np.array(ratios)))
-
-
-def _log_sum(logs: Array) -> float:
-    return float(np.logaddexp.reduce(logs))

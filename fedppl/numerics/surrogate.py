@@ -74,7 +74,7 @@ def mixture(
 
     Without points far out a surrogate's tails are made up.
     """
-    far, out = max(1, int(wide * per_scramble)), per_scramble // 4 if outer else 0
+    far, out = max(1, int(wide * per_scramble)), per_scramble // tol.OUTER_PART if outer else 0
     own = propose(mean, tol.ROOM * covariance, max(1, per_scramble - far - out))
     others = [one._replace(per_scramble=max(1, out // len(outer))) for one in outer]
     return own, propose(mean, tol.ROOM * tol.WIDE**2 * covariance, far), *others
@@ -185,8 +185,8 @@ def _polynomial_terms(z: Array) -> Array:
     return np.concatenate([quadratic_terms(z), *cubes, products**2], axis=1)
 
 
-def _value(base: Base, z: Array) -> Array:
-    """Beside which a spline has little to tell."""
+def _values_of_base(base: Base, z: Array) -> Array:
+    """Values of a base at points (S, m)."""
     squared: Array = np.sum(z**2, axis=1)
     if base.is_drawn_in:
         return np.asarray(-0.5 * (tol.DEGREES + z.shape[1]) * np.log1p(squared / tol.DEGREES))
@@ -199,14 +199,14 @@ def _spline(z: Array, values: Array, base: Base) -> RBFInterpolator:
     """Of what a base leaves of the values, and beside a polynomial of what a normal leaves."""
     at = np.arcsinh(z) if base.is_drawn_in else z
     bases = [base] if base.coefficients is None else [base, Base(False, None)]
-    rest = np.stack([values - _value(one, z) for one in bases], axis=1)
+    rest = np.stack([values - _values_of_base(one, z) for one in bases], axis=1)
     return RBFInterpolator(at, rest, kernel="cubic", degree=2, smoothing=tol.SMOOTHING)
 
 
-def _told(base: Base, spline: RBFInterpolator, z: Array) -> Array:
+def _values_of(base: Base, spline: RBFInterpolator, z: Array) -> Array:
     """Values at points (S, m). A polynomial that is far above a spline alone makes up a peak."""
     rest = spline(np.arcsinh(z) if base.is_drawn_in else z)
-    own = np.asarray(rest[:, 0] + _value(base, z))
+    own = np.asarray(rest[:, 0] + _values_of_base(base, z))
     if base.coefficients is None:
         return own
     return np.asarray(np.minimum(own, rest[:, 1] - 0.5 * np.sum(z**2, axis=1) + tol.ABOVE))
@@ -214,14 +214,13 @@ def _told(base: Base, spline: RBFInterpolator, z: Array) -> Array:
 
 def _missed(z: Array, values: Array, kind: str, most: int) -> float:
     """Mean error at a quarter of the values, by the others; of none more than some log units."""
-    held_out = np.arange(len(z)) % 4 == 3
+    held_out = np.arange(len(z)) % tol.PARTS == tol.PARTS - 1
     own = _base(kind, z[~held_out], values[~held_out])
-    some, few = (
-        at[some_of(len(at), count)]
-        for at, count in ((np.flatnonzero(~held_out), most * 3 // 4), (np.flatnonzero(held_out), tol.COMPARED))
-    )
+    known, rest = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    some = known[some_of(len(known), most - most // tol.PARTS)]
+    few = rest[some_of(len(rest), tol.COMPARED)]
     spline = _spline(z[some], values[some], own)
-    missed = np.abs(_told(own, spline, z[few]) - values[few])
+    missed = np.abs(_values_of(own, spline, z[few]) - values[few])
     return float(np.mean(np.minimum(missed, tol.MOST_MISSED)))
 
 
@@ -255,7 +254,7 @@ def _no_higher(of: Surrogate, z: Array) -> Array:
     """The spline, where no value is higher than those that are about as far out."""
     as_far = np.searchsorted(of.distance, tol.EDGE * np.sqrt(np.sum(z**2, axis=1)))
     some = chunks(len(z), tol.NUMBERS_AT_ONCE // tol.MOST_VALUES)
-    values = np.concatenate([np.zeros(0), *(_told(of.base, of.spline, z[chunk]) for chunk in some)])
+    values = np.concatenate([np.zeros(0), *(_values_of(of.base, of.spline, z[chunk]) for chunk in some)])
     return np.asarray(np.minimum(values, of.highest[as_far] + tol.HIGHER))
 
 
@@ -301,24 +300,24 @@ def walked(of: Surrogate, drawn: Drawn, folded: Places, steps: int, stream: int)
 
 def resampled(of: Drawn, each: int) -> list[Places]:
     """Places of so many draws of each scramble, by systematic resampling."""
-    found = []
+    draws = []
     for scramble in range(tol.SCRAMBLES):
         places = np.flatnonzero(of.scramble == scramble)
         shares = np.cumsum(of.weights[places])
         at = np.searchsorted(shares / shares[-1], (np.arange(each) + 0.5) / each)
-        found.append(places[np.minimum(at, len(places) - 1)])
-    return found
+        draws.append(places[np.minimum(at, len(places) - 1)])
+    return draws
 
 
 def moments_of(of: Surrogate, mean: Array, covariance: Array, folded: Places, stream: int) -> tuple[Array, Array]:
     """Moments of a surrogate, by candidates about its own mean: begun about another."""
     for _ in range(tol.MOMENT_FITS):
-        found = drawn(of, mixture(mean, covariance, tol.MOMENT_CANDIDATES, tol.MOMENT_WIDE), folded, stream)
-        kept = importance.telling(found.weights, len(mean))
-        new = kept * found.covariance + (1.0 - kept) * covariance
-        moved = np.max(np.abs(found.mean - mean) / np.sqrt(np.diag(new)))
+        draws = drawn(of, mixture(mean, covariance, tol.MOMENT_CANDIDATES, tol.MOMENT_WIDE), folded, stream)
+        kept = importance.telling(draws.weights, len(mean))
+        new = kept * draws.covariance + (1.0 - kept) * covariance
+        moved = np.max(np.abs(draws.mean - mean) / np.sqrt(np.diag(new)))
         widened = np.max(np.abs(0.5 * np.log(np.diag(new) / np.diag(covariance))))
-        mean, covariance = mean + kept * (found.mean - mean), new
+        mean, covariance = mean + kept * (draws.mean - mean), new
         if max(moved, widened) < tol.STEADY:
             break
     return mean, covariance

@@ -45,6 +45,7 @@ GROWTH_POINTS = 1024  # by which growths are chosen; trial; − chance, + time
 SPREAD = 0.03  # correlation of a squared location and a log scale; trial; − looks at chance, + misses funnels
 SPREAD_BY_CHANCE = 2.0  # standard errors of that correlation, more; 95 % of a normal; as above
 POINTS_A_LOCATION = 15  # effective points to look at other directions; trial; − directions by chance, + axes alone
+LOW_SHARE = 1.0 / 3.0  # of the weight, with the lowest and with the highest scales; trial; − chance, + both are alike
 GAIN = 0.02  # log units a point that a growth has to gain; trial; − stretches by chance, + misses funnels
 GAIN_BY_CHANCE = 4.0  # log units in all, more: one coefficient gains 0.5 by chance; equation (Wilks); as above
 
@@ -64,7 +65,7 @@ LARGE_REMAINDER = 0.5  # log units, sd about a quadratic; trial; − reports err
 EQUAL_WEIGHTS = 1e-7  # log units; root of epsilon; − rounding has a tail, + small tails have none
 FEWEST_WEIGHTS = 25  # whose largest fifth, the tail, are five; Vehtari et al. 2024; − tails by chance, + no k
 TAIL_SHARE, TAIL_ROOT = 0.2, 3.0  # of S, and of √S, in a tail at most; Vehtari et al. 2024
-TAIL_GUESSES, TAIL_SPREAD = (30, 3.0)  # of the rate, and its scale in quartiles; Zhang and Stephens 2009
+TAIL_GUESSES, TAIL_SPREAD = 30, 3.0  # of the rate, and its scale in quartiles; Zhang and Stephens 2009
 TAIL_PRIOR, TAIL_PRIOR_WEIGHT = 0.5, 10.0  # shape, and its weight in weights; Vehtari et al. 2024
 MOST_K = 0.7  # Pareto k of trusted weights; Vehtari et al. 2024; − refuses good ones, + biased moments
 
@@ -80,7 +81,7 @@ HALF_RULE = 1e-12  # least share of a half rule; epsilon; − infinite errors, +
 LOW = 30.0  # log units below the largest; e^-30 = 1e-13; − second peaks are missed, + rounding is a peak
 DENSE_REACH = 2.0  # sds within which trapezoids lie dense; trial; − errors too large, + too small
 NEAREST = 8  # known points whose residuals give the error at a point; trial; − chance, + not local
-PARTS = 4  # of the known points, each foretold by the others; trial; − worse splines, + time
+PARTS = 4  # of the known points, each (or one) foretold by the others; trial; − worse splines, + time
 KNOWN_A_TERM = 4  # known points for each coordinate and two; trial; − splines by chance, + never one
 SMOOTH = 0.002  # log units, median error of prediction; trial; − integrates all points, + error
 SMOOTH_QUANTILE, SMOOTH_TAIL = 0.9, 10.0  # of these errors, and how many times that it may be; trial; as above
@@ -120,7 +121,8 @@ SCRAMBLES = 8  # independent ones, whose scatter is the error; trial; − uncert
 MOST_TAILS = 6  # coordinates with points along their tails; trial; − tails uncovered, + few points in the middle
 HEAVY = 1.2  # times a normal's fourth moment; trial; − tails by chance, + tails uncovered
 LEAST_SIDE = 0.1  # of a second moment, for a side's own points; trial; − points wasted, + tails uncovered
-POWER = 2.5  # reach of 90 % of a second moment over 50 %'s; degrees with a variance; − heavy t's, + light ones
+POWER_SHARES = 0.5, 0.9  # of a side's second moment, whose reaches tell its tail; trial
+POWER = 2.5  # ratio of these reaches, beyond 2.5 degrees of freedom; equation; − heavy t's, + light ones
 POWER_DEGREES, OTHER_DEGREES = 1.0, 3.0  # of t's along a side, with and without such a tail; trial; − spread, + light
 RIDGE_OF_TAIL = 0.1  # of the covariance, added to a tail's; trial; − one far point decides, + too wide
 
@@ -143,6 +145,7 @@ MOST_FOLDED = 6  # scales, of 64 images; time; − longer tails to fit, + time
 WIDE = 2.5  # times as wide as the posterior, a part of the candidates; trial; − tails are made up, + few inside
 ROOM = 1.3  # times the posterior's variances, the others; trial; − weights vary, + few inside
 WIDER = 0.5 * ROOM * (1.0 + WIDE**2)  # times the posterior's variances, those of candidates; equation
+OUTER_PART = 4  # one of so many candidates lies in tails; trial; − few inside, + tails are made up
 PARTS_OF_MIXTURE = 16  # at most, each with a stream of its own; more than proposals have; − streams collide
 DEEP, DEEPER = 40.0, 2.0  # log units below the largest, and for each coordinate; trial; − few values, + wild tails
 MOST_VALUES = 2000  # that a spline goes through; its time grows by their cube; − error, + time
