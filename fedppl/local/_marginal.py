@@ -138,8 +138,8 @@ def integrals(client: ClientView, points: Array, center: Array, rule: Rule) -> I
 
 def difference(client: ClientView, points: Array, center: Array) -> tuple[Array, float] | None:
     """The error of Laplace over θ in log f_k at points (S, m), and trust in it; None where it is unknown."""
-    size, has_grid = client.local_size, client.local_size in tol.SIZES
-    if has_grid:
+    size = client.local_size
+    if size in tol.SIZES:
         rule = by_grid(size, tol.SIZES[size])
     else:
         rule = by_points(size, tol.NODES_BEYOND_GRIDS, stream_of(client.client_id))
@@ -147,14 +147,17 @@ def difference(client: ClientView, points: Array, center: Array) -> tuple[Array,
         values, laplace, relative, shares = integrals(client, points, center, rule)
     except LocalFailure:
         return None
-    if not np.all(np.isfinite(values - laplace)) or not has_grid and relative.min() < tol.NOTHING:
+    return trusted(values - laplace, relative, shares, size)
+
+
+def trusted(delta: Array, relative: Array, shares: Array, size: int) -> tuple[Array, float] | None:
+    """Δ at points (S,) by a rule's integrals, and trust in it, without jumps; None where a value is unknown."""
+    if not np.all(np.isfinite(delta)):
         return None
-    # In part in between, so that there is no jump. Beyond the outermost nodes there may be as much as at them.
-    if has_grid:
-        trust = np.interp(shares[:, 1].max(), [tol.LITTLE_OUTSIDE, tol.MOST_OUTSIDE], [1.0, 0.0])
-    else:
-        trust = np.interp(relative.min(), [tol.NOTHING, tol.ALL], [0.0, 1.0])
-    return values - laplace, float(trust)
+    if size in tol.SIZES:  # beyond the outermost nodes there may be as much as at them
+        return delta, float(np.interp(shares[:, 1].max(), [tol.LITTLE_OUTSIDE, tol.MOST_OUTSIDE], [1.0, 0.0]))
+    least = relative.min()
+    return None if least < tol.NOTHING else (delta, float(np.interp(least, [tol.NOTHING, tol.ALL], [0.0, 1.0])))
 
 
 # The error Δ of Laplace's approximation over θ in log f_k, as a quadratic in φ ----------------------------------------
@@ -223,7 +226,7 @@ def moments(factor: Factor, mean: Array, root: Array, points: int, stream: int) 
     return _from_gradients(factor, mean, root, points, stream)
 
 
-def trusted(moments: Moments, limit: float) -> bool:
+def has_trusted_weights(moments: Moments, limit: float) -> bool:
     """Whether weights have enough effective points, and a small Pareto k unless they hardly vary."""
     relative = moments.diagnostics["relative_ess"]
     return relative > tol.LEAST_RELATIVE and (moments.diagnostics["pareto_k"] <= limit or relative > tol.FULL_RELATIVE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
@@ -110,8 +110,8 @@ def _maximise(objective: _Density, first: Array, max_iterations: int) -> Array:
             return tol.NO_VALUE, np.zeros_like(parameters)
         return -value, -gradient
 
-    options = {"maxiter": max_iterations, "maxfun": tol.EVALUATIONS * max_iterations, "maxcor": tol.CORRECTIONS}
-    options |= {"ftol": tol.VALUE_DIGITS, "gtol": tol.SLOPE_DIGITS}
+    options: dict[str, Any] = {"maxiter": max_iterations, "maxfun": tol.EVALUATIONS * max_iterations}
+    options |= {"ftol": tol.VALUE_DIGITS, "gtol": tol.SLOPE_DIGITS, "maxcor": tol.CORRECTIONS}
     search = functools.partial(minimize, negative, jac=True, method="L-BFGS-B", options=options)
     result = search(first)
     for _ in range(tol.RESTARTS):

@@ -126,7 +126,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     left_out = _conditional.left_out(client, mean, root)
     factor = _marginal.against_site(target, mean, left_out.difference)
     moments = _marginal.moments(factor, mean, root, settings.points, stream_of(client.client_id))
-    if moments is not None and _marginal.trusted(moments, settings.pareto_limit):
+    if moments is not None and _marginal.has_trusted_weights(moments, settings.pareto_limit):
         return moments._replace(diagnostics={**moments.diagnostics, "fallback": 0.0, "inner_trust": left_out.trust})
     before: Mapping[str, float] = {} if moments is None else moments.diagnostics
     started = time.perf_counter()

@@ -83,12 +83,14 @@ def NUTS(
     if sampler == "nutpie" and not _HAS_NUTPIE:
         raise DeclarationError('nuts_sampler="nutpie" needs nutpie; install fedppl[nutpie] or use "pymc".')
     each = {"draws": draws, "tune": tune, "chains": chains}
-    counts = [whole(name, value, most=tol.MOST_DRAWS) for name, value in each.items()]
+    draws, tune, chains = (whole(name, value, most=tol.MOST_DRAWS) for name, value in each.items())
     if draws * chains < (least := tol.FEWEST_DRAWS):
         raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {least} in all.")
     settings = _Settings(
         sampler,
-        *counts,
+        draws,
+        tune,
+        chains,
         between("target_accept", target_accept, 0, 1, hint="raise it towards 0.99 against divergences"),
         between("rhat_limit", rhat_limit, 1, np.inf, hint="1.01 is strict, 1.1 lenient"),
     )

@@ -146,8 +146,8 @@ def inference(
 ) -> LocalInference:
     """A local inference whose functions take its settings."""
     more = {"check": lambda client: None, "expand": None, "settings": settings._asdict(), **more}
-    own = {"tilted": functools.partial(tilted, settings=settings), "draw": functools.partial(draw, settings=settings)}
-    return LocalInference(name, **own, **more)
+    tilted, draw = functools.partial(tilted, settings=settings), functools.partial(draw, settings=settings)
+    return LocalInference(name, tilted=tilted, draw=draw, **more)
 
 
 # The rule of the keyword `local`: an algorithm's local inference ------------------------------------------------------

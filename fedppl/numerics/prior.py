@@ -95,7 +95,7 @@ def gaussian_prior(gradient: Callable[[Array], Array], origin: Array, owners: An
     correlation = sd[:, None] * symmetric * sd
     smallest = float(np.linalg.eigvalsh(correlation).min(initial=np.inf))
     is_proper = smallest > tol.PROPER
-    center = np.linalg.solve(symmetric, linear) if is_proper else origin
+    center = np.asarray(np.linalg.solve(symmetric, linear), dtype=np.float64) if is_proper else origin
     if np.any(_not_linear(gradient, linear, lambda phi: precision @ phi, center, sd)):
         return None
     if not is_proper:
