@@ -22,21 +22,10 @@ from fedppl.contracts import ClientView
 from fedppl.local import _marginal
 from fedppl.local import tolerances as tol
 from fedppl.local._marginal import LeftOut
-from fedppl.numerics import pairs
+from fedppl.numerics import integral, pairs
 from fedppl.numerics import tolerances as common
 from fedppl.numerics.importance import has_enough_points
-from fedppl.numerics.integral import (
-    Rule,
-    between_trapezoids,
-    by_far_grid,
-    by_grid,
-    by_trapezoids,
-    chunks,
-    log_integrals,
-    median_of,
-    nearest_of,
-    some_of,
-)
+from fedppl.numerics.integral import Rule, median_of, some_of
 from fedppl.numerics.pairs import Densities, Laplace, joined, site_outputs
 from fedppl.numerics.streams import stream_of
 from fedppl.types import Array, LocalFailure
@@ -189,18 +178,18 @@ def by_two_rules(
     for far in tol.REACHES:
         if not len(left):
             break
-        values[left], errors[left] = compute(left, everywhere, by_trapezoids(far))
+        values[left], errors[left] = compute(left, everywhere, integral.by_trapezoids(far))
         is_near = np.full(len(left), far == tol.REACHES[-1])  # else heavy tails may be the reason
         is_near |= ~(np.median(np.abs(errors[left]), axis=1) > tol.ALIKE) if count else True
         near, left = left[is_near], left[~is_near]
         if not len(near):
             continue
-        differences = compute(near, some, between_trapezoids(far))[0] - values[np.ix_(near, some)]
+        differences = compute(near, some, integral.between_trapezoids(far))[0] - values[np.ix_(near, some)]
         are_alike = [_range(each) < tol.ALIKE_ON_A_LINE and abs(median_of(each)) < tol.ALIKE for each in differences]
         rows = near[~np.array(are_alike)]
         if not len(rows):
             continue
-        halves = 0.5 * (compute(rows, everywhere, between_trapezoids(far))[0] - values[rows])
+        halves = 0.5 * (compute(rows, everywhere, integral.between_trapezoids(far))[0] - values[rows])
         for row, half in zip(rows, halves, strict=True):
             # The place of a kink between nodes changes from point to point, and both errors may cancel at one.
             error = np.copysign(np.maximum(np.abs(half), median_of(np.abs(half))), half)
@@ -245,7 +234,7 @@ def by_pairs(
         difference, constant = np.where(finite, raw, 0.0), median_of(raw)
         if _range(raw) < (tol.ALIKE_OF_FEW if pair.few else tol.ALIKE) and abs(constant) < tol.CONSTANT:
             values, errors = everywhere(pair.first)
-            places = nearest_of(points, some)
+            places = integral.nearest_of(points, some)
             own = np.where(np.isfinite(second[places]), finer[places], errors)  # the finer one sees more of the tails
             return values + constant, own + 0.5 * constant
         if float(np.max(np.abs(difference))) < largest:
@@ -253,7 +242,7 @@ def by_pairs(
         if not pair.few and largest < tol.AGREE:
             break
     values, errors = everywhere(better)
-    near = smallest[nearest_of(points, some)]
+    near = smallest[integral.nearest_of(points, some)]
     times = 1.0 if largest < tol.AGREE else 2.0
     return values, errors + times * np.copysign(np.maximum(np.abs(near), np.median(np.abs(smallest))), near)
 
@@ -279,45 +268,37 @@ class Quadrature(NamedTuple):
 
 def integrated(client: ClientView, points: Array, about: Laplace, which: Places) -> tuple[Array, Array]:
     """log f_k at points (S, m), NaN where there is no mode, and its errors; about modes of θ there."""
-    by_rule = functools.partial(_by_rule, client, points, about, which=which)
-    if len(which) == 1:
-        values, errors = by_two_rules(
-            lambda _, some, rule: tuple(np.stack(by_rule(some, rule=rule))[:, None]), 1, len(points)
-        )
-        return values[0], errors[0]
+    q, m = len(which), points.shape[1]
+    rest = np.setdiff1d(np.arange(client.local_size), which)
+
+    def by_rule(places: Places, rule: Rule, *, far: bool = False, along_axes: bool = False) -> tuple[Array, Array]:
+        values, errors = np.full(len(places), np.nan), np.zeros(len(places))
+        numbers = len(rule.nodes) * (1 + len(rest)) * (m + client.local_size)
+        known = np.flatnonzero(np.isfinite(about.values[places]))
+        for to in (known[chunk] for chunk in integral.chunks(len(known), common.NUMBERS_AT_ONCE // numbers)):
+            some = places[to]
+            at = about_modes(points[some], about.theta[some], about.root[some], which, rest)
+            if along_axes:
+                at = at._replace(spread=np.sqrt(np.sum(at.spread**2, axis=2))[:, :, None] * np.eye(q))
+            terms = (_terms if far else centered)(client, at, which, rest, rule)
+            values[to], errors[to] = integral.log_integrals(terms, rule)
+        return values, errors
+
+    if q == 1:
+
+        def of_one_client(_: Places, some: Places, rule: Rule) -> tuple[Array, Array]:
+            values, errors = by_rule(some, rule)
+            return values[None], errors[None]
+
+        (values,), (errors,) = by_two_rules(of_one_client, 1, len(points))
+        return values, errors
     # Heavy tails are along coordinates, from priors, or along a ridge of the likelihood.
-    quadratures = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in tol.GRIDS[len(which)]]
+    quadratures = [functools.partial(by_rule, rule=integral.by_grid(q, count)) for count in tol.GRIDS[q]]
+    far = [integral.by_far_grid(q, finer=finer) for finer in (False, True)]
     for along in (True, False):
-        far = [by_far_grid(len(which), finer=finer) for finer in (False, True)]
         quadratures += [functools.partial(by_rule, rule=rule, far=True, along_axes=along) for rule in far]
     grids = Pair(0, 1, 1, few=True), Pair(1, 2, 2)
     return by_pairs(quadratures, points, (*grids, Pair(2, 3, 2), Pair(3, 4, 3), Pair(5, 6, 5)))
-
-
-def _by_rule(
-    client: ClientView,
-    points: Array,
-    about: Laplace,
-    places: Places,
-    *,
-    which: Places,
-    rule: Rule,
-    far: bool = False,
-    along_axes: bool = False,
-) -> tuple[Array, Array]:
-    q, m = len(which), points.shape[1]
-    rest = np.setdiff1d(np.arange(client.local_size), which)
-    values, errors = np.full(len(places), np.nan), np.zeros(len(places))
-    numbers = len(rule.nodes) * (1 + len(rest)) * (m + client.local_size)
-    known = np.flatnonzero(np.isfinite(about.values[places]))
-    for to in (known[chunk] for chunk in chunks(len(known), common.NUMBERS_AT_ONCE // numbers)):
-        some = places[to]
-        at = about_modes(points[some], about.theta[some], about.root[some], which, rest)
-        if along_axes:
-            at = at._replace(spread=np.sqrt(np.sum(at.spread**2, axis=2))[:, :, None] * np.eye(q))
-        terms = (_terms if far else centered)(client, at, which, rest, rule)
-        values[to], errors[to] = log_integrals(terms, rule)
-    return values, errors
 
 
 def about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: Places) -> Quadrature:

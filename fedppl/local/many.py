@@ -77,44 +77,29 @@ def moments(
     nodes = nodes_for([many.model(k) for k in range(deciding)]) or _about(d)
     each = (2 * (points.shape[1] + d) + entries) * (1 + d - len(nodes.which)) * len(nodes.rule.nodes)
     size = int(np.clip(tol.NUMBERS_IN_A_THREAD // each, 1, tol.CLIENTS_AT_ONCE))
-    places = np.arange(len(many), dtype=np.int64)
-
-    at_once = tol.NUMBERS_IN_A_THREAD // (each * size)
+    of = Densities(many.like.kernel, many.packs, len(center))
 
     def part(own: slice) -> tuple[Array, Array]:
-        return _of_part(many, tell, entries, nodes, points, center, places[own], at_once)
+        """The same of some clients."""
+        places = np.arange(own.start, own.stop, dtype=np.int64)
+        at = pairs.origins(of, center, many.starts[places], places)
+        middle = pairs.entries_at(tell, many.packs, pairs.joined(center, at.modes.theta), places, entries)
+        functions = _Functions(of, tell, middle)
+        one, two = np.full((2, len(places), entries), np.nan)
+        usable = at.modes.arrived if d else np.ones(len(places), dtype=bool)
+        few = _few_agree(functions, at, nodes, center, places) & usable
+        for rows, own_nodes in ((np.flatnonzero(few), _few(nodes)), (np.flatnonzero(usable & ~few), nodes)):
+            if not len(rows):
+                continue
+            one[rows], two[rows] = 0.0, 0.0
+            for some in (points[chunk] for chunk in chunks(len(points), tol.NUMBERS_IN_A_THREAD // (each * size))):
+                phi, row = np.tile(some, (len(rows), 1)), np.repeat(rows, len(some))
+                for total, values in zip((one, two), _given(functions, at, own_nodes, phi, row, places), strict=True):
+                    total[rows] += values.reshape(len(rows), len(some), entries).sum(axis=1) / len(points)
+        return functions.middle + one, np.sqrt(np.maximum(two - one**2, 0.0))
 
     means, sds = (np.concatenate(one) for one in zip(*in_parts(part, len(many), size, workers), strict=True))
     return means, sds
-
-
-def _of_part(
-    many: ClientsOf,
-    tell: Callable[..., Any],
-    entries: int,
-    nodes: Nodes,
-    points: Array,
-    center: Array,
-    places: Places,
-    at_once: int,
-) -> tuple[Array, Array]:
-    """The same of clients in these places, so many points at once."""
-    of = Densities(many.like.kernel, many.packs, len(center))
-    at = pairs.origins(of, center, many.starts[places], places)
-    middle = pairs.entries_at(tell, many.packs, pairs.joined(center, at.modes.theta), places, entries)
-    functions = _Functions(of, tell, middle)
-    one, two = np.full((len(places), entries), np.nan), np.full((len(places), entries), np.nan)
-    usable = at.modes.arrived if many.starts.shape[1] else np.ones(len(places), dtype=bool)
-    few = _few_agree(functions, at, nodes, center, places) & usable
-    for rows, own in ((np.flatnonzero(few), _few(nodes)), (np.flatnonzero(usable & ~few), nodes)):
-        if not len(rows):
-            continue
-        one[rows], two[rows] = 0.0, 0.0
-        for some in (points[chunk] for chunk in chunks(len(points), at_once)):
-            means = _given(functions, at, own, np.tile(some, (len(rows), 1)), np.repeat(rows, len(some)), places)
-            for total, part in zip((one, two), means, strict=True):
-                total[rows] += part.reshape(len(rows), len(some), entries).sum(axis=1) / len(points)
-    return functions.middle + one, np.sqrt(np.maximum(two - one**2, 0.0))
 
 
 def _few(nodes: Nodes) -> Nodes:

@@ -26,17 +26,8 @@ from fedppl.local.target import (
     require_smooth,
     start,
 )
-from fedppl.numerics import pairs
+from fedppl.numerics import importance, pairs
 from fedppl.numerics import tolerances as common
-from fedppl.numerics.importance import (
-    WeightedMoments,
-    effective_size,
-    normalise,
-    pareto_k,
-    resample,
-    skewness,
-    weighted_moments,
-)
 from fedppl.numerics.integral import chunks
 from fedppl.numerics.proposals import log_mixture, points_of, propose
 from fedppl.numerics.streams import fresh_points, stream_of
@@ -177,14 +168,14 @@ def _student_sample(target: Target, settings: _Settings) -> StudentSample | None
 
 
 def _student_moments(sample: StudentSample) -> Moments:
-    weights = normalise(sample.log_weights)
+    weights = importance.normalise(sample.log_weights)
     quality = {
         "ess": sample.ess,
         "relative_ess": sample.ess / len(weights),
         "pareto_k": sample.pareto_k,
         "mc_error": sample.error,
     }
-    return moments_of(*sample.moments, skewness(sample.points, weights), quality)
+    return moments_of(*sample.moments, importance.skewness(sample.points, weights), quality)
 
 
 def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
@@ -222,19 +213,19 @@ def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settin
     phi = mean + z @ root.T
     outside = share * client.prior.log_ratio(phi) - gaussian.log_kernel(gaussian.quotient(global_, cavity), phi)
     phi, theta, log_weights = _with_local(client, phi, mean, outside, rng)
-    if pareto_k(log_weights) > settings.pareto_limit and settings.fallback:
+    if importance.pareto_k(log_weights) > settings.pareto_limit and settings.fallback:
         sample = _student_sample(target, settings)
         if sample is not None:
             step, phi = 1.0, sample.points
             outside = share * client.prior.log_ratio(phi) + gaussian.log_kernel(cavity, phi) - sample.log_proposal
             phi, theta, log_weights = _with_local(client, phi, sample.moments.mean, outside, rng)
-        if pareto_k(log_weights) > settings.pareto_limit:
+        if importance.pareto_k(log_weights) > settings.pareto_limit:
             sampled = NUTS().draw(target, draws, chains, rng)
             return sampled._replace(diagnostics={**sampled.diagnostics, "fallback": 2.0})
-    weights = normalise(log_weights)
-    chosen = resample(weights, wanted, rng).reshape(chains, draws)
-    quality = {"ess": effective_size(weights), "pareto_k": pareto_k(log_weights), "fallback": step}
-    return Draws(phi[chosen], theta[chosen], quality)
+    weights = importance.normalise(log_weights)
+    chosen = importance.resample(weights, wanted, rng).reshape(chains, draws)
+    ess, k = importance.effective_size(weights), importance.pareto_k(log_weights)
+    return Draws(phi[chosen], theta[chosen], {"ess": ess, "pareto_k": k, "fallback": step})
 
 
 def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, rng: Rng) -> tuple[Array, Array, Array]:
@@ -266,7 +257,7 @@ class StudentSample(NamedTuple):
     points: Array  # (S, m)
     log_proposal: Array  # (S,) log density of the t at the points
     log_weights: Array  # (S,)
-    moments: WeightedMoments
+    moments: importance.WeightedMoments
     ess: float
     pareto_k: float
     error: float  # largest standard error of a mean, in sds
@@ -309,13 +300,13 @@ def _weighted(
     if not np.any(np.isfinite(log_weights)):
         return None
     log_weights = np.where(np.isfinite(log_weights), log_weights, -np.inf)
-    weights = normalise(log_weights)
-    moments = weighted_moments(points, weights)
+    weights = importance.normalise(log_weights)
+    moments = importance.weighted_moments(points, weights)
     sd = np.sqrt(np.maximum(np.diag(moments.covariance), common.TINY))
     # Each scramble is a sample of its own: with self-normalised weights, the spread of Σ w (x − mean) over them.
     parts = (weights[:, None] * (points - moments.mean)).reshape(common.SCRAMBLES, count, m).sum(axis=1)
     error = float(np.max(np.sqrt(common.SCRAMBLES * parts.var(axis=0, ddof=1)) / sd))
-    ess, k = effective_size(weights), pareto_k(log_weights)
+    ess, k = importance.effective_size(weights), importance.pareto_k(log_weights)
     return StudentSample(points, log_proposal, log_weights, moments, ess, k, error)
 
 
