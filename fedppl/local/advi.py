@@ -73,11 +73,8 @@ def MeanField(*, points: int = 64, max_iterations: int = 2000) -> LocalInference
 
     Raises
     ------
-    DeclarationError
-        For `points` or `max_iterations` that are no whole numbers, or too small.
-    LocalFailure
-        In `Fit.client`, where the fit does not converge, or the tilted density does not fall off around it. In a round
-        of a fit such a client is left out, and its reason is in the log.
+    DeclarationError, LocalFailure
+        As in `ADVI`.
 
     Notes
     -----

@@ -105,41 +105,33 @@ def controlled_moments(
     Returns the moments, the sd of the remainder, and the error of the mean in sds, 0 where the remainder is small.
     """
     plain = weighted_moments(z, weights)
+    own = weights[:, None] * (z - plain.mean)  # what each point adds to the mean
+
+    def error(parts: Array) -> float:
+        """Largest standard error of a mean, in sds, as of independent points."""
+        variance = np.maximum(np.diag(plain.covariance), tol.TINY)
+        return float(np.sqrt(np.max(np.sum(parts**2, axis=0) / variance)))
+
     if not np.all(np.isfinite(log_weights)):
         remainder = float(np.std(log_weights[np.isfinite(log_weights)]))
-        return plain, remainder, _error(z, weights, plain)
+        return plain, remainder, error(own)
     coefficients, fitted = _quadratic(log_weights, key)
     remainder = float(np.std(log_weights - fitted))
     m = z.shape[1]
     precision = np.eye(m) - second_derivatives(coefficients, m)
     if not _exceeds_least(precision):
-        return plain, remainder, _error(z, weights, plain)
+        return plain, remainder, error(own)
     covariance = np.linalg.inv(precision)
     mean = covariance @ coefficients[1 : 1 + m]
     by_quadratic = normalise(fitted)
     control = weighted_moments(z, by_quadratic)
     controlled = covariance + plain.covariance - control.covariance
     if not _exceeds_least(controlled):
-        return plain, remainder, _error(z, weights, plain)
+        return plain, remainder, error(own)
     moments = WeightedMoments(mean + plain.mean - control.mean, (controlled + controlled.T) / 2)
     if remainder < tol.LARGE_REMAINDER:
         return moments, remainder, 0.0
-    return moments, remainder, _error(z, weights, plain, by_quadratic, control)
-
-
-def _error(
-    z: Array,
-    weights: Array,
-    moments: WeightedMoments,
-    control_weights: Array | None = None,
-    control: WeightedMoments | None = None,
-) -> float:
-    """Largest standard error of a mean, in sds, as of independent points; with a control variate where there is one."""
-    parts = weights[:, None] * (z - moments.mean)
-    if control_weights is not None and control is not None:
-        parts = parts - control_weights[:, None] * (z - control.mean)
-    variance = np.maximum(np.diag(moments.covariance), tol.TINY)
-    return float(np.sqrt(np.max(np.sum(parts**2, axis=0) / variance)))
+    return moments, remainder, error(own - by_quadratic[:, None] * (z - control.mean))
 
 
 def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Array) -> float:
