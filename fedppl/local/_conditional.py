@@ -20,31 +20,18 @@ from scipy.special import logsumexp
 from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.local import _marginal
+from fedppl.local import tolerances as tol
 from fedppl.local._marginal import LeftOut
-from fedppl.numerics import pairs
+from fedppl.numerics import integral, pairs
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.importance import has_enough_points
-from fedppl.numerics.integral import (
-    Rule,
-    between_trapezoids,
-    by_far_grid,
-    by_grid,
-    by_trapezoids,
-    log_integrals,
-    nearest_of,
-    some_of,
-)
+from fedppl.numerics.integral import Rule, median_of, some_of
 from fedppl.numerics.pairs import Densities, Laplace, joined, site_outputs
 from fedppl.numerics.streams import stream_of
 from fedppl.types import Array, LocalFailure
 
 # Coordinates c of θ given which the others are Gaussian ---------------------------------------------------------------
 
-_MOST_CONDITIONING = 2  # coordinates c
-_MOST_LOCAL = 50  # coordinates of θ, so that finding c costs little
-_STEP, _CHANGED = 1e-2, 1e-6  # sds; relative change of a curvature above rounding
-_FAR_SDS = (0.5, 1.0, 3.0, 10.0, 30.0, 100.0)  # sds
-_ALONG = np.arange(1.0, 16.0)  # sds along a coordinate
-_EQUAL, _ROUNDING = 1e-7, 1e-10  # tolerances relative to changes of the density, and to the density
 
 Places = NDArray[np.intp]
 
@@ -60,8 +47,9 @@ class _Probes(NamedTuple):
 def _probes(client: ClientView) -> _Probes | None:
     """Probes near and far, by model and data alone; None where θ has no mode at one of them."""
     center = gaussian.mean(client.prior.gaussian)
-    near, far = (_marginal.prior_sds(client, most) for most in (1.0, 10.0))
-    points = center + np.stack([-near, 0.3 * near, near, -far, far])
+    sds = gaussian.standard_deviations(client.prior.gaussian)
+    near, far = np.minimum(sds, tol.NEAR_SDS), np.minimum(sds, tol.FAR_SDS)
+    points = center + np.concatenate([np.outer(tol.PROBE_SDS, near), [-far, far]])
     try:
         _, modes, factors = _marginal.near(client, points, center)
     except LocalFailure:
@@ -80,13 +68,13 @@ def is_gaussian(client: ClientView) -> bool:
 def conditioning(client: ClientView) -> Places | None:
     """The fewest coordinates c of θ given which the others are Gaussian; None where these are too many."""
     d, probes = client.local_size, client.view(_probes)
-    if probes is None or not 1 < d <= _MOST_LOCAL:
+    if probes is None or not 1 < d <= tol.MOST_LOCAL:
         return None
     curved = _curvatures(client, probes) * (probes.sds[:, None, :, None] * probes.sds[:, None, None, :])
     if not np.all(np.isfinite(curved)):
         return None
     largest = np.abs(curved).max(axis=(1, 2, 3))[:, None, None, None]
-    turns = np.any(np.abs(curved[:, 1:] - curved[:, :1]) > _CHANGED * largest, axis=0)
+    turns = np.any(np.abs(curved[:, 1:] - curved[:, :1]) > tol.CURVATURE_CHANGE * largest, axis=0)
     chosen = _cover(turns, ())
     if not chosen:
         return None
@@ -100,7 +88,7 @@ def _cover(turns: NDArray[np.bool_], chosen: tuple[int, ...]) -> tuple[int, ...]
     left = np.argwhere(turns[np.ix_(rest, rest, rest)])
     if not len(left):
         return chosen
-    if len(chosen) == _MOST_CONDITIONING:
+    if len(chosen) == tol.MOST_CONDITIONING:
         return None
     covers = [_cover(turns, (*chosen, int(k))) for k in np.unique(rest[left[0]])]  # one of these is in every cover
     return min((cover for cover in covers if cover is not None), key=len, default=None)
@@ -112,9 +100,9 @@ def _curvatures(client: ClientView, probes: _Probes) -> Array:
     for phi, mode, sd in zip(*probes, strict=True):  # one after the other, to save memory
         d, along = len(mode), np.diag(sd)
         around = mode + np.concatenate([np.zeros((1, d)), along])
-        ends = around[:, None] + _STEP * np.concatenate([along, -along])  # (1 + d, 2d, d)
+        ends = around[:, None] + tol.CURVATURE_LENGTH * np.concatenate([along, -along])  # (1 + d, 2d, d)
         slopes = _outputs(client, phi[None], ends[None])[0, ..., 1 + len(phi) :]
-        matrices.append(-(slopes[:, :d] - slopes[:, d:]) / (2.0 * _STEP * sd[:, None]))
+        matrices.append(-(slopes[:, :d] - slopes[:, d:]) / (2.0 * tol.CURVATURE_LENGTH * sd[:, None]))
     stacked = np.stack(matrices)
     return np.asarray(0.5 * (stacked + np.swapaxes(stacked, -1, -2)))
 
@@ -136,8 +124,8 @@ def _is_gaussian_in(client: ClientView, probes: _Probes, which: Places) -> bool:
         return False
     m, rest = probes.phi.shape[1], np.setdiff1d(np.arange(client.local_size), which)
     r, rng = len(rest), np.random.default_rng(0)
-    places = np.array((0.5, -1.0, 2.0) if len(which) else (0.0,))  # of c, in sds
-    z = rng.normal(size=(len(places), len(_FAR_SDS), r)) * np.array(_FAR_SDS)[:, None]
+    places = np.array(tol.GIVEN_SDS if len(which) else (0.0,))  # of c, in sds
+    z = rng.normal(size=(len(places), len(tol.RANDOM_SDS), r)) * np.array(tol.RANDOM_SDS)[:, None]
     z = np.concatenate([z, -z], axis=1)
     near = np.broadcast_to(np.concatenate([np.zeros((1, r)), np.eye(r)]), (len(places), 1 + r, r))
     moved = np.concatenate([near, z], axis=1)  # (F, 1 + r + N, r)
@@ -155,7 +143,7 @@ def _is_along(client: ClientView, probes: _Probes, which: Places) -> bool:
     """The same along each coordinate of the rest, at the first probe and its c."""
     m, rest = probes.phi.shape[1], np.setdiff1d(np.arange(client.local_size), which)
     phi, mode, sd = (part[:1] for part in probes)
-    steps = np.concatenate([[0.0, 1.0], _ALONG, -_ALONG])
+    steps = np.concatenate([[0.0, 1.0], tol.ALONG_SDS, -tol.ALONG_SDS])
     theta = np.repeat(np.repeat(mode[:, None, None], len(rest), axis=1), len(steps), axis=2)
     for place, i in enumerate(rest):
         theta[:, place, :, i] += steps * sd[:, i]
@@ -168,21 +156,11 @@ def _is_along(client: ClientView, probes: _Probes, which: Places) -> bool:
 
 def _agree(expected: Array, differences: Array, logs: Array) -> bool:
     """Whether differences of the density are as expected, up to the rounding of the density of many rows."""
-    allowed = _EQUAL + _ROUNDING * np.abs(logs) + _EQUAL * np.abs(differences)
+    allowed = tol.GAUSSIAN_EQUAL + tol.DENSITY_ROUNDING * np.abs(logs) + tol.GAUSSIAN_EQUAL * np.abs(differences)
     return bool(np.all(np.isfinite(differences)) and np.all(np.abs(expected - differences) <= allowed))
 
 
 # Quadratures compared with others: trapezoids with those between them, grids with finer ones --------------------------
-
-REACHES = 4, 6  # arsinh of sds: 27, and where mass is missing 202
-_COMPARED = 32  # points at which both are computed
-_CLOSE = 0.003  # log units, a small difference
-_COVERED = 0.95  # share of the known points at which another quadrature has to have a value too
-_ALIKE, _CONSTANT = 0.001, 0.02  # log units: tolerance of a difference but for its constant, and of that
-_ALIKE_OF_FEW = 1e-4  # log units, of a grid of few nodes, whose error is as large as the difference and adds up
-# Log units, the same for two rules of one coordinate, since their differences at thousands of clients may add up.
-# Nearly all clients of eight models of `benchmarks/exactness.py` are within, but for those of zeros or of one outcome.
-_ALIKE_ON_A_LINE = 2e-5
 
 
 def by_two_rules(
@@ -194,37 +172,29 @@ def by_two_rules(
     functions. Where both rules differ at some of a client's points, as about a kink, a spike, or along a tail that
     falls as exp(−|θ|), they are averaged, with half of their difference as an error.
     """
-    everywhere, some = np.arange(count), some_of(count, _COMPARED)
+    everywhere, some = np.arange(count), some_of(count, tol.COMPARED)
     values, errors = np.empty((2, clients, count))
     left = np.arange(clients)
-    for far in REACHES:
+    for far in tol.REACHES:
         if not len(left):
             break
-        values[left], errors[left] = compute(left, everywhere, by_trapezoids(far))
-        is_near = np.full(len(left), far == REACHES[-1])  # else heavy tails may be the reason
-        is_near |= ~(np.median(np.abs(errors[left]), axis=1) > _ALIKE) if count else True
+        values[left], errors[left] = compute(left, everywhere, integral.by_trapezoids(far))
+        is_near = np.full(len(left), far == tol.REACHES[-1])  # else heavy tails may be the reason
+        is_near |= ~(np.median(np.abs(errors[left]), axis=1) > tol.ALIKE) if count else True
         near, left = left[is_near], left[~is_near]
         if not len(near):
             continue
-        differences = compute(near, some, between_trapezoids(far))[0] - values[np.ix_(near, some)]
-        rows = near[[not _is_alike(each) for each in differences]]
+        differences = compute(near, some, integral.between_trapezoids(far))[0] - values[np.ix_(near, some)]
+        are_alike = [_range(each) < tol.ALIKE_ON_A_LINE and abs(median_of(each)) < tol.ALIKE for each in differences]
+        rows = near[~np.array(are_alike)]
         if not len(rows):
             continue
-        halves = 0.5 * (compute(rows, everywhere, between_trapezoids(far))[0] - values[rows])
+        halves = 0.5 * (compute(rows, everywhere, integral.between_trapezoids(far))[0] - values[rows])
         for row, half in zip(rows, halves, strict=True):
-            known = np.isfinite(half)
             # The place of a kink between nodes changes from point to point, and both errors may cancel at one.
-            usual = np.median(np.abs(half[known])) if np.any(known) else 0.0
-            error = np.copysign(np.maximum(np.abs(half), usual), half)
-            values[row], errors[row] = values[row] + half, np.where(known, errors[row] + error, 0.0)
+            error = np.copysign(np.maximum(np.abs(half), median_of(np.abs(half))), half)
+            values[row], errors[row] = values[row] + half, np.where(np.isfinite(half), errors[row] + error, 0.0)
     return values, errors
-
-
-def _is_alike(difference: Array) -> bool:
-    """Whether two rules of one coordinate agree."""
-    finite = difference[np.isfinite(difference)]
-    constant = abs(np.median(finite)) if len(finite) else 0.0
-    return bool(_range(difference) < _ALIKE_ON_A_LINE and constant < _ALIKE)
 
 
 class Pair(NamedTuple):
@@ -245,58 +215,45 @@ def by_pairs(
     agree, the better of those is taken that differ little, else of those that differ least. Their difference, or twice
     that, is then an error of the points that are near to those at which both were computed.
     """
-    some = some_of(len(points), _COMPARED)
+    some = some_of(len(points), tol.COMPARED)
     rest = np.setdiff1d(np.arange(len(points)), some)
     at_some = functools.cache(lambda place: quadratures[place](some))
 
-    def at(place: int) -> Array:
-        return at_some(place)[0]
-
-    def everywhere(place: int) -> tuple[Array, Array]:
+    def everywhere(place: int) -> Array:
         both = np.empty((2, len(points)))
         both[:, some], both[:, rest] = at_some(place), quadratures[place](rest)
-        return both[0], both[1]
+        return both
 
     smallest, better, largest = np.zeros(len(some)), pairs[0].first, np.inf
     for pair in pairs:
-        raw = at(pair.second) - at(pair.first)
+        (first, _), (second, finer) = at_some(pair.first), at_some(pair.second)
+        raw = second - first
         finite = np.isfinite(raw)
-        if np.sum(finite) < _COVERED * np.sum(np.isfinite(at(pair.first))):  # at some points there is no comparison
+        if np.sum(finite) < tol.COVERED * np.sum(np.isfinite(first)):  # at some points there is no comparison
             continue
-        difference = np.where(finite, raw, 0.0)
-        constant = float(np.median(difference[finite])) if np.any(finite) else 0.0
-        if _range(raw) < (_ALIKE_OF_FEW if pair.few else _ALIKE) and abs(constant) < _CONSTANT:
+        difference, constant = np.where(finite, raw, 0.0), median_of(raw)
+        if _range(raw) < (tol.ALIKE_OF_FEW if pair.few else tol.ALIKE) and abs(constant) < tol.CONSTANT:
             values, errors = everywhere(pair.first)
-            # The finer one sees more of the tails.
-            places, finer = nearest_of(points, some), at_some(pair.second)
-            own = np.where(np.isfinite(finer[0][places]), finer[1][places], errors)
+            places = integral.nearest_of(points, some)
+            own = np.where(np.isfinite(second[places]), finer[places], errors)  # the finer one sees more of the tails
             return values + constant, own + 0.5 * constant
         if float(np.max(np.abs(difference))) < largest:
             smallest, better, largest = difference, pair.better, float(np.max(np.abs(difference)))
-        if not pair.few and largest < _CLOSE:
+        if not pair.few and largest < tol.AGREE:
             break
     values, errors = everywhere(better)
-    near = smallest[nearest_of(points, some)]
-    times = 1.0 if largest < _CLOSE else 2.0
+    near = smallest[integral.nearest_of(points, some)]
+    times = 1.0 if largest < tol.AGREE else 2.0
     return values, errors + times * np.copysign(np.maximum(np.abs(near), np.median(np.abs(smallest))), near)
 
 
 def _range(differences: Array) -> float:
     """Largest distance from the median."""
     finite = differences[np.isfinite(differences)]
-    return float(np.max(np.abs(finite - np.median(finite)))) if len(finite) else 0.0
+    return float(np.max(np.abs(finite - median_of(finite)), initial=0.0))
 
 
 # Quadratures over c ---------------------------------------------------------------------------------------------------
-
-MOST = 3  # coordinates that are integrated by a grid
-_NODES = {2: (7, 11, 15), 3: (5, 7, 9)}  # of each coordinate, by their number
-_AT_ONCE = 2**22  # numbers in points in memory at a time
-_TIMES = 4  # that a quadrature is centered anew
-_CLIPPED = 3.0  # times half of the width of the middle two thirds, where tails are clipped
-_OFF = 1.0  # sds, largest distance of the mean from the center of its quadrature
-_NARROW, _WIDE = 0.5, 2.0  # range of sds, in those of the quadrature
-_NEAR, _MISSED, _LOW = 1e3, 1e-6, 30.0  # log units: gain of a step, residual gain, smallest term below the largest
 
 
 class Quadrature(NamedTuple):
@@ -311,46 +268,37 @@ class Quadrature(NamedTuple):
 
 def integrated(client: ClientView, points: Array, about: Laplace, which: Places) -> tuple[Array, Array]:
     """log f_k at points (S, m), NaN where there is no mode, and its errors; about modes of θ there."""
-    by_rule = functools.partial(_by_rule, client, points, about, which=which)
-    if len(which) == 1:
-        values, errors = by_two_rules(
-            lambda _, some, rule: tuple(np.stack(by_rule(some, rule=rule))[:, None]), 1, len(points)
-        )
-        return values[0], errors[0]
+    q, m = len(which), points.shape[1]
+    rest = np.setdiff1d(np.arange(client.local_size), which)
+
+    def by_rule(places: Places, rule: Rule, *, far: bool = False, along_axes: bool = False) -> tuple[Array, Array]:
+        values, errors = np.full(len(places), np.nan), np.zeros(len(places))
+        numbers = len(rule.nodes) * (1 + len(rest)) * (m + client.local_size)
+        known = np.flatnonzero(np.isfinite(about.values[places]))
+        for to in (known[chunk] for chunk in integral.chunks(len(known), common.NUMBERS_AT_ONCE // numbers)):
+            some = places[to]
+            at = about_modes(points[some], about.theta[some], about.root[some], which, rest)
+            if along_axes:
+                at = at._replace(spread=np.sqrt(np.sum(at.spread**2, axis=2))[:, :, None] * np.eye(q))
+            terms = (_terms if far else centered)(client, at, which, rest, rule)
+            values[to], errors[to] = integral.log_integrals(terms, rule)
+        return values, errors
+
+    if q == 1:
+
+        def of_one_client(_: Places, some: Places, rule: Rule) -> tuple[Array, Array]:
+            values, errors = by_rule(some, rule)
+            return values[None], errors[None]
+
+        (values,), (errors,) = by_two_rules(of_one_client, 1, len(points))
+        return values, errors
     # Heavy tails are along coordinates, from priors, or along a ridge of the likelihood.
-    quadratures = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in _NODES[len(which)]]
+    quadratures = [functools.partial(by_rule, rule=integral.by_grid(q, count)) for count in tol.GRIDS[q]]
+    far = [integral.by_far_grid(q, finer=finer) for finer in (False, True)]
     for along in (True, False):
-        far = [by_far_grid(len(which), finer=finer) for finer in (False, True)]
         quadratures += [functools.partial(by_rule, rule=rule, far=True, along_axes=along) for rule in far]
     grids = Pair(0, 1, 1, few=True), Pair(1, 2, 2)
     return by_pairs(quadratures, points, (*grids, Pair(2, 3, 2), Pair(3, 4, 3), Pair(5, 6, 5)))
-
-
-def _by_rule(
-    client: ClientView,
-    points: Array,
-    about: Laplace,
-    places: Places,
-    *,
-    which: Places,
-    rule: Rule,
-    far: bool = False,
-    along_axes: bool = False,
-) -> tuple[Array, Array]:
-    q, m = len(which), points.shape[1]
-    rest = np.setdiff1d(np.arange(client.local_size), which)
-    values, errors = np.full(len(places), np.nan), np.zeros(len(places))
-    chunk = max(1, _AT_ONCE // (len(rule.nodes) * (1 + len(rest)) * (m + client.local_size)))
-    known = np.flatnonzero(np.isfinite(about.values[places]))
-    for first in range(0, len(known), chunk):
-        to = known[first : first + chunk]
-        some = places[to]
-        at = about_modes(points[some], about.theta[some], about.root[some], which, rest)
-        if along_axes:
-            at = at._replace(spread=np.sqrt(np.sum(at.spread**2, axis=2))[:, :, None] * np.eye(q))
-        terms = (_terms if far else centered)(client, at, which, rest, rule)
-        values[to], errors[to] = log_integrals(terms, rule)
-    return values, errors
 
 
 def about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: Places) -> Quadrature:
@@ -367,17 +315,18 @@ def centered(client: ClientView, about: Quadrature, which: Places, rest: Places,
     terms = _terms(client, about, which, rest, rule)
     gaps = np.stack([gaps_of(column) for column in rule.nodes.T], axis=1)
     off = np.arange(len(terms))
-    for _ in range(_TIMES):
+    for _ in range(tol.CENTERINGS):
         off = off[np.isfinite(terms[off].max(axis=1))]
         shares = np.exp(terms[off] - logsumexp(terms[off], axis=1, keepdims=True))
         here = gaps[np.argmax(shares, axis=1)]
         nodes = _clipped(shares, rule.nodes, here)
         mean = np.einsum("sl,slp->sp", shares, nodes)
         nodes -= mean[:, None]
-        least = (0.5 * here[:, None]) ** 2  # mass at one node is as wide as nodes are apart
+        least = (tol.NODE_WIDTH * here[:, None]) ** 2  # mass at one node is as wide as nodes are apart
         covariance = np.einsum("sl,slp,slq->spq", shares, nodes, nodes) + least * np.eye(len(which))
         variances = np.linalg.eigvalsh(covariance)
-        away = (np.abs(mean).max(axis=1) > _OFF) | (variances[:, 0] < _NARROW**2) | (variances[:, -1] > _WIDE**2)
+        away = (variances[:, 0] < tol.NARROW**2) | (variances[:, -1] > tol.WIDE**2)
+        away |= np.abs(mean).max(axis=1) > tol.OFF_CENTER
         off, mean, covariance = off[away], mean[away], covariance[away]
         if not len(off):
             break
@@ -400,8 +349,8 @@ def _clipped(shares: Array, nodes: Array, gaps: Array) -> Array:
     for place, column in enumerate(nodes.T):
         order = np.argsort(column, kind="stable")
         below = np.cumsum(shares[:, order], axis=1)
-        low, middle, high = (column[order][np.argmax(below > part, axis=1)] for part in (0.16, 0.5, 0.84))
-        width = _CLIPPED * np.maximum(0.5 * (high - low), gaps[:, place])
+        low, middle, high = (column[order][np.argmax(below > part, axis=1)] for part in tol.MIDDLE)
+        width = tol.CLIPPED * np.maximum(0.5 * (high - low), gaps[:, place])
         clipped[:, :, place] = np.clip(column, (middle - width)[:, None], (middle + width)[:, None])
     return clipped
 
@@ -446,7 +395,7 @@ def at_nodes(of: Densities, who: Places, about: Quadrature, which: Places, rest:
     logs, gain, theta = outputs[:, :, 0, 0], 0.5 * np.einsum("sli,sli->sl", slope, move), x[:, :, 0, m:]
     # Where a Newton step gains as much as the density is itself, rounding errors of both are large: the density is then
     # evaluated where the steps end.
-    far = ~(gain < _NEAR)
+    far = ~(gain < tol.LARGE_GAIN)
     theta[..., rest] += np.where(far[..., None], 0.0, move)
     x, whose = x[:, :, 0][far], np.repeat(who, nodes)[far.reshape(-1)]
     slope, inverse = slope[far], inverse[far]
@@ -463,8 +412,8 @@ def at_nodes(of: Densities, who: Places, about: Quadrature, which: Places, rest:
     weight = 0.5 * np.sum(rule.nodes**2, axis=1) + rule.log_weights
     terms = logs - 0.5 * np.where(proper, log_determinant, 0.0) + constant + weight
     terms = np.where(np.isfinite(terms), terms, -np.inf)
-    good = proper & (missed < _MISSED)
-    least = np.max(np.where(good, terms, -np.inf), axis=1, keepdims=True) - _LOW
+    good = proper & (missed < tol.RESIDUAL_GAIN)
+    least = np.max(np.where(good, terms, -np.inf), axis=1, keepdims=True) - common.LOW
     unknown = np.any(~good & (terms > least), axis=1)  # the integral is not known if a term that counts is not
     return Given(np.where(good & ~unknown[:, None], terms, -np.inf), theta, curved)
 
@@ -484,9 +433,8 @@ def _inverses(matrices: Array) -> tuple[Array, Array]:
         proper: Array = np.where(values[..., :1] > 0.0, 1.0, 0.0)
         values = np.where(proper > 0.0, values, 1.0)
         inverses = (vectors / values[..., None, :]) @ np.swapaxes(vectors, -2, -1)
-        return np.asarray(inverses * proper[..., None]), np.where(
-            proper[..., 0] > 0.0, np.log(values).sum(axis=-1), np.nan
-        )
+        logs = np.where(proper[..., 0] > 0.0, np.log(values).sum(axis=-1), np.nan)
+        return np.asarray(inverses * proper[..., None]), logs
 
 
 def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:

@@ -1,4 +1,4 @@
-"""A client's factor f_k(φ), with θ marginalised by Laplace's approximation: values, gradients, expansions."""
+"""A client's factor f_k(φ), with θ marginalised by Laplace's approximation: values, expansions, moments under q."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl import gaussian
-from fedppl.contracts import ClientView, Expansion
+from fedppl.contracts import ClientView, Expansion, Moments, Target
+from fedppl.local import tolerances as tol
 from fedppl.local.target import local_mode
-from fedppl.numerics import pairs
-from fedppl.numerics.importance import quadratic_terms
-from fedppl.numerics.integral import SIZES, Rule, by_grid, by_points
+from fedppl.numerics import importance, pairs
+from fedppl.numerics.integral import Rule, by_grid, by_points, chunks
 from fedppl.numerics.pairs import Densities, Laplace, Origins, joined, site_outputs
 from fedppl.numerics.streams import stream_of, whitened_points
 from fedppl.types import Array, LocalFailure
@@ -61,10 +61,6 @@ def _origin(client: ClientView, center: Array) -> Origins:
     return at
 
 
-def prior_sds(client: ClientView, most: float) -> Array:
-    return np.minimum(gaussian.standard_deviations(client.prior.gaussian), most)
-
-
 def values(client: ClientView, points: Array, center: Array, prior_share: float) -> Array:
     """log f_k (and its share of a non-Gaussian prior) at points (S, m), (S,); −inf where there is no mode."""
     logs = near(client, points, center).values
@@ -87,8 +83,7 @@ def gradients(client: ClientView, points: Array, center: Array, prior_share: flo
     """log f_k (and its share of a non-Gaussian prior) and its gradients at points (S, m), (S,) and (S, m)."""
     of, origin = client.view(densities), _origin(client, center)
     logs, slopes = np.zeros(len(points)), np.zeros_like(points)
-    each = pairs.at_once(client.local_size, client.shared_size)
-    for some in (slice(first, first + each) for first in range(0, len(points), each)):
+    for some in chunks(len(points), pairs.at_once(client.local_size, client.shared_size)):
         at, who = points[some], np.zeros(len(points[some]), dtype=np.int64)
         about = pairs.laplace(of, origin, who, who, at)
         logs[some], slopes[some] = about.values, pairs.gradients(of, at, about.theta, who, origin.modes.scale[who])
@@ -102,7 +97,8 @@ def gradients(client: ClientView, points: Array, center: Array, prior_share: flo
 def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
     """Quadratic expansion of log f_k (and of its share of a non-Gaussian prior) at a point."""
     one, begin = np.zeros(1, dtype=np.int64), client.view(start)[None]
-    stack = pairs.expansions(client.view(densities), point, begin, one, prior_sds(client, 1.0))
+    widths = np.minimum(gaussian.standard_deviations(client.prior.gaussian), tol.NEAR_SDS)
+    stack = pairs.expansions(client.view(densities), point, begin, one, widths)
     value, gradient, hessian = float(stack.values[0]), stack.gradients[0], stack.hessians[0]
     if not (np.isfinite(value) and np.all(np.isfinite(hessian))):
         raise LocalFailure(no_mode(client, point))
@@ -142,13 +138,26 @@ def integrals(client: ClientView, points: Array, center: Array, rule: Rule) -> I
 
 def difference(client: ClientView, points: Array, center: Array) -> tuple[Array, float] | None:
     """The error of Laplace over θ in log f_k at points (S, m), and trust in it; None where it is unknown."""
-    size, stream = client.local_size, stream_of(client.client_id)
-    rule = by_grid(size, SIZES[size]) if size in SIZES else by_points(size, _POINTS, stream)
+    size = client.local_size
+    if size in tol.SIZES:
+        rule = by_grid(size, tol.SIZES[size])
+    else:
+        rule = by_points(size, tol.NODES_BEYOND_GRIDS, stream_of(client.client_id))
     try:
         values, laplace, relative, shares = integrals(client, points, center, rule)
     except LocalFailure:
         return None
     return trusted(values - laplace, relative, shares, size)
+
+
+def trusted(delta: Array, relative: Array, shares: Array, size: int) -> tuple[Array, float] | None:
+    """Δ at points (S,) by a rule's integrals, and trust in it, without jumps; None where a value is unknown."""
+    if not np.all(np.isfinite(delta)):
+        return None
+    if size in tol.SIZES:  # beyond the outermost nodes there may be as much as at them
+        return delta, float(np.interp(shares[:, 1].max(), [tol.LITTLE_OUTSIDE, tol.MOST_OUTSIDE], [1.0, 0.0]))
+    least = relative.min()
+    return None if least < tol.NOTHING else (delta, float(np.interp(least, [tol.NOTHING, tol.ALL], [0.0, 1.0])))
 
 
 # The error Δ of Laplace's approximation over θ in log f_k, as a quadratic in φ ----------------------------------------
@@ -158,34 +167,12 @@ def difference(client: ClientView, points: Array, center: Array) -> tuple[Array,
 # The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which changes no moment. Random
 # points are mostly of a client's own, so that errors of clients do not add up.
 
-_POINTS = 256  # where a grid has too many coordinates
-# Relative ESS of importance weights below which Δ is unknown, and above which known; in between Δ counts in part, so
-# that there is no jump. The same for the share of the integral at outermost nodes, beyond which there may be as much.
-_NOTHING, _ALL = 0.1, 0.3
-_MOST, _LITTLE = 0.3, 0.15
-_QUADRATIC = 8  # shared coordinates up to which Δ is a quadratic; beyond, a linear function
-_ROUNDING = 1e-7
-_CURVED = 1e-3  # Δ, in log units at one sd of q, from which its curvature is estimated
-
-Difference = Callable[[Array], Array]
-
 
 class LeftOut(NamedTuple):
     """Δ about q, weighted by the trust in it."""
 
-    difference: Difference | None  # a quadratic, in points (S, m); None where Δ is zero, or unknown
+    difference: Callable[[Array], Array] | None  # a quadratic, in points (S, m); None where Δ is zero, or unknown
     trust: float  # from 0, unknown, to 1
-
-
-def trusted(delta: Array, relative: Array, shares: Array, size: int) -> tuple[Array, float] | None:
-    """Δ at points (S,) by a rule's integrals, and trust in it; None where a value is unknown."""
-    if not np.all(np.isfinite(delta)):
-        return None
-    if size in SIZES:
-        return delta, float(np.clip((_MOST - shares[:, 1].max()) / (_MOST - _LITTLE), 0.0, 1.0))
-    if relative.min() < _NOTHING:
-        return None
-    return delta, float(np.clip((relative.min() - _NOTHING) / (_ALL - _NOTHING), 0.0, 1.0))
 
 
 def left_out(
@@ -201,13 +188,14 @@ def left_out(
     linear, curved = delta @ z / len(z), np.zeros((m, m))  # of antithetic points: even terms cancel
     half = len(z) // 2
     even = float(np.std((delta[:half] + delta[half:]) / 2))
-    if max(float(np.linalg.norm(linear)), even) < _ROUNDING:
+    if max(float(np.linalg.norm(linear)), even) < tol.NO_ERROR:
         return LeftOut(None, 1.0)
-    if m <= _QUADRATIC and max(float(np.linalg.norm(linear)), even) > _CURVED:
+    if m <= tol.QUADRATIC and max(float(np.linalg.norm(linear)), even) > tol.CURVED:
         z = whitened_points(m, (m + 1) * (m + 2), stream)
         again = difference(mean + z @ root.T)
         if again is not None:
-            coefficients = np.asarray(np.linalg.lstsq(quadratic_terms(z), again[0], rcond=None)[0], dtype=float)
+            terms = importance.quadratic_terms(z)
+            coefficients = np.asarray(np.linalg.lstsq(terms, again[0], rcond=None)[0], dtype=float)
             linear, curved[np.triu_indices(m)] = coefficients[1 : 1 + m], coefficients[1 + m :]
             trust = min(trust, again[1])
     inverse = np.linalg.inv(root)
@@ -219,10 +207,124 @@ def left_out(
     return LeftOut(quadratic, trust)
 
 
-# The reason why a client's local variables have no mode, from the end of the search for it ---------------------------
+# Moments of the tilted distribution by importance sampling from the global q, or one near it -------------------------
 
-_BEYOND = 1e12  # a log density that is too large to compute differences of
-_SHRUNK = -4.0  # change of a log scale in the search, e^-4 = .02 times its start, that shows it goes to zero
+# Where q and the client's site are right already, the log weights are constant and the moments of q have no error.
+
+
+class Factor(NamedTuple):
+    """Log weights of a client's factor against its site in q, at points (S, m)."""
+
+    values: Callable[[Array], Array]  # (S,)
+    gradients: Callable[[Array], tuple[Array, Array]]  # (S,) and (S, m)
+
+
+def moments(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    """Moments under q = N(mean, root rootᵀ) times the weights; None where no weight is finite."""
+    if importance.has_enough_points(len(mean)):
+        return _from_values(factor, mean, root, points, stream)
+    return _from_gradients(factor, mean, root, points, stream)
+
+
+def has_trusted_weights(moments: Moments, limit: float) -> bool:
+    """Whether weights have enough effective points, and a small Pareto k unless they hardly vary."""
+    relative = moments.diagnostics["relative_ess"]
+    return relative > tol.LEAST_RELATIVE and (moments.diagnostics["pareto_k"] <= limit or relative > tol.FULL_RELATIVE)
+
+
+def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    for multiple, largest in tol.REMAINDERS:
+        key = (len(mean), multiple * importance.enough_points(len(mean), points), stream)
+        z = whitened_points(*key)
+        log_weights = factor.values(mean + z @ root.T)
+        if not np.any(np.isfinite(log_weights)):
+            return None
+        weights = importance.normalise(log_weights)
+        white, remainder, error = importance.controlled_moments(z, log_weights, weights, key)
+        if remainder <= largest:
+            break
+    quality = {
+        "ess": importance.effective_size(weights),
+        "relative_ess": importance.effective_size(weights) / len(z),
+        "pareto_k": importance.pareto_k(log_weights),
+        "remainder": remainder,
+        "mc_error": error,
+        "departure": importance.departure(z, log_weights, key, root),
+        "mode_failures": float(np.sum(~np.isfinite(log_weights))),
+    }
+    return _coloured(white.mean, white.covariance, mean, root, importance.skewness(mean + z @ root.T, weights), quality)
+
+
+def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    fitted = None
+    for multiple, largest in tol.GRADIENT_REMAINDERS:
+        z = whitened_points(len(mean), multiple * importance.enough_gradients(len(mean), points), stream)
+        log_weights, gradients = factor.gradients(mean + z @ root.T)
+        if not np.all(np.isfinite(log_weights)) or not np.all(np.isfinite(gradients)):
+            return None
+        fitted = importance.stein_moments(z, log_weights, gradients @ root)
+        if fitted is None or fitted.remainder <= largest:
+            break
+    if fitted is None:
+        return None
+    relative = float(np.exp(-(fitted.remainder**2)))  # of log-normal weights
+    quality = {
+        "ess": relative * len(z),
+        "relative_ess": relative,
+        "pareto_k": fitted.pareto_k,
+        "remainder": fitted.remainder,
+        "mc_error": fitted.error,
+        "departure": importance.departure_by_gradients(fitted.off, root),
+        "mode_failures": 0.0,
+    }
+    skewed = importance.skewness_by_gradients(z, fitted.off, root)
+    return _coloured(fitted.moments.mean, fitted.moments.covariance, mean, root, skewed, quality)
+
+
+def _coloured(
+    mean: Array, covariance: Array, center: Array, root: Array, skewed: Array, quality: dict[str, float]
+) -> Moments:
+    """Moments of z as those of center + root z."""
+    inverse = np.linalg.inv(root)
+    try:
+        precision = inverse.T @ np.linalg.inv(covariance) @ inverse
+    except np.linalg.LinAlgError:  # one point has all the weight, and `relative_ess` is too small
+        precision = np.zeros_like(root)
+    coloured = root @ covariance @ root.T
+    return Moments(center + root @ mean, (coloured + coloured.T) / 2, (precision + precision.T) / 2, skewed, quality)
+
+
+def against_site(target: Target, mean: Array, difference: Callable[[Array], Array] | None) -> Factor:
+    """Log weights under q, from expansions at its mean; `difference` is the known error of Laplace's approximation."""
+    client, global_, cavity, share = target
+    site = gaussian.quotient(global_, cavity)
+
+    def log_weights(draws: Array) -> Array:
+        logs = values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
+        return logs if difference is None else logs + difference(draws)
+
+    def with_slopes(draws: Array) -> tuple[Array, Array]:
+        logs, slopes = gradients(client, draws, mean, share)
+        return logs - gaussian.log_kernel(site, draws), slopes - site.linear + draws @ site.precision
+
+    return Factor(log_weights, with_slopes)
+
+
+def departure_of(target: Target) -> dict[str, float]:
+    """How far the factor departs from a Gaussian, for inferences that draw: their draws are too few to estimate it."""
+    if target.client.kink or not gaussian.is_proper(target.global_):
+        return {}
+    mean, root = gaussian.affine(target.global_)
+    try:
+        stream = stream_of(target.client.client_id)
+        weighted = moments(against_site(target, mean, None), mean, root, tol.DEPARTURE_POINTS, stream)
+    except (LocalFailure, ArithmeticError, np.linalg.LinAlgError):
+        return {}
+    value = np.nan if weighted is None else weighted.diagnostics["departure"]
+    return {"departure": value} if np.isfinite(value) else {}
+
+
+# The reason why a client's local variables have no mode, from the end of the search for it ---------------------------
 
 
 def no_mode(client: ClientView, phi: Array) -> str:
@@ -231,16 +333,10 @@ def no_mode(client: ClientView, phi: Array) -> str:
     value = log_densities(client, phi, theta[None])[0]
     moved = np.where(["_log__" in label for label in client.local_labels], theta - client.initial, 0.0)
     if not np.isfinite(value):
-        why = (
-            "the log density there is not a number. Look for outcomes outside of what their distribution allows, and "
-            "for parameters that can leave their domain"
-        )
-    elif not value > -_BEYOND:
-        why = (
-            "the log density there is implausibly large. The data are on another scale than the priors: rescale the "
-            "outcome, or widen the priors"
-        )
-    elif np.min(moved, initial=0.0) < _SHRUNK:
+        why = "the log density there is not a number. Look for outcomes and parameters outside of their domain"
+    elif not value > -tol.TOO_LARGE:
+        why = "the log density there is implausibly large. Rescale the outcome, or widen the priors"
+    elif np.min(moved, initial=0.0) < tol.SHRUNK:
         name = client.local_labels[int(np.argmin(moved))].replace("_log__", "")
         why = (
             f"{name} goes to 0, as where outcomes are constant or fit exactly, or where a scale has a single value. "
@@ -248,7 +344,7 @@ def no_mode(client: ClientView, phi: Array) -> str:
         )
     else:
         why = (
-            "the local posterior may be flat there, or have its peak at a kink, as |θ| and pm.Laplace have one. Give θ "
-            "a proper prior and a smooth density, or use EP(local=fedppl.local.NUTS())"
+            "the local posterior may be flat there, or have its peak at a kink, as pm.Laplace has one. Give θ a proper "
+            "prior and a smooth density, or use EP(local=fedppl.local.NUTS())"
         )
     return f"the inner search found no mode of θ at φ = {np.array2string(phi, precision=3)}: {why}"

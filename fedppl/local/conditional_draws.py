@@ -16,32 +16,27 @@ from scipy.special import softmax
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws
 from fedppl.local import _conditional, _marginal
-from fedppl.local._conditional import REACHES, Places, Quadrature, about_modes, at_nodes, centered, gaps_of
+from fedppl.local import tolerances as tol
+from fedppl.local._conditional import Places, Quadrature, about_modes, at_nodes, centered, gaps_of
 from fedppl.local.log_factors import factor, is_separable
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import unpack_target
 from fedppl.numerics import importance, pairs, student_t
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.importance import effective_size, normalise, resample
-from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
+from fedppl.numerics.integral import Rule, by_grid, by_trapezoids, chunks
 from fedppl.numerics.pairs import joined, site_outputs
-from fedppl.numerics.reweighting import FEWEST
 from fedppl.types import Array, Message, Rng
-
-_CANDIDATES, _TIMES = 8, 2  # half of them normal, half of a t, which reaches further
-_DIFFERS = 0.005  # largest variance of the density's ratio to Laplace's with which candidates are enough
-_NONE = -1e300  # log density of a candidate without a value
-_AT_ONCE = 2**22  # numbers in points and factors in memory at a time
-_NODES = np.linspace(-9.0, 9.0, 85)  # arsinh of sds of Laplace's approximation: out to 4,000
 
 
 def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     """A draw of θ from p(θ | φ, y_k) for each row of phi (N, m): (N, d)."""
     d = client.local_size
-    chunk = max(1, _AT_ONCE // max(1, d * d, len(_NODES) * (client.shared_size + d)))
+    numbers = max(d * d, len(tol.DRAW_NODES) * (client.shared_size + d))
     order = np.lexsort(phi.T)  # equal rows together, for one search
     theta = np.zeros((len(phi), d))
-    for first in range(0, len(phi) if d else 0, chunk):
-        some = order[first : first + chunk]
+    for chunk in chunks(len(phi) if d else 0, common.NUMBERS_AT_ONCE // numbers):
+        some = order[chunk]
         theta[some] = _drawn(client, phi[some], center, rng)
     return theta
 
@@ -56,11 +51,11 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     if client.view(_conditional.is_gaussian):
         return np.asarray(modes + np.linalg.solve(upper, rng.normal(size=(count, d, 1)))[..., 0])
     kept, kept_weight = np.zeros((count, d)), np.full(count, -np.inf)
-    for _ in range(_TIMES):
-        z = _candidates(rng, count, d)
+    for _ in range(tol.CANDIDATE_ROUNDS):
+        z, log_normal, log_mixture = _candidates(rng, count, d)
         theta = modes + np.linalg.solve(upper[None], z[..., None])[..., 0]
-        values, (log_normal, log_mixture) = _values(client, phi, theta), _log_candidates(z)
-        if _differs_by(values, log_normal, log_mixture) <= _DIFFERS:  # one of few is off by this, over their number
+        values = _values(client, phi, theta)
+        if _differs_by(values, log_normal, log_mixture) <= tol.RATIO_VARIANCE:
             return _one_of(theta[::2], values[::2] - log_normal[::2], rng)[0]
         if is_separable(client):
             return _one_by_one(client, phi, modes, np.diagonal(factors, axis1=1, axis2=2), rng)
@@ -85,10 +80,10 @@ def _one_of(theta: Array, log_weights: Array, rng: Rng) -> tuple[Array, Array]:
 
 def _one_by_one(client: ClientView, phi: Array, modes: Array, scales: Array, rng: Rng) -> Array:
     """Draw each coordinate by itself: of a sum of functions of one each, one gradient has all slopes."""
-    theta = modes + np.sinh(_NODES)[:, None, None] / scales
+    theta = modes + np.sinh(tol.DRAW_NODES)[:, None, None] / scales
     with np.errstate(all="ignore"):  # far out a slope may be NaN
-        slopes = _outputs(client, phi, theta)[1] / scales * np.cosh(_NODES)[:, None, None]
-    drawn = draw_by_slopes(_NODES, slopes, np.log(np.cosh(_NODES)), rng)
+        slopes = _outputs(client, phi, theta)[1] / scales * np.cosh(tol.DRAW_NODES)[:, None, None]
+    drawn = draw_by_slopes(tol.DRAW_NODES, slopes, np.log(np.cosh(tol.DRAW_NODES)), rng)
     return np.asarray(modes + np.sinh(drawn) / scales)
 
 
@@ -104,12 +99,18 @@ def _moved_on(client: ClientView, phi: Array, theta: Array, factors: Array, rng:
     return np.asarray(theta + np.linalg.solve(upper, z[..., None])[..., 0])
 
 
-def _candidates(rng: Rng, count: int, d: int) -> Array:
-    """(candidates, N, d) in sds of Laplace's approximation: normal, and every other of a t."""
-    z = rng.normal(size=(_CANDIDATES, count, d))
+def _candidates(rng: Rng, count: int, d: int) -> tuple[Array, Array, Array]:
+    """(candidates, N, d) in sds of Laplace's approximation, normal and every other of a t; and log densities (C, N).
+
+    These are of a normal, and twice that of the mixture with the t.
+    """
+    z = rng.normal(size=(tol.CANDIDATES, count, d))
     reach = z[1::2]
-    reach *= np.sqrt(student_t.DEGREES / rng.chisquare(student_t.DEGREES, size=(*reach.shape[:2], 1)))
-    return z
+    reach *= np.sqrt(common.DEGREES / rng.chisquare(common.DEGREES, size=(*reach.shape[:2], 1)))
+    white = z.reshape(-1, d)
+    log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * d * np.log(2 * np.pi)
+    log_mixture = np.logaddexp(log_normal, student_t.log_density(white, np.eye(d)))
+    return z, log_normal.reshape(z.shape[:2]), np.asarray(log_mixture).reshape(z.shape[:2])
 
 
 def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
@@ -126,22 +127,14 @@ def _values(client: ClientView, phi: Array, theta: Array) -> Array:
     """log p(y, θ | φ) of candidates (C, N, d): (C, N)."""
     x = joined(phi, theta).reshape(-1, phi.shape[1] + theta.shape[2])
     values = pairs.values_at(client.view(_marginal.integrands), x, np.zeros(len(x), dtype=np.int64))
-    return np.where(np.isfinite(values), values, _NONE).reshape(theta.shape[:2])
+    return np.where(np.isfinite(values), values, -tol.NO_VALUE).reshape(theta.shape[:2])
 
 
 def _outputs(client: ClientView, phi: Array, theta: Array) -> tuple[Array, Array]:
     """log p(y, θ | φ) of candidates (C, N, d), (C, N), and its slopes along θ, (C, N, d)."""
     x = joined(phi, theta)
     outputs = site_outputs(client.kernel, x.reshape(-1, x.shape[2]), client.packed).reshape(*theta.shape[:2], -1)
-    return np.where(np.isfinite(outputs[..., 0]), outputs[..., 0], _NONE), outputs[..., 1 + phi.shape[1] :]
-
-
-def _log_candidates(z: Array) -> tuple[Array, Array]:
-    """Log densities (C, N) of candidates z (C, N, d): normal, and twice that of the mixture with the t."""
-    white = z.reshape(-1, z.shape[2])
-    log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * white.shape[1] * np.log(2 * np.pi)
-    log_mixture = np.logaddexp(log_normal, student_t.log_density(white, np.eye(white.shape[1])))
-    return log_normal.reshape(z.shape[:2]), np.asarray(log_mixture).reshape(z.shape[:2])
+    return np.where(np.isfinite(outputs[..., 0]), outputs[..., 0], -tol.NO_VALUE), outputs[..., 1 + phi.shape[1] :]
 
 
 # Draws of θ where all but one or two coordinates c are Gaussian given these, as effects are given their sd ------------
@@ -149,9 +142,6 @@ def _log_candidates(z: Array) -> tuple[Array, Array]:
 # Laplace's approximation may be in the neck of a funnel, where the mode is, and trajectories from there would stay. The
 # density of c is that of the quadrature of `_conditional`: of one coordinate interpolated between its nodes, and of two
 # spread between them, as a start for trajectories.
-
-_FUNNEL_NODES = 11  # of each coordinate where there are two
-_OUTSIDE = np.log(1e-5)  # largest density at the outermost nodes, relative to the mode's
 
 
 def drawn(
@@ -167,7 +157,7 @@ def drawn(
     if is_one:
         about, terms, rule = _spread_out(client, about, which, rest)
     else:
-        rule = by_grid(len(which), _FUNNEL_NODES)
+        rule = by_grid(len(which), tol.FUNNEL_NODES)
         terms = _in_chunks(client, about, which, rest, rule)
     known = np.isfinite(terms.max(axis=1))
     rows: Places = np.flatnonzero(known[where])
@@ -194,25 +184,22 @@ def drawn(
 
 def _spread_out(client: ClientView, about: Quadrature, which: Places, rest: Places) -> tuple[Quadrature, Array, Rule]:
     """Log terms (U, L) of the integral at nodes that reach as far as there is mass."""
-    for far in REACHES:
+    for far in tol.REACHES:
         rule = by_trapezoids(far)
         moved = about._replace(shift=about.shift.copy(), spread=about.spread.copy())
         terms = _in_chunks(client, moved, which, rest, rule)
         ends = np.maximum(terms[:, 0], terms[:, -1])
-        if not np.any(ends > np.max(terms, axis=1) + _OUTSIDE):
+        if not np.any(ends > np.max(terms, axis=1) + tol.OUTSIDE):
             break
     return moved, terms, rule
 
 
 def _in_chunks(client: ClientView, about: Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
     """As `centered`, which moves the nodes, in parts that fit in memory."""
-    count, m = about.phi.shape
-    chunk = max(1, _AT_ONCE // (len(rule.nodes) * about.modes.shape[1] * (m + about.modes.shape[1])))
-    parts = []
-    for first in range(0, count, chunk):
-        part = Quadrature(*(values[first : first + chunk] for values in about))
-        parts.append(centered(client, part, which, rest, rule))
-    return np.concatenate(parts)
+    (count, m), d = about.phi.shape, about.modes.shape[1]
+    some = chunks(count, common.NUMBERS_AT_ONCE // (len(rule.nodes) * d * (m + d)))
+    parts = [Quadrature(*(values[chunk] for values in about)) for chunk in some]
+    return np.concatenate([centered(client, part, which, rest, rule) for part in parts])
 
 
 def _between_nodes(terms: Array, rule: Rule, rng: Rng) -> Array:
@@ -226,9 +213,6 @@ def _between_nodes(terms: Array, rule: Rule, rng: Rng) -> Array:
 
 # Hamiltonian trajectories of many points at once, each of its own density near a standard normal ----------------------
 
-_TRAJECTORIES, _STEPS = 8, 15  # long ones: in a funnel short ones are random walks
-_SHORTEST, _LONGEST = 0.2, 0.6  # steps in one dimension: a whole turn on average
-
 
 def trajectories(density: Callable[[Array], tuple[Array, Array]], z: Array, rng: Rng) -> Array:
     """Move points z (N, d) so that each is a draw of its density: log densities (N,) and slopes (N, d).
@@ -237,12 +221,12 @@ def trajectories(density: Callable[[Array], tuple[Array, Array]], z: Array, rng:
     """
     d = z.shape[1]
     value, slope = density(z)
-    for _ in range(_TRAJECTORIES):
-        step = rng.uniform(_SHORTEST, _LONGEST, size=(len(z), 1)) / d**0.25
+    for _ in range(tol.TRAJECTORIES):
+        step = rng.uniform(tol.SHORTEST, tol.LONGEST, size=(len(z), 1)) / d**0.25
         momentum = rng.normal(size=z.shape)
         there, there_value, there_slope, speed = z, value, slope, momentum
         with np.errstate(all="ignore"):  # of points that are rejected below
-            for _ in range(_STEPS):
+            for _ in range(tol.TRAJECTORY_STEPS):
                 speed = speed + 0.5 * step * there_slope
                 there = there + step * speed
                 there_value, there_slope = density(there)
@@ -257,10 +241,6 @@ def trajectories(density: Callable[[Array], tuple[Array, Array]], z: Array, rng:
 
 # Draws of many densities of one variable each, by distribution functions from slopes or values at nodes ---------------
 
-_PARTS = 4  # of an interval between nodes
-_ROUGH = 0.5  # log units, largest difference of two rules between nodes
-_LEAST = -700.0  # log density, below the middle's, that counts as zero
-
 
 def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array:
     """Draw u with log density L(u) + extra(u), given equally spaced nodes (n,) and dL/du there (n, ...): (...).
@@ -274,8 +254,8 @@ def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array
         logs[middle + 1 :] = np.cumsum(grown[middle:], axis=0)
         logs[:middle] = -np.cumsum(grown[:middle][::-1], axis=0)[::-1]
     logs = np.where(np.isfinite(logs), logs, -np.inf)
-    logs = np.maximum(logs - logs.max(axis=0), _LEAST)
-    places = np.linspace(nodes[0], nodes[-1], _PARTS * (len(nodes) - 1) + 1)
+    logs = np.maximum(logs - logs.max(axis=0), tol.LEAST_LOG)
+    places = np.linspace(nodes[0], nodes[-1], tol.PARTS * (len(nodes) - 1) + 1)
     added = np.interp(places, nodes, extra).reshape(-1, *(1,) * (logs.ndim - 1))
     below = _below(_interpolated(logs, slopes * step) + added)
     return _drawn_from(places, below, rng.uniform(size=below.shape[1:]))
@@ -286,10 +266,10 @@ def draw_by_values(nodes: Array, logs: Array, which: Places, rng: Rng) -> Array:
 
     Each of these has a largest value; −inf is no density.
     """
-    logs = np.maximum(logs - logs.max(axis=0), _LEAST)
+    logs = np.maximum(logs - logs.max(axis=0), tol.LEAST_LOG)
     rises = np.gradient(logs, axis=0)
     rises[2:-2] = (8.0 * (logs[3:-1] - logs[1:-3]) - (logs[4:] - logs[:-4])) / 12.0
-    places = np.linspace(nodes[0], nodes[-1], _PARTS * (len(nodes) - 1) + 1)
+    places = np.linspace(nodes[0], nodes[-1], tol.PARTS * (len(nodes) - 1) + 1)
     below = _below(_interpolated(logs, rises))
     return _drawn_from(places, below[:, which], rng.uniform(size=len(which)))
 
@@ -305,7 +285,7 @@ def _drawn_from(places: Array, below: Array, uniform: Array) -> Array:
     wanted = uniform * below[-1]
     at = np.clip((below <= wanted).sum(axis=0) - 1, 0, len(places) - 2)[None]
     low, high = np.take_along_axis(below, at, axis=0)[0], np.take_along_axis(below, at + 1, axis=0)[0]
-    share = (wanted - low) / np.maximum(high - low, 1e-300)
+    share = (wanted - low) / np.maximum(high - low, common.TINY)
     return np.asarray(places[at[0]] + share * (places[1] - places[0]))
 
 
@@ -314,20 +294,20 @@ def _between(slopes: Array, step: float) -> Array:
     trapezoids = 0.5 * step * (slopes[1:] + slopes[:-1])
     integrals = trapezoids.copy()
     inner = step / 24.0 * (13.0 * (slopes[1:-2] + slopes[2:-1]) - slopes[:-3] - slopes[3:])
-    integrals[1:-1] = np.where(np.abs(inner - trapezoids[1:-1]) < _ROUGH, inner, trapezoids[1:-1])
+    integrals[1:-1] = np.where(np.abs(inner - trapezoids[1:-1]) < tol.ROUGH, inner, trapezoids[1:-1])
     return integrals
 
 
 def _interpolated(logs: Array, rises: Array) -> Array:
     """Log densities at nodes and between them by cubics with their slopes, clipped so that these are monotone."""
     change = np.diff(logs, axis=0)
-    steepest = 3.0 * np.abs(change) + _ROUGH
+    steepest = 3.0 * np.abs(change) + tol.ROUGH  # three times the change: Fritsch and Carlson (1980)
     start, end = (np.clip(np.nan_to_num(one), -steepest, steepest) for one in (rises[:-1], rises[1:]))
-    values = np.empty((_PARTS * len(change) + 1, *logs.shape[1:]))
-    for part in range(_PARTS):
-        s = part / _PARTS
+    values = np.empty((tol.PARTS * len(change) + 1, *logs.shape[1:]))
+    for part in range(tol.PARTS):
+        s = part / tol.PARTS
         cubic = s * (1 - s) ** 2 * start + s**2 * (s - 1) * end
-        values[part:-1:_PARTS] = logs[:-1] + s**2 * (3 - 2 * s) * change + cubic
+        values[part : -1 : tol.PARTS] = logs[:-1] + s**2 * (3 - 2 * s) * change + cubic
     values[-1] = logs[-1]
     return values
 
@@ -345,7 +325,7 @@ def draw_weighted(client: ClientView, personal: object, message: Message, draws:
         log_weights = np.where(np.isfinite(values), np.log(weights) + values, -np.inf)
         diagnostics = {"pareto_k": importance.pareto_k(log_weights)}
         weights = normalise(log_weights) if np.any(np.isfinite(log_weights)) else np.zeros(0)
-        if not len(weights) or effective_size(weights) < FEWEST:  # few points where its data are
+        if not len(weights) or effective_size(weights) < common.FEWEST:  # few points where its data are
             from_q = NestedLaplace().draw(target, draws, chains, rng)
             return from_q._replace(diagnostics={**from_q.diagnostics, "from_q": 1.0})
     phi = points[resample(weights, draws * chains, rng)]

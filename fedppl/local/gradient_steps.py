@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +11,9 @@ from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local.target import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
+from fedppl.local import tolerances as tol
+from fedppl.local.target import gaussian_draws, gaussian_moments, inference, log_tilted, negative_hessian, start
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.pairs import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry
 from fedppl.settings import positive, whole
 from fedppl.types import Array, DataError, LocalFailure, Rng
@@ -51,14 +52,7 @@ def GradientSteps(*, steps: int = 100, learning_rate: float = 1e-3) -> LocalInfe
     before the mode, which diagnostic `decrement` (in units of the log density) shows.
     """
     settings = _Settings(whole("steps", steps), positive("learning_rate", learning_rate))
-    return LocalInference(
-        "gradient steps",
-        check=lambda client: None,
-        expand=None,
-        tilted=functools.partial(tilted, settings=settings),
-        draw=functools.partial(draw, settings=settings),
-        settings=settings._asdict(),
-    )
+    return inference("gradient steps", tilted, draw, settings)
 
 
 def climb(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
@@ -73,11 +67,9 @@ def climb(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
         x = x + settings.learning_rate * gradient
     value, gradient = density(x)
     if not value >= first:
-        raise LocalFailure(
-            f"gradient steps diverged (log density {first:.4g} before, {value:.4g} after); lower "
-            f"learning_rate={settings.learning_rate}"
-        )
-    A = negative_hessian(target, x, np.full(len(x), 0.1))
+        change = f"log density {first:.4g} before, {value:.4g} after"
+        raise LocalFailure(f"gradient steps diverged ({change}); lower learning_rate={settings.learning_rate}")
+    A = negative_hessian(target, x, np.full(len(x), common.START_LENGTH))
     eigenvalues, vectors = np.linalg.eigh(A)
     if not eigenvalues[0] > 0:
         raise LocalFailure(
@@ -106,8 +98,6 @@ def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settin
 # The scale s (1 / n_k for a mean loss), A (m, m) and b (m,) are the algorithm's: a share of a Gaussian prior, a
 # proximal term, a control variate. A batch of n_b rows weighs its terms by n_k / n_b, so that its gradient is unbiased.
 
-_RISE = 1.0  # of a client's loss by full-gradient steps, in nats a row, above which they have diverged
-_ROWS_AT_ONCE = 20_000  # copied for many batches
 PLACES = types.int64[:, ::1]
 
 
@@ -146,18 +136,18 @@ def check_batches(client: ClientView, batch_size: int | None) -> None:
     parts = [client.batch(np.flatnonzero(chosen)) for chosen in (half, ~half)]
     none = client.batch(np.arange(0))
     prior = client.layout.prior
-    sd = np.minimum(gaussian.standard_deviations(prior), 1.0)
+    sd = np.minimum(gaussian.standard_deviations(prior), tol.NEAR_SDS)
     rng = np.random.default_rng(0)  # a random point: at a special one a difference may be zero by coincidence
     x = np.concatenate([gaussian.mean(prior), client.initial])
-    x += 0.3 * rng.normal(size=len(x)) * np.concatenate([sd, np.ones(client.local_size)])
+    x += tol.BATCH_PROBE * rng.normal(size=len(x)) * np.concatenate([sd, np.ones(client.local_size)])
     whole, first, second, nothing = (client.kernel(x, *data) for data in (client.packed, *parts, none))
     if not np.all(np.isfinite(whole)):
         return
     scale = np.abs(whole) + np.abs(first) + np.abs(second) + np.abs(nothing)
-    if not np.all(np.abs(whole + nothing - first - second) <= 1e-8 * (1.0 + scale)):
+    if not np.all(np.abs(whole + nothing - first - second) <= tol.BATCH_ROUNDING * (1.0 + scale)):
         raise DataError(
-            f"client {client.client_id!r}: the log density is not a sum over its {client.rows} rows, or an array that "
-            "has no row per observation is just as long; gradients of batches would be wrong. Use batch_size=None."
+            f"client {client.client_id!r}: the log density is not a sum over its {client.rows} rows, or an array of "
+            "something else is just as long, so gradients of batches would be wrong. Use batch_size=None."
         )
 
 
@@ -210,7 +200,7 @@ def descend(client: ClientView, x: Array, objective: Objective, descent: Descent
             x = _steps(client.kernel, x, *_alone(client.packed), client.packed, settings, A, b)
         elif not share:
             none, chosen = client.batch(np.arange(0)), np.array(list(_batches(rows, descent, rng)))
-            many = max(1, _ROWS_AT_ONCE // chosen.shape[1])
+            many = max(1, tol.ROWS_AT_ONCE // chosen.shape[1])
             for start in range(0, len(chosen), many):
                 batches = client.batches(chosen[start : start + many])
                 x = _steps(client.kernel, x, *batches, none, settings, A, b)
@@ -221,7 +211,7 @@ def descend(client: ClientView, x: Array, objective: Objective, descent: Descent
                 rows_of_batch = _alone(client.packed if whole else client.batch(batch))
                 x = _steps(client.kernel, x, *rows_of_batch, none, settings, A, pull)
         after = _loss(client, objective, x) if whole and np.all(np.isfinite(x)) else 0.0
-    if not np.all(np.isfinite(x)) or not after <= before + _RISE * scale * rows:
+    if not np.all(np.isfinite(x)) or not after <= before + tol.RISE * scale * rows:
         raise LocalFailure(f"gradient steps diverged; lower learning_rate={descent.learning_rate:g}")
     return np.asarray(x)
 

@@ -22,28 +22,16 @@ from scipy.special import logsumexp
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant
 from fedppl.local import _conditional, log_factors
+from fedppl.local import tolerances as tol
 from fedppl.local._marginal import no_mode
 from fedppl.local.log_factors import near_and_far, several_modes
 from fedppl.numerics import pairs
-from fedppl.numerics.integral import Rule, by_grid, by_sparse_grid, some_of
+from fedppl.numerics.integral import Rule, by_grid, by_sparse_grid, chunks, some_of
 from fedppl.numerics.pairs import Densities, Laplace, Places
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array
 
 T = TypeVar("T")
-
-_CHECKED = 8  # clients of a stack of which is checked whether θ is Gaussian at all φ
-_DISTANCES = (0.5, -1.0, 3.0, -10.0)  # sds from a mode, at which it is checked for all clients
-_EQUAL, _ROUNDING = 1e-6, 1e-10  # tolerances relative to changes of a Gaussian, and to the density
-_EACH = 512  # clients from which rules are chosen by a sample
-_SAMPLE = 128  # of these
-_NODES = {1: (5, 7, 9, 15, 31), 2: (5, 9), 3: (5, 7)}  # of each coordinate where clients are many, by their number
-_FINER = {1: 63, 2: 15, 3: 11}  # nodes that these are compared with
-_OFF = 0.2  # log units, tolerance of the standard error of a rule in the sum: nearly all of it is a constant
-
-_ROUGH = {1: 9, 2: 5, 3: 3}  # nodes of each coordinate of a cheap rule, by the number of coordinates
-_ROUGH_LEVEL = 3  # of a sparse grid, of more that depend on each other
-_ALONG = 7  # nodes of an axis, beyond; an odd number, so that one is the center
 
 
 class Stacked(NamedTuple):
@@ -119,21 +107,21 @@ def _stacked(
             gaussians[some] = _looks_gaussian(of, modes, phi, who)
 
         in_parts(begin, len(initial), _parts_of(initial.shape[1], len(middle), 1), cores())
-    d, some = initial.shape[1], some_of(len(initial), _CHECKED)
+    d, some = initial.shape[1], some_of(len(initial), tol.CHECKED_ALIKE)
     exact = not d or (bool(np.all(gaussians)) and all(client(int(k)).view(_conditional.is_gaussian) for k in some))
     of = of if exact else of._replace(value=like.value_kernel)
-    checksums = np.array([_checksum(client_id) for client_id in ids], dtype=np.uint32)
+    checksums = np.array([zlib.crc32(client_id.encode()) for client_id in ids], dtype=np.uint32)
     return Stacked(of, starts, ids, checksums, client, like.prior, exact)
 
 
 def _looks_gaussian(of: Densities, modes: pairs.Modes, phi: Array, who: Places) -> NDArray[np.bool_]:
     """Whether θ is Gaussian about its mode, near and far, for each client: a sample could miss rare ones."""
     d = modes.theta.shape[1]
-    z = np.random.default_rng(0).normal(size=(len(_DISTANCES), d))
-    z *= (np.array(_DISTANCES) / np.sqrt(np.sum(z**2, axis=1)))[:, None]
+    z = np.random.default_rng(0).normal(size=(len(tol.DISTANCES), d))
+    z *= (np.array(tol.DISTANCES) / np.sqrt(np.sum(z**2, axis=1)))[:, None]
     about = Laplace(pairs.of_modes(modes), modes.theta, modes.root)
     terms = pairs.node_terms(of, about, phi, who, Rule(z, np.zeros(len(z)), np.zeros(len(z))))
-    allowed = _EQUAL * (1.0 + np.sum(z**2, axis=1)) + _ROUNDING * np.abs(modes.value)[:, None]
+    allowed = tol.NORMAL_EQUAL * (1.0 + np.sum(z**2, axis=1)) + tol.DENSITY_ROUNDING * np.abs(modes.value)[:, None]
     with np.errstate(invalid="ignore"):
         return np.asarray(np.all(np.abs(terms - about.values[:, None]) <= allowed, axis=1))
 
@@ -151,7 +139,7 @@ def slopes(stacks: Sequence[Stacked], point: Array) -> tuple[Array, Array]:
     """Gradient (m,) and Hessian (m, m) of the sum of Laplace's log f_k; NaN where a client has no mode of θ."""
     gradient, hessian = np.zeros(len(point)), np.zeros((len(point), len(point)))
     for stack in stacks:
-        wanted = np.minimum(gaussian.standard_deviations(stack.prior.gaussian), 1.0)
+        wanted = np.minimum(gaussian.standard_deviations(stack.prior.gaussian), tol.NEAR_SDS)
         own = pairs.expansions(stack.of, point, stack.starts, np.arange(len(stack), dtype=np.int64), wanted)
         gradient, hessian = gradient + own.gradients.sum(axis=0), hessian + own.hessians.sum(axis=0)
     return gradient, hessian
@@ -180,20 +168,20 @@ def summed(
     """
     size = _parts_of(stack.starts.shape[1], points.shape[1], len(points))
 
-    def over(places: Places, way: _Way | None, *, look: bool = False) -> list[_Part]:
+    def over(places: Places, way: _Way | None, *, look: bool = False) -> Values:
         part = functools.partial(_part, stack, points, known, center, way=way, look=look, roughly=roughly)
-        return in_parts(lambda own: part(places[own]), len(places), size, workers)
+        return _added(in_parts(lambda own: part(places[own]).values, len(places), size, workers), points, known)
 
     places = asked(stack, some)
-    careful = places if len(places) <= _EACH else places[some_of(len(places), _SAMPLE)]
-    total = _added([part.values for part in over(careful, _careful, look=look)], points, known)
+    careful = places if len(places) <= tol.MOST_CAREFUL else places[some_of(len(places), tol.SAMPLE)]
+    total = over(careful, _careful, look=look)
     rest = np.setdiff1d(places, careful)
     if not len(rest) or total.failures:  # a sum without one of them cannot be used
         return total
     if not len(known) or stack.exact:
-        return _added([total, *(part.values for part in over(rest, None))], points, known)
+        return _added([total, over(rest, None)], points, known)
     cheap = _cheaper(stack, points[known], center, careful, len(rest))
-    total = _added([total, *(part.values for part in over(rest, cheap.way))], points, known)
+    total = _added([total, over(rest, cheap.way)], points, known)
     scale = len(places) / len(careful)
     return total._replace(
         left_out=total.left_out + cheap.left,
@@ -228,12 +216,11 @@ def _part(
     failures = {str(stack.ids[k]): no_mode(stack.client(int(k)), center) for k in places[~usable]}
     rows = np.flatnonzero(usable)
     if look and not stack.exact and len(rows):
-        clients = [stack.client(int(k)) for k in places[rows]]
-        several = several_modes(
-            stack.of, places[rows], clients, stack.starts[places[rows]], near_and_far(points, center)
-        )
+        own = places[rows]
+        clients = [stack.client(int(k)) for k in own]
+        several = several_modes(stack.of, own, clients, stack.starts[own], near_and_far(points, center))
         failures |= several
-        rows = np.array([row for row in rows if str(stack.ids[places[row]]) not in several], dtype=np.int64)
+        rows = rows[[str(stack.ids[k]) not in several for k in own]]
     roughly = roughly and not stack.exact
     wanted = np.arange(len(points)) if roughly else known
     values, about = pairs.laplace_at(stack.of, at, rows, places[rows], points, wanted)
@@ -271,18 +258,18 @@ def _roughly_left_out(stack: Stacked, places: Places, points: Array, about: Lapl
     """
     of, d = stack.of, about.theta.shape[1]
     phi, who = np.tile(points, (len(places), 1)), np.repeat(places, len(points))
-    by_sparse = log_factors.SPARSE_FEWEST <= d <= log_factors.SPARSE_MOST
+    by_sparse = tol.SPARSE_FEWEST <= d <= tol.SPARSE_MOST
     if by_sparse and not (len(places) and log_factors.is_separable(stack.client(int(places[0])))):
-        logs = log_factors.by_signed_rule(of, about, phi, who, by_sparse_grid(d, _ROUGH_LEVEL))
-    elif d in _ROUGH:
-        logs = _integrals(of, about, phi, who, by_grid(d, _ROUGH[d]))
+        logs = log_factors.by_signed_rule(of, about, phi, who, by_sparse_grid(d, tol.ROUGH_LEVEL))
+    elif d in tol.ROUGH_NODES:
+        logs = _integrals(of, about, phi, who, by_grid(d, tol.ROUGH_NODES[d]))
     else:
 
         def total(terms: Array) -> Array:
             lines, less = pairs.log_lines(terms, d)
             return np.asarray(logsumexp(lines, axis=2).sum(axis=1) - less)[:, None]
 
-        logs = pairs.by_nodes(of, about, phi, who, pairs.along_axes(by_grid(1, _ALONG), d), total)[:, 0]
+        logs = pairs.by_nodes(of, about, phi, who, pairs.along_axes(by_grid(1, tol.ROUGH_ALONG), d), total)[:, 0]
     errors = logs - about.values
     return np.where(np.isfinite(errors), errors, 0.0).reshape(len(places), len(points))
 
@@ -339,7 +326,7 @@ def _cheaper(stack: Stacked, points: Array, center: Array, places: Places, count
     from the center alone.
     """
     d = stack.starts.shape[1]
-    way = functools.partial(_by_rule, rule=_chosen_rule(stack, center, places, count)) if d in _NODES else None
+    way = functools.partial(_by_rule, rule=_chosen_rule(stack, center, places, count)) if d in tol.CHEAP_NODES else None
 
     def differences(at: Array) -> Array:
         known = np.arange(len(at), dtype=np.int64)
@@ -361,31 +348,17 @@ def _chosen_rule(stack: Stacked, center: Array, places: Places, count: int) -> R
     phi = np.broadcast_to(center, (len(places), len(center)))
     about = pairs.laplace(stack.of, at, rows, places, phi)
 
-    fine = _integrals(stack.of, about, phi, places, by_grid(d, _FINER[d]))
-    for nodes in _NODES[d]:
+    fine = _integrals(stack.of, about, phi, places, by_grid(d, tol.FINE_NODES[d]))
+    for nodes in tol.CHEAP_NODES[d]:
         differences = _integrals(stack.of, about, phi, places, by_grid(d, nodes)) - fine
-        if count * np.nanstd(differences) <= _OFF * np.sqrt(len(places)):
+        if count * np.nanstd(differences) <= tol.CHEAP_ERROR * np.sqrt(len(places)):
             break
     return by_grid(d, nodes)
 
 
 def asked(stack: Stacked, some: float) -> Places:
     """Places of clients that are asked: all, or those whose ids come first by a checksum."""
-    return np.flatnonzero(stack.checksums < _below(some)) if some < 1.0 else np.arange(len(stack), dtype=np.int64)
-
-
-def answers(client_id: str, some: float) -> bool:
-    """Whether a client belongs to a part of all, chosen by a checksum of its id."""
-    return _checksum(client_id) < _below(some)
-
-
-def _checksum(client_id: str) -> int:
-    return zlib.crc32(client_id.encode())
-
-
-def _below(some: float) -> float:
-    """The checksum from which clients do not belong to so large a part."""
-    return some * 2**32
+    return np.flatnonzero(stack.checksums < some * 2**32) if some < 1.0 else np.arange(len(stack), dtype=np.int64)
 
 
 def _added(parts: Sequence[Values], points: Array, known: Places) -> Values:
@@ -397,12 +370,12 @@ def _added(parts: Sequence[Values], points: Array, known: Places) -> Values:
 
 def _parts_of(d: int, m: int, points: int) -> int:
     """Number of clients of a part; sums are in the same order whatever the number of threads."""
-    return max(1, min(1024, pairs.at_once(d, m) // max(1, points)))
+    return max(1, min(tol.CLIENTS_AT_ONCE, pairs.at_once(d, m) // max(1, points)))
 
 
 def in_parts(compute: Callable[[Any], T], count: int, size: int, workers: int) -> list[T]:
     """Results for parts of so many, in their order, by threads."""
-    parts = [slice(first, min(first + size, count)) for first in range(0, count, size)]
+    parts = chunks(count, size)
     if len(parts) <= 1 or workers <= 1:
         return [compute(part) for part in parts]
     with ThreadPoolExecutor(workers) as pool:

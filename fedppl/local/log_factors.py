@@ -10,32 +10,35 @@ moment but the evidence. The rest of it is estimated from two halves of the node
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import logit
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _marginal
+from fedppl.local import tolerances as tol
 from fedppl.local._conditional import by_two_rules
-from fedppl.numerics import importance, pairs, student_t
+from fedppl.numerics import importance, pairs
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.importance import normalise, weighted_moments
-from fedppl.numerics.integral import Rule, Signed, by_sparse_grid, log_integrals, nearest_of, smooth_over, some_of
+from fedppl.numerics.integral import (
+    Rule,
+    Signed,
+    by_sparse_grid,
+    log_integrals,
+    median_of,
+    nearest_of,
+    smooth_over,
+    some_of,
+)
 from fedppl.numerics.pairs import Densities, Laplace, Places
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
-from fedppl.numerics.streams import STREAMS, stream_of
+from fedppl.numerics.streams import stream_of
 from fedppl.types import Array, LocalFailure
-
-_SHAPING, _FITS = 64, 3  # points of a scramble to fit proposals at the center, and number of fits
-_APART = 2**16  # distance between the streams of parts of a mixture
-_NODES = (32, 128, 512)  # of a scramble; more where log f_k is not known well enough but for a constant
-_AGREE = 0.003  # log units, sd over points of the errors with which more nodes are not needed
-_COMPARED = 4  # points at which sparse grids are compared with sampled nodes
-_ALIKE = 0.02  # log units, tolerance of their median difference
-_SOME = (128, 512)  # points at which θ is integrated first, and more where these do not predict the others
 
 
 def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
@@ -46,11 +49,13 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
     """
     d = client.local_size
     _, modes, factors = _marginal.near(client, center[None], center)
-    proposals: tuple[Proposal, ...] = (Proposal(np.zeros(d), np.eye(d), _SHAPING),)
-    for time in range(_FITS):
+    proposals: tuple[Proposal, ...] = (Proposal(np.zeros(d), np.eye(d), tol.SHAPING),)
+    for time in range(tol.SHAPINGS):
         # Other points than the nodes: integrals by nodes that shapes are fitted to are too small, at all clients.
-        stream = stream_of(client.client_id) + STREAMS * (1 + time)
-        z = np.concatenate([points_of(one, stream + _APART * number) for number, one in enumerate(proposals)])
+        stream = stream_of(client.client_id) + common.STREAMS * (1 + time)
+        z = np.concatenate(
+            [points_of(one, stream + tol.STREAMS_APART * number) for number, one in enumerate(proposals)]
+        )
         theta = modes + np.linalg.solve(factors[0].T, z.T).T
         logs = _marginal.log_densities(client, center, theta) - log_mixture(proposals, z)
         if not np.any(np.isfinite(logs)):
@@ -60,8 +65,8 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
         moments = weighted_moments(z, weights)
         share = importance.telling(weights, d)
         covariance = share * moments.covariance + (1.0 - share) * np.eye(d)
-        outer = beyond(z, weights, _SHAPING) if share == 1.0 else ()
-        shaped = Proposal(share * moments.mean, np.asarray(np.linalg.cholesky(covariance)), _SHAPING)
+        outer = beyond(z, weights, tol.SHAPING) if share == 1.0 else ()
+        shaped = Proposal(share * moments.mean, np.asarray(np.linalg.cholesky(covariance)), tol.SHAPING)
         proposals = (proposals[0], shaped, *outer)
     return proposals
 
@@ -72,7 +77,7 @@ def _student_rule(shapes: tuple[Proposal, ...], count: int, stream: int) -> Rule
     each = count // (4 if outer else len(inner))
     parts = [one._replace(per_scramble=each) for one in inner]
     mixture = (*parts, *(one._replace(per_scramble=max(1, count // 2 // len(outer))) for one in outer))
-    nodes = np.concatenate([points_of(one, stream + _APART * number) for number, one in enumerate(mixture)])
+    nodes = np.concatenate([points_of(one, stream + tol.STREAMS_APART * number) for number, one in enumerate(mixture)])
     log_normal = -0.5 * np.sum(nodes**2, axis=1) - 0.5 * nodes.shape[1] * np.log(2 * np.pi)
     log_weights = log_normal - log_mixture(mixture, nodes) - np.log(len(nodes))
     return Rule(nodes, log_weights, scrambles(mixture).astype(float))
@@ -97,14 +102,13 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
 
 def with_alike(values: Array, errors: Array) -> Factor:
     """Values and errors of a quadrature, with the median of the errors, which other clients' errors share."""
-    known = np.isfinite(values)
-    return Factor(values, errors, Constant(float(np.median(errors[known])) if np.any(known) else 0.0))
+    return Factor(values, errors, Constant(median_of(errors[np.isfinite(values)])))
 
 
 def _corrected(client: ClientView, points: Array, center: Array, about: Laplace) -> Factor:
     """log f_k from a spline of Laplace's error, known at as few points as predict the others, or at all."""
-    known = some_of(len(points), _SOME[1])
-    for some in (known[:: _SOME[1] // _SOME[0]], known):
+    known = some_of(len(points), tol.SPLINE_POINTS[1])
+    for some in (known[:: tol.SPLINE_POINTS[1] // tol.SPLINE_POINTS[0]], known):
         at = Laplace(*(part[some] for part in about))
         better = integrated(client, points[some], center, at)
         smooth = smooth_over(points, some, better.values - at.values, better.errors)
@@ -120,7 +124,7 @@ def integrated(client: ClientView, points: Array, center: Array, about: Laplace)
         (values,), (errors,) = along_each(client.view(_marginal.integrands), one, points, about)
         return with_alike(values, errors)
     which = client.view(_conditional.conditioning)
-    if which is None and client.local_size <= _conditional.MOST:
+    if which is None and client.local_size <= tol.MOST_BY_GRID:
         which = np.arange(client.local_size)
     if which is None:
         return _by_sparse_grids(client, points, center) or _sampled(client, points, center)
@@ -129,21 +133,21 @@ def integrated(client: ClientView, points: Array, center: Array, about: Laplace)
 
 def _by_sparse_grids(client: ClientView, points: Array, center: Array) -> Factor | None:
     """By sparse grids, which do not see tails, compared at some points with sampled nodes, which do."""
-    if not SPARSE_FEWEST <= client.local_size <= SPARSE_MOST:
+    if not tol.SPARSE_FEWEST <= client.local_size <= tol.SPARSE_MOST:
         return None
-    by_grids = by_two_levels(client, points, center, _AGREE)
+    by_grids = by_two_levels(client, points, center, tol.AGREE)
     if by_grids is None:
         return None
     values, errors = by_grids
-    some = some_of(len(points), _COMPARED)
+    some = some_of(len(points), tol.SPARSE_CHECKED)
     sampled, sampled_errors, constant = _sampled(client, points[some], center)
     difference = sampled - values[some]
     known = np.isfinite(difference)
     if np.sum(known) < np.sum(np.isfinite(sampled)) or not np.any(known):
         return None
-    alike = float(np.median(difference[known]))
+    alike = median_of(difference)
     varies = _sd_of(difference[known] - alike)
-    if varies > _AGREE + float(np.median(np.abs(sampled_errors[known]))) or abs(alike) > _ALIKE:
+    if varies > tol.AGREE + float(np.median(np.abs(sampled_errors[known]))) or abs(alike) > tol.CONSTANT:
         return None
     return Factor(values, errors, Constant(alike, constant.by_chance))
 
@@ -158,25 +162,25 @@ def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
     shapes = _shapes(client, center)
     values, errors, before = np.zeros(len(points)), np.zeros(len(points)), None
     constant = Constant()
-    for count in _NODES:
+    for count in tol.SAMPLED_NODES:
         nodes = _student_rule(shapes, count, stream_of(client.client_id))
         values, _, _, shares = _marginal.integrals(client, points, center, nodes)
         known = np.isfinite(values)
         if not np.any(known):
             break
-        rest = np.log(np.clip(1.0 - shares, 1e-8, 1.0)) - np.log1p(-1.0 / student_t.SCRAMBLES)  # without each scramble
-        bias = -(student_t.SCRAMBLES - 1.0) * rest.mean(axis=1)
-        half = shares[:, : student_t.SCRAMBLES // 2].sum(axis=1)
-        with np.errstate(divide="ignore"):
-            halves = np.clip(np.log(half) - np.log1p(-half), -20.0, 20.0)
+        expected = np.log1p(-1.0 / common.SCRAMBLES)
+        rest = np.log(np.clip(1.0 - shares, tol.LEAST_REST, 1.0)) - expected  # without each scramble
+        bias = -(common.SCRAMBLES - 1.0) * rest.mean(axis=1)
+        half = shares[:, : common.SCRAMBLES // 2].sum(axis=1)
+        halves = logit(np.clip(half, tol.LEAST_REST, 1.0 - tol.LEAST_REST))
         values = values + bias
         errors = 0.5 * (_varying(halves, known) + _varying(bias, known))
-        spread = np.sqrt(student_t.SCRAMBLES) * np.std(shares[known], axis=1, ddof=1)  # of the mean of all scrambles
+        spread = np.sqrt(common.SCRAMBLES) * np.std(shares[known], axis=1, ddof=1)  # of the mean of all scrambles
         constant = Constant(0.5 * float(np.median(bias[known])), float(np.median(spread)))
         if before is not None:
             change = _varying(values - before, known & np.isfinite(before))
             errors = errors + change  # with rare nodes of large weight the error falls slowly
-            if max(_sd_of(one[known]) for one in (errors, change)) < _AGREE:
+            if max(_sd_of(one[known]) for one in (errors, change)) < tol.AGREE:
                 break
         before = values
     return Factor(values, errors, constant)
@@ -184,7 +188,7 @@ def _sampled(client: ClientView, points: Array, center: Array) -> Factor:
 
 def _varying(values: Array, known: NDArray[np.bool_]) -> Array:
     """Values less their median, which changes no moment; 0 where they are not known."""
-    return np.where(known, values - (np.median(values[known]) if np.any(known) else 0.0), 0.0)
+    return np.where(known, values - median_of(values[known]), 0.0)
 
 
 def _sd_of(errors: Array) -> float:
@@ -196,9 +200,6 @@ def _sd_of(errors: Array) -> float:
 
 # f_k(φ) = p(y_k, θ* | φ) Π_i ∫ p(y_k, θ*_-i, θ_i | φ) / p(y_k, θ* | φ) dθ_i
 
-_DIAGONAL = 1e-5  # tolerance of a curvature by differences, before the density itself is compared
-_EQUAL = 1e-8
-
 
 def is_separable(client: ClientView) -> bool:
     """Whether coordinates of θ are independent given φ and the data."""
@@ -208,7 +209,7 @@ def is_separable(client: ClientView) -> bool:
 def _is_product(client: ClientView) -> bool:
     """Whether the log density is a sum of functions of one coordinate, near and far."""
     prior = client.prior.gaussian
-    points = gaussian.mean(prior) + np.array([[-1.0], [0.3], [1.0]]) * gaussian.standard_deviations(prior)
+    points = gaussian.mean(prior) + np.outer(tol.PROBE_SDS, gaussian.standard_deviations(prior))
     try:
         _, modes, factors = _marginal.near(client, points, gaussian.mean(prior))
     except LocalFailure:
@@ -217,9 +218,9 @@ def _is_product(client: ClientView) -> bool:
     scales = np.diagonal(factors, axis1=1, axis2=2)
     if not np.all(np.isfinite(factors)) or not np.all(scales > 0):  # no mode at one of the points
         return False
-    if np.abs(factors / scales[:, None, :] - np.eye(d)).max() > _DIAGONAL:
+    if np.abs(factors / scales[:, None, :] - np.eye(d)).max() > tol.DIAGONAL:
         return False
-    z = np.random.default_rng(0).normal(size=(4, d)) * np.array([[0.5], [1.0], [2.0], [3.0]])
+    z = np.random.default_rng(0).normal(size=(len(tol.PRODUCT_SDS), d)) * np.array(tol.PRODUCT_SDS)[:, None]
     for point, mode, scale in zip(points, modes, scales, strict=True):
         moved = z / scale
         alone = (moved[:, :, None] * np.eye(d)).reshape(-1, d)  # one coordinate moved at a time
@@ -227,7 +228,8 @@ def _is_product(client: ClientView) -> bool:
         logs = _marginal.log_densities(client, point, theta)
         logs = np.where(logs < np.inf, logs, -np.inf)
         together, each = logs[1 : 1 + len(z)] - logs[0], (logs[1 + len(z) :] - logs[0]).reshape(len(z), d).sum(axis=1)
-        if not np.allclose(together, each, rtol=_EQUAL, atol=_EQUAL * max(1.0, float(np.abs(logs[0])))):
+        allowed = tol.PRODUCT_EQUAL * max(1.0, float(np.abs(logs[0])))
+        if not np.allclose(together, each, rtol=tol.PRODUCT_EQUAL, atol=allowed):
             return False
     return True
 
@@ -262,10 +264,6 @@ def along_each(of: Densities, who: Places, points: Array, about: Laplace) -> tup
 # nodes where a product has thousands. It is for integrands near a normal one times a polynomial: two levels have to
 # agree.
 
-SPARSE_FEWEST, SPARSE_MOST = 4, 8  # coordinates
-_LEVELS = (4, 5)  # each compared with the next
-_SPARSE_COMPARED = 16  # points at which both are computed
-
 
 def by_two_levels(client: ClientView, points: Array, center: Array, enough: float) -> tuple[Array, Array] | None:
     """log f_k at points (S, m), NaN where there is no mode, and its errors; None where two levels differ.
@@ -274,15 +272,15 @@ def by_two_levels(client: ClientView, points: Array, center: Array, enough: floa
     differences are the errors at the nearest points.
     """
     about, of = _marginal.near(client, points, center), client.view(_marginal.integrands)
-    some = some_of(len(points), _SPARSE_COMPARED)
+    some = some_of(len(points), tol.SPARSE_COMPARED)
     who, d = np.zeros(len(points), dtype=np.int64), client.local_size
     at = Laplace(*(part[some] for part in about))
-    low = by_signed_rule(of, at, points[some], who[some], by_sparse_grid(d, _LEVELS[0]))
-    for level in _LEVELS:
+    low = by_signed_rule(of, at, points[some], who[some], by_sparse_grid(d, tol.SPARSE_LEVELS[0]))
+    for level in tol.SPARSE_LEVELS:
         high = by_signed_rule(of, at, points[some], who[some], by_sparse_grid(d, level + 1))
         difference = high - low
         known = np.isfinite(difference)
-        if np.sum(known) < 0.5 * len(some):
+        if np.sum(known) < tol.SPARSE_COVERED * len(some):
             return None
         varying = _varying(difference, known)
         if _sd_of(varying[known]) < enough:
@@ -304,14 +302,6 @@ def by_signed_rule(of: Densities, about: Laplace, phi: Array, who: NDArray[np.in
 
 
 # Other modes of θ given φ than the one that all integrals are about, searched for from many starts --------------------
-
-_FAR_STARTS = (4.0, 12.0, 40.0, 120.0, 400.0, 1200.0)  # sds from the mode, in a direction and against it
-_FLIPPED, _EXCHANGED = 16, 12  # coordinates whose sign is changed one at a time, and pairs that are exchanged, at most
-_TURNED = 3  # variables whose signs are changed together, in all combinations
-_REACH = 5.0  # sds, by the curvature at either mode, within which a quadrature about one covers the other
-_BACK = 1.0  # sds from the first mode, within which a search ends there: those that matter are farther by _REACH
-_ROUGH = 1e-6  # Newton decrement, log units, at which searches for other modes end
-_NEGLIGIBLE = np.log(1e-3)  # of the mass about the first mode
 
 
 def require_one_mode(client: ClientView, points: Array) -> None:
@@ -340,26 +330,25 @@ def several_modes(
     if not others:
         return {}
     whose = np.repeat(np.arange(len(rows)), [len(some) for some in others])
-    is_back = functools.partial(_is_back, modes[whose], roots[whose])
+
+    def is_back(which: Places, theta: Array) -> NDArray[np.bool_]:
+        """Whether searches in these places, which have come to θ, are at the first mode."""
+        away = np.einsum("nji,nj->ni", roots[whose[which]], theta - modes[whose[which]])
+        return np.asarray(np.linalg.norm(away, axis=1) < tol.BACK_SDS)
+
     starts, who = np.concatenate(others), places[rows[whose]]
-    ends = pairs.modes(of, points[where[whose]], starts, who, _ROUGH, stop=is_back)
+    ends = pairs.modes(of, points[where[whose]], starts, who, common.LEFT, stop=is_back)
     away = ends.theta - modes[whose]
     with np.errstate(invalid="ignore"):
         by_first, by_other = (np.einsum("nji,nj->ni", root, away) for root in (roots[whose], ends.root))
-        far = np.maximum(np.linalg.norm(by_first, axis=1), np.linalg.norm(by_other, axis=1)) > _REACH
-        matters = far & (pairs.of_modes(ends) > pairs.of_modes(first)[kept][whose] + _NEGLIGIBLE)
+        far = np.maximum(np.linalg.norm(by_first, axis=1), np.linalg.norm(by_other, axis=1)) > tol.SEVERAL_SDS
+        matters = far & (pairs.of_modes(ends) > pairs.of_modes(first)[kept][whose] + tol.NEGLIGIBLE_MODE)
     reasons: dict[str, str] = {}
     for n in np.flatnonzero(matters):
         client = clients[int(rows[whose[n]])]
         if client.client_id not in reasons:
             reasons[client.client_id] = _several(client, np.abs(by_first[n]), points[where[whose[n]]])
     return reasons
-
-
-def _is_back(modes: Array, roots: Array, which: Places, theta: Array) -> NDArray[np.bool_]:
-    """Whether searches in places `which` (n,) are at the first mode, theirs among modes (N, d)."""
-    away = np.einsum("nji,nj->ni", roots[which], theta - modes[which])
-    return np.asarray(np.linalg.norm(away, axis=1) < _BACK)
 
 
 def near_and_far(points: Array, center: Array) -> Array:
@@ -374,19 +363,19 @@ def _starts(client: ClientView, mode: Array, factor: Array) -> Array:
     d = len(mode)
     starts = [-mode, np.zeros(d), client.initial]
     if d > 1:
-        starts += list(np.where(np.eye(d, dtype=bool), -mode, mode)[:_FLIPPED])
+        starts += list(np.where(np.eye(d, dtype=bool), -mode, mode)[: tol.FLIPPED])
     variables = [label.partition("[")[0] for label in client.local_labels]
-    names = list(dict.fromkeys(variables))[:_TURNED]
+    names = list(dict.fromkeys(variables))[: tol.TURNED]
     for signs in itertools.product((1.0, -1.0), repeat=len(names)):
         sign = dict(zip(names, signs, strict=True))
         starts.append(mode * np.array([sign.get(name, 1.0) for name in variables]))
     alike = [(i, j) for i in range(d) for j in range(i + 1, d) if variables[i] == variables[j]]
-    for i, j in alike[:_EXCHANGED]:
+    for i, j in alike[: tol.EXCHANGED]:
         exchanged = mode.copy()
         exchanged[[i, j]] = mode[[j, i]]
         starts.append(exchanged)
-    z = np.random.default_rng(stream_of(client.client_id)).normal(size=(len(_FAR_STARTS), d))
-    z *= np.array(_FAR_STARTS)[:, None] / np.linalg.norm(z, axis=1, keepdims=True)
+    z = np.random.default_rng(stream_of(client.client_id)).normal(size=(len(tol.OTHER_MODE_SDS), d))
+    z *= np.array(tol.OTHER_MODE_SDS)[:, None] / np.linalg.norm(z, axis=1, keepdims=True)
     moved = np.linalg.solve(factor.T, np.concatenate([z, -z]).T).T
     every = np.stack([mode, *starts, *(mode + moved)])
     _, first = np.unique(every, axis=0, return_index=True)

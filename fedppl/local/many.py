@@ -16,21 +16,14 @@ import numpy as np
 from fedppl.contracts import ClientView
 from fedppl.data.tables import MANY
 from fedppl.local import _conditional
-from fedppl.local._conditional import REACHES, about_modes, at_nodes
+from fedppl.local import tolerances as tol
+from fedppl.local._conditional import about_modes, at_nodes
 from fedppl.local.integrate import in_parts
 from fedppl.model.stack import ClientsOf
 from fedppl.numerics import pairs
-from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
+from fedppl.numerics.integral import Rule, by_grid, by_trapezoids, chunks
 from fedppl.numerics.pairs import Densities, Flags, Origins, Places
 from fedppl.types import Array
-
-_NUMBERS, _MOST = 2**20, 1024  # numbers in points in memory at a time, in each thread; clients of a part
-_CHECKED = 24  # clients that decide on the nodes, where clients are many
-_FEW = 9  # nodes, where these agree with many
-_GRIDS = {2: 19, 3: 13}  # nodes of each coordinate, by the number of coordinates
-_OF_GAUSSIAN = {1: 9, 2: 9, 3: 7}  # the same where θ is Gaussian given φ
-_NEGLIGIBLE = 1e-13  # share of a node, for a mean, and at 200 sds for a variance
-_MEAN_TOLERANCE, _VARIANCE_TOLERANCE = 0.002, 0.004  # of a sd, and of a variance, for few nodes
 
 
 class Nodes(NamedTuple):
@@ -59,15 +52,15 @@ def nodes_for(clients: Sequence[ClientView]) -> Nodes | None:
     if each and len(known) == len(each) and all(np.array_equal(places, known[0]) for places in known):
         which = np.asarray(known[0], dtype=np.int64)
     q = len(which)
-    if q != 1 and q not in _GRIDS:
+    if q != 1 and q not in tol.MANY_NODES:
         return None
-    return Nodes(by_trapezoids(REACHES[-1]) if q == 1 else by_grid(q, _GRIDS[q]), which)
+    return Nodes(by_trapezoids(tol.REACHES[-1]) if q == 1 else by_grid(q, tol.MANY_NODES[q]), which)
 
 
 def _about(d: int) -> Nodes:
     """Nodes of a Gaussian: a grid for few coordinates, for many one on each side of each axis."""
-    if d in _OF_GAUSSIAN:
-        return Nodes(by_grid(d, _OF_GAUSSIAN[d]), np.arange(d))
+    if d in tol.GAUSSIAN_NODES:
+        return Nodes(by_grid(d, tol.GAUSSIAN_NODES[d]), np.arange(d))
     axes = np.sqrt(d) * np.concatenate([np.eye(d), -np.eye(d)]) if d else np.zeros((1, 0))
     return Nodes(Rule(axes, np.full(len(axes), -np.log(len(axes))), np.zeros(len(axes))), np.arange(d))
 
@@ -80,63 +73,49 @@ def moments(
     By way of each client's mode at the center.
     """
     d = many.starts.shape[1]
-    nodes = nodes_for([many.model(k) for k in range(len(many) if len(many) < MANY else _CHECKED)]) or _about(d)
+    deciding = len(many) if len(many) < MANY else tol.CHECKED_FOR_NODES
+    nodes = nodes_for([many.model(k) for k in range(deciding)]) or _about(d)
     each = (2 * (points.shape[1] + d) + entries) * (1 + d - len(nodes.which)) * len(nodes.rule.nodes)
-    size = int(np.clip(_NUMBERS // each, 1, _MOST))
-    places = np.arange(len(many), dtype=np.int64)
+    size = int(np.clip(tol.NUMBERS_IN_A_THREAD // each, 1, tol.CLIENTS_AT_ONCE))
+    of = Densities(many.like.kernel, many.packs, len(center))
 
     def part(own: slice) -> tuple[Array, Array]:
-        return _of_part(many, tell, entries, nodes, points, center, places[own], max(1, _NUMBERS // (each * size)))
+        """The same of some clients."""
+        places = np.arange(own.start, own.stop, dtype=np.int64)
+        at = pairs.origins(of, center, many.starts[places], places)
+        middle = pairs.entries_at(tell, many.packs, pairs.joined(center, at.modes.theta), places, entries)
+        functions = _Functions(of, tell, middle)
+        one, two = np.full((2, len(places), entries), np.nan)
+        usable = at.modes.arrived if d else np.ones(len(places), dtype=bool)
+        few = _few_agree(functions, at, nodes, center, places) & usable
+        for rows, own_nodes in ((np.flatnonzero(few), _few(nodes)), (np.flatnonzero(usable & ~few), nodes)):
+            if not len(rows):
+                continue
+            one[rows], two[rows] = 0.0, 0.0
+            for some in (points[chunk] for chunk in chunks(len(points), tol.NUMBERS_IN_A_THREAD // (each * size))):
+                phi, row = np.tile(some, (len(rows), 1)), np.repeat(rows, len(some))
+                for total, values in zip((one, two), _given(functions, at, own_nodes, phi, row, places), strict=True):
+                    total[rows] += values.reshape(len(rows), len(some), entries).sum(axis=1) / len(points)
+        return functions.middle + one, np.sqrt(np.maximum(two - one**2, 0.0))
 
-    parts = in_parts(part, len(many), size, workers)
-    means, sds = (np.concatenate(one) for one in zip(*parts, strict=True))
+    means, sds = (np.concatenate(one) for one in zip(*in_parts(part, len(many), size, workers), strict=True))
     return means, sds
 
 
-def _of_part(
-    many: ClientsOf,
-    tell: Callable[..., Any],
-    entries: int,
-    nodes: Nodes,
-    points: Array,
-    center: Array,
-    places: Places,
-    at_once: int,
-) -> tuple[Array, Array]:
-    """The same of clients in these places, so many points at once."""
-    of = Densities(many.like.kernel, many.packs, len(center))
-    at = pairs.origins(of, center, many.starts[places], places)
-    middle = pairs.entries_at(tell, many.packs, pairs.joined(center, at.modes.theta), places, entries)
-    functions = _Functions(of, tell, middle)
-    one, two = np.full((len(places), entries), np.nan), np.full((len(places), entries), np.nan)
-    usable = at.modes.arrived if many.starts.shape[1] else np.ones(len(places), dtype=bool)
-    few = _few_agree(functions, at, nodes, center, places) & usable
-    for rows, own in ((np.flatnonzero(few), _few(nodes)), (np.flatnonzero(usable & ~few), nodes)):
-        if not len(rows):
-            continue
-        one[rows], two[rows] = 0.0, 0.0
-        for first in range(0, len(points), at_once):
-            some = points[first : first + at_once]
-            means = _given(functions, at, own, np.tile(some, (len(rows), 1)), np.repeat(rows, len(some)), places)
-            for total, part in zip((one, two), means, strict=True):
-                total[rows] += part.reshape(len(rows), len(some), entries).sum(axis=1) / len(points)
-    return functions.middle + one, np.sqrt(np.maximum(two - one**2, 0.0))
-
-
 def _few(nodes: Nodes) -> Nodes:
-    return nodes._replace(rule=by_grid(1, _FEW))
+    return nodes._replace(rule=by_grid(1, tol.FEW_NODES))
 
 
 def _few_agree(functions: _Functions, at: Origins, nodes: Nodes, center: Array, places: Places) -> Flags:
     """Clients at which few nodes have the means and variances of all nodes at the center, up to tolerances."""
-    if len(nodes.which) != 1 or len(nodes.rule.nodes) <= _FEW:
+    if len(nodes.which) != 1 or len(nodes.rule.nodes) <= tol.FEW_NODES:
         return np.zeros(len(places), dtype=bool)
     rows, phi = np.arange(len(places)), np.broadcast_to(center, (len(places), len(center)))
     one, two = _given(functions, at, nodes, phi, rows, places)
     other, other_two = _given(functions, at, _few(nodes), phi, rows, places)
     variance = two - one**2
-    near = np.abs(other - one) <= _MEAN_TOLERANCE * np.sqrt(np.maximum(variance, 0.0))  # false for NaN
-    near &= np.abs(other_two - other**2 - variance) <= _VARIANCE_TOLERANCE * variance
+    near = np.abs(other - one) <= tol.MEAN_TOLERANCE * np.sqrt(np.maximum(variance, 0.0))  # false for NaN
+    near &= np.abs(other_two - other**2 - variance) <= tol.VARIANCE_TOLERANCE * variance
     return np.asarray(near.all(axis=1))
 
 
@@ -158,7 +137,7 @@ def _given(
     known, terms = known[finite], given.terms[finite]
     weights = np.exp(terms - terms.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
-    pair, node = np.nonzero(weights > _NEGLIGIBLE)
+    pair, node = np.nonzero(weights > tol.NEGLIGIBLE_NODE)
     theta = _around(given.theta[finite][pair, node], given.precision[finite][pair, node], rest)  # (P, E, d)
     x = pairs.joined(phi[known[pair], None], theta)
     ends, whose = theta.shape[1], row[known[pair]]
@@ -192,4 +171,4 @@ def without_density(many: ClientsOf, phi: Array, workers: int) -> Places:
         at = np.broadcast_to(phi, (len(places[own]), len(phi)))
         return np.asarray(~np.isfinite(pairs.outputs(of, at, many.starts[own], places[own])).all(axis=1))
 
-    return np.flatnonzero(np.concatenate(in_parts(part, len(many), _MOST, workers)))
+    return np.flatnonzero(np.concatenate(in_parts(part, len(many), tol.CLIENTS_AT_ONCE, workers)))

@@ -12,38 +12,30 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _conditional, _from_q, _marginal, log_factors
+from fedppl.local import _conditional, _marginal, log_factors
+from fedppl.local import tolerances as tol
 from fedppl.local._marginal import no_mode
 from fedppl.local.nuts import NUTS
 from fedppl.local.target import (
     gaussian_draws,
     gaussian_moments,
+    inference,
     log_tilted,
     moments_of,
     negative_hessian,
     require_smooth,
     start,
 )
-from fedppl.numerics import pairs
-from fedppl.numerics.importance import (
-    WeightedMoments,
-    effective_size,
-    normalise,
-    pareto_k,
-    resample,
-    skewness,
-    weighted_moments,
-)
+from fedppl.numerics import importance, pairs
+from fedppl.numerics import tolerances as common
+from fedppl.numerics.integral import chunks
 from fedppl.numerics.proposals import log_mixture, points_of, propose
 from fedppl.numerics.streams import fresh_points, stream_of
-from fedppl.numerics.student_t import SCRAMBLES
 from fedppl.results.diagnostics import STANDARDISED
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure, Rng
 
 logger = logging.getLogger(__name__)
-
-_AT_ONCE = 2**24  # numbers in factors in memory at a time
 
 
 class _Settings(NamedTuple):
@@ -96,17 +88,17 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     .. [1] Rue, Martino and Chopin (2009), Approximate Bayesian inference for latent Gaussian models.
     """
     settings = _Settings(
-        whole("points", points, 16, "better 64 or 256", 2**20),
+        whole("points", points, tol.FEWEST_POINTS, "better 64 or 256", tol.MOST_POINTS),
         between("pareto_limit", pareto_limit, 0, np.inf, "[)"),
         flag("fallback", fallback),
     )
-    return LocalInference(
-        name="nested Laplace",
+    return inference(
+        "nested Laplace",
+        tilted,
+        draw,
+        settings,
         check=functools.partial(require_smooth, why="makes Laplace approximations wrong by up to several posterior sd"),
         expand=_marginal.expand,
-        tilted=functools.partial(tilted, settings=settings),
-        draw=functools.partial(draw, settings=settings),
-        settings=settings._asdict(),
         log_factor=_marginal.log_factor,
         look=look,
     )
@@ -123,9 +115,9 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     client, global_, _, _ = target
     mean, root = gaussian.affine(global_)
     left_out = _conditional.left_out(client, mean, root)
-    factor = _from_q.against_site(target, mean, left_out.difference)
-    moments = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
-    if moments is not None and _from_q.trusted(moments, settings.pareto_limit):
+    factor = _marginal.against_site(target, mean, left_out.difference)
+    moments = _marginal.moments(factor, mean, root, settings.points, stream_of(client.client_id))
+    if moments is not None and _marginal.has_trusted_weights(moments, settings.pareto_limit):
         return moments._replace(diagnostics={**moments.diagnostics, "fallback": 0.0, "inner_trust": left_out.trust})
     before: Mapping[str, float] = {} if moments is None else moments.diagnostics
     started = time.perf_counter()
@@ -134,10 +126,8 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
         if before:
             k, relative = before["pareto_k"], before["relative_ess"]
             quality = f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}"
-        raise LocalFailure(
-            f"{quality}: q and this client's factor hardly overlap. Raise points=, set fallback=True, or start EP with "
-            "warm_start=True"
-        )
+        remedy = "Raise points=, set fallback=True, or start EP with warm_start=True"
+        raise LocalFailure(f"{quality}: q and this client's factor hardly overlap. {remedy}")
     sample = _student_sample(target, settings)
     if sample is None:
         client.view(_warn_of_nuts)
@@ -178,14 +168,14 @@ def _student_sample(target: Target, settings: _Settings) -> StudentSample | None
 
 
 def _student_moments(sample: StudentSample) -> Moments:
-    weights = normalise(sample.log_weights)
+    weights = importance.normalise(sample.log_weights)
     quality = {
         "ess": sample.ess,
         "relative_ess": sample.ess / len(weights),
         "pareto_k": sample.pareto_k,
         "mc_error": sample.error,
     }
-    return moments_of(*sample.moments, skewness(sample.points, weights), quality)
+    return moments_of(*sample.moments, importance.skewness(sample.points, weights), quality)
 
 
 def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
@@ -194,7 +184,7 @@ def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
     if not gaussian.is_proper(cavity):
         return None
     phi, radius = gaussian.mean(global_), 1.0
-    for _ in range(30):
+    for _ in range(tol.TILTED_STEPS):
         try:
             expansion = _marginal.expand(client, phi, share)
         except LocalFailure:
@@ -202,10 +192,10 @@ def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
         precision = cavity.precision - expansion.hessian
         values, vectors = np.linalg.eigh(precision)
         gradient = expansion.gradient + cavity.linear - cavity.precision @ phi
-        step = vectors @ ((vectors.T @ gradient) / np.maximum(np.abs(values), 1e-8))
+        step = vectors @ ((vectors.T @ gradient) / np.maximum(np.abs(values), common.FLAT_CURVATURE))
         phi = phi + step / max(1.0, float(np.sqrt(step @ cavity.precision @ step)) / radius)
-        radius *= 2.0
-        if values[0] > 0 and gradient @ step < 1e-6:
+        radius *= tol.TRUST_GROWTH
+        if values[0] > 0 and gradient @ step < common.LEFT:
             return phi, np.asarray(np.linalg.inv(precision), dtype=np.float64)
     return None
 
@@ -218,42 +208,38 @@ def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settin
     """
     client, global_, cavity, share = target
     wanted, step = draws * chains, 0.0
-    z = fresh_points(client.shared_size, max(settings.points, 2 * wanted), int(rng.integers(2**32)))
+    z = fresh_points(client.shared_size, max(settings.points, tol.PROPOSALS_A_DRAW * wanted), int(rng.integers(2**32)))
     mean, root = gaussian.affine(global_)
     phi = mean + z @ root.T
     outside = share * client.prior.log_ratio(phi) - gaussian.log_kernel(gaussian.quotient(global_, cavity), phi)
     phi, theta, log_weights = _with_local(client, phi, mean, outside, rng)
-    if pareto_k(log_weights) > settings.pareto_limit and settings.fallback:
+    if importance.pareto_k(log_weights) > settings.pareto_limit and settings.fallback:
         sample = _student_sample(target, settings)
         if sample is not None:
             step, phi = 1.0, sample.points
             outside = share * client.prior.log_ratio(phi) + gaussian.log_kernel(cavity, phi) - sample.log_proposal
             phi, theta, log_weights = _with_local(client, phi, sample.moments.mean, outside, rng)
-        if pareto_k(log_weights) > settings.pareto_limit:
+        if importance.pareto_k(log_weights) > settings.pareto_limit:
             sampled = NUTS().draw(target, draws, chains, rng)
             return sampled._replace(diagnostics={**sampled.diagnostics, "fallback": 2.0})
-    weights = normalise(log_weights)
-    chosen = resample(weights, wanted, rng)
-    return Draws(
-        phi[chosen].reshape(chains, draws, -1),
-        theta[chosen].reshape(chains, draws, -1),
-        {"ess": effective_size(weights), "pareto_k": pareto_k(log_weights), "fallback": step},
-    )
+    weights = importance.normalise(log_weights)
+    chosen = importance.resample(weights, wanted, rng).reshape(chains, draws)
+    ess, k = importance.effective_size(weights), importance.pareto_k(log_weights)
+    return Draws(phi[chosen], theta[chosen], {"ess": ess, "pareto_k": k, "fallback": step})
 
 
 def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, rng: Rng) -> tuple[Array, Array, Array]:
     """Points φ with a draw of θ for each, and log weights of the pairs: p(y, θ | φ) / g(θ | φ) x what is outside."""
     d = client.local_size
-    chunk = max(1, _AT_ONCE // max(1, d * d))
     parts: list[tuple[Array, Array, Array]] = []
-    for first in range(0, len(phi), chunk):
-        about = _marginal.near(client, phi[first : first + chunk], center)
+    for chunk in chunks(len(phi), common.NUMBERS_AT_ONCE // max(1, d * d)):
+        about = _marginal.near(client, phi[chunk], center)
         known = np.flatnonzero(np.isfinite(about.values))
-        some, root, noise = phi[first + known], about.root[known], rng.normal(size=(len(known), d))
+        some, root, noise = phi[chunk][known], about.root[known], rng.normal(size=(len(known), d))
         theta = about.theta[known] + pairs.solve_upper(root, noise)
         log_proposal = -0.5 * np.sum(noise**2, axis=1) + 0.5 * pairs.log_determinant(root)
         values = _marginal.log_densities(client, some, theta)
-        parts.append((some, theta, values - log_proposal + outside[first + known]))
+        parts.append((some, theta, values - log_proposal + outside[chunk][known]))
     if not any(len(some) for some, _, _ in parts):
         raise LocalFailure(no_mode(client, center))
     joined, theta, log_weights = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -264,10 +250,6 @@ def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, r
 
 # For a density that a Gaussian q does not cover: one client alone, or one whose factor hardly overlaps with q.
 
-_FITS = 8
-_FIRST, _LAST = 256, 1024  # points a scramble, of fits and of the last sample
-_LEAST = 50  # effective points at least, for each coefficient of a mean
-
 
 class StudentSample(NamedTuple):
     """Weighted points of the density, with diagnostics."""
@@ -275,7 +257,7 @@ class StudentSample(NamedTuple):
     points: Array  # (S, m)
     log_proposal: Array  # (S,) log density of the t at the points
     log_weights: Array  # (S,)
-    moments: WeightedMoments
+    moments: importance.WeightedMoments
     ess: float
     pareto_k: float
     error: float  # largest standard error of a mean, in sds
@@ -286,22 +268,22 @@ def sample(
 ) -> StudentSample | None:
     """Weighted points of exp(log_density), from a first mean (m,) and covariance; None where they cannot be trusted."""
     m = len(mean)
-    if SCRAMBLES * _LAST < _LEAST * (m + 1):
+    if common.SCRAMBLES * tol.LAST_POINTS < tol.EACH_COEFFICIENT * (m + 1):
         return None
-    for fit in range(_FITS):
-        points = _weighted(log_density, mean, covariance, _FIRST, stream)
+    for fit in range(tol.T_FITS):
+        points = _weighted(log_density, mean, covariance, tol.FIRST_POINTS, stream)
         if points is None:
             return None
-        settled = points.pareto_k < limit and points.ess > 0.3 * len(points.points)
+        settled = points.pareto_k < limit and points.ess > tol.SETTLED * len(points.points)
         mean, covariance = points.moments
-        if points.ess < 10 * m:  # too few for a covariance: it is widened
-            covariance = covariance + 0.5 * np.diag(np.diag(covariance)) / max(points.ess / m, 1.0)
+        if points.ess < tol.TELLING * m:  # too few for a covariance: it is widened
+            covariance = covariance + tol.WIDENED * np.diag(np.diag(covariance)) / max(points.ess / m, 1.0)
         if settled and fit > 0:
             break
-    points = _weighted(log_density, mean, covariance, _LAST, stream)
-    if points is None or points.pareto_k > limit or points.ess < _LEAST * (m + 1) or not points.error < 0.1:
+    points = _weighted(log_density, mean, covariance, tol.LAST_POINTS, stream)
+    if points is None or points.pareto_k > limit or points.ess < tol.EACH_COEFFICIENT * (m + 1):
         return None
-    return points
+    return points if points.error < tol.MOST_T_ERROR else None
 
 
 def _weighted(
@@ -318,15 +300,14 @@ def _weighted(
     if not np.any(np.isfinite(log_weights)):
         return None
     log_weights = np.where(np.isfinite(log_weights), log_weights, -np.inf)
-    weights = normalise(log_weights)
-    moments = weighted_moments(points, weights)
-    sd = np.sqrt(np.maximum(np.diag(moments.covariance), 1e-300))
+    weights = importance.normalise(log_weights)
+    moments = importance.weighted_moments(points, weights)
+    sd = np.sqrt(np.maximum(np.diag(moments.covariance), common.TINY))
     # Each scramble is a sample of its own: with self-normalised weights, the spread of Σ w (x − mean) over them.
-    parts = (weights[:, None] * (points - moments.mean)).reshape(SCRAMBLES, count, m).sum(axis=1)
-    error = float(np.max(np.sqrt(SCRAMBLES * parts.var(axis=0, ddof=1)) / sd))
-    return StudentSample(
-        points, log_proposal, log_weights, moments, effective_size(weights), pareto_k(log_weights), error
-    )
+    parts = (weights[:, None] * (points - moments.mean)).reshape(common.SCRAMBLES, count, m).sum(axis=1)
+    error = float(np.max(np.sqrt(common.SCRAMBLES * parts.var(axis=0, ddof=1)) / sd))
+    ess, k = importance.effective_size(weights), importance.pareto_k(log_weights)
+    return StudentSample(points, log_proposal, log_weights, moments, ess, k, error)
 
 
 # Laplace's approximation of (φ, θ) jointly ----------------------------------------------------------------------------
@@ -360,32 +341,32 @@ def _joint_gaussian(target: Target) -> tuple[Array, Array]:
     """Mode (m + d_k,) of the tilted distribution and its negative Hessian A, by damped Newton."""
     density = log_tilted(target)
     x = start(target)
-    scale = np.full(len(x), 0.1)
+    scale = np.full(len(x), common.START_LENGTH)
     value, gradient = density(x)
-    for _ in range(100):
+    for _ in range(common.SEARCH_STEPS):
         A = negative_hessian(target, x, scale)
         eigenvalues, vectors = np.linalg.eigh(A)
-        floor = 1e-8 * max(1.0, float(eigenvalues[-1]))
+        floor = common.FLAT_CURVATURE * max(1.0, float(eigenvalues[-1]))
         step = vectors @ ((vectors.T @ gradient) / np.maximum(np.abs(eigenvalues), floor))
         decrement = float(gradient @ step)
-        if eigenvalues[0] > floor and decrement < 1e-12:
+        if eigenvalues[0] > floor and decrement < tol.JOINT_ARRIVED:
             return x, A
         scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diag(A)), 1.0))
         length = 1.0
-        while length > 1e-10:
+        while length > tol.LEAST_STEP:
             trial = density(x + length * step)
-            if trial[0] >= value + 1e-4 * length * decrement - 1e-12 * abs(value):
+            if trial[0] >= value + common.ARMIJO * length * decrement - common.GAIN_ROUNDING * abs(value):
                 break
             length /= 2
         else:
-            if eigenvalues[0] > floor and decrement < 1e-6:
+            if eigenvalues[0] > floor and decrement < common.LEFT:
                 return x, A
             break
         x = x + length * step
         value, gradient = trial
     raise LocalFailure(
-        "no joint mode of (φ, θ) was found; the tilted posterior may have none (a scale going to zero). "
-        "Use local=fedppl.local.NestedLaplace() or fedppl.local.NUTS()"
+        "no joint mode of (φ, θ) was found, as where a scale goes to zero. Use "
+        "local=fedppl.local.NestedLaplace() or fedppl.local.NUTS()"
     )
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import pymc as pm
 
 from fedppl.contracts import Draws, LocalInference, Moments, Target
-from fedppl.local import _from_q
-from fedppl.local.target import log_tilted, start
+from fedppl.local import _marginal
+from fedppl.local import tolerances as tol
+from fedppl.local.target import inference, log_tilted, start
 from fedppl.results.idata import chain_diagnostics
 from fedppl.settings import between, one_of, whole
 from fedppl.types import Array, DeclarationError, LocalFailure, Rng
@@ -81,24 +82,19 @@ def NUTS(
         sampler = one_of("nuts_sampler", nuts_sampler, ("nutpie", "pymc"))
     if sampler == "nutpie" and not _HAS_NUTPIE:
         raise DeclarationError('nuts_sampler="nutpie" needs nutpie; install fedppl[nutpie] or use "pymc".')
-    most = 10**7  # of each; more do not fit into memory
-    counts = (whole("draws", draws, most=most), whole("tune", tune, most=most), whole("chains", chains, most=most))
-    if counts[0] * counts[2] < 20:
-        raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least 20 in all.")
+    each = {"draws": draws, "tune": tune, "chains": chains}
+    draws, tune, chains = (whole(name, value, most=tol.MOST_DRAWS) for name, value in each.items())
+    if draws * chains < (least := tol.FEWEST_DRAWS):
+        raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {least} in all.")
     settings = _Settings(
         sampler,
-        *counts,
+        draws,
+        tune,
+        chains,
         between("target_accept", target_accept, 0, 1, hint="raise it towards 0.99 against divergences"),
         between("rhat_limit", rhat_limit, 1, np.inf, hint="1.01 is strict, 1.1 lenient"),
     )
-    return LocalInference(
-        name="NUTS",
-        check=lambda client: None,
-        expand=None,
-        tilted=functools.partial(tilted, settings=settings),
-        draw=functools.partial(draw, settings=settings),
-        settings=settings._asdict(),
-    )
+    return inference("NUTS", tilted, draw, settings)
 
 
 def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
@@ -125,7 +121,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
             "ess": ess,
             "rhat": rhat,
             "mc_error": float(1.0 / np.sqrt(independent)),
-            **_from_q.departure_of(target),
+            **_marginal.departure_of(target),
             **info,
         },
     )
@@ -147,9 +143,8 @@ def _sample(target: Target, rng: Rng, settings: _Settings, draws: int, chains: i
         sample, divergences = run(density, origin, draws, settings.tune, chains, settings.target_accept, rng)
     except RuntimeError as error:  # of nutpie and of PyMC where no start has a finite density
         reason = str(error).strip().splitlines()[0]
-        raise LocalFailure(
-            f"NUTS could not sample: {reason}. Check this client's data and give θ a proper prior"
-        ) from error
+        why = f"NUTS could not sample: {reason}. Check this client's data and give θ a proper prior"
+        raise LocalFailure(why) from error
     if not np.all(np.isfinite(sample)):
         raise LocalFailure("NUTS left the region where the log density is finite; give θ a proper prior")
     return sample, {"divergences": float(divergences)}
@@ -177,7 +172,7 @@ def by_nutpie(
         [np.dtype("float64")],
         [(size,)],
         ["x"],
-        make_initial_point_fn=lambda seed: origin + 0.1 * np.random.default_rng(seed).normal(size=size),
+        make_initial_point_fn=lambda seed: origin + tol.JITTER * np.random.default_rng(seed).normal(size=size),
     )
     trace = nutpie.sample(
         compiled,
@@ -236,7 +231,7 @@ def by_pymc(
             target_accept=target_accept,
             rng=np.random.default_rng(rng.integers(2**63)),
         )
-        point = {"x": origin + 0.1 * rng.normal(size=len(origin))}
+        point = {"x": origin + tol.JITTER * rng.normal(size=len(origin))}
         step.tune = True
         for i in range(tune + draws):
             if i == tune:

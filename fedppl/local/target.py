@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -140,6 +141,15 @@ def local_mode(client: ClientView, phi: Array) -> tuple[bool, Array]:
     return bool(ends.arrived[0]), ends.theta[0]
 
 
+def inference(
+    name: str, tilted: Callable[..., Moments], draw: Callable[..., Draws], settings: NamedTuple, **more: Any
+) -> LocalInference:
+    """A local inference whose functions take its settings."""
+    more = {"check": lambda client: None, "expand": None, "settings": settings._asdict(), **more}
+    tilted, draw = functools.partial(tilted, settings=settings), functools.partial(draw, settings=settings)
+    return LocalInference(name, tilted=tilted, draw=draw, **more)
+
+
 # The rule of the keyword `local`: an algorithm's local inference ------------------------------------------------------
 
 _INFERENCES = ("NestedLaplace", "NUTS", "ADVI", "MeanField", "Laplace", "GradientSteps")
@@ -154,13 +164,6 @@ def local_inference(name: str, value: Any, default: LocalInference) -> LocalInfe
     word = value.replace("_", "").replace(" ", "").casefold() if isinstance(value, str) else ""
     builder = next((one for one in _INFERENCES if one.casefold() == word), None)
     if builder is not None:
-        raise DeclarationError(
-            f"{name}={value!r} is text; pass fedppl.local.{builder}(), with brackets and its settings."
-        )
-    raise DeclarationError(
-        f"{name}={shown(value)} is no local inference"
-        + (
-            not_called(value)
-            or "; pass one that is built, such as fedppl.local.NestedLaplace() or fedppl.local.NUTS()."
-        )
-    )
+        raise DeclarationError(f"{name}={value!r} is text; pass fedppl.local.{builder}(), with its settings.")
+    remedy = not_called(value) or "; pass one, such as fedppl.local.NestedLaplace() or fedppl.local.NUTS()."
+    raise DeclarationError(f"{name}={shown(value)} is no local inference{remedy}")

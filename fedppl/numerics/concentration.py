@@ -7,27 +7,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fedppl.numerics import tolerances as tol
 from fedppl.types import Array
 
-_ROUNDED = 1e-13  # of the largest singular value of columns of length one: a smaller one is rounding
-_CLEAR = 1e-6  # of the largest eigenvalue of X'X: a basis of larger ones is orthonormal to ten digits
-_TINY = 1e-200  # a square: columns with smaller ones are scaled in two steps
-_COLUMNS_A_ROW = 0.5  # with more columns each row has a direction of its own
-_STARTS, _STEPS = 24, 12  # rows of largest leverage to start from, and most steps from each
-_MORE = 1e-9  # a smaller increase of a share is rounding
-LINEAR = 1e-4  # of the largest curvature: a smaller rest is that of one-sided differences
-_BESIDE, _HALVINGS = 1e-6, 12  # of a stretch; a smooth excess is less than 1e-10 after so many
-_EXCESS, _DIGITS = 1e-6, 1e-7  # of the largest change of a row, and of its density: a smaller excess is rounding
+LINEAR = tol.LINEAR  # where others look for it
 
 
-def largest_share(vectors: Array, few: int, enough: float, faint: float = _ROUNDED) -> float:
+def largest_share(vectors: Array, few: int, enough: float, faint: float = tol.COLUMN_ROUNDING) -> float:
     """The largest share by all directions (`concentration`) if there are many rows to a column, else `by_column`."""
-    if vectors.shape[1] > _COLUMNS_A_ROW * len(vectors):
+    if vectors.shape[1] > tol.COLUMNS_A_ROW * len(vectors):
         return by_column(vectors, few)
     return concentration(vectors, few, enough, faint)
 
 
-def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = _ROUNDED) -> float:
+def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = tol.COLUMN_ROUNDING) -> float:
     """Largest share |(X u)_S|² / |X u|² over directions u of the span of X (n, p) and over sets S of `few` rows.
 
     It is one if the span has an indicator of so few rows. It is found by truncated power steps, as in sparse principal
@@ -48,8 +41,8 @@ def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = 
     if enough < 1.0 and np.sum(np.partition(leverage, len(leverage) - few)[-few:]) < enough:
         return float(np.max(leverage))
     best = 0.0
-    for row in np.argsort(-leverage)[:_STARTS]:
-        best = max(best, _climb(basis, basis[row] / max(np.sqrt(leverage[row]), 1e-300), few))
+    for row in np.argsort(-leverage)[: tol.SHARE_STARTS]:
+        best = max(best, _climb(basis, basis[row] / max(np.sqrt(leverage[row]), tol.TINY), few))
         if best >= enough:
             break
     return min(best, 1.0)
@@ -78,22 +71,18 @@ def _orthonormal(vectors: Array, faint: float) -> Array:
     It is computed from X'X, in a tenth of the time of a singular value decomposition but with half of the digits. If
     that leaves more of a column than rounding, it is computed from the singular vectors of X.
     """
-    squares = np.einsum("ij,ij->j", vectors, vectors)
-    if np.all((squares > _TINY) & (squares < 1.0 / _TINY)):
-        columns = vectors / np.sqrt(squares)
-    else:  # in two steps, since squares of small numbers underflow
-        size = np.max(np.abs(vectors), axis=0, initial=0.0)
-        columns = vectors[:, size > 0.0] / size[size > 0.0]
-        columns /= np.sqrt(np.einsum("ij,ij->j", columns, columns))
+    size = np.max(np.abs(vectors), axis=0, initial=0.0)
+    columns = vectors[:, size > 0.0] / size[size > 0.0]  # first, since squares of small numbers underflow
+    columns /= np.sqrt(np.einsum("ij,ij->j", columns, columns))
     if not columns.size:
         return np.zeros((len(vectors), 0))
     values, axes = np.linalg.eigh(columns.T @ columns)
-    clear = values > max(_CLEAR, faint**2) * values[-1]
+    clear = values > max(tol.CLEAR_EIGENVALUE, faint**2) * values[-1]
     basis: Array = columns @ (axes[:, clear] / np.sqrt(values[clear]))
-    if np.all(clear) or faint**2 >= _CLEAR:
+    if np.all(clear) or faint**2 >= tol.CLEAR_EIGENVALUE:
         return basis
     rest = columns - basis @ (basis.T @ columns)
-    if np.max(np.einsum("ij,ij->j", rest, rest)) <= _ROUNDED**2:
+    if np.max(np.einsum("ij,ij->j", rest, rest)) <= tol.COLUMN_ROUNDING**2:
         return basis
     left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
     return np.asarray(left[:, sizes > faint * sizes[0]])
@@ -102,12 +91,12 @@ def _orthonormal(vectors: Array, faint: float) -> Array:
 def _climb(basis: Array, direction: Array, few: int) -> float:
     """The share of `few` rows after power steps from a direction, until it no longer grows."""
     share = 0.0
-    for _ in range(_STEPS):
+    for _ in range(tol.SHARE_STEPS):
         squares = np.square(basis @ direction)
         rows = np.argpartition(-squares, few - 1)[:few]
         inner = basis[rows] @ basis[rows].T  # its largest eigenvalue is the largest share of these rows
         values, axes = np.linalg.eigh(inner)
-        if values[-1] <= share + _MORE:
+        if values[-1] <= share + tol.SHARE_GAIN:
             break
         share = float(values[-1])
         direction = axes[:, -1] @ basis[rows]
@@ -121,22 +110,22 @@ def are_jumps(densities: Callable[[Array], Array], start: Array, end: Array, few
     A stretch on which rows change by more than slopes at its ends allow is halved, at places by the seed.
     """
     rng = np.random.default_rng(seed)
-    share = _BESIDE * rng.uniform(0.5, 1.5)
+    share = tol.JUMP_BESIDE * rng.uniform(*tol.JUMP_SPREAD)
     excess, largest = _excess(densities, start, end, share, None)
-    found, left = np.zeros(len(start), dtype=bool), np.arange(len(start))
-    for _ in range(_HALVINGS):
+    jumps, left = np.zeros(len(start), dtype=bool), np.arange(len(start))
+    for _ in range(tol.JUMP_HALVINGS):
         active = np.any(excess > 0.0, axis=1)
         left, start, end, largest = left[active], start[active], end[active], largest[active]
         if not len(left):
-            return found
-        middle = start + rng.uniform(0.4, 0.6) * (end - start)
+            return jumps
+        middle = start + rng.uniform(*tol.JUMP_MIDDLE) * (end - start)
         one, other = (_excess(densities, *pair, share, largest)[0] for pair in ((start, middle), (middle, end)))
         second = np.max(other, axis=1) > np.max(one, axis=1)
         start, end = np.where(second[:, None], middle, start), np.where(second[:, None], end, middle)
         excess = np.where(second[:, None], other, one)
     rows = np.sum(excess > 0.0, axis=1)
-    found[left] = (rows > 0) & (rows <= few)
-    return found
+    jumps[left] = (rows > 0) & (rows <= few)
+    return jumps
 
 
 def _excess(
@@ -154,7 +143,7 @@ def _excess(
     excess = np.maximum(change - np.maximum(slope, other_slope), np.minimum(slope, other_slope) - change)
     if largest is None:
         largest = np.max(np.abs(np.nan_to_num(change, posinf=0.0, neginf=0.0)), axis=1, initial=0.0, keepdims=True)
-    size = _EXCESS * largest + _DIGITS * (np.abs(one) + np.abs(other))
+    size = tol.JUMP_EXCESS * largest + tol.JUMP_DIGITS * (np.abs(one) + np.abs(other))
     ends = np.isfinite(one) != np.isfinite(other)  # a row outside of its support on one side alone
     return np.where(ends, np.inf, np.where(excess > size, excess, 0.0)), largest
 
@@ -162,21 +151,12 @@ def _excess(
 def are_multiples(pair: Array, bends: Array, places: tuple[int, int]) -> bool:
     """Whether curvatures of two coordinates are multiples of their slopes, row by row."""
     (i, j), (one, other) = places, pair
-    size = LINEAR * np.max(np.abs(pair)) * np.max(np.abs(bends[np.ix_(places, places)]))
+    size = tol.LINEAR * np.max(np.abs(pair)) * np.max(np.abs(bends[np.ix_(places, places)]))
     gaps = bends[i, j] * one - bends[i, i] * other, bends[i, j] * other - bends[j, j] * one
     return bool(np.max(np.abs(gaps), initial=0.0) <= size)
 
 
 # Networks: of single units, of pairs of a layer's, and of all of them where rows are many -----------------------------
-
-_ROWS_A_UNIT = 100  # with fewer, honest layers too have a direction of few rows
-_FAINT_OF_UNITS = 1e-2  # of the largest singular value: training moves units alike in nearly all rows
-_ALIKE = 0.4  # a squared cosine: units that differ in few of their open rows are more alike
-# Of trained layers of 8 to 64 units 1 in 12 has pairs that differ by three rows, wide ones more of them: so many count
-# as chance, one for ten units, or for 500 pairs.
-_A_PAIR_BY_CHANCE, _PAIRS_A_PAIR = 10, 1000
-_RATIOS = 64  # rows by which the ratio of two units' slopes is known
-_EXACT = 1e-9  # of the largest slope: a smaller difference is rounding
 
 
 def share_of_units(layers: Sequence[Array], few: int, enough: float) -> float:
@@ -192,8 +172,8 @@ def share_of_units(layers: Sequence[Array], few: int, enough: float) -> float:
         share = max(share, by_column(vectors, few))
         if share < enough:
             share = max(share, share_in_pairs(vectors, few))
-        if share < enough and len(vectors) >= _ROWS_A_UNIT * vectors.shape[1]:
-            share = max(share, concentration(vectors, few, enough, _FAINT_OF_UNITS))
+        if share < enough and len(vectors) >= tol.ROWS_A_UNIT * vectors.shape[1]:
+            share = max(share, concentration(vectors, few, enough, tol.FAINT_OF_UNITS))
         if share >= enough:
             break
     return share
@@ -210,21 +190,21 @@ def share_in_pairs(vectors: Array, few: int) -> float:
     """
     squares = np.sum(np.square(vectors), axis=0)
     vectors, squares = vectors[:, squares > 0.0], squares[squares > 0.0]
-    alike = np.square(vectors.T @ vectors) >= _ALIKE * np.outer(squares, squares)
-    found = [_of_pairs(vectors[:, i], vectors[:, :i][:, alike[i, :i]], few) for i in range(1, len(squares))]
-    shares = np.sort(np.concatenate([np.zeros(1), *found]))[::-1]
+    alike = np.square(vectors.T @ vectors) >= tol.ALIKE_UNITS * np.outer(squares, squares)
+    each = [_of_pairs(vectors[:, i], vectors[:, :i][:, alike[i, :i]], few) for i in range(1, len(squares))]
+    shares = np.sort(np.concatenate([np.zeros(1), *each]))[::-1]
     width = len(squares)
-    by_chance = max(width // _A_PAIR_BY_CHANCE, width**2 // _PAIRS_A_PAIR)
+    by_chance = max(width // tol.UNITS_A_CHANCE_PAIR, width**2 // tol.SQUARED_UNITS_A_CHANCE_PAIR)
     return float(shares[min(by_chance, len(shares) - 1)])
 
 
 def _of_pairs(one: Array, others: Array, few: int) -> Array:
     """Shares of `few` rows in the differences of a column (n,) and multiples of others (n, p)."""
     rows = np.flatnonzero(one)
-    rows = rows[:: max(1, len(rows) // _RATIOS)]
+    rows = rows[:: max(1, len(rows) // tol.RATIO_ROWS)]
     some = others[rows]
     others, some = others[:, np.any(some, axis=0)], some[:, np.any(some, axis=0)]
     ratios = np.where(some == 0.0, np.nan, one[rows][:, None] / np.where(some == 0.0, 1.0, some))
     rest = one[:, None] - (np.nanmedian(ratios, axis=0) if ratios.size else 1.0) * others
-    rest[np.abs(rest) <= _EXACT * np.max(np.abs(one))] = 0.0
+    rest[np.abs(rest) <= tol.UNIT_ROUNDING * np.max(np.abs(one))] = 0.0
     return shares_of_columns(rest, few)

@@ -24,22 +24,10 @@ from numpy.typing import NDArray
 from scipy import linalg
 from scipy.special import expit, softmax
 
+from fedppl.numerics import tolerances as tol
 from fedppl.types import Array
 
 Places = NDArray[np.intp]
-
-_MOST_LOG = 100.0  # of a scale
-_MOST_EIGENVALUE = 60.0  # of a matrix logarithm: beyond, where no posterior has mass, it stands for all
-_LEAST_SCALE = 1e-150  # of a root of a covariance
-_GROWTHS = np.concatenate([[0.0], 10.0 ** np.arange(-3.0, 3.1, 0.5)])
-_PASSES = 2
-_POINTS = 1024  # by which growths are chosen
-# Correlation of a squared location and a scale's logarithm from which growth is looked for, and standard errors more.
-_SPREAD, _SPREAD_BY_CHANCE = 0.03, 2.0
-_EACH = 15  # effective ones for each location, with which other directions than these are looked at
-# Log units a point that a growth has to gain, and how many more for each point's share of the weight: one coefficient
-# gains half a unit in all by chance.
-_GAIN, _GAIN_BY_CHANCE = 0.02, 4.0
 
 
 class Block(NamedTuple):
@@ -109,43 +97,31 @@ def stretch_of(labels: tuple[str, ...], phi: Array, weights: Array) -> Stretch:
         return _none()
     powers, scales = np.repeat([2.0, -1.0], len(scales)), np.tile(scales, 2)
     effective, shares = 1.0 / float(np.sum(weights**2)), np.cumsum(weights)
-    count = min(_POINTS, len(phi))
+    count = min(tol.GROWTH_POINTS, len(phi))
     drawn = np.searchsorted(shares / shares[-1], (np.arange(count) + 0.5) / count)  # systematic resampling
     phi, weights = phi[np.minimum(drawn, len(phi) - 1)], np.full(count, 1.0 / count)
     center = weights @ phi
     x = phi[:, places] - center[places]
     logs = powers * (phi[:, scales] - center[scales])
-    spread = np.abs(_correlations(x**2, logs)).max(axis=0, initial=0.0) > _SPREAD + _SPREAD_BY_CHANCE / np.sqrt(
-        effective
-    )
+    least = tol.SPREAD + tol.SPREAD_BY_CHANCE / np.sqrt(effective)
+    squares, others = ((one - one.mean(axis=0)) / np.maximum(one.std(axis=0), tol.TINY) for one in (x**2, logs))
+    correlations = squares.T @ others / len(x)
+    spread = np.abs(correlations).max(axis=0, initial=0.0) > least
     if not np.any(spread):
         return _none()
     scales, powers, logs = scales[spread], powers[spread], logs[:, spread]
-    variances = np.exp(np.minimum(logs, _MOST_LOG))
+    variances = np.exp(np.minimum(logs, tol.MOST_LOG))
     bases = [np.eye(len(places))]
-    if effective > _EACH * len(places):
+    if effective > tol.POINTS_A_LOCATION * len(places):
         bases += [_spreading(x, phi[:, i], weights) for i in np.unique(scales)]
-    gain = _GAIN + _GAIN_BY_CHANCE / effective
-    stretches = [
-        Stretch(
-            places,
-            center[places],
-            basis,
-            scales,
-            center[scales],
-            powers,
-            np.stack([_growth(along**2, variances, weights, gain) for along in (x @ basis.T).T]),
-        )
-        for basis in bases
-    ]
-    best = min(stretches, key=lambda one: misfit(phi, weights, one, places))
+    gain = tol.GAIN + tol.GAIN_BY_CHANCE / effective
+
+    def stretched(basis: Array) -> Stretch:
+        growth = np.stack([_growth(along**2, variances, weights, gain) for along in (x @ basis.T).T])
+        return Stretch(places, center[places], basis, scales, center[scales], powers, growth)
+
+    best = min(map(stretched, bases), key=lambda one: misfit(phi, weights, one, places))
     return best if np.any(best.growth) else _none()
-
-
-def _correlations(x: Array, y: Array) -> Array:
-    """Correlations (L, n) of columns (S, L) and (S, n)."""
-    first, second = ((one - one.mean(axis=0)) / np.maximum(one.std(axis=0), 1e-300) for one in (x, y))
-    return np.asarray(first.T @ second / len(x))
 
 
 def _spreading(x: Array, log_scale: Array, weights: Array) -> Array:
@@ -154,7 +130,7 @@ def _spreading(x: Array, log_scale: Array, weights: Array) -> Array:
     shares = np.cumsum(weights[order])
     low, high = (
         (x[some] * weights[some, None]).T @ x[some] / weights[some].sum()
-        for some in (order[shares <= 1.0 / 3.0], order[shares >= 2.0 / 3.0])
+        for some in (order[shares <= tol.LOW_SHARE], order[shares >= 1.0 - tol.LOW_SHARE])
     )
     try:
         return np.asarray(linalg.eigh(high, low)[1].T)
@@ -168,10 +144,10 @@ def _growth(squared: Array, scales: Array, weights: Array, gain: float) -> Array
     Scale by scale, the best of a grid given the others; growth that gains too little is 0.
     """
     growth = np.zeros(scales.shape[1])
-    for i in [*range(len(growth))] * _PASSES:
-        variances = 1.0 + (scales @ growth - scales[:, i] * growth[i])[:, None] + scales[:, i : i + 1] * _GROWTHS
+    for i in [*range(len(growth))] * tol.GROWTH_PASSES:
+        variances = 1.0 + (scales @ growth - scales[:, i] * growth[i])[:, None] + scales[:, i : i + 1] * tol.GROWTHS
         misfits = 0.5 * np.log(weights @ (squared[:, None] / variances)) + 0.5 * (weights @ np.log(variances))
-        growth[i] = _GROWTHS[np.argmin(misfits)] if misfits[0] - np.min(misfits) > gain else 0.0
+        growth[i] = tol.GROWTHS[np.argmin(misfits)] if misfits[0] - np.min(misfits) > gain else 0.0
     return growth
 
 
@@ -189,7 +165,7 @@ def misfit(phi: Array, weights: Array, stretch: Stretch, places: Places) -> floa
 def _variances(phi: Array, stretch: Stretch) -> Array:
     """Variances (S, L) along the directions, in those where scales are 0."""
     logs = stretch.powers * (phi[:, stretch.scales] - stretch.log_units)
-    return np.asarray(1.0 + np.exp(np.minimum(logs, _MOST_LOG)) @ stretch.growth.T)
+    return np.asarray(1.0 + np.exp(np.minimum(logs, tol.MOST_LOG)) @ stretch.growth.T)
 
 
 def _stretched(phi: Array, stretch: Stretch, variances: Array) -> Array:
@@ -205,7 +181,7 @@ def of_phi(phi: Array, coordinates: Coordinates) -> Array:
     for block in coordinates.blocks:
         roots = _roots(phi[:, block.places])
         vectors, values, _ = np.linalg.svd(np.linalg.solve(block.root, roots))
-        logs = 2.0 * np.log(np.maximum(values, _LEAST_SCALE))
+        logs = 2.0 * np.log(np.maximum(values, tol.TINY))
         u[:, block.places] = _lower((vectors * logs[:, None, :]) @ vectors.transpose(0, 2, 1))
     stretch = coordinates.stretch
     if len(stretch.places):
@@ -220,7 +196,7 @@ def to_phi(u: Array, coordinates: Coordinates) -> Array:
     phi[:, coordinates.folded] = scaled + np.log(-np.expm1(-2.0 * scaled)) - np.log(2.0) + coordinates.log_units
     for block in coordinates.blocks:
         values, vectors = np.linalg.eigh(_symmetric(u[:, block.places]))
-        halves = np.exp(0.5 * np.clip(values, -_MOST_EIGENVALUE, _MOST_EIGENVALUE))
+        halves = np.exp(0.5 * np.clip(values, -tol.MOST_EIGENVALUE, tol.MOST_EIGENVALUE))
         upper = np.asarray(np.linalg.qr((block.root @ (vectors * halves[:, None, :])).transpose(0, 2, 1), mode="r"))
         phi[:, block.places] = _sds_and_partials(upper.transpose(0, 2, 1))
     stretch = coordinates.stretch
@@ -295,9 +271,9 @@ def _log_slope(phi: Array, root: Array) -> Array:
     diagonal = log_sds - log_cosh.sum(axis=2)  # log L_kk
     by_covariance = -n * np.log(2.0) - diagonal @ (n - rows)
     scales = np.linalg.svd(np.linalg.solve(root, _roots(phi)), compute_uv=False)
-    w = 2.0 * np.log(np.maximum(scales, _LEAST_SCALE))
+    w = 2.0 * np.log(np.maximum(scales, tol.TINY))
     first, second = np.triu_indices(n, 1)
-    apart = np.maximum(w[:, first] - w[:, second], 1e-12)  # in descending order
+    apart = np.maximum(w[:, first] - w[:, second], tol.TINY)  # in descending order
     by_logarithm = np.sum(w, axis=1) + np.sum(w[:, second] + np.log(np.expm1(apart) / apart), axis=1)
     return np.asarray(by_root + by_covariance + by_logarithm + (n + 1) * np.linalg.slogdet(root)[1])
 
@@ -314,11 +290,10 @@ def declared(labels: tuple[str, ...], phi: Array) -> Array:
     columns = [np.zeros((len(phi), 0))]
     for name, places in by_name.items():
         if name.endswith("_log__"):
-            columns.append(np.exp(np.minimum(phi[:, places], _MOST_LOG)))
+            columns.append(np.exp(np.minimum(phi[:, places], tol.MOST_LOG)))
         elif name.endswith(("_logodds__", "_interval__")):
             columns.append(expit(phi[:, places]))
         elif name.endswith("_simplex__"):
-            columns.append(
-                softmax(np.concatenate([phi[:, places], -phi[:, places].sum(axis=1, keepdims=True)], axis=1), axis=1)
-            )
+            last = -phi[:, places].sum(axis=1, keepdims=True)
+            columns.append(softmax(np.concatenate([phi[:, places], last], axis=1), axis=1))
     return np.concatenate(columns, axis=1)

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl.numerics import tolerances as tol
 from fedppl.settings import between, positive, whole
 from fedppl.types import Array, DeclarationError
 
 __all__ = ["Covariance", "Omega", "exchangeable", "ledoit_wolf", "low_rank", "moving_average", "trace_constrained"]
-
-_TINY = 1e-8  # of the mean variance: no direction's variance is estimated below
 
 
 class Omega(NamedTuple):
@@ -103,7 +102,7 @@ def moving_average(alpha: float = 0.1) -> Covariance:
     return Covariance("moving average", lambda count: _dense(np.eye(count)), update, False, {"alpha": alpha})
 
 
-def trace_constrained(trace: float | None = None, floor: float = 1e-3) -> Covariance:
+def trace_constrained(trace: float | None = None, floor: float = tol.TRACE_FLOOR) -> Covariance:
     r"""Square root of the moment, scaled to a fixed trace (Zhang and Yeung).
 
     .. math:: \Omega = t\, \frac{M^{1/2}}{\operatorname{tr} M^{1/2}} + f\, \frac{t}{K} I, \qquad
@@ -146,7 +145,7 @@ def trace_constrained(trace: float | None = None, floor: float = 1e-3) -> Covari
         values, vectors = np.linalg.eigh(moment)
         roots = np.sqrt(np.maximum(values, 0.0))
         scale = float(np.trace(moment)) if trace is None else trace
-        share = roots / max(roots.sum(), 1e-300)
+        share = roots / max(roots.sum(), tol.TINY)
         return _dense((vectors * (scale * share + floor * scale / len(moment))) @ vectors.T)
 
     return Covariance(
@@ -187,7 +186,7 @@ def exchangeable() -> Covariance:
         across = (float(np.trace(moment)) - along) / max(count - 1, 1) if count > 1 else along
         if along < across:  # the best b would be negative, and given b = 0 the best a is the mean of all
             along = across = float(np.trace(moment)) / count
-        across = max(across, _TINY * float(np.trace(moment)) / count)
+        across = max(across, tol.LEAST_VARIANCE * float(np.trace(moment)) / count)
         return _structured(across, np.full((count, 1), np.sqrt(max(along - across, 0.0) / count)))
 
     return Covariance("exchangeable", _identity, update, True)
@@ -239,7 +238,7 @@ def low_rank(rank: int) -> Covariance:
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
         values, vectors = np.linalg.eigh(moment)
-        least = _TINY * float(np.trace(moment)) / len(moment)
+        least = tol.LEAST_VARIANCE * float(np.trace(moment)) / len(moment)
         remainder = max(float(values[:-rank].mean()), least)
         lengths = np.sqrt(np.maximum(values[-rank:] - remainder, 0.0))
         return _structured(remainder, vectors[:, -rank:] * lengths)
@@ -278,7 +277,7 @@ def ledoit_wolf() -> Covariance:
     """
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
-        rho = max(ledoit_wolf_intensity(mean.T), 1e-3)
+        rho = max(ledoit_wolf_intensity(mean.T), tol.LEAST_SHRINKAGE)
         equal = float(np.trace(moment)) / len(moment)
         return _dense((1 - rho) * moment + rho * equal * np.eye(len(moment)))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import exprel
 
+from fedppl.numerics import tolerances as tol
 from fedppl.numerics.streams import cached, whitened_points
 from fedppl.types import Array
 
-_MOST_CONTROL = 1.5  # coefficient of a control variate, which is 1 where it has the tails of what it controls
+EACH_TELLS = tol.EACH_TELLS  # where others look for it
 
 
 def normalise(log_weights: Array) -> Array:
@@ -26,8 +28,8 @@ def control_coefficients(features: Array, weights: Array, control: Array) -> Arr
     Both weights (S,) sum to 1. A control with tails of its own makes up moments: it gets a coefficient near 0.
     """
     influence, own = (part[:, None] * (features - part @ features) for part in (weights, control))
-    least_squares = np.sum(influence * own, axis=0) / np.maximum(np.sum(own**2, axis=0), 1e-300)
-    return np.asarray(np.clip(least_squares, 0.0, _MOST_CONTROL))
+    least_squares = np.sum(influence * own, axis=0) / np.maximum(np.sum(own**2, axis=0), tol.TINY)
+    return np.asarray(np.clip(least_squares, 0.0, tol.MOST_CONTROL))
 
 
 def effective_size(weights: Array) -> float:
@@ -35,12 +37,9 @@ def effective_size(weights: Array) -> float:
     return float(1.0 / np.sum(weights**2))
 
 
-EACH_TELLS = 10.0  # effective points for each coordinate, without which weighted points tell no covariance
-
-
 def telling(weights: Array, size: int) -> float:
     """How far weighted points tell a covariance of so many coordinates, from 0 to 1."""
-    return min(1.0, effective_size(weights) / (EACH_TELLS * size))
+    return min(1.0, effective_size(weights) / (tol.EACH_TELLS * size))
 
 
 def jackknife(without: Array) -> Array:
@@ -53,12 +52,12 @@ def jackknife(without: Array) -> Array:
 
 def enough_points(size: int, points: int) -> int:
     """Raise the number of points to what `controlled_moments` needs."""
-    return max(points, 2 * (1 + size + size * (size + 1) // 2))
+    return max(points, tol.QUADRATIC_POINTS * (1 + size + size * (size + 1) // 2))
 
 
 def has_enough_points(size: int) -> bool:
-    """Whether 1024 values suffice for a quadratic in `size` coordinates; beyond, gradients are cheaper."""
-    return enough_points(size, 0) <= 1024
+    """Whether not too many values suffice for a quadratic in `size` coordinates; beyond, gradients are cheaper."""
+    return enough_points(size, 0) <= tol.MOST_POINTS_OF_VALUES
 
 
 def quadratic_terms(z: Array) -> Array:
@@ -74,13 +73,13 @@ def second_derivatives(coefficients: Array, size: int) -> Array:
     return upper + upper.T
 
 
-@cached(most_bytes=2**27)
+@cached(most_bytes=tol.DESIGN_BYTES)
 def _design(size: int, points: int, stream: int) -> Array:
     """Terms of a quadratic in z at the whitened points."""
     return quadratic_terms(whitened_points(size, points, stream))
 
 
-@cached(most_bytes=2**27)
+@cached(most_bytes=tol.DESIGN_BYTES)
 def _inverse_gram(size: int, points: int, stream: int) -> Array:
     """(DᵀD)⁻¹ of the design D, well-conditioned for whitened points and far smaller than D's pseudo-inverse."""
     design = _design(size, points, stream)
@@ -92,10 +91,6 @@ def _quadratic(log_weights: Array, key: tuple[int, int, int]) -> tuple[Array, Ar
     design = _design(*key)
     coefficients = _inverse_gram(*key) @ (log_weights @ design)
     return coefficients, design @ coefficients
-
-
-_LEAST = 0.05  # eigenvalue of a precision or a covariance in units of q, with which a quadratic's moments are taken
-_LARGE_REMAINDER = 0.5  # sd of log weights about a quadratic from which moments have an error worth reporting
 
 
 def controlled_moments(
@@ -110,41 +105,33 @@ def controlled_moments(
     Returns the moments, the sd of the remainder, and the error of the mean in sds, 0 where the remainder is small.
     """
     plain = weighted_moments(z, weights)
+    own = weights[:, None] * (z - plain.mean)  # what each point adds to the mean
+
+    def error(parts: Array) -> float:
+        """Largest standard error of a mean, in sds, as of independent points."""
+        variance = np.maximum(np.diag(plain.covariance), tol.TINY)
+        return float(np.sqrt(np.max(np.sum(parts**2, axis=0) / variance)))
+
     if not np.all(np.isfinite(log_weights)):
         remainder = float(np.std(log_weights[np.isfinite(log_weights)]))
-        return plain, remainder, _error(z, weights, plain)
+        return plain, remainder, error(own)
     coefficients, fitted = _quadratic(log_weights, key)
     remainder = float(np.std(log_weights - fitted))
     m = z.shape[1]
     precision = np.eye(m) - second_derivatives(coefficients, m)
     if not _exceeds_least(precision):
-        return plain, remainder, _error(z, weights, plain)
+        return plain, remainder, error(own)
     covariance = np.linalg.inv(precision)
     mean = covariance @ coefficients[1 : 1 + m]
     by_quadratic = normalise(fitted)
     control = weighted_moments(z, by_quadratic)
     controlled = covariance + plain.covariance - control.covariance
     if not _exceeds_least(controlled):
-        return plain, remainder, _error(z, weights, plain)
+        return plain, remainder, error(own)
     moments = WeightedMoments(mean + plain.mean - control.mean, (controlled + controlled.T) / 2)
-    if remainder < _LARGE_REMAINDER:
+    if remainder < tol.LARGE_REMAINDER:
         return moments, remainder, 0.0
-    return moments, remainder, _error(z, weights, plain, by_quadratic, control)
-
-
-def _error(
-    z: Array,
-    weights: Array,
-    moments: WeightedMoments,
-    control_weights: Array | None = None,
-    control: WeightedMoments | None = None,
-) -> float:
-    """Largest standard error of a mean, in sds, as of independent points; with a control variate where there is one."""
-    parts = weights[:, None] * (z - moments.mean)
-    if control_weights is not None and control is not None:
-        parts = parts - control_weights[:, None] * (z - control.mean)
-    variance = np.maximum(np.diag(moments.covariance), 1e-300)
-    return float(np.sqrt(np.max(np.sum(parts**2, axis=0) / variance)))
+    return moments, remainder, error(own - by_quadratic[:, None] * (z - control.mean))
 
 
 def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Array) -> float:
@@ -163,9 +150,9 @@ def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Arr
 
 
 def _exceeds_least(matrix: Array) -> bool:
-    """Whether every eigenvalue is above `_LEAST`."""
+    """Whether every eigenvalue is above `tol.LEAST_EIGENVALUE`."""
     try:
-        np.linalg.cholesky(matrix - _LEAST * np.eye(len(matrix)))
+        np.linalg.cholesky(matrix - tol.LEAST_EIGENVALUE * np.eye(len(matrix)))
     except np.linalg.LinAlgError:
         return False
     return True
@@ -195,12 +182,8 @@ def skewness(points: Array, weights: Array, farthest: float = 0.0) -> Array:
     if farthest:
         order = np.argsort(-np.abs(centred), axis=0, kind="stable")
         is_kept = np.cumsum(weights[order], axis=0) > farthest
-        centred = np.take_along_axis(centred, order, axis=0) * is_kept
-        weights = weights[order]
-        return np.asarray(
-            np.sum(weights * centred**3, axis=0) / np.maximum(np.sum(weights * centred**2, axis=0), 1e-200) ** 1.5
-        )
-    return np.asarray(weights @ centred**3 / np.maximum(weights @ centred**2, 1e-200) ** 1.5)
+        np.put_along_axis(centred, order, np.take_along_axis(centred, order, axis=0) * is_kept, axis=0)
+    return np.asarray(weights @ centred**3 / np.maximum(weights @ centred**2, tol.TINY) ** 1.5)
 
 
 def resample(weights: Array, draws: int, rng: np.random.Generator) -> Array:
@@ -211,9 +194,6 @@ def resample(weights: Array, draws: int, rng: np.random.Generator) -> Array:
 
 
 # The upper tail of importance weights: its shape, by a generalised Pareto, and weights smoothed by it -----------------
-
-_EQUAL = 1e-7  # difference of log weights that is rounding
-_FEWEST = 25  # weights, the largest fifth of which are a tail of five
 
 
 class _Tail(NamedTuple):
@@ -226,31 +206,25 @@ class _Tail(NamedTuple):
 
 
 def _tail(ordered: Array) -> _Tail | None:
-    """Empirical-Bayes fit (Zhang and Stephens 2009) to ascending finite log weights; None where the largest are equal.
-
-    There is no prior on the shape.
-    """
+    """Empirical-Bayes fit (Zhang and Stephens 2009) to ascending finite log weights; None where these are equal."""
     size = len(ordered)
-    count = int(min(0.2 * size, 3 * np.sqrt(size)))
+    count = int(min(tol.TAIL_SHARE * size, tol.TAIL_ROOT * np.sqrt(size)))
     threshold = float(np.exp(ordered[-count - 1] - ordered[-1]))
     excess = np.exp(ordered[-count:] - ordered[-1]) - threshold
-    if ordered[-1] - ordered[0] < _EQUAL or excess[-1] <= 0:
+    if ordered[-1] - ordered[0] < tol.EQUAL_WEIGHTS or excess[-1] <= 0:
         return None
-    guesses = 30 + int(np.sqrt(count))
-    quartile = max(excess[int(count / 4 + 0.5) - 1], 1e-300)
+    guesses = tol.TAIL_GUESSES + int(np.sqrt(count))
+    quartile = max(excess[int(count / 4 + 0.5) - 1], tol.TINY)
     b = 1 - np.sqrt(guesses / (np.arange(1, guesses + 1) - 0.5))
-    b = b / (3 * quartile) + 1 / excess[-1]
+    b = b / (tol.TAIL_SPREAD * quartile) + 1 / excess[-1]
     k = np.mean(np.log1p(-b[:, None] * excess), axis=1)
     log_likelihood = count * (np.log(-b / k) - k - 1)
     weights = np.exp(log_likelihood - log_likelihood.max())
     rate = float(weights @ b / weights.sum())
     shape = float(np.mean(np.log1p(-rate * excess)))
-    return _Tail(shape, -shape / rate, threshold, count)
-
-
-def _towards_a_half(tail: _Tail) -> float:
-    """The weak prior of Vehtari et al. (2024)."""
-    return (tail.size * tail.shape + 5.0) / (tail.size + 10.0)
+    # The weak prior of Vehtari et al. (2024).
+    by_prior = (count * shape + tol.TAIL_PRIOR * tol.TAIL_PRIOR_WEIGHT) / (count + tol.TAIL_PRIOR_WEIGHT)
+    return _Tail(by_prior, -shape / rate, threshold, count)
 
 
 def pareto_k(log_weights: Array) -> float:
@@ -259,10 +233,10 @@ def pareto_k(log_weights: Array) -> float:
     Constant weights give −inf, fewer than 25 finite ones inf.
     """
     finite = log_weights[np.isfinite(log_weights)]
-    if len(finite) < _FEWEST:
+    if len(finite) < tol.FEWEST_WEIGHTS:
         return np.inf
     tail = _tail(np.sort(finite))
-    return -np.inf if tail is None else _towards_a_half(tail)
+    return -np.inf if tail is None else tail.shape
 
 
 def limit(count: int) -> float:
@@ -271,7 +245,7 @@ def limit(count: int) -> float:
     >>> limit(100), limit(1024)
     (0.5, 0.6678...)
     """
-    return float(min(1.0 - 1.0 / np.log10(max(count, 10)), 0.7))
+    return float(min(1.0 - 1.0 / np.log10(max(count, 10)), tol.MOST_K))
 
 
 def smoothed(log_weights: Array) -> tuple[Array, float]:
@@ -282,17 +256,16 @@ def smoothed(log_weights: Array) -> tuple[Array, float]:
     logs = np.array(log_weights, dtype=float)
     where = np.flatnonzero(np.isfinite(logs))
     order = where[np.argsort(logs[where], kind="stable")]
-    if len(order) < _FEWEST:
+    if len(order) < tol.FEWEST_WEIGHTS:
         return logs, np.inf
     largest = logs[order[-1]]
     tail = _tail(logs[order])
     if tail is None:
         return logs, -np.inf
-    shape = _towards_a_half(tail)
     survival = np.log1p(-(np.arange(tail.size) + 0.5) / tail.size)  # log of 1 − p
-    excess = -tail.scale * survival if abs(shape) < 1e-12 else tail.scale * np.expm1(-shape * survival) / shape
+    excess = -tail.scale * survival * exprel(-tail.shape * survival)
     logs[order[-tail.size :]] = np.minimum(largest + np.log(tail.threshold + excess), largest)
-    return logs, shape
+    return logs, tail.shape
 
 
 # Moments from gradients: a quadratic by Stein's identities, its exact moments, and a correction for the remainder -----
@@ -328,7 +301,7 @@ def departure_by_gradients(off: Array, root: Array) -> float:
 
 def enough_gradients(size: int, points: int) -> int:
     """Raise the number of points to what `stein_moments` needs."""
-    return max(points, 4 * (size + 1))
+    return max(points, tol.GRADIENT_POINTS * (size + 1))
 
 
 def stein_moments(z: Array, log_weights: Array, gradients: Array) -> SteinMoments | None:
@@ -338,7 +311,7 @@ def stein_moments(z: Array, log_weights: Array, gradients: Array) -> SteinMoment
     hessian = gradients.T @ z / count
     hessian = (hessian + hessian.T) / 2
     values, vectors = np.linalg.eigh(np.eye(m) - hessian)
-    if values[0] < _LEAST:
+    if values[0] < tol.LEAST_EIGENVALUE:
         return None
     curved = z @ hessian
     remainder = log_weights - z @ linear - 0.5 * np.sum(curved * z, axis=1)

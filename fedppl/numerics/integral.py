@@ -19,14 +19,9 @@ from scipy.interpolate import RBFInterpolator
 from scipy.spatial import cKDTree
 from scipy.special import logsumexp
 
+from fedppl.numerics import tolerances as tol
 from fedppl.numerics.streams import whitened_points
 from fedppl.types import Array
-
-SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid, by the number of coordinates
-_FAR = {2: (6.0, 25), 3: (4.8, 17)}  # by the number of coordinates, how far u goes, and how many nodes each has
-_FLAT, _OF_POWER = 0.1, 0.3  # change of a logarithm that counts as none; relative error of a power's extrapolation
-_LOW = 30.0  # log units below the largest from which nodes are negligible
-_DENSE = 2.0  # sds from the center within which trapezoids lie dense
 
 
 class Rule(NamedTuple):
@@ -49,7 +44,7 @@ def by_grid(size: int, count: int) -> Rule:
     nodes, weights = np.polynomial.hermite_e.hermegauss(count)
     logs = np.log(weights / weights.sum())
     grid = np.array(list(itertools.product(nodes, repeat=size)))
-    outer = (np.abs(grid).max(axis=1) > nodes.max() - 1e-9).astype(float)
+    outer = (np.abs(grid).max(axis=1) > nodes.max() - tol.OUTERMOST).astype(float)
     return Rule(grid, np.array([sum(term) for term in itertools.product(logs, repeat=size)]), outer)
 
 
@@ -72,10 +67,10 @@ def by_sparse_grid(size: int, level: int) -> Signed:
         sign = (-1.0) ** missing * math.comb(size - 1, missing)
         for at in itertools.product(*(range(2 * number + 1) for number in which)):
             chosen = [(rules[number][0][i], rules[number][1][i]) for number, i in zip(which, at, strict=True)]
-            node = tuple(round(float(place), 12) + 0.0 for place, _ in chosen)  # no -0.0
+            node = tuple(round(float(place), tol.SPARSE_DIGITS) + 0.0 for place, _ in chosen)  # no -0.0
             summed[node] = summed.get(node, 0.0) + sign * float(np.prod([weight for _, weight in chosen]))
     nodes, weights = np.array(list(summed)), np.array(list(summed.values()))
-    counts = np.abs(weights) > 1e-14 * np.max(np.abs(weights))
+    counts = np.abs(weights) > tol.SPARSE_ROUNDING * np.max(np.abs(weights))
     nothing = np.zeros(int(counts.sum()))
     return Signed(Rule(nodes[counts], nothing, nothing), weights[counts] / (2.0 * np.pi) ** (0.5 * size))
 
@@ -83,7 +78,7 @@ def by_sparse_grid(size: int, level: int) -> Signed:
 @functools.cache
 def by_trapezoids(far: int) -> Rule:
     """Trapezoids in u, z = sinh u, dense near 0 and far out; every second node is group 1, a rule by itself."""
-    return _trapezoids(np.linspace(-far, far, 6 * far + 1))
+    return _trapezoids(np.linspace(-far, far, 2 * tol.TRAPEZOIDS_A_UNIT * far + 1))
 
 
 @functools.cache
@@ -92,22 +87,22 @@ def by_far_grid(size: int, *, finer: bool) -> Rule:
 
     Axis s has the sides 2 s and 2 s + 1. A side's outermost nodes are group 1 + 2 side, those before them the next.
     """
-    far, count = _FAR[size]
+    far, count = tol.FAR[size]
     count += (count - 1) // 2 * finer
-    steps = np.linspace(-far, far, count)
-    logs = np.log(np.cosh(steps) * (steps[1] - steps[0])) - 0.5 * np.sinh(steps) ** 2 - 0.5 * np.log(2.0 * np.pi)
+    nodes, logs, _ = _trapezoids(np.linspace(-far, far, count))
     each = np.array(list(itertools.product(range(count), repeat=size)))
     ring = np.minimum(each, count - 1 - each)
     axis, outermost = np.argmin(ring, axis=1), np.min(ring, axis=1)
     side = 2 * axis + (each[np.arange(len(each)), axis] > count // 2)
     group = np.where(outermost < 2, 1.0 + 2.0 * side + outermost, 0.0)
-    return Rule(np.sinh(steps)[each], logs[each].sum(axis=1), group)
+    return Rule(nodes[each, 0], logs[each].sum(axis=1), group)
 
 
 @functools.cache
 def between_trapezoids(far: int) -> Rule:
     """Trapezoids halfway between those of `by_trapezoids`: both together are the rule of twice as many."""
-    return _trapezoids(np.linspace(-far - 1.0 / 6.0, far + 1.0 / 6.0, 6 * far + 2))
+    reach = far + 0.5 / tol.TRAPEZOIDS_A_UNIT
+    return _trapezoids(np.linspace(-reach, reach, 2 * tol.TRAPEZOIDS_A_UNIT * far + 2))
 
 
 def _trapezoids(steps: Array) -> Rule:
@@ -124,8 +119,8 @@ def beyond(outermost: Array, next_to_it: Array) -> tuple[Array, Array]:
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         falls = np.log(next_to_it) - np.log(outermost)
-    tails = np.where(outermost > 0.0, outermost / np.expm1(np.maximum(falls, _FLAT)), 0.0)  # a geometric series
-    errors = np.where(falls > 2.0 * _FLAT, _OF_POWER, 1.0) * tails
+    tails = np.where(outermost > 0.0, outermost / np.expm1(np.maximum(falls, tol.FLAT)), 0.0)  # a geometric series
+    errors = np.where(falls > 2.0 * tol.FLAT, tol.OF_POWER, 1.0) * tails
     return np.asarray(tails.sum(axis=1)), np.asarray(errors.sum(axis=1))
 
 
@@ -161,18 +156,14 @@ def _error_of_trapezoids(terms: Array, rule: Rule) -> Array:
     About a single peak where nodes are dense, the whole rule's error is the square of the half rule's. Elsewhere a peak
     may lie between two nodes, and the half rule's error is a bound.
     """
-    half = np.log(2.0 * np.clip(np.exp(terms[:, rule.group == 1]).sum(axis=1), 1e-12, 1.0))
-    high = terms > terms.max(axis=1, keepdims=True) - _LOW
+    half = np.log(2.0 * np.clip(np.exp(terms[:, rule.group == 1]).sum(axis=1), tol.HALF_RULE, 1.0))
+    high = terms > terms.max(axis=1, keepdims=True) - tol.LOW
     peaks = np.sum((terms[:, 1:-1] > terms[:, :-2]) & (terms[:, 1:-1] >= terms[:, 2:]) & high[:, 1:-1], axis=1)
-    central = (peaks == 1) & (np.abs(rule.nodes[np.argmax(terms, axis=1), 0]) < _DENSE)
+    central = (peaks == 1) & (np.abs(rule.nodes[np.argmax(terms, axis=1), 0]) < tol.DENSE_REACH)
     return np.asarray(np.where(central, np.sign(half) * half**2, np.abs(half)))
 
 
 # Interpolation over φ by a spline, where the function is smooth enough ------------------------------------------------
-
-_NEAREST = 8  # known points whose residuals give the error at a point
-_PARTS = 4  # of the known points, each predicted from the others
-_SMOOTH = 0.002  # median error of prediction, in log units, with which a spline is taken
 
 
 def some_of(count: int, most: int) -> NDArray[np.intp]:
@@ -180,14 +171,32 @@ def some_of(count: int, most: int) -> NDArray[np.intp]:
     return np.unique(np.linspace(0, count - 1, min(most, count)).astype(np.intp))
 
 
+def chunks(count: int, most: int) -> list[slice]:
+    """Slices of so many, each of at most `most`, and of one at least."""
+    size = max(1, most)
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def median_of(values: Array) -> float:
+    """The median of the finite values; 0 where there are none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else 0.0
+
+
 def nearest_of(points: Array, some: NDArray[np.intp]) -> NDArray[np.intp]:
     """Which of the points (S, m) in some places is nearest to each, coordinates in their sds, (S,)."""
-    scale = np.maximum(np.std(points, axis=0), 1e-300)
+    scale = np.maximum(np.std(points, axis=0), tol.TINY)
     return np.asarray(cKDTree(points[some] / scale).query(points / scale)[1])
 
 
 def smooth_over(
-    points: Array, few: NDArray[np.intp], values: Array, errors: Array, enough: float = _SMOOTH, *, close: bool = False
+    points: Array,
+    few: NDArray[np.intp],
+    values: Array,
+    errors: Array,
+    enough: float = tol.SMOOTH,
+    *,
+    close: bool = False,
 ) -> tuple[Array, Array, Array] | None:
     """Interpolate a function and its errors, known at a few of the points (P,), at all of them (S,).
 
@@ -200,26 +209,27 @@ def smooth_over(
     known = np.stack([values, errors], axis=1)
     finite = np.all(np.isfinite(known), axis=1)
     all_few, few, known = few, few[finite], known[finite]
-    if len(few) < 4 * (points.shape[1] + 2):
+    if len(few) < tol.KNOWN_A_TERM * (points.shape[1] + 2):
         return None
     scale = np.median(np.abs(points - np.median(points, axis=0)), axis=0)
     # Coordinates are contracted: a function of the log of a distance is then as smooth far out as near the center.
     straight = (points - np.median(points, axis=0)) / scale
-    part = np.arange(len(few)) % _PARTS
+    part = np.arange(len(few)) % tol.PARTS
     try:
         kinds = [(np.arcsinh(straight), "thin_plate_spline", 1), (straight, "cubic", 1)]
         for white, kernel, degree in [(straight, "cubic", 2), *kinds] if close else kinds:
             fit = functools.partial(RBFInterpolator, kernel=kernel, degree=degree)
             residuals = np.zeros(len(few))
-            for number in range(_PARTS):
+            for number in range(tol.PARTS):
                 out = part == number
                 residuals[out] = fit(white[few[~out]], known[~out, 0])(white[few[out]]) - known[out, 0]
-            if np.median(np.abs(residuals)) <= enough and np.quantile(np.abs(residuals), 0.9) <= 10 * enough:
+            half, tail = np.quantile(np.abs(residuals), [0.5, tol.SMOOTH_QUANTILE])
+            if half <= enough and tail <= tol.SMOOTH_TAIL * enough:
                 break
         else:
             return None
         values, errors = fit(white[few], known)(white).T
-        nearest = cKDTree(white[few]).query(white, k=min(_NEAREST, len(residuals)))[1]
+        nearest = cKDTree(white[few]).query(white, k=min(tol.NEAREST, len(residuals)))[1]
         # With the sign of the mean residual, so that errors add up over clients that have them alike, and no others.
         missed = np.copysign(np.sqrt(np.mean(residuals[nearest] ** 2, axis=1)), np.mean(residuals[nearest], axis=1))
         missed[few] = 0.0

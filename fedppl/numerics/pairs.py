@@ -18,7 +18,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from fedppl.numerics.integral import Rule
+from fedppl.numerics import tolerances as tol
+from fedppl.numerics.integral import Rule, chunks
 from fedppl.types import Array
 
 # Compiled log densities, and loops over them --------------------------------------------------------------------------
@@ -65,17 +66,6 @@ def assign(out: Any, first: int, values: Any) -> None:
 Places = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-_LIMIT, _LIMIT_NEAR = 100, 25  # steps of a search; from the mode at another φ
-_LENGTHS = (np.ones(1), *(0.5 ** np.arange(first, first + 13) for first in (1, 14, 27)))  # of a step that are tried
-_LEASTS = (1e-14, 1.0)  # least shift of a curvature, of the largest one
-_FORWARD, _CENTRAL = 1e-4, 1e-3  # of a coordinate's sd, over which slopes are differenced
-_ARMIJO, _ROUNDING = 1e-4, 1e-12  # of the gain that a slope predicts; of the log density
-_ARRIVED, _LEFT = 1e-10, 1e-6  # Newton decrement, log units, at which a search ends; the largest at a mode
-_NEAR = 1e-2  # Newton decrement up to which a second-order correction takes the place of further steps
-_NEAR_STEPS = 3
-_THIRD = 1e-2  # sds, over which curvatures are differenced
-_SHIFT, _MOST_SHIFT = 1e-3, 1e26  # first and last of a curvature that is not positive, in its own units
-_PAIRS, _NUMBERS = 2**15, 2**22  # most pairs computed at once; most numbers in their matrices, and in points at nodes
 
 # Reals and integers of all clients, the places of each client's arrays within its own, and where its own begin.
 PACKS = types.Tuple((VECTOR, INTEGERS, types.int64[:, ::1], types.int64[:, ::1]))
@@ -248,7 +238,7 @@ def _expanded(
 ) -> _Expanded:
     """Outputs at θ and A there, by forward or central differences of slopes, in one call of the loop."""
     (count, d), m = theta.shape, of.shared
-    lengths = (_CENTRAL if central else _FORWARD) * scale
+    lengths = (tol.CENTRAL if central else tol.FORWARD) * scale
     moved = np.empty((count, 1 + (2 if central else 1) * d, d))
     moved[:] = theta[:, None]
     places = np.arange(d)
@@ -270,7 +260,7 @@ def _rescaled(A: Array, scale: Array) -> Array:
     """Lengths over which differences are taken: sds by A's diagonal, where it is positive."""
     diagonal = np.einsum("nii->ni", A)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(diagonal > 0.0, np.clip(1.0 / np.sqrt(diagonal), 1e-6, 1.0), scale)
+        return np.where(diagonal > 0.0, np.clip(1.0 / np.sqrt(diagonal), tol.LEAST_LENGTH, tol.MOST_LENGTH), scale)
 
 
 # Modes ----------------------------------------------------------------------------------------------------------------
@@ -281,8 +271,8 @@ def modes(
     phi: Array,
     theta: Array,
     who: Places,
-    tolerance: float = _ARRIVED,
-    limit: int = _LIMIT,
+    tolerance: float = tol.ARRIVED,
+    limit: int = tol.SEARCH_STEPS,
     stop: Callable[[Places, Array], Flags] | None = None,
 ) -> Modes:
     """Modes of θ at φ (N, m) from starts (N, d), by damped Newton steps.
@@ -290,19 +280,22 @@ def modes(
     Of searches in places (n,) that have come to θ (n, d) `stop` tells which end there, without having arrived.
     """
     (count, d), m = theta.shape, of.shared
-    theta, scale = np.array(theta), np.full((count, d), 0.1)
-    at = _expanded(of, phi, theta, who, scale)
-    out, A = at.out.copy(), at.A.copy()
-    scale = _rescaled(A, scale)
-    arrived, root, cross = np.zeros(count, dtype=bool), np.full((count, d, d), np.nan), np.zeros((count, m, d))
+    theta, scale = np.array(theta), np.full((count, d), tol.START_LENGTH)
+    out, A, _ = _expanded(of, phi, theta, who, scale)
+    out, scale = out.copy(), _rescaled(A, scale)
+
+    def move(some: Places, ends: Array, at: _Expanded) -> None:
+        theta[some], out[some], A[some] = ends, at.out, at.A
+        scale[some] = _rescaled(at.A, scale[some])
+
+    ended = np.zeros(count, dtype=bool)
     active = np.flatnonzero(np.isfinite(out[:, 0]))
     for _ in range(limit):
         if not len(active):
             break
         step, decrement, usable, whole = _newton(A[active], out[active, 1 + m :])
         short = whole & (decrement < tolerance)
-        ended = active[short]
-        theta[ended] += step[short]
+        theta[active[short]] += step[short]
         moved = np.zeros(len(active), dtype=bool)
         full = np.flatnonzero(whole & ~short)
         if len(full):  # nearly all steps are right as they are: outputs at their ends are those of the next step
@@ -310,37 +303,34 @@ def modes(
             ends = theta[go] + step[full]
             at = _expanded(of, phi[go], ends, who[go], scale[go])
             well = _is_gain(at.out[:, 0], out[go, 0], decrement[full])
-            moved[full[well]], there = True, go[well]
-            theta[there], out[there], A[there] = ends[well], at.out[well], at.A[well]
-            scale[there] = _rescaled(at.A[well], scale[there])
+            moved[full[well]] = True
+            move(go[well], ends[well], _Expanded(*(part[well] for part in at)))
         moves = np.flatnonzero(usable & ~short & ~moved)
-        go = active[moves]
-        if len(go):
+        if len(moves):
+            go = active[moves]
             line = _Line(phi[go], theta[go], who[go], out[go], step[moves], decrement[moves])
-            length = _lengths(of, line)
-            rest = np.flatnonzero(~whole[moves])
-            if len(rest):  # the other way to make a curvature positive may be the better one
-                some = go[rest]
-                line = _Line(phi[some], theta[some], who[some], out[some], line.step[rest], line.decrement[rest])
-                step[moves[rest]], length[rest] = _better(of, line, A[some], length[rest])
-            moved[moves] = length > 0.0
-            there = go[length > 0.0]
-            theta[there] += length[length > 0.0, None] * step[moves[length > 0.0]]
-            at = _expanded(of, phi[there], theta[there], who[there], scale[there])
-            out[there], A[there], scale[there] = at.out, at.A, _rescaled(at.A, scale[there])
-        stands = whole & usable & ~short & ~moved  # the rest of a step is rounding
-        ended = np.concatenate([ended, active[stands]])
-        if len(ended):
-            at = _expanded(of, phi[ended], theta[ended], who[ended], scale[ended], central=True)
-            out[ended], cross[ended], scale[ended] = at.out, at.cross, _rescaled(at.A, scale[ended])
-            root[ended], positive = cholesky(at.A)
-            with np.errstate(invalid="ignore"):
-                slopes = at.out[:, 1 + m :]
-                left = np.einsum("ni,ni->n", slopes, solve(root[ended], slopes))
-            arrived[ended] = positive & (left < max(tolerance, _LEFT)) & np.isfinite(at.out[:, 0])
+            steps = _searched(of, line, A[go], whole[moves])
+            moved[moves] = is_moved = np.any(steps != 0.0, axis=1)
+            go, ends = go[is_moved], theta[go[is_moved]] + steps[is_moved]
+            move(go, ends, _expanded(of, phi[go], ends, who[go], scale[go]))
+        ended[active[whole & ~moved]] = True  # arrived, or the rest of a step is rounding
         active = active[moved]
         if stop is not None and len(active):
             active = active[~stop(active, theta[active])]
+    return _at_ends(of, phi, theta, who, scale, out, np.flatnonzero(ended))
+
+
+def _at_ends(of: Densities, phi: Array, theta: Array, who: Places, scale: Array, out: Array, ended: Places) -> Modes:
+    """Which searches are at a mode, with curvatures there by central differences."""
+    (count, d), m = theta.shape, of.shared
+    arrived, root, cross = np.zeros(count, dtype=bool), np.full((count, d, d), np.nan), np.zeros((count, m, d))
+    at = _expanded(of, phi[ended], theta[ended], who[ended], scale[ended], central=True)
+    out[ended], cross[ended], scale[ended] = at.out, at.cross, _rescaled(at.A, scale[ended])
+    root[ended], positive = cholesky(at.A)
+    with np.errstate(invalid="ignore"):
+        slopes = at.out[:, 1 + m :]
+        left = np.einsum("ni,ni->n", slopes, solve(root[ended], slopes))
+    arrived[ended] = positive & (left < tol.LEFT) & np.isfinite(at.out[:, 0])
     return Modes(arrived, theta, out[:, 0], out[:, 1:], root, cross, scale)
 
 
@@ -352,7 +342,7 @@ def _newton(A: Array, slopes: Array) -> tuple[Array, Array, Flags, Flags]:
     step[some] = solve(root[some], slopes[some])
     rest = np.flatnonzero(~whole)
     if len(rest):
-        step[rest], usable[rest] = _shifted(A[rest], slopes[rest], _LEASTS[0])
+        step[rest], usable[rest] = _shifted(A[rest], slopes[rest], tol.CURVATURE_FLOORS[0])
     return step, np.einsum("ni,ni->n", step, slopes), usable, whole
 
 
@@ -364,15 +354,15 @@ def _shifted(A: Array, slopes: Array, least: float) -> tuple[Array, Flags]:
     """
     diagonal = np.abs(np.einsum("nii->ni", A))
     finite: Flags = np.asarray(np.isfinite(A).all(axis=(1, 2)))
-    largest = np.maximum(diagonal.max(axis=1, initial=0.0), 1e-8)[:, None]
+    largest = np.maximum(diagonal.max(axis=1, initial=0.0), tol.FLAT_CURVATURE)[:, None]
     with np.errstate(invalid="ignore"):  # of curvatures that are not finite, which have no step
         unit = np.maximum(diagonal, least * largest)[:, :, None] * np.eye(A.shape[1])
-    step, shift, active = np.zeros_like(slopes), _SHIFT, np.flatnonzero(finite)
-    while len(active) and shift < _MOST_SHIFT:
+    step, shift, active = np.zeros_like(slopes), tol.FIRST_SHIFT, np.flatnonzero(finite)
+    while len(active) and shift < tol.MOST_SHIFT:
         root, positive = cholesky(A[active] + shift * unit[active])
         done = active[positive]
         step[done] = solve(root[positive], slopes[done])
-        active, shift = active[~positive], 4.0 * shift
+        active, shift = active[~positive], tol.SHIFT_GROWTH * shift
     finite[active] = False
     return step, finite
 
@@ -391,7 +381,7 @@ class _Line(NamedTuple):
 def _lengths(of: Densities, on: _Line) -> Array:
     """The largest of 1, 1/2, 1/4, ... that raises the log density by a part of the gain the slope predicts; 0: none."""
     accepted, rest = np.zeros(len(on.phi)), np.arange(len(on.phi))
-    for lengths in _LENGTHS:
+    for lengths in tol.STEP_LENGTHS:
         tried = on.theta[rest, None] + lengths[:, None] * on.step[rest, None]
         each = len(lengths)
         value = outputs(
@@ -411,21 +401,30 @@ def _is_gain(value: Array, base: Array, predicted: Array) -> Flags:
 
     The slack is rounding: near the mode the gain is below the last digits. A density without bound is none.
     """
-    least = base - _ROUNDING * np.abs(base) + _ARMIJO * predicted
+    least = base - tol.GAIN_ROUNDING * np.abs(base) + tol.ARMIJO * predicted
     return np.asarray((value >= least) & (value < np.inf))
 
 
-def _better(of: Densities, on: _Line, A: Array, length: Array) -> tuple[Array, Array]:
-    """The better step of two ways to make curvatures positive, with its length."""
+def _searched(of: Densities, on: _Line, A: Array, whole: Flags) -> Array:
+    """Steps (N, d) that gain enough, 0 where none does; of curvatures that are not positive by the better way."""
+    length = _lengths(of, on)
+    steps, rest = length[:, None] * on.step, np.flatnonzero(~whole)
+    if len(rest):
+        steps[rest] = _better(of, _Line._make(part[rest] for part in on), A[rest], length[rest])
+    return steps
+
+
+def _better(of: Densities, on: _Line, A: Array, length: Array) -> Array:
+    """The better step of two ways to make curvatures positive."""
     slopes = on.out[:, 1 + of.shared :]
-    step, usable = _shifted(A, slopes, _LEASTS[1])
+    step, usable = _shifted(A, slopes, tol.CURVATURE_FLOORS[1])
     other = _lengths(of, on._replace(step=step, decrement=np.einsum("ni,ni->n", step, slopes)))
     other = np.where(usable, other, 0.0)
     ends = np.stack([on.theta + length[:, None] * on.step, on.theta + other[:, None] * step], axis=1)
     value = outputs(of, np.repeat(on.phi, 2, axis=0), ends.reshape(-1, ends.shape[2]), np.repeat(on.who, 2))[:, 0]
     first, second = value.reshape(-1, 2).T
     second_is = (other > 0.0) & ((length == 0.0) | (second > first))
-    return np.where(second_is[:, None], step, on.step), np.where(second_is, other, length)
+    return np.where(second_is[:, None], other[:, None] * step, length[:, None] * on.step)
 
 
 # Laplace's approximation ----------------------------------------------------------------------------------------------
@@ -460,11 +459,11 @@ def _third(of: Densities, phi: Array, theta: Array, who: Places, root: Array, sl
     count, d = theta.shape
     if not d:
         return np.zeros_like(slopes)
-    unit = np.broadcast_to(_THIRD * np.eye(d), (count, d, d))
+    unit = np.broadcast_to(tol.THIRD * np.eye(d), (count, d, d))
     along = np.stack([solve_upper(root, unit[:, i]) for i in range(d)], axis=1)
     ends = theta[:, None] + np.concatenate([along, -along], axis=1)
     there = outputs(of, np.repeat(phi, 2 * d, axis=0), ends.reshape(-1, d), np.repeat(who, 2 * d))[:, 1:]
-    return np.asarray((there.reshape(count, 2 * d, -1).sum(axis=1) - 2.0 * d * slopes) / _THIRD**2)
+    return np.asarray((there.reshape(count, 2 * d, -1).sum(axis=1) - 2.0 * d * slopes) / tol.THIRD**2)
 
 
 def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) -> Laplace:
@@ -472,7 +471,7 @@ def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) ->
 
     θ is predicted, and corrected to second order: with Newton step Δ, ℓ gains ½ Δᵀ A Δ, and −½ log det A changes by
     ½ Σ_i ∂³ℓ[v_i, v_i, Δ], with the third derivatives at the origin. A Δ that is not short is taken as a step, at most
-    `_NEAR_STEPS` times; then a search follows.
+    `SECOND_ORDER_STEPS` times; then a search follows.
     """
     m, d = of.shared, at.modes.theta.shape[1]
     if not d:
@@ -483,7 +482,7 @@ def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) ->
     scale, constant = at.modes.scale[row], 0.5 * d * np.log(2.0 * np.pi)
     usable = at.modes.arrived[row]
     active, failed = np.flatnonzero(usable), []
-    for _ in range(_NEAR_STEPS):
+    for _ in range(tol.SECOND_ORDER_STEPS):
         if not len(active):
             break
         there = phi[active], theta[active], who[active]
@@ -496,20 +495,20 @@ def laplace(of: Densities, at: Origins, row: Places, who: Places, phi: Array) ->
         decrement = np.einsum("ni,ni->n", step, out[:, 1 + m :])
         change = np.einsum("ni,ni->n", step, at.third[row[active]])
         theta[active] += step
-        short = decrement < _NEAR
+        short = decrement < tol.SECOND_ORDER
         value = out[:, 0] + 0.5 * decrement + constant - 0.5 * log_determinant(root[active]) + 0.5 * change
         values[active[short]] = value[short]
         active = active[~short]
     far = np.sort(np.concatenate([*failed, active]))
     if len(far):
-        ends = modes(of, phi[far], at.modes.theta[row[far]], who[far], 1e-9, _LIMIT_NEAR)
+        ends = modes(of, phi[far], at.modes.theta[row[far]], who[far], limit=tol.NEAR_SEARCH_STEPS)
         values[far], theta[far], root[far] = of_modes(ends), ends.theta, ends.root
     return Laplace(np.where(np.isfinite(values), values, np.nan), theta, root)
 
 
 def at_once(d: int, m: int) -> int:
     """Pairs whose matrices are held at a time."""
-    return max(1, min(_PAIRS, _NUMBERS // max(1, d * d + m)))
+    return max(1, min(tol.PAIRS_AT_ONCE, tol.NUMBERS_AT_ONCE // max(1, d * d + m)))
 
 
 def laplace_at(
@@ -519,16 +518,14 @@ def laplace_at(
     (count, m), d = points.shape, at.modes.theta.shape[1]
     values, shape = np.full((len(rows), count), np.nan), (len(rows), len(known))
     theta, root = np.full((*shape, d), np.nan), np.full((*shape, d, d), np.nan)
-    chunk = max(1, at_once(d, m) // max(1, len(rows)))
     where = np.full(count, -1)
     where[known] = np.arange(len(known))
-    for first in range(0, count if len(rows) else 0, chunk):
-        some = points[first : first + chunk]
-        each = len(some)
-        chunked = laplace(of, at, np.repeat(rows, each), np.repeat(who, each), np.tile(some, (len(rows), 1)))
-        values[:, first : first + chunk] = chunked.values.reshape(len(rows), each)
-        here = np.flatnonzero(where[first : first + chunk] >= 0)
-        to = where[first + here]
+    for some in chunks(count if len(rows) else 0, at_once(d, m) // max(1, len(rows))):
+        each = some.stop - some.start
+        chunked = laplace(of, at, np.repeat(rows, each), np.repeat(who, each), np.tile(points[some], (len(rows), 1)))
+        values[:, some] = chunked.values.reshape(len(rows), each)
+        here = np.flatnonzero(where[some] >= 0)
+        to = where[some][here]
         theta[:, to] = chunked.theta.reshape(len(rows), each, d)[:, here]
         root[:, to] = chunked.root.reshape(len(rows), each, d, d)[:, here]
     size = len(rows) * len(known)
@@ -564,10 +561,10 @@ def expansions(of: Densities, phi: Array, starts: Array, who: Places, wanted: Ar
     m, count = len(phi), len(who)
     at = origins(of, phi, starts, who)
     theta, diagonal = at.modes.theta, np.arange(m)
-    moved = np.tile(phi + 1e-6 * np.diag(wanted), (count, 1))
+    moved = np.tile(phi + tol.GRADIENT_LENGTH * np.diag(wanted), (count, 1))
     nearby = outputs(of, moved, np.repeat(theta, m, axis=0), np.repeat(who, m))[:, 1 : 1 + m].reshape(count, m, m)
-    curvature = np.abs(nearby[:, diagonal, diagonal] - at.modes.slopes[:, :m]) / (1e-6 * wanted)
-    width = 1e-3 * np.minimum(wanted, 1.0 / np.sqrt(np.maximum(curvature, 1e-300)))
+    curvature = np.abs(nearby[:, diagonal, diagonal] - at.modes.slopes[:, :m]) / (tol.GRADIENT_LENGTH * wanted)
+    width = tol.HESSIAN_LENGTH * np.minimum(wanted, 1.0 / np.sqrt(np.maximum(curvature, tol.TINY)))
     along = np.zeros((count, 1 + 2 * m, m))
     along[:, 1 + diagonal, diagonal], along[:, 1 + m + diagonal, diagonal] = width, -width
     each = along.shape[1]
@@ -606,9 +603,9 @@ def by_nodes(
 ) -> Array:
     """`reduce` of these terms, (n, L) to (n, C), for all pairs, chunk by chunk: (N, C); NaN where there is no mode."""
     known, parts = np.flatnonzero(np.isfinite(about.values)), []
-    chunk = max(1, _NUMBERS // (len(rule.nodes) * (phi.shape[1] + about.theta.shape[1])))
-    for first in range(0, max(len(known), 1), chunk):
-        some = known[first : first + chunk]
+    numbers = len(rule.nodes) * (phi.shape[1] + about.theta.shape[1])
+    for chunk in chunks(max(len(known), 1), tol.NUMBERS_AT_ONCE // numbers):
+        some = known[chunk]
         terms = node_terms(of, Laplace(*(part[some] for part in about)), phi[some], who[some], rule)
         with np.errstate(invalid="ignore", divide="ignore"):
             parts.append(reduce(terms))

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
+from fedppl.numerics import tolerances as tol
 from fedppl.types import Array, DeclarationError
 
-_CACHED, _CACHED_BYTES = 600, 2**15  # sets of points in the cache, and the largest of them
+DENSE = tol.DENSE  # where others look for it
+
 _Key = tuple[str, tuple[int, ...], bytes]
-DENSE = 2000  # coordinates, beyond which a prior has no matrix
-_SPREADS = (0.3, 1.0, 3.0, 10.0)  # sds from the center, at which a gradient has to be linear
-_LINEAR = 1e-7  # tolerance of that, relative to slopes in sds
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ class SharedPrior:
         """log p(φ) − log N_0(φ) at each row of phi, (S,), up to a constant."""
         if self.is_gaussian:
             return np.zeros(len(phi))
-        return self._cached(
-            "value", phi, lambda: np.asarray(self.log_density(phi) - gaussian.log_kernel(self.gaussian, phi))
-        )
+        return self._cached("value", phi, lambda: self.log_density(phi) - gaussian.log_kernel(self.gaussian, phi))
 
     def log_ratio_gradient(self, phi: Array) -> Array:
         """Gradient of `log_ratio` at one φ, (m,)."""
@@ -50,7 +48,7 @@ class SharedPrior:
         if self.is_gaussian:
             return np.zeros_like(phi)
         linear, precision = self.gaussian
-        return self._cached("gradients", phi, lambda: np.asarray(self.gradients(phi) - linear + phi @ precision))
+        return self._cached("gradients", phi, lambda: self.gradients(phi) - linear + phi @ precision)
 
     def _cached(self, what: str, phi: Array, compute: Callable[[], Array]) -> Array:
         """Values at these points, read-only, from the cache if they are in it; large sets of points are not cached."""
@@ -60,17 +58,17 @@ class SharedPrior:
             return cached
         values = np.array(compute())
         values.flags.writeable = False
-        if phi.nbytes <= _CACHED_BYTES:
-            while len(self._cache) >= _CACHED:
+        if phi.nbytes <= tol.CACHED_BYTES:
+            while len(self._cache) >= tol.CACHED:
                 self._cache.popitem(last=False)
             self._cache[key] = values
         return values
 
     def log_ratio_hessian(self, phi: Array) -> Array:
         """Hessian of `log_ratio` at one φ, (m, m), by central differences of its gradient."""
-        step = 1e-4 * np.eye(len(phi))
+        step = tol.RATIO_LENGTH * np.eye(len(phi))
         high, low = np.split(self.log_ratio_gradients(np.concatenate([phi + step, phi - step])), 2)
-        hessian = (high - low) / 2e-4
+        hessian = (high - low) / (2.0 * tol.RATIO_LENGTH)
         return np.asarray((hessian + hessian.T) / 2)
 
 
@@ -84,7 +82,7 @@ def gaussian_prior(gradient: Callable[[Array], Array], origin: Array, owners: An
     Raises `DeclarationError` if the density is Gaussian but improper.
     """
     size = len(origin)
-    if size > DENSE:
+    if size > tol.DENSE:
         return _by_coordinate(gradient, origin, np.asarray(owners))
     at_origin = gradient(origin)
     columns = [gradient(origin + unit) - at_origin for unit in np.eye(size)]
@@ -96,21 +94,29 @@ def gaussian_prior(gradient: Callable[[Array], Array], origin: Array, owners: An
     sd = 1.0 / np.sqrt(np.where(np.diag(symmetric) > 0, np.diag(symmetric), 1.0))
     correlation = sd[:, None] * symmetric * sd
     smallest = float(np.linalg.eigvalsh(correlation).min(initial=np.inf))
-    is_proper = smallest > 1e-12
-    center = np.linalg.solve(symmetric, linear) if is_proper else origin
-    scale = 1.0 + float(np.abs(sd * linear).max(initial=0.0))
-    rng = np.random.default_rng(0)
-    for spread in _SPREADS:
-        point = center + spread * sd * rng.normal(size=size)
-        error = sd * np.abs(gradient(point) - (linear - precision @ point))
-        if not float(error.max(initial=0.0)) <= _LINEAR * scale * (1.0 + spread):
-            return None
+    is_proper = smallest > tol.PROPER
+    center = np.asarray(np.linalg.solve(symmetric, linear), dtype=np.float64) if is_proper else origin
+    if np.any(_not_linear(gradient, linear, lambda phi: precision @ phi, center, sd)):
+        return None
     if not is_proper:
         raise DeclarationError(
-            f"the shared prior is improper (smallest eigenvalue of its scaled precision {smallest:.3g}); the server "
-            "needs a proper one. Give every shared variable a proper prior, for example pm.Normal(0, 10)."
+            f"the shared prior is improper (smallest eigenvalue of its scaled precision {smallest:.3g}). Give every "
+            "shared variable a proper prior, for example pm.Normal(0, 10)."
         )
     return Gaussian(linear, symmetric)
+
+
+def _not_linear(
+    gradient: Callable[[Array], Array], linear: Array, curved: Callable[[Array], Array], center: Array, sd: Array
+) -> NDArray[np.bool_]:
+    """Along which coordinates (m,) the gradient is not r − Qφ at random points about a center."""
+    rng, wrong = np.random.default_rng(0), np.zeros(len(center), dtype=bool)
+    scale = tol.LINEAR_GRADIENT * (1.0 + float(np.abs(sd * linear).max(initial=0.0)))
+    for spread in tol.SPREADS:
+        point = center + spread * sd * rng.normal(size=len(center))
+        error = sd * np.abs(gradient(point) - (linear - curved(point)))
+        wrong |= ~(error <= scale * (1.0 + spread))
+    return wrong
 
 
 def _by_coordinate(gradient: Callable[[Array], Array], origin: Array, owners: Any) -> Gaussian:
@@ -120,16 +126,12 @@ def _by_coordinate(gradient: Callable[[Array], Array], origin: Array, owners: An
     linear = at_origin + precision * origin
     wrong = ~(np.isfinite(linear) & (precision > 0))
     if not wrong.any():
-        sd, rng = 1.0 / np.sqrt(precision), np.random.default_rng(0)
-        scale = 1.0 + float(np.abs(sd * linear).max())
-        for spread in _SPREADS:
-            point = linear / precision + spread * sd * rng.normal(size=len(origin))
-            wrong |= ~(sd * np.abs(gradient(point) - (linear - precision * point)) <= _LINEAR * scale * (1.0 + spread))
+        wrong = _not_linear(gradient, linear, lambda phi: precision * phi, linear / precision, 1.0 / np.sqrt(precision))
     if wrong.any():
         names = list(dict.fromkeys(owners[wrong].tolist())) if len(owners) else "some"
         raise DeclarationError(
-            f"the shared variables have {len(origin)} coordinates, and beyond {DENSE} their prior must be independent "
-            f"normals, which that of {names} is not. Use pm.Normal with constant parameters, or share less."
+            f"the shared variables have {len(origin)} coordinates, and beyond {tol.DENSE} their prior must be "
+            f"independent normals, which that of {names} is not. Use pm.Normal with constant parameters, or share less."
         )
     return Gaussian(linear, precision)
 
@@ -143,7 +145,7 @@ def moment_match(draws: Array) -> Gaussian:
     centred = draws - draws.mean(axis=0)
     variance = np.mean(centred**2, axis=0)
     kurtosis = np.mean(centred**4, axis=0) / variance**2
-    if np.all(kurtosis < 20):
+    if np.all(kurtosis < tol.HEAVY_KURTOSIS):
         return gaussian.from_moments(draws.mean(axis=0), np.atleast_2d(np.cov(draws, rowvar=False)))
     low, middle, high = np.quantile(draws, [0.25, 0.5, 0.75], axis=0)
     return gaussian.from_moments(middle, np.diag(((high - low) / 1.349) ** 2))

@@ -8,16 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.numerics import student_t
+from fedppl.numerics import tolerances as tol
 from fedppl.numerics.importance import weighted_moments
 from fedppl.types import Array
-
-_MOST_TAILS = 6
-_HEAVY = 1.2  # times a normal's fourth moment
-_LEAST_SHARE = 0.1  # of a coordinate's second moment, from which one of its sides has points of its own
-# Degrees of freedom along a side: the first where nine tenths of its second moment reach more than _POWER times as far
-# as half of it, so that second moments of a t with more than 2.5 degrees have a variance; else the second.
-_OF_POWERS, _POWER, _OF_OTHERS = 1.0, 2.5, 3.0
-_FEW = 0.1  # of the covariance, added to that of a tail, where one far point may have nearly all weight
 
 
 class Proposal(NamedTuple):
@@ -36,7 +29,7 @@ class Proposal(NamedTuple):
 
 def propose(mean: Array, covariance: Array, count: int) -> Proposal:
     """The t with these moments."""
-    scale = (student_t.DEGREES - 2.0) / student_t.DEGREES
+    scale = (tol.DEGREES - 2.0) / tol.DEGREES
     return Proposal(mean, np.asarray(np.linalg.cholesky(covariance * scale), dtype=np.float64), count)
 
 
@@ -48,8 +41,8 @@ def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
     """
     mean, covariance = weighted_moments(points, weights)
     fourth = weights @ ((points - mean) ** 2 / np.diag(covariance)) ** 2
-    order = np.argsort(-fourth, kind="stable")[:_MOST_TAILS]
-    heavy = [int(i) for i in order if fourth[i] > _HEAVY * 3.0]
+    order = np.argsort(-fourth, kind="stable")[: tol.MOST_TAILS]
+    heavy = [int(i) for i in order if fourth[i] > tol.HEAVY * 3.0]
     if count < 1 or not (heavy or has_heavy_tails(points, weights)):
         return ()
     each = 2 ** int(np.log2(max(count // max(4 * len(heavy), 1), 1)))  # Sobol's points are balanced in such numbers
@@ -57,7 +50,8 @@ def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
     moments = weighted_moments(points, far / far.sum())
     sides = [_along(i, sign, points, weights, covariance, each) for i in heavy for sign in (-1.0, 1.0)]
     along = tuple(side for side in sides if side is not None)
-    middle = propose(moments.mean, moments.covariance + _FEW * covariance, max(1, count // 2) if along else count)
+    spread = moments.covariance + tol.RIDGE_OF_TAIL * covariance
+    middle = propose(moments.mean, spread, max(1, count // 2) if along else count)
     return middle, *along
 
 
@@ -71,12 +65,12 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
     away = sign * (points[:, i] - weights @ points[:, i])
     is_here = away > 0
     shares = np.where(is_here, weights * away**2, 0.0)
-    if shares.sum() < _LEAST_SHARE * (weights @ away**2):
+    if shares.sum() < tol.LEAST_SIDE * (weights @ away**2):
         return None
     nearest = np.argsort(away, kind="stable")
-    reached = np.searchsorted(np.cumsum(shares[nearest]), [0.5 * shares.sum(), 0.9 * shares.sum()])
+    reached = np.searchsorted(np.cumsum(shares[nearest]), np.array(tol.POWER_SHARES) * shares.sum())
     middle, far = away[nearest][reached]
-    degrees = _OF_POWERS if far > _POWER * middle else _OF_OTHERS
+    degrees = tol.POWER_DEGREES if far > tol.POWER * middle else tol.OTHER_DEGREES
     scale = float(middle) / student_t.middle(degrees)
     m = len(covariance)
     start, along, bend, root = points[0].copy(), np.zeros(m), np.zeros(m), np.zeros((m, m))
@@ -90,8 +84,8 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
         start[j], (bend if is_bent else along)[j], residuals[:, place] = bent if is_bent else straight
     root[:, 0] = along
     if others:
-        spread = (residuals * shares[:, None]).T @ residuals + _FEW * covariance[np.ix_(others, others)]
-        root[others, 1:] = np.linalg.cholesky(spread * (student_t.DEGREES - 2.0) / student_t.DEGREES)
+        spread = (residuals * shares[:, None]).T @ residuals + tol.RIDGE_OF_TAIL * covariance[np.ix_(others, others)]
+        root[others, 1:] = np.linalg.cholesky(spread * (tol.DEGREES - 2.0) / tol.DEGREES)
     return Proposal(start, root, count, bend, degrees)
 
 
@@ -103,14 +97,15 @@ class _Line(NamedTuple):
 
 def _line(x: Array, y: Array, weights: Array) -> _Line:
     x_mean, y_mean = weights @ x, weights @ y
-    slope = (weights @ ((x - x_mean) * (y - y_mean))) / ((1.0 + _FEW) * (weights @ (x - x_mean) ** 2) + 1e-300)
+    variance = (1.0 + tol.RIDGE_OF_TAIL) * (weights @ (x - x_mean) ** 2) + tol.TINY
+    slope = (weights @ ((x - x_mean) * (y - y_mean))) / variance
     return _Line(float(y_mean - slope * x_mean), float(slope), y - y_mean - slope * (x - x_mean))
 
 
 def has_heavy_tails(points: Array, weights: Array) -> bool:
     """Whether fourth moments of weighted points (S, m) exceed a normal's: Mardia's kurtosis."""
     m = points.shape[1]
-    return bool(weights @ _squared_distances(points, weights) ** 2 > _HEAVY * m * (m + 2))
+    return bool(weights @ _squared_distances(points, weights) ** 2 > tol.HEAVY * m * (m + 2))
 
 
 def _squared_distances(points: Array, weights: Array) -> Array:
@@ -134,7 +129,9 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     logs = []
     for mean, root, count, bend, degrees in proposals:
         if len(bend):
-            straight = points - np.log1p(_distance(points, mean, root))[:, None] * bend
+            i = int(np.flatnonzero(~np.any(root[:, 1:], axis=1))[0])  # the coordinate that depends on z₁ alone
+            distance = np.maximum((points[:, i] - mean[i]) / root[i, 0], 0.0)  # z₁; 0 on the other side
+            straight = points - np.log1p(distance)[:, None] * bend
             log_density = student_t.log_density_along(whitened(straight, mean, root), root, degrees)
         else:
             log_density = student_t.log_density(whitened(points, mean, root), root)
@@ -142,15 +139,9 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     return np.asarray(np.logaddexp.reduce(logs, axis=0))
 
 
-def _distance(points: Array, mean: Array, root: Array) -> Array:
-    """z₁ of points along a side, by the coordinate that depends on z₁ alone; 0 on the other side."""
-    i = int(np.flatnonzero(~np.any(root[:, 1:], axis=1))[0])
-    return np.asarray(np.maximum((points[:, i] - mean[i]) / root[i, 0], 0.0))
-
-
 def scrambles(proposals: tuple[Proposal, ...]) -> NDArray[np.intp]:
     """Number of the independent scramble of each of the proposals' points, (S,)."""
-    return np.concatenate([np.repeat(np.arange(student_t.SCRAMBLES), proposal.per_scramble) for proposal in proposals])
+    return np.concatenate([np.repeat(np.arange(tol.SCRAMBLES), proposal.per_scramble) for proposal in proposals])
 
 
 def whitened(points: Array, mean: Array, root: Array) -> Array:

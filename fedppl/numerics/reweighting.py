@@ -13,20 +13,18 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import importance, student_t
+from fedppl.numerics import importance
+from fedppl.numerics import tolerances as tol
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import whitened
 from fedppl.types import Array
 
-MOST_ERROR = 0.05  # of a mean or an sd, in posterior sds
-FEWEST = 100  # effective points
-MOST_SECOND_K = 0.7  # Pareto k up to which weights give a second moment
-MOST_LOST = 0.01  # share of the points, or of their weight, that may be without a value
-MOST_NOISE = 0.3  # log units, sd of the error of Σ log f_k over the points
-_OUTERMOST = 0.02  # share of a second moment in the outermost points from which their Pareto k counts
+MOST_ERROR, MOST_SECOND_K = tol.MOST_ERROR, tol.MOST_SECOND_K  # where others look for them
+MOST_LOST, MOST_NOISE = tol.MOST_LOST, tol.MOST_NOISE
 
 
 class Reweighted(NamedTuple):
@@ -88,7 +86,7 @@ def weigh(
         scramble=scramble,
         mean=center + root @ mean,
         covariance=(coloured + coloured.T) / 2,
-        log_ratio=_log_sum(log_weights) - _log_sum(of_q),
+        log_ratio=float(logsumexp(log_weights) - logsumexp(of_q)),
         error=float(np.max(errors)),
         log_ratio_error=log_ratio_error,
         ess=effective_size(weights),
@@ -100,8 +98,8 @@ def weigh(
 
 def is_trusted(by: Reweighted) -> bool:
     """Whether Pareto k, error and effective size are those of weights that give the posterior's moments."""
-    has_moments = by.pareto_k <= importance.limit(by.told) and by.second_k <= MOST_SECOND_K
-    return bool(has_moments and by.error <= MOST_ERROR and by.ess >= FEWEST)
+    has_moments = by.pareto_k <= importance.limit(by.told) and by.second_k <= tol.MOST_SECOND_K
+    return bool(has_moments and by.error <= tol.MOST_ERROR and by.ess >= tol.FEWEST)
 
 
 def second_k(added: Array, points: Array, weights: Array) -> float:
@@ -109,12 +107,12 @@ def second_k(added: Array, points: Array, weights: Array) -> float:
 
     Only coordinates count whose outermost points have a share of the sd: others end within the reach of the points.
     """
-    outermost, largest = max(4, len(points) // 200), -np.inf
+    outermost, largest = max(tol.OUTERMOST_POINTS, len(points) // tol.POINTS_AN_OUTERMOST), -np.inf
     for centred in (points - weights @ points).T:
         shares = np.abs(added) * centred**2
         sorted_ = shares[np.argsort(centred, kind="stable")]
-        if max(sorted_[:outermost].sum(), sorted_[-outermost:].sum()) > _OUTERMOST * (weights @ centred**2):
-            largest = max(largest, importance.pareto_k(np.log(np.maximum(shares, 1e-300))))
+        if max(sorted_[:outermost].sum(), sorted_[-outermost:].sum()) > tol.OUTERMOST_SHARE * (weights @ centred**2):
+            largest = max(largest, importance.pareto_k(np.log(np.maximum(shares, tol.TINY))))
     return float(largest)
 
 
@@ -124,7 +122,7 @@ def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array
     mean = signed @ white
     covariance = np.eye(m) + (white * signed[:, None]).T @ white - np.outer(mean, mean)
     plain = weighted_moments(white, weights)
-    if np.linalg.eigvalsh(covariance)[0] > 0.5 * np.linalg.eigvalsh(plain.covariance)[0]:
+    if np.linalg.eigvalsh(covariance)[0] > tol.LEAST_OF_PLAIN * np.linalg.eigvalsh(plain.covariance)[0]:
         return mean, covariance
     return plain.mean, plain.covariance
 
@@ -132,15 +130,11 @@ def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array
 def _by_scramble(functions: Array, log_weights: Array, of_q: Array, where: NDArray[np.intp]) -> tuple[Array, float]:
     """Standard errors of the points' contribution to E_q of functions (S, n), (n,), and of log Z / Z_q."""
     shifts, ratios = [], []
-    for scramble in range(student_t.SCRAMBLES):
+    for scramble in range(tol.SCRAMBLES):
         kept = where != scramble
         weights, control = log_weights[kept], of_q[kept]
         if not np.any(np.isfinite(weights)) or not np.any(np.isfinite(control)):
             return np.full(functions.shape[1], np.inf), np.inf
         shifts.append((normalise(weights) - normalise(control)) @ functions[kept])
-        ratios.append(_log_sum(weights) - _log_sum(control))
+        ratios.append(logsumexp(weights) - logsumexp(control))
     return importance.jackknife(np.array(shifts)), float(importance.jackknife(np.array(ratios)))
-
-
-def _log_sum(logs: Array) -> float:
-    return float(np.logaddexp.reduce(logs))

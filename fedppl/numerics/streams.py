@@ -12,9 +12,10 @@ import numpy as np
 from scipy.special import ndtri
 from scipy.stats import qmc
 
+from fedppl.numerics import tolerances as tol
 from fedppl.types import Array
 
-STREAMS = 256  # of random points; many clients share some
+STREAMS = tol.STREAMS  # where others look for it
 
 
 def stream(seed: tuple[int, ...]) -> np.random.Generator:
@@ -73,26 +74,25 @@ def fresh_points(size: int, points: int, stream: int) -> Array:
     Constant weights give the proposal's own moments exactly, so that a site that is already right has no Monte Carlo
     error. Each `stream` is another scramble.
     """
-    half = max((points + 1) // 2, size + 1)
-    exponent = int(np.ceil(np.log2(half)))
-    # The first of a power of two of points; whitening restores the balance that they lack.
-    uniform = qmc.Sobol(size, seed=np.random.default_rng(stream)).random_base2(exponent)[:half]
-    z = ndtri(np.clip(uniform, 1e-12, 1 - 1e-12))
-    z = np.concatenate([z, -z])
+    z = ndtri(_sobol(size, max((points + 1) // 2, size + 1), stream))
+    z = np.concatenate([z, -z])  # whitening restores the balance that the first of a power of two of points lack
     factor = np.linalg.cholesky(z.T @ z / len(z))
     whitened: Array = np.ascontiguousarray(np.linalg.solve(factor, z.T).T)
     return whitened
 
 
-whitened_points = cached(most_bytes=2**28)(fresh_points)  # a client needs the same ones in every round
+whitened_points = cached(most_bytes=tol.POINTS_BYTES)(fresh_points)  # a client needs the same ones in every round
 
 
 def uniform(size: int, count: int, stream: int, scrambles: int) -> Array:
     """Sobol points, `count` of each independent scramble one after the other: (scrambles x count, size)."""
-    sequences = [qmc.Sobol(size, seed=np.random.default_rng((stream, j))) for j in range(scrambles)]
-    # balanced where their number is a power of 2
-    points = [sequence.random_base2(int(np.ceil(np.log2(count))))[:count] for sequence in sequences]
-    return np.asarray(np.clip(np.concatenate(points), 1e-12, 1 - 1e-12))
+    return np.concatenate([_sobol(size, count, (stream, scramble)) for scramble in range(scrambles)])
+
+
+def _sobol(size: int, count: int, seed: int | tuple[int, int]) -> Array:
+    """Scrambled Sobol points (count, size), off 0 and 1; balanced where their number is a power of 2."""
+    points = qmc.Sobol(size, seed=np.random.default_rng(seed)).random_base2(int(np.ceil(np.log2(count))))[:count]
+    return np.asarray(np.clip(points, tol.UNIFORM_END, 1.0 - tol.UNIFORM_END))
 
 
 def standard_normal(size: int, count: int, stream: int, scrambles: int) -> Array:

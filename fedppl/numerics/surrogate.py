@@ -10,7 +10,6 @@ tell: there a polynomial of the fourth degree comes first, once there are values
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,37 +17,14 @@ from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
 
 from fedppl.numerics import importance, student_t
+from fedppl.numerics import tolerances as tol
 from fedppl.numerics.coordinates import Places
 from fedppl.numerics.importance import normalise, quadratic_terms, weighted_moments
-from fedppl.numerics.integral import some_of
+from fedppl.numerics.integral import chunks, some_of
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, whitened
 from fedppl.types import Array
 
-MOST_FOLDED = 6
-_WIDE = 2.5  # times as wide as the posterior, a part of the candidates
-ROOM = 1.3  # times the posterior's variances, the others
-_PARTS = 16  # of a mixture at most, each with a stream of its own
-WIDER = 0.5 * ROOM * (1.0 + _WIDE**2)  # times the posterior's variances, those of candidates
-_DEEP, _DEEPER = 40.0, 2.0  # log units below the largest value down to which values count, and for each coordinate
-_MOST = 2000  # values that a surrogate goes through
-_PER_TERM = 1.3  # values for each coefficient of a quadratic, the least
-_MOST_MISSED = 3.0  # log units
-_COMPARED = 512  # values by which two kinds of splines are compared: more take as long as the splines themselves
-MANY = 8  # coordinates from which a polynomial may tell more than a spline, and few candidates may have all weight
-_HIGH = 25.0  # log units below the largest value, and one for each coordinate, down to which a polynomial is fitted
-_FAR_OUT = 1.5  # squared distance from the mean, for each coordinate, from where these values count less
-_RIDGE = 0.01  # of a polynomial's terms beyond a quadratic, each of unit size
-_REACH = 4.0  # squared distance from the mean, for each coordinate, as far as which these terms grow
-_ABOVE = 2.0  # log units that a polynomial may lie above a spline alone
-_WALKERS = 512  # of a scramble
-_STEP = 2.38  # times a difference of two walkers, by the root of twice the number of coordinates
-_SMOOTHING = 1e-3  # of the cubic kernel's own units: values are known to some thousandths of a log unit
-_AT_ONCE = 2**22  # distances that are held at a time
-_EDGE = 0.9  # of the farthest value's distance, from where on a slope is taken for extrapolation
-_HIGHER = 1.0  # log units that a surrogate may lie above the highest value that is as far out
-_LEAST_SLOPE = 1.0  # log units for each sd that a tail falls by beyond all values
-_TIMES, _EACH = 3, 128  # moments of a surrogate are looked for so often, by so many candidates of a scramble
-_STEADY = 0.1  # sds, and of a log sd, by which these move when they are there
+MANY, MOST_FOLDED, ROOM, WIDER = tol.MANY, tol.MOST_FOLDED, tol.ROOM, tol.WIDER  # where others look for them
 
 
 class Candidates(NamedTuple):
@@ -98,23 +74,23 @@ def mixture(
 
     Without points far out a surrogate's tails are made up.
     """
-    far, out = max(1, int(wide * per_scramble)), per_scramble // 4 if outer else 0
-    own = propose(mean, ROOM * covariance, max(1, per_scramble - far - out))
+    far, out = max(1, int(wide * per_scramble)), per_scramble // tol.OUTER_PART if outer else 0
+    own = propose(mean, tol.ROOM * covariance, max(1, per_scramble - far - out))
     others = [one._replace(per_scramble=max(1, out // len(outer))) for one in outer]
-    return own, propose(mean, ROOM * _WIDE**2 * covariance, far), *others
+    return own, propose(mean, tol.ROOM * tol.WIDE**2 * covariance, far), *others
 
 
 def candidates(of: tuple[Proposal, ...], folded: Places, stream: int) -> Candidates:
     """Points of a mixture, those of all parts in turn, scramble after scramble."""
     parts = [
-        points_of(one, _PARTS * stream + number).reshape(student_t.SCRAMBLES, -1, len(one.mean))
+        points_of(one, tol.PARTS_OF_MIXTURE * stream + number).reshape(tol.SCRAMBLES, -1, len(one.mean))
         for number, one in enumerate(of)
     ]
     u = np.concatenate(parts, axis=1)
     count = u.shape[1]
     u = u[:, np.random.default_rng(0).permutation(count)].reshape(-1, u.shape[2])
     u[:, folded] = np.abs(u[:, folded])
-    return Candidates(u, log_candidates(of, u, folded), np.repeat(np.arange(student_t.SCRAMBLES), count))
+    return Candidates(u, log_candidates(of, u, folded), np.repeat(np.arange(tol.SCRAMBLES), count))
 
 
 def log_candidates(of: tuple[Proposal, ...], u: Array, folded: Places) -> Array:
@@ -145,8 +121,8 @@ def _log_t(one: Proposal, u: Array, folded: Places, signs: Array) -> Array:
     both = 2.0 * (turn.T @ turn)[rows, columns] * u[:, folded[rows]] * u[:, folded[columns]]
     apart = first @ signs.T + both @ (signs[:, rows] * signs[:, columns]).T  # (S, images)
     squared = np.maximum(np.sum(z**2, axis=1)[:, None] + apart, 0.0)
-    power = -0.5 * (student_t.DEGREES + u.shape[1])
-    beside = np.sum(((student_t.DEGREES + squared) / (student_t.DEGREES + squared[:, :1])) ** power, axis=1)
+    power = -0.5 * (tol.DEGREES + u.shape[1])
+    beside = np.sum(((tol.DEGREES + squared) / (tol.DEGREES + squared[:, :1])) ** power, axis=1)
     return np.asarray(student_t.log_density(z, one.root) + np.log(beside))
 
 
@@ -157,18 +133,19 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bo
     are heavy a t, of many coordinates a polynomial.
     """
     m = len(mean)
-    high = np.flatnonzero(values > np.max(values, initial=-np.inf) - _DEEP - _DEEPER * m)
-    if len(high) < _PER_TERM * (m + 1) * (m + 2) / 2:
+    high = np.flatnonzero(values > np.max(values, initial=-np.inf) - tol.DEEP - tol.DEEPER * m)
+    if len(high) < tol.VALUES_A_TERM * (m + 1) * (m + 2) / 2:
         return None
     root = np.asarray(np.linalg.cholesky(covariance))
     z, values = whitened(u[high], mean, root), values[high]
-    bases = [_normal, *([_t] if heavy else []), *([_bent] if m >= MANY and len(z) >= _bent_terms(m) else [])]
+    kinds = ["normal", *(["t"] if heavy else [])]
+    most = tol.COMPARED
+    if m >= tol.MANY and len(z) >= (m + 1) * (m + 2) * (m + 3) // 6 + m * (m + 1) // 2:  # as many as terms
+        kinds, most = [*kinds, "polynomial"], tol.MOST_VALUES
     try:
-        base = bases[0]
-        if len(bases) > 1:
-            base = min(bases, key=lambda one: _missed(z, values, one, _MOST if _bent in bases else _COMPARED))
-        own = base(z, values)
-        some = _thinned(z) if len(z) > _MOST else np.arange(len(z))
+        kind = min(kinds, key=lambda one: _missed(z, values, one, most)) if len(kinds) > 1 else kinds[0]
+        own = _base(kind, z, values)
+        some = _thinned(z) if len(z) > tol.MOST_VALUES else np.arange(len(z))
         spline = _spline(z[some], values[some], own)
     except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
         return None
@@ -178,31 +155,21 @@ def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bo
     return Surrogate(mean, root, own, spline, np.sqrt(distance[order]), highest)
 
 
-def _normal(z: Array, values: Array) -> Base:
-    return Base(False, None)
-
-
-def _t(z: Array, values: Array) -> Base:
-    return Base(True, None)
-
-
-def _bent(z: Array, values: Array) -> Base:
-    """A polynomial by least squares through high values, where points far out count less."""
-    high = values > values.max() - _HIGH - z.shape[1]
+def _base(kind: str, z: Array, values: Array) -> Base:
+    """What a spline adds to: a polynomial by least squares through high values, where points far out count less."""
+    if kind != "polynomial":
+        return Base(kind == "t", None)
+    high = values > values.max() - tol.HIGH - z.shape[1]
     z, values = z[high], values[high]
-    far = np.sum(z**2, axis=1) / z.shape[1] - _FAR_OUT
+    far = np.sum(z**2, axis=1) / z.shape[1] - tol.FAR_OUT
     weights = 1.0 / (1.0 + np.maximum(far, 0.0))
     terms = _polynomial_terms(z) * weights[:, None]
     size = np.sqrt(np.mean(terms**2, axis=0))
     terms /= size
     few = (z.shape[1] + 1) * (z.shape[1] + 2) // 2  # terms of a quadratic
-    ridge = np.where(np.arange(len(size)) < few, 1e-8, _RIDGE) * len(z)
+    ridge = np.where(np.arange(len(size)) < few, tol.QUADRATIC_RIDGE, tol.RIDGE) * len(z)
     rest = (values + 0.5 * np.sum(z**2, axis=1)) * weights
     return Base(False, np.linalg.solve(terms.T @ terms + np.diag(ridge), terms.T @ rest) / size)
-
-
-def _bent_terms(m: int) -> int:
-    return (m + 1) * (m + 2) * (m + 3) // 6 + m * (m + 1) // 2
 
 
 def _polynomial_terms(z: Array) -> Array:
@@ -210,19 +177,19 @@ def _polynomial_terms(z: Array) -> Array:
 
     Beyond most of the posterior's mass the latter stay as they are on the way there: they would make up peaks.
     """
-    reach = np.sqrt(_REACH * z.shape[1])
-    near = z * np.minimum(1.0, reach / np.maximum(np.linalg.norm(z, axis=1), 1e-12))[:, None]
+    reach = np.sqrt(tol.REACH * z.shape[1])
+    near = z * np.minimum(1.0, reach / np.maximum(np.linalg.norm(z, axis=1), tol.TINY))[:, None]
     rows, columns = np.triu_indices(z.shape[1])
     products = near[:, rows] * near[:, columns]
     cubes = [products[:, rows >= i] * near[:, i : i + 1] for i in range(z.shape[1])]
     return np.concatenate([quadratic_terms(z), *cubes, products**2], axis=1)
 
 
-def _value(base: Base, z: Array) -> Array:
-    """Beside which a spline has little to tell."""
+def _values_of_base(base: Base, z: Array) -> Array:
+    """Values of a base at points (S, m)."""
     squared: Array = np.sum(z**2, axis=1)
     if base.is_drawn_in:
-        return np.asarray(-0.5 * (student_t.DEGREES + z.shape[1]) * np.log1p(squared / student_t.DEGREES))
+        return np.asarray(-0.5 * (tol.DEGREES + z.shape[1]) * np.log1p(squared / tol.DEGREES))
     if base.coefficients is None:
         return -0.5 * squared
     return np.asarray(_polynomial_terms(z) @ base.coefficients - 0.5 * squared)
@@ -231,38 +198,37 @@ def _value(base: Base, z: Array) -> Array:
 def _spline(z: Array, values: Array, base: Base) -> RBFInterpolator:
     """Of what a base leaves of the values, and beside a polynomial of what a normal leaves."""
     at = np.arcsinh(z) if base.is_drawn_in else z
-    bases = [base] if base.coefficients is None else [base, _normal(z, values)]
-    rest = np.stack([values - _value(one, z) for one in bases], axis=1)
-    return RBFInterpolator(at, rest, kernel="cubic", degree=2, smoothing=_SMOOTHING)
+    bases = [base] if base.coefficients is None else [base, Base(False, None)]
+    rest = np.stack([values - _values_of_base(one, z) for one in bases], axis=1)
+    return RBFInterpolator(at, rest, kernel="cubic", degree=2, smoothing=tol.SMOOTHING)
 
 
-def _told(base: Base, spline: RBFInterpolator, z: Array) -> Array:
+def _values_of(base: Base, spline: RBFInterpolator, z: Array) -> Array:
     """Values at points (S, m). A polynomial that is far above a spline alone makes up a peak."""
     rest = spline(np.arcsinh(z) if base.is_drawn_in else z)
-    own = np.asarray(rest[:, 0] + _value(base, z))
+    own = np.asarray(rest[:, 0] + _values_of_base(base, z))
     if base.coefficients is None:
         return own
-    return np.asarray(np.minimum(own, rest[:, 1] - 0.5 * np.sum(z**2, axis=1) + _ABOVE))
+    return np.asarray(np.minimum(own, rest[:, 1] - 0.5 * np.sum(z**2, axis=1) + tol.ABOVE))
 
 
-def _missed(z: Array, values: Array, base: Callable[[Array, Array], Base], most: int) -> float:
+def _missed(z: Array, values: Array, kind: str, most: int) -> float:
     """Mean error at a quarter of the values, by the others; of none more than some log units."""
-    held_out = np.arange(len(z)) % 4 == 3
-    own = base(z[~held_out], values[~held_out])
-    some, few = (
-        at[some_of(len(at), count)]
-        for at, count in ((np.flatnonzero(~held_out), most * 3 // 4), (np.flatnonzero(held_out), _COMPARED))
-    )
+    held_out = np.arange(len(z)) % tol.PARTS == tol.PARTS - 1
+    own = _base(kind, z[~held_out], values[~held_out])
+    known, rest = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    some = known[some_of(len(known), most - most // tol.PARTS)]
+    few = rest[some_of(len(rest), tol.COMPARED)]
     spline = _spline(z[some], values[some], own)
-    missed = np.abs(_told(own, spline, z[few]) - values[few])
-    return float(np.mean(np.minimum(missed, _MOST_MISSED)))
+    missed = np.abs(_values_of(own, spline, z[few]) - values[few])
+    return float(np.mean(np.minimum(missed, tol.MOST_MISSED)))
 
 
 def _thinned(z: Array) -> Places:
     """As many as a surrogate goes through: those far out, where few are, and some of the others."""
     order = np.argsort(-np.sum(z**2, axis=1), kind="stable")
-    far, near = order[: _MOST // 2], np.sort(order[_MOST // 2 :])
-    return np.sort(np.concatenate([far, near[some_of(len(near), _MOST - _MOST // 2)]]))
+    far, near = order[: tol.MOST_VALUES // 2], np.sort(order[tol.MOST_VALUES // 2 :])
+    return np.sort(np.concatenate([far, near[some_of(len(near), tol.MOST_VALUES - tol.MOST_VALUES // 2)]]))
 
 
 def log_surrogate(of: Surrogate, u: Array) -> Array:
@@ -278,22 +244,18 @@ def log_surrogate(of: Surrogate, u: Array) -> Array:
     edge[out] *= (reach / distance[out])[:, None]
     logs = _no_higher(of, edge)
     if len(out):
-        inner = _no_higher(of, _EDGE * edge[out])
-        slope = np.maximum((inner - logs[out]) / ((1.0 - _EDGE) * reach), _LEAST_SLOPE)
+        inner = _no_higher(of, tol.EDGE * edge[out])
+        slope = np.maximum((inner - logs[out]) / ((1.0 - tol.EDGE) * reach), tol.LEAST_SLOPE)
         logs[out] -= slope * (distance[out] - reach)
     return logs
 
 
 def _no_higher(of: Surrogate, z: Array) -> Array:
     """The spline, where no value is higher than those that are about as far out."""
-    as_far = np.searchsorted(of.distance, _EDGE * np.sqrt(np.sum(z**2, axis=1)))
-    return np.asarray(np.minimum(_inside(of, z), of.highest[as_far] + _HIGHER))
-
-
-def _inside(of: Surrogate, z: Array) -> Array:
-    chunk = _AT_ONCE // _MOST
-    parts = [_told(of.base, of.spline, z[first : first + chunk]) for first in range(0, len(z), chunk)]
-    return np.concatenate([np.zeros(0), *parts])
+    as_far = np.searchsorted(of.distance, tol.EDGE * np.sqrt(np.sum(z**2, axis=1)))
+    some = chunks(len(z), tol.NUMBERS_AT_ONCE // tol.MOST_VALUES)
+    values = np.concatenate([np.zeros(0), *(_values_of(of.base, of.spline, z[chunk]) for chunk in some)])
+    return np.asarray(np.minimum(values, of.highest[as_far] + tol.HIGHER))
 
 
 def drawn(of: Surrogate, by: tuple[Proposal, ...], folded: Places, stream: int) -> Drawn:
@@ -314,15 +276,15 @@ def walked(of: Surrogate, drawn: Drawn, folded: Places, steps: int, stream: int)
     Of many coordinates few candidates of a mixture have all of the weight, and what is drawn from them are copies.
     """
     m, rng = len(of.mean), np.random.default_rng(stream)
-    x = np.stack([rng.permutation(drawn.u[one]) for one in resampled(drawn, _WALKERS)])
+    x = np.stack([rng.permutation(drawn.u[one]) for one in resampled(drawn, tol.WALKERS)])
     logs = log_surrogate(of, x.reshape(-1, m)).reshape(x.shape[:2])
-    halves = slice(None, _WALKERS // 2), slice(_WALKERS // 2, None)
+    halves = slice(None, tol.WALKERS // 2), slice(tol.WALKERS // 2, None)
     for _ in range(steps):
         for own, other in (halves, halves[::-1]):
-            first, shift = rng.integers(1, _WALKERS // 2, (2, *logs[:, own].shape))
-            second = (first + shift) % (_WALKERS // 2)
+            first, shift = rng.integers(1, tol.WALKERS // 2, (2, *logs[:, own].shape))
+            second = (first + shift) % (tol.WALKERS // 2)
             apart = np.subtract(*(np.take_along_axis(x[:, other], one[..., None], 1) for one in (first, second)))
-            length = _STEP / np.sqrt(2.0 * m) * (1.0 + 0.1 * rng.standard_normal(first.shape))
+            length = tol.WALK_STEP / np.sqrt(2.0 * m) * (1.0 + tol.WALK_JITTER * rng.standard_normal(first.shape))
             there = x[:, own] + length[..., None] * apart
             there[..., folded] = np.abs(there[..., folded])
             new = log_surrogate(of, there.reshape(-1, m)).reshape(first.shape)
@@ -331,31 +293,31 @@ def walked(of: Surrogate, drawn: Drawn, folded: Places, steps: int, stream: int)
     u, densities = x.reshape(-1, m), logs.reshape(-1)
     weights = np.full(len(u), 1.0 / len(u))
     moments = weighted_moments(u, weights)
-    scramble, log_integral = np.repeat(np.arange(student_t.SCRAMBLES), _WALKERS), drawn.log_integral
+    scramble, log_integral = np.repeat(np.arange(tol.SCRAMBLES), tol.WALKERS), drawn.log_integral
     log_proposal, error = densities - log_integral, drawn.log_integral_error
     return Drawn(u, log_proposal, densities, weights, scramble, log_integral, error, *moments)
 
 
 def resampled(of: Drawn, each: int) -> list[Places]:
     """Places of so many draws of each scramble, by systematic resampling."""
-    found = []
-    for scramble in range(student_t.SCRAMBLES):
+    draws = []
+    for scramble in range(tol.SCRAMBLES):
         places = np.flatnonzero(of.scramble == scramble)
         shares = np.cumsum(of.weights[places])
         at = np.searchsorted(shares / shares[-1], (np.arange(each) + 0.5) / each)
-        found.append(places[np.minimum(at, len(places) - 1)])
-    return found
+        draws.append(places[np.minimum(at, len(places) - 1)])
+    return draws
 
 
 def moments_of(of: Surrogate, mean: Array, covariance: Array, folded: Places, stream: int) -> tuple[Array, Array]:
     """Moments of a surrogate, by candidates about its own mean: begun about another."""
-    for _ in range(_TIMES):
-        found = drawn(of, mixture(mean, covariance, _EACH, 0.5), folded, stream)
-        kept = importance.telling(found.weights, len(mean))
-        new = kept * found.covariance + (1.0 - kept) * covariance
-        moved = np.max(np.abs(found.mean - mean) / np.sqrt(np.diag(new)))
+    for _ in range(tol.MOMENT_FITS):
+        draws = drawn(of, mixture(mean, covariance, tol.MOMENT_CANDIDATES, tol.MOMENT_WIDE), folded, stream)
+        kept = importance.telling(draws.weights, len(mean))
+        new = kept * draws.covariance + (1.0 - kept) * covariance
+        moved = np.max(np.abs(draws.mean - mean) / np.sqrt(np.diag(new)))
         widened = np.max(np.abs(0.5 * np.log(np.diag(new) / np.diag(covariance))))
-        mean, covariance = mean + kept * (found.mean - mean), new
-        if max(moved, widened) < _STEADY:
+        mean, covariance = mean + kept * (draws.mean - mean), new
+        if max(moved, widened) < tol.STEADY:
             break
     return mean, covariance

@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy import stats
 
-from fedppl.local import _from_q
+from fedppl.local import _marginal
 from fedppl.numerics.importance import (
     control_coefficients,
     controlled_moments,
@@ -363,7 +363,7 @@ def test_from_31_coordinates_on_gradients_take_the_place_of_values() -> None:
         return np.asarray(0.1 * draws.sum(axis=1)), np.full_like(draws, 0.1)
 
     for size in (30, 31):
-        found = _from_q.moments(_from_q.Factor(values, gradients), np.ones(size), 2 * np.eye(size), 16, 3)
+        found = _marginal.moments(_marginal.Factor(values, gradients), np.ones(size), 2 * np.eye(size), 16, 3)
         assert found is not None
         # N(1, 4) e^{x / 10} is N(1.4, 4)
         assert_allclose(found.mean, 1.4, atol=1e-8)
