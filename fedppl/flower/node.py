@@ -503,7 +503,7 @@ def _loo(client: ClientModel, drawn: Any) -> Array:
     if drawn["posterior"].attrs.get("fedppl_point_estimate") or model.potentials:
         raise ValueError("no rows are left out of point estimates or potentials")
     densities = pymc_groups(client, model, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)
-    return np.array(list(sums_of(rows_of(densities)).values()))
+    return np.array(sums_of(rows_of(densities)))
 
 
 def _conflict(

@@ -48,19 +48,32 @@ class Saved(NamedTuple):
     fields: Mapping[str, Any]  # of `Fit`, but for those that the call gives
 
 
-def save(
-    fit: Ended, result: Any, path: str | os.PathLike[str], include: str | None, client: Callable[[str], Any]
-) -> None:
-    """Write what all clients share, and the server's state; of clients what `include` names, and never rows."""
+def save(fit: Any, path: str | os.PathLike[str], *, include: str | None = None) -> None:
+    """Write the fit to a NetCDF file: what all clients share, the rounds and the server's last state.
+
+    `fedppl.load` reads it, and so does ``az.from_netcdf``. Clients' rows are never in it.
+
+    Parameters
+    ----------
+    path
+        The file, such as ``"run.nc"``; one that is there is replaced.
+    include
+        Confidential parts of clients to write: None for nothing, "personal" for their personal states where the
+        algorithm has these, "clients" for draws of their posteriors too.
+
+    Raises
+    ------
+    DeclarationError
+        If the path is none, or what `include` names is not here.
+    """
     target = file_to_write(path, "run.nc")
     if not isinstance(include, str | None) or include not in _INCLUDED:
         raise DeclarationError(f'include={shown(include)} must be None, "personal" or "clients".')
     personal = personal_of(fit, stored=include is not None)
-    drawn = drawn_of(fit, client) if include == "clients" else {}
-    names = [name for name in ("posterior", "point_estimate", "fit", "rounds") if name in result]
-    groups = {name: idata.as_dataset(result, name) for name in names}
-    groups |= {f"client_{k}": draws for k, draws in enumerate(drawn.values())}
-    groups = {name: _plain(group) for name, group in groups.items()}
+    drawn = drawn_of(fit) if include == "clients" else {}
+    names = [name for name in ("posterior", "point_estimate", "fit", "rounds") if name in fit.idata]
+    groups = {name: _plain(idata.as_dataset(fit.idata, name)) for name in names}
+    groups |= {f"client_{k}": _plain(draws) for k, draws in enumerate(drawn.values())}
     content = _content(fit, personal, list(drawn), groups)
     raw = codec.encode(content)
     attrs = {"algorithm": fit.algorithm.name, "format": _FORMAT, "digest": hashlib.sha256(raw).hexdigest()}
@@ -279,18 +292,15 @@ def personal_of(fit: Ended, *, stored: bool) -> Kept:
     return Kept({}, (*(k for k, value in personal.stored.items() if value is not None), *personal.withheld))
 
 
-def drawn_of(fit: Ended, client: Callable[[str], Any]) -> dict[str, xr.Dataset]:
+def drawn_of(fit: Any) -> dict[str, xr.Dataset]:
     """Draws of every client's posterior."""
     drawn: dict[str, xr.Dataset] = {}
-    total = 0
     for client_id in fit.client_ids:
-        drawn[client_id] = idata.as_dataset(client(client_id), "posterior")
-        total += drawn[client_id].nbytes
-        if total > _MOST:
-            raise DeclarationError(
-                f"draws of {len(drawn)} of {len(fit.client_ids)} clients take {total / 2**30:.1f} GiB, more than "
-                f'{_MOST / 2**30:.1f}; save with include="personal".'
-            )
+        drawn[client_id] = idata.as_dataset(fit.client(client_id), "posterior")
+        if (size := sum(draws.nbytes for draws in drawn.values())) > _MOST:
+            taken = f"{size / 2**30:.1f} GiB, more than {_MOST / 2**30:.1f}"
+            count = f"{len(drawn)} of {len(fit.client_ids)} clients"
+            raise DeclarationError(f'draws of {count} take {taken}; save with include="personal".')
     return drawn
 
 

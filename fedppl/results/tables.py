@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,54 @@ class Summary(pd.DataFrame):  # type: ignore[misc]  # pandas has no types here
 
 
 def summary(
-    fit: Ended, idata: Callable[[], Any], var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None
+    fit: Any, var_names: Sequence[str] | str | None = None, *, ci_prob: float = CI_PROB, round_to: int | None = None
 ) -> Summary:
-    """See `Fit.summary`; `idata` is read once it is known that there is something to report."""
+    """Table of the shared variables with the algorithm's own diagnostics: the one to look at after a fit.
+
+    R̂ and ESS are not in it: draws of q are independent, and both are perfect however good q is.
+
+    Parameters
+    ----------
+    var_names
+        Variables, deterministics among them, or their entries as they are printed, ``"arm[drug]"``. By default
+        all, but partial correlations of a formula, of which it shows the correlations.
+    ci_prob
+        Probability of the equal-tailed interval.
+    round_to
+        Decimals; None keeps all.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row an entry: ``mean``, ``sd``, the interval ``ci_low`` to ``ci_high``, the standard errors ``mcse_mean``
+        and ``mcse_sd`` of computing the moments, without the error of q (NaN unless converged), and the algorithm's
+        diagnostics on the unconstrained space; for `EP` ``last_change`` of the mean or log sd, in sds, and
+        ``skewness``, which a Gaussian q cannot have. A point estimate has its ``mean`` alone. ``attrs`` has the
+        ``status``, its ``message``, the share of clients that ``answered`` when last asked, ``fallbacks`` of local
+        inferences, and names of ``point_estimates`` among draws.
+
+    Raises
+    ------
+    DeclarationError
+        If the clients share nothing in this algorithm, or a name is unknown.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> list(fit.summary().columns)
+    ['mean', 'sd', 'ci_low', 'ci_high', 'mcse_mean', 'mcse_sd', 'last_change', 'skewness']
+    >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
+    ('converged', 1.0)
+    """
     result = fit.algorithm.result
     require_shared(fit)
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     round_to = None if round_to is None else whole("round_to", round_to, 0, "None keeps all decimals")
     require_arrived(fit, "fit.summary()")
     drawn = not isinstance(result.shared, Point)
-    values = idata()["posterior" if drawn else "point_estimate"]
+    values = fit.idata["posterior" if drawn else "point_estimate"]
     default = shown_by_default(fit.declaration, values.data_vars)
     places = entries_of(values, var_names, "the shared variables", default)
     details = result.details(fit.state).items()
