@@ -49,10 +49,8 @@ def client_posterior(
     draws: int,
     chains: int,
     status: Status,
-    predict: Callable[[xr.Dataset, Mapping[str, Any]], tuple[xr.Dataset, xr.Dataset]] | None = None,
-    groups: Sequence[str] = (),
-) -> Any:
-    """Draw (φ, θ_k) given the algorithm's final message, and predictions for new inputs if there are any."""
+) -> dict[str, xr.Dataset]:
+    """Draw (φ, θ_k) given the algorithm's final message; the posterior and the client's data as groups of ArviZ."""
     client_id = model.client_id
     drawn = algorithm.result.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
     sample = draws_of(algorithm.name, drawn, (chains, draws), model.shared_size, model.local_size)
@@ -61,8 +59,6 @@ def client_posterior(
     if sample.diagnostics.get("from_q"):
         remedy = "its data are far from the others' posterior; fit again with this client"
         logger.warning("client %s: draws are from the Gaussian q, as %s", client_id, remedy)
-    if algorithm.result.caution and (predict is not None or {*groups} - {"prior"}):
-        logger.warning("client %s: %s", client_id, algorithm.result.caution)
     theta = sample.local.reshape(chains * draws, -1)
     phi = sample.shared.reshape(chains * draws, -1)
     flat = model.constrain(phi, theta) | model.constrain_shared(phi)
@@ -76,15 +72,11 @@ def client_posterior(
     observed = observed_values(pymc_model)
     outcomes = {pymc_model.rvs_to_values[rv].name for rv in pymc_model.observed_RVs}
     constant = {name: value for name, value in model.arrays.items() if name not in outcomes}
-    datasets = {
+    return {
         "posterior": posterior,
         "observed_data": idata.data_dataset(observed, dims, coords),
         "constant_data": idata.data_dataset(constant, dims, coords),
-        **pymc_groups(model, pymc_model, posterior, groups, seed),
     }
-    if predict is not None:
-        datasets["predictions"], datasets["predictions_constant_data"] = predict(posterior, coords)
-    return idata.from_groups(datasets)
 
 
 def observed_values(pymc_model: Any) -> dict[str, np.ndarray]:
@@ -103,11 +95,12 @@ _AT_ONCE = 2**20  # numbers in an array of log densities that is computed at onc
 _UNKNOWN = (NotImplementedError, ParameterValueError, ValueError, TypeError)  # of densities that are not known to us
 
 
-def pymc_groups(
-    client: ClientModel, model: Any, posterior: xr.Dataset, groups: Sequence[str], seed: int
-) -> dict[str, xr.Dataset]:
+def pymc_groups(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str], seed: int) -> dict[str, xr.Dataset]:
     """These groups of ArviZ, from the draws of a client's posterior and its PyMC model."""
-    if groups and not model.observed_RVs:
+    if not groups:
+        return {}
+    model = client.pymc_model()
+    if not model.observed_RVs:
         what = "observed variables, and the model has a pm.Potential in their place"
         raise DeclarationError(f"groups={list(groups)} are about {what}; declare outcomes as observed (pm.CustomDist).")
     marks = {name: posterior.attrs[name] for name in ("client", "status", "converged") if name in posterior.attrs}

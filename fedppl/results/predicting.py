@@ -28,7 +28,7 @@ from fedppl.model.interpreted import quiet
 from fedppl.model.stack import samples
 from fedppl.model.template import built
 from fedppl.results import idata
-from fedppl.results.at_client import GROUPS, client_posterior, draw_outcomes, has_rows
+from fedppl.results.at_client import GROUPS, client_posterior, draw_outcomes, has_rows, pymc_groups
 from fedppl.results.records import Ended, require_arrived
 from fedppl.results.shared import drawing_of
 from fedppl.settings import chosen, one_of, shown, some_of, text
@@ -151,6 +151,9 @@ def new_client(
     return at_client(fit, model, predict, drawing)
 
 
+_PREDICTED = ("predictions", "predictions_constant_data")
+
+
 def at_client(
     fit: Any,
     model: ClientModel,
@@ -163,26 +166,28 @@ def at_client(
 ) -> Any:
     """The posterior of a client whose data are here, and predictions where there are new inputs."""
     groups = chosen("groups", groups, sorted(GROUPS), "the groups of ArviZ") if groups else ()
-    client_id, (draws, chains, seed) = model.client_id, drawing
-    if predict is None:
-        drawer = None
-    elif has_rows(model):
+    client_id, (draws, chains, seed), result = model.client_id, drawing, fit.algorithm.result
+    inputs = unseen = None
+    if predict is not None and has_rows(model):
         require_mean(kind, at, model.declared.builder)
         inputs = new_inputs(fit.declaration, model, predict)
-
-        def drawer(posterior: xr.Dataset, coords: Any) -> Any:
-            return predictions(model, posterior, inputs, seed, coords, kind, at)
-    else:
+    elif predict is not None:
         unseen = rows_at(fit, client_id, predict, None)
         require_mean(kind, at, unseen.builder)
-
-        def drawer(posterior: xr.Dataset, coords: Any) -> Any:
-            require_own(unseen, model)
-            return predicted(unseen, posterior, tuple(fit.layout.slices), seed, kind, at)[1:]
-
     require_arrived(fit, f"the posterior of client {client_id!r}")
-    message, personal = fit.algorithm.result.final_message(fit.state, client_id), fit.personal.get(client_id)
-    return client_posterior(fit.algorithm, model, personal, message, seed, draws, chains, fit.status, drawer, groups)
+    if result.caution and (predict is not None or {*groups} - {"prior"}):
+        logger.warning("client %s: %s", client_id, result.caution)
+    message, personal = result.final_message(fit.state, client_id), fit.personal.get(client_id)
+    datasets = client_posterior(fit.algorithm, model, personal, message, seed, draws, chains, fit.status)
+    posterior = datasets["posterior"]
+    datasets |= pymc_groups(model, posterior, groups, seed)
+    if inputs is not None:
+        datasets |= zip(_PREDICTED, predictions(model, posterior, inputs, seed, kind, at), strict=True)
+    elif unseen is not None:
+        require_own(unseen, model)
+        drawn = predicted(unseen, posterior, tuple(fit.layout.slices), seed, kind, at)
+        datasets |= zip(_PREDICTED, drawn[1:], strict=True)
+    return idata.from_groups(datasets)
 
 
 def _new_without_rows(
@@ -191,14 +196,14 @@ def _new_without_rows(
     require_mean(kind, at, unseen.builder)
     require_arrived(fit, "predictions for a new client")
     draws, chains, seed = drawing
-    groups = fit.shared(draws=draws, chains=chains, random_seed=seed)
-    if "posterior" not in groups:
+    drawn = fit.shared(draws=draws, chains=chains, random_seed=seed)
+    if "posterior" not in drawn:
         _ = fit.posterior  # raises the error with what there is in its place
-    shared = idata.as_dataset(groups, "posterior")
+    shared = idata.as_dataset(drawn, "posterior")
     marks = {"status": fit.status.value, "converged": int(fit.status.ok)}
-    names = ("posterior", "predictions", "predictions_constant_data")
     datasets = predicted(unseen, shared, tuple(fit.layout.slices), seed, kind, at)
-    return idata.from_groups({k: one.assign_attrs(marks) for k, one in zip(names, datasets, strict=True)})
+    groups = dict(zip(("posterior", *_PREDICTED), datasets, strict=True))
+    return idata.from_groups({name: group.assign_attrs(marks) for name, group in groups.items()})
 
 
 # Predictive draws at new inputs, by PyMC, for a client whose rows are here --------------------------------------------
@@ -217,12 +222,12 @@ def predictions(
     posterior: xr.Dataset,
     new_data: Mapping[str, Any],
     seed: int,
-    coords: Mapping[str, Any],
     kind: str = "response",
     at: Any = None,
 ) -> tuple[xr.Dataset, xr.Dataset]:
     """Draw the observed variables, or their means, at new inputs for every posterior draw: (predictions, inputs)."""
     model = client.pymc_model()
+    dims, coords = dims_and_coords(model)
     containers = {variable.name: variable.type.dtype for variable in model.data_vars}
     if not containers:
         raise DataError(f"client {client.client_id!r}: the builder has no pm.Data container; put the inputs into one.")
@@ -233,12 +238,11 @@ def predictions(
         )
     values = checks.new_inputs(new_data, {name: containers[name] for name in new_data}, client.arrays)
     anew = _fill(model, client, values)
-    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
     new_coords = {
         dim: np.arange(len(value))
         for name, value in values.items()
-        for dim in dims.get(name, ())[:1]
-        if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
+        for dim in (dims.get(name) or ())[:1]
+        if dim in coords and len(coords[dim]) != len(value)
     }
     inputs = {name: values[name] for name in new_data}
     constant = idata.dataset(inputs, dims, {})

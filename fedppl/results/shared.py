@@ -259,8 +259,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None = None) -> xr.Data
     Raises
     ------
     DeclarationError
-        If the algorithm has no posterior without each client, a client is unknown, or its data are needed and not
-        here.
+        If the algorithm has no posterior without each client, a client is unknown, or its data are needed and not here.
 
     Examples
     --------

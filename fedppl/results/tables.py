@@ -121,19 +121,18 @@ def _rows(
     for name, column in details.items():
         # The largest of all where a variable has more entries than coordinates, as a simplex has.
         largest = column[np.argmax(np.abs(column))] if len(column) else np.nan
-        columns[name] = column if len(column) == len(index) else np.full(len(index), largest)
+        columns[name] = column if len(column) == len(index) else largest
     return pd.DataFrame(columns, index=index)
 
 
 def _attributes(fit: Ended) -> dict[str, Any]:
     answered = dict.fromkeys(fit.client_ids, False)  # the last request that wanted a reply
-    for record in fit.records:
-        if record.together:
-            answered |= dict.fromkeys(answered, True) | dict.fromkeys(record.failures, False)
-        answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
     infos: dict[str, Mapping[str, float]] = {}
     for record in fit.records:
         infos |= record.infos
+        if record.together:
+            answered |= dict.fromkeys(answered, True) | dict.fromkeys(record.failures, False)
+        answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
     return {
         "algorithm": fit.algorithm.name,
         "status": fit.status.value,
@@ -286,17 +285,15 @@ def table(
     drawn = fit.idata["posterior"].data_vars if "posterior" in fit.idata else ()
     variables = {*fit.declaration.shared, *map(str, drawn)}
     names = [variable_of(str(entry), variables) for entry in rows.index]
-    missing = pd.Series(np.nan, rows.index)
-    values = {"estimate": rows["mean"], **{end: rows.get(end, missing) for end in ("ci_low", "ci_high")}}
-    meanings = {name: _meaning(fit, builder, name, exponentiate=exponentiate) for name in dict.fromkeys(names)}
-    frame = pd.DataFrame(values, dtype=float)
-    frame["what"] = [meanings[name] for name in names]
+    columns = ["estimate", "ci_low", "ci_high"]
+    frame = pd.DataFrame(rows).rename(columns={"mean": "estimate"}).reindex(columns=columns)
     if exponentiate:
         coefficients = getattr(builder, "coefficients", names)
         ratios = np.array([name in coefficients for name in names])
         frame["estimate"] = np.where(ratios, _medians(fit, rows, names), frame["estimate"])
-        columns = ["estimate", "ci_low", "ci_high"]
         frame.loc[ratios, columns] = np.exp(frame.loc[ratios, columns])
+    meanings = {name: _meaning(fit, builder, name, exponentiate=exponentiate) for name in dict.fromkeys(names)}
+    frame["what"] = [meanings[name] for name in names]
     note = "" if fit.status.ok else f"Not converged ({fit.status.value}): {fit.message}"
     return Table(frame, ci_prob, digits, note)
 
@@ -401,11 +398,11 @@ def _posterior(result: Any) -> Any:
 def _region(rope: Any) -> tuple[float, float]:
     try:
         low, high = map(float, () if isinstance(rope, str) else rope)
+        if low < high:
+            return low, high
     except (TypeError, ValueError):
-        low = high = np.nan
-    if not low < high:
-        raise DeclarationError(f"rope={shown(rope)} must be a pair (low, high) with low < high, such as (-0.1, 0.1).")
-    return low, high
+        pass
+    raise DeclarationError(f"rope={shown(rope)} must be a pair (low, high) with low < high, such as (-0.1, 0.1).")
 
 
 def hypotheses(
@@ -464,12 +461,11 @@ def hypotheses(
     if isinstance(draws, xr.DataArray):
         if not {"chain", "draw"} <= set(draws.dims):
             raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
-        posterior: Any = draws.to_dataset(name=draws.name or "x")
-    else:
-        posterior = _posterior(draws)
-        if hasattr(draws, "declaration"):
-            default = shown_by_default(draws.declaration, posterior.data_vars)
-            told = draws.summary(var_names, ci_prob=ci_prob)  # more exact than draws
+        draws = {"posterior": draws.to_dataset(name=draws.name or "x")}
+    posterior = _posterior(draws)
+    if hasattr(draws, "declaration"):
+        default = shown_by_default(draws.declaration, posterior.data_vars)
+        told = draws.summary(var_names, ci_prob=ci_prob)  # more exact than draws
     rows: dict[str, dict[str, Any]] = {}
     for name, places in entries_of(posterior, var_names, "the draws", default).items():
         stacked = posterior[name].stack(sample=("chain", "draw")).transpose("sample", ...)
