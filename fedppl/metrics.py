@@ -215,24 +215,20 @@ def auroc(positive: Array, negative: Array) -> float:
 def _array(probability: Any) -> Array:
     """An array of numbers; refuses a data set of several arrays."""
     if isinstance(probability, Mapping):
-        raise DataError(
-            f"probabilities are a {type(probability).__name__}; pass one of its arrays, {list(probability)}."
-        )
+        kind = type(probability).__name__
+        raise DataError(f"probabilities are a {kind}; pass one of its arrays, {list(probability)}.")
     return np.asarray(probability, dtype=float)
 
 
 def _checked(probability: Array, label: Array) -> tuple[Array, Any]:
     probability, label = _array(probability), np.asarray(label)
     if probability.ndim != 2 or len(probability) == 0 or label.shape != probability.shape[:1]:
-        raise DataError(
-            f"probabilities of shape {probability.shape} and labels of shape {label.shape} do not fit; pass (n, C) "
-            "and (n,) with at least one row."
-        )
+        shapes = f"{probability.shape} and labels {label.shape}"
+        raise DataError(f"probabilities {shapes} do not fit; pass (n, C) and (n,) with at least one row.")
     _require_distributions(probability)
-    if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() >= probability.shape[1]:
-        raise DataError(
-            f"labels must be whole numbers from 0 to {probability.shape[1] - 1}; found {np.unique(label)[:10]}."
-        )
+    last = probability.shape[1] - 1
+    if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() > last:
+        raise DataError(f"labels must be whole numbers from 0 to {last}; found {np.unique(label)[:10]}.")
     return probability, label
 
 
@@ -240,7 +236,5 @@ def _require_distributions(probability: Array) -> None:
     sums = probability.sum(axis=1)
     if not (np.all(probability >= 0) and np.all(np.abs(sums - 1) < 1e-6)):
         worst = int(np.argmax(np.where(np.isfinite(sums), np.abs(sums - 1), np.inf)))
-        raise DataError(
-            f"row {worst} of the probabilities adds up to {sums[worst]:.6g} with least entry "
-            f"{probability[worst].min():.3g}; each must be a distribution over classes."
-        )
+        sizes = f"adds up to {sums[worst]:.6g} with least entry {probability[worst].min():.3g}"
+        raise DataError(f"row {worst} of the probabilities {sizes}; each must be a distribution over classes.")

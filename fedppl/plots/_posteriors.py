@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,10 +111,7 @@ def forest(
     """
     a_fit(fit)
     if not at_hand(fit):
-        raise DeclarationError(
-            "no data and no draws of clients are here: of a saved fit use fedppl.load(path, model, clients=...) "
-            'or fit.save(path, include="clients"); sites draw theirs themselves.'
-        )
+        raise DeclarationError("no clients are here: use fedppl.load(path, model, clients=...); sites draw their own.")
     names = chosen("clients", clients, at_hand(fit), "the clients whose posteriors are here")
     drawing = {"draws": draws, "chains": chains, "random_seed": random_seed}
     ci_prob, total = between("ci_prob", ci_prob, 0, 1), flag("total", total)
@@ -199,12 +197,9 @@ def _entries(
     names = list(places)
     if not names:
         raise DeclarationError("no local variable has the same few entries at all clients; choose some by var_names=.")
-    for client_id, group in groups.items():
-        for name in names:
-            if name not in group or group[name].shape != first[name].shape:
-                raise DeclarationError(
-                    f"{name!r} has other entries at client {client_id!r}; choose some that all have."
-                )
+    for (client_id, group), name in itertools.product(groups.items(), names):
+        if name not in group or group[name].shape != first[name].shape:
+            raise DeclarationError(f"{name!r} has other entries at client {client_id!r}; choose some that all have.")
     labels_by_dim = {
         dim: {str(label) for label in np.ravel(np.asarray(labels, dtype=object))}
         for dim, labels in (coords or {}).items()

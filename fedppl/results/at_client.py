@@ -110,23 +110,18 @@ def pymc_groups(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str
     return {name: group.assign_attrs(inference_library="fedppl", **marks) for name, group in datasets.items()}
 
 
-class _Densities(NamedTuple):
-    """Log densities of all observations at many draws of all variables, for all clients of a declaration."""
-
-    function: Callable[..., list[Array]]
-    dims: Mapping[str, tuple[str, ...]]  # of each observed variable's
-
-
 def _log_likelihood(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     """Of every observation at every draw: of all draws at once where that agrees with PyMC at four of them."""
     draws = posterior[[variable.name for variable in model.free_RVs if variable.name in posterior]]
-    compared = client.template.of_declaration("log likelihood", lambda: _compared(client, model, draws))
-    values = _at_once(client, compared.function, draws) if compared else None
-    if compared is None or values is None:
+    function = client.template.of_declaration("log likelihood", lambda: _compared(client, model, draws))
+    values = _at_once(client, function, draws) if function else None
+    if values is None:
         return {"log_likelihood": _by_pymc(model, draws)}
-    coords = dims_and_coords(model)[1] | {name: draws[name] for name in ("chain", "draw")}
-    variables = dict(zip(compared.dims, values, strict=True))
-    return {"log_likelihood": idata.posterior_dataset(variables, compared.dims, coords)}
+    dims, coords = dims_and_coords(model)
+    # A multivariate outcome has fewer densities than numbers.
+    dims = {name: (dims.get(name) or ())[: value.ndim - 2] for name, value in values.items()}
+    coords |= {name: draws[name] for name in ("chain", "draw")}
+    return {"log_likelihood": idata.posterior_dataset(values, dims, coords)}
 
 
 def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
@@ -144,32 +139,27 @@ def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
     return idata.as_dataset(computed, "log_likelihood")
 
 
-def _compared(client: ClientModel, model: Any, draws: xr.Dataset) -> _Densities | None:
+def _compared(client: ClientModel, model: Any, draws: xr.Dataset) -> Callable[..., list[Array]] | None:
     """Log densities by operations on arrays; None where PyMC's differ at four of a client's draws."""
     few = draws.isel(chain=[0, -1], draw=[0, -1])
     theirs = _by_pymc(model, few)
     try:
         sampled, inputs, outputs = _graph.observed_given_all(client.template.parts)
-        function = interpreted.batched(sampled, inputs, interpreted.stable(outputs))
+        function: Callable[..., list[Array]] = interpreted.batched(sampled, inputs, interpreted.stable(outputs))
     except _UNKNOWN:
         return None
     ours = _at_once(client, function, few)
-    if ours is None:
+    if ours is None or any(value.shape != theirs[name].shape for name, value in ours.items()):
         return None
-    dims = {}
-    for rv, value in zip(client.template.parts.model.observed_RVs, ours, strict=True):
-        expected = theirs[rv.name].values
-        if value.shape != expected.shape or not np.allclose(value, expected, rtol=1e-8, atol=1e-8, equal_nan=True):
-            return None
-        dims[rv.name] = tuple(map(str, theirs[rv.name].dims[2:]))
-    return _Densities(function, dims)
+    close = [np.allclose(value, theirs[name], rtol=1e-8, atol=1e-8, equal_nan=True) for name, value in ours.items()]
+    return function if all(close) else None
 
 
-def _at_once(client: ClientModel, function: Callable[..., list[Array]], draws: xr.Dataset) -> list[Array] | None:
+def _at_once(client: ClientModel, function: Callable[..., list[Array]], draws: xr.Dataset) -> dict[str, Array] | None:
     """Log densities (chains, draws, ...) of each observed variable; None where they cannot be computed."""
     shape = draws.sizes["chain"], draws.sizes["draw"]
-    count = shape[0] * shape[1]
-    arrays = [draws[rv.name].values for rv in client.template.parts.model.free_RVs]
+    count, model = shape[0] * shape[1], client.template.parts.model
+    arrays = [draws[rv.name].values for rv in model.free_RVs]
     flat = [array.reshape(count, *array.shape[2:]) for array in arrays]
     inputs = client.inputs[: len(client.inputs) - len(client.template.graph.free_shapes)]
     many = max(1, _AT_ONCE // max(1, sum(map(np.size, client.inputs))))
@@ -177,8 +167,9 @@ def _at_once(client: ClientModel, function: Callable[..., list[Array]], draws: x
         computed = [function(*(array[k : k + many] for array in flat), *inputs) for k in range(0, count, many)]
     except _UNKNOWN:
         return None
-    values = [np.concatenate(each) for each in zip(*computed, strict=True)]
-    return [value.reshape(*shape, *value.shape[1:]) for value in values]
+    values = [np.concatenate(chunks) for chunks in zip(*computed, strict=True)]
+    names = [rv.name for rv in model.observed_RVs]
+    return {name: value.reshape(*shape, *value.shape[1:]) for name, value in zip(names, values, strict=True)}
 
 
 def _posterior_predictive(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:

@@ -131,7 +131,7 @@ def shortfall_sentence(short: float, remedy: str, trusted: float = TRUSTED) -> s
         return unknown_shortfall(remedy)
     if short < _MENTIONED:
         return ""
-    return f"sds of shared variables may be about {short:.0%} too small: {_TAILS}. For itself use {remedy}"
+    return f"sds of shared variables may be about {short:.0%} too small: {_TAILS}. For the posterior use {remedy}"
 
 
 def unknown_shortfall(remedy: str) -> str:

@@ -67,13 +67,9 @@ def shared(
     if q is not None and not gaussian.is_proper(q):
         q, smallest = gaussian.repair(q, 1e-6)
         reason += f" and was repaired (smallest eigenvalue {smallest:.3g})"
-    attrs: dict[str, Any] = {
-        "status": fit.status.value,
-        "message": fit.message,
-        "algorithm": fit.algorithm.name,
-        "converged": int(fit.status.ok),
-        **({"warning": f"not a posterior: {reason}"} if reason else {}),
-    }
+    attrs: dict[str, Any] = {"status": fit.status.value, "message": fit.message}
+    attrs |= {"algorithm": fit.algorithm.name, "converged": int(fit.status.ok)}
+    attrs |= {"warning": f"not a posterior: {reason}"} if reason else {}
     rng, phi, groups = stream((seed, 1)), None, {}
     weighted = None if reason else weighted_of(fit)
     if isinstance(result, Sampler):
@@ -88,7 +84,7 @@ def shared(
     if phi is not None:
         chains, draws = shape_of(fit.algorithm, fit.status, chains, draws)
         values = {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in fit.reader.constrain(phi).items()}
-        attrs = {"sampling": _SAMPLING, **attrs}
+        attrs.setdefault("sampling", _SAMPLING)
         posterior = idata.posterior_dataset(values, fit.reader.dims, fit.reader.coords, attrs)
         groups = {"posterior": idata.mark_estimates(posterior, point_estimates(fit))}
     elif isinstance(result, Point):
@@ -334,9 +330,7 @@ def shaped(algorithm: str, function: str, value: Any, shape: tuple[int, ...]) ->
     try:
         numbers = np.asarray(value, dtype=float)
     except (TypeError, ValueError):
-        raise DeclarationError(
-            f"{algorithm}: {function} returned {shown(value)}; return numbers of shape {shape}."
-        ) from None
+        raise DeclarationError(f"{algorithm}: {function} returned {shown(value)}; return numbers.") from None
     if numbers.shape != shape:
         raise DeclarationError(f"{algorithm}: {function} returned shape {numbers.shape}; return shape {shape}.")
     return numbers

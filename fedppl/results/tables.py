@@ -466,35 +466,24 @@ def hypotheses(
     if hasattr(draws, "declaration"):
         default = shown_by_default(draws.declaration, posterior.data_vars)
         told = draws.summary(var_names, ci_prob=ci_prob)  # more exact than draws
-    rows: dict[str, dict[str, Any]] = {}
+    tables = []
     for name, places in entries_of(posterior, var_names, "the draws", default).items():
         stacked = posterior[name].stack(sample=("chain", "draw")).transpose("sample", ...)
-        flat, labels = stacked.values.reshape(stacked.sizes["sample"], -1), labels_of(posterior[name])
-        for place in places:
-            x, label = flat[:, place], labels[place]
-            if label in rows:
-                raise DeclarationError(f"two entries of the draws are called {label!r}; give the dim distinct coords.")
-            if not np.all(np.isfinite(x)):
-                raise DataError(f"draws of {label!r} hold values that are not finite; leave them out by var_names=.")
-            rows[label] = _row(x, ci_prob, rope, null, None if told is None else told.iloc[len(rows)])
-    return pd.DataFrame.from_dict(rows, orient="index")
-
-
-def _row(x: Any, ci_prob: float, rope: tuple[float, float] | None, null: float, told: Any) -> dict[str, Any]:
-    """One entry's tests from its draws; moments and interval as a fit's summary has them where it is `told`."""
-    if told is None or np.isnan(told.get("sd", np.nan)):  # a point estimate is told without an sd
-        mean, sd, (low, high) = np.mean(x), np.std(x, ddof=1), np.quantile(x, interval(ci_prob))
-    else:
-        mean, sd, low, high = (told[name] for name in ("mean", "sd", "ci_low", "ci_high"))
-    above = float(np.mean(x > null))
-    row = {
-        "mean": float(mean),
-        "sd": float(sd),
-        "ci_low": float(low),
-        "ci_high": float(high),
-        "excludes_null": bool(low > null or high < null),
-        "probability_of_direction": max(above, float(np.mean(x < null))),
-    }
-    if rope is not None:
-        row["in_rope"] = float(np.mean((x > rope[0]) & (x < rope[1])))
-    return row
+        x = stacked.values.reshape(stacked.sizes["sample"], -1)[:, places]
+        labels = [labels_of(posterior[name])[place] for place in places]
+        if unknown := [label for label, column in zip(labels, x.T, strict=True) if not np.all(np.isfinite(column))]:
+            raise DataError(f"draws of {unknown[0]!r} hold values that are not finite; leave them out by var_names=.")
+        low, high = np.quantile(x, interval(ci_prob), axis=0)
+        columns = {"mean": x.mean(axis=0), "sd": x.std(axis=0, ddof=1), "ci_low": low, "ci_high": high}
+        columns["probability_of_direction"] = np.maximum(np.mean(x > null, axis=0), np.mean(x < null, axis=0))
+        if rope is not None:
+            columns["in_rope"] = np.mean((x > rope[0]) & (x < rope[1]), axis=0)
+        tables.append(pd.DataFrame(columns, index=labels))
+    table = pd.concat(tables)
+    if twice := list(table.index[table.index.duplicated()]):
+        raise DeclarationError(f"two entries of the draws are called {twice[0]!r}; give the dim distinct coords.")
+    if told is not None and "sd" in told:
+        moments, known = ["mean", "sd", "ci_low", "ci_high"], told["sd"].notna()  # a point estimate has no sd
+        table.loc[known, moments] = told.loc[known, moments]
+    table.insert(4, "excludes_null", (table["ci_low"] > null) | (table["ci_high"] < null))
+    return table
