@@ -129,17 +129,12 @@ def forest(
     size = (2.2 + (4.6 if numbers else 2.8) * columns, min(_fit.height(len(names)) * rows, 60.0))
     axes = _fit.panels(ax, rows, columns, size, figsize, count=len(shown_entries), sharey="row")
     labels = [f"{k} ({fit.clients[k].brought})" if k in fit.clients else k for k in names]
-    for number, (panel, entry) in enumerate(zip(axes, shown_entries, strict=True)):
-        together = _estimates(groups.values(), entry, settings)
-        drawn = [together]
-        _level(panel, levels[number], together)
-        _draw(panel, together, f"posterior, {100 * ci_prob:.3g} % and half")
-        if others:
-            drawn.append(_estimates(others.values(), entry, settings))
-            _draw_alone(panel, drawn[1], together)
+    for number, (panel, entry, level) in enumerate(zip(axes, shown_entries, levels, strict=True)):
+        drawn = [_estimates(group.values(), entry, settings) for group in (groups, others) if group]
+        _draw(panel, level, f"posterior, {100 * ci_prob:.3g} % and half", *drawn)
         _fit.client_lines(panel, labels, labelled=number % columns == 0 or ax is not None)
         if numbers:
-            _numbers(panel, together)
+            _numbers(panel, drawn[0])
         what = f"{formula.effect(entry.name, exponentiate=exponentiate)}, " if formula else "exp of " * exponentiate
         panel.set_xlabel(_fit.short(what + entry.label, 48))
         if exponentiate:
@@ -258,31 +253,26 @@ def _level_of(fit: Any, entry: Entry, value: Any, settings: _Settings) -> tuple[
     return value, _estimates([group], shared, settings)
 
 
-def _level(axes: Any, level: tuple[str, Estimates] | None, clients: Estimates) -> None:
+def _draw(
+    axes: Any, level: tuple[str, Estimates] | None, label: str, together: Estimates, alone: Estimates | None = None
+) -> None:
+    """Clients' estimates beside a level; a little below those of clients alone, with lines from one to the other."""
+    places = np.arange(len(together.middle))
     if level is None:
-        mean = clients.middle.mean()
-        axes.axvline(mean, color=_fit.GREY, linestyle="--", lw=1, label="mean of the clients' means")
-        return
-    name, shared = level
-    axes.axvline(shared.middle[0], color="black", lw=1, label=_fit.short(f"population, {name}", 40))
-    if shared.low[0] < shared.high[0]:
-        axes.axvspan(shared.low[0], shared.high[0], color="black", alpha=0.1, lw=0)
-
-
-def _draw(axes: Any, clients: Estimates, label: str) -> None:
-    places = np.arange(len(clients.middle))
-    axes.hlines(places, clients.low, clients.high, color="C0", lw=1)
-    axes.hlines(places, clients.left, clients.right, color="C0", lw=3)
-    axes.plot(clients.middle, places, "o", color="C0", ms=5, mec="white", label=label)
-
-
-def _draw_alone(axes: Any, alone: Estimates, together: Estimates) -> None:
-    """Estimates of clients alone, a little below, with lines to those of all together."""
-    places = np.arange(len(alone.middle))
-    below = places + 0.28
-    axes.hlines(below, alone.low, alone.high, color="C1", lw=0.8)
-    axes.plot([alone.middle, together.middle], [below, places], color="C1", lw=0.8, ls=":")
-    axes.plot(alone.middle, below, "o", color="C1", mfc="white", ms=4, label="alone, without the others")
+        axes.axvline(together.middle.mean(), color=_fit.GREY, ls="--", lw=1, label="mean of the clients' means")
+    else:
+        name, shared = level
+        axes.axvline(shared.middle[0], color="black", lw=1, label=_fit.short(f"population, {name}", 40))
+        if shared.low[0] < shared.high[0]:
+            axes.axvspan(shared.low[0], shared.high[0], color="black", alpha=0.1, lw=0)
+    axes.hlines(places, together.low, together.high, color="C0", lw=1)
+    axes.hlines(places, together.left, together.right, color="C0", lw=3)
+    axes.plot(together.middle, places, "o", color="C0", ms=5, mec="white", label=label)
+    if alone is not None:
+        below = places + 0.28
+        axes.hlines(below, alone.low, alone.high, color="C1", lw=0.8)
+        axes.plot([alone.middle, together.middle], [below, places], color="C1", lw=0.8, ls=":")
+        axes.plot(alone.middle, below, "o", color="C1", mfc="white", ms=4, label="alone, without the others")
 
 
 def _numbers(axes: Any, clients: Estimates) -> None:

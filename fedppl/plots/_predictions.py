@@ -84,8 +84,7 @@ def check(
     settings: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
     size = (8.5, max(3.0, _fit.height(len(names))))
     if getattr(getattr(fit.declaration.builder, "family", None), "outcome", "") == "time":
-        what, times = _survival(fit, names)
-        by_client = {name: _times(fit, name, times, settings) for name in names}
+        what, by_client, times = _survival(fit, names, settings)
         axes = _fit.panels(ax, 1, 2, size, figsize)
         _curves(axes[0], by_client, times, ci_prob, what)
         _by_client(axes[1], fit, by_client, times, ci_prob, f"P(no event) of {what}")
@@ -108,21 +107,22 @@ def kaplan_meier(time: Array, event: Any, at: Array) -> Array:
     return np.asarray(stats.ecdf(followed).sf.evaluate(at))
 
 
-def _survival(fit: Any, names: Sequence[str]) -> tuple[str, Array]:
-    """Name of a formula's time until an event, and a grid of times."""
+def _survival(fit: Any, names: Sequence[str], settings: Any) -> tuple[str, dict[str, _Outcomes], Array]:
+    """Name of a formula's time until an event, outcomes at each client, and a grid of times."""
     builder = fit.declaration.builder
     if builder.terms.response.kind != "survival":
         raise DeclarationError("times that are censored between two others have no Kaplan-Meier estimate to check.")
-    last = max(float(np.max(fit.clients[name].arrays[builder.containers["outcome"]])) for name in names)
-    return str(builder.terms.response.columns[0]), np.linspace(0, last, _TIMES + 1)[1:]
-
-
-def _times(fit: Any, name: str, times: Array, settings: Any) -> _Outcomes:
-    builder, arrays = fit.declaration.builder, fit.clients[name].arrays
-    predicted = fit.predict(name, arrays, kind="mean", at=times.tolist(), **settings)["predictions"]
-    (values,) = (predicted[key].values for key in predicted.data_vars)
-    outcome, limit = (np.asarray(arrays[builder.containers[key]], dtype=float) for key in ("outcome", "limit"))
-    return _Outcomes(outcome, values.reshape(-1, *values.shape[2:]), outcome < limit)
+    outcome, limit = builder.containers["outcome"], builder.containers["limit"]
+    last = max(float(np.max(fit.clients[name].arrays[outcome])) for name in names)
+    times = np.linspace(0, last, _TIMES + 1)[1:]
+    by_client = {}
+    for name in names:
+        arrays = fit.clients[name].arrays
+        predicted = fit.predict(name, arrays, kind="mean", at=times.tolist(), **settings)["predictions"]
+        (values,) = (predicted[key].values for key in predicted.data_vars)
+        until = np.asarray(arrays[outcome], dtype=float)
+        by_client[name] = _Outcomes(until, values.reshape(-1, *values.shape[2:]), until < arrays[limit])
+    return str(builder.terms.response.columns[0]), by_client, times
 
 
 def _outcomes(fit: Any, names: Sequence[str], settings: Any) -> tuple[str, dict[str, _Outcomes]]:

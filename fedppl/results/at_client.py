@@ -268,7 +268,13 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
     model = client.pymc_model()
     if tells_grid(model):
         raise DeclarationError(f"client {client.client_id!r}: {NO_DRAWS}{_OR}")
-    arrays = {rv.name: _array_of(client, model, rv) for rv in model.observed_RVs}
+    arrays: dict[str, str] = {}
+    for rv in model.observed_RVs:
+        above = set(ancestors([model.rvs_to_values[rv]]))
+        read = [variable.name for variable in model.data_vars if variable in above]
+        if len(read) != 1 or read[0] not in client.arrays:
+            raise DeclarationError(f"outcomes {rv.name!r} are no pm.Data container of the model; make them one{_OR}")
+        arrays[rv.name] = read[0]
     if model.potentials:
         raise DeclarationError(f"the model has a pm.Potential, which draws no outcomes; use a pm.CustomDist{_OR}")
     group = idata.posterior_dataset({name: value[None] for name, value in shared.items()}, *dims_and_coords(model))
@@ -280,10 +286,3 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
         name: value if np.issubdtype(value.dtype, np.floating) else value.astype(np.asarray(client.arrays[name]).dtype)
         for name, value in values.items()
     }
-
-
-def _array_of(client: ClientModel, model: Any, rv: Any) -> str:
-    read = [variable.name for variable in model.data_vars if variable in set(ancestors([model.rvs_to_values[rv]]))]
-    if len(read) == 1 and read[0] in client.arrays:
-        return str(read[0])
-    raise DeclarationError(f"outcomes {rv.name!r} are not a pm.Data container of the model; pass them as pm.Data{_OR}")

@@ -19,7 +19,6 @@ from fedppl.gaussian import Gaussian
 from fedppl.model.client import dims_and_coords
 from fedppl.model.stack import ClientsOf
 from fedppl.numerics.importance import resample, skewness
-from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
 from fedppl.results import idata, predicting, saved, tables
 from fedppl.results import shared as of_shared
@@ -84,22 +83,19 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
 
 
 def _at_once(fit: Ended, clients: ClientsOf, posterior: Posterior[Any]) -> dict[str, tuple[Array, Array]]:
-    """Over points with the moments of q, or over weighted points of the posterior where its moments differ."""
+    """Over points with the moments of q, or over weighted points of the posterior that is skewed or differs from q."""
     q, weighted = posterior.gaussian(fit.state), posterior.weighted(fit.state)
     mean, root = gaussian.affine(q)
-    if weighted is not None and _differs(q, weighted):
-        drawn = resample(weighted.weights, _DRAWN, stream((fit.seed, 3)))
-        return clients.moments(weighted.points[drawn], mean)
+    if weighted is not None:
+        sd = gaussian.standard_deviations(q)
+        shifts, log_ratios = (weighted.mean - mean) / sd, np.log(np.sqrt(np.diag(weighted.covariance)) / sd)
+        skewed = np.abs(skewness(weighted.points, weighted.weights)).max() > _SKEWED
+        if skewed or np.abs([shifts, log_ratios]).max() > _TOLERANCE:
+            drawn = resample(weighted.weights, _DRAWN, stream((fit.seed, 3)))
+            return clients.moments(weighted.points[drawn], mean)
     # On both sides of each axis: they have q's mean, variances and third moments.
     axes = np.sqrt(len(mean)) * np.eye(len(mean))
     return clients.moments(mean + np.concatenate([axes, -axes]) @ root.T, mean)
-
-
-def _differs(q: Gaussian, weighted: Reweighted) -> bool:
-    """Whether weighted points are skewed, or have other moments than q by more than the tolerance."""
-    sd, skewed = gaussian.standard_deviations(q), skewness(weighted.points, weighted.weights)
-    means, log_sds = (weighted.mean - gaussian.mean(q)) / sd, np.log(np.sqrt(np.diag(weighted.covariance)) / sd)
-    return bool(np.abs(skewed).max() > _SKEWED or np.abs([means, log_sds]).max() > _TOLERANCE)
 
 
 def _one_by_one(fit: Any) -> dict[str, Array]:
