@@ -104,7 +104,7 @@ def _per_round(records: tuple[Record, ...]) -> dict[str, Any]:
         "seconds": np.array([record.seconds for record in records]),
         "released": np.array([record.released for record in records], dtype=str),
     }
-    for name in {name for record in records for name in record.info}:
+    for name in dict.fromkeys(name for record in records for name in record.info):
         values = [record.info.get(name, np.nan) for record in records]
         columns[name] = np.array(values, dtype=str if any(isinstance(v, str) for v in values) else float)
     if any(record.together for record in records):

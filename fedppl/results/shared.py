@@ -84,7 +84,7 @@ def shared(
     if phi is not None:
         chains, draws = shape_of(fit.algorithm, fit.status, chains, draws)
         values = {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in fit.reader.constrain(phi).items()}
-        attrs.setdefault("sampling", _SAMPLING)
+        attrs = {"sampling": _SAMPLING} | attrs
         posterior = idata.posterior_dataset(values, fit.reader.dims, fit.reader.coords, attrs)
         groups = {"posterior": idata.mark_estimates(posterior, point_estimates(fit))}
     elif isinstance(result, Point):
