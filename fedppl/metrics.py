@@ -1,8 +1,7 @@
 r"""Quality of predicted probabilities: calibration errors, reliability diagrams, Brier score, and ranking by a score.
 
 A row's *confidence* is the largest of its probabilities, and it is right where the class with that probability came.
-Rows fall into bins of equal width by confidence, b ∈ 1..B of n_b rows each, with a confidence on an edge in
-the lower bin.
+Rows fall into bins of equal width by confidence, b ∈ 1..B of n_b rows each; an edge belongs to the bin below it.
 
 >>> probability = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]])
 >>> label = np.array([0, 1, 1, 1])
@@ -198,8 +197,7 @@ def auroc(positive: Array, negative: Array) -> float:
     Notes
     -----
     *When this fails.* It depends on the order of scores alone: probabilities that are far too large can have an area of
-    1. Where positives are rare, most rows that are flagged may be negative although the area is near 1. With few scores
-    on one side it is rough.
+    1. Where positives are rare, most flagged rows may be negative although it is near 1. It is rough for few scores.
     """
     positive, negative = np.asarray(positive, dtype=float), np.asarray(negative, dtype=float)
     if positive.ndim != 1 or negative.ndim != 1:

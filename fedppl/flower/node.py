@@ -384,8 +384,8 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
         node.algorithm, memory, name_of_kept(node.algorithm, node.client_id(config), run, client_id), client_id
     ).personal
     request = Request(client_id, 0, 0, (seed,), parcel[0], run)
-    drawn = client_posterior(node.algorithm, client, personal, parcel[0], seed, node.draws, node.chains, status)
-    result = idata.from_groups(drawn)
+    drawing = node.draws, node.chains, seed
+    result = idata.from_groups(client_posterior(node.algorithm, client, personal, parcel[0], drawing, status))
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
     replace(partial, b"")  # sets the file's mode before it holds rows

@@ -37,8 +37,7 @@ def rounds(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     Returns
     -------
     numpy.ndarray of matplotlib.axes.Axes
-        The changes, in the algorithm's own units, and the answers. Changes that are zero or not known, as of a step
-        that was not finite, are left out.
+        The changes, in the algorithm's own units, but for those that are zero or not finite; and the answers.
 
     Raises
     ------
@@ -48,8 +47,7 @@ def rounds(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.rounds(fit)
     >>> axes[1].get_xlabel()
     'round'
@@ -143,8 +141,7 @@ _COLORS = {**OUTCOMES, "used, by a fitted t": "C4", "used, by NUTS": "C1"}
 def quality(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     """Draw diagnostics of each client's computations, a panel for each diagnostic that there is.
 
-    A dot is the client's last answer, the line spans all its answers. Infinite effective draws, of computations
-    without draws, are left out.
+    A dot is the client's last answer, the line spans all. Infinite effective draws (there are none) are left out.
 
     Parameters
     ----------
@@ -154,8 +151,7 @@ def quality(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     Returns
     -------
     numpy.ndarray of matplotlib.axes.Axes
-        Panels for effective draws, Pareto k and R̂ where clients report them; then rounds by their outcome, with
-        fallbacks to another local inference.
+        Effective draws, Pareto k and R̂ where clients report them; rounds by outcome and fallback of local inferences.
 
     Raises
     ------
@@ -165,8 +161,7 @@ def quality(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.quality(fit)
     >>> axes[-1].get_xlabel()
     'rounds'
@@ -284,8 +279,7 @@ def influence(
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.influence(fit)
     >>> [panel.get_xlabel() for panel in axes]
     ['shift of the mean (sds)', 'sd with / sd without']
@@ -293,12 +287,10 @@ def influence(
     Notes
     -----
     Filled markers are of the posterior itself, open ones of its Gaussian (``exact`` of `Fit.influence`); unknown values
-    have none. Of many clients some have a small p-value by chance: all lie right of the second line, at 0.05 over the
-    number of clients, with probability 0.95.
+    have none. With probability 0.95 all p-values are above the second line, at 0.05 over the number of clients.
 
     *When this fails.* Clients are left out one at a time: of two that are off in the same way each hides the other. A
-    large shift is no fault, as a client with many rows has one too. Open markers are rough where the posterior is
-    skewed.
+    client with many rows has a large shift without a fault. Open markers are rough where the posterior is skewed.
     """
     a_fit(fit)
     names = chosen("clients", clients, list(fit.client_ids), "the fit's clients")
@@ -378,8 +370,8 @@ def confidence(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.Confidence(strength=8), progressbar=False, random_seed=1)
+    >>> model, clients = fedppl.testing.normal_means()
+    >>> fit = fedppl.fit(model, clients, fedppl.Confidence(strength=8), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.confidence(fit)
     >>> axes[0].get_xlabel()
     'share of the confidence'
@@ -446,8 +438,7 @@ def device_graph(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.HM1(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.HM1(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.device_graph(fit)
     >>> len(axes.texts)  # a number for each pair of 3 clients
     9

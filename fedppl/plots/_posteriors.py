@@ -62,22 +62,19 @@ def forest(
     Parameters
     ----------
     fit
-        A `fedppl.Fit` whose clients are in this process, where their posteriors are drawn; or one that was loaded with
-        draws of them.
+        A `fedppl.Fit` whose clients are in this process, or that was loaded with draws of their posteriors.
     var_names
         Variables of a client's posterior, deterministics among them, or entries as they are printed; by default its
         local ones. With `total` coefficients of a formula, by default those that vary by client.
     coords
         Labels to show, by dim: ``{"predictor": "dose"}``.
     population
-        A level to compare clients with: the name of a shared variable of the same shape, of which mean and interval are
-        drawn, or a number; by name of a variable where there are several. By default the mean of the clients' means; of
-        a total the coefficient that all share.
+        A level to compare clients with: a number, or the name of a shared variable of the same shape, drawn with its
+        interval; by variable where there are several. By default the clients' mean, of a total the shared coefficient.
     total
         Whether to draw, of a formula, each client's own coefficient: the shared one plus the client's effect.
     exponentiate
-        Whether to draw exp of all entries, on a logarithmic axis: odds, rate, hazard or time ratios of a formula. The
-        dot is then the posterior median.
+        Whether to draw exp of all entries on a log axis, with medians: odds, rate, hazard or time ratios of a formula.
     alone
         A fit of the same clients by `fedppl.one_shot.Separate`, for the distance of each estimate from that of the
         client alone. Of a formula totals are compared, since each client alone has coefficients of its own.
@@ -98,16 +95,14 @@ def forest(
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.forest(fit, "theta", population="mu")
     >>> axes[0].get_xlabel()
     'theta'
 
     Notes
     -----
-    *When this fails.* An interval is of one client's variable. That two intervals overlap does not say that two clients
-    agree: see `fedppl.contrast`.
+    *When this fails.* Two intervals may overlap although their clients differ: compare two by `fedppl.contrast`.
     """
     a_fit(fit)
     if not at_hand(fit):
@@ -323,8 +318,7 @@ def prior_posterior(
     fit
         A `fedppl.Fit` with a posterior of the shared variables.
     var_names
-        Shared variables, deterministics among them. By default all, but partial correlations of a formula, of which it
-        shows the correlations.
+        Shared variables, deterministics among them; by default all, but correlations for a formula's partial ones.
     random_seed
         Seed of the draws of the prior; by default the fit's.
     ax, figsize
@@ -337,22 +331,19 @@ def prior_posterior(
     Raises
     ------
     DeclarationError
-        If there are more than 24 panels, or the prior cannot be drawn from: it is not Gaussian and clients are sites of
-        their own.
+        If there are more than 24 panels, or the prior is not Gaussian and no client is here to draw from it.
 
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.prior_posterior(fit, "mu")
     >>> axes[0].get_xlabel()
     'mu'
 
     Notes
     -----
-    Kernel estimates from 4000 draws each. The axis has the range of the posterior, and three times as much on both
-    sides: a wide prior goes on beyond it.
+    Kernel estimates from 4000 draws each, over seven times the posterior's range: a wide prior goes on beyond it.
 
     *When this fails.* Kernels smooth out sharp edges and narrow peaks. Where both densities are alike, data may still
     inform a sum or a difference of variables. A fit that has not converged is drawn as it is.

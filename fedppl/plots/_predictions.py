@@ -57,14 +57,12 @@ def check(
     Raises
     ------
     DeclarationError
-        If no client with rows is here, or outcomes have no replicates: of a `pm.Potential`, or censored between two
-        times.
+        If no client with rows is here, or outcomes are of a `pm.Potential` or censored between two times.
 
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.check(fit, random_seed=1)
     >>> axes[1].get_xlabel()
     'mean of obs'

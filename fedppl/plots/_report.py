@@ -82,8 +82,7 @@ def report(
     path
         The file, such as ``"report.html"``; one that is there is replaced.
     var_names, population
-        Of clients' posteriors, as in `forest`. By default the local variables that all clients have alike, where there
-        are at most 60 clients.
+        As in `forest`; by default, of at most 60 clients, the local variables that all have alike.
     conflict
         What `fedppl.conflict` returned.
     title
@@ -105,8 +104,7 @@ def report(
     --------
     >>> import tempfile
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     page = fedppl.plots.report(fit, Path(folder) / "report.html", title="Three clients")
     ...     "<title>Three clients</title>" in page.read_text(encoding="utf-8")
@@ -114,8 +112,7 @@ def report(
 
     Notes
     -----
-    *When this fails.* Readers learn of each client in this process: leave clients' own variables out where that is not
-    agreed.
+    *When this fails.* Readers learn of each client in this process: show no variable of its own that is not agreed.
     """
     a_fit(fit)
     target = file_to_write(path, "report.html")

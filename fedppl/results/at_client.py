@@ -22,7 +22,7 @@ from fedppl.model.interpreted import quiet
 from fedppl.model.summaries import tells_grid, tells_summary
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
-from fedppl.results.shared import draws_of, shape_of
+from fedppl.results.shared import Drawing, draws_of, shape_of
 from fedppl.types import Array, DeclarationError, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -41,17 +41,10 @@ def require_rows(client: ClientModel, what: str) -> None:
 
 
 def client_posterior(
-    algorithm: AnyAlgorithm,
-    model: ClientModel,
-    personal: Any,
-    message: Message,
-    seed: int,
-    draws: int,
-    chains: int,
-    status: Status,
+    algorithm: AnyAlgorithm, model: ClientModel, personal: Any, message: Message, drawing: Drawing, status: Status
 ) -> dict[str, xr.Dataset]:
     """Draw (φ, θ_k) given the algorithm's final message; the posterior and the client's data as groups of ArviZ."""
-    client_id = model.client_id
+    client_id, (draws, chains, seed) = model.client_id, drawing
     drawn = algorithm.result.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
     sample = draws_of(algorithm.name, drawn, (chains, draws), model.shared_size, model.local_size)
     if (k := sample.diagnostics.get("pareto_k", -np.inf)) > 0.7:

@@ -55,15 +55,13 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> fit.clients_summary()["theta"].sel(statistic="mean").dims
     ('client',)
 
     Notes
     -----
-    *When this fails.* Sds of many transformed local variables that depend on each other are approximated with one node
-    on each side of an axis.
+    *When this fails.* Sds of many dependent, transformed local variables are by one node on each side of an axis.
     """
     require_arrived(fit, "fit.clients_summary()")
     if not fit.clients:
@@ -172,8 +170,7 @@ def _refuse(fit: Any) -> NoReturn:
 class Fit(Ended):
     """Result of `fedppl.fit`.
 
-    What needs a posterior, here and in functions of a fit, raises NotConvergedError where the fit was broken off before
-    there was one.
+    What needs a posterior raises NotConvergedError where the fit was broken off before there was one.
 
     Attributes
     ----------
@@ -203,8 +200,7 @@ class Fit(Ended):
     seconds
         Wall time of all rounds.
     told
-        Numbers that sites of their own sent when the run was over, by client: `fedppl.loo` and `fedppl.conflict` read
-        them.
+        Numbers that sites of their own sent at the end, by client, for `fedppl.loo` and `fedppl.conflict`.
     drawn
         Draws of clients' posteriors from the file of a fit that was loaded.
     """
@@ -254,14 +250,12 @@ class Fit(Ended):
 
         .. math:: \log \int p(\phi) \prod_k \int p(y_k, \theta_k \mid \phi)\, d\theta_k\, d\phi
 
-        Its ``method`` is "sums"; or "EP", where clients are in this process: an approximation, with the ``error`` of
-        computing it and not of approximating.
+        Its ``method`` is "sums"; or "EP", with clients here: an approximation, whose ``error`` is that of computing it.
 
         Raises
         ------
         DeclarationError
-            Where the fit is by EP and clients are sites of their own, or the priors have no normalising constant that
-            is known (pm.Potential, pm.Flat).
+            Where a fit by EP has its clients elsewhere, or priors have no known constant (pm.Potential, pm.Flat).
         NotConvergedError
             Where weights are not to be trusted, or the run did not converge.
 
@@ -292,8 +286,7 @@ class Fit(Ended):
     ) -> Any:
         """Posterior of one client's θ_k, drawn at the client: by `EP` from cavity x local likelihood (FedLin eq. 8).
 
-        Where the shared posterior is weighted points, as by `Sums`, φ is one of these, and θ_k is drawn given
-        it and the client's rows.
+        Where the shared posterior is weighted points, as by `Sums`, φ is one of them, and θ_k is drawn given it.
 
         Parameters
         ----------
@@ -303,9 +296,8 @@ class Fit(Ended):
             New inputs by name, ``{"X": X_new}``, or a data frame, to draw predictions for. The client's own variables
             stay as in the posterior; those with an entry for each row, such as residuals, are drawn for new rows.
         groups
-            More groups of ArviZ to compute, by PyMC: "log_likelihood" of every observation (for ``az.loo``),
-            "posterior_predictive" of the client's own rows (for ``az.plot_ppc``), and "prior", 500 draws, which brings
-            "prior_predictive".
+            More groups of ArviZ: "log_likelihood" of every observation (for ``az.loo``), "posterior_predictive" of the
+            client's own rows (for ``az.plot_ppc``), and "prior", 500 draws, which brings "prior_predictive".
         draws, chains, random_seed
             As in `shared`.
 

@@ -93,8 +93,7 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> found = fedppl.loo(fit)
     >>> found.rows, found.bad
     (60, 0)
@@ -163,8 +162,7 @@ def loo_compare(
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> model, clients = normal_means()
+    >>> model, clients = fedppl.testing.normal_means()
     >>> fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     >>> list(fedppl.loo_compare({"one": fit, "the same": fit})["elpd_diff"])
     [0.0, 0.0]
@@ -361,8 +359,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     Raises
     ------
     DeclarationError
-        If there are fewer than two fits, or one has no evidence: a potential, an improper prior, or it is by EP and
-        clients are sites of their own.
+        If there are fewer than two fits, or one has no evidence: see `Fit.log_evidence`.
     DataError
         If the fits are of other clients or of other observations.
     NotConvergedError
@@ -371,8 +368,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> model, clients = normal_means()
+    >>> model, clients = fedppl.testing.normal_means()
     >>> fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     >>> fedppl.compare({"one": fit, "the same": fit})["probability"].tolist()
     [0.5, 0.5]

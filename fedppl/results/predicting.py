@@ -30,7 +30,7 @@ from fedppl.model.template import built
 from fedppl.results import idata
 from fedppl.results.at_client import GROUPS, client_posterior, draw_outcomes, has_rows, pymc_groups
 from fedppl.results.records import Ended, require_arrived
-from fedppl.results.shared import drawing_of
+from fedppl.results.shared import Drawing, drawing_of
 from fedppl.settings import chosen, one_of, shown, some_of, text
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -58,8 +58,7 @@ def predict(
         Id of a client; of one that gave an estimate in place of rows its posterior is used. None stands for a client
         that no row is known of: its own variables are drawn from the hierarchy, given draws of what all share.
     new_data
-        New inputs by name, or a data frame with columns of these names. Of a formula one row may be given by scalars,
-        ``{"age": 70, "arm": "drug"}``.
+        New inputs by name, or a data frame; of a formula also one row by scalars, ``{"age": 70, "arm": "drug"}``.
     kind
         "response" for draws of outcomes; "mean" for their mean given the parameters, under the name of the outcome with
         ``_mean``: risks (per trial), rates, of levels the probabilities of each. Of times until an event it is their
@@ -77,16 +76,14 @@ def predict(
     Raises
     ------
     DeclarationError
-        If the client is unknown, or no mean is known of a distribution: name it in the builder by
-        ``pm.Deterministic("y_mean", ...)``.
+        If the client is unknown, or a distribution's mean is: declare ``pm.Deterministic("y_mean", ...)``.
     DataError
         If inputs do not fit the model.
 
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> model, clients = normal_means()
+    >>> model, clients = fedppl.testing.normal_means()
     >>> fit = fedppl.fit(model, clients, progressbar=False, random_seed=1)
     >>> own = fit.predict("client 0", {"y": [0.0]}, kind="mean", random_seed=1)["predictions"]["obs_mean"]
     >>> new = fit.predict(None, {"y": [0.0]}, kind="mean", random_seed=1)["predictions"]["obs_mean"]
@@ -158,7 +155,7 @@ def at_client(
     fit: Any,
     model: ClientModel,
     predict: Any,
-    drawing: tuple[int, int, int],
+    drawing: Drawing,
     *,
     groups: Sequence[str] | str = (),
     kind: str = "response",
@@ -166,7 +163,7 @@ def at_client(
 ) -> Any:
     """The posterior of a client whose data are here, and predictions where there are new inputs."""
     groups = chosen("groups", groups, sorted(GROUPS), "the groups of ArviZ") if groups else ()
-    client_id, (draws, chains, seed), result = model.client_id, drawing, fit.algorithm.result
+    client_id, result, seed = model.client_id, fit.algorithm.result, drawing[-1]
     inputs = unseen = None
     if predict is not None and has_rows(model):
         require_mean(kind, at, model.declared.builder)
@@ -178,7 +175,7 @@ def at_client(
     if result.caution and (predict is not None or {*groups} - {"prior"}):
         logger.warning("client %s: %s", client_id, result.caution)
     message, personal = result.final_message(fit.state, client_id), fit.personal.get(client_id)
-    datasets = client_posterior(fit.algorithm, model, personal, message, seed, draws, chains, fit.status)
+    datasets = client_posterior(fit.algorithm, model, personal, message, drawing, fit.status)
     posterior = datasets["posterior"]
     datasets |= pymc_groups(model, posterior, groups, seed)
     if inputs is not None:
@@ -190,9 +187,7 @@ def at_client(
     return idata.from_groups(datasets)
 
 
-def _new_without_rows(
-    fit: Any, unseen: Unseen, drawing: tuple[int, int, int], kind: str = "response", at: Any = None
-) -> Any:
+def _new_without_rows(fit: Any, unseen: Unseen, drawing: Drawing, kind: str = "response", at: Any = None) -> Any:
     require_mean(kind, at, unseen.builder)
     require_arrived(fit, "predictions for a new client")
     draws, chains, seed = drawing

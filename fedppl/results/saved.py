@@ -21,7 +21,7 @@ from fedppl.contracts import AnyAlgorithm, Point, SharedReader
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.records import Ended, unarrived
-from fedppl.results.shared import weighted_points
+from fedppl.results.shared import Drawing, weighted_points
 from fedppl.settings import file_to_write, one_line, one_of, shown
 from fedppl.storage import codec
 from fedppl.types import Array, DataError, DeclarationError, Layout
@@ -298,7 +298,7 @@ def drawn_of(fit: Any) -> dict[str, xr.Dataset]:
     return drawn
 
 
-def stored_draws(fit: Ended, client_id: str, drawing: tuple[int, int, int], *, predict: Any, groups: Any) -> Any:
+def stored_draws(fit: Ended, client_id: str, drawing: Drawing, *, predict: Any, groups: Any) -> Any:
     """Posterior of a client whose data are not here: the draws in the file, or an error with the remedy."""
     if fit.drawn is None:
         raise DeclarationError(f"client {client_id!r} is a site of its own; give its client_app a folder=.")

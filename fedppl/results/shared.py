@@ -31,7 +31,10 @@ _SAMPLING = "independent draws of the approximation: r_hat and ess do not descri
 _WEIGHTED = "draws with repetition of weighted points of the posterior: ess is of the weights; r_hat says nothing"
 
 
-def drawing_of(fit: Ended, draws: int, chains: int, random_seed: int | None) -> tuple[int, int, int]:
+Drawing = tuple[int, int, int]  # numbers of draws and of chains, and the seed
+
+
+def drawing_of(fit: Ended, draws: int, chains: int, random_seed: int | None) -> Drawing:
     """The keywords of draws, checked; the seed is the fit's where none is given."""
     seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
     return whole("draws", draws, most=10**7), whole("chains", chains, most=10**4), seed
@@ -45,11 +48,9 @@ def shared(
     Parameters
     ----------
     unconverged
-        Whether to draw also where the fit was broken off before there was a posterior: such draws can be very far
-        off, and ``attrs`` has a warning.
+        Whether to draw also where the fit was broken off before it had a posterior: draws can be very far off.
     draws, chains, random_seed
-        Independent draws of q(φ), by the fit's seed by default: all in one chain where the fit has not converged,
-        so that R̂ is NaN.
+        Independent draws of q(φ), by default by the fit's seed; in one chain (R̂ NaN) if the fit has not converged.
 
     Returns
     -------
@@ -260,8 +261,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None = None) -> xr.Data
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> fit.influence()["shift"].dims
     ('client', 'rows')
 
@@ -269,8 +269,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None = None) -> xr.Data
     -----
     *When this fails.* By `Sums` each client's log f_k is computed at all points, and its data have to be in this
     process. Where one client determines much of the posterior, few points lie where the others' is: `exact` is then
-    False, and `fedppl.without` fits the others anew. The Gaussian by `EP` lacks the client's share of 1/K of a
-    prior that is not Gaussian.
+    False, and `fedppl.without` fits the others anew. The Gaussian by `EP` lacks 1/K of a prior that is not Gaussian.
     """
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Posterior) or shared.without is None:

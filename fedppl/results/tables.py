@@ -67,8 +67,7 @@ def summary(
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> list(fit.summary().columns)
     ['mean', 'sd', 'ci_low', 'ci_high', 'mcse_mean', 'mcse_sd', 'last_change', 'skewness']
     >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
@@ -252,8 +251,7 @@ def table(
     Returns
     -------
     Table
-        With ``frame``, ``to_html()``, ``to_latex()`` and ``to_docx(path)``. Estimates are posterior means, of ratios
-        posterior medians.
+        With ``frame``, ``to_html()``, ``to_latex()`` and ``to_docx(path)``. Estimates are means, of ratios medians.
 
     Raises
     ------
@@ -263,8 +261,7 @@ def table(
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), progressbar=False, random_seed=1)
     >>> print(fedppl.table(fit))  # doctest: +NORMALIZE_WHITESPACE
        estimate 95 % interval what
     mu     1.50  0.88 to 2.12
@@ -272,8 +269,7 @@ def table(
     Notes
     -----
     *When this fails.* An odds ratio is no ratio of risks where events are not rare, and it is of one site: the ratio
-    over all patients, averaged over sites, is nearer to 1. For risks see `Fit.predict` with ``kind="mean"``, and
-    `marginal_effects`.
+    over all patients is nearer to 1. For risks see `Fit.predict` with ``kind="mean"``, and `marginal_effects`.
     """
     a_fit(fit)
     flag("exponentiate", exponentiate)
