@@ -190,9 +190,9 @@ def quality(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
             panel.axvline(PARETO, color="C3", lw=1, ls="--", label=f"limit {PARETO}")
             _fit.legend(panel)
     left = np.zeros(len(clients))
-    for word, number in counts(table).items():
-        axes[-1].barh(clients, number, left=left, height=0.7, color=_COLORS[word], label=word)
-        left += number
+    for word, rounds_of in counts(table).items():
+        axes[-1].barh(clients, rounds_of, left=left, height=0.7, color=_COLORS[word], label=word)
+        left += rounds_of
     _fit.few_ticks(axes[-1], integer=True, min_n_ticks=1)
     axes[-1].set_xlabel("rounds")
     _fit.legend(axes[-1])

@@ -113,8 +113,8 @@ def _log_likelihood(client: ClientModel, model: Any, posterior: xr.Dataset, seed
     dims, coords = dims_and_coords(model)
     # A multivariate outcome has fewer densities than numbers.
     dims = {name: (dims.get(name) or ())[: value.ndim - 2] for name, value in values.items()}
-    coords |= {name: draws[name] for name in ("chain", "draw")}
-    return {"log_likelihood": idata.posterior_dataset(values, dims, coords)}
+    own = {**coords, "chain": draws["chain"], "draw": draws["draw"]}
+    return {"log_likelihood": idata.posterior_dataset(values, dims, own)}
 
 
 def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:

@@ -107,6 +107,7 @@ def _rows(
     values: xr.DataArray, drawn: bool, weighted: Estimates | None, tails: Array, details: dict[str, Array]
 ) -> pd.DataFrame:
     index = labels_of(values)
+    columns: dict[str, Any]
     if not drawn:
         columns = {"mean": np.ravel(values.values)}
     elif weighted is not None:
