@@ -164,10 +164,7 @@ def entropy(probability: Array) -> Array:
     *When this fails.* It does not say whether a row is uncertain because classes overlap there or because the
     parameters are not known. A model that is overconfident far from its data has a low entropy there too.
     """
-    p = _array(probability)
-    if p.ndim != 2 or not p.shape[1]:
-        raise DataError(f"probabilities have shape {p.shape}; pass (n, C).")
-    _require_distributions(p)
+    p = _distributions(probability)
     return np.asarray(0.0 - np.sum(np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0), axis=1))
 
 
@@ -210,29 +207,28 @@ def auroc(positive: Array, negative: Array) -> float:
     return float((ranks.sum() - len(positive) * (len(positive) + 1) / 2) / (len(positive) * len(negative)))
 
 
-def _array(probability: Any) -> Array:
-    """An array of numbers; refuses a data set of several arrays."""
-    if isinstance(probability, Mapping):
-        kind = type(probability).__name__
-        raise DataError(f"probabilities are a {kind}; pass one of its arrays, {list(probability)}.")
-    return np.asarray(probability, dtype=float)
-
-
 def _checked(probability: Array, label: Array) -> tuple[Array, Any]:
-    probability, label = _array(probability), np.asarray(label)
-    if probability.ndim != 2 or len(probability) == 0 or label.shape != probability.shape[:1]:
+    probability, label = _distributions(probability), np.asarray(label)
+    if len(probability) == 0 or label.shape != probability.shape[:1]:
         shapes = f"{probability.shape} and labels {label.shape}"
         raise DataError(f"probabilities {shapes} do not fit; pass (n, C) and (n,) with at least one row.")
-    _require_distributions(probability)
     last = probability.shape[1] - 1
     if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() > last:
         raise DataError(f"labels must be whole numbers from 0 to {last}; found {np.unique(label)[:10]}.")
     return probability, label
 
 
-def _require_distributions(probability: Array) -> None:
-    sums = probability.sum(axis=1)
-    if not (np.all(probability >= 0) and np.all(np.abs(sums - 1) < 1e-6)):
+def _distributions(probability: Any) -> Array:
+    """Distributions over classes, (n, C); refuses a data set of several arrays."""
+    if isinstance(probability, Mapping):
+        kind = type(probability).__name__
+        raise DataError(f"probabilities are a {kind}; pass one of its arrays, {list(probability)}.")
+    p = np.asarray(probability, dtype=float)
+    if p.ndim != 2 or not p.shape[1]:
+        raise DataError(f"probabilities have shape {p.shape}; pass (n, C).")
+    sums = p.sum(axis=1)
+    if not (np.all(p >= 0) and np.all(np.abs(sums - 1) < 1e-6)):
         worst = int(np.argmax(np.where(np.isfinite(sums), np.abs(sums - 1), np.inf)))
-        sizes = f"adds up to {sums[worst]:.6g} with least entry {probability[worst].min():.3g}"
+        sizes = f"adds up to {sums[worst]:.6g} with least entry {p[worst].min():.3g}"
         raise DataError(f"row {worst} of the probabilities {sizes}; each must be a distribution over classes.")
+    return p

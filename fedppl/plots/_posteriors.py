@@ -111,10 +111,10 @@ def forest(
     drawing = {"draws": draws, "chains": chains, "random_seed": random_seed}
     ci_prob, total = between("ci_prob", ci_prob, 0, 1), flag("total", total)
     settings = _Settings(ci_prob, total, flag("exponentiate", exponentiate), drawing)
-    formula = _formula_of(fit, settings, alone)
+    formula = _formula_of(fit, settings, alone, names)
     groups = {name: _posterior(fit, name, settings) for name in names}
     shown_entries = _entries(fit, groups, var_names, coords, settings)
-    others = {} if alone is None else _alone(alone, names, settings)
+    others = {} if alone is None else {name: _posterior(alone, name, settings) for name in names}
     if population is None and total:
         population = {entry.name: entry.name for entry in shown_entries}
     levels = _levels(fit, shown_entries, population, settings)
@@ -162,13 +162,18 @@ def _effects(group: Any, name: str) -> str:
     return scaled if name.endswith("_z") and scaled in group else name
 
 
-def _formula_of(fit: Any, settings: _Settings, alone: Any | None) -> Any:
+def _formula_of(fit: Any, settings: _Settings, alone: Any | None, names: Sequence[str]) -> Any:
+    """The formula whose totals are drawn, if any; refuses clients alone that are not comparable."""
     builder = fit.declaration.builder
     is_formula = hasattr(builder, "totals")
     if settings.total and not is_formula:
         raise DeclarationError("total=True adds up a formula's coefficients; of a builder draw a pm.Deterministic.")
     if alone is not None and is_formula and not settings.total:
         raise DeclarationError("alone= has no shared coefficients, to which effects are relative; write total=True.")
+    if alone is not None:
+        a_fit(alone)
+        if lost := [name for name in names if name not in at_hand(alone)]:
+            raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
     return builder if settings.total else None
 
 
@@ -220,19 +225,16 @@ def _levels(
     fit: Any, shown_entries: Sequence[Entry], population: Any, settings: _Settings
 ) -> list[tuple[str, Estimates] | None]:
     """The level that every entry is compared with, by panel; None for the clients' mean."""
-    if population is None:
-        return [None] * len(shown_entries)
     names = list(dict.fromkeys(entry.name for entry in shown_entries))
     by_name = population if isinstance(population, Mapping) else dict.fromkeys(names, population)
     if unknown := sorted(set(by_name) - set(names)):
         raise DeclarationError(f"population= names {unknown}, which are not among the variables shown, {names}.")
-    return [
-        _level_of(fit, entry, by_name[entry.name], settings) if entry.name in by_name else None
-        for entry in shown_entries
-    ]
+    return [_level_of(fit, entry, by_name.get(entry.name), settings) for entry in shown_entries]
 
 
-def _level_of(fit: Any, entry: Entry, value: Any, settings: _Settings) -> tuple[str, Estimates]:
+def _level_of(fit: Any, entry: Entry, value: Any, settings: _Settings) -> tuple[str, Estimates] | None:
+    if value is None:
+        return None
     if isinstance(value, int | float | np.number) and not isinstance(value, bool):
         return f"{value:g}", Estimates(*[np.array([value], dtype=float)] * 5)
     group = shared_draws(fit)
@@ -282,14 +284,6 @@ def _ratios(axes: Any, low: float, high: float) -> None:
     if low < 1.0 < high:
         axes.axvline(1.0, color=_fit.GREY, linestyle=":", lw=1)
     _fit.log_ticks(axes, low, high)
-
-
-def _alone(fit: Any, names: Sequence[str], settings: _Settings) -> dict[str, Any]:
-    """Posteriors of the same clients from another fit."""
-    a_fit(fit)
-    if lost := [name for name in names if name not in at_hand(fit)]:
-        raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
-    return {name: _posterior(fit, name, settings) for name in names}
 
 
 def _posterior(fit: Any, name: str, settings: _Settings) -> Any:
