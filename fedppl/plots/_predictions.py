@@ -265,12 +265,8 @@ def reliability(probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = 
 
     Parameters
     ----------
-    probabilities
-        Class probabilities, (n, C), rows adding up to 1; or the probability of the second of two classes, (n,).
-    outcomes
-        Classes 0 to C - 1, (n,).
-    bins
-        Number of bins.
+    probabilities, outcomes, bins
+        As in `fedppl.metrics.reliability`; of two classes also the probability of the second alone, (n,).
     ax, figsize
         As in all of `fedppl.plots`.
 
