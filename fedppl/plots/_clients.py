@@ -141,7 +141,7 @@ _COLORS = {**OUTCOMES, "used, by a fitted t": "C4", "used, by NUTS": "C1"}
 def quality(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     """Draw diagnostics of each client's computations, a panel for each diagnostic that there is.
 
-    A dot is the client's last answer, the line spans all. Infinite effective draws (there are none) are left out.
+    A dot is the client's last answer, the line spans all. Infinite effective draws, of exact moments, are left out.
 
     Parameters
     ----------

@@ -83,6 +83,7 @@ def observed_values(pymc_model: Any) -> dict[str, np.ndarray]:
 
 # Groups of a client's posterior that PyMC computes: pointwise log likelihood, replicates, the prior ------------------
 
+GROUPS = ("log_likelihood", "posterior_predictive", "prior")
 _PRIOR_DRAWS = 500
 _AT_ONCE = 2**20  # numbers in an array of log densities that is computed at once
 _UNKNOWN = (NotImplementedError, ParameterValueError, ValueError, TypeError)  # of densities that are not known to us
@@ -98,23 +99,30 @@ def pymc_groups(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str
         raise DeclarationError(f"groups={list(groups)} are about {what}; declare outcomes as observed (pm.CustomDist).")
     marks = {name: posterior.attrs[name] for name in ("client", "status", "converged") if name in posterior.attrs}
     datasets: dict[str, xr.Dataset] = {}
-    for name in groups:
-        datasets |= GROUPS[name](client, model, posterior, seed % 2**32)
+    if "log_likelihood" in groups:
+        datasets["log_likelihood"] = _log_likelihood(client, model, posterior)
+    if "posterior_predictive" in groups:
+        datasets["posterior_predictive"] = draw_outcomes(model, posterior, seed % 2**32)
+    if "prior" in groups:
+        compiled = {"mode": interpreted.PYTHON_MODE}
+        with model, proper_priors(), quiet():
+            drawn = pm.sample_prior_predictive(_PRIOR_DRAWS, random_seed=seed % 2**32, compile_kwargs=compiled)
+        datasets |= {name: idata.as_dataset(drawn, name) for name in ("prior", "prior_predictive")}
     return {name: group.assign_attrs(inference_library="fedppl", **marks) for name, group in datasets.items()}
 
 
-def _log_likelihood(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
+def _log_likelihood(client: ClientModel, model: Any, posterior: xr.Dataset) -> xr.Dataset:
     """Of every observation at every draw: of all draws at once where that agrees with PyMC at four of them."""
     draws = posterior[[variable.name for variable in model.free_RVs if variable.name in posterior]]
     function = client.template.of_declaration("log likelihood", lambda: _compared(client, model, draws))
     values = _at_once(client, function, draws) if function else None
     if values is None:
-        return {"log_likelihood": _by_pymc(model, draws)}
+        return _by_pymc(model, draws)
     dims, coords = dims_and_coords(model)
     # A multivariate outcome has fewer densities than numbers.
     dims = {name: (dims.get(name) or ())[: value.ndim - 2] for name, value in values.items()}
     own = {**coords, "chain": draws["chain"], "draw": draws["draw"]}
-    return {"log_likelihood": idata.posterior_dataset(values, dims, own)}
+    return idata.posterior_dataset(values, dims, own)
 
 
 def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
@@ -163,25 +171,6 @@ def _at_once(client: ClientModel, function: Callable[..., list[Array]], draws: x
     values = [np.concatenate(chunks) for chunks in zip(*computed, strict=True)]
     names = [rv.name for rv in model.observed_RVs]
     return {name: value.reshape(*shape, *value.shape[1:]) for name, value in zip(names, values, strict=True)}
-
-
-def _posterior_predictive(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
-    """Replicates of the observations, one a draw, for the same inputs and the same local variables."""
-    return {"posterior_predictive": draw_outcomes(model, posterior, seed)}
-
-
-def _prior(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
-    with model, proper_priors(), quiet():
-        compiled = {"mode": interpreted.PYTHON_MODE}
-        drawn = pm.sample_prior_predictive(_PRIOR_DRAWS, random_seed=seed, compile_kwargs=compiled)
-    return {name: idata.as_dataset(drawn, name) for name in ("prior", "prior_predictive")}
-
-
-GROUPS: dict[str, Callable[[ClientModel, Any, xr.Dataset, int], dict[str, xr.Dataset]]] = {
-    "log_likelihood": _log_likelihood,
-    "posterior_predictive": _posterior_predictive,
-    "prior": _prior,
-}
 
 
 # Outcomes from a declared model: at draws of its variables, and whole data sets from its prior ------------------------

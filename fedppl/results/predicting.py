@@ -162,7 +162,7 @@ def at_client(
     at: Any = None,
 ) -> Any:
     """The posterior of a client whose data are here, and predictions where there are new inputs."""
-    groups = chosen("groups", groups, sorted(GROUPS), "the groups of ArviZ") if groups else ()
+    groups = chosen("groups", groups, GROUPS, "the groups of ArviZ") if groups else ()
     client_id, result, seed = model.client_id, fit.algorithm.result, drawing[-1]
     inputs = unseen = None
     if predict is not None and has_rows(model):
