@@ -156,7 +156,7 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedMo
         before, here = (", ".join(f"{k} {one_line(one.get(k), 300)}" for k in sorted(other)) for one in (theirs, ours))
         raise DeclarationError(f"the file is of a fit with {before}, and this model has {here}; pass what was fitted.")
     if not _alike(saved.agreement, declaration.agreement):
-        raise DeclarationError("the file is of another declaration: clients agreed on others; pass what was fitted.")
+        raise DeclarationError("another declaration: agreed levels or scales are not the file's; pass what was fitted.")
 
 
 _ROUNDING = 1e-9  # of the largest number beside it: sums over rows depend on their order, and means may be 0
