@@ -1,8 +1,7 @@
 r"""Quality of predicted probabilities: calibration errors, reliability diagrams, Brier score, and ranking by a score.
 
 A row's *confidence* is the largest of its probabilities, and it is right where the class with that probability came.
-Rows fall into bins of equal width by confidence, b ∈ 1..B of n_b rows each, with a confidence on an edge in
-the lower bin.
+Rows fall into bins of equal width by confidence, b ∈ 1..B of n_b rows each; an edge belongs to the bin below it.
 
 >>> probability = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]])
 >>> label = np.array([0, 1, 1, 1])
@@ -165,10 +164,7 @@ def entropy(probability: Array) -> Array:
     *When this fails.* It does not say whether a row is uncertain because classes overlap there or because the
     parameters are not known. A model that is overconfident far from its data has a low entropy there too.
     """
-    p = _array(probability)
-    if p.ndim != 2 or not p.shape[1]:
-        raise DataError(f"probabilities have shape {p.shape}; pass (n, C).")
-    _require_distributions(p)
+    p = _distributions(probability)
     return np.asarray(0.0 - np.sum(np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0), axis=1))
 
 
@@ -198,8 +194,7 @@ def auroc(positive: Array, negative: Array) -> float:
     Notes
     -----
     *When this fails.* It depends on the order of scores alone: probabilities that are far too large can have an area of
-    1. Where positives are rare, most rows that are flagged may be negative although the area is near 1. With few scores
-    on one side it is rough.
+    1. Where positives are rare, most flagged rows may be negative although it is near 1. It is rough for few scores.
     """
     positive, negative = np.asarray(positive, dtype=float), np.asarray(negative, dtype=float)
     if positive.ndim != 1 or negative.ndim != 1:
@@ -212,35 +207,28 @@ def auroc(positive: Array, negative: Array) -> float:
     return float((ranks.sum() - len(positive) * (len(positive) + 1) / 2) / (len(positive) * len(negative)))
 
 
-def _array(probability: Any) -> Array:
-    """An array of numbers; refuses a data set of several arrays."""
-    if isinstance(probability, Mapping):
-        raise DataError(
-            f"probabilities are a {type(probability).__name__}; pass one of its arrays, {list(probability)}."
-        )
-    return np.asarray(probability, dtype=float)
-
-
 def _checked(probability: Array, label: Array) -> tuple[Array, Any]:
-    probability, label = _array(probability), np.asarray(label)
-    if probability.ndim != 2 or len(probability) == 0 or label.shape != probability.shape[:1]:
-        raise DataError(
-            f"probabilities of shape {probability.shape} and labels of shape {label.shape} do not fit; pass (n, C) "
-            "and (n,) with at least one row."
-        )
-    _require_distributions(probability)
-    if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() >= probability.shape[1]:
-        raise DataError(
-            f"labels must be whole numbers from 0 to {probability.shape[1] - 1}; found {np.unique(label)[:10]}."
-        )
+    probability, label = _distributions(probability), np.asarray(label)
+    if len(probability) == 0 or label.shape != probability.shape[:1]:
+        shapes = f"{probability.shape} and labels {label.shape}"
+        raise DataError(f"probabilities {shapes} do not fit; pass (n, C) and (n,) with at least one row.")
+    last = probability.shape[1] - 1
+    if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() > last:
+        raise DataError(f"labels must be whole numbers from 0 to {last}; found {np.unique(label)[:10]}.")
     return probability, label
 
 
-def _require_distributions(probability: Array) -> None:
-    sums = probability.sum(axis=1)
-    if not (np.all(probability >= 0) and np.all(np.abs(sums - 1) < 1e-6)):
+def _distributions(probability: Any) -> Array:
+    """Distributions over classes, (n, C); refuses a data set of several arrays."""
+    if isinstance(probability, Mapping):
+        kind = type(probability).__name__
+        raise DataError(f"probabilities are a {kind}; pass one of its arrays, {list(probability)}.")
+    p = np.asarray(probability, dtype=float)
+    if p.ndim != 2 or not p.shape[1]:
+        raise DataError(f"probabilities have shape {p.shape}; pass (n, C).")
+    sums = p.sum(axis=1)
+    if not (np.all(p >= 0) and np.all(np.abs(sums - 1) < 1e-6)):
         worst = int(np.argmax(np.where(np.isfinite(sums), np.abs(sums - 1), np.inf)))
-        raise DataError(
-            f"row {worst} of the probabilities adds up to {sums[worst]:.6g} with least entry "
-            f"{probability[worst].min():.3g}; each must be a distribution over classes."
-        )
+        sizes = f"adds up to {sums[worst]:.6g} with least entry {p[worst].min():.3g}"
+        raise DataError(f"row {worst} of the probabilities {sizes}; each must be a distribution over classes.")
+    return p

@@ -384,7 +384,8 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
         node.algorithm, memory, name_of_kept(node.algorithm, node.client_id(config), run, client_id), client_id
     ).personal
     request = Request(client_id, 0, 0, (seed,), parcel[0], run)
-    result = client_posterior(node.algorithm, client, personal, parcel[0], seed, node.draws, node.chains, status)
+    drawing = node.draws, node.chains, seed
+    result = idata.from_groups(client_posterior(node.algorithm, client, personal, parcel[0], drawing, status))
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
     replace(partial, b"")  # sets the file's mode before it holds rows
@@ -499,11 +500,10 @@ def tell(
 def _loo(client: ClientModel, drawn: Any) -> Array:
     """Sums of leave-one-out log densities over rows."""
     require_rows(client, "leaving rows out")
-    model = client.pymc_model()
-    if drawn["posterior"].attrs.get("fedppl_point_estimate") or model.potentials:
+    if drawn["posterior"].attrs.get("fedppl_point_estimate") or client.pymc_model().potentials:
         raise ValueError("no rows are left out of point estimates or potentials")
-    densities = pymc_groups(client, model, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)
-    return np.array(list(sums_of(rows_of(densities)).values()))
+    densities = pymc_groups(client, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)
+    return np.array(sums_of(rows_of(densities)))
 
 
 def _conflict(

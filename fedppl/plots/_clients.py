@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from fedppl.contracts.printed import FALLBACKS, tolerance_of
 from fedppl.plots import _fit
-from fedppl.plots._fit import coordinate_names, coordinates, require_by_client
+from fedppl.plots._fit import Names, Size, coordinate_names, coordinates, require_by_client
 from fedppl.settings import a_fit, chosen, shown
 from fedppl.types import Array, DeclarationError
 
@@ -25,7 +26,7 @@ _INSTEAD = {"bound": "bound on the log evidence", "heard": "clients heard so far
 _PHASES = ("#ffffff", "#e9f0e2", "#f3ead9", "#ece3f0")
 
 
-def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+def rounds(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     """Draw the changes in every round, on a log axis with the tolerance, and below them which clients answered.
 
     Parameters
@@ -36,7 +37,7 @@ def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = No
     Returns
     -------
     numpy.ndarray of matplotlib.axes.Axes
-        The changes, in the algorithm's own units, and the answers.
+        The changes, in the algorithm's own units, but for those that are zero or not finite; and the answers.
 
     Raises
     ------
@@ -46,75 +47,63 @@ def rounds(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = No
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.rounds(fit)
     >>> axes[1].get_xlabel()
     'round'
 
     Notes
     -----
-    Changes that are zero or not known are left out of the log axis: as a step of a search that was not
-    finite.
-
     *When this fails.* A change below the tolerance in one round is no proof: few clients may have been asked, or steps
     short. The algorithm's own test is ``fit.status``. Curves of two algorithms have units of their own.
     """
-    require_by_client(fit)
+    outcome = require_by_client(fit)["outcome"].transpose("client", "round").values
     number = np.array([record.number for record in fit.records])
-    count = len(fit.client_ids)
-    tall = min(0.2 * count, _fit.TALLEST - 5) + 1.0
+    tall = min(0.2 * len(outcome), _fit.TALLEST - 5) + 1.0
     size = (min(6.0 + 0.05 * len(number), 11.0), 3.4 + tall)
-    above, below = _fit.panels(ax, 2, 1, size, figsize, sharex=True, gridspec_kw={"height_ratios": [2.6, tall]})
+    ratios = {"height_ratios": [2.6, tall]}
+    above, below = both = _fit.panels(ax, 2, 1, size, figsize, sharex=True, gridspec_kw=ratios)
     _phases(above, fit, number)
     _changes(above, fit, number)
-    _answers(below, fit, number)
-    for axes in (above, below):
+    _answers(below, fit, number, outcome)
+    for axes in both:
         axes.xaxis.set_major_locator(_fit.matplotlib("ticker").MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_xlim(number[0] - 0.5, number[-1] + 0.5)
     below.set_xlabel("round")
     if not above.get_shared_x_axes().joined(above, below):  # given axes, perhaps side by side
         above.set_xlabel("round")
-    return np.array([above, below], dtype=object)
+    return both
 
 
 def changed(fit: Any) -> dict[str, Array]:
-    """Changes in every round, by name of the diagnostic, of those that have a value to draw."""
+    """Positive changes in every round, else NaN, by name of the diagnostic; of those that have any."""
     names = dict.fromkeys(name for record in fit.records for name in record.info if name.startswith(_CHANGES))
-    return {name: values for name in names if np.any(_visible(values := _column(fit, name)))}
-
-
-def outcomes(fit: Any) -> Array:
-    """Outcome of each client in each round, (client, round), as its place in `OUTCOMES`."""
-    names = np.asarray(require_by_client(fit)["outcome"].transpose("client", "round").values)
-    return np.asarray(np.vectorize(list(OUTCOMES).index, otypes=[float])(names))
+    columns = {name: _column(fit, name) for name in names}
+    positive = {name: np.where(values > 0, values, np.nan) for name, values in columns.items()}
+    return {name: values for name, values in positive.items() if not np.all(np.isnan(values))}
 
 
 def _column(fit: Any, name: str) -> Array:
+    """A diagnostic of every round; NaN where it is not a finite number."""
     values = [record.info.get(name, np.nan) for record in fit.records]
-    return np.array([np.nan if isinstance(value, str) else float(value) for value in values])
+    numbers = np.array([np.nan if isinstance(value, str) else value for value in values], dtype=float)
+    return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
 def _changes(axes: Any, fit: Any, number: Array) -> None:
-    if changes := changed(fit):
-        for name, values in changes.items():
-            visible = np.where(_visible(values), values, np.nan)
-            axes.plot(number, visible, "o-", ms=4, lw=1.2, label=_UNITS.get(name, name.replace("_", " ")))
-        axes.set_yscale("log")
+    for name, values in (changes := changed(fit)).items():
+        axes.plot(number, values, "o-", ms=4, lw=1.2, label=_UNITS.get(name, name.replace("_", " ")))
+    if changes:
+        axes.set(yscale="log", ylabel="change in the round")
         if (bound := tolerance_of(fit.algorithm.settings)) is not None and fit.algorithm.result.tests_convergence:
             axes.axhline(bound, color="black", ls="--", lw=1, label=f"tolerance {bound:g}")
-        axes.set_ylabel("change in the round")
     else:
-        name = next((name for name in _INSTEAD if np.any(np.isfinite(_column(fit, name)))), "")
-        values = _column(fit, name) if name else np.array([record.seconds for record in fit.records])
+        instead = {label: _column(fit, name) for name, label in _INSTEAD.items()}
+        instead["seconds"] = np.array([record.seconds for record in fit.records])
+        label, values = next(one for one in instead.items() if not np.all(np.isnan(one[1])))
         axes.plot(number, values, "o-", ms=4, lw=1.2)
-        axes.set_ylabel(_INSTEAD.get(name, "seconds"))
+        axes.set_ylabel(label)
     _fit.legend(axes)
-
-
-def _visible(values: Array) -> Any:
-    with np.errstate(invalid="ignore"):
-        return np.isfinite(values) & (values > 0)
 
 
 def _phases(axes: Any, fit: Any, number: Array) -> None:
@@ -123,37 +112,36 @@ def _phases(axes: Any, fit: Any, number: Array) -> None:
     names = [name for name in dict.fromkeys(phases) if name]
     if len(names) < 2:
         return
-    for name in names:
-        color, label = _PHASES[(names.index(name) + 1) % len(_PHASES)], f"phase: {name}"
-        for k, phase in enumerate(phases):
-            if phase == name:
-                axes.axvspan(number[k] - 0.5, number[k] + 0.5, color=color, lw=0, zorder=0, label=label)
-                label = "_nolegend_"
+    for k, phase in enumerate(phases):
+        if phase:
+            label = f"phase: {phase}" if phases.index(phase) == k else "_nolegend_"
+            color = _PHASES[(names.index(phase) + 1) % len(_PHASES)]
+            axes.axvspan(number[k] - 0.5, number[k] + 0.5, color=color, lw=0, zorder=0, label=label)
 
 
-def _answers(axes: Any, fit: Any, number: Array) -> None:
+def _answers(axes: Any, fit: Any, number: Array, outcome: Any) -> None:
     patches, colors = _fit.matplotlib("patches"), _fit.matplotlib("colors").ListedColormap(list(OUTCOMES.values()))
-    table, names = outcomes(fit), [_fit.short(name) for name in fit.client_ids]
+    table = np.argmax([outcome == word for word in OUTCOMES], axis=0)
     lines = {"edgecolors": "0.85", "linewidth": 0.6 if len(number) <= 100 else 0.0}
-    edges = np.concatenate([number - 0.5, number[-1:] + 0.5])
-    places = np.arange(len(names) + 1) - 0.5
+    edges = np.append(number - 0.5, number[-1] + 0.5)
+    places = np.arange(len(table) + 1) - 0.5
     axes.pcolormesh(edges, places, table, cmap=colors, vmin=-0.5, vmax=len(OUTCOMES) - 0.5, **lines)
-    _fit.client_lines(axes, names)
-    present = [word for k, word in enumerate(OUTCOMES) if np.any(table == k)]
-    handles = [patches.Patch(fc=OUTCOMES[word], ec="0.6", label=word) for word in present]
-    _fit.legend(axes, len(handles), handles)
+    _fit.client_lines(axes, fit.client_ids)
+    present = [word for word in OUTCOMES if np.any(outcome == word)]
+    _fit.legend(axes, len(present), [patches.Patch(fc=OUTCOMES[word], ec="0.6", label=word) for word in present])
 
 
 # Quality of clients' computations: effective draws, Pareto k, fallbacks, and replies that were not used ---------------
 
 PARETO = 0.7  # Pareto k beyond which moments by importance sampling are not to be trusted
 WORDS = {"ess": "effective draws", "pareto_k": "Pareto k", "rhat": "R̂"}
+_COLORS = {**OUTCOMES, "used, by a fitted t": "C4", "used, by NUTS": "C1"}
 
 
-def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+def quality(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     """Draw diagnostics of each client's computations, a panel for each diagnostic that there is.
 
-    A dot is the client's last answer, the line spans all its answers.
+    A dot is the client's last answer, the line spans all. Infinite effective draws, of exact moments, are left out.
 
     Parameters
     ----------
@@ -163,8 +151,7 @@ def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = N
     Returns
     -------
     numpy.ndarray of matplotlib.axes.Axes
-        Panels for effective draws, Pareto k and R̂ where clients report them; then rounds by their outcome, with
-        fallbacks to another local inference.
+        Effective draws, Pareto k and R̂ where clients report them; rounds by outcome and fallback of local inferences.
 
     Raises
     ------
@@ -174,31 +161,26 @@ def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = N
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.quality(fit)
     >>> axes[-1].get_xlabel()
     'rounds'
 
     Notes
     -----
-    Infinite effective draws, of computations without draws, are left out.
-
     *When this fails.* Figures are the clients' own, and do not show that all modes were found, nor that the model fits.
     A dot may be of a round long ago: `rounds` shows when a client answered.
     """
     table = require_by_client(fit)
-    by_name = {name: reported(table, name) for name in WORDS if name in table and table[name].ndim == 2}
-    by_name = {name: values for name, values in by_name.items() if np.any(np.isfinite(values))}
-    names = [_fit.short(name) for name in fit.client_ids]
+    by_name = {name: values for name in WORDS if (values := reported(table, name)) is not None}
+    by_name = {name: values for name, values in by_name.items() if not np.all(np.isnan(values))}
     count = len(by_name) + 1
-    size = (2.2 + 2.9 * count, _fit.height(len(names)))
-    axes = _fit.panels(ax, 1, count, size, figsize, sharey=True)
+    clients = np.arange(len(fit.client_ids))
+    axes = _fit.panels(ax, 1, count, (2.2 + 2.9 * count, _fit.height(len(clients))), figsize, sharey=True)
     for panel, (name, values) in zip(axes, by_name.items(), strict=False):
         last, low, high = spans(values)
-        place = np.arange(len(names))
-        panel.hlines(place, low, high, color="C0", lw=1)
-        panel.plot(last, place, "o", color="C0", ms=4.5)
+        panel.hlines(clients, low, high, color="C0", lw=1)
+        panel.plot(last, clients, "o", color="C0", ms=4.5)
         panel.set_xlabel(WORDS[name])
         if name == "ess":
             _effective(panel, values)
@@ -207,35 +189,40 @@ def quality(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = N
         if name == "pareto_k":
             panel.axvline(PARETO, color="C3", lw=1, ls="--", label=f"limit {PARETO}")
             _fit.legend(panel)
-    _bars(axes[-1], table)
+    left = np.zeros(len(clients))
+    for word, rounds_of in counts(table).items():
+        axes[-1].barh(clients, rounds_of, left=left, height=0.7, color=_COLORS[word], label=word)
+        left += rounds_of
+    _fit.few_ticks(axes[-1], integer=True, min_n_ticks=1)
+    axes[-1].set_xlabel("rounds")
+    _fit.legend(axes[-1])
     for number, panel in enumerate(axes):
-        _fit.client_lines(panel, names, labelled=number == 0 or ax is not None)
-    return np.array(axes, dtype=object)
+        _fit.client_lines(panel, fit.client_ids, labelled=number == 0 or ax is not None)
+    return axes
 
 
-def reported(table: Any, name: str) -> Array:
-    """One diagnostic, (client, round); NaN where it is not a finite number."""
-    values = np.asarray(table[name].transpose("client", "round").values, dtype=float)
+def reported(table: Any, name: str) -> Array | None:
+    """One diagnostic of clients, (client, round), NaN where it is not finite; None where clients have none."""
+    if name not in table or table[name].ndim < 2:
+        return None
+    values = table[name].transpose("client", "round").values
     return np.where(np.isfinite(values), values, np.nan)
 
 
 def spans(values: Array) -> tuple[Array, Array, Array]:
     """Last, smallest and largest of each client's answers; NaN where there are none."""
-    last, low, high = np.full((3, len(values)), np.nan)
-    for k, row in enumerate(values):
-        if len(finite := row[np.isfinite(row)]):
-            last[k], low[k], high[k] = finite[-1], finite.min(), finite.max()
-    return last, low, high
+    frame = pd.DataFrame(values)
+    return frame.ffill(axis=1).iloc[:, -1].to_numpy(), frame.min(axis=1).to_numpy(), frame.max(axis=1).to_numpy()
 
 
 def counts(table: Any) -> dict[str, Array]:
     """Rounds of each client by the outcome of its reply, those with a fallback apart."""
     outcome = table["outcome"].transpose("client", "round").values
-    step = reported(table, "fallback") if "fallback" in table and table["fallback"].ndim == 2 else None
+    step = reported(table, "fallback")
+    step = np.zeros(outcome.shape) if step is None else step
     used = outcome == "used"
-    by_fallback = {} if step is None else {label: used & (step == k) for k, label in FALLBACKS.items()}
-    rows = {"used": used & ~np.any([*by_fallback.values(), np.zeros_like(used)], axis=0)}
-    rows |= {f"used, by {label}": there for label, there in by_fallback.items()}
+    rows = {"used": used & ~np.isin(step, list(FALLBACKS))}
+    rows |= {f"used, by {label}": used & (step == k) for k, label in FALLBACKS.items()}
     rows |= {word: outcome == word for word in ("silent", "skipped")}
     return {word: there.sum(axis=1) for word, there in rows.items() if word == "used" or there.any()}
 
@@ -251,28 +238,17 @@ def _effective(axes: Any, values: Array) -> None:
         _fit.few_ticks(axes, integer=True, min_n_ticks=1)
 
 
-def _bars(axes: Any, table: Any) -> None:
-    colors = {**OUTCOMES, "used, by a fitted t": "C4", "used, by NUTS": "C1"}
-    left = np.zeros(table.sizes["client"])
-    for word, number in counts(table).items():
-        axes.barh(np.arange(len(left)), number, left=left, height=0.7, color=colors[word], label=word)
-        left = left + number
-    _fit.few_ticks(axes, integer=True, min_n_ticks=1)
-    axes.set_xlabel("rounds")
-    _fit.legend(axes)
-
-
 # The shared posterior with and without each client --------------------------------------------------------------------
 
 
 def influence(
     fit: Any,
-    var_names: Sequence[str] | str | None = None,
+    var_names: Names = None,
     *,
-    clients: Sequence[str] | str | None = None,
+    clients: Names = None,
     conflict: Any = None,
     ax: Any = None,
-    figsize: tuple[float, float] | None = None,
+    figsize: Size = None,
 ) -> Any:
     r"""Draw how far each client moves the shared means, and how it changes their sds.
 
@@ -303,8 +279,7 @@ def influence(
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.influence(fit)
     >>> [panel.get_xlabel() for panel in axes]
     ['shift of the mean (sds)', 'sd with / sd without']
@@ -312,12 +287,10 @@ def influence(
     Notes
     -----
     Filled markers are of the posterior itself, open ones of its Gaussian (``exact`` of `Fit.influence`); unknown values
-    have none. Of many clients some have a small p-value by chance: all lie right of the second line, at 0.05 over the
-    number of clients, with probability 0.95.
+    have none. With probability 0.95 all p-values are above the second line, at 0.05 over the number of clients.
 
     *When this fails.* Clients are left out one at a time: of two that are off in the same way each hides the other. A
-    large shift is no fault, as a client with many rows has one too. Open markers are rough where the posterior is
-    skewed.
+    client with many rows has a large shift without a fault. Open markers are rough where the posterior is skewed.
     """
     a_fit(fit)
     names = chosen("clients", clients, list(fit.client_ids), "the fit's clients")
@@ -328,57 +301,49 @@ def influence(
     count = 2 if conflict is None else 3
     axes = _fit.panels(ax, 1, count, (2.2 + 3.0 * count, _fit.height(len(names))), figsize, sharey=True)
     few, labels = len(places) <= _fit.LEGEND, coordinate_names(fit)
-    exact = np.asarray(moments["exact"].values, dtype=bool)
+    exact = moments["exact"].values.astype(bool)
+    offsets = np.linspace(-0.25, 0.25, len(places)) if len(places) > 1 else [0.0]  # within a client's line
     for panel, quantity, middle in ((axes[0], "shift", 0.0), (axes[1], "sd_ratio", 1.0)):
         panel.axvline(middle, color=_fit.GREY, lw=1)
-        for number, place in enumerate(places):
-            values = np.asarray(moments[quantity].isel(rows=place).values, dtype=float)
-            label = _fit.short(labels[place], 32) if few and panel is axes[0] else None
-            offset = 0.0 if len(places) == 1 else 0.5 * (number / (len(places) - 1) - 0.5)  # within a client's line
-            _points(panel, values, exact, offset, f"C{number}" if few else _fit.GREY, label)
+        for number, (place, offset) in enumerate(zip(places, offsets, strict=True)):
+            values, lines = moments[quantity].isel(rows=place).values, np.arange(len(names)) + offset
+            style = {"marker": "o", "ls": "", "ms": 4.5, "color": f"C{number}" if few else _fit.GREY}
+            label = _fit.short(labels[place], 32) if few else None
+            solid, hollow = (label, None) if exact.any() else (None, label)
+            panel.plot(np.where(exact, values, np.nan), lines, label=solid, **style)
+            panel.plot(np.where(exact, np.nan, values), lines, label=hollow, mfc="none", **style)
+        _fit.few_ticks(panel)
     axes[0].set_xlabel("shift of the mean (sds)")
     axes[1].set_xlabel("sd with / sd without")
     if conflict is not None:
         _p_values(axes[2], conflict, names)
-    shown_names = [_fit.short(name) for name in names]
     for number, panel in enumerate(axes):
-        _fit.client_lines(panel, shown_names, labelled=number == 0 or ax is not None)
-        if number < 2:
-            _fit.few_ticks(panel)
+        _fit.client_lines(panel, names, labelled=number == 0 or ax is not None)
     if exact.any() and not exact.all():
         axes[0].plot([], [], "o", color="black", ms=4.5, label="exact")
         axes[0].plot([], [], "o", color="black", mfc="none", ms=4.5, label="by the Gaussian")
     if not few:
         axes[0].plot([], [], "o", color=_fit.GREY, ms=4.5, label=f"{len(places)} coordinates")
     _fit.legend_of_all(axes, ax)
-    return np.array(axes, dtype=object)
-
-
-def _points(axes: Any, values: Any, exact: Any, offset: float, color: str, label: str | None) -> None:
-    place = np.arange(len(values)) + offset
-    axes.plot(np.where(exact, values, np.nan), place, "o", color=color, ms=4.5, label=label if exact.any() else None)
-    label = None if exact.any() else label
-    axes.plot(np.where(exact, np.nan, values), place, "o", color=color, mfc="none", ms=4.5, label=label)
+    return axes
 
 
 def _p_values(axes: Any, conflict: Any, names: Sequence[str]) -> None:
-    by_client = dict(zip(conflict["client"].values.tolist(), conflict["p_value"].values.tolist(), strict=True))
-    values = np.array([by_client.get(name, np.nan) for name in names], dtype=float)
+    values = conflict["p_value"].reindex(client=names).values
+    each = 0.05 / len(names)
     axes.plot(values, np.arange(len(names)), "o", color="black", ms=4.5)
-    axes.set_xscale("log")
     axes.axvline(0.05, color=_fit.GREY, lw=1, ls=":", label="0.05")
     if len(names) > 1:
-        axes.axvline(0.05 / len(names), color="C3", lw=1, ls="--", label=f"0.05 / {len(names)}")
-    axes.set(xlabel="p-value of conflict", xlim=(min(0.7 * np.nanmin([*values, 0.05 / len(names)]), 0.01), 1.3))
+        axes.axvline(each, color="C3", lw=1, ls="--", label=f"0.05 / {len(names)}")
+    left = min(0.7 * np.nanmin([*values, each]), 0.01)
+    axes.set(xscale="log", xlim=(left, 1.3), xlabel="p-value of conflict")
     _fit.legend(axes)
 
 
 # Weights of clients by their confidence, and distances of their parameters from the shared ones -----------------------
 
-_QUANTITIES = ("confidence", "deviation")
 
-
-def confidence(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+def confidence(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     r"""Draw the distribution of clients' weights, and of distances of their own parameters from the shared ones.
 
     .. math:: \tau_k / \sum_j \tau_j, \qquad \lVert \mu_k - w \rVert^2 / d
@@ -405,8 +370,8 @@ def confidence(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None 
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.Confidence(strength=8), progressbar=False, random_seed=1)
+    >>> model, clients = fedppl.testing.normal_means()
+    >>> fit = fedppl.fit(model, clients, fedppl.Confidence(strength=8), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.confidence(fit)
     >>> axes[0].get_xlabel()
     'share of the confidence'
@@ -417,20 +382,21 @@ def confidence(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None 
     collapse: w is that client's, see the *when this fails* of `fedppl.Confidence`.
     """
     rounds = require_by_client(fit)
-    if not all(name in rounds for name in _QUANTITIES):
+    told = [values for name in ("confidence", "deviation") if (values := reported(rounds, name)) is not None]
+    if len(told) < 2:
         raise DeclarationError(f"fit={shown(fit)} has no confidence of clients; pass a fit by fedppl.Confidence.")
-    last = {name: spans(reported(rounds, name))[0] for name in _QUANTITIES}
-    if not all(np.any(np.isfinite(values)) for values in last.values()):
+    if any(np.all(np.isnan(values)) for values in told):
         raise DeclarationError("no client of this fit has replied with finite numbers; see fit.message for the reason.")
-    left, right = _fit.panels(ax, 1, 2, (8.0, 3.2), figsize, sharey=True)
-    _distribution(left, last["confidence"] / np.nansum(last["confidence"]))
-    _distribution(right, last["deviation"])
-    count = int(np.sum(np.isfinite(last["confidence"])))
+    taus, distances = (spans(values)[0] for values in told)
+    left, right = both = _fit.panels(ax, 1, 2, (8.0, 3.2), figsize, sharey=True)
+    _distribution(left, taus / np.nansum(taus))
+    _distribution(right, distances)
+    count = np.sum(np.isfinite(taus))
     left.axvline(1.0 / count, color=_fit.GREY, lw=1, ls=":", label=f"equal shares, 1 / {count}")
     left.set(xlabel="share of the confidence", ylabel="clients up to here")
     right.set(xlabel="mean squared distance to the shared parameters")
     _fit.legend(left)
-    return np.array([left, right], dtype=object)
+    return both
 
 
 def _distribution(axes: Any, values: Array) -> None:
@@ -448,7 +414,7 @@ def _distribution(axes: Any, values: Array) -> None:
 _WRITTEN = 10  # clients up to which every number is written
 
 
-def device_graph(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+def device_graph(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     r"""Draw the correlation of clients' parameters, ``fit.idata["fit"]["correlation"]``.
 
     .. math:: R_{ik} = \Omega_{ik} / \sqrt{\Omega_{ii}\, \Omega_{kk}}
@@ -472,8 +438,7 @@ def device_graph(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | Non
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.HM1(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.HM1(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.device_graph(fit)
     >>> len(axes.texts)  # a number for each pair of 3 clients
     9
@@ -486,14 +451,14 @@ def device_graph(fit: Any, *, ax: Any = None, figsize: tuple[float, float] | Non
     a_fit(fit)
     if "fit" not in fit.idata or "correlation" not in fit.idata["fit"]:
         raise DeclarationError(f"{fit.algorithm.name} estimates no covariance over clients; use fedppl.HM1().")
-    matrix = np.asarray(fit.idata["fit"]["correlation"].transpose("client", "other_client").values, dtype=float)
+    matrix = fit.idata["fit"]["correlation"].transpose("client", "other_client").values
     names = [_fit.short(name) for name in fit.client_ids]
     side = float(np.clip(0.22 * len(names) + 2.4, 3.6, 14.0))
     axes = _fit.panels(ax, 1, 1, (side + 0.9, side), figsize, layout="compressed")[0]
     image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest", aspect="equal")
     columns = _fit.places_of(axes, len(names), vertical=False)
     axes.set_xticks(columns, [names[k] for k in columns], rotation=90)
-    _fit.client_lines(axes, names)
+    _fit.client_lines(axes, fit.client_ids)
     if len(names) <= _WRITTEN:
         for (i, k), value in np.ndenumerate(matrix):
             color = "white" if abs(value) > 0.65 else "black"

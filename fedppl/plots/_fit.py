@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from fedppl import contracts
 from fedppl.contracts.printed import entries_of, labels_of, shown_by_default
 from fedppl.settings import a_fit, shown
 from fedppl.types import Array, DeclarationError, NotConvergedError
+
+Names = Sequence[str] | str | None  # one, several, or all
+Size = tuple[float, float] | None  # inches
 
 
 class Entry(NamedTuple):
@@ -55,10 +58,10 @@ def entries(group: Any, places: Mapping[str, Sequence[int]] | Sequence[str]) -> 
     """Entries of some variables of a group of draws with their labels: all of each, or those at places."""
     every = []
     for name in places:
-        shape = group[name].transpose("chain", "draw", ...).shape[2:]
-        indices, labels = list(np.ndindex(*shape)), labels_of(group[name])
+        labels = labels_of(group[name])
+        indices = list(np.ndindex(*group[name].transpose("chain", "draw", ...).shape[2:]))
         wanted = places[name] if isinstance(places, Mapping) else range(len(labels))
-        every += [Entry(name, tuple(indices[flat]), labels[flat], flat) for flat in wanted]
+        every += [Entry(name, indices[flat], labels[flat], flat) for flat in wanted]
     return every
 
 
@@ -80,14 +83,14 @@ def coordinate_names(fit: Any) -> list[str]:
 
 def coordinates(fit: Any, var_names: Any) -> list[int]:
     """Places of some shared variables in the flat vector."""
-    slices, default = fit.layout.slices, shown_by_default(fit.declaration, fit.layout.slices)
+    slices, group = fit.layout.slices, shared_draws(fit)
+    shared = xr.Dataset({name: group[name] for name in slices})  # of a tree one at a time
+    default = shown_by_default(fit.declaration, slices)
     flat: list[int] = []
-    group = shared_draws(fit)  # of ArviZ 1 a tree, which gives one variable at a time
-    shared = xr.Dataset({name: group[name] for name in slices})
     for name, places in entries_of(shared, var_names, "the shared variables", default).items():
-        start, size = slices[name].start, slices[name].stop - slices[name].start
-        alike = size == group[name][0, 0].size  # a simplex has fewer coordinates than entries
-        flat += [start + place for place in (places if alike else range(size))]
+        every = range(slices[name].start, slices[name].stop)
+        # A simplex has fewer coordinates than entries.
+        flat += [every[place] for place in places] if len(every) == shared[name][0, 0].size else every
     return flat
 
 
@@ -136,17 +139,17 @@ def panels(
     count: int = 0,
     layout: str = "constrained",
     **options: Any,
-) -> list[Any]:
-    """So many axes: those given, or those of a new figure, of which the last ones may stay empty."""
+) -> Any:
+    """An array of so many axes: those given, or those of a new figure, of which the last ones may stay empty."""
     count = count or rows * columns
     if ax is not None:
-        axes = list(ax.flat) if hasattr(ax, "flat") else list(ax) if isinstance(ax, Iterable) else [ax]
+        axes = np.ravel(np.asarray(ax, dtype=object))
         if len(axes) != count or not all(hasattr(panel, "get_xaxis") for panel in axes):
             raise DeclarationError(f"ax={shown(ax)} must be matplotlib axes, {count} here; or None for a new figure.")
         return axes
     make = _figure.get() or matplotlib("pyplot").figure
     figure = make(figsize=size if figsize is None else figsize, layout=layout)
-    axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
     for empty in axes[count:]:
         empty.set_axis_off()
     return axes[:count]
@@ -157,24 +160,20 @@ def height(clients: int) -> float:
     return min(_LINE * clients + 1.5, TALLEST)
 
 
-def plain(text: Any) -> str:
-    """A text on one line, whose dollars begin no formula of matplotlib."""
-    return " ".join(str(text).split()).replace("$", r"\$")
-
-
 def short(name: Any, longest: int = _LONGEST) -> str:
     """A name without its middle where it is long: clients often differ in their last characters alone.
 
     >>> short("the hospital of a very long name, ward 12")
     'the hospital o…me, ward 12'
     """
-    text = " ".join(str(name).split())
-    half = longest // 2
-    return plain(text if len(text) <= longest else f"{text[: half + 1]}…{text[-(longest - half - 2) :]}")
+    text, half = " ".join(str(name).split()), longest // 2
+    text = text if len(text) <= longest else f"{text[: half + 1]}…{text[-(longest - half - 2) :]}"
+    return text.replace("$", r"\$")  # which would begin a formula of matplotlib
 
 
-def client_lines(axes: Any, names: Sequence[str], *, labelled: bool = True) -> None:
+def client_lines(axes: Any, clients: Sequence[Any], *, labelled: bool = True) -> None:
     """A line for each client from the top down, with its name; where room is short only some are named."""
+    names = [short(client) for client in clients]
     axes.set_ylim(len(names) - 0.5, -0.5)
     places = places_of(axes, len(names), vertical=True)
     axes.set_yticks(places, [names[k] for k in places])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from fedppl import gaussian
 from fedppl.contracts.printed import CI_PROB, entries_of, interval, shown_by_default
 from fedppl.numerics.streams import stream
 from fedppl.plots import _fit
-from fedppl.plots._fit import Entry, at_hand, draws_of, entries, shared_draws
+from fedppl.plots._fit import Entry, Names, Size, at_hand, draws_of, entries, shared_draws
 from fedppl.settings import a_fit, between, chosen, flag, shown, whole
 from fedppl.types import Array, DeclarationError
 
@@ -26,20 +27,22 @@ class _Settings(NamedTuple):
     draws: Mapping[str, Any]  # keywords of `Fit.client`
 
 
-class Line(NamedTuple):
-    """One entry of one client's posterior; the middle is the mean, or the median where draws are exponentiated."""
+class Estimates(NamedTuple):
+    """One entry of several posteriors, (K,): the middle is the mean, or the median where draws are exponentiated."""
 
-    mean: float
-    outer: tuple[float, float]
-    inner: tuple[float, float]
+    middle: Array
+    low: Array
+    high: Array
+    left: Array  # of the central half
+    right: Array
 
 
 def forest(
     fit: Any,
-    var_names: Sequence[str] | str | None = None,
+    var_names: Names = None,
     *,
     coords: Mapping[str, Any] | None = None,
-    clients: Sequence[str] | str | None = None,
+    clients: Names = None,
     population: str | float | Mapping[str, str | float] | None = None,
     total: bool = False,
     exponentiate: bool = False,
@@ -50,7 +53,7 @@ def forest(
     chains: int = 4,
     random_seed: int | None = None,
     ax: Any = None,
-    figsize: tuple[float, float] | None = None,
+    figsize: Size = None,
 ) -> Any:
     """Draw every client's posterior of its own variables, one panel for each number.
 
@@ -59,22 +62,19 @@ def forest(
     Parameters
     ----------
     fit
-        A `fedppl.Fit` whose clients are in this process, where their posteriors are drawn; or one that was loaded with
-        draws of them.
+        A `fedppl.Fit` whose clients are in this process, or that was loaded with draws of their posteriors.
     var_names
         Variables of a client's posterior, deterministics among them, or entries as they are printed; by default its
         local ones. With `total` coefficients of a formula, by default those that vary by client.
     coords
         Labels to show, by dim: ``{"predictor": "dose"}``.
     population
-        A level to compare clients with: the name of a shared variable of the same shape, of which mean and interval are
-        drawn, or a number; by name of a variable where there are several. By default the mean of the clients' means; of
-        a total the coefficient that all share.
+        A level to compare clients with: a number, or the name of a shared variable of the same shape, drawn with its
+        interval; by variable where there are several. By default the clients' mean, of a total the shared coefficient.
     total
         Whether to draw, of a formula, each client's own coefficient: the shared one plus the client's effect.
     exponentiate
-        Whether to draw exp of all entries, on a logarithmic axis: odds, rate, hazard or time ratios of a formula. The
-        dot is then the posterior median.
+        Whether to draw exp of all entries on a log axis, with medians: odds, rate, hazard or time ratios of a formula.
     alone
         A fit of the same clients by `fedppl.one_shot.Separate`, for the distance of each estimate from that of the
         client alone. Of a formula totals are compared, since each client alone has coefficients of its own.
@@ -95,33 +95,26 @@ def forest(
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.forest(fit, "theta", population="mu")
     >>> axes[0].get_xlabel()
     'theta'
 
     Notes
     -----
-    *When this fails.* An interval is of one client's variable. That two intervals overlap does not say that two clients
-    agree: see `fedppl.contrast`.
+    *When this fails.* Two intervals may overlap although their clients differ: compare two by `fedppl.contrast`.
     """
     a_fit(fit)
     if not at_hand(fit):
-        raise DeclarationError(
-            "no data and no draws of clients are here: of a saved fit use fedppl.load(path, model, clients=...) "
-            'or fit.save(path, include="clients"); sites draw theirs themselves.'
-        )
+        raise DeclarationError("no clients are here: use fedppl.load(path, model, clients=...); sites draw their own.")
     names = chosen("clients", clients, at_hand(fit), "the clients whose posteriors are here")
     drawing = {"draws": draws, "chains": chains, "random_seed": random_seed}
     ci_prob, total = between("ci_prob", ci_prob, 0, 1), flag("total", total)
     settings = _Settings(ci_prob, total, flag("exponentiate", exponentiate), drawing)
-    formula = _formula_of(fit, settings, alone)
+    formula = _formula_of(fit, settings, alone, names)
     groups = {name: _posterior(fit, name, settings) for name in names}
     shown_entries = _entries(fit, groups, var_names, coords, settings)
-    lines = _lines(groups, shown_entries, settings)
-    others = {} if alone is None else _alone(alone, names, settings)
-    by_itself = _lines(others, shown_entries, settings)
+    others = {} if alone is None else {name: _posterior(alone, name, settings) for name in names}
     if population is None and total:
         population = {entry.name: entry.name for entry in shown_entries}
     levels = _levels(fit, shown_entries, population, settings)
@@ -130,20 +123,21 @@ def forest(
     columns = -(-len(shown_entries) // rows)
     size = (2.2 + (4.6 if numbers else 2.8) * columns, min(_fit.height(len(names)) * rows, 60.0))
     axes = _fit.panels(ax, rows, columns, size, figsize, count=len(shown_entries), sharey="row")
-    labels = [_fit.short(f"{k} ({fit.clients[k].brought})" if k in fit.clients else k) for k in names]
-    for number, (panel, entry) in enumerate(zip(axes, shown_entries, strict=True)):
-        _level(panel, levels[number], lines[number])
-        _draw(panel, lines[number], f"posterior, {100 * ci_prob:.3g} % and half")
-        if by_itself[number]:
-            _draw_alone(panel, by_itself[number], lines[number])
+    labels = [f"{k} ({fit.clients[k].brought})" if k in fit.clients else k for k in names]
+    for number, (panel, entry, level) in enumerate(zip(axes, shown_entries, levels, strict=True)):
+        drawn = [_estimates(group.values(), entry, settings) for group in (groups, others) if group]
+        _draw(panel, level, f"posterior, {100 * ci_prob:.3g} % and half", *drawn)
         _fit.client_lines(panel, labels, labelled=number % columns == 0 or ax is not None)
         if numbers:
-            _numbers(panel, lines[number])
+            _numbers(panel, drawn[0])
         what = f"{formula.effect(entry.name, exponentiate=exponentiate)}, " if formula else "exp of " * exponentiate
         panel.set_xlabel(_fit.short(what + entry.label, 48))
-        _ticks(panel, [*lines[number], *by_itself[number]], settings)
+        if exponentiate:
+            _ratios(panel, min(each.low.min() for each in drawn), max(each.high.max() for each in drawn))
+        else:
+            _fit.few_ticks(panel)
     _fit.legend_of_all(axes, ax)
-    return np.array(axes, dtype=object)
+    return axes
 
 
 def default_names(fit: Any, groups: Mapping[str, Any]) -> list[str]:
@@ -168,13 +162,18 @@ def _effects(group: Any, name: str) -> str:
     return scaled if name.endswith("_z") and scaled in group else name
 
 
-def _formula_of(fit: Any, settings: _Settings, alone: Any | None) -> Any:
+def _formula_of(fit: Any, settings: _Settings, alone: Any | None, names: Sequence[str]) -> Any:
+    """The formula whose totals are drawn, if any; refuses clients alone that are not comparable."""
     builder = fit.declaration.builder
     is_formula = hasattr(builder, "totals")
     if settings.total and not is_formula:
         raise DeclarationError("total=True adds up a formula's coefficients; of a builder draw a pm.Deterministic.")
     if alone is not None and is_formula and not settings.total:
         raise DeclarationError("alone= has no shared coefficients, to which effects are relative; write total=True.")
+    if alone is not None:
+        a_fit(alone)
+        if lost := [name for name in names if name not in at_hand(alone)]:
+            raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
     return builder if settings.total else None
 
 
@@ -193,14 +192,11 @@ def _entries(
     names = list(places)
     if not names:
         raise DeclarationError("no local variable has the same few entries at all clients; choose some by var_names=.")
-    for client_id, group in groups.items():
-        for name in names:
-            if name not in group or group[name].shape != first[name].shape:
-                raise DeclarationError(
-                    f"{name!r} has other entries at client {client_id!r}; choose some that all have."
-                )
+    for (client_id, group), name in itertools.product(groups.items(), names):
+        if name not in group or group[name].shape != first[name].shape:
+            raise DeclarationError(f"{name!r} has other entries at client {client_id!r}; choose some that all have.")
     labels_by_dim = {
-        dim: {str(labels)} if isinstance(labels, str) or not hasattr(labels, "__iter__") else {*map(str, labels)}
+        dim: {str(label) for label in np.ravel(np.asarray(labels, dtype=object))}
         for dim, labels in (coords or {}).items()
     }
     if unknown := sorted(set(labels_by_dim) - {str(dim) for name in names for dim in first[name].dims}):
@@ -217,99 +213,77 @@ def _has(values: Any, entry: Entry, labels: Mapping[str, set[str]]) -> bool:
     return all(str(values[dim].values[place]) in labels[dim] for dim, place in places)
 
 
-def _lines(groups: Mapping[str, Any], shown_entries: Sequence[Entry], settings: _Settings) -> list[list[Line]]:
-    return [[_line(draws_of(group, entry), settings) for group in groups.values()] for entry in shown_entries]
-
-
-def _line(draws: Array, settings: _Settings) -> Line:
-    draws = np.exp(draws) if settings.exponentiate else draws
+def _estimates(groups: Iterable[Any], entry: Entry, settings: _Settings) -> Estimates:
+    each = [np.exp(draws) if settings.exponentiate else draws for draws in (draws_of(group, entry) for group in groups)]
     tails = [*interval(settings.ci_prob), *interval(_INNER), 0.5]
-    low, high, left, right, median = (float(value) for value in np.quantile(draws, tails))
-    return Line(median if settings.exponentiate else float(draws.mean()), (low, high), (left, right))
+    low, high, left, right, median = np.transpose([np.quantile(draws, tails) for draws in each])
+    middle = median if settings.exponentiate else np.array([draws.mean() for draws in each])
+    return Estimates(middle, low, high, left, right)
 
 
 def _levels(
     fit: Any, shown_entries: Sequence[Entry], population: Any, settings: _Settings
-) -> list[tuple[str, Line] | None]:
+) -> list[tuple[str, Estimates] | None]:
     """The level that every entry is compared with, by panel; None for the clients' mean."""
-    if population is None:
-        return [None] * len(shown_entries)
     names = list(dict.fromkeys(entry.name for entry in shown_entries))
     by_name = population if isinstance(population, Mapping) else dict.fromkeys(names, population)
     if unknown := sorted(set(by_name) - set(names)):
         raise DeclarationError(f"population= names {unknown}, which are not among the variables shown, {names}.")
-    return [
-        _shared_line(fit, one, by_name[one.name], settings) if one.name in by_name else None for one in shown_entries
-    ]
+    return [_level_of(fit, entry, by_name.get(entry.name), settings) for entry in shown_entries]
 
 
-def _shared_line(fit: Any, entry: Entry, value: Any, settings: _Settings) -> tuple[str, Line]:
+def _level_of(fit: Any, entry: Entry, value: Any, settings: _Settings) -> tuple[str, Estimates] | None:
+    if value is None:
+        return None
     if isinstance(value, int | float | np.number) and not isinstance(value, bool):
-        return f"{value:g}", Line(float(value), (float(value),) * 2, (float(value),) * 2)
+        return f"{value:g}", Estimates(*[np.array([value], dtype=float)] * 5)
     group = shared_draws(fit)
-    shared = [str(name) for name in group.data_vars]
-    name = chosen("population", value, shared, "the shared variables")[0] if isinstance(value, str) else None
-    by_place = {} if name is None else {one.place: one for one in entries(group, [name])}
-    match = by_place.get(entry.place) or by_place.get(())
-    if name is None or match is None:
+    by_place = {}
+    if isinstance(value, str):
+        chosen("population", value, [str(name) for name in group.data_vars], "the shared variables")
+        by_place = {shared.place: shared for shared in entries(group, [value])}
+    shared = by_place.get(entry.place) or by_place.get(())
+    if shared is None:
         raise DeclarationError(
             f"population={shown(value)} has no entry for {entry.label!r}; name a shared variable of its shape or ()."
         )
-    return name, _line(draws_of(group, match), settings)
+    return value, _estimates([group], shared, settings)
 
 
-def _level(axes: Any, level: tuple[str, Line] | None, lines: Sequence[Line]) -> None:
+def _draw(
+    axes: Any, level: tuple[str, Estimates] | None, label: str, together: Estimates, alone: Estimates | None = None
+) -> None:
+    """Clients' estimates beside a level; a little below those of clients alone, with lines from one to the other."""
+    places = np.arange(len(together.middle))
     if level is None:
-        mean = float(np.mean([line.mean for line in lines]))
-        axes.axvline(mean, color=_fit.GREY, linestyle="--", lw=1, label="mean of the clients' means")
-        return
-    name, line = level
-    axes.axvline(line.mean, color="black", lw=1, label=_fit.short(f"population, {name}", 40))
-    if line.outer[0] < line.outer[1]:
-        axes.axvspan(*line.outer, color="black", alpha=0.1, lw=0)
+        axes.axvline(together.middle.mean(), color=_fit.GREY, ls="--", lw=1, label="mean of the clients' means")
+    else:
+        name, shared = level
+        axes.axvline(shared.middle[0], color="black", lw=1, label=_fit.short(f"population, {name}", 40))
+        if shared.low[0] < shared.high[0]:
+            axes.axvspan(shared.low[0], shared.high[0], color="black", alpha=0.1, lw=0)
+    axes.hlines(places, together.low, together.high, color="C0", lw=1)
+    axes.hlines(places, together.left, together.right, color="C0", lw=3)
+    axes.plot(together.middle, places, "o", color="C0", ms=5, mec="white", label=label)
+    if alone is not None:
+        below = places + 0.28
+        axes.hlines(below, alone.low, alone.high, color="C1", lw=0.8)
+        axes.plot([alone.middle, together.middle], [below, places], color="C1", lw=0.8, ls=":")
+        axes.plot(alone.middle, below, "o", color="C1", mfc="white", ms=4, label="alone, without the others")
 
 
-def _draw(axes: Any, lines: Sequence[Line], label: str) -> None:
-    places = np.arange(len(lines))
-    axes.hlines(places, [line.outer[0] for line in lines], [line.outer[1] for line in lines], color="C0", lw=1)
-    axes.hlines(places, [line.inner[0] for line in lines], [line.inner[1] for line in lines], color="C0", lw=3)
-    axes.plot([line.mean for line in lines], places, "o", color="C0", ms=5, mec="white", label=label)
-
-
-def _draw_alone(axes: Any, alone: Sequence[Line], together: Sequence[Line]) -> None:
-    """Estimates of clients alone, a little below, with lines to those of all together."""
-    places = np.arange(len(alone)) + 0.28
-    axes.hlines(places, [line.outer[0] for line in alone], [line.outer[1] for line in alone], color="C1", lw=0.8)
-    for place, before, after in zip(places, alone, together, strict=True):
-        axes.plot([before.mean, after.mean], [place, place - 0.28], color="C1", lw=0.8, ls=":")
-    label = "alone, without the others"
-    axes.plot([line.mean for line in alone], places, "o", color="C1", mfc="white", ms=4, label=label)
-
-
-def _numbers(axes: Any, lines: Sequence[Line]) -> None:
-    for place in axes.get_yticks():
-        line = lines[int(place)]
-        text = f"{line.mean:.2f} ({line.outer[0]:.2f} to {line.outer[1]:.2f})"
+def _numbers(axes: Any, clients: Estimates) -> None:
+    for place in map(int, axes.get_yticks()):
+        text = f"{clients.middle[place]:.2f} ({clients.low[place]:.2f} to {clients.high[place]:.2f})"
         axes.text(1.02, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize="small")
 
 
-def _ticks(axes: Any, lines: Sequence[Line], settings: _Settings) -> None:
-    if not settings.exponentiate:
-        _fit.few_ticks(axes)
-        return
-    low, high = min(line.outer[0] for line in lines), max(line.outer[1] for line in lines)
+def _ratios(axes: Any, low: float, high: float) -> None:
+    """A logarithmic axis with a line at the ratio of no effect."""
     axes.set(xscale="log", xlim=(low * (low / high) ** 0.05, high * (high / low) ** 0.05))
     if low < 1.0 < high:
-        axes.axvline(1.0, color=_fit.GREY, linestyle=":", lw=1)  # a ratio of no effect
+        axes.axvline(1.0, color=_fit.GREY, linestyle=":", lw=1)
     _fit.log_ticks(axes, low, high)
-
-
-def _alone(fit: Any, names: Sequence[str], settings: _Settings) -> dict[str, Any]:
-    """Posteriors of the same clients from another fit."""
-    a_fit(fit)
-    if lost := [name for name in names if name not in at_hand(fit)]:
-        raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
-    return {name: _posterior(fit, name, settings) for name in names}
 
 
 def _posterior(fit: Any, name: str, settings: _Settings) -> Any:
@@ -324,17 +298,12 @@ _MOST_DENSITIES = 24  # panels
 _DRAWS = 4000
 _GRID = 300
 _POSITIVE = ("log", "log_exp_m1")
-_DETERMINISTIC = "computed"  # in the place of a transform
+_BOUNDS = {"": (-np.inf, np.inf), **dict.fromkeys(_POSITIVE, (0.0, np.inf)), "logodds": (0.0, 1.0)}  # by transform
 _NEAR_ZERO = 0.25  # of the width of kernels elsewhere
 
 
 def prior_posterior(
-    fit: Any,
-    var_names: Sequence[str] | str | None = None,
-    *,
-    random_seed: int | None = None,
-    ax: Any = None,
-    figsize: tuple[float, float] | None = None,
+    fit: Any, var_names: Names = None, *, random_seed: int | None = None, ax: Any = None, figsize: Size = None
 ) -> Any:
     """Draw the densities of shared variables before and after the data, one panel for each number.
 
@@ -343,8 +312,7 @@ def prior_posterior(
     fit
         A `fedppl.Fit` with a posterior of the shared variables.
     var_names
-        Shared variables, deterministics among them. By default all, but partial correlations of a formula, of which it
-        shows the correlations.
+        Shared variables, deterministics among them; by default all, but correlations for a formula's partial ones.
     random_seed
         Seed of the draws of the prior; by default the fit's.
     ax, figsize
@@ -357,22 +325,19 @@ def prior_posterior(
     Raises
     ------
     DeclarationError
-        If there are more than 24 panels, or the prior cannot be drawn from: it is not Gaussian and clients are sites of
-        their own.
+        If there are more than 24 panels, or the prior is not Gaussian and no client is here to draw from it.
 
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.prior_posterior(fit, "mu")
     >>> axes[0].get_xlabel()
     'mu'
 
     Notes
     -----
-    Kernel estimates from 4000 draws each. The axis has the range of the posterior, and three times as much on both
-    sides: a wide prior goes on beyond it.
+    Kernel estimates from 4000 draws each, over seven times the posterior's range: a wide prior goes on beyond it.
 
     *When this fails.* Kernels smooth out sharp edges and narrow peaks. Where both densities are alike, data may still
     inform a sum or a difference of variables. A fit that has not converged is drawn as it is.
@@ -385,14 +350,15 @@ def prior_posterior(
         raise DeclarationError(f"there are {len(shown_entries)} entries; choose 1 to {_MOST_DENSITIES} by var_names=.")
     seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0, "None takes the fit's")
     before = prior_draws(fit, seed)
-    transforms = dict.fromkeys(after, _DETERMINISTIC) | {v.name: v.transform for v in fit.layout.variables}
+    transforms = {variable.name: variable.transform or "" for variable in fit.layout.variables}
     columns = min(len(shown_entries), 3)
     rows = -(-len(shown_entries) // columns)
     axes = _fit.panels(ax, rows, columns, (3.3 * columns, 2.4 * rows + 0.5), figsize, count=len(shown_entries))
     for number, (panel, entry) in enumerate(zip(axes, shown_entries, strict=True)):
-        old, new = before[entry.name].reshape(len(before[entry.name]), -1)[:, entry.flat], draws_of(after, entry)
-        transform = transforms[entry.name]
-        low, high = _bounds(transform, np.concatenate([old, new]))
+        old, new = before[entry.name].reshape(_DRAWS, -1)[:, entry.flat], draws_of(after, entry)
+        transform = transforms.get(entry.name, "computed")
+        both = np.concatenate([old, new])
+        low, high = _BOUNDS.get(transform, (both.min(), both.max()))  # of correlations those of the draws
         x = np.linspace(*_window(old, new, low, high), _GRID + 1)[1:]  # without the bound
         prior, y = (density(draws, x, low, high, positive=transform in _POSITIVE) for draws in (old, new))
         panel.plot(x, prior, color=_fit.GREY, ls="--", label="prior")
@@ -402,7 +368,7 @@ def prior_posterior(
         panel.set_ylabel("density" if number % columns == 0 else "")
         _fit.few_ticks(panel)
     _fit.legend_of_all(axes, ax)
-    return np.array(axes, dtype=object)
+    return axes
 
 
 def prior_draws(fit: Any, seed: int) -> dict[str, Array]:
@@ -425,16 +391,12 @@ def density(draws: Array, x: Array, low: float = -np.inf, high: float = np.inf, 
     width = _width(draws)
     if width == 0:  # all are equal
         return np.zeros(len(x))
-    if positive:
-        log, near = np.log(draws), _NEAR_ZERO * width
-        part = 1 / (1 + (_width(log) * x / near) ** 2)
-        return np.asarray(
-            part * _kernels(draws, x, near, (0.0,)) + (1 - part) * _kernels(log, np.log(x), _width(log)) / x
-        )
-    inside = (x >= low) & (x <= high)
-    return np.asarray(
-        np.where(inside, _kernels(draws, x, width, [end for end in (low, high) if np.isfinite(end)]), 0.0)
-    )
+    if not positive:
+        ends = [end for end in (low, high) if np.isfinite(end)]
+        return np.where((x >= low) & (x <= high), _kernels(draws, x, width, ends), 0.0)
+    log, near = np.log(draws), _NEAR_ZERO * width
+    part = 1 / (1 + (_width(log) * x / near) ** 2)
+    return part * _kernels(draws, x, near, [0.0]) + (1 - part) * _kernels(log, np.log(x), _width(log)) / x
 
 
 def _kernels(draws: Array, x: Array, width: float, bounds: Sequence[float] = ()) -> Array:
@@ -449,15 +411,6 @@ def _width(draws: Array) -> float:
     inner = np.subtract(*np.quantile(draws, [0.75, 0.25])) / 1.349
     spread = min((s for s in (float(np.std(draws)), float(inner)) if s > 0), default=0.0)
     return float(0.9 * spread * len(draws) ** -0.2)
-
-
-def _bounds(transform: str, draws: Array) -> tuple[float, float]:
-    """Bounds of a variable's support, by its transform; those of the draws for others, such as correlations."""
-    if not transform:
-        return -np.inf, np.inf
-    if transform in _POSITIVE:
-        return 0.0, np.inf
-    return (0.0, 1.0) if transform == "logodds" else (float(draws.min()), float(draws.max()))
 
 
 def _window(old: Array, new: Array, low: float, high: float) -> tuple[float, float]:

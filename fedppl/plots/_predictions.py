@@ -11,6 +11,7 @@ from scipy import stats
 from fedppl import metrics
 from fedppl.contracts.printed import CI_PROB, interval
 from fedppl.plots import _fit
+from fedppl.plots._fit import Names, Size
 from fedppl.settings import a_fit, between, chosen, shown
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -28,13 +29,13 @@ class _Outcomes(NamedTuple):
 def check(
     fit: Any,
     *,
-    clients: Sequence[str] | str | None = None,
+    clients: Names = None,
     ci_prob: float = CI_PROB,
     draws: int = 100,
     chains: int = 2,
     random_seed: int | None = None,
     ax: Any = None,
-    figsize: tuple[float, float] | None = None,
+    figsize: Size = None,
 ) -> Any:
     """Draw observed outcomes beside the fit's predictions for the same rows: of all clients together, and of each.
 
@@ -56,14 +57,12 @@ def check(
     Raises
     ------
     DeclarationError
-        If no client with rows is here, or outcomes have no replicates: of a `pm.Potential`, or censored between two
-        times.
+        If no client with rows is here, or outcomes are of a `pm.Potential` or censored between two times.
 
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), progressbar=False, random_seed=1)
     >>> axes = fedppl.plots.check(fit, random_seed=1)
     >>> axes[1].get_xlabel()
     'mean of obs'
@@ -81,19 +80,19 @@ def check(
         raise DeclarationError("no client with rows is here; load the fit with fedppl.load(..., clients=).")
     names = chosen("clients", clients, here, "the clients with rows that are here")
     settings: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
-    survival, times = _survival(fit, names)
-    if survival:
-        what, by_client = survival, {name: _times(fit, name, times, settings) for name in names}
+    size = (8.5, max(3.0, _fit.height(len(names))))
+    if getattr(getattr(fit.declaration.builder, "family", None), "outcome", "") == "time":
+        what, by_client, times = _survival(fit, names, settings)
+        axes = _fit.panels(ax, 1, 2, size, figsize)
+        _curves(axes[0], by_client, times, ci_prob, what)
+        _by_client(axes[1], fit, by_client, times, ci_prob, f"P(no event) of {what}")
     else:
         what, by_client = _outcomes(fit, names, settings)
-    axes = _fit.panels(ax, 1, 2, (8.5, max(3.0, _fit.height(len(names)))), figsize)
-    if survival:
-        _curves(axes[0], by_client, times, ci_prob, what)
-    else:
+        axes = _fit.panels(ax, 1, 2, size, figsize)
         _distribution(axes[0], fit, by_client, ci_prob, what)
-    _by_client(axes[1], fit, by_client, times, ci_prob, f"{'P(no event) of' if survival else 'mean of'} {what}")
+        _by_client(axes[1], fit, by_client, np.zeros(0), ci_prob, f"mean of {what}")
     _fit.legend_of_all(axes, ax)
-    return np.array(axes, dtype=object)
+    return axes
 
 
 def kaplan_meier(time: Array, event: Any, at: Array) -> Array:
@@ -106,42 +105,40 @@ def kaplan_meier(time: Array, event: Any, at: Array) -> Array:
     return np.asarray(stats.ecdf(followed).sf.evaluate(at))
 
 
-def _survival(fit: Any, names: Sequence[str]) -> tuple[str, Array]:
-    """Name of a formula's outcome and a grid of times, where it is the time until an event; else empty."""
+def _survival(fit: Any, names: Sequence[str], settings: Any) -> tuple[str, dict[str, _Outcomes], Array]:
+    """Name of a formula's time until an event, outcomes at each client, and a grid of times."""
     builder = fit.declaration.builder
-    if getattr(getattr(builder, "family", None), "outcome", "") != "time":
-        return "", np.zeros(0)
     if builder.terms.response.kind != "survival":
         raise DeclarationError("times that are censored between two others have no Kaplan-Meier estimate to check.")
-    last = max(float(np.max(fit.clients[name].arrays[builder.containers["outcome"]])) for name in names)
-    return str(builder.terms.response.columns[0]), np.linspace(0, last, _TIMES + 1)[1:]
-
-
-def _times(fit: Any, name: str, times: Array, settings: Any) -> _Outcomes:
-    builder, arrays = fit.declaration.builder, fit.clients[name].arrays
-    predicted = fit.predict(name, arrays, kind="mean", at=times.tolist(), **settings)["predictions"]
-    (values,) = (predicted[key].values for key in predicted.data_vars)
-    outcome, limit = (np.asarray(arrays[builder.containers[key]], dtype=float) for key in ("outcome", "limit"))
-    return _Outcomes(outcome, values.reshape(-1, *values.shape[2:]), outcome < limit)
+    outcome, limit = builder.containers["outcome"], builder.containers["limit"]
+    last = max(float(np.max(fit.clients[name].arrays[outcome])) for name in names)
+    times = np.linspace(0, last, _TIMES + 1)[1:]
+    by_client = {}
+    for name in names:
+        arrays = fit.clients[name].arrays
+        predicted = fit.predict(name, arrays, kind="mean", at=times.tolist(), **settings)["predictions"]
+        (values,) = (predicted[key].values for key in predicted.data_vars)
+        until = np.asarray(arrays[outcome], dtype=float)
+        by_client[name] = _Outcomes(until, values.reshape(-1, *values.shape[2:]), until < arrays[limit])
+    return str(builder.terms.response.columns[0]), by_client, times
 
 
 def _outcomes(fit: Any, names: Sequence[str], settings: Any) -> tuple[str, dict[str, _Outcomes]]:
-    by_client: dict[str, _Outcomes] = {}
-    what = ""
+    """Name of the first observed variable, and its values and replicates at each client."""
+    what, by_client = "", {}
     for name in names:
         drawn = fit.client(name, groups="posterior_predictive", **settings)
-        replicates, observed = drawn["posterior_predictive"], drawn["observed_data"]
-        what = what or str(next(iter(observed.data_vars)))
-        values = np.asarray(replicates[what].values, dtype=float)
-        flat = values.reshape(values.shape[0] * values.shape[1], -1)
-        by_client[name] = _Outcomes(np.ravel(observed[what].values).astype(float), flat)
+        what = what or str(next(iter(drawn["observed_data"].data_vars)))
+        observed, replicates = (drawn[group][what].values for group in ("observed_data", "posterior_predictive"))
+        flat = replicates.reshape(replicates.shape[0] * replicates.shape[1], -1)
+        by_client[name] = _Outcomes(np.ravel(observed).astype(float), flat.astype(float))
     return what, by_client
 
 
 def _distribution(axes: Any, fit: Any, by_client: dict[str, _Outcomes], ci_prob: float, what: str) -> None:
     values = np.concatenate([client.values for client in by_client.values()])
     replicates = np.concatenate([client.replicates for client in by_client.values()], axis=1)
-    levels = np.unique(np.concatenate([values, np.unique(replicates)]))
+    levels = np.union1d(values, replicates)
     if len(levels) <= _LEVELS and np.all(levels == np.floor(levels)):
         drawn = np.stack([np.mean(replicates == level, axis=1) for level in levels], axis=1)
         share = [float(np.mean(values == level)) for level in levels]
@@ -185,7 +182,7 @@ def _by_client(axes: Any, fit: Any, by_client: dict[str, _Outcomes], times: Arra
         axes.plot(drawn.mean(), place, "o", color="C0", mec="white", ms=5)
         observed = values.mean() if event is None else kaplan_meier(values, event, times[[middle]])[0]
         axes.plot(observed, place, "x", color="black", ms=5)
-    _fit.client_lines(axes, [_fit.short(f"{name} ({fit.clients[name].brought})") for name in by_client])
+    _fit.client_lines(axes, [f"{name} ({fit.clients[name].brought})" for name in by_client])
     axes.set_xlabel(_fit.short(label, 48) + (f" at {times[middle]:.3g}" if len(times) else ""))
     _fit.few_ticks(axes)
 
@@ -197,7 +194,7 @@ def _label(ci_prob: float) -> str:
 # Whether the transforms of simulation-based calibration are uniform ---------------------------------------------------
 
 
-def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
+def calibration(found: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     r"""Draw the distribution function of the transforms less the uniform one, with its simultaneous 95 % band.
 
     .. math:: D_i(x) = \frac{1}{T} \sum_{t=1}^{T} [u_{ti} \le x] - x
@@ -259,9 +256,7 @@ def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | No
 # The reliability diagram of `fedppl.metrics` --------------------------------------------------------------------------
 
 
-def reliability(
-    probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = None, figsize: tuple[float, float] | None = None
-) -> Any:
+def reliability(probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = None, figsize: Size = None) -> Any:
     r"""Draw the accuracy of predictions against their confidence, and the distribution of the confidence.
 
     The bins, and the expected calibration error in the title, are those of `fedppl.metrics`:
@@ -270,12 +265,8 @@ def reliability(
 
     Parameters
     ----------
-    probabilities
-        Class probabilities, (n, C), rows adding up to 1; or the probability of the second of two classes, (n,).
-    outcomes
-        Classes 0 to C - 1, (n,).
-    bins
-        Number of bins.
+    probabilities, outcomes, bins
+        As in `fedppl.metrics.reliability`; of two classes also the probability of the second alone, (n,).
     ax, figsize
         As in all of `fedppl.plots`.
 
@@ -307,7 +298,7 @@ def reliability(
     outcomes = np.asarray(outcomes)
     outcomes = outcomes.astype(int) if outcomes.dtype == bool else outcomes
     bars = metrics.reliability(probability, outcomes, bins=bins)
-    upper, lower = axes = _fit.panels(ax, 2, 1, (4.0, 6.0), figsize, sharex=True)
+    upper, lower = both = _fit.panels(ax, 2, 1, (4.0, 6.0), figsize, sharex=True)
     middle, width = (bars.edges[1:] + bars.edges[:-1]) / 2, 1.0 / bins
     upper.bar(middle, np.nan_to_num(bars.accuracy), width=width, edgecolor="white", label="accuracy")
     upper.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1)
@@ -319,19 +310,14 @@ def reliability(
     lower.axvline(float(probability.max(axis=1).mean()), color="black", linestyle="--", label="mean confidence")
     lower.set(xlabel="confidence", ylabel="share of rows")
     lower.legend(frameon=False, fontsize=8)
-    return np.array(axes, dtype=object)
+    return both
 
 
 # A curve with its interval --------------------------------------------------------------------------------------------
 
 
 def curves(
-    predicted: Any,
-    inputs: Any,
-    *,
-    observed: tuple[Any, Any] | None = None,
-    ax: Any = None,
-    figsize: tuple[float, float] | None = None,
+    predicted: Any, inputs: Any, *, observed: tuple[Any, Any] | None = None, ax: Any = None, figsize: Size = None
 ) -> Any:
     """Draw predicted outputs with their interval.
 

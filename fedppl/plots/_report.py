@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib.metadata
 import io
 import os
@@ -19,7 +20,7 @@ from fedppl.contracts import Posterior
 from fedppl.contracts.printed import CI_PROB, escaped, number, table
 from fedppl.plots import _fit
 from fedppl.plots._clients import WORDS, changed, counts, device_graph, influence, quality, reported, rounds, spans
-from fedppl.plots._fit import at_hand
+from fedppl.plots._fit import Names, at_hand
 from fedppl.plots._posteriors import forest, prior_posterior
 from fedppl.settings import a_fit, file_to_write
 from fedppl.types import DataError, DeclarationError, NotConvergedError, Status
@@ -29,6 +30,10 @@ _FOREST = 60  # clients up to which each one's posterior is drawn where no varia
 _LISTED = 500  # clients up to which they are in a table
 _TABLE = 200  # shared coordinates up to which they are in a table
 _PACKAGES = ("fedppl", "pymc", "pytensor", "arviz", "numpy", "scipy", "numba", "nutpie", "torch", "flwr")
+_TOP = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">\
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">\
+"""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72em; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; margin-bottom: 0.2em; } h2 { font-size: 1.2em; margin: 2em 0 0.4em; }
@@ -43,12 +48,18 @@ p.status.with { border-color: #b58900; background: #fbf6e6; }
 p.status.open { border-color: #b3261e; background: #fbeeed; }
 @media (max-width: 45em) { body { margin: 1em auto; } tbody th { min-width: 9em; } figure img { max-width: none; } }
 """
-_CONFLICT = " Right, the probability that a client that agrees with the others would be as far from them."
 _SENTENCES = {
     Status.CONVERGED: "The fit converged: its figures can be read as they are.",
     Status.STALLED: "The fit did not converge: it made no more progress. Read its figures with caution.",
 }
 _ENDED = "The fit did not converge before it ended. Read its figures with caution."
+_GLOSSARY = {
+    "sd": "sd: how uncertain the value is (posterior standard deviation)",
+    "ci_low": "interval: between its ends the value lies with {percent:.5g} % probability",
+    "mcse_mean": "mcse: error of the computation, which should be small beside sd",
+    "last_change": "last_change: change in the last round, in sds",
+    "skewness": "skewness: how lopsided the posterior is; above 1, tails are rough",
+}
 _WANTED = {"ess": "many effective draws", "pareto_k": "Pareto k below 0.7", "rhat": "R̂ near 1"}
 
 
@@ -56,7 +67,7 @@ def report(
     fit: Any,
     path: str | os.PathLike[str],
     *,
-    var_names: Sequence[str] | str | None = None,
+    var_names: Names = None,
     population: str | float | Mapping[str, str | float] | None = None,
     conflict: Any = None,
     title: str = "Federated fit",
@@ -71,8 +82,7 @@ def report(
     path
         The file, such as ``"report.html"``; one that is there is replaced.
     var_names, population
-        Of clients' posteriors, as in `forest`. By default the local variables that all clients have alike, where there
-        are at most 60 clients.
+        As in `forest`; by default, of at most 60 clients, the local variables that all have alike.
     conflict
         What `fedppl.conflict` returned.
     title
@@ -94,8 +104,7 @@ def report(
     --------
     >>> import tempfile
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     page = fedppl.plots.report(fit, Path(folder) / "report.html", title="Three clients")
     ...     "<title>Three clients</title>" in page.read_text(encoding="utf-8")
@@ -103,28 +112,30 @@ def report(
 
     Notes
     -----
-    *When this fails.* Readers learn of each client in this process: leave clients' own variables out where that is not
-    agreed.
+    *When this fails.* Readers learn of each client in this process: show no variable of its own that is not agreed.
     """
     a_fit(fit)
     target = file_to_write(path, "report.html")
-    parts = [_head(fit, title), _shared(fit), _clients(fit)]
-    parts += list(_pictures(fit, var_names, population, conflict))
-    parts += [_computed(fit), _settings(fit), _versions(fit)]
+    settings = _wide(["setting", "value"], list(fit.algorithm.settings.items()), "wide text")
+    parts = [
+        _head(fit, title),
+        _section("What all clients share", _shared(fit)),
+        _section("Clients", _clients(fit)),
+        *_pictures(fit, var_names, population, conflict),
+        _section("What was computed", _computed(fit)),
+        _section(f"Settings of {fit.algorithm.name}", settings),
+        _section("Versions and seed", _versions(fit)),
+    ]
+    body = "\n".join(parts)
+    page = f"{_TOP}<title>{escaped(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     partial = target.with_name(target.name + ".partial")
-    partial.write_text(_page(title, "\n".join(parts)), encoding="utf-8")
+    partial.write_text(page, encoding="utf-8")
     partial.replace(target)
     return target
 
 
-def _page(title: str, body: str) -> str:
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'\">"
-        f"<title>{escaped(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
+def _section(heading: str, body: str) -> str:
+    return f"<h2>{escaped(heading)}</h2>{body}"
 
 
 def _head(fit: Any, title: str) -> str:
@@ -139,19 +150,19 @@ def _head(fit: Any, title: str) -> str:
 
 
 def _shared(fit: Any) -> str:
-    heading = "<h2>What all clients share</h2>"
     if fit.algorithm.result.shared is None:
-        return f"{heading}<p>In this algorithm clients share no parameters; each has its own.</p>"
+        return "<p>In this algorithm clients share no parameters; each has its own.</p>"
     if fit.layout.size > _TABLE:
-        return f"{heading}<p>{fit.layout.size} numbers, which are too many for a table.</p>"
+        return f"<p>{fit.layout.size} numbers, which are too many for a table.</p>"
     try:
         summary = fit.summary()
     except NotConvergedError as error:
-        return f"{heading}<p>{escaped(error, 2000)}</p>"
-    ends = {"ci_low": "interval from", "ci_high": "to"}
-    head = ["shared variable", *(ends.get(str(name), str(name)) for name in summary.columns)]
+        return f"<p>{escaped(error, 2000)}</p>"
+    head = ["shared variable", *summary.rename(columns={"ci_low": "interval from", "ci_high": "to"}).columns]
     rows = [[index, *map(number, row)] for index, row in zip(summary.index, summary.values, strict=True)]
-    return f"{heading}{_wide(head, rows)}{_glossary(summary)}"
+    words = "; ".join(text for name, text in _GLOSSARY.items() if name in summary)
+    glossary = f"<p><small>{escaped(words.format(percent=100 * CI_PROB), 1000)}.</small></p>" if words else ""
+    return _wide(head, rows) + glossary
 
 
 def _wide(head: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "wide") -> str:
@@ -159,40 +170,27 @@ def _wide(head: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "wide"
     return f'<div class="{kind}">{table(head, rows)}</div>'
 
 
-def _glossary(summary: Any) -> str:
-    percent = f"{100 * summary.attrs['ci_prob']:.5g} %"
-    texts = {
-        "sd": "sd: how uncertain the value is (posterior standard deviation)",
-        "ci_low": f"interval: between its ends the value lies with {percent} probability",
-        "mcse_mean": "mcse: error of the computation, which should be small beside sd",
-        "last_change": "last_change: change in the last round, in sds",
-        "skewness": "skewness: how lopsided the posterior is; above 1, tails are rough",
-    }
-    line = "; ".join(text for name, text in texts.items() if name in list(summary.columns))
-    return f"<p><small>{escaped(line, 1000)}.</small></p>" if line else ""
-
-
 def _clients(fit: Any) -> str:
-    ids = list(fit.client_ids)
+    ids = fit.client_ids
     if len(ids) > _LISTED:
-        return f"<h2>Clients</h2><p>{len(ids)} clients, which are too many for a table.</p>"
-    columns: dict[str, list[Any]] = {
-        "rows": [fit.clients[name].brought if name in fit.clients else "not here" for name in ids]
+        return f"<p>{len(ids)} clients, which are too many for a table.</p>"
+    columns: dict[str, Iterable[Any]] = {
+        "client": ids,
+        "rows": [fit.clients[name].brought if name in fit.clients else "not here" for name in ids],
     }
     if fit.records:
         rounds_of = fit.idata["rounds"]
-        columns |= {word: [int(value) for value in values] for word, values in counts(rounds_of).items()}
+        columns |= counts(rounds_of)
         for name, label in WORDS.items():
-            if name in rounds_of and rounds_of[name].ndim == 2:
-                columns[label] = [number(value) for value in spans(reported(rounds_of, name))[0]]
-        columns["bytes sent"] = [int(value) for value in rounds_of["bytes_up"].sum("round").values]
-    rows = [[name, *(column[k] for column in columns.values())] for k, name in enumerate(ids)]
+            if (values := reported(rounds_of, name)) is not None:
+                columns[label] = map(number, spans(values)[0])
+        columns["bytes sent"] = rounds_of["bytes_up"].sum("round").values
     many = f"{len(ids)} clients" if len(ids) > 1 else "One client"
     where = "in this process" if fit.clients else "with data elsewhere"
     return (
-        f"<h2>Clients</h2><p>{many}, {where}. “Used”, “silent” and “skipped” count rounds by the outcome of the "
-        "client's reply; quality figures are of its last one, bytes of all.</p>"
-        f"{_wide(['client', *columns], rows)}"
+        f"<p>{many}, {where}. “Used”, “silent” and “skipped” count rounds by the outcome of the client's reply; "
+        "quality figures are of its last one, bytes of all.</p>"
+        f"{_wide(list(columns), zip(*columns.values(), strict=True))}"
     )
 
 
@@ -201,52 +199,41 @@ def _pictures(fit: Any, var_names: Any, population: Any, conflict: Any) -> Itera
     shared, groups = fit.algorithm.result.shared, fit.idata
     asked = var_names is not None or population is not None
     if asked or 0 < len(at_hand(fit)) <= _FOREST:
+        beside = "the mean of all" if population is None else "what all have in common"
         yield _figure(
             "Clients beside each other",
-            "Each client's estimate of its own parameters: a dot with the central half and the "
-            f"{100 * CI_PROB:.5g} % interval, beside "
-            f"{'the mean of all' if population is None else 'what all have in common'}. In brackets, the client's "
-            "number of rows, or that it gave a summary of them.",
+            f"Each client's own parameters: a dot with the central half and the {100 * CI_PROB:.5g} % interval, beside "
+            f"{beside}. In brackets, the client's number of rows, or that it gave a summary of them.",
             lambda: forest(fit, var_names, population=population),
             required=asked,
         )
     if "posterior" in groups and fit.layout.size <= _TABLE:
         yield _figure(
             "Before and after the data",
-            "The shared parameters before the data (prior, dashed) and after (posterior). Where both look alike, the "
-            "data said little.",
+            "The shared parameters before the data (prior, dashed) and after. Where both look alike, data said little.",
             lambda: prior_posterior(fit),
         )
     without = isinstance(shared, Posterior) and shared.without is not None and "posterior" in groups
     if conflict is not None or (without and fit.layout.size <= _TABLE):
         yield _figure(
             "What each client does to the result",
-            "Left, how far each client moves the shared averages, in units of their uncertainty; "
-            f"{'right' if conflict is None else 'in the middle'}, the uncertainty with the client over that without "
-            "it. Points far from the line belong to clients that matter most; open ones are approximate."
-            f"{'' if conflict is None else _CONFLICT}",
+            "How far each client moves the shared averages, in units of their uncertainty; the uncertainty with the "
+            "client over that without it. Clients far from the line matter most; open points are approximate."
+            + " Right, the probability that one that agrees is as far from the others."
+            * (conflict is not None),
             lambda: influence(fit, conflict=conflict),
             required=conflict is not None,
         )
     if "fit" in groups and "correlation" in groups["fit"]:
-        yield _figure(
-            "How alike clients are",
-            "Correlation of clients' parameters: 1 for clients that are alike, 0 for clients that are unrelated.",
-            lambda: device_graph(fit),
-        )
+        caption = "Correlation of clients' parameters: 1 for clients that are alike, 0 for clients that are unrelated."
+        yield _figure("How alike clients are", caption, lambda: device_graph(fit))
     if fit.records:
-        yield _figure(
-            "How the fit went",
-            f"Above, {'the change in each round' if changed(fit) else 'the course of the fit'}; below, which clients "
-            "answered in each round.",
-            lambda: rounds(fit),
-        )
+        above = "the change in each round" if changed(fit) else "the course of the fit"
+        caption = f"Above, {above}; below, which clients answered in each round."
+        yield _figure("How the fit went", caption, lambda: rounds(fit))
         wanted = [text for name, text in _WANTED.items() if name in groups["rounds"]]
-        yield _figure(
-            "How well clients could compute",
-            f"What should be: {', '.join([*wanted, 'few skipped replies'])}.",
-            lambda: quality(fit),
-        )
+        caption = f"What should be: {', '.join([*wanted, 'few skipped replies'])}."
+        yield _figure("How well clients could compute", caption, lambda: quality(fit))
 
 
 def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bool = False) -> str:
@@ -257,16 +244,15 @@ def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bo
     except (DeclarationError, DataError, NotConvergedError) as error:
         if required:
             raise
-        return f"<h2>{escaped(heading)}</h2><p>Not drawn: {escaped(error, 1000)}</p>"
-    panel = axes.flat[0] if isinstance(axes, np.ndarray) else axes
+        return _section(heading, f"<p>Not drawn: {escaped(error, 1000)}</p>")
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # of names, which tables have too
-        panel.figure.savefig(file, format="png", dpi=_DPI)
+        np.ravel(axes)[0].figure.savefig(file, format="png", dpi=_DPI)
     picture = base64.b64encode(file.getvalue()).decode("ascii")
     image = f'<img alt="{escaped(heading)}" src="data:image/png;base64,{picture}">'
     caption = f"<figcaption>{escaped(caption, 1000)}</figcaption>"
-    return f'<h2>{escaped(heading)}</h2><figure><div class="wide">{image}</div>{caption}</figure>'
+    return _section(heading, f'<figure><div class="wide">{image}</div>{caption}</figure>')
 
 
 def _computed(fit: Any) -> str:
@@ -279,7 +265,6 @@ def _computed(fit: Any) -> str:
     many = f"{len(fit.records)} round{'s' * (len(fit.records) != 1)}"
     whose = "variable" if fit.algorithm.result.shared is None else "shared variable"
     return (
-        "<h2>What was computed</h2>"
         f"<p>{escaped(fit.declaration, 500)}, by the algorithm {escaped(fit.algorithm.name)}, in {many} and "
         f"{number(fit.seconds)} seconds. Each client computed with its own rows, where they are; what it "
         f"sent in the last round: {escaped(fit.records[-1].released if fit.records else 'nothing', 500)}.</p>"
@@ -287,17 +272,10 @@ def _computed(fit: Any) -> str:
     )
 
 
-def _settings(fit: Any) -> str:
-    rows = list(fit.algorithm.settings.items())
-    return f"<h2>Settings of {escaped(fit.algorithm.name)}</h2>{_wide(['setting', 'value'], rows, 'wide text')}"
-
-
 def _versions(fit: Any) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    rows: list[list[Any]] = [["seed", fit.seed], ["page written", now], ["Python", platform.python_version()]]
+    rows = [["seed", fit.seed], ["page written", now], ["Python", platform.python_version()]]
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of the extras
             rows.append([name, importlib.metadata.version(name)])
-        except importlib.metadata.PackageNotFoundError:
-            continue  # one of the extras
-    return f"<h2>Versions and seed</h2>{_wide((), rows, 'wide text')}"
+    return _wide((), rows, "wide text")

@@ -22,7 +22,7 @@ from fedppl.model.interpreted import quiet
 from fedppl.model.summaries import tells_grid, tells_summary
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
-from fedppl.results.shared import draws_of, shape_of
+from fedppl.results.shared import Drawing, draws_of, shape_of
 from fedppl.types import Array, DeclarationError, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -37,56 +37,39 @@ def require_rows(client: ClientModel, what: str) -> None:
     """Refuse what needs rows of a client that brought a summary."""
     if not has_rows(client):
         kind = f" of kind {client.kind!r}" if client.kind else ""
-        raise DeclarationError(
-            f"client {client.client_id!r}{kind} brought a summary of its rows, and {what} need a likelihood of rows; "
-            "ask a client that brought rows."
-        )
+        raise DeclarationError(f"client {client.client_id!r}{kind} brought a summary: ask one with rows for {what}.")
 
 
 def client_posterior(
-    algorithm: AnyAlgorithm,
-    model: ClientModel,
-    personal: Any,
-    message: Message,
-    seed: int,
-    draws: int,
-    chains: int,
-    status: Status,
-    predict: Callable[[xr.Dataset, Mapping[str, Any]], tuple[xr.Dataset, xr.Dataset]] | None = None,
-    groups: Sequence[str] = (),
-) -> Any:
-    """Draw (φ, θ_k) given the algorithm's final message, and predictions for new inputs if there are any."""
-    client_id = model.client_id
+    algorithm: AnyAlgorithm, model: ClientModel, personal: Any, message: Message, drawing: Drawing, status: Status
+) -> dict[str, xr.Dataset]:
+    """Draw (φ, θ_k) given the algorithm's final message; the posterior and the client's data as groups of ArviZ."""
+    client_id, (draws, chains, seed) = model.client_id, drawing
     drawn = algorithm.result.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
     sample = draws_of(algorithm.name, drawn, (chains, draws), model.shared_size, model.local_size)
-    k = sample.diagnostics.get("pareto_k", -np.inf)
-    if k > 0.7:
+    if (k := sample.diagnostics.get("pareto_k", -np.inf)) > 0.7:
         logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.local.NUTS()", client_id, k)
     if sample.diagnostics.get("from_q"):
-        logger.warning(
-            "client %s: draws are from the Gaussian q, as the posterior of the others has few points where these data "
-            "are; fit again with this client among the others",
-            client_id,
-        )
-    if algorithm.result.caution and (predict is not None or {*groups} - {"prior"}):
-        logger.warning("client %s: %s", client_id, algorithm.result.caution)
+        remedy = "its data are far from the others' posterior; fit again with this client"
+        logger.warning("client %s: draws are from the Gaussian q, as %s", client_id, remedy)
     theta = sample.local.reshape(chains * draws, -1)
     phi = sample.shared.reshape(chains * draws, -1)
+    flat = model.constrain(phi, theta) | model.constrain_shared(phi)
     pymc_model = model.pymc_model()
     dims, coords = dims_and_coords(pymc_model)
-    chains, draws = shape_of(algorithm, status, chains, draws)
-    everything = {
-        name: value.reshape(chains, draws, *value.shape[1:])
-        for name, value in (model.constrain(phi, theta) | model.constrain_shared(phi)).items()
-    }
+    shape = shape_of(algorithm, status, chains, draws)
+    everything = {name: value.reshape(*shape, *value.shape[1:]) for name, value in flat.items()}
     attrs: dict[str, Any] = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
     attrs |= {"client": client_id, "status": status.value, "converged": int(status.ok)}
     posterior = idata.mark_estimates(idata.posterior_dataset(everything, dims, coords, attrs), sample.estimates)
-    datasets = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
-    datasets |= pymc_groups(model, pymc_model, posterior, groups, seed)
-    if predict is not None:
-        datasets["predictions"], datasets["predictions_constant_data"] = predict(posterior, coords)
-    return idata.from_groups(datasets)
+    observed = observed_values(pymc_model)
+    outcomes = {pymc_model.rvs_to_values[rv].name for rv in pymc_model.observed_RVs}
+    constant = {name: value for name, value in model.arrays.items() if name not in outcomes}
+    return {
+        "posterior": posterior,
+        "observed_data": idata.data_dataset(observed, dims, coords),
+        "constant_data": idata.data_dataset(constant, dims, coords),
+    }
 
 
 def observed_values(pymc_model: Any) -> dict[str, np.ndarray]:
@@ -98,143 +81,102 @@ def observed_values(pymc_model: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _data_groups(
-    pymc_model: Any, model: ClientModel, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
-) -> dict[str, xr.Dataset]:
-    outcomes = {v.name for v in map(pymc_model.rvs_to_values.get, pymc_model.observed_RVs)}
-    groups = {"observed_data": observed_values(pymc_model)}
-    groups["constant_data"] = {name: value for name, value in model.arrays.items() if name not in outcomes}
-    return {name: idata.data_dataset(values, dims, coords) for name, values in groups.items()}
-
-
 # Groups of a client's posterior that PyMC computes: pointwise log likelihood, replicates, the prior ------------------
 
+GROUPS = ("log_likelihood", "posterior_predictive", "prior")
 _PRIOR_DRAWS = 500
 _AT_ONCE = 2**20  # numbers in an array of log densities that is computed at once
+_UNKNOWN = (NotImplementedError, ParameterValueError, ValueError, TypeError)  # of densities that are not known to us
 
 
-def pymc_groups(
-    client: ClientModel, model: Any, posterior: xr.Dataset, groups: Sequence[str], seed: int
-) -> dict[str, xr.Dataset]:
+def pymc_groups(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str], seed: int) -> dict[str, xr.Dataset]:
     """These groups of ArviZ, from the draws of a client's posterior and its PyMC model."""
-    if groups and not model.observed_RVs:
-        raise DeclarationError(
-            f"groups={list(groups)} are about observed variables, and the model has a pm.Potential in their place; "
-            "declare the outcomes as an observed variable (pm.CustomDist)."
-        )
+    if not groups:
+        return {}
+    model = client.pymc_model()
+    if not model.observed_RVs:
+        what = "observed variables, and the model has a pm.Potential in their place"
+        raise DeclarationError(f"groups={list(groups)} are about {what}; declare outcomes as observed (pm.CustomDist).")
+    marks = {name: posterior.attrs[name] for name in ("client", "status", "converged") if name in posterior.attrs}
     datasets: dict[str, xr.Dataset] = {}
-    for name in groups:
-        datasets |= GROUPS[name](client, model, posterior, seed % 2**32)
-    return datasets
+    if "log_likelihood" in groups:
+        datasets["log_likelihood"] = _log_likelihood(client, model, posterior)
+    if "posterior_predictive" in groups:
+        datasets["posterior_predictive"] = draw_outcomes(model, posterior, seed % 2**32)
+    if "prior" in groups:
+        compiled = {"mode": interpreted.PYTHON_MODE}
+        with model, proper_priors(), quiet():
+            drawn = pm.sample_prior_predictive(_PRIOR_DRAWS, random_seed=seed % 2**32, compile_kwargs=compiled)
+        datasets |= {name: idata.as_dataset(drawn, name) for name in ("prior", "prior_predictive")}
+    return {name: group.assign_attrs(inference_library="fedppl", **marks) for name, group in datasets.items()}
 
 
-class _Densities(NamedTuple):
-    """Log densities of all observations at many draws of all variables, for all clients of a declaration."""
-
-    function: Callable[..., list[Array]]
-    dims: Mapping[str, tuple[str, ...]]  # of each observed variable's
-
-
-def _log_likelihood(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
+def _log_likelihood(client: ClientModel, model: Any, posterior: xr.Dataset) -> xr.Dataset:
     """Of every observation at every draw: of all draws at once where that agrees with PyMC at four of them."""
     draws = posterior[[variable.name for variable in model.free_RVs if variable.name in posterior]]
-    compared = client.template.of_declaration("log likelihood", lambda: _compared(client, model, draws))
-    values = _at_once(client, compared.function, draws) if compared else None
-    if compared is None or values is None:
-        return {"log_likelihood": _like(_by_pymc(model, draws), posterior)}
-    coords = dims_and_coords(model)[1] | {name: draws[name] for name in ("chain", "draw")}
-    variables = dict(zip(compared.dims, values, strict=True))
-    return {"log_likelihood": _like(idata.posterior_dataset(variables, compared.dims, coords), posterior)}
-
-
-@contextlib.contextmanager
-def _without_starts(model: Any) -> Iterator[None]:
-    """A model without initial values: PyMC copies none that has them, and no density needs them."""
-    starts = dict(model.rvs_to_initial_values)
-    model.rvs_to_initial_values.update(dict.fromkeys(starts))
-    try:
-        yield
-    finally:
-        model.rvs_to_initial_values.update(starts)
+    function = client.template.of_declaration("log likelihood", lambda: _compared(client, model, draws))
+    values = _at_once(client, function, draws) if function else None
+    if values is None:
+        return _by_pymc(model, draws)
+    dims, coords = dims_and_coords(model)
+    # A multivariate outcome has fewer densities than numbers.
+    dims = {name: (dims.get(name) or ())[: value.ndim - 2] for name, value in values.items()}
+    own = {**coords, "chain": draws["chain"], "draw": draws["draw"]}
+    return idata.posterior_dataset(values, dims, own)
 
 
 def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
     """Draw by draw. The graph has the client's own sizes, and is compiled for it alone."""
-    with _without_starts(model), model:
-        computed = pm.compute_log_likelihood(
-            idata.from_groups({"posterior": draws}),
-            extend_inferencedata=False,
-            progressbar=False,
-            compile_kwargs={"mode": interpreted.STABLE_MODE},
-        )
+    groups, compiled = idata.from_groups({"posterior": draws}), {"mode": interpreted.STABLE_MODE}
+    starts = dict(model.rvs_to_initial_values)
+    model.rvs_to_initial_values.update(dict.fromkeys(starts))  # PyMC copies no model that has them
+    try:
+        with model:
+            computed = pm.compute_log_likelihood(
+                groups, extend_inferencedata=False, progressbar=False, compile_kwargs=compiled
+            )
+    finally:
+        model.rvs_to_initial_values.update(starts)
     return idata.as_dataset(computed, "log_likelihood")
 
 
-def _compared(client: ClientModel, model: Any, draws: xr.Dataset) -> _Densities | None:
+def _compared(client: ClientModel, model: Any, draws: xr.Dataset) -> Callable[..., list[Array]] | None:
     """Log densities by operations on arrays; None where PyMC's differ at four of a client's draws."""
     few = draws.isel(chain=[0, -1], draw=[0, -1])
     theirs = _by_pymc(model, few)
     try:
-        draws_of, inputs, outputs = _graph.observed_given_all(client.template.parts)
-        function = interpreted.batched(draws_of, inputs, interpreted.stable(outputs))
-    except (NotImplementedError, ParameterValueError, ValueError, TypeError):
+        sampled, inputs, outputs = _graph.observed_given_all(client.template.parts)
+        function: Callable[..., list[Array]] = interpreted.batched(sampled, inputs, interpreted.stable(outputs))
+    except _UNKNOWN:
         return None
-    names = [rv.name for rv in client.template.parts.model.observed_RVs]
     ours = _at_once(client, function, few)
-    if ours is None:
+    if ours is None or any(value.shape != theirs[name].shape for name, value in ours.items()):
         return None
-    for name, value in zip(names, ours, strict=True):
-        expected = theirs[name].values
-        if value.shape != expected.shape or not np.allclose(value, expected, rtol=1e-8, atol=1e-8, equal_nan=True):
-            return None
-    return _Densities(function, {name: tuple(map(str, theirs[name].dims[2:])) for name in names})
+    close = [np.allclose(value, theirs[name], rtol=1e-8, atol=1e-8, equal_nan=True) for name, value in ours.items()]
+    return function if all(close) else None
 
 
-def _at_once(client: ClientModel, function: Callable[..., list[Array]], draws: xr.Dataset) -> list[Array] | None:
+def _at_once(client: ClientModel, function: Callable[..., list[Array]], draws: xr.Dataset) -> dict[str, Array] | None:
     """Log densities (chains, draws, ...) of each observed variable; None where they cannot be computed."""
-    parts, shape = client.template.parts, (draws.sizes["chain"], draws.sizes["draw"])
-    arrays = [np.asarray(draws[rv.name].values) for rv in parts.model.free_RVs]
-    flat = [array.reshape(shape[0] * shape[1], *array.shape[2:]) for array in arrays]
+    shape = draws.sizes["chain"], draws.sizes["draw"]
+    count, model = shape[0] * shape[1], client.template.parts.model
+    arrays = [draws[rv.name].values for rv in model.free_RVs]
+    flat = [array.reshape(count, *array.shape[2:]) for array in arrays]
     inputs = client.inputs[: len(client.inputs) - len(client.template.graph.free_shapes)]
-    at_once = max(1, _AT_ONCE // max(1, sum(map(np.size, client.inputs))))
+    many = max(1, _AT_ONCE // max(1, sum(map(np.size, client.inputs))))
     try:
-        chunks = range(0, shape[0] * shape[1], at_once)
-        computed = [function(*(one[k : k + at_once] for one in flat), *inputs) for k in chunks]
-    except (NotImplementedError, ParameterValueError, ValueError, TypeError):
+        computed = [function(*(array[k : k + many] for array in flat), *inputs) for k in range(0, count, many)]
+    except _UNKNOWN:
         return None
-    values = [np.concatenate(each) for each in zip(*computed, strict=True)]
-    return [value.reshape(*shape, *value.shape[1:]) for value in values]
-
-
-def _posterior_predictive(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
-    """Replicates of the observations, one a draw, for the same inputs and the same local variables."""
-    return {"posterior_predictive": _like(draw_outcomes(model, posterior, seed), posterior)}
-
-
-def _prior(client: ClientModel, model: Any, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
-    with model, proper_priors(), quiet():
-        drawn = pm.sample_prior_predictive(
-            _PRIOR_DRAWS, random_seed=seed, compile_kwargs={"mode": interpreted.PYTHON_MODE}
-        )
-    return {name: _like(idata.as_dataset(drawn, name), posterior) for name in ("prior", "prior_predictive")}
-
-
-GROUPS: dict[str, Callable[[ClientModel, Any, xr.Dataset, int], dict[str, xr.Dataset]]] = {
-    "log_likelihood": _log_likelihood,
-    "posterior_predictive": _posterior_predictive,
-    "prior": _prior,
-}
-
-
-def _like(group: xr.Dataset, posterior: xr.Dataset) -> xr.Dataset:
-    marks = {name: posterior.attrs[name] for name in ("client", "status", "converged") if name in posterior.attrs}
-    return group.assign_attrs({"inference_library": "fedppl", **marks})
+    values = [np.concatenate(chunks) for chunks in zip(*computed, strict=True)]
+    names = [rv.name for rv in model.observed_RVs]
+    return {name: value.reshape(*shape, *value.shape[1:]) for name, value in zip(names, values, strict=True)}
 
 
 # Outcomes from a declared model: at draws of its variables, and whole data sets from its prior ------------------------
 
 NO_DRAWS = "it brought a likelihood on a grid, and outcomes cannot be drawn from that"
-_OR = ", or where fedppl.calibrate draws them pass simulate=, a function of (shared, client_id, data, rng)."
+_OR = ", or pass simulate= to fedppl.calibrate, a function of (shared, client_id, data, rng)."
 
 
 def draw_outcomes(
@@ -253,8 +195,10 @@ def draw_outcomes(
     """
     stays = [rv.name for rv in model.free_RVs if rv.name in posterior and rv.name not in set(anew)]
     draws = posterior[stays]
-    labels = [name for name in draws.coords if name not in ("chain", "draw")]  # the model has its own
-    groups = {"posterior": draws.drop_vars(labels), "constant_data": _constant_data(model)}
+    draws = draws.drop_vars(set(draws.coords) - {"chain", "draw"})  # the model has its own labels
+    values = {variable.name: np.asarray(variable.get_value()) for variable in model.data_vars}
+    coords = {dim: np.asarray(labels) for dim, labels in model.coords.items() if labels is not None}
+    groups = {"posterior": draws, "constant_data": idata.dataset(values, {}, {}).assign_coords(coords)}
     keywords = inspect.signature(pm.sample_posterior_predictive).parameters
     with model, quiet():
         drawn = pm.sample_posterior_predictive(
@@ -267,12 +211,6 @@ def draw_outcomes(
             **({"freeze_vars": stays} if stays and "freeze_vars" in keywords else {}),
         )
     return idata.as_dataset(drawn, "predictions" if predictions else "posterior_predictive")
-
-
-def _constant_data(model: Any) -> xr.Dataset:
-    values = {variable.name: np.asarray(variable.get_value()) for variable in model.data_vars}
-    coords = {dim: np.asarray(labels) for dim, labels in model.coords.items() if labels is not None}
-    return idata.dataset(values, {}, {}).assign_coords(coords)
 
 
 class Truths(NamedTuple):
@@ -288,10 +226,9 @@ def proper_priors() -> Iterator[None]:
     try:
         yield
     except NotImplementedError as error:
-        raise DeclarationError(
-            f"the declared prior cannot be drawn from ({str(error).splitlines()[0]}); give every variable a proper "
-            "prior in place of pm.Flat or pm.HalfFlat."
-        ) from error
+        why = str(error).splitlines()[0]
+        remedy = "give every variable a proper prior in place of pm.Flat or pm.HalfFlat."
+        raise DeclarationError(f"the declared prior cannot be drawn from ({why}); {remedy}") from error
 
 
 def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
@@ -313,12 +250,15 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
     model = client.pymc_model()
     if tells_grid(model):
         raise DeclarationError(f"client {client.client_id!r}: {NO_DRAWS}{_OR}")
-    arrays = {rv.name: _array_of(client, model, rv) for rv in model.observed_RVs}
+    arrays: dict[str, str] = {}
+    for rv in model.observed_RVs:
+        above = set(ancestors([model.rvs_to_values[rv]]))
+        read = [variable.name for variable in model.data_vars if variable in above]
+        if len(read) != 1 or read[0] not in client.arrays:
+            raise DeclarationError(f"outcomes {rv.name!r} are no pm.Data container of the model; make them one{_OR}")
+        arrays[rv.name] = read[0]
     if model.potentials:
-        raise DeclarationError(
-            "the model has a pm.Potential, from which outcomes cannot be drawn; declare them as observed variables "
-            f"(pm.CustomDist){_OR}"
-        )
+        raise DeclarationError(f"the model has a pm.Potential, which draws no outcomes; use a pm.CustomDist{_OR}")
     group = idata.posterior_dataset({name: value[None] for name, value in shared.items()}, *dims_and_coords(model))
     with proper_priors():
         drawn = draw_outcomes(model, group, int(rng.integers(2**31)))
@@ -328,10 +268,3 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
         name: value if np.issubdtype(value.dtype, np.floating) else value.astype(np.asarray(client.arrays[name]).dtype)
         for name, value in values.items()
     }
-
-
-def _array_of(client: ClientModel, model: Any, rv: Any) -> str:
-    read = [variable.name for variable in model.data_vars if variable in set(ancestors([model.rvs_to_values[rv]]))]
-    if len(read) == 1 and read[0] in client.arrays:
-        return str(read[0])
-    raise DeclarationError(f"outcomes {rv.name!r} are not a pm.Data container of the model; pass them as pm.Data{_OR}")

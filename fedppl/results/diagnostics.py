@@ -23,10 +23,7 @@ def listed(names: Iterable[str]) -> str:
 
 # Clients whose local inference fell back to another: ``fallback`` is 0, or the number of the step ---------------------
 
-STANDARDISED = (
-    "standardised, where it is centred on shared variables: z ~ N(0, 1) and mu + tau * z in place of N(mu, tau), "
-    "mu + chol @ z in place of pm.MvNormal(mu, chol=chol)"
-)
+STANDARDISED = "standardised: mu + tau * z or mu + chol @ z with z ~ N(0, 1), in place of N(mu, tau) or pm.MvNormal"
 
 
 def fallbacks(infos: Infos) -> dict[str, str]:
@@ -51,10 +48,8 @@ def fallback_sentence(infos: Infos, count: int) -> str:
         return ""
     clients = fallbacks(infos)
     faster = f". It is faster with what is local declared {STANDARDISED}" if FALLBACKS[2.0] in clients.values() else ""
-    return (
-        f"{' and '.join(parts)} in place of the local inference when last asked ({_cost(infos, clients)}): "
-        f"see fit.idata['rounds']['fallback']{faster}"
-    )
+    used = f"{' and '.join(parts)} in place of the local inference when last asked ({_cost(infos, clients)})"
+    return f"{used}: see fit.idata['rounds']['fallback']{faster}"
 
 
 def unchecked_laplace(infos: Infos) -> str:
@@ -66,11 +61,9 @@ def unchecked_laplace(infos: Infos) -> str:
     clients = [client_id for client_id, info in infos.items() if info.get("inner_trust", 1.0) < 1.0]
     if not clients:
         return ""
-    return (
-        "the error of Laplace's approximation over local variables is not known at "
-        f"{len(clients)} of {len(infos)} clients ({listed(clients)}): it can bias scales where their rows are few and "
-        "not normal. Compare with EP(local=fedppl.local.NUTS())"
-    )
+    where = f"not known at {len(clients)} of {len(infos)} clients ({listed(clients)})"
+    remedy = "with few rows it can bias scales; compare with EP(local=fedppl.local.NUTS())"
+    return f"the error of Laplace's approximation over local variables is {where}: {remedy}"
 
 
 def log_fallbacks(number: int, infos: Infos, before: Mapping[str, str]) -> None:
@@ -111,6 +104,7 @@ NOISY = 0.02  # the same where clients draw: noise ends EP early, with an sd in 
 SKEWED = 0.3  # skewness of a margin beyond which the estimate is too low
 _LARGEST = 1e3
 _UNKNOWN = "sds of shared variables may be far too small, by a half even"
+_TAILS = "the posterior has heavier tails than the Gaussian of this fit, as means of few clients have"
 
 
 def exact(*, at_sites: bool) -> str:
@@ -137,18 +131,12 @@ def shortfall_sentence(short: float, remedy: str, trusted: float = TRUSTED) -> s
         return unknown_shortfall(remedy)
     if short < _MENTIONED:
         return ""
-    return (
-        f"sds of shared variables may be about {short:.0%} too small: the posterior has heavier tails than the "
-        f"Gaussian of this fit, as means of few clients have. The posterior itself is that of {remedy}"
-    )
+    return f"sds of shared variables may be about {short:.0%} too small: {_TAILS}. For the posterior use {remedy}"
 
 
 def unknown_shortfall(remedy: str) -> str:
     """The sentence on a shortfall that is larger than can be estimated."""
-    return (
-        f"{_UNKNOWN}: the posterior has heavier tails than the Gaussian of this fit, as means of few clients have, and "
-        f"the shortfall cannot be estimated from that. Use {remedy}, or declare priors that say more"
-    )
+    return f"{_UNKNOWN}: {_TAILS}. Use {remedy}, or declare priors that say more"
 
 
 def matched(status: Status, message: str) -> bool:
@@ -161,17 +149,13 @@ def matched(status: Status, message: str) -> bool:
 
 
 _FLAT = 30.0  # sd of a prior on a log scale, from e^-30 to e^30, from which it is hardly a prior
-_LOG = "_log__"
 
 
 def hardly_a_prior(labels: Sequence[str], spread: Array) -> str:
     """Priors with these sds (m,) on positive variables that are all but improper; empty where there are none."""
-    flat = [j for j, label in enumerate(labels) if _LOG in label and spread[j] > _FLAT]
+    flat = [j for j, label in enumerate(labels) if "_log__" in label and spread[j] > _FLAT]
     if not flat:
         return ""
     named = ", ".join(f"{as_declared(labels[j])} (sd {spread[j]:.2g} on the log scale)" for j in flat[:3])
-    return (
-        f"the prior of {named} is all but improper, as Gamma(.001, .001) is: the search begins where it has its mass, "
-        "far from any data. Declare one that says what is plausible, such as pm.HalfNormal, pm.Exponential or "
-        "pm.Gamma(2, ...)"
-    )
+    why = "all but improper, and the search begins where it has its mass, far from any data"
+    return f"the prior of {named} is {why}: use pm.HalfNormal, pm.Exponential or pm.Gamma(2, ...)"

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 from fedppl import gaussian
 from fedppl.contracts import LogEvidence, Point, Posterior
-from fedppl.contracts.printed import CI_PROB, escaped, number, table
+from fedppl.contracts.printed import escaped, number, table
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import dims_and_coords
 from fedppl.model.stack import ClientsOf
 from fedppl.numerics.importance import resample, skewness
-from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
-from fedppl.results import idata, predicting, saved, shared, tables
-from fedppl.results.records import Ended, require_arrived, require_shared, unarrived
+from fedppl.results import idata, predicting, saved, tables
+from fedppl.results import shared as of_shared
+from fedppl.results.records import Ended, require_arrived, unarrived
 from fedppl.settings import chosen, some_of
 from fedppl.types import Array, DeclarationError, NotConvergedError
 
@@ -56,21 +55,20 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> fit.clients_summary()["theta"].sel(statistic="mean").dims
     ('client',)
 
     Notes
     -----
-    *When this fails.* Sds of many transformed local variables that depend on each other are approximated with one node
-    on each side of an axis.
+    *When this fails.* Sds of many dependent, transformed local variables are by one node on each side of an axis.
     """
     require_arrived(fit, "fit.clients_summary()")
     if not fit.clients:
         raise DeclarationError("no client's data are here; use fedppl.load(..., clients=).")
-    at_once = isinstance(fit.clients, ClientsOf) and isinstance(fit.algorithm.result.shared, Posterior)
-    moments = _at_once(fit, fit.clients) if at_once else _one_by_one(fit)
+    posterior = fit.algorithm.result.shared
+    at_once = isinstance(fit.clients, ClientsOf) and isinstance(posterior, Posterior)
+    moments: Mapping[str, Any] = _at_once(fit, fit.clients, posterior) if at_once else _one_by_one(fit)
     if not moments:
         raise DeclarationError("clients have no variables of their own with one shape for all; see fit.client(...).")
     names = chosen("var_names", var_names, list(moments), "clients' variables")
@@ -82,41 +80,36 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
     return group.rename(chain="statistic", draw="client").assign_coords(places)
 
 
-def _at_once(fit: Ended, clients: ClientsOf) -> dict[str, tuple[Array, Array]]:
-    """Over points with the moments of q, or over weighted points of the posterior where its moments differ."""
-    posterior = fit.algorithm.result.shared
-    assert isinstance(posterior, Posterior)
+def _at_once(fit: Ended, clients: ClientsOf, posterior: Posterior[Any]) -> dict[str, tuple[Array, Array]]:
+    """Over points with the moments of q, or over weighted points of the posterior that is skewed or differs from q."""
     q, weighted = posterior.gaussian(fit.state), posterior.weighted(fit.state)
     mean, root = gaussian.affine(q)
-    if weighted is not None and _differs(q, weighted):
-        drawn = resample(weighted.weights, _DRAWN, stream((fit.seed, 3)))
-        return clients.moments(weighted.points[drawn], mean)
+    if weighted is not None:
+        sd = gaussian.standard_deviations(q)
+        shifts, log_ratios = (weighted.mean - mean) / sd, np.log(np.sqrt(np.diag(weighted.covariance)) / sd)
+        skewed = np.abs(skewness(weighted.points, weighted.weights)).max() > _SKEWED
+        if skewed or np.abs([shifts, log_ratios]).max() > _TOLERANCE:
+            drawn = resample(weighted.weights, _DRAWN, stream((fit.seed, 3)))
+            return clients.moments(weighted.points[drawn], mean)
     # On both sides of each axis: they have q's mean, variances and third moments.
     axes = np.sqrt(len(mean)) * np.eye(len(mean))
     return clients.moments(mean + np.concatenate([axes, -axes]) @ root.T, mean)
 
 
-def _differs(q: Gaussian, weighted: Reweighted) -> bool:
-    """Whether weighted points are skewed, or have other moments than q by more than the tolerance."""
-    sd, skewed = gaussian.standard_deviations(q), skewness(weighted.points, weighted.weights)
-    means, log_sds = (weighted.mean - gaussian.mean(q)) / sd, np.log(np.sqrt(np.diag(weighted.covariance)) / sd)
-    return bool(np.abs(skewed).max() > _SKEWED or np.abs([means, log_sds]).max() > _TOLERANCE)
-
-
-def _one_by_one(fit: Any) -> dict[str, tuple[Array, Array]]:
+def _one_by_one(fit: Any) -> dict[str, Array]:
     """From draws of each client's posterior; of variables that have the same shape at all clients."""
-    each: list[dict[str, tuple[Array, Array]]] = []
+    each: list[dict[str, Array]] = []
     for client_id in fit.clients:
         drawn = fit.client(client_id)["posterior"].data_vars.items()
-        own = {str(name): values for name, values in drawn if str(name) not in fit.layout.slices}
-        each.append({name: (values.mean(("chain", "draw")).values, _sd(values)) for name, values in own.items()})
-    same = [name for name in each[0] if len({one[name][0].shape if name in one else None for one in each}) == 1]
-    return {name: (np.stack([one[name][0] for one in each]), np.stack([one[name][1] for one in each])) for name in same}
+        each.append({str(name): _moments(values) for name, values in drawn if name not in fit.layout.slices})
+    same = [name for name in each[0] if len({own[name].shape if name in own else None for own in each}) == 1]
+    return {name: np.stack([own[name] for own in each], axis=1) for name in same}
 
 
-def _sd(values: xr.DataArray) -> Array:
-    sd: Array = np.asarray(values.std(("chain", "draw")).values, dtype=float)
-    return np.full_like(sd, np.nan) if values.attrs.get("point_estimate") else sd
+def _moments(values: xr.DataArray) -> Array:
+    """Mean and sd of draws; a point estimate has no sd."""
+    mean, sd = values.mean(("chain", "draw")).values, values.std(("chain", "draw")).values
+    return np.stack([mean, np.full_like(sd, np.nan) if values.attrs.get("point_estimate") else sd])
 
 
 # A fit in a notebook, and on a page of its own ------------------------------------------------------------------------
@@ -129,11 +122,9 @@ def of_fit(fit: Any) -> str:
     """Status and message, and the first rows of the summary."""
     color = "#2a7f3f" if fit.status.ok else "#b3261e"
     status = f'<span style="color: {color}">{escaped(fit.status)}</span>'
-    message = f"<p>{escaped(fit.message, 1000)}</p>" if fit.message else ""
     facts = f"{len(fit.records)} rounds, {len(fit.client_ids)} clients, {number(fit.seconds)} s, seed {fit.seed}"
-    return (
-        f"<div><strong>{escaped(fit.algorithm.name)}</strong>: {status}, {escaped(facts)}{message}{_summary(fit)}</div>"
-    )
+    message = f"<p>{escaped(fit.message, 1000)}</p>" if fit.message else ""
+    return f"<div><strong>{escaped(fit.algorithm.name)}</strong>: {status}, {facts}{message}{_summary(fit)}</div>"
 
 
 def _summary(fit: Any) -> str:
@@ -172,18 +163,14 @@ def _itself(fit: Any, memo: Any = None) -> Any:
 
 def _refuse(fit: Any) -> NoReturn:
     """Refuse to be pickled, with the remedy."""
-    raise TypeError(
-        "a Fit holds compiled functions and cannot be pickled: write it by fit.save('run.nc'), and read it in another "
-        "process by fedppl.load('run.nc', model)"
-    )
+    raise TypeError("a Fit cannot be pickled: use fit.save('run.nc'), and elsewhere fedppl.load('run.nc', model)")
 
 
 @dataclass(frozen=True, eq=False)
 class Fit(Ended):
     """Result of `fedppl.fit`.
 
-    What needs a posterior, here and in functions of a fit, raises NotConvergedError where the fit was broken off before
-    there was one.
+    What needs a posterior raises NotConvergedError where the fit was broken off before there was one.
 
     Attributes
     ----------
@@ -213,8 +200,7 @@ class Fit(Ended):
     seconds
         Wall time of all rounds.
     told
-        Numbers that sites of their own sent when the run was over, by client: `fedppl.loo` and `fedppl.conflict` read
-        them.
+        Numbers that sites of their own sent at the end, by client, for `fedppl.loo` and `fedppl.conflict`.
     drawn
         Draws of clients' posteriors from the file of a fit that was loaded.
     """
@@ -223,13 +209,12 @@ class Fit(Ended):
 
     def __repr__(self) -> str:
         """One line; some states would fill pages."""
-        return (
-            f"Fit({self.algorithm.name}, {self.status.value}, {len(self.records)} rounds, {len(self.client_ids)} "
-            f"clients, {self.layout.size} shared coordinates)"
-        )
+        size = f"{len(self.client_ids)} clients, {self.layout.size} shared coordinates"
+        return f"Fit({self.algorithm.name}, {self.status.value}, {len(self.records)} rounds, {size})"
 
-    _repr_html_, report, clients_summary = of_fit, report, clients_summary
+    _repr_html_, report, clients_summary, summary = of_fit, report, clients_summary, tables.summary
     predict, new_client = predicting.predict, predicting.new_client
+    shared, influence, save = of_shared.shared, of_shared.influence, saved.save
 
     @property
     def posterior(self) -> Gaussian:
@@ -242,73 +227,22 @@ class Fit(Ended):
         """
         result = self.algorithm.result.shared
         if not isinstance(result, Posterior):
-            raise DeclarationError(
-                f"{self.algorithm.name} has no posterior of parameters that all clients share: see "
-                + ("fit.estimate, " if isinstance(result, Point) else "")
-                + ('fit.idata["fit"] and ' if self.algorithm.result.details(self.state) else "")
-                + "fit.client(...). For a posterior use fedppl.EP()."
-            )
+            places = ["fit.estimate"] if isinstance(result, Point) else []
+            places += ['fit.idata["fit"]'] if self.algorithm.result.details(self.state) else []
+            lacks = f"{self.algorithm.name} has no posterior of parameters that all clients share"
+            raise DeclarationError(f"{lacks}: use fedppl.EP(), or see {', '.join([*places, 'fit.client(...)'])}.")
         require_arrived(self, "fit.posterior")
         return result.gaussian(self.state)
 
     @property
     def estimate(self) -> dict[str, Array]:
         """The shared variables and their deterministics at one point: the estimate, or the posterior mean."""
-        result = self.algorithm.result.shared
-        require_shared(self)
-        require_arrived(self, "fit.estimate")
-        if isinstance(result, Point):
-            return shared.at_point(self, result)
-        return shared.at_mean(self, self.idata["posterior"])
+        return of_shared.estimate(self)
 
     @functools.cached_property
     def idata(self) -> Any:
         """ArviZ object with groups posterior (4 x 1000 draws of φ), fit and rounds."""
         return self.shared()
-
-    def summary(
-        self, var_names: Sequence[str] | str | None = None, *, ci_prob: float = CI_PROB, round_to: int | None = None
-    ) -> pd.DataFrame:
-        """Table of the shared variables with the algorithm's own diagnostics: the one to look at after a fit.
-
-        R̂ and ESS are not in it: draws of q are independent, and both are perfect however good q is.
-
-        Parameters
-        ----------
-        var_names
-            Variables, deterministics among them, or their entries as they are printed, ``"arm[drug]"``. By default
-            all, but partial correlations of a formula, of which it shows the correlations.
-        ci_prob
-            Probability of the equal-tailed interval.
-        round_to
-            Decimals; None keeps all.
-
-        Returns
-        -------
-        pandas.DataFrame
-            A row an entry: ``mean``, ``sd``, the interval ``ci_low`` to ``ci_high``, the standard errors ``mcse_mean``
-            and ``mcse_sd`` of computing the moments, without the error of q (NaN unless converged), and the algorithm's
-            diagnostics on the unconstrained space; for `EP` ``last_change`` of the mean or log sd, in sds, and
-            ``skewness``, which a Gaussian q cannot have. A point estimate has its ``mean`` alone. ``attrs`` has the
-            ``status``, its ``message``, the share of clients that ``answered`` when last asked, ``fallbacks`` of local
-            inferences, and names of ``point_estimates`` among draws.
-
-        Raises
-        ------
-        DeclarationError
-            If the clients share nothing in this algorithm, or a name is unknown.
-
-        Examples
-        --------
-        >>> import fedppl
-        >>> from fedppl.testing import normal_means
-        >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
-        >>> list(fit.summary().columns)
-        ['mean', 'sd', 'ci_low', 'ci_high', 'mcse_mean', 'mcse_sd', 'last_change', 'skewness']
-        >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
-        ('converged', 1.0)
-        """
-        return tables.summary(self, lambda: self.idata, var_names, ci_prob, round_to)
 
     @functools.cached_property
     def log_evidence(self) -> LogEvidence:
@@ -316,14 +250,12 @@ class Fit(Ended):
 
         .. math:: \log \int p(\phi) \prod_k \int p(y_k, \theta_k \mid \phi)\, d\theta_k\, d\phi
 
-        Its ``method`` is "sums"; or "EP", where clients are in this process: an approximation, with the ``error`` of
-        computing it and not of approximating.
+        Its ``method`` is "sums"; or "EP", with clients here: an approximation, whose ``error`` is that of computing it.
 
         Raises
         ------
         DeclarationError
-            Where the fit is by EP and clients are sites of their own, or the priors have no normalising constant that
-            is known (pm.Potential, pm.Flat).
+            Where a fit by EP has its clients elsewhere, or priors have no known constant (pm.Potential, pm.Flat).
         NotConvergedError
             Where weights are not to be trusted, or the run did not converge.
 
@@ -342,76 +274,6 @@ class Fit(Ended):
             raise NotConvergedError(f"EP's evidence is of a q that has converged, and this fit is {self.status.value}.")
         return evidence
 
-    def influence(self, clients: Sequence[str] | str | None = None) -> xr.Dataset:
-        r"""Influence of each client: the shared posterior without it, beside the one with it.
-
-        .. math:: p(\phi \mid y_{-k}) \propto p(\phi \mid y) / f_k(\phi)
-
-        Parameters
-        ----------
-        clients
-            Ids of clients; by default all.
-
-        Returns
-        -------
-        xarray.Dataset
-            Dims client and rows, the coordinates of φ on the unconstrained space. ``mean`` and ``sd`` are those without
-            the client; ``shift`` is the change of the mean by the client, in sds with it, and ``sd_ratio`` the sd with
-            it over that without. Where ``exact`` is True they are of the posterior itself, from reweighting its points
-            with Pareto k ``pareto_k``: ``error``, of a mean or an sd in sds, is at most .05, 100 points or more are
-            effective, and no few points make a second moment; tails without points are not seen. Else they are by the
-            same points where Pareto k is at most .7 and ``error`` at most .5, or of the Gaussian q without the client's
-            site, with an ``error`` of NaN, or NaN where the others determine no posterior; the log says so.
-            ``log_predictive`` is log p(y_k | y_{-k}) where ``exact``, with its standard error
-            ``log_predictive_error``; NaN after EP, and where a prior has no normalising constant that is known.
-
-        Raises
-        ------
-        DeclarationError
-            If the algorithm has no posterior without each client, a client is unknown, or its data are needed and not
-            here.
-
-        Examples
-        --------
-        >>> import fedppl
-        >>> from fedppl.testing import normal_means
-        >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
-        >>> fit.influence()["shift"].dims
-        ('client', 'rows')
-
-        Notes
-        -----
-        *When this fails.* By `Sums` each client's log f_k is computed at all points, and its data have to be in this
-        process. Where one client determines much of the posterior, few points lie where the others' is: `exact` is then
-        False, and `fedppl.without` fits the others anew. The Gaussian by `EP` lacks the client's share of 1/K of a
-        prior that is not Gaussian.
-        """
-        return shared.influence(self, clients)
-
-    def shared(
-        self, *, unconverged: bool = False, draws: int = 1000, chains: int = 4, random_seed: int | None = None
-    ) -> Any:
-        """Posterior of the shared parameters as an ArviZ object.
-
-        Parameters
-        ----------
-        unconverged
-            Whether to draw also where the fit was broken off before there was a posterior: such draws can be very far
-            off, and ``attrs`` has a warning.
-        draws, chains, random_seed
-            Independent draws of q(φ), by the fit's seed by default: all in one chain where the fit has not converged,
-            so that R̂ is NaN.
-
-        Returns
-        -------
-        arviz.InferenceData or xarray.DataTree
-            Groups ``posterior`` (constrained space), or ``point_estimate`` where the algorithm ends in one; ``fit``
-            (mean_vector and covariance_matrix of q on the unconstrained space, and other diagnostics) and ``rounds``. A
-            fit that was broken off before there was a posterior has none, unless `unconverged` is True.
-        """
-        drawing = predicting.drawing_of(self, draws, chains, random_seed)
-        return shared.shared_posterior(self, *drawing, unconverged=unconverged)
-
     def client(
         self,
         client_id: Hashable,
@@ -424,8 +286,7 @@ class Fit(Ended):
     ) -> Any:
         """Posterior of one client's θ_k, drawn at the client: by `EP` from cavity x local likelihood (FedLin eq. 8).
 
-        Where the shared posterior is weighted points, as by `Sums`, φ is one of these, and θ_k is drawn given
-        it and the client's rows.
+        Where the shared posterior is weighted points, as by `Sums`, φ is one of them, and θ_k is drawn given it.
 
         Parameters
         ----------
@@ -435,9 +296,8 @@ class Fit(Ended):
             New inputs by name, ``{"X": X_new}``, or a data frame, to draw predictions for. The client's own variables
             stay as in the posterior; those with an entry for each row, such as residuals, are drawn for new rows.
         groups
-            More groups of ArviZ to compute, by PyMC: "log_likelihood" of every observation (for ``az.loo``),
-            "posterior_predictive" of the client's own rows (for ``az.plot_ppc``), and "prior", 500 draws, which brings
-            "prior_predictive".
+            More groups of ArviZ: "log_likelihood" of every observation (for ``az.loo``), "posterior_predictive" of the
+            client's own rows (for ``az.plot_ppc``), and "prior", 500 draws, which brings "prior_predictive".
         draws, chains, random_seed
             As in `shared`.
 
@@ -449,31 +309,10 @@ class Fit(Ended):
         """
         client_id = str(client_id)
         if client_id not in self.client_ids:
-            raise DeclarationError(
-                f"client {client_id!r} did not take part; clients are {some_of(self.client_ids)}. Of others use "
-                "fit.new_client(data), or without rows fit.predict(None, new_data)."
-            )
-        drawing = predicting.drawing_of(self, draws, chains, random_seed)
+            remedy = "Of others use fit.new_client(data), or without rows fit.predict(None, new_data)."
+            known = some_of(self.client_ids)
+            raise DeclarationError(f"client {client_id!r} did not take part; clients are {known}. {remedy}")
+        drawing = of_shared.drawing_of(self, draws, chains, random_seed)
         if client_id not in self.clients:
             return saved.stored_draws(self, client_id, drawing, predict=predict, groups=groups)
         return predicting.at_client(self, self.clients[client_id], predict, drawing, groups=groups)
-
-    def save(self, path: str | os.PathLike[str], *, include: str | None = None) -> None:
-        """Write the fit to a NetCDF file: what all clients share, the rounds and the server's last state.
-
-        `fedppl.load` reads it, and so does ``az.from_netcdf``. Clients' rows are never in it.
-
-        Parameters
-        ----------
-        path
-            The file, such as ``"run.nc"``; one that is there is replaced.
-        include
-            Confidential parts of clients to write: None for nothing, "personal" for their personal states where the
-            algorithm has these, "clients" for draws of their posteriors too.
-
-        Raises
-        ------
-        DeclarationError
-            If the path is none, or what `include` names is not here.
-        """
-        saved.save(self, self.idata, path, include, self.client)

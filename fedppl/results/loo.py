@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
-from fedppl.contracts import LogEvidence, Point, sum_replies
+from fedppl.contracts import LogEvidence, Point
 from fedppl.model.client import ClientModel
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.results import idata
@@ -61,10 +61,8 @@ class Loo:
     def __repr__(self) -> str:
         """One line; `clients` has a row for each."""
         known = "all well known" if self.good == self.rows else f"{self.bad + self.very_bad} not well known"
-        return (
-            f"Loo(elpd {self.elpd:.1f}, se {self.se:.1f}, p_loo {self.p_loo:.1f}; {self.rows} rows, {known}, of "
-            f"{len(self.clients)} clients; {self.status})"
-        )
+        rows = f"{self.rows} rows, {known}, of {len(self.clients)} clients; {self.status}"
+        return f"Loo(elpd {self.elpd:.1f}, se {self.se:.1f}, p_loo {self.p_loo:.1f}; {rows})"
 
 
 def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None = None) -> Loo:
@@ -95,8 +93,7 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> found = fedppl.loo(fit)
     >>> found.rows, found.bad
     (60, 0)
@@ -118,18 +115,16 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
         sums = _of_sites(fit)
     else:
         sums = {name: sums_of(rows) for name, rows in _by_row(fit, draws, chains, random_seed).items()}
-    total = sum_replies(sums)
-    columns = {name: [float(of_client[name]) for of_client in sums.values()] for name in total}
-    table = pd.DataFrame(columns, index=pd.Index(list(sums), name="client"))
-    table.insert(1, "se", _se(table["elpd"], table["squares"], table["rows"]))
     counts = ["rows", "good", "bad", "very_bad"]
-    table = table.drop(columns="squares").astype(dict.fromkeys(counts, int))
-    _warn("fedppl.loo", fit, int(table["bad"].sum() + table["very_bad"].sum()), int(table["rows"].sum()))
+    table = pd.DataFrame(sums.values(), index=pd.Index(list(sums), name="client"))
+    total = table.sum()
+    table.insert(1, "se", _se(table["elpd"], table["squares"], table["rows"]))
+    _warn("fedppl.loo", fit, int(total["bad"] + total["very_bad"]), int(total["rows"]))
     return Loo(
         elpd=float(total["elpd"]),
         se=float(_se(total["elpd"], total["squares"], total["rows"])),
         p_loo=float(total["p_loo"]),
-        clients=table,
+        clients=table.drop(columns="squares").astype(dict.fromkeys(counts, int)),
         status=fit.status.value,
         **{name: int(total[name]) for name in counts},
     )
@@ -167,8 +162,7 @@ def loo_compare(
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> model, clients = normal_means()
+    >>> model, clients = fedppl.testing.normal_means()
     >>> fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     >>> list(fedppl.loo_compare({"one": fit, "the same": fit})["elpd_diff"])
     [0.0, 0.0]
@@ -190,14 +184,15 @@ def loo_compare(
     elpd = np.stack([np.concatenate([rows[client].elpd for client in order]) for rows in models])  # (models, rows)
     totals = elpd.sum(axis=1)
     best = int(np.argmax(totals))
+    sums = [[sums_of(rows) for rows in model.values()] for model in models]
     columns = {
         "elpd": totals,
         "se": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd],
-        "p_loo": [sum(float(rows.p_loo.sum()) for rows in model.values()) for model in models],
+        "p_loo": [sum(of_client.p_loo for of_client in each) for each in sums],
         "elpd_diff": totals[best] - totals,
         "dse": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd],
         "weight": _stacked(elpd),
-        "bad": [sum(int((~(rows.k <= rows.limit)).sum()) for rows in model.values()) for model in models],
+        "bad": [int(sum(of_client.bad + of_client.very_bad for of_client in each)) for each in sums],
         "status": [fit.status.value for fit in fits.values()],
     }
     table = _ranked(columns, fits, "elpd")
@@ -209,28 +204,20 @@ def loo_compare(
 def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
     """Warn of rows whose elpd is not known well, and of a point, which depends on the rows that are left out."""
     if bad:
-        logger.warning(
-            "%s: %d of %d rows have a Pareto k above the limit, and elpd is not known well; see fit.influence()",
-            *(what, bad, rows),
-        )
+        why = "have a Pareto k above the limit, and elpd is not known well; see fit.influence()"
+        logger.warning("%s: %d of %d rows %s", what, bad, rows, why)
     if isinstance(fit.algorithm.result.shared, Point):
-        logger.warning(
-            "%s: the shared variables are a point of %s, which rows that are left out still inform: elpd is too high; "
-            "see fedppl.search.holdout",
-            *(what, fit.algorithm.name),
-        )
+        why = f"are a point of {fit.algorithm.name}, which rows that are left out still inform: elpd is too high"
+        logger.warning("%s: the shared variables %s; see fedppl.search.holdout", what, why)
 
 
-def _of_sites(fit: Fit) -> dict[str, dict[str, Array]]:
+def _of_sites(fit: Fit) -> dict[str, RowSums]:
     require_arrived(fit, "fedppl.loo")
-    silent = [k for k in fit.client_ids if "loo" not in fit.told.get(k, {})]
-    if silent:
-        absent = [k for k in silent if k not in fit.clients]
-        raise DeclarationError(
-            f"rows of {absent[:5]} are not here, and they sent no sums; use fedppl.load(path, model, clients=...) with "
-            'all, or policies of sites with conclusions=("loo",).'
-        )
-    return {k: dict(zip(SUMS, fit.told[k]["loo"], strict=True)) for k in fit.client_ids}
+    if silent := [k for k in fit.client_ids if "loo" not in fit.told.get(k, {})]:
+        absent = [k for k in silent if k not in fit.clients][:5]
+        remedy = 'use fedppl.load(path, model, clients=...) with all, or policies of sites with conclusions=("loo",).'
+        raise DeclarationError(f"rows of {absent} are not here, and they sent no sums; {remedy}")
+    return {k: RowSums(*map(float, fit.told[k]["loo"])) for k in fit.client_ids}
 
 
 def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, Rows]:
@@ -247,7 +234,7 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
         drawn = fit.client(client_id, groups="log_likelihood", draws=draws, chains=chains, random_seed=random_seed)
         if drawn["posterior"].attrs.get("fedppl_point_estimate"):
             raise DeclarationError(
-                f"{fit.algorithm.name} estimates points, and leaving rows out needs a posterior; use fedppl.EP()."
+                f"{fit.algorithm.name} estimates points, and loo needs a posterior; use fedppl.EP()."
             )
         left_out[client_id] = rows_of(drawn)
     return left_out
@@ -255,17 +242,15 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
 
 def _with_rows(fit: Fit) -> list[str]:
     """Clients that brought rows; the others are named in the log."""
-    rows = {client_id: has_rows(fit.clients[client_id]) for client_id in fit.client_ids}
-    if not any(rows.values()):
+    brought = {client_id: has_rows(fit.clients[client_id]) for client_id in fit.client_ids}
+    if not any(brought.values()):
         raise DeclarationError("all clients brought summaries of their rows, and no row can be left out.")
-    if others := [repr(client_id) for client_id in rows if not rows[client_id]]:
-        logger.warning("not in fedppl.loo, since they brought summaries of their rows: %s", listed(others))
-    return [client_id for client_id in rows if rows[client_id]]
+    if others := [repr(client_id) for client_id, rows in brought.items() if not rows]:
+        logger.warning("not in fedppl.loo, since they brought summaries: %s", listed(others))
+    return [client_id for client_id, rows in brought.items() if rows]
 
 
 # Rows of one client left out one at a time, and their sums, which a site may send -------------------------------------
-
-SUMS = ("elpd", "p_loo", "rows", "good", "bad", "very_bad", "squares")
 
 
 @dataclass(frozen=True)
@@ -278,29 +263,36 @@ class Rows:
     limit: float  # of good k
 
 
+class RowSums(NamedTuple):
+    """Sums over a client's rows, which a site may send in this order."""
+
+    elpd: float
+    p_loo: float
+    rows: float
+    good: float
+    bad: float
+    very_bad: float
+    squares: float
+
+
+SUMS = RowSums._fields
+
+
 def rows_of(drawn: Any) -> Rows:
     """Leave each row out, of a client's posterior with the group of log densities."""
     group = idata.as_dataset(drawn["log_likelihood"])
     count = group.sizes["chain"] * group.sizes["draw"]
-    parts = [(*idata.leave_one_out(group, str(name)), np.asarray(group[name])) for name in group.data_vars]
-    lppd = [logsumexp(values.reshape(count, -1), axis=0) - np.log(count) for *_, values in parts]
-    elpd = np.concatenate([part[0] for part in parts])
-    k = np.concatenate([part[1] for part in parts])
-    return Rows(elpd, np.concatenate(lppd) - elpd, k, parts[0][2])
+    elpd, k, limits = zip(*(idata.leave_one_out(group, str(name)) for name in group.data_vars), strict=True)
+    densities = np.concatenate([values.values.reshape(count, -1) for values in group.data_vars.values()], axis=1)
+    p_loo = logsumexp(densities, axis=0) - np.log(count) - np.concatenate(elpd)
+    return Rows(np.concatenate(elpd), p_loo, np.concatenate(k), limits[0])
 
 
-def sums_of(rows: Rows) -> dict[str, Array]:
-    """Sums over a client's rows, by the names in `SUMS`."""
-    sums = {
-        "elpd": rows.elpd.sum(),
-        "p_loo": rows.p_loo.sum(),
-        "rows": len(rows.elpd),
-        "good": np.sum(rows.k <= rows.limit),
-        "bad": np.sum((rows.k > rows.limit) & (rows.k <= 1)),
-        "very_bad": np.sum(~(rows.k <= 1)),
-        "squares": np.sum(rows.elpd**2),
-    }
-    return {name: np.array(float(sums[name])) for name in SUMS}
+def sums_of(rows: Rows) -> RowSums:
+    """Sums over a client's rows."""
+    good, very_bad = rows.k <= rows.limit, ~(rows.k <= 1)  # unknown ones count as very bad
+    counts = len(good), good.sum(), np.sum(~good & ~very_bad), very_bad.sum()
+    return RowSums(*map(float, (rows.elpd.sum(), rows.p_loo.sum(), *counts, np.sum(rows.elpd**2))))
 
 
 def implausible(sums: Array) -> str | None:
@@ -310,15 +302,15 @@ def implausible(sums: Array) -> str | None:
     >>> implausible(np.array([-3.0, 0.5, 2.0, 1.0, 0.0, 0.0, 5.0]))
     'of 2 rows 1 have a Pareto k'
     """
-    by_name = dict(zip(SUMS, sums.tolist(), strict=True))
-    rows, *counts = (by_name[name] for name in ("rows", "good", "bad", "very_bad"))
+    told = RowSums(*sums.tolist())
+    counts = (told.good, told.bad, told.very_bad)
     if not np.all(np.isfinite(sums)):
         return "sums that are not finite"
-    if min(counts) < 0 or rows < 1 or any(count % 1 for count in (rows, *counts)):
+    if min(counts) < 0 or told.rows < 1 or any(count % 1 for count in (told.rows, *counts)):
         return "numbers of rows that are none"
-    if sum(counts) != rows:
-        return f"of {rows:.0f} rows {sum(counts):.0f} have a Pareto k"
-    if by_name["squares"] * rows < by_name["elpd"] ** 2 * (1 - 1e-9):
+    if sum(counts) != told.rows:
+        return f"of {told.rows:.0f} rows {sum(counts):.0f} have a Pareto k"
+    if told.squares * told.rows < told.elpd**2 * (1 - 1e-9):
         return "squares that are too small for their sum"
     return None
 
@@ -367,8 +359,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     Raises
     ------
     DeclarationError
-        If there are fewer than two fits, or one has no evidence: a potential, an improper prior, or it is by EP and
-        clients are sites of their own.
+        If there are fewer than two fits, or one has no evidence: see `Fit.log_evidence`.
     DataError
         If the fits are of other clients or of other observations.
     NotConvergedError
@@ -377,8 +368,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> model, clients = normal_means()
+    >>> model, clients = fedppl.testing.normal_means()
     >>> fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     >>> fedppl.compare({"one": fit, "the same": fit})["probability"].tolist()
     [0.5, 0.5]
@@ -392,8 +382,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     """
     _require_comparable(fits)
     evidence = [_evidence(name, fit) for name, fit in fits.items()]
-    absent = sorted({k for fit in fits.values() for k in fit.client_ids if k not in fit.clients})
-    if absent:
+    if absent := sorted({k for fit in fits.values() for k in fit.client_ids if k not in fit.clients}):
         logger.warning("the data of %s are not here: whether they are the same in all fits is not known", absent[:5])
     values = np.array([one.value for one in evidence])
     errors = np.array([one.error for one in evidence])
@@ -448,10 +437,9 @@ def _require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_or
             continue
         before, after = _observed(ours), _observed(fit.clients[client_id])
         if not np.array_equal(*((before, after) if in_order else (np.sort(before), np.sort(after)))):
-            raise DataError(
-                f"client {client_id!r} has {len(before)} observations in fit {first!r} and {len(after)} others in fit "
-                f"{name!r}; compare fits of the same outcomes, in the same units{' in this order' * in_order}."
-            )
+            counts = f"{len(before)} observations in fit {first!r} and {len(after)} others in fit {name!r}"
+            remedy = f"compare fits of the same outcomes, in the same units{', in this order' * in_order}."
+            raise DataError(f"client {client_id!r} has {counts}; {remedy}")
 
 
 def _observed(client: ClientModel) -> Array:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +28,10 @@ from fedppl.model.interpreted import quiet
 from fedppl.model.stack import samples
 from fedppl.model.template import built
 from fedppl.results import idata
-from fedppl.results.at_client import GROUPS, client_posterior, draw_outcomes, has_rows
+from fedppl.results.at_client import GROUPS, client_posterior, draw_outcomes, has_rows, pymc_groups
 from fedppl.results.records import Ended, require_arrived
-from fedppl.settings import chosen, one_of, shown, some_of, text, whole
+from fedppl.results.shared import Drawing, drawing_of
+from fedppl.settings import chosen, one_of, shown, some_of, text
 from fedppl.types import Array, DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -56,8 +58,7 @@ def predict(
         Id of a client; of one that gave an estimate in place of rows its posterior is used. None stands for a client
         that no row is known of: its own variables are drawn from the hierarchy, given draws of what all share.
     new_data
-        New inputs by name, or a data frame with columns of these names. Of a formula one row may be given by scalars,
-        ``{"age": 70, "arm": "drug"}``.
+        New inputs by name, or a data frame; of a formula also one row by scalars, ``{"age": 70, "arm": "drug"}``.
     kind
         "response" for draws of outcomes; "mean" for their mean given the parameters, under the name of the outcome with
         ``_mean``: risks (per trial), rates, of levels the probabilities of each. Of times until an event it is their
@@ -75,16 +76,14 @@ def predict(
     Raises
     ------
     DeclarationError
-        If the client is unknown, or no mean is known of a distribution: name it in the builder by
-        ``pm.Deterministic("y_mean", ...)``.
+        If the client is unknown, or a distribution's mean is: declare ``pm.Deterministic("y_mean", ...)``.
     DataError
         If inputs do not fit the model.
 
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> model, clients = normal_means()
+    >>> model, clients = fedppl.testing.normal_means()
     >>> fit = fedppl.fit(model, clients, progressbar=False, random_seed=1)
     >>> own = fit.predict("client 0", {"y": [0.0]}, kind="mean", random_seed=1)["predictions"]["obs_mean"]
     >>> new = fit.predict(None, {"y": [0.0]}, kind="mean", random_seed=1)["predictions"]["obs_mean"]
@@ -144,19 +143,12 @@ def new_client(
         return _new_without_rows(fit, unseen, drawing)
     model = fit.declaration.enrol({name: data}, kernel=fit.algorithm.needs.kernel, kinds={name: kind})[name]
     if model.layout.fingerprint != fit.layout.fingerprint:
-        raise DeclarationError(
-            f"{name!r} has shared layout {model.layout.variables}, not {fit.layout.variables}; give the same columns."
-        )
+        layouts = f"{model.layout.variables}, not {fit.layout.variables}"
+        raise DeclarationError(f"{name!r} has shared layout {layouts}; give the same columns.")
     return at_client(fit, model, predict, drawing)
 
 
-Drawing = tuple[int, int, int]  # numbers of draws and of chains, and the seed
-
-
-def drawing_of(fit: Ended, draws: int, chains: int, random_seed: int | None) -> Drawing:
-    """The keywords, checked; the seed is the fit's where none is given."""
-    seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
-    return whole("draws", draws, most=10**7), whole("chains", chains, most=10**4), seed
+_PREDICTED = ("predictions", "predictions_constant_data")
 
 
 def at_client(
@@ -170,41 +162,43 @@ def at_client(
     at: Any = None,
 ) -> Any:
     """The posterior of a client whose data are here, and predictions where there are new inputs."""
-    groups = chosen("groups", groups, sorted(GROUPS), "the groups of ArviZ") if groups else ()
-    client_id, (draws, chains, seed) = model.client_id, drawing
-    if predict is None:
-        drawer = None
-    elif has_rows(model):
+    groups = chosen("groups", groups, GROUPS, "the groups of ArviZ") if groups else ()
+    client_id, result, seed = model.client_id, fit.algorithm.result, drawing[-1]
+    inputs = unseen = None
+    if predict is not None and has_rows(model):
         require_mean(kind, at, model.declared.builder)
         inputs = new_inputs(fit.declaration, model, predict)
-
-        def drawer(posterior: xr.Dataset, coords: Any) -> Any:
-            return predictions(model, posterior, inputs, seed, coords, kind, at)
-    else:
+    elif predict is not None:
         unseen = rows_at(fit, client_id, predict, None)
         require_mean(kind, at, unseen.builder)
-
-        def drawer(posterior: xr.Dataset, coords: Any) -> Any:
-            require_own(unseen, model)
-            return predicted(unseen, posterior, tuple(fit.layout.slices), seed, kind, at)[1:]
-
     require_arrived(fit, f"the posterior of client {client_id!r}")
-    message, personal = fit.algorithm.result.final_message(fit.state, client_id), fit.personal.get(client_id)
-    return client_posterior(fit.algorithm, model, personal, message, seed, draws, chains, fit.status, drawer, groups)
+    if result.caution and (predict is not None or {*groups} - {"prior"}):
+        logger.warning("client %s: %s", client_id, result.caution)
+    message, personal = result.final_message(fit.state, client_id), fit.personal.get(client_id)
+    datasets = client_posterior(fit.algorithm, model, personal, message, drawing, fit.status)
+    posterior = datasets["posterior"]
+    datasets |= pymc_groups(model, posterior, groups, seed)
+    if inputs is not None:
+        datasets |= zip(_PREDICTED, predictions(model, posterior, inputs, seed, kind, at), strict=True)
+    elif unseen is not None:
+        require_own(unseen, model)
+        drawn = predicted(unseen, posterior, tuple(fit.layout.slices), seed, kind, at)
+        datasets |= zip(_PREDICTED, drawn[1:], strict=True)
+    return idata.from_groups(datasets)
 
 
 def _new_without_rows(fit: Any, unseen: Unseen, drawing: Drawing, kind: str = "response", at: Any = None) -> Any:
     require_mean(kind, at, unseen.builder)
     require_arrived(fit, "predictions for a new client")
     draws, chains, seed = drawing
-    groups = fit.shared(draws=draws, chains=chains, random_seed=seed)
-    if "posterior" not in groups:
+    drawn = fit.shared(draws=draws, chains=chains, random_seed=seed)
+    if "posterior" not in drawn:
         _ = fit.posterior  # raises the error with what there is in its place
-    shared = idata.as_dataset(groups, "posterior")
+    shared = idata.as_dataset(drawn, "posterior")
     marks = {"status": fit.status.value, "converged": int(fit.status.ok)}
-    names = ("posterior", "predictions", "predictions_constant_data")
     datasets = predicted(unseen, shared, tuple(fit.layout.slices), seed, kind, at)
-    return idata.from_groups({k: one.assign_attrs(marks) for k, one in zip(names, datasets, strict=True)})
+    groups = dict(zip(("posterior", *_PREDICTED), datasets, strict=True))
+    return idata.from_groups({name: group.assign_attrs(marks) for name, group in groups.items()})
 
 
 # Predictive draws at new inputs, by PyMC, for a client whose rows are here --------------------------------------------
@@ -223,20 +217,27 @@ def predictions(
     posterior: xr.Dataset,
     new_data: Mapping[str, Any],
     seed: int,
-    coords: Mapping[str, Any],
     kind: str = "response",
     at: Any = None,
 ) -> tuple[xr.Dataset, xr.Dataset]:
     """Draw the observed variables, or their means, at new inputs for every posterior draw: (predictions, inputs)."""
     model = client.pymc_model()
-    values = _checked(model, client, new_data)
+    dims, coords = dims_and_coords(model)
+    containers = {variable.name: variable.type.dtype for variable in model.data_vars}
+    if not containers:
+        raise DataError(f"client {client.client_id!r}: the builder has no pm.Data container; put the inputs into one.")
+    if set(new_data) - set(containers) or not new_data:
+        remedy = "Without inputs give as many outcomes as predictions, of any value."
+        raise DataError(
+            f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}. {remedy}"
+        )
+    values = checks.new_inputs(new_data, {name: containers[name] for name in new_data}, client.arrays)
     anew = _fill(model, client, values)
-    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
     new_coords = {
         dim: np.arange(len(value))
         for name, value in values.items()
-        for dim in dims.get(name, ())[:1]
-        if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
+        for dim in (dims.get(name) or ())[:1]
+        if dim in coords and len(coords[dim]) != len(value)
     }
     inputs = {name: values[name] for name in new_data}
     constant = idata.dataset(inputs, dims, {})
@@ -246,24 +247,14 @@ def predictions(
         pm.set_data(values, coords=new_coords)
         names = declare_means(model) if kind == "mean" else [variable.name for variable in model.observed_RVs]
         posterior = posterior.drop_vars(names, errors="ignore")
-        arrays = _drawn(model, client.client_id, values, inputs, posterior, names, seed, anew, predictions=True)
+        with _fitting(model, client.client_id, values, inputs):
+            group = draw_outcomes(model, posterior, seed % 2**32, anew, names, predictions=True)
+    arrays = {name: np.asarray(group[name].values) for name in names}
     drawn = idata.posterior_dataset(arrays, dims, {**coords, **new_coords}, {"client": client.client_id})
     levels = getattr(client.declared.builder, "outcome_levels", {})  # of a formula
     for name in levels.keys() & drawn.data_vars.keys():
         drawn[name].attrs["levels"] = levels[name]
     return drawn, constant
-
-
-def _checked(model: Any, client: ClientModel, new_data: Mapping[str, Any]) -> dict[str, Any]:
-    containers = {variable.name: variable for variable in model.data_vars}
-    if not containers:
-        raise DataError(f"client {client.client_id!r}: the builder has no pm.Data container; put the inputs into one.")
-    if set(new_data) - set(containers) or not new_data:
-        raise DataError(
-            f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}. Where it has no "
-            "inputs, give as many outcomes as predictions; their values are not read."
-        )
-    return checks.new_inputs(new_data, {name: containers[name].type.dtype for name in new_data}, client.arrays)
 
 
 def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:
@@ -280,10 +271,8 @@ def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:
     dims = [dim for name in rows for dim in (model.named_vars_to_dims.get(name) or ())[:1]]
     anew, of_another = _drawn_anew(model, [*rows, *dims], changed)
     if of_another:
-        logger.warning(
-            "client %s: %s are drawn anew, from their prior at the new values of %s: those are of another client",
-            *(client.client_id, of_another, changed),
-        )
+        why = f"are drawn anew, from their prior at the new values of {changed}: those are of another client"
+        logger.warning("client %s: %s %s", client.client_id, of_another, why)
     stay = {rv for rv in model.free_RVs if rv.name not in anew}
     read = {rv: {variable.name for variable in _graph.values_read([rv], stay)} for rv in model.observed_RVs}
     for name in left_out:
@@ -291,10 +280,8 @@ def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:
         if not readers:
             values[name] = np.zeros((after, *client.arrays[name].shape[1:]), dtype=model[name].type.dtype)
         elif after != before:
-            raise DataError(
-                f"new data {given} leave out {name!r}, which has a row per observation and which the distribution of "
-                f"{', '.join(readers)} reads; give its {after} new rows too."
-            )
+            why = f"which the distribution of {', '.join(readers)} reads"
+            raise DataError(f"new data {given} leave out {name!r}, {why}; give its {after} new rows too.")
     return anew
 
 
@@ -388,9 +375,7 @@ def without_inputs(fit: Ended, name: str) -> Unseen:
     unseen = Unseen(name, client.declared.builder, {}, client.arrays)
     model = built(unseen.builder, name, unseen.arrays)
     if by_rows := [rv.name for rv in model.free_RVs if _depends_on_data(model, rv)]:
-        raise DeclarationError(
-            f"data=None is a client without rows, and {by_rows} depend on predictors of it; give rows, predict={{...}}."
-        )
+        raise DeclarationError(f"data=None: {by_rows} depend on predictors of the client; give rows, predict={{...}}.")
     return unseen
 
 
@@ -400,12 +385,12 @@ def _depends_on_data(model: Any, variable: Any) -> bool:
 
 def require_own(unseen: Unseen, client: ClientModel) -> None:
     """Refuse rows whose model has variables of the client's own that its summary does not have."""
-    own = {variable.name for variable in client.local}
-    free = [v.name for v in built(unseen.builder, unseen.name, unseen.arrays).free_RVs]
-    if lost := [name for name in free if name not in own | {*client.layout.slices}]:
+    known = {*client.layout.slices, *(variable.name for variable in client.local)}
+    free = [rv.name for rv in built(unseen.builder, unseen.name, unseen.arrays).free_RVs]
+    if lost := [name for name in free if name not in known]:
+        remedy = "declare a client's own variables by one function that all builders call."
         raise DeclarationError(
-            f"client {unseen.name!r} brought a summary, whose model has the variables {sorted(own)} and not {lost}, "
-            "which rows depend on; declare what is a client's own by one function that all builders call."
+            f"client {unseen.name!r} brought a summary without {lost}, which rows depend on; {remedy}"
         )
 
 
@@ -416,10 +401,11 @@ def predicted(
     name, builder, inputs, arrays = unseen
     model = built(builder, name, arrays)
     dims, coords = dims_and_coords(model)
+    sizes = pm.draw([rv.shape for rv in model.free_RVs], mode=interpreted.PYTHON_MODE)
     kept = {
-        variable: np.asarray(known[variable].values)
-        for variable, shape in _shapes(model).items()
-        if variable in known and known[variable].shape[2:] == shape
+        rv.name: np.asarray(known[rv.name].values)
+        for rv, size in zip(model.free_RVs, sizes, strict=True)
+        if rv.name in known and known[rv.name].shape[2:] == tuple(size)
     }
     if lost := [variable for variable in shared if variable not in kept]:
         raise DataError(f"{name!r}: {lost} have another shape here than in the fit; give the same columns.")
@@ -431,8 +417,11 @@ def predicted(
         if not inputs:
             outcomes, every = [], [v for v in every if not _depends_on_data(model, v)]
         more = [v.name for v in every if v.name not in {*kept, *outcomes}]
-        names = [*more, *outcomes]
-        drawn = _drawn(model, name, arrays, inputs, posterior, names, seed) if names else {}
+        drawn: dict[str, Array] = {}
+        if names := [*more, *outcomes]:
+            with _fitting(model, name, arrays, inputs):
+                group = draw_outcomes(model, posterior, seed % 2**32, names=names)
+            drawn = {key: np.asarray(group[key].values) for key in names}
     whole = idata.posterior_dataset({**kept, **{k: drawn[k] for k in more}}, dims, coords, {"client": name})
     if formula:
         means = _formula_means(builder, arrays, whole, times, name)
@@ -441,32 +430,16 @@ def predicted(
     return whole, means, idata.data_dataset(inputs, dims, coords)
 
 
-def _drawn(
-    model: Any,
-    client_id: str,
-    arrays: Mapping[str, Any],
-    given: Mapping[str, Any],
-    posterior: xr.Dataset,
-    names: list[str],
-    seed: int,
-    anew: Sequence[str] = (),
-    *,
-    predictions: bool = False,
-) -> dict[str, Array]:
-    """Draws by PyMC of these variables given the others; the error of inputs that do not fit names those `given`."""
+@contextlib.contextmanager
+def _fitting(model: Any, client_id: str, arrays: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[None]:
+    """Refuse arrays that do not fit the model by an error that names those `given`."""
     try:
         require_not_negative(client_id, read_indices(model), dict(arrays), ())
-        group = draw_outcomes(model, posterior, seed % 2**32, anew, names, predictions=predictions)
+        yield
+    except DataError:
+        raise
     except (IndexError, ValueError, AssertionError) as error:
-        if isinstance(error, DataError):
-            raise
         raise mismatch(client_id, given, error) from error
-    return {name: np.asarray(group[name].values) for name in names}
-
-
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    sizes = pm.draw([rv.shape for rv in model.free_RVs], mode=interpreted.PYTHON_MODE)
-    return {rv.name: tuple(int(n) for n in size) for rv, size in zip(model.free_RVs, sizes, strict=True)}
 
 
 def _kind_with_rows(fit: Ended) -> str:
@@ -475,9 +448,7 @@ def _kind_with_rows(fit: Ended) -> str:
         return kinds[0]
     with_rows = list(dict.fromkeys(client.kind for client in samples(fit.clients) if has_rows(client)))
     if len(with_rows) != 1:
-        raise DeclarationError(
-            f"new rows may be of the kinds {with_rows or kinds}, as clients with rows; ask a client that brought rows."
-        )
+        raise DeclarationError(f"new rows may be of the kinds {with_rows or kinds}; ask a client that brought rows.")
     return str(with_rows[0])
 
 
@@ -493,10 +464,8 @@ def _outcomes(fit: Ended, name: str, given: Mapping[str, Any], kind: str) -> dic
     if wrong := [key for key in left_out if key not in unread or not np.ndim(client.arrays[key])]:
         raise DataError(f"{name!r}: new data lack {some_of(wrong)}, which the model reads; give all but the outcomes.")
     if left_out and len(lengths) != 1:
-        raise DataError(
-            f"{name!r}: the number of outcomes {some_of(left_out)} cannot be told from {sorted(lengths)} rows; give "
-            "them too: their values are not read."
-        )
+        what = f"the number of outcomes {some_of(left_out)} cannot be told from {sorted(lengths)} rows"
+        raise DataError(f"{name!r}: {what}; give outcomes of any value.")
     old = {key: np.asarray(client.arrays[key]) for key in left_out}
     return {key: np.zeros((*lengths, *value.shape[1:]), value.dtype) for key, value in old.items()}
 
@@ -529,10 +498,8 @@ def _mean(rv: Any) -> Any:
     try:
         return mean(rv)
     except (NotImplementedError, UndefinedMomentException) as error:
-        raise DeclarationError(
-            f'kind="mean": PyMC knows no mean of the distribution of {rv.name!r}; name it in the builder, '
-            f'pm.Deterministic("{rv.name}_mean", ...), or write kind="response" for outcomes.'
-        ) from error
+        remedy = f'declare pm.Deterministic("{rv.name}_mean", ...), or use kind="response"'
+        raise DeclarationError(f'kind="mean": PyMC knows no mean of {rv.name!r}; {remedy}.') from error
 
 
 def _formula_means(

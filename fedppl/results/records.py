@@ -89,20 +89,14 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
         if of_clients and name not in (*by_client, *_OWN):
             by_client[name] = column
     per_round = {name: column for name, column in per_round.items() if name not in by_client}
-    return idata.dataset(
-        {**per_round, **by_client},
-        {**dict.fromkeys(per_round, ("round",)), **dict.fromkeys(by_client, ("round", "client"))},
-        coords,
-    )
+    dims = dict.fromkeys(per_round, ("round",)) | dict.fromkeys(by_client, ("round", "client"))
+    return idata.dataset(per_round | by_client, dims, coords)
 
 
 def ever_used(records: Sequence[Record], clients: Iterable[str]) -> set[str]:
     """Clients that answered in one of the rounds, or were in a sum."""
-    used = {client_id for record in records for client_id in record.infos}
-    for record in records:
-        if record.together:
-            used |= set(clients) - record.failures.keys()
-    return used
+    of_sums = [set(clients) - record.failures.keys() for record in records if record.together]
+    return set().union(*of_sums, *(record.infos for record in records))
 
 
 def _per_round(records: tuple[Record, ...]) -> dict[str, Any]:
@@ -110,7 +104,7 @@ def _per_round(records: tuple[Record, ...]) -> dict[str, Any]:
         "seconds": np.array([record.seconds for record in records]),
         "released": np.array([record.released for record in records], dtype=str),
     }
-    for name in {name for record in records for name in record.info}:
+    for name in dict.fromkeys(name for record in records for name in record.info):
         values = [record.info.get(name, np.nan) for record in records]
         columns[name] = np.array(values, dtype=str if any(isinstance(v, str) for v in values) else float)
     if any(record.together for record in records):
@@ -171,7 +165,6 @@ def require_shared(fit: Ended) -> None:
 def require_arrived(fit: Ended, what: str) -> None:
     """Raise NotConvergedError, with the remedy, where there is nothing to report yet."""
     if reason := unarrived(fit):
-        raise NotConvergedError(
-            f"{what}: this fit has no posterior, since {reason}. It is {fit.status.value}: {fit.message.rstrip('.')}. "
-            "Use fit.shared(unconverged=True) for what there is so far."
-        )
+        ended = f"It is {fit.status.value}: {fit.message.rstrip('.')}."
+        remedy = "Use fit.shared(unconverged=True) for what there is so far."
+        raise NotConvergedError(f"{what}: this fit has no posterior, since {reason}. {ended} {remedy}")

@@ -21,8 +21,8 @@ from fedppl.contracts import AnyAlgorithm, Point, SharedReader
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.records import Ended, unarrived
-from fedppl.results.shared import weighted_points
-from fedppl.settings import file_to_write, one_line, shown
+from fedppl.results.shared import Drawing, weighted_points
+from fedppl.settings import file_to_write, one_line, one_of, shown
 from fedppl.storage import codec
 from fedppl.types import Array, DataError, DeclarationError, Layout
 
@@ -48,19 +48,32 @@ class Saved(NamedTuple):
     fields: Mapping[str, Any]  # of `Fit`, but for those that the call gives
 
 
-def save(
-    fit: Ended, result: Any, path: str | os.PathLike[str], include: str | None, client: Callable[[str], Any]
-) -> None:
-    """Write what all clients share, and the server's state; of clients what `include` names, and never rows."""
+def save(fit: Any, path: str | os.PathLike[str], *, include: str | None = None) -> None:
+    """Write the fit to a NetCDF file: what all clients share, the rounds and the server's last state.
+
+    `fedppl.load` reads it, and so does ``az.from_netcdf``. Clients' rows are never in it.
+
+    Parameters
+    ----------
+    path
+        The file, such as ``"run.nc"``; one that is there is replaced.
+    include
+        Confidential parts of clients to write: None for nothing, "personal" for their personal states where the
+        algorithm has these, "clients" for draws of their posteriors too.
+
+    Raises
+    ------
+    DeclarationError
+        If the path is none, or what `include` names is not here.
+    """
     target = file_to_write(path, "run.nc")
-    if not isinstance(include, str | None) or include not in _INCLUDED:
-        raise DeclarationError(f'include={shown(include)} must be None, "personal" or "clients".')
+    if include is not None:
+        one_of("include", include, ("personal", "clients"), "None for neither")
     personal = personal_of(fit, stored=include is not None)
-    drawn = drawn_of(fit, client) if include == "clients" else {}
-    names = [name for name in ("posterior", "point_estimate", "fit", "rounds") if name in result]
-    groups = {name: idata.as_dataset(result, name) for name in names}
-    groups |= {f"client_{k}": draws for k, draws in enumerate(drawn.values())}
-    groups = {name: _plain(group) for name, group in groups.items()}
+    drawn = drawn_of(fit) if include == "clients" else {}
+    names = [name for name in ("posterior", "point_estimate", "fit", "rounds") if name in fit.idata]
+    groups = {name: _plain(idata.as_dataset(fit.idata, name)) for name in names}
+    groups |= {f"client_{k}": _plain(draws) for k, draws in enumerate(drawn.values())}
     content = _content(fit, personal, list(drawn), groups)
     raw = codec.encode(content)
     attrs = {"algorithm": fit.algorithm.name, "format": _FORMAT, "digest": hashlib.sha256(raw).hexdigest()}
@@ -101,9 +114,8 @@ def read(path: str | os.PathLike[str]) -> Saved:
     try:
         return _read(Path(path))
     except Exception as error:  # any, from bytes that are no fit
-        raise DataError(
-            f"{str(path)!r} is no fit that fedppl saved, or is damaged ({_reason(error)}); use a copy, or fit again."
-        ) from error
+        what = f"is no fit that fedppl saved, or is damaged ({_reason(error)})"
+        raise DataError(f"{str(path)!r} {what}; use a copy, or fit again.") from error
 
 
 def _read(path: Path) -> Saved:
@@ -144,8 +156,7 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedMo
         before, here = (", ".join(f"{k} {one_line(one.get(k), 300)}" for k in sorted(other)) for one in (theirs, ours))
         raise DeclarationError(f"the file is of a fit with {before}, and this model has {here}; pass what was fitted.")
     if not _alike(saved.agreement, declaration.agreement):
-        what = "another declaration: clients agreed on other levels or scales"
-        raise DeclarationError(f"the file is of {what}; pass what was fitted.")
+        raise DeclarationError("another declaration: agreed levels or scales are not the file's; pass what was fitted.")
 
 
 _ROUNDING = 1e-9  # of the largest number beside it: sums over rows depend on their order, and means may be 0
@@ -181,9 +192,8 @@ def _write(groups: Mapping[str, xr.Dataset], target: Path, *, private: bool) -> 
         try:
             _read(partial)
         except Exception as error:
-            raise DeclarationError(
-                f"this fit cannot be read back ({_reason(error)}); use fit.idata.to_netcdf, or fit with checkpoint=."
-            ) from error
+            remedy = "use fit.idata.to_netcdf, or fit with checkpoint=."
+            raise DeclarationError(f"this fit cannot be read back ({_reason(error)}); {remedy}") from error
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
@@ -252,10 +262,8 @@ class Kept(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         """The client's personal state."""
         if key in self.withheld:
-            raise DeclarationError(
-                f"the personal state of client {key!r} is not in the file, and its posterior depends on it; save where "
-                'the fit was made with include="personal" (confidential).'
-            )
+            remedy = 'save where the fit was made with include="personal" (confidential).'
+            raise DeclarationError(f"the personal state of client {key!r} is not in the file; {remedy}")
         return self.stored[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -271,44 +279,39 @@ def personal_of(fit: Ended, *, stored: bool) -> Kept:
     """Personal states to store; else only the ids of clients whose posteriors depend on theirs."""
     personal = fit.personal if isinstance(fit.personal, Kept) else Kept(fit.personal, ())
     if stored:
-        if personal.withheld:
-            _ = personal[personal.withheld[0]]  # raises the error
+        for client_id in personal.withheld:
+            _ = personal[client_id]  # raises the error
         return personal
-    if not fit.algorithm.result.reads_personal:
-        return Kept({}, ())
-    return Kept({}, (*(k for k, value in personal.stored.items() if value is not None), *personal.withheld))
+    held = [client_id for client_id, value in personal.stored.items() if value is not None]
+    return Kept({}, [*held, *personal.withheld] if fit.algorithm.result.reads_personal else ())
 
 
-def drawn_of(fit: Ended, client: Callable[[str], Any]) -> dict[str, xr.Dataset]:
+def drawn_of(fit: Any) -> dict[str, xr.Dataset]:
     """Draws of every client's posterior."""
     drawn: dict[str, xr.Dataset] = {}
-    total = 0
     for client_id in fit.client_ids:
-        drawn[client_id] = idata.as_dataset(client(client_id), "posterior")
-        total += drawn[client_id].nbytes
-        if total > _MOST:
-            raise DeclarationError(
-                f"draws of {len(drawn)} of {len(fit.client_ids)} clients take {total / 2**30:.1f} GiB, more than "
-                f'{_MOST / 2**30:.1f}; save with include="personal".'
-            )
+        drawn[client_id] = idata.as_dataset(fit.client(client_id), "posterior")
+        if (size := sum(draws.nbytes for draws in drawn.values())) > _MOST:
+            taken = f"{size / 2**30:.1f} GiB, more than {_MOST / 2**30:.1f}"
+            count = f"{len(drawn)} of {len(fit.client_ids)} clients"
+            raise DeclarationError(f'draws of {count} take {taken}; save with include="personal".')
     return drawn
 
 
-def stored_draws(fit: Ended, client_id: str, drawing: tuple[int, int, int], *, predict: Any, groups: Any) -> Any:
+def stored_draws(fit: Ended, client_id: str, drawing: Drawing, *, predict: Any, groups: Any) -> Any:
     """Posterior of a client whose data are not here: the draws in the file, or an error with the remedy."""
     if fit.drawn is None:
         raise DeclarationError(f"client {client_id!r} is a site of its own; give its client_app a folder=.")
-    remedy = "fedppl.load(path, model, clients=...) with the client's data draws anew."
+    reason = ""
     if client_id not in fit.drawn:
-        raise DeclarationError(f"client {client_id!r} has no data here, and no draws of it were saved: {remedy}")
-    if predict is not None or groups:
-        what = "predictions" if predict is not None else f"groups={groups!r}"
-        raise DeclarationError(f"the data of client {client_id!r} are not here, and {what} need them: {remedy}")
-    if drawing != (DRAWS, CHAINS, fit.seed):
-        raise DeclarationError(
-            f"of client {client_id!r} only the saved draws are here, {CHAINS} chains of {DRAWS} by the fit's seed: "
-            f"leave draws=, chains= and random_seed= out, or {remedy}"
-        )
+        reason = "no draws of it were saved"
+    elif predict is not None or groups:
+        reason = f"{'predictions' if predict is not None else f'groups={groups!r}'} need them"
+    elif drawing != (DRAWS, CHAINS, fit.seed):
+        reason = f"only the saved draws are here, {CHAINS} chains of {DRAWS} by the fit's seed"
+    if reason:
+        remedy = "use fedppl.load(path, model, clients=...)"
+        raise DeclarationError(f"the data of client {client_id!r} are not here, and {reason}: {remedy}.")
     return idata.from_groups({"posterior": fit.drawn[client_id].copy(deep=True)})
 
 

@@ -20,8 +20,8 @@ from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted
 from fedppl.numerics.streams import standard_normal, stream
 from fedppl.numerics.student_t import SCRAMBLES
 from fedppl.results import idata
-from fedppl.results.records import Ended, require_arrived, rounds_dataset, unarrived
-from fedppl.settings import chosen, shown, some_of
+from fedppl.results.records import Ended, require_arrived, require_shared, rounds_dataset, unarrived
+from fedppl.settings import chosen, shown, some_of, whole
 from fedppl.types import Array, DeclarationError, Status
 
 logger = logging.getLogger(__name__)
@@ -31,27 +31,50 @@ _SAMPLING = "independent draws of the approximation: r_hat and ess do not descri
 _WEIGHTED = "draws with repetition of weighted points of the posterior: ess is of the weights; r_hat says nothing"
 
 
-def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconverged: bool) -> Any:
-    """See `Fit.shared`."""
+Drawing = tuple[int, int, int]  # numbers of draws and of chains, and the seed
+
+
+def drawing_of(fit: Ended, draws: int, chains: int, random_seed: int | None) -> Drawing:
+    """The keywords of draws, checked; the seed is the fit's where none is given."""
+    seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
+    return whole("draws", draws, most=10**7), whole("chains", chains, most=10**4), seed
+
+
+def shared(
+    fit: Ended, *, unconverged: bool = False, draws: int = 1000, chains: int = 4, random_seed: int | None = None
+) -> Any:
+    """Posterior of the shared parameters as an ArviZ object.
+
+    Parameters
+    ----------
+    unconverged
+        Whether to draw also where the fit was broken off before it had a posterior: draws can be very far off.
+    draws, chains, random_seed
+        Independent draws of q(φ), by default by the fit's seed; in one chain (R̂ NaN) if the fit has not converged.
+
+    Returns
+    -------
+    arviz.InferenceData or xarray.DataTree
+        Groups ``posterior`` (constrained space), or ``point_estimate`` where the algorithm ends in one; ``fit``
+        (mean_vector and covariance_matrix of q on the unconstrained space, and other diagnostics) and ``rounds``. A
+        fit that was broken off before there was a posterior has none, unless `unconverged` is True.
+    """
+    draws, chains, seed = drawing_of(fit, draws, chains, random_seed)
     reason, rounds = unarrived(fit), rounds_dataset(fit.records, fit.client_ids)
     if reason and not unconverged:
         return idata.from_groups({"rounds": rounds, "fit": _fit_dataset(fit, None)})
-    shared = fit.algorithm.result.shared
-    q = shared.gaussian(fit.state) if isinstance(shared, Posterior) else None
+    result = fit.algorithm.result.shared
+    q = result.gaussian(fit.state) if isinstance(result, Posterior) else None
     if q is not None and not gaussian.is_proper(q):
         q, smallest = gaussian.repair(q, 1e-6)
         reason += f" and was repaired (smallest eigenvalue {smallest:.3g})"
-    attrs: dict[str, Any] = {
-        "status": fit.status.value,
-        "message": fit.message,
-        "algorithm": fit.algorithm.name,
-        "converged": int(fit.status.ok),
-        **({"warning": f"not a posterior: {reason}"} if reason else {}),
-    }
+    attrs: dict[str, Any] = {"status": fit.status.value, "message": fit.message}
+    attrs |= {"algorithm": fit.algorithm.name, "converged": int(fit.status.ok)}
+    attrs |= {"warning": f"not a posterior: {reason}"} if reason else {}
     rng, phi, groups = stream((seed, 1)), None, {}
     weighted = None if reason else weighted_of(fit)
-    if isinstance(shared, Sampler):
-        drawn = shared.draw(fit.state, draws * chains, rng)
+    if isinstance(result, Sampler):
+        drawn = result.draw(fit.state, draws * chains, rng)
         phi = shaped(fit.algorithm.name, "Sampler.draw", drawn, (draws * chains, fit.layout.size))
     elif weighted is not None:
         phi = weighted.points[resample(weighted.weights, draws * chains, rng)]
@@ -62,11 +85,11 @@ def shared_posterior(fit: Ended, draws: int, chains: int, seed: int, *, unconver
     if phi is not None:
         chains, draws = shape_of(fit.algorithm, fit.status, chains, draws)
         values = {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in fit.reader.constrain(phi).items()}
-        attrs = {"sampling": _SAMPLING, **attrs}
+        attrs = {"sampling": _SAMPLING} | attrs
         posterior = idata.posterior_dataset(values, fit.reader.dims, fit.reader.coords, attrs)
         groups = {"posterior": idata.mark_estimates(posterior, point_estimates(fit))}
-    elif isinstance(shared, Point):
-        point = idata.dataset(at_point(fit, shared), fit.reader.dims, fit.reader.coords, attrs)
+    elif isinstance(result, Point):
+        point = idata.dataset(_at_point(fit, result), fit.reader.dims, fit.reader.coords, attrs)
         groups = {"point_estimate": point}
     return idata.from_groups({**groups, "rounds": rounds, "fit": _fit_dataset(fit, q)})
 
@@ -99,16 +122,21 @@ def estimates(fit: Ended, probabilities: Array) -> dict[str, Estimates] | None:
     return {name: _estimates(value.reshape(len(value), -1), weighted, probabilities) for name, value in values.items()}
 
 
-def at_point(fit: Ended, shared: Point[Any]) -> dict[str, Array]:
-    """Every shared variable at the point that was estimated."""
-    return {name: value[0] for name, value in fit.reader.constrain(_point(fit, shared)[None]).items()}
-
-
-def at_mean(fit: Ended, posterior: Any) -> dict[str, Array]:
-    """Every shared variable at its posterior mean; by draws where there are no weighted points."""
-    means = {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
-    by_name = estimates(fit, np.zeros(0))
+def estimate(fit: Any) -> dict[str, Array]:
+    """The shared variables and their deterministics at one point: the estimate, or the posterior mean."""
+    result = fit.algorithm.result.shared
+    require_shared(fit)
+    require_arrived(fit, "fit.estimate")
+    if isinstance(result, Point):
+        return _at_point(fit, result)
+    posterior = fit.idata["posterior"].data_vars.items()
+    means = {str(name): values.mean(("chain", "draw")).values for name, values in posterior}
+    by_name = estimates(fit, np.zeros(0))  # by draws where there are no weighted points
     return means if by_name is None else {k: by_name[k].mean.reshape(mean.shape) for k, mean in means.items()}
+
+
+def _at_point(fit: Ended, shared: Point[Any]) -> dict[str, Array]:
+    return {name: value[0] for name, value in fit.reader.constrain(_point(fit, shared)[None]).items()}
 
 
 def _point(fit: Ended, shared: Point[Any]) -> Array:
@@ -202,8 +230,47 @@ def _quantiles(values: Array, weights: Array, probabilities: Array) -> Array:
 # The shared posterior without each client -----------------------------------------------------------------------------
 
 
-def influence(fit: Ended, clients: Sequence[str] | str | None) -> xr.Dataset:
-    """See `Fit.influence`."""
+def influence(fit: Ended, clients: Sequence[str] | str | None = None) -> xr.Dataset:
+    r"""Influence of each client: the shared posterior without it, beside the one with it.
+
+    .. math:: p(\phi \mid y_{-k}) \propto p(\phi \mid y) / f_k(\phi)
+
+    Parameters
+    ----------
+    clients
+        Ids of clients; by default all.
+
+    Returns
+    -------
+    xarray.Dataset
+        Dims client and rows, the coordinates of φ on the unconstrained space. ``mean`` and ``sd`` are those without
+        the client; ``shift`` is the change of the mean by the client, in sds with it, and ``sd_ratio`` the sd with
+        it over that without. Where ``exact`` is True they are of the posterior itself, from reweighting its points
+        with Pareto k ``pareto_k``: ``error``, of a mean or an sd in sds, is at most .05, 100 points or more are
+        effective, and no few points make a second moment; tails without points are not seen. Else they are by the
+        same points where Pareto k is at most .7 and ``error`` at most .5, or of the Gaussian q without the client's
+        site, with an ``error`` of NaN, or NaN where the others determine no posterior; the log says so.
+        ``log_predictive`` is log p(y_k | y_{-k}) where ``exact``, with its standard error
+        ``log_predictive_error``; NaN after EP, and where a prior has no normalising constant that is known.
+
+    Raises
+    ------
+    DeclarationError
+        If the algorithm has no posterior without each client, a client is unknown, or its data are needed and not here.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit.influence()["shift"].dims
+    ('client', 'rows')
+
+    Notes
+    -----
+    *When this fails.* By `Sums` each client's log f_k is computed at all points, and its data have to be in this
+    process. Where one client determines much of the posterior, few points lie where the others' is: `exact` is then
+    False, and `fedppl.without` fits the others anew. The Gaussian by `EP` lacks 1/K of a prior that is not Gaussian.
+    """
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Posterior) or shared.without is None:
         raise DeclarationError(f"{fit.algorithm.name} has no posterior without each client; use fedppl.EP().")
@@ -262,9 +329,7 @@ def shaped(algorithm: str, function: str, value: Any, shape: tuple[int, ...]) ->
     try:
         numbers = np.asarray(value, dtype=float)
     except (TypeError, ValueError):
-        raise DeclarationError(
-            f"{algorithm}: {function} returned {shown(value)}; return numbers of shape {shape}."
-        ) from None
+        raise DeclarationError(f"{algorithm}: {function} returned {shown(value)}; return numbers.") from None
     if numbers.shape != shape:
         raise DeclarationError(f"{algorithm}: {function} returned shape {numbers.shape}; return shape {shape}.")
     return numbers

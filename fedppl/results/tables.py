@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,53 @@ class Summary(pd.DataFrame):  # type: ignore[misc]  # pandas has no types here
 
 
 def summary(
-    fit: Ended, idata: Callable[[], Any], var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None
+    fit: Any, var_names: Sequence[str] | str | None = None, *, ci_prob: float = CI_PROB, round_to: int | None = None
 ) -> Summary:
-    """See `Fit.summary`; `idata` is read once it is known that there is something to report."""
+    """Table of the shared variables with the algorithm's own diagnostics: the one to look at after a fit.
+
+    R̂ and ESS are not in it: draws of q are independent, and both are perfect however good q is.
+
+    Parameters
+    ----------
+    var_names
+        Variables, deterministics among them, or their entries as they are printed, ``"arm[drug]"``. By default
+        all, but partial correlations of a formula, of which it shows the correlations.
+    ci_prob
+        Probability of the equal-tailed interval.
+    round_to
+        Decimals; None keeps all.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row an entry: ``mean``, ``sd``, the interval ``ci_low`` to ``ci_high``, the standard errors ``mcse_mean``
+        and ``mcse_sd`` of computing the moments, without the error of q (NaN unless converged), and the algorithm's
+        diagnostics on the unconstrained space; for `EP` ``last_change`` of the mean or log sd, in sds, and
+        ``skewness``, which a Gaussian q cannot have. A point estimate has its ``mean`` alone. ``attrs`` has the
+        ``status``, its ``message``, the share of clients that ``answered`` when last asked, ``fallbacks`` of local
+        inferences, and names of ``point_estimates`` among draws.
+
+    Raises
+    ------
+    DeclarationError
+        If the clients share nothing in this algorithm, or a name is unknown.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> list(fit.summary().columns)
+    ['mean', 'sd', 'ci_low', 'ci_high', 'mcse_mean', 'mcse_sd', 'last_change', 'skewness']
+    >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
+    ('converged', 1.0)
+    """
     result = fit.algorithm.result
     require_shared(fit)
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     round_to = None if round_to is None else whole("round_to", round_to, 0, "None keeps all decimals")
     require_arrived(fit, "fit.summary()")
     drawn = not isinstance(result.shared, Point)
-    values = idata()["posterior" if drawn else "point_estimate"]
+    values = fit.idata["posterior" if drawn else "point_estimate"]
     default = shown_by_default(fit.declaration, values.data_vars)
     places = entries_of(values, var_names, "the shared variables", default)
     details = result.details(fit.state).items()
@@ -70,6 +107,7 @@ def _rows(
     values: xr.DataArray, drawn: bool, weighted: Estimates | None, tails: Array, details: dict[str, Array]
 ) -> pd.DataFrame:
     index = labels_of(values)
+    columns: dict[str, Any]
     if not drawn:
         columns = {"mean": np.ravel(values.values)}
     elif weighted is not None:
@@ -83,19 +121,18 @@ def _rows(
     for name, column in details.items():
         # The largest of all where a variable has more entries than coordinates, as a simplex has.
         largest = column[np.argmax(np.abs(column))] if len(column) else np.nan
-        columns[name] = column if len(column) == len(index) else np.full(len(index), largest)
+        columns[name] = column if len(column) == len(index) else largest
     return pd.DataFrame(columns, index=index)
 
 
 def _attributes(fit: Ended) -> dict[str, Any]:
     answered = dict.fromkeys(fit.client_ids, False)  # the last request that wanted a reply
-    for record in fit.records:
-        if record.together:
-            answered |= dict.fromkeys(answered, True) | dict.fromkeys(record.failures, False)
-        answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
     infos: dict[str, Mapping[str, float]] = {}
     for record in fit.records:
         infos |= record.infos
+        if record.together:
+            answered |= dict.fromkeys(answered, True) | dict.fromkeys(record.failures, False)
+        answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
     return {
         "algorithm": fit.algorithm.name,
         "status": fit.status.value,
@@ -215,8 +252,7 @@ def table(
     Returns
     -------
     Table
-        With ``frame``, ``to_html()``, ``to_latex()`` and ``to_docx(path)``. Estimates are posterior means, of ratios
-        posterior medians.
+        With ``frame``, ``to_html()``, ``to_latex()`` and ``to_docx(path)``. Estimates are means, of ratios medians.
 
     Raises
     ------
@@ -226,8 +262,7 @@ def table(
     Examples
     --------
     >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> fit = fedppl.fit(*normal_means(), progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedppl.testing.normal_means(), progressbar=False, random_seed=1)
     >>> print(fedppl.table(fit))  # doctest: +NORMALIZE_WHITESPACE
        estimate 95 % interval what
     mu     1.50  0.88 to 2.12
@@ -235,8 +270,7 @@ def table(
     Notes
     -----
     *When this fails.* An odds ratio is no ratio of risks where events are not rare, and it is of one site: the ratio
-    over all patients, averaged over sites, is nearer to 1. For risks see `Fit.predict` with ``kind="mean"``, and
-    `marginal_effects`.
+    over all patients is nearer to 1. For risks see `Fit.predict` with ``kind="mean"``, and `marginal_effects`.
     """
     a_fit(fit)
     flag("exponentiate", exponentiate)
@@ -248,17 +282,15 @@ def table(
     drawn = fit.idata["posterior"].data_vars if "posterior" in fit.idata else ()
     variables = {*fit.declaration.shared, *map(str, drawn)}
     names = [variable_of(str(entry), variables) for entry in rows.index]
-    missing = pd.Series(np.nan, rows.index)
-    values = {"estimate": rows["mean"], **{end: rows.get(end, missing) for end in ("ci_low", "ci_high")}}
-    meanings = {name: _meaning(fit, builder, name, exponentiate=exponentiate) for name in dict.fromkeys(names)}
-    frame = pd.DataFrame(values, dtype=float)
-    frame["what"] = [meanings[name] for name in names]
+    columns = ["estimate", "ci_low", "ci_high"]
+    frame = pd.DataFrame(rows).rename(columns={"mean": "estimate"}).reindex(columns=columns)
     if exponentiate:
         coefficients = getattr(builder, "coefficients", names)
         ratios = np.array([name in coefficients for name in names])
         frame["estimate"] = np.where(ratios, _medians(fit, rows, names), frame["estimate"])
-        columns = ["estimate", "ci_low", "ci_high"]
         frame.loc[ratios, columns] = np.exp(frame.loc[ratios, columns])
+    meanings = {name: _meaning(fit, builder, name, exponentiate=exponentiate) for name in dict.fromkeys(names)}
+    frame["what"] = [meanings[name] for name in names]
     note = "" if fit.status.ok else f"Not converged ({fit.status.value}): {fit.message}"
     return Table(frame, ci_prob, digits, note)
 
@@ -363,11 +395,11 @@ def _posterior(result: Any) -> Any:
 def _region(rope: Any) -> tuple[float, float]:
     try:
         low, high = map(float, () if isinstance(rope, str) else rope)
+        if low < high:
+            return low, high
     except (TypeError, ValueError):
-        low = high = np.nan
-    if not low < high:
-        raise DeclarationError(f"rope={shown(rope)} must be a pair (low, high) with low < high, such as (-0.1, 0.1).")
-    return low, high
+        pass
+    raise DeclarationError(f"rope={shown(rope)} must be a pair (low, high) with low < high, such as (-0.1, 0.1).")
 
 
 def hypotheses(
@@ -426,41 +458,29 @@ def hypotheses(
     if isinstance(draws, xr.DataArray):
         if not {"chain", "draw"} <= set(draws.dims):
             raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
-        posterior: Any = draws.to_dataset(name=draws.name or "x")
-    else:
-        posterior = _posterior(draws)
-        if hasattr(draws, "declaration"):
-            default = shown_by_default(draws.declaration, posterior.data_vars)
-            told = draws.summary(var_names, ci_prob=ci_prob)  # more exact than draws
-    rows: dict[str, dict[str, Any]] = {}
+        draws = {"posterior": draws.to_dataset(name=draws.name or "x")}
+    posterior = _posterior(draws)
+    if hasattr(draws, "declaration"):
+        default = shown_by_default(draws.declaration, posterior.data_vars)
+        told = draws.summary(var_names, ci_prob=ci_prob)  # more exact than draws
+    tables = []
     for name, places in entries_of(posterior, var_names, "the draws", default).items():
         stacked = posterior[name].stack(sample=("chain", "draw")).transpose("sample", ...)
-        flat, labels = stacked.values.reshape(stacked.sizes["sample"], -1), labels_of(posterior[name])
-        for place in places:
-            x, label = flat[:, place], labels[place]
-            if label in rows:
-                raise DeclarationError(f"two entries of the draws are called {label!r}; give the dim distinct coords.")
-            if not np.all(np.isfinite(x)):
-                raise DataError(f"draws of {label!r} hold values that are not finite; leave them out by var_names=.")
-            rows[label] = _row(x, ci_prob, rope, null, None if told is None else told.iloc[len(rows)])
-    return pd.DataFrame.from_dict(rows, orient="index")
-
-
-def _row(x: Any, ci_prob: float, rope: tuple[float, float] | None, null: float, told: Any) -> dict[str, Any]:
-    """One entry's tests from its draws; moments and interval as a fit's summary has them where it is `told`."""
-    if told is None or np.isnan(told.get("sd", np.nan)):  # a point estimate is told without an sd
-        mean, sd, (low, high) = np.mean(x), np.std(x, ddof=1), np.quantile(x, interval(ci_prob))
-    else:
-        mean, sd, low, high = (told[name] for name in ("mean", "sd", "ci_low", "ci_high"))
-    above = float(np.mean(x > null))
-    row = {
-        "mean": float(mean),
-        "sd": float(sd),
-        "ci_low": float(low),
-        "ci_high": float(high),
-        "excludes_null": bool(low > null or high < null),
-        "probability_of_direction": max(above, float(np.mean(x < null))),
-    }
-    if rope is not None:
-        row["in_rope"] = float(np.mean((x > rope[0]) & (x < rope[1])))
-    return row
+        x = stacked.values.reshape(stacked.sizes["sample"], -1)[:, places]
+        labels = [labels_of(posterior[name])[place] for place in places]
+        if unknown := [label for label, column in zip(labels, x.T, strict=True) if not np.all(np.isfinite(column))]:
+            raise DataError(f"draws of {unknown[0]!r} hold values that are not finite; leave them out by var_names=.")
+        low, high = np.quantile(x, interval(ci_prob), axis=0)
+        columns = {"mean": x.mean(axis=0), "sd": x.std(axis=0, ddof=1), "ci_low": low, "ci_high": high}
+        columns["probability_of_direction"] = np.maximum(np.mean(x > null, axis=0), np.mean(x < null, axis=0))
+        if rope is not None:
+            columns["in_rope"] = np.mean((x > rope[0]) & (x < rope[1]), axis=0)
+        tables.append(pd.DataFrame(columns, index=labels))
+    table = pd.concat(tables)
+    if twice := list(table.index[table.index.duplicated()]):
+        raise DeclarationError(f"two entries of the draws are called {twice[0]!r}; give the dim distinct coords.")
+    if told is not None and "sd" in told:
+        moments, known = ["mean", "sd", "ci_low", "ci_high"], told["sd"].notna()  # a point estimate has no sd
+        table.loc[known, moments] = told.loc[known, moments]
+    table.insert(4, "excludes_null", (table["ci_low"] > null) | (table["ci_high"] < null))
+    return table

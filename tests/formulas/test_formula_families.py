@@ -128,7 +128,7 @@ def test_every_family_predicts_at_new_rows(family: str) -> None:
     read = model.read_new("s1", new, client.arrays, client.declared.kind)
     known = np.unique(rows("s1")["ward"], return_inverse=True)
     assert read["row_1"].tolist() == [1, 1, 0] and known[0].tolist() == ["u", "v"]
-    found, _ = predictions(client, posterior, read, 1, {})
+    found, _ = predictions(client, posterior, read, 1)
     name = model.builder.terms.response.columns[0]
     assert found[name].shape == (1, 3, 3) and np.all(np.isfinite(found[name]))
     several = model.builder.family.outcome == "level"

@@ -58,14 +58,14 @@ def test_what_is_the_clients_stays_and_what_is_of_rows_is_drawn_anew(rows: int, 
     client, posterior, data = _client()
     x, ward = np.linspace(-1, 1, rows), np.arange(rows)[::-1] % 4
     new = {"x": x, "ward": ward, **{name: data[name] for name in beside}}
-    found = predictions(client, posterior, new, 1, {})[0]["obs"]
+    found = predictions(client, posterior, new, 1)[0]["obs"]
     assert_allclose(found.mean(("chain", "draw")), _LEVEL + _SLOPE * x + _WARDS[ward], atol=5 * 3 / np.sqrt(200))
     assert_allclose(found.std(("chain", "draw")), 3.0, rtol=5 / np.sqrt(400))
 
 
 def test_as_many_wards_as_rows_are_not_taken_for_rows() -> None:
     client, posterior, _ = _client(rows=4)
-    found = predictions(client, posterior, {"x": np.zeros(2), "ward": np.array([3, 0])}, 1, {})[0]["obs"]
+    found = predictions(client, posterior, {"x": np.zeros(2), "ward": np.array([3, 0])}, 1)[0]["obs"]
     assert_allclose(found.mean(("chain", "draw")), _LEVEL + _WARDS[[3, 0]], atol=5 * 3 / np.sqrt(200))
 
 
@@ -73,15 +73,14 @@ def test_another_predictor_of_the_client_is_another_clients_and_is_said(caplog: 
     client, posterior, _ = _client()
     new = {"x": np.zeros(2), "ward": np.array([0, 1]), "z": np.array(3.0)}
     with caplog.at_level(logging.WARNING, "fedppl"):
-        found = predictions(client, posterior, new, 1, {})[0]["obs"]
+        found = predictions(client, posterior, new, 1)[0]["obs"]
     assert_allclose(found.mean(("chain", "draw")), 103.0 + _WARDS[:2], atol=5 * np.sqrt(10 / 200))
     assert "['level']" in caplog.text and "['z']" in caplog.text
 
 
 def test_replicates_keep_all_that_the_posterior_has() -> None:
     client, posterior, data = _client()
-    model, groups = client.pymc_model(), ("posterior_predictive",)
-    found = pymc_groups(client, model, posterior, groups, 1)["posterior_predictive"]["obs"]
+    found = pymc_groups(client, posterior, ("posterior_predictive",), 1)["posterior_predictive"]["obs"]
     mean = _LEVEL + _SLOPE * data["x"] + _WARDS[data["ward"]] + 50.0
     assert_allclose(found.mean(("chain", "draw")), mean, atol=1e-3)
 
