@@ -165,7 +165,7 @@ def _design_functions(
     """The design and the way back through it, as functions of the kernels' parameters and the data."""
     model = parts.model
     x = pt.vector("kernel")
-    replace, inputs = _graph._inputs_for(parts)
+    replace, inputs = _graph.inputs_for(parts)
     places = [i for i, variable in enumerate(variables) if variable.name not in _NOT_OF_KERNELS]
     of_kernels = parts._replace(shared=tuple(parts.shared[i] for i in places), local=())
     _, values, _, _ = _graph.in_pieces(of_kernels, x, [variables[i] for i in places], ())

@@ -64,106 +64,94 @@ class SiteGraph:
 def _find_shared(model: Any, shared: Sequence[str]) -> tuple[Any, ...]:
     free = {rv.name: rv for rv in model.free_RVs}
     for name in shared:
-        if name in free:
-            continue
-        close = difflib.get_close_matches(name, free, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        known = name in model.named_vars
-        what = "is in the model but is not a free random variable" if known else "is not in the model"
-        raise DeclarationError(
-            f"shared name {name!r} {what}; free random variables are {', '.join(map(repr, free))}.{hint} "
-            "Name only free random variables in `shared=`."
-        )
+        if name not in free:
+            known = name in model.named_vars
+            what = "is in the model but is not a free random variable" if known else "is not in the model"
+            close = difflib.get_close_matches(name, free, n=1)
+            hint = f"Did you mean {close[0]!r}? " if close else ""
+            remedy = f"{hint}Name only free random variables in `shared=`."
+            raise DeclarationError(f"shared name {name!r} {what}; there are {', '.join(map(repr, free))}. {remedy}")
     return tuple(free[name] for name in shared)
 
 
 _OF_DRAWS = ("chain", "draw")  # dims of every posterior in ArviZ
 
 
-def _require_names(model: Any) -> None:
-    """Refuse variables and dims whose names a posterior's own dims have."""
-    containers = {variable.name for variable in model.data_vars}
-    taken = [name for name in (*model.named_vars, *model.coords) if name in _OF_DRAWS and name not in containers]
-    if taken:
-        raise DeclarationError(
-            f"{taken[0]!r} is a name in the model, and every posterior has dims 'chain' and 'draw'; rename it."
-        )
-
-
 def dissect(model: Any, shared: Sequence[str]) -> Parts:
     """Sort a model's variables and log-density terms; refuse models that cannot be federated."""
     if not isinstance(model, pm.Model):
-        raise DeclarationError(
-            f"the builder returned {type(model).__name__}, not a pm.Model; end it with `return model`."
-        )
-    _require_names(model)
-    shared_rvs = _find_shared(model, shared)
+        raise DeclarationError(f"the builder returned {type(model).__name__}, no pm.Model; end it with `return model`.")
+    shared_rvs, data = _find_shared(model, shared), tuple(model.data_vars)
     local_rvs = tuple(rv for rv in model.free_RVs if rv not in shared_rvs)
+    _require_names(model)
     for rv in model.free_RVs:
-        if rv.type.dtype.startswith(("int", "uint", "bool")) and not (rv in shared_rvs and _is_binary(rv)):
-            indicator = f" Some algorithms take 0/1 indicators that all clients share: {rv.name!r} is not in shared="
-            indicator += f"{list(shared)}. Add {rv.name!r} to shared= for one of these."
-            raise DeclarationError(
-                f"{'shared' if rv in shared_rvs else 'local'} variable {rv.name!r} is discrete ({rv.type.dtype}); "
-                "moments and gradients need continuous parameters. Sum it out of the likelihood "
-                "(for example with pm.Mixture) or replace it by a continuous variable."
-                + (indicator if _is_binary(rv) else "")
-            )
-        if "CircularTransform" in [type(part).__name__ for part in parts_of_transform(model.rvs_to_transforms[rv])]:
-            raise DeclarationError(
-                f"{rv.name!r} is an angle, whose periodic density has no integral over the real line. Bound it to one "
-                "turn, default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi), about a direction where "
-                "the posterior is near 0 at ±π."
-            )
-    data = tuple(model.data_vars)
-    outputs = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
-    if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in ancestors(outputs) if v.owner is not None):
-        raise DeclarationError(
-            "the model reads its data through pm.Minibatch; every evaluation uses all rows of a client. Remove "
-            "pm.Minibatch and total_size=; algorithms that take batches have batch_size=."
-        )
-    for rv in model.basic_RVs:
-        kinds = {kind.__name__ for kind in type(rv.owner.op).__mro__}
-        if "MinibatchRandomVariable" in kinds:
-            raise DeclarationError(
-                f"{rv.name!r} has total_size=, and every evaluation uses all rows of a client. Remove total_size=."
-            )
-        if "SimulatorRV" in kinds:
-            raise DeclarationError(
-                f"{rv.name!r} is a pm.Simulator, which has no density; declare a distribution that has one."
-            )
-    _require_shared_priors(shared_rvs, local_rvs, data, model.observed_RVs)
+        _require_continuous(model, rv, shared, is_shared=rv in shared_rvs)
+    _require_all_rows(model)
+    for rv in shared_rvs:
+        _require_shared_prior(rv, local_rvs, data, model.observed_RVs)
     prior_terms: list[Any] = list(shared_rvs)
     site_terms: list[Any] = [*local_rvs, *model.observed_RVs]
     for potential in model.potentials:
-        above = set(ancestors([potential]))
-        private = any(other in above for other in (*local_rvs, *data, *model.observed_RVs))
+        private = not {*local_rvs, *data, *model.observed_RVs}.isdisjoint(ancestors([potential]))
         (site_terms if private else prior_terms).append(potential)
-    if not model.observed_RVs and not any(t in site_terms for t in model.potentials):
-        raise DeclarationError(
-            "the model has no observed variable and no data-dependent potential; pass `observed=` to a distribution."
-        )
+    if len(site_terms) == len(local_rvs):
+        remedy = "pass `observed=` to a distribution"
+        raise DeclarationError(f"the model has no observed variable and no potential of the data; {remedy}.")
     return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
 
 
-def _require_shared_priors(
-    shared_rvs: Sequence[Any], local_rvs: Sequence[Any], data: Sequence[Any], observed_rvs: Sequence[Any]
-) -> None:
+def _require_names(model: Any) -> None:
+    """Refuse variables and dims whose names a posterior's own dims have."""
+    containers = {variable.name for variable in model.data_vars}
+    for name in (*model.named_vars, *model.coords):
+        if name in _OF_DRAWS and name not in containers:
+            raise DeclarationError(f"{name!r} is in the model, and every posterior has dims of that name; rename it.")
+
+
+def _require_continuous(model: Any, rv: Any, shared: Sequence[str], *, is_shared: bool) -> None:
+    """Refuse discrete variables, except shared indicators, and angles."""
+    name = rv.name
+    if rv.type.dtype.startswith(("int", "uint", "bool")) and not (is_shared and _is_binary(rv)):
+        what = f"{'shared' if is_shared else 'local'} variable {name!r} is discrete ({rv.type.dtype})"
+        remedy = "Sum it out of the likelihood, for example with pm.Mixture, or declare a continuous variable."
+        if _is_binary(rv):
+            remedy += f" {name!r} is not in shared={list(shared)}. Add {name!r} to shared= for what takes indicators."
+        raise DeclarationError(f"{what}; moments and gradients need continuous parameters. {remedy}")
+    if "CircularTransform" in [type(part).__name__ for part in parts_of_transform(model.rvs_to_transforms[rv])]:
+        raise DeclarationError(
+            f"{name!r} is an angle, whose periodic density has no integral over the real line; bound it to one turn by "
+            "default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi), where the posterior is 0 at ±π."
+        )
+
+
+def _require_all_rows(model: Any) -> None:
+    """Refuse models that read some rows in place of all, and distributions without a density."""
+    outputs = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
+    rule = "every evaluation uses all rows of a client"
+    if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in ancestors(outputs) if v.owner is not None):
+        remedy = "Remove pm.Minibatch and total_size=; algorithms that take batches have batch_size="
+        raise DeclarationError(f"the model reads its data through pm.Minibatch, and {rule}. {remedy}.")
+    for rv in model.basic_RVs:
+        kinds = {kind.__name__ for kind in type(rv.owner.op).__mro__}
+        if "MinibatchRandomVariable" in kinds:
+            raise DeclarationError(f"{rv.name!r} has total_size=, and {rule}. Remove total_size=.")
+        if "SimulatorRV" in kinds:
+            raise DeclarationError(f"{rv.name!r} is a pm.Simulator; declare a distribution that has a density.")
+
+
+def _require_shared_prior(rv: Any, local_rvs: Sequence[Any], data: Sequence[Any], observed_rvs: Sequence[Any]) -> None:
     """Refuse a shared prior that depends on local variables, data or observed variables."""
-    constant = "then every client would have another prior. Use a constant that is the same at all clients."
-    alone = "a shared prior may depend only on shared variables. Share {!r} too, or turn the arrow round."
-    for rv in shared_rvs:
-        above = set(ancestors([rv])) - {rv}
-        for others, what, remedy in (
-            (local_rvs, "local variable {!r}", alone),
-            (data, "client data {!r}", constant),
-            (observed_rvs, "observed variable {!r}, whose values are a client's own", constant),
-        ):
-            for other in (one for one in others if one in above):
-                raise DeclarationError(
-                    f"the prior of shared variable {rv.name!r} depends on {what.format(other.name)}; "
-                    f"{remedy.format(other.name)}"
-                )
+    above = set(ancestors([rv])) - {rv}
+    what = f"the prior of shared variable {rv.name!r} depends on"
+    for other in local_rvs:
+        if other in above:
+            remedy = f"Share {other.name!r} too, or turn the arrow round."
+            raise DeclarationError(f"{what} local variable {other.name!r}, and may on shared ones alone. {remedy}")
+    for kind, others in (("client data", data), ("observed variable", observed_rvs)):
+        for other in others:
+            if other in above:
+                remedy = "use a constant that is the same at all clients"
+                raise DeclarationError(f"{what} {kind} {other.name!r}, which are a client's own; {remedy}.")
 
 
 def _is_binary(rv: Any) -> bool:
@@ -179,7 +167,7 @@ def _constants(model: Any) -> dict[Any, Any]:
     return {model.dim_lengths[name]: pt.constant(np.asarray(length)) for name, length in lengths(model).items()}
 
 
-def _inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
+def inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
     """Replacements of containers and of lengths of dims; inputs are the data, then lengths that no container has."""
     inputs = tuple(pt.TensorType(v.type.dtype, shape=(None,) * v.type.ndim)(f"data_{v.name}") for v in parts.data)
     replace: dict[Any, Any] = dict(zip(parts.data, inputs, strict=True))
@@ -208,14 +196,12 @@ def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
             if dims and sizes.get(dims[0]) == len(container.get_value()):
                 rows.setdefault(dims[0], place)
     if other is not None:
-        other_sizes = lengths(other)
+        other_sizes, vectors = lengths(other), [v for v in parts.data if v.type.ndim]
+        pairs = {v: (len(v.get_value()), len(other[v.name].get_value())) for v in vectors}
         for name in sizes.keys() & other_sizes.keys() - rows.keys():
-            if sizes[name] != other_sizes[name]:
-                pairs = [
-                    (len(v.get_value()), len(other[v.name].get_value())) if v.type.ndim else () for v in parts.data
-                ]
-                same = [place for place, pair in enumerate(pairs) if pair == (sizes[name], other_sizes[name])]
-                rows[name] = same[0] if same else None
+            pair = sizes[name], other_sizes[name]
+            if pair[0] != pair[1]:
+                rows[name] = next((place for place, v in enumerate(parts.data) if pairs.get(v) == pair), None)
     return {name: place for name, place in sorted(rows.items()) if name in sizes and name not in shared}
 
 
@@ -230,7 +216,7 @@ def initial_graphs(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
         return_transformed=True,
     )
     by_rv = dict(zip(model.free_RVs, expressions, strict=True))
-    replace, inputs = _inputs_for(parts)
+    replace, inputs = inputs_for(parts)
     wanted = [by_rv[rv] for rv in (*parts.shared, *parts.local)]
     # PyMC clones the graph with its shared variables: find the containers again by name.
     # A dim may have a container's name: the number of axes tells them apart, and of two scalars the container counts.
@@ -307,7 +293,7 @@ def _of_both(terms: Any, pieces: Mapping[Any, Piece], flat: Mapping[Any, Any], r
 def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]) -> SiteGraph:
     """Graph of log p(y, θ | φ): every term except the shared prior, with the Jacobians of θ's transforms."""
     x = pt.vector("x")
-    replace, inputs = _inputs_for(parts)
+    replace, inputs = inputs_for(parts)
     pieces, values, shape_inputs, free = in_pieces(parts, x, shared, local)
     logp = _log_density(parts, parts.site_terms, parts.model.rvs_to_values)
     flat, of_pieces = _of_both(logp, pieces, values, replace)
@@ -352,7 +338,7 @@ def constrained_graph(
     extra = [v for v in parts.model.deterministics if (v.name in public) == only_shared]
     if only_shared:
         parts, local = parts._replace(local=(), open={}), ()
-    replace, inputs = _inputs_for(parts)
+    replace, inputs = inputs_for(parts)
     _, values, shape_inputs, _ = in_pieces(parts, x, shared, local)
     wanted = [*(parts.shared if only_shared else parts.local), *extra]
     outputs = clone_replace(list(parts.model.replace_rvs_by_values(wanted)), {**replace, **values}) if wanted else []
@@ -365,7 +351,7 @@ def observed_graph(
 ) -> tuple[Any, tuple[Any, ...], list[Any]]:
     """Graphs of log densities of outcomes, not summed: (x, inputs, one output per observed variable)."""
     x = pt.vector("x")
-    replace, inputs = _inputs_for(parts)
+    replace, inputs = inputs_for(parts)
     _, values, shape_inputs, _ = in_pieces(parts, x, shared, local)
     outputs = parts.model.logp(vars=parts.model.observed_RVs, sum=False)
     return x, (*inputs, *shape_inputs), clone_replace(outputs, {**replace, **values})
@@ -378,7 +364,7 @@ def observed_given_all(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...], l
     Values are mapped to variables of their draws, which may have any lengths.
     """
     model = remove_value_transforms(parts.model)
-    replace, inputs = _inputs_for(parts._replace(model=model, data=tuple(model[v.name] for v in parts.data)))
+    replace, inputs = inputs_for(parts._replace(model=model, data=tuple(model[v.name] for v in parts.data)))
     free, observed = ([model[rv.name] for rv in of] for of in (parts.model.free_RVs, parts.model.observed_RVs))
     outputs = clone_replace(model.logp(vars=observed, sum=False), replace)
     values = [model.rvs_to_values[rv] for rv in free]

@@ -20,7 +20,7 @@ from pytensor.tensor.shape import Shape, Shape_i
 
 from fedppl.model import checks, interpreted
 from fedppl.model import graph as _graph
-from fedppl.model.checks import as_arrays, mismatch, read_indices, require_not_negative
+from fedppl.model.checks import as_arrays, mismatch, naming, read_indices, require_not_negative
 from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.interpreted import quiet
@@ -454,13 +454,14 @@ def _drawn(
     predictions: bool = False,
 ) -> dict[str, Array]:
     """Draws by PyMC of these variables given the others; the error of inputs that do not fit names those `given`."""
-    try:
-        require_not_negative(client_id, read_indices(model), dict(arrays), ())
-        group = draw_outcomes(model, posterior, seed % 2**32, anew, names, predictions=predictions)
-    except (IndexError, ValueError, AssertionError) as error:
-        if isinstance(error, DataError):
+    with naming(client_id):
+        try:
+            require_not_negative(read_indices(model), dict(arrays), ())
+            group = draw_outcomes(model, posterior, seed % 2**32, anew, names, predictions=predictions)
+        except DataError:
             raise
-        raise mismatch(client_id, given, error) from error
+        except (IndexError, ValueError, AssertionError) as error:
+            raise mismatch(given, error) from error
     return {name: np.asarray(group[name].values) for name in names}
 
 
