@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytensor.tensor as pt
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
-from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
@@ -62,23 +61,21 @@ def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str |
     for name in next(iter(given.values())):
         odd = [k for k in given if not np.all(fits_integers(given[k][name]))]
         whole = [k for k in given if given[k][name].dtype.kind in "biu" and np.all(fits_integers(given[k][name]))]
-        if not whole or not odd:
+        if not whole or not odd or _accepts(declared, whole[0], typed[whole[0]]):
             continue
-        try:
-            template_of(declared, whole[0], typed[whole[0]])
-            continue  # the builder accepts reals
-        except (DataError, DeclarationError):
-            pass
-        try:
-            template_of(declared, whole[0], {**typed[whole[0]], name: given[whole[0]][name]})
-        except (DataError, DeclarationError):
-            continue
-        where = place_of(~fits_integers(given[odd[0]][name]))
-        return (
-            f"client {odd[0]!r}: {name!r} holds {given[odd[0]][name][where]} at index {where}, and the builder needs "
-            f"integers of at most 32 bits, as at client {whole[0]!r}. Correct the values, or make them integers."
-        )
+        if _accepts(declared, whole[0], {**typed[whole[0]], name: given[whole[0]][name]}):
+            what, where = f"client {odd[0]!r}: {name!r}", place_of(~fits_integers(given[odd[0]][name]))
+            rule = f"and the builder needs integers of 32 bits, as at client {whole[0]!r}"
+            return f"{what} holds {given[odd[0]][name][where]} at index {where}, {rule}. Correct the values."
     return None
+
+
+def _accepts(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> bool:
+    try:
+        template_of(declared, client_id, arrays)
+    except (DataError, DeclarationError):
+        return False
+    return True
 
 
 def enrol_group(
@@ -98,9 +95,8 @@ def enrol_group(
             compared[columns] = first
     if separate and len(ids) > 1:
         why = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
-        remedy = "Put the data into pm.Data containers named like the builder's arguments."
-        text = f"the builder {why}, so each of {len(ids)} clients is compiled on its own, in seconds each. {remedy}"
-        warnings.warn(text, UserWarning, stacklevel=4)
+        what = f"the builder {why}: each of {len(ids)} clients is compiled on its own, in seconds"
+        warnings.warn(f"{what}. Put the data into pm.Data containers of their names.", UserWarning, stacklevel=4)
     if reference is not None:
         first.functions.setdefault("public", reference.template.public)
     elif "public" not in first.functions:
@@ -159,27 +155,26 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
         steady = altered is not None and all(_same.surely_same_model(first.parts, parts) for parts in altered)
     with naming(client_id):
         if not steady and not _repeats(declared, first, client_id, arrays):
-            what = "the builder, called twice on the same data, gives two models (random numbers, or state)"
-            raise DeclarationError(f"{what}. Give it all that it needs as arguments, or fix it beforehand.")
+            what = "the builder, called twice on the same data, gives two models"
+            raise DeclarationError(f"{what}; fix the random numbers or the state that it reads.")
         if alone and not steady and _public.prior_of_data(first.parts, first.variables[0], altered):
-            what = "the shared prior changes when this client's data do, which it would disclose"  # the text travels
-            raise DeclarationError(f"{what}. Use constants that are the same at all clients.")
+            what = "the shared prior changes when this client's data do"  # the text travels, so it has no data
+            raise DeclarationError(f"{what}, and discloses them; use constants that are the same at all clients.")
     return first, not first.parts.data or (bool(others) and not steady), builds
 
 
 def _ignored(client_id: str, parts: _graph.Parts, names: Iterable[str]) -> DeclarationError:
     """Error of a model whose observed variables do not depend on the data."""
     free = [rv.name for rv in parts.local if not set(ancestors([rv])).isdisjoint(parts.data)]
-    hint = f" {quoted(free)} has no observed=, and is a local variable." if free else ""
-    reached = f"none of {quoted(names)} reaches what is observed ({quoted(rv.name for rv in parts.model.observed_RVs)})"
-    what = f"client {client_id!r}: the builder makes no use of its data: {reached}.{hint}"
-    return DeclarationError(f"{what} Pass the data on, with observed=y for example.")
+    hint = f" {quoted(free)} has no observed=." if free else ""
+    what = f"none of {quoted(names)} reaches what is observed ({quoted(rv.name for rv in parts.model.observed_RVs)})"
+    remedy = f"{hint} Pass them on, by observed=y for example"
+    return DeclarationError(f"client {client_id!r}: the builder makes no use of its data: {what}.{remedy}.")
 
 
 def _other_prior(reference_id: str) -> DeclarationError:
-    what = f"the shared prior differs from the one at client {reference_id!r}, by data or random numbers"
-    remedy = "Use the same constants at all clients, and make random starting values outside of the builder."
-    return DeclarationError(f"{what}. {remedy}")
+    what = f"the shared prior differs from the one at client {reference_id!r}"
+    return DeclarationError(f"{what}; use the same constants at all clients, and no random numbers.")
 
 
 _COMPARED = 1000  # clients of which the most different is taken
@@ -229,8 +224,7 @@ def _judge(declared: Declared, client_id: str, arrays: Mapping[str, Any], templa
     if stay:
         known = "" if rebuild() is not None else " (the builder fails on altered data)"
         why = f"left out of the shared result: {', '.join(stay)}, since constants in them may hold data{known}"
-        remedy = "They are in fit.client(...); compute them from fit.idata, and give coords without data."
-        warnings.warn(f"{why}. {remedy}", UserWarning, stacklevel=5)
+        warnings.warn(f"{why}; see fit.client(...), or compute them from fit.idata.", UserWarning, stacklevel=5)
     template.functions.pop("altered", None)
 
 
@@ -284,43 +278,17 @@ _FAR = 1e9  # beyond the thresholds of models, and within 32 bits
 
 
 def _ignores_data(declared: Declared, client_id: str, arrays: Mapping[str, Any], parts: _graph.Parts | None) -> bool:
-    """Whether log p of the observed variables and potentials is the same graph on altered data, and on data far away.
+    """Whether observed variables and potentials are the same graphs on altered data, and on data far away.
 
     False where a container is above them, and where the builder fails on other data.
     """
     build = functools.partial(parts_of, declared, client_id)
     parts = parts or _public.attempt(build, arrays)
-    if parts is None or not (ends := _ends(parts))[1].isdisjoint(parts.data):
-        return False
-    logp, inputs = _likelihood(parts, *ends)
-    if not set(ancestors([logp])).isdisjoint(parts.data):
+    if parts is None or not set(ancestors(_same.observed_terms(parts))).isdisjoint(parts.data):
         return False
     far = ({k: v if v.dtype.kind != "f" else v + by for k, v in arrays.items()} for by in (-_FAR, _FAR))
-    rebuilt = _public.rebuilt(build, arrays) or (None,)
-    for other in itertools.chain(rebuilt, (_public.attempt(build, one) for one in far)):
-        if other is None:
-            return False
-        other_logp, other_inputs = _likelihood(other, *_ends(other))
-        if [v.type for v in inputs] != [v.type for v in other_inputs]:
-            return False
-        if not equal_computations([logp], [other_logp], in_xs=inputs, in_ys=other_inputs):
-            return False
-    return True
-
-
-def _ends(parts: _graph.Parts) -> tuple[list[Any], set[Any]]:
-    """Observed variables and potentials, and all their ancestors as declared."""
-    model = parts.model
-    ends = [term for term in parts.site_terms if term not in parts.local]
-    return ends, set(ancestors([*ends, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]))
-
-
-def _likelihood(parts: _graph.Parts, ends: list[Any], above: set[Any]) -> tuple[Any, list[Any]]:
-    """log p of observed variables, with the local variables above them, and its inputs."""
-    model = parts.model
-    logp = model.logp(vars=[*(rv for rv in parts.local if rv in above), *ends], sum=True)
-    values = [model.rvs_to_values[rv] for rv in model.free_RVs]
-    return logp, [*values, *parts.data, *model.dim_lengths.values()]
+    altered = itertools.chain(_public.rebuilt(build, arrays) or (None,), (_public.attempt(build, one) for one in far))
+    return all(other is not None and _same.same_terms(parts, other, _same.observed_terms) for other in altered)
 
 
 # Checks of a client's model at its start, and against the other clients -----------------------------------------------
@@ -391,8 +359,9 @@ def _infinite(arrays: Mapping[str, Any]) -> str:
     for name, value in arrays.items():
         if np.any(infinite := np.isinf(value)):
             where = place_of(infinite)
-            what = f"{name!r} holds {value[where]} at index {where}, and the log density is not finite"
-            return f"{what}; drop or impute such values (where a bound may be infinite, look at the others)."
+            return (
+                f"{name!r} holds {value[where]} at index {where}, and the log density is not finite; drop or impute it."
+            )
     return ""
 
 
@@ -461,7 +430,7 @@ def _apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
         while expected[:1] == (1,) and observed[:1] != (1,):  # axes that PyMC adds
             expected = expected[1:]
         if expected != observed:
-            return f"{rv.name!r} is observed with shape {observed}, and its distribution has outcomes of {expected}"
+            return f"{rv.name!r} is observed with shape {observed}, and its distribution is of shape {expected}"
     return ""
 
 
@@ -482,8 +451,8 @@ def _shared_layout(template: Template, variables: tuple[Variable, ...], origin: 
     except DeclarationError:
         raise
     except UNFIT as error:
-        what = f"the prior of the shared variables {[v.name for v in variables]} cannot be evaluated: {error}"
-        raise DeclarationError(f"{what}. Make their shapes, dims and coords fit together.") from error
+        what = f"the shared prior of {[v.name for v in variables]} cannot be evaluated: {error}"
+        raise DeclarationError(f"{what}. Make shapes, dims and coords fit together.") from error
 
 
 def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array) -> tuple[Layout, SharedPrior]:
@@ -533,10 +502,9 @@ def _draws(parts: _graph.Parts, size: int) -> Array:
     """Draws for the moments of `size` shared numbers."""
     if _PRIOR_DRAWS < EACH * (size + 1):
         names = [rv.name for rv in parts.shared if getattr(rv.owner.op, "name", None) not in ("normal", "lognormal")]
-        what = f"{size} numbers are shared, and the prior of {some_of(names or [rv.name for rv in parts.shared])}"
-        rule = f"moments by {_PRIOR_DRAWS} draws are for at most {_PRIOR_DRAWS // EACH - 1} numbers"
-        remedy = "Declare shared variables by pm.Normal, and scales by pm.LogNormal, or share less."
-        raise DeclarationError(f"{what} is not normal: {rule}. {remedy}")
+        which, most = some_of(names or [rv.name for rv in parts.shared]), _PRIOR_DRAWS // EACH - 1
+        rule = f"{size} numbers are shared, and the prior of {which} is not normal, as for more than {most} it must be"
+        raise DeclarationError(f"{rule}; declare pm.Normal, and pm.LogNormal for scales, or share less.")
     return unconstrained(parts, _PRIOR_DRAWS, 0)
 
 
@@ -549,9 +517,8 @@ def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origi
     for term in parts.prior_terms:
         alone = interpreted_at_many(_graph.prior_graph(parts._replace(prior_terms=(term,)), variables))[0](origin[None])
         odd += [] if np.isfinite(alone[0]) else [term.name]
-    what = f"the shared prior's log density at the starting point is {value}, by {odd or 'all together'}"
-    why = "a scale not positive, a start outside of the support, or a whole limit that overflows (write -100.0)?"
-    raise DeclarationError(f"{what}; {why} Correct the prior, or set `initval=` on the variable.")
+    what = f"the shared prior's log density at the start is {value}, by {odd or 'all together'}"
+    raise DeclarationError(f"{what}. Correct the prior (limits may overflow: write -100.0), or set `initval=`.")
 
 
 def _refuse_flat(parts: _graph.Parts) -> None:

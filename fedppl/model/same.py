@@ -104,59 +104,41 @@ def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
     The declared graphs with their random variables are compared, without deriving a log density, which takes ten times
     as long as building the model. Dims that are open in `a` may differ in length.
     """
-    model_a, model_b = a.model, b.model
-    if names(a) != names(b) or model_a.named_vars_to_dims != model_b.named_vars_to_dims:
+    if names(a) != names(b) or a.model.named_vars_to_dims != b.model.named_vars_to_dims:
         return False
-    lengths_a, lengths_b = _graph.lengths(model_a), _graph.lengths(model_b)
-    if lengths_a.keys() != lengths_b.keys() or any(
-        lengths_a[dim] != lengths_b[dim] for dim in lengths_a.keys() - a.open.keys()
-    ):
+    lengths_a, lengths_b = ({**_graph.lengths(parts.model), **dict.fromkeys(a.open)} for parts in (a, b))
+    types_a, types_b = ([parts.model.rvs_to_values[rv].type.dtype for rv in parts.model.basic_RVs] for parts in (a, b))
+    if lengths_a != lengths_b or types_a != types_b:
         return False
-    pairs = list(zip(model_a.basic_RVs, model_b.basic_RVs, strict=True))
-    if any(model_a.rvs_to_values[rv_a].type.dtype != model_b.rvs_to_values[rv_b].type.dtype for rv_a, rv_b in pairs):
-        return False
-    if not _same_transforms(a, b, pairs):
-        return False
-    outputs_a, outputs_b = declared_outputs(model_a), declared_outputs(model_b)
-    streams_a, streams_b = streams(outputs_a), streams(outputs_b)
-    if len(streams_a) != len(streams_b):
-        return False
-    inputs_a = [*a.data, *streams_a, *(model_a.dim_lengths[dim] for dim in lengths_a)]
-    inputs_b = [*b.data, *streams_b, *(model_b.dim_lengths[dim] for dim in lengths_a)]
-    return same_computations(outputs_a, outputs_b, inputs_a, inputs_b)
+    return _same_transforms(a, b, a.model.basic_RVs, b.model.basic_RVs) and same_terms(a, b, declared_outputs)
 
 
-def _surely_same_prior(a: _graph.Parts, b: _graph.Parts) -> bool:
-    """Whether two builds declare the same shared prior; False where this quick test cannot tell."""
-    terms_a, terms_b = list(a.prior_terms), list(b.prior_terms)
-    if [v.name for v in terms_a] != [v.name for v in terms_b]:
+def same_terms(a: _graph.Parts, b: _graph.Parts, terms_of: Callable[[_graph.Parts], list[Any]]) -> bool:
+    """Whether terms of two builds are the same graphs of containers, random streams and lengths of dims."""
+    terms_a, terms_b = terms_of(a), terms_of(b)
+    read_a, read_b = _lengths_read(a, terms_a), _lengths_read(b, terms_b)
+    inputs_a = [*a.data, *streams(terms_a), *(a.model.dim_lengths[dim] for dim in read_a)]
+    inputs_b = [*b.data, *streams(terms_b), *(b.model.dim_lengths[dim] for dim in read_b)]
+    if read_a.keys() != read_b.keys() or len(inputs_a) != len(inputs_b) or len(terms_a) != len(terms_b):
         return False
-    if not _same_transforms(a, b, list(zip(a.shared, b.shared, strict=True))):
-        return False
-    lengths_a, lengths_b = _lengths_read(a, terms_a), _lengths_read(b, terms_b)
-    if [name for name, _ in lengths_a] != [name for name, _ in lengths_b]:
-        return False
-    inputs_a = [*streams(terms_a), *(length for _, length in lengths_a)]
-    inputs_b = [*streams(terms_b), *(length for _, length in lengths_b)]
-    return len(inputs_a) == len(inputs_b) and same_computations(terms_a, terms_b, inputs_a, inputs_b)
+    return same_computations(terms_a, terms_b, inputs_a, inputs_b)
 
 
-def _same_transforms(a: _graph.Parts, b: _graph.Parts, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether transforms of pairs of variables are surely the same, as those with a key may be."""
+def _same_transforms(a: _graph.Parts, b: _graph.Parts, rvs_a: Sequence[Any], rvs_b: Sequence[Any]) -> bool:
+    """Whether transforms of variables are surely the same, as those with a key may be."""
     try:
-        keys = [
-            [transform_key(model.rvs_to_transforms[rv]) for rv in rvs]
-            for model, rvs in zip((a.model, b.model), zip(*pairs, strict=True), strict=True)
-        ]
+        keys_a, keys_b = (
+            [transform_key(parts.model.rvs_to_transforms[rv]) for rv in rvs] for parts, rvs in ((a, rvs_a), (b, rvs_b))
+        )
     except NoKey:
         return False
-    return keys[0] == keys[1]
+    return keys_a == keys_b
 
 
-def _lengths_read(parts: _graph.Parts, outputs: Sequence[Any]) -> list[tuple[tuple[str, int], Any]]:
+def _lengths_read(parts: _graph.Parts, outputs: Sequence[Any]) -> dict[str, int]:
     """Dims whose lengths outputs are computed from, with their present lengths."""
     read, sizes = set(ancestors(outputs)), _graph.lengths(parts.model)
-    return [((dim, sizes[dim]), v) for dim, v in parts.model.dim_lengths.items() if v in read and dim in sizes]
+    return {dim: sizes[dim] for dim, v in sorted(parts.model.dim_lengths.items()) if v in read and dim in sizes}
 
 
 def names(parts: _graph.Parts) -> list[Any]:
@@ -167,10 +149,17 @@ def names(parts: _graph.Parts) -> list[Any]:
     return [*named, [(v.name, v.type.dtype, v.type.ndim) for v in parts.data]]
 
 
-def declared_outputs(model: Any) -> list[Any]:
+def declared_outputs(parts: _graph.Parts) -> list[Any]:
     """All outputs that a model declares."""
+    model = parts.model
     observed = [model.rvs_to_values[rv] for rv in model.observed_RVs]
     return [*model.basic_RVs, *model.potentials, *model.deterministics, *observed]
+
+
+def observed_terms(parts: _graph.Parts) -> list[Any]:
+    """Observed variables, their values, and potentials of a client's rows."""
+    terms = [term for term in parts.site_terms if term not in parts.local]
+    return [*terms, *(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)]
 
 
 def streams(outputs: Sequence[Any]) -> list[Any]:
@@ -190,7 +179,14 @@ def same_types(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
 
 def same_prior(a: _graph.Parts, shared_a: Sequence[Variable], b: _graph.Parts, shared_b: Sequence[Variable]) -> bool:
     """Whether two builds give the shared variables the same prior, with equal constants."""
-    if list(shared_a) == list(shared_b) and _surely_same_prior(a, b):
+    terms_a, terms_b = list(a.prior_terms), list(b.prior_terms)
+    if (
+        list(shared_a) == list(shared_b)
+        and [v.name for v in terms_a] == [v.name for v in terms_b]
+        and _same_transforms(a, b, a.shared, b.shared)
+        and _lengths_read(a, terms_a) == _lengths_read(b, terms_b)
+        and same_terms(a, b, lambda parts: list(parts.prior_terms))
+    ):
         return True
     of_a, of_b = _graph.prior_graph(a, shared_a), _graph.prior_graph(b, shared_b)
     return same_computations([of_a.logp], [of_b.logp], [of_a.x], [of_b.x])

@@ -464,7 +464,7 @@ def content_of(parts: _graph.Parts) -> tuple[Any, ...] | None:
     There is no key of data that are constants in the graph without a container, of the user's code (operations,
     transforms, log densities), and of starting values that are computed.
     """
-    return _content(parts, _same.declared_outputs(parts.model), ())
+    return _content(parts, _same.declared_outputs(parts), ())
 
 
 BY_SCALE = ("", "log", "ordered", "simplex", "logodds")  # transforms without limits of their own
