@@ -37,18 +37,11 @@ def _more_rows(value: Any) -> Any:
     return value if np.ndim(value) == 0 else np.concatenate([value, value[: (len(value) + 1) // 2]])
 
 
-def _lower(value: Any) -> Any:
-    """Reals move apart and down past zero, integers go to their smallest."""
+def _moved(value: Any, *, up: bool) -> Any:
+    """Reals move apart, and up or down past zero; integers go to their largest or smallest."""
     if is_whole(value):
-        return _all_equal(value, np.min(value))
-    return -1.3 * value - _steps(value)
-
-
-def _higher(value: Any) -> Any:
-    """Reals move apart and up, integers go to their largest."""
-    if is_whole(value):
-        return _all_equal(value, np.max(value))
-    return value + _steps(value)
+        return _all_equal(value, np.max(value) if up else np.min(value))
+    return value + _steps(value) if up else -1.3 * value - _steps(value)
 
 
 def is_whole(value: Any) -> bool:
@@ -58,9 +51,9 @@ def is_whole(value: Any) -> bool:
 
 def _all_equal(value: Any, of: Any) -> Any:
     same = np.full_like(value, of)
-    if not np.array_equal(same, value) or value.dtype == bool:
-        return same if value.dtype != bool or not np.array_equal(same, value) else ~value
-    return value + 1
+    if not np.array_equal(same, value):
+        return same
+    return ~value if value.dtype == bool else value + 1
 
 
 def _steps(value: Any) -> Any:
@@ -78,7 +71,7 @@ def rebuilt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> Built:
     """
     models: list[_graph.Parts] = []
     more = {name: _more_rows(value) for name, value in arrays.items()}
-    low, high = ({name: way(np.asarray(value)) for name, value in arrays.items()} for way in (_lower, _higher))
+    low, high = ({k: _moved(np.asarray(value), up=up) for k, value in arrays.items()} for up in (False, True))
     each_low, each_high = ([{**arrays, name: value} for name, value in moved.items()] for moved in (low, high))
     low_and_more = {name: _more_rows(value) for name, value in low.items()}
     for ways in (([low_and_more], [more, low], [more, *each_low]), ([high], each_high)):
@@ -129,7 +122,7 @@ def read_public(parts: _graph.Parts, shared: tuple[Variable, ...], rebuild: Call
         dim
         for dim in dims
         if _counts(model.coords[dim])
-        or (built is not None and all(_same_labels(model.coords[dim], o.model.coords.get(dim)) for o in built))
+        or (built is not None and all(list(model.coords[dim]) == list(o.model.coords.get(dim) or ()) for o in built))
     ]
     return Public(
         tuple(names),
@@ -147,10 +140,6 @@ def _dims_of(model: Any, names: Iterable[str]) -> list[str]:
 def _counts(labels: Any) -> bool:
     """Whether labels are 0, 1, 2, ..., and disclose only their number."""
     return list(labels) == list(range(len(labels)))
-
-
-def _same_labels(labels: Any, others: Any) -> bool:
-    return others is not None and len(labels) == len(others) and list(labels) == list(others)
 
 
 Outputs = tuple[Any, dict[str, Any]]
