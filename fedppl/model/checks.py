@@ -70,13 +70,10 @@ def _real(what: str, value: Any) -> Any:
     try:
         array = np.array(value)
     except (ValueError, TypeError, RuntimeError) as error:  # torch's are RuntimeErrors
-        remedy = "give rows of one length" if isinstance(error, ValueError) else "pass an array of NumPy"
-        raise DataError(f"{what} is no array: {error}; {remedy}.") from error
-    if array.dtype.kind == "c":
-        raise DataError(f"{what} has dtype {array.dtype}, and data must be real; pass two arrays, of its parts.")
+        raise DataError(f"{what} is no array: {error}; pass an array of NumPy, with rows of one length.") from error
     if array.dtype.kind not in "biuf":
-        dtype = f"is a {type(value).__name__} of dtype" if array.dtype == object else "has dtype"
-        raise DataError(f"{what} {dtype} {array.dtype}, which is not numeric; encode it as an array of numbers.")
+        dtype = f"{array.dtype} (a {type(value).__name__})"
+        raise DataError(f"{what} has dtype {dtype}, which is not numeric and real; encode it as an array of numbers.")
     return array
 
 
@@ -98,8 +95,8 @@ def needs_same_keys(clients: Mapping[str, Mapping[str, Any]]) -> None:
     usual = list(Counter(map(tuple, keys.values())).most_common(1)[0][0])
     for client_id in keys:
         if keys[client_id] != usual:
-            differ = f"data keys {keys[client_id]} differ from the other clients' {usual}"
-            raise DataError(f"client {client_id!r}: {differ}; rename or complete this client's data.")
+            what = f"client {client_id!r}: data keys {keys[client_id]}"
+            raise DataError(f"{what} differ from other clients' {usual}; rename or complete them.")
 
 
 def group_by_columns(clients: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -246,11 +243,11 @@ def require_not_negative(indices: Indices, arrays: Mapping[str, Any], inputs: Se
         if not np.any(index < 0) or not (names or same):  # or it is the model's own constant
             continue
         where = place_of(index < 0)
-        what = f"the model computes the index {index[where]} from {quoted(names)}, at {where}"
-        if same:
-            what = f"{same[0]!r} holds {index[where]} at index {where}, and the model takes it for an index"
-        remedy = "Number groups 0 to n - 1; for no group, index by pt.maximum(index, 0) and mask those rows."
-        raise DataError(f"{what}, and a negative index counts from the end. {remedy}")
+        what = f"{same[0]!r} holds" if same else "the model computes"
+        read = (
+            f"{index[where]} at index {where}" if same else f"the index {index[where]} from {quoted(names)}, at {where}"
+        )
+        raise DataError(f"{what} {read}, and it counts from the end; number groups 0 to n - 1, and mask rows of none.")
 
 
 # Checks of a client's data against its model, and of clients with each other ------------------------------------------
@@ -341,13 +338,13 @@ def mismatch(arrays: Mapping[str, Any], error: Exception, apart: str = "") -> Da
     `apart` says which outcomes differ in shape from their distribution, where that is known.
     """
     message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-    remedy = "Give this client the same columns as the others, one row of each array per observation."
+    remedy = "Give the same columns as the other clients, and one row of each array per observation."
     if type(error).__name__ == "ParameterValueError":
-        remedy = "A distribution's parameter leaves its domain on these data: look at sign and size of what it reads."
+        remedy = "A parameter leaves its domain on these data: look at sign and size of what it reads."
     elif isinstance(error, IndexError):
-        remedy = "An integer of its data points outside an array of the model: number groups 0 to n - 1."
+        remedy = "An index points outside an array of the model: number groups 0 to n - 1."
         if "boolean" in message:
-            remedy = "True and False select entries: for an index give integers, for a mask one entry for each of them."
+            remedy = "True and False select entries: for an index give integers."
     rows = {name: len(value) for name, value in arrays.items() if np.ndim(value)}
     if len(set(rows.values())) > 1:
         remedy = f"Its arrays have different numbers of rows, {rows}: give one row of each array per observation."
@@ -368,10 +365,9 @@ def require_same_variables(
     for known, variable in zip(reference, variables, strict=True):
         if known != variable:
             field, here, there = difference(variable, known)
-            raise DataError(
-                f"shared variable {known.name!r} has {field} {here}, but {there} at client {reference_id!r}; make it "
-                f"local, or give this client, of shapes {shapes_of(arrays)}, the same columns as the others."
-            )
+            what = f"shared variable {known.name!r} has {field} {here}, but {there} at client {reference_id!r}"
+            remedy = f"give the same columns as the others (here {shapes_of(arrays)})"
+            raise DataError(f"{what}; make {known.name!r} local, or {remedy}.")
 
 
 def difference(a: Variable, b: Variable) -> tuple[str, Any, Any]:

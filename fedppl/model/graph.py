@@ -65,12 +65,10 @@ def _find_shared(model: Any, shared: Sequence[str]) -> tuple[Any, ...]:
     free = {rv.name: rv for rv in model.free_RVs}
     for name in shared:
         if name not in free:
-            known = name in model.named_vars
-            what = "is in the model but is not a free random variable" if known else "is not in the model"
+            where = "in the model but is not a free random variable" if name in model.named_vars else "not in the model"
             close = difflib.get_close_matches(name, free, n=1)
-            hint = f"Did you mean {close[0]!r}? " if close else ""
-            remedy = f"{hint}Name only free random variables in `shared=`."
-            raise DeclarationError(f"shared name {name!r} {what}; there are {', '.join(map(repr, free))}. {remedy}")
+            listed = f"{', '.join(map(repr, free))}.{f' Did you mean {close[0]!r}?' if close else ''}"
+            raise DeclarationError(f"shared name {name!r} is {where}. Name only free random variables: {listed}")
     return tuple(free[name] for name in shared)
 
 
@@ -95,8 +93,7 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
         private = not {*local_rvs, *data, *model.observed_RVs}.isdisjoint(ancestors([potential]))
         (site_terms if private else prior_terms).append(potential)
     if len(site_terms) == len(local_rvs):
-        remedy = "pass `observed=` to a distribution"
-        raise DeclarationError(f"the model has no observed variable and no potential of the data; {remedy}.")
+        raise DeclarationError("the model has no observed variable and no potential of data; pass `observed=`.")
     return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
 
 
@@ -113,28 +110,24 @@ def _require_continuous(model: Any, rv: Any, shared: Sequence[str], *, is_shared
     name = rv.name
     if rv.type.dtype.startswith(("int", "uint", "bool")) and not (is_shared and _is_binary(rv)):
         what = f"{'shared' if is_shared else 'local'} variable {name!r} is discrete ({rv.type.dtype})"
-        remedy = "Sum it out of the likelihood, for example with pm.Mixture, or declare a continuous variable."
+        remedy = "Sum it out of the likelihood, as pm.Mixture does, or declare a continuous one."
         if _is_binary(rv):
             remedy += f" {name!r} is not in shared={list(shared)}. Add {name!r} to shared= for what takes indicators."
-        raise DeclarationError(f"{what}; moments and gradients need continuous parameters. {remedy}")
+        raise DeclarationError(f"{what}, and has no gradient. {remedy}")
     if "CircularTransform" in [type(part).__name__ for part in parts_of_transform(model.rvs_to_transforms[rv])]:
-        raise DeclarationError(
-            f"{name!r} is an angle, whose periodic density has no integral over the real line; bound it to one turn by "
-            "default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi), where the posterior is 0 at ±π."
-        )
+        turn = "default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi)"
+        raise DeclarationError(f"{name!r} is an angle, with a periodic density; bound it to one turn by {turn}.")
 
 
 def _require_all_rows(model: Any) -> None:
     """Refuse models that read some rows in place of all, and distributions without a density."""
     outputs = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
-    rule = "every evaluation uses all rows of a client"
     if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in ancestors(outputs) if v.owner is not None):
-        remedy = "Remove pm.Minibatch and total_size=; algorithms that take batches have batch_size="
-        raise DeclarationError(f"the model reads its data through pm.Minibatch, and {rule}. {remedy}.")
+        raise DeclarationError("a client's model has all rows. Remove pm.Minibatch; algorithms have batch_size=.")
     for rv in model.basic_RVs:
         kinds = {kind.__name__ for kind in type(rv.owner.op).__mro__}
         if "MinibatchRandomVariable" in kinds:
-            raise DeclarationError(f"{rv.name!r} has total_size=, and {rule}. Remove total_size=.")
+            raise DeclarationError(f"{rv.name!r} has total_size=, and a client's model all rows. Remove total_size=.")
         if "SimulatorRV" in kinds:
             raise DeclarationError(f"{rv.name!r} is a pm.Simulator; declare a distribution that has a density.")
 
@@ -142,16 +135,13 @@ def _require_all_rows(model: Any) -> None:
 def _require_shared_prior(rv: Any, local_rvs: Sequence[Any], data: Sequence[Any], observed_rvs: Sequence[Any]) -> None:
     """Refuse a shared prior that depends on local variables, data or observed variables."""
     above = set(ancestors([rv])) - {rv}
-    what = f"the prior of shared variable {rv.name!r} depends on"
-    for other in local_rvs:
-        if other in above:
-            remedy = f"Share {other.name!r} too, or turn the arrow round."
-            raise DeclarationError(f"{what} local variable {other.name!r}, and may on shared ones alone. {remedy}")
-    for kind, others in (("client data", data), ("observed variable", observed_rvs)):
+    constant = "Use a constant that is the same at all clients"
+    for kind, others in (("local variable", local_rvs), ("client data", data), ("observed variable", observed_rvs)):
         for other in others:
             if other in above:
-                remedy = "use a constant that is the same at all clients"
-                raise DeclarationError(f"{what} {kind} {other.name!r}, which are a client's own; {remedy}.")
+                share = f"Share {other.name!r} too, or turn the arrow round"
+                what = f"the prior of shared variable {rv.name!r} depends on {kind} {other.name!r}"
+                raise DeclarationError(f"{what}. {share if others is local_rvs else constant}.")
 
 
 def _is_binary(rv: Any) -> bool:
