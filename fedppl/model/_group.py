@@ -65,8 +65,10 @@ def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str |
             continue
         if _accepts(declared, whole[0], {**typed[whole[0]], name: given[whole[0]][name]}):
             what, where = f"client {odd[0]!r}: {name!r}", place_of(~fits_integers(given[odd[0]][name]))
-            rule = f"and the builder needs integers of 32 bits, as at client {whole[0]!r}"
-            return f"{what} holds {given[odd[0]][name][where]} at index {where}, {rule}. Correct the values."
+            value = given[odd[0]][name][where]
+            return (
+                f"{what} holds {value} at index {where}, and the builder needs integers of 32 bits. Correct the values."
+            )
     return None
 
 
@@ -95,8 +97,8 @@ def enrol_group(
             compared[columns] = first
     if separate and len(ids) > 1:
         why = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
-        what = f"the builder {why}: each of {len(ids)} clients is compiled on its own, in seconds"
-        warnings.warn(f"{what}. Put the data into pm.Data containers of their names.", UserWarning, stacklevel=4)
+        text = f"the builder {why}: each of {len(ids)} clients is compiled on its own"
+        warnings.warn(f"{text}. Put the data into pm.Data containers.", UserWarning, stacklevel=4)
     if reference is not None:
         first.functions.setdefault("public", reference.template.public)
     elif "public" not in first.functions:
@@ -155,11 +157,10 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
         steady = altered is not None and all(_same.surely_same_model(first.parts, parts) for parts in altered)
     with naming(client_id):
         if not steady and not _repeats(declared, first, client_id, arrays):
-            what = "the builder, called twice on the same data, gives two models"
-            raise DeclarationError(f"{what}; fix the random numbers or the state that it reads.")
+            raise DeclarationError("the builder, called twice on the same data, gives two models; fix random numbers.")
         if alone and not steady and _public.prior_of_data(first.parts, first.variables[0], altered):
-            what = "the shared prior changes when this client's data do"  # the text travels, so it has no data
-            raise DeclarationError(f"{what}, and discloses them; use constants that are the same at all clients.")
+            # The text travels, so it has no data.
+            raise DeclarationError("the shared prior changes when this client's data do; declare it by constants.")
     return first, not first.parts.data or (bool(others) and not steady), builds
 
 
@@ -167,14 +168,16 @@ def _ignored(client_id: str, parts: _graph.Parts, names: Iterable[str]) -> Decla
     """Error of a model whose observed variables do not depend on the data."""
     free = [rv.name for rv in parts.local if not set(ancestors([rv])).isdisjoint(parts.data)]
     hint = f" {quoted(free)} has no observed=." if free else ""
-    what = f"none of {quoted(names)} reaches what is observed ({quoted(rv.name for rv in parts.model.observed_RVs)})"
-    remedy = f"{hint} Pass them on, by observed=y for example"
-    return DeclarationError(f"client {client_id!r}: the builder makes no use of its data: {what}.{remedy}.")
+    what = (
+        f"none of {quoted(names)} reaches {quoted(rv.name for rv in parts.model.observed_RVs)}.{hint} Pass observed=y"
+    )
+    return DeclarationError(f"client {client_id!r}: the builder makes no use of its data: {what}, for example.")
 
 
 def _other_prior(reference_id: str) -> DeclarationError:
-    what = f"the shared prior differs from the one at client {reference_id!r}"
-    return DeclarationError(f"{what}; use the same constants at all clients, and no random numbers.")
+    return DeclarationError(
+        f"the shared prior differs from the one at client {reference_id!r}; use the same constants."
+    )
 
 
 _COMPARED = 1000  # clients of which the most different is taken
@@ -322,10 +325,10 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
         raise mismatch(client.arrays, error, _apart(client.template.parts, client.arrays)) from error
     if np.isfinite(value) and np.all(np.isfinite(gradient)):
         return
-    why = "its gradient is not finite (a probability that rounds to 0 or 1, a covariate far from 0?)"
+    why = "its gradient is not finite"
     if not np.isfinite(value):
         why = _impossible_outcome(client, phi) or "the data or the start are impossible under the model"
-    remedy = "Correct the data (an exposure or a covariate, too), their scale, or the distribution, or set `initval=`."
+    remedy = "Correct data (an exposure or a covariate, too), their scale, or the distribution, or set `initval=`."
     raise DataError(f"the log density at the starting point is {value}: {why}. {remedy}")
 
 
@@ -378,13 +381,13 @@ def require_same_layout(reference: ClientModel | None, client: ClientModel) -> N
 # Supports of distributions, by the names of PyTensor's random variables, and which values are outside. Else a parameter
 # is at fault, such as an exposure of 0.
 _RULES: list[tuple[set[str], str, Callable[[float], bool]]] = [
-    ({"bernoulli"}, "outcomes are 0 or 1", lambda y: y not in (0, 1)),
-    ({"beta"}, "outcomes lie between 0 and 1", lambda y: not 0 < y < 1),
-    ({"binomial"}, "outcomes lie between 0 and n", lambda y: y != 0),
-    ({"categorical"}, "classes are numbered from 0 to one less than there are", lambda y: y != 0),
-    ({"exponential", "halfnormal", "negative_binomial", "poisson"}, "outcomes are not negative", lambda y: y < 0),
-    ({"gamma", "inverse_gamma", "lognormal", "weibull"}, "outcomes are positive", lambda y: y <= 0),
-    ({"geometric"}, "outcomes are 1, 2, ...", lambda y: y < 1),
+    ({"bernoulli"}, "0 or 1", lambda y: y not in (0, 1)),
+    ({"beta"}, "in (0, 1)", lambda y: not 0 < y < 1),
+    ({"binomial"}, "0 to n", lambda y: y != 0),
+    ({"categorical"}, "numbered from 0", lambda y: y != 0),
+    ({"exponential", "halfnormal", "negative_binomial", "poisson"}, "not negative", lambda y: y < 0),
+    ({"gamma", "inverse_gamma", "lognormal", "weibull"}, "positive", lambda y: y <= 0),
+    ({"geometric"}, "1, 2, ...", lambda y: y < 1),
 ]
 
 
@@ -405,8 +408,8 @@ def _impossible_outcome(client: ClientModel, phi: Array) -> str:
         place = place_of(np.isneginf(density))
         value, family = np.asarray(values)[place], getattr(rv.owner.op, "name", None)
         at = f" in row {place[0] if len(place) == 1 else place}" if place else ""
-        broken = [f"and {rule}" for families, rule, breaks in _RULES if family in families and breaks(float(value))]
-        return f"{names[rv]!r} is {value}{at}, {[*broken, 'which has no density there'][0]}"
+        broken = [rule for families, rule, breaks in _RULES if family in families and breaks(float(value))]
+        return f"{names[rv]!r} is {value}{at}, {f'and outcomes are {broken[0]}' if broken else 'without a density'}"
     return ""
 
 
@@ -451,7 +454,7 @@ def _shared_layout(template: Template, variables: tuple[Variable, ...], origin: 
     except DeclarationError:
         raise
     except UNFIT as error:
-        what = f"the shared prior of {[v.name for v in variables]} cannot be evaluated: {error}"
+        what = f"the prior of {[v.name for v in variables]} has no value: {error}"
         raise DeclarationError(f"{what}. Make shapes, dims and coords fit together.") from error
 
 
@@ -502,9 +505,11 @@ def _draws(parts: _graph.Parts, size: int) -> Array:
     """Draws for the moments of `size` shared numbers."""
     if _PRIOR_DRAWS < EACH * (size + 1):
         names = [rv.name for rv in parts.shared if getattr(rv.owner.op, "name", None) not in ("normal", "lognormal")]
-        which, most = some_of(names or [rv.name for rv in parts.shared]), _PRIOR_DRAWS // EACH - 1
-        rule = f"{size} numbers are shared, and the prior of {which} is not normal, as for more than {most} it must be"
-        raise DeclarationError(f"{rule}; declare pm.Normal, and pm.LogNormal for scales, or share less.")
+        which = some_of(names or [rv.name for rv in parts.shared])
+        what = (
+            f"{size} numbers are shared, more than {_PRIOR_DRAWS // EACH - 1}, and the prior of {which} is not normal"
+        )
+        raise DeclarationError(f"{what}; declare pm.Normal, pm.LogNormal.")
     return unconstrained(parts, _PRIOR_DRAWS, 0)
 
 
@@ -517,8 +522,8 @@ def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origi
     for term in parts.prior_terms:
         alone = interpreted_at_many(_graph.prior_graph(parts._replace(prior_terms=(term,)), variables))[0](origin[None])
         odd += [] if np.isfinite(alone[0]) else [term.name]
-    what = f"the shared prior's log density at the start is {value}, by {odd or 'all together'}"
-    raise DeclarationError(f"{what}. Correct the prior (limits may overflow: write -100.0), or set `initval=`.")
+    what = f"the shared prior's log density at the start is {value}, by {odd or 'all'}"
+    raise DeclarationError(f"{what}. Correct the prior (write -100.0 for -100), or set `initval=`.")
 
 
 def _refuse_flat(parts: _graph.Parts) -> None:

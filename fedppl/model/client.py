@@ -152,8 +152,7 @@ class ClientModel:
         """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,); NaN where φ has indicators."""
         given, sizes = (np.shape(phi), np.shape(theta)), ((self.shared_size,), (self.local_size,))
         if given != sizes:
-            what = f"phi of shape {given[0]} and theta of shape {given[1]}"
-            raise DeclarationError(f"client {self.client_id!r}: {what}; pass {sizes[0]} and {sizes[1]}.")
+            raise DeclarationError(f"phi of shape {given[0]} and theta of {given[1]}; pass {sizes[0]} and {sizes[1]}.")
         output = self._value_and_gradient(np.concatenate([phi, theta]))
         return float(output[0]), output[1 : 1 + self.shared_size], output[1 + self.shared_size :]
 
@@ -299,9 +298,9 @@ def _take(client: ClientModel, rows: Any) -> tuple[Any, ...]:
     lengths = _observed_lengths(client.template.parts, client.arrays)
     values, free = client.inputs[: len(data)], client.inputs[len(data) :]
     if len(lengths) > 1 or not data or _has_local_per_row(client.template, values, lengths):
-        rule = "pm.Data containers, observed arrays of one length, and no local variable with an entry per row"
-        what = f"observations of lengths {sorted(lengths)} cannot be taken in batches, which need {rule}"
-        raise DataError(f"client {client.client_id!r}: {what}. Use batch_size=None.")
+        rule = "need pm.Data containers, observed arrays of one length, and no local variable with an entry per row"
+        what = f"client {client.client_id!r} has observations of lengths {sorted(lengths)}, and batches {rule}"
+        raise DataError(f"{what}; use batch_size=None.")
     (length,) = lengths
     return (*_rows_of(values, length, rows), *free)
 
@@ -349,15 +348,15 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
             if draws is None:
                 draws = pm.draw(values, draws=count, random_seed=seed, mode=interpreted.PYTHON_MODE)
     except NotImplementedError as error:  # a flat prior that a potential bounds, or a user's own distribution
-        remedy = "Give every shared variable a proper distribution of PyMC, such as pm.HalfNormal(1)."
-        raise DeclarationError(f"the shared prior of {names} cannot be drawn from ({error}). {remedy}") from error
+        what = f"the shared prior of {names} cannot be drawn from ({error})"
+        raise DeclarationError(f"{what}; declare proper distributions of PyMC.") from error
     flat = np.concatenate([np.reshape(value, (count, -1)) for value in draws], axis=1)
     # An ordered vector whose entries are not exchangeable, or that others depend on, is drawn without its order; draws
     # that happen to be in order are draws of the prior.
     inside = flat[np.all(np.isfinite(flat), axis=1)]
     if len(inside) < min(count, EACH * (flat.shape[1] + 1)):
-        what = f"only {len(inside)} of {count} draws of the shared prior of {names} lie where transforms are defined"
-        raise DeclarationError(f"{what}. Give ordered vectors ordered means, or share their increments instead.")
+        what = f"only {len(inside)} of {count} draws of the shared prior of {names} are in the transforms' domain"
+        raise DeclarationError(f"{what}; give ordered vectors ordered means, or share increments.")
     return np.asarray(inside)
 
 

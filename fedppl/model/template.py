@@ -57,8 +57,7 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).rstrip('.')}. {_remedy(error, arrays)}"
-            at = f"on data of shapes {shapes_of(arrays)}{_line(error)}"
-            raise DataError(f"the builder failed {at}: {what}") from error
+            raise DataError(f"the builder failed on shapes {shapes_of(arrays)}{_line(error)}: {what}") from error
 
 
 def _remedy(error: Exception, arrays: Mapping[str, Any]) -> str:
@@ -67,9 +66,9 @@ def _remedy(error: Exception, arrays: Mapping[str, Any]) -> str:
     if twice := [name for name in arrays if f"Variable name {name} already exists" in text]:
         return f"pm.Data({twice[0]!r}) has that name: rename the other variable."
     if "read-only" in text:
-        return "It is called several times on the same data: make new arrays, y = y - y.mean(), not y -= ..."
+        return "It is called several times: make new arrays, y = y - y.mean(), not y -= ..."
     if "Size length is incompatible" in text:
-        return "Give outcomes as many axes as their distribution's parameters: (n, 1), or take a column, f[:, 0]."
+        return "Give outcomes as many axes as parameters have, (n, 1), or take a column, f[:, 0]."
     if isinstance(error, TypeError) and "integers" in text and reals:
         return f"{', '.join(reals)} are real numbers: give an index as integers."
     return "Check the builder, and this client's data against its arguments."
@@ -102,15 +101,12 @@ def _require_as_given(data: Sequence[Any], arrays: Mapping[str, Any]) -> None:
     if names and names != set(arrays):
         extra, absent = sorted(set(arrays) - names), sorted(names - set(arrays))
         problem = f"{extra} match no container" if extra else f"{absent} have no data"
-        differ = f"data keys {sorted(arrays)} and the model's pm.Data containers {sorted(names)} differ: {problem}"
-        raise DataError(f"{differ}. Name each container like the builder's argument it holds.")
+        listed = f"of containers {sorted(names)}, data {sorted(arrays)}"
+        raise DataError(f"{problem}, {listed}. Name each container like the argument it holds.")
     for container in data:
         name, values, given = container.name, np.asarray(container.get_value()), np.asarray(arrays[container.name])
         if values.shape != given.shape or not np.allclose(values, given, rtol=1e-6, atol=0.0):
-            raise DataError(
-                f"pm.Data({name!r}) has other values than the data {name!r}; hold the data as they are and compute "
-                "from that, or change the data before the fit."
-            )
+            raise DataError(f"pm.Data({name!r}) alters the data; compute from that, or change them before the fit.")
 
 
 def template_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> Template:
@@ -131,9 +127,8 @@ def opened(
         try:
             initial = start(*values)
         except NotImplementedError as error:  # an initial value that would be a draw
-            why = f"a variable has no starting point ({_first_line(error)})"
-            remedy = "Give it a prior that can be drawn from, by init_dist= for example, or initval=."
-            raise DeclarationError(f"{why}. {remedy}") from error
+            remedy = "Give a prior that can be drawn from, by init_dist= for example, or initval=."
+            raise DeclarationError(f"there is no starting point: {_first_line(error)} {remedy}") from error
         except UNFIT as error:
             raise mismatch(arrays, error) from error
         shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
@@ -142,8 +137,7 @@ def opened(
             of_site = made_of(site_content(parts))
             graph = make_once(of_site, ("graph", shared), lambda: _graph.site_graph(parts, shared, local))
         except NotImplementedError as error:
-            remedy = "Give one, pm.CustomDist(..., logp=function)."
-            raise DeclarationError(f"PyMC has no log density: {_first_line(error)} {remedy}") from error
+            raise DeclarationError(f"PyMC has no log density: {_first_line(error)} Give CustomDist's logp=.") from error
         except ValueError as error:
             remedy = " Give each observed variable data of its own." if "More than one logprob" in str(error) else ""
             raise DeclarationError(f"PyMC cannot put the log density together: {error}.{remedy}") from error
@@ -338,8 +332,7 @@ def _gradient(density: Any, variables: list[Any], what: str) -> list[Any]:
     try:
         slopes = pt.grad(density, variables, disconnected_inputs="ignore", return_disconnected="none")
     except (NotImplementedError, NullTypeGradError) as error:
-        remedy = "Use operations of PyTensor, or give your own Op a gradient."
-        raise DeclarationError(f"{what} has no gradient ({_first_line(error)}). {remedy}") from error
+        raise DeclarationError(f"{what} has no gradient; give your own Op one: {_first_line(error)}") from error
     return list(slopes)
 
 
@@ -559,6 +552,5 @@ def _densities(
 
 
 def _refused(client_id: str, why: str) -> DataError:
-    rule = 'missing="drop_outcomes" needs rows that are independent'
-    remedy = 'Impute outcomes before the fit, declare them as variables, or say missing="drop".'
-    return DataError(f"client {client_id!r}: {rule}, and in this model {why}. {remedy}")
+    rule = f'client {client_id!r}: missing="drop_outcomes" needs rows that are independent, and here {why}'
+    return DataError(f'{rule}; impute outcomes before the fit, or say missing="drop".')
