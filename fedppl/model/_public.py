@@ -39,21 +39,17 @@ def _more_rows(value: Any) -> Any:
 
 def _moved(value: Any, *, up: bool) -> Any:
     """Reals move apart, and up or down past zero; integers go to their largest or smallest."""
-    if is_whole(value):
-        return _all_equal(value, np.max(value) if up else np.min(value))
-    return value + _steps(value) if up else -1.3 * value - _steps(value)
+    if not is_whole(value):
+        return value + _steps(value) if up else -1.3 * value - _steps(value)
+    same = np.full_like(value, np.max(value) if up else np.min(value))
+    if not np.array_equal(same, value):
+        return same
+    return ~value if value.dtype == bool else value + 1
 
 
 def is_whole(value: Any) -> bool:
     """Whether numbers are whole, in any type."""
     return value.dtype.kind != "f" or bool(np.all(value == np.floor(value)))
-
-
-def _all_equal(value: Any, of: Any) -> Any:
-    same = np.full_like(value, of)
-    if not np.array_equal(same, value):
-        return same
-    return ~value if value.dtype == bool else value + 1
 
 
 def _steps(value: Any) -> Any:

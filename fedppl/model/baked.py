@@ -18,7 +18,7 @@ import numpy as np
 from pymc.distributions.custom import CustomDistRV, CustomSymbolicDistRV
 from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.basic import Constant
-from pytensor.graph.traversal import toposort
+from pytensor.graph.traversal import io_toposort, toposort
 from pytensor.tensor.type import TensorType
 
 from fedppl.model import graph as _graph
@@ -55,7 +55,8 @@ def reading(client: ClientModel) -> Reading:
 
 
 def _read(client: ClientModel) -> Reading:
-    functions, as_it_is = client.template.functions, Reading(client, functools.partial(_inputs, client))
+    parts, functions = client.template.parts, client.template.functions
+    as_it_is = Reading(client, functools.partial(_inputs, client))
     if is_written(client.declared.builder) or functions.get("nothing baked"):
         return as_it_is
     build = functools.partial(parts_of, client.declared, client.client_id)
@@ -63,9 +64,10 @@ def _read(client: ClientModel) -> Reading:
     for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], repeated_rows(client.arrays))):
         if looked and number == 1:  # other arrays are for builders that check combinations in a row
             break
-        other = attempt(build, arrays)
-        looked = looked or other is not None
-        if other is not None and not _surely_same(client.template.parts, other):
+        if (other := attempt(build, arrays)) is None:
+            continue
+        looked = True
+        if not (surely_same_model(parts, other) and _same_strange(_outputs(parts), _outputs(other))):
             return _opened(client, build, arrays, other)
     functions["nothing baked"] = looked
     return as_it_is if looked else Reading(client, None)
@@ -76,10 +78,6 @@ def _inputs(client: ClientModel, arrays: Mapping[str, Any], constants: Sequence[
     data, inputs = client.template.parts.data, client.inputs
     values = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in data[: len(client.arrays)] if v.name in arrays]
     return (*values, *inputs[len(values) : len(data)], *constants, *inputs[len(data) :])
-
-
-def _surely_same(a: _graph.Parts, b: _graph.Parts) -> bool:
-    return surely_same_model(a, b) and _same_strange(_outputs(a), _outputs(b))
 
 
 def _same_strange(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -184,26 +182,24 @@ def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.
 
 
 def _flat(outputs: Sequence[Any], known: Sequence[Any] = ()) -> _Flat:
-    places: dict[Any, int] = {variable: i for i, variable in enumerate(known)}
+    places: dict[Any, int] = {}
     steps: list[_Step] = []
     constants: list[Any] = []
-    waiting = list(reversed(outputs))
-    while waiting:
-        variable = waiting[-1]
-        node = variable.owner
-        if variable in places:
-            waiting.pop()
-        elif node is None:
+
+    def read(variables: Sequence[Any]) -> list[int]:
+        for variable in variables:
+            if variable not in places:  # it has no owner
+                places[variable] = len(places)
+                constants.extend([variable] if isinstance(variable, Constant) else [])
+                steps.append((None, [], [variable.type]))
+        return [places[variable] for variable in variables]
+
+    read(known)
+    for node in io_toposort(list(known), list(outputs)):
+        steps.append((node.op, read(node.inputs), [variable.type for variable in node.outputs]))
+        for variable in node.outputs:
             places[variable] = len(places)
-            constants += [variable] if isinstance(variable, Constant) else []
-            steps.append((None, [], [variable.type]))
-        elif before := [item for item in node.inputs if item not in places]:
-            waiting.extend(reversed(before))
-        else:
-            steps.append((node.op, [places[item] for item in node.inputs], [item.type for item in node.outputs]))
-            for item in node.outputs:
-                places[item] = len(places)
-    return _Flat([*steps, (None, [places[variable] for variable in outputs], [])], constants)
+    return _Flat([*steps, (None, read(outputs), [])], constants)
 
 
 def _same_steps(a: _Flat, b: _Flat) -> bool:

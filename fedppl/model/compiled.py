@@ -350,8 +350,10 @@ def unpacked_function(
 def _found_or_compiled(
     source: str, compiled: Callable[[], tuple[Callable[..., Any], bool]], name: str | None, signature: Any
 ) -> Callable[..., Any]:
-    key = _key(name, source) if name is not None and config.numba__cache else None
-    if key is not None:
+    key = None
+    if name is not None and config.numba__cache:
+        # Cached code imports the module that it was compiled in, so the module's name is a part of the key.
+        key = hashlib.sha256(f"{_CODE}\n{name}\n{__name__}\n{source}".encode()).hexdigest()
         try:  # without a kernel: read from disk, or fail at once
             return _jitted(source, None, key, signature)
         except TypingError:
@@ -405,11 +407,3 @@ def _filled(i: int, given: int, ndim: int) -> list[str]:
         lines.append("    " * (1 + axis) + f"for i{axis} in range(s{i}.shape[{axis}]):")
     inner = "    " * (1 + ndim)
     return [*lines, f"{inner}found[at] = s{i}[{', '.join(f'i{axis}' for axis in range(ndim))}]", f"{inner}at += 1"]
-
-
-def _key(name: str, source: str) -> str:
-    """Key of compiled code in PyTensor's cache on disk.
-
-    Cached code imports the module that it was compiled in, so the module's name is a part of the key.
-    """
-    return hashlib.sha256(f"{_CODE}\n{name}\n{__name__}\n{source}".encode()).hexdigest()

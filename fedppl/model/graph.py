@@ -416,12 +416,8 @@ def left_out(model: Any, variables: Iterable[Any]) -> float:
 
     PyMC's density of K ordered independent values of one distribution is that of unordered ones, K! times too small.
     """
-    return sum(_of_order(rv) for rv in variables if rv in model.free_RVs and _is_in_order(model, rv))
-
-
-def _of_order(rv: Any) -> float:
-    *rows, length = rv.type.shape
-    return float(np.prod(rows) * gammaln(length + 1.0))
+    shapes = [rv.type.shape for rv in variables if rv in model.free_RVs and _is_in_order(model, rv)]
+    return sum(float(np.prod(rows) * gammaln(length + 1.0)) for *rows, length in shapes)
 
 
 def _is_in_order(model: Any, rv: Any) -> bool:

@@ -10,7 +10,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -408,7 +408,8 @@ def _parts(value: Any, package: str, seen: dict[int, tuple[int, Any]]) -> Iterat
         yield repr((array.dtype.str, array.shape)).encode()
         yield repr(array.tolist()).encode(errors="surrogatepass") if array.dtype.hasobject else array.tobytes()
     elif isinstance(value, FunctionType) and _package(value) == package and package != _OUR_CODE:
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        filled = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # others are set later
+        cells = [content for content in filled if content is not None]
         for part in (value.__code__, value.__defaults__, value.__kwdefaults__, cells, _read_by(value, package)):
             yield from _parts(part, package, seen)
     elif isinstance(value, functools.partial):
@@ -460,10 +461,3 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _codes(inner)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a variable that is set later
-        return False

@@ -44,12 +44,14 @@ class Declared(NamedTuple):
 
 def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:
     """Call the builder on one client's data; errors name the client."""
-    # A builder is called several times on these arrays.
-    unaltered = {name: _read_only(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()}
+    views = {name: value.view() if isinstance(value, np.ndarray) else value for name, value in arrays.items()}
+    for view in views.values():  # a builder is called several times on these arrays
+        if isinstance(view, np.ndarray):
+            view.flags.writeable = False
     with naming(client_id):
         require_arguments(builder, arrays)
         try:
-            model = builder(**unaltered)
+            model = builder(**views)
             if isinstance(model, pm.Model):
                 with_sds(model)
             return model
@@ -78,12 +80,6 @@ def _line(error: Exception) -> str:
     """The last line that is not of an installed package: where the builder failed."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in frame.filename]
     return f", in line {own[-1].lineno} of {Path(own[-1].filename).name}" if own else ""
-
-
-def _read_only(array: Array) -> Array:
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def parts_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:
@@ -480,21 +476,19 @@ def _content(parts: _graph.Parts, outputs: Sequence[Any], given: Sequence[Any]) 
     values = [model.rvs_to_values[rv].type for rv in model.basic_RVs]
     try:
         keys = (
-            graph_key(inputs, outputs),
             value_key([[value.dtype, list(value.shape)] for value in values]),
             tuple(transform_key(model.rvs_to_transforms[rv]) for rv in model.basic_RVs),
             value_key([model.rvs_to_initial_values[rv] for rv in model.free_RVs]),
         )
     except NoKey:
         return None
-    if keys[0] is None:
-        return None
+    key = graph_key(inputs, outputs)
     fixed = {dim: length for dim, length in lengths.items() if dim not in parts.open}
     more = [_same.names(parts), dict(model.named_vars_to_dims), list(lengths), fixed, dict(parts.open)]
     # A class of the user's may have given one of PyMC's distributions another density.
     densities = tuple(_logprob.dispatch(type(rv.owner.op)) for rv in model.basic_RVs)
     rest = repr([*more, [v.name for v in parts.prior_terms], bool(model.check_bounds), len(given)])
-    return (*keys, densities, rest)
+    return None if key is None else (key, *keys, densities, rest)
 
 
 # Which containers are outcomes, and whether rows without an outcome may be dropped ------------------------------------
@@ -519,23 +513,29 @@ def require_rows_apart(
     `filled` are arrays of all rows, `kept` of the rows that stay, (n,) bool in `rows`; `outcomes` are observed by row.
     """
     whole, part = (parts_of(declared, client_id, arrays) for arrays in (filled, kept))
+    if why := _why_together(whole, part, rows, outcomes):
+        rule = f'client {client_id!r}: missing="drop_outcomes" needs rows that are independent, and here {why}'
+        raise DataError(f'{rule}; impute outcomes before the fit, or say missing="drop".')
+
+
+def _why_together(whole: _graph.Parts, part: _graph.Parts, rows: Array, outcomes: Sequence[str]) -> str:
     start, other = whole.model.initial_point(), part.model.initial_point()
     by_row = [name for name in start if np.shape(start[name]) != np.shape(other.get(name))]
     if by_row:
-        raise _refused(client_id, f"{by_row} have an entry for every row")
+        return f"{by_row} have an entry for every row"
     rng = np.random.default_rng(0)
     point = {name: value + 0.1 * rng.normal(size=np.shape(value)) for name, value in start.items()}
     try:
         of_rows, rest = _densities(whole, outcomes, point)
         of_kept, rest_of_kept = _densities(part, outcomes, point)
     except Exception as error:  # of a user's model that does not accept fewer rows
-        raise _refused(client_id, f"there is no density without them ({type(error).__name__})") from error
+        return f"there is no density without them ({type(error).__name__})"
     for name in outcomes:
         same = of_rows[name].shape[:1] == rows.shape and of_rows[name][rows].shape == of_kept[name].shape
         if not same or not np.allclose(of_rows[name][rows], of_kept[name], rtol=1e-6, atol=1e-9):
-            raise _refused(client_id, f"the density of {name!r} in one row depends on other rows")
-    if not np.isclose(rest, rest_of_kept, rtol=1e-6, atol=1e-6):
-        raise _refused(client_id, "another part of the density depends on the rows")
+            return f"the density of {name!r} in one row depends on other rows"
+    same = np.isclose(rest, rest_of_kept, rtol=1e-6, atol=1e-6)
+    return "" if same else "another part of the density depends on the rows"
 
 
 def _densities(
@@ -549,8 +549,3 @@ def _densities(
     densities = {name: np.asarray(value) for name, value in zip(outcomes, compiled(point), strict=True)}
     total = float(parts.model.compile_logp(mode=interpreted.STABLE_MODE)(point))
     return densities, total - float(sum(np.sum(value) for value in densities.values()))
-
-
-def _refused(client_id: str, why: str) -> DataError:
-    rule = f'client {client_id!r}: missing="drop_outcomes" needs rows that are independent, and here {why}'
-    return DataError(f'{rule}; impute outcomes before the fit, or say missing="drop".')
