@@ -67,7 +67,10 @@ def _read(client: ClientModel) -> Reading:
         if (other := attempt(build, arrays)) is None:
             continue
         looked = True
-        if not (surely_same_model(parts, other) and _same_strange(_outputs(parts), _outputs(other))):
+        if not (
+            surely_same_model(parts, other)
+            and _same_strange(_graph.declared(parts.model), _graph.declared(other.model))
+        ):
             return _opened(client, build, arrays, other)
     functions["nothing baked"] = looked
     return as_it_is if looked else Reading(client, None)
@@ -92,11 +95,6 @@ def _same_strange(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(strange) == len(other) and all(map(operator.is_, strange, other))
 
 
-def _outputs(parts: _graph.Parts) -> list[Any]:
-    model = parts.model
-    return [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
-
-
 def _is_known(op: Any) -> bool:
     """Whether equality of an operation covers all that it holds; those of `CustomDist` are compared below."""
     return isinstance(op, CustomDistRV | CustomSymbolicDistRV) or f"{type(op).__module__}.".startswith(_KNOWN)
@@ -107,7 +105,7 @@ def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _
     first = attempt(build, client.arrays)
     if first is None:
         return Reading(client, None)
-    here, there = _flat(_outputs(first)), _flat(_outputs(other))
+    here, there = _flat(_graph.declared(first.model)), _flat(_graph.declared(other.model))
     if not _same_steps(here, there):
         return Reading(client, None)
     differ = [i for i, pair in enumerate(zip(here.constants, there.constants, strict=True)) if not _equal(*pair)]
@@ -145,7 +143,7 @@ def _remembered(rebuilt: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mappin
 def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int], arrays: Any) -> Any:
     """Inputs of the graph for other arrays of the builder."""
     parts = attempt(build, arrays)
-    flat = None if parts is None else _flat(_outputs(parts))
+    flat = None if parts is None else _flat(_graph.declared(parts.model))
     if flat is None or not _same_steps(known, flat):
         return None
     pairs = enumerate(zip(known.constants, flat.constants, strict=True))
@@ -169,7 +167,7 @@ def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.
         shape = tuple(1 if length == 1 else None for length in constant.type.shape)
         replacements[constant] = TensorType(constant.type.dtype, shape=shape)(f"constant {place}")
     changed = set(replacements.values())
-    for node in toposort(_outputs(parts)):
+    for node in toposort(_graph.declared(parts.model)):
         node.inputs[:] = [replacements.get(variable, variable) for variable in node.inputs]
         if not changed.isdisjoint(node.inputs):  # static shapes have to be inferred anew
             for variable, inferred in zip(node.outputs, node.op.make_node(*node.inputs).outputs, strict=True):

@@ -35,7 +35,7 @@ from fedppl.model.graph import Parts, unnormalised
 from fedppl.model.interpreted import quiet
 from fedppl.model.same import graph_key
 from fedppl.model.summaries import tells_summary
-from fedppl.model.template import Declared, Template, built, parts_of
+from fedppl.model.template import Declared, Template, built, make_once, parts_of
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable, coordinate_labels
 
@@ -254,10 +254,7 @@ class ClientModel:
 
     def view(self, read: Callable[[ClientModel], T]) -> T:
         """The result of a family's reader for this client's model, cached."""
-        if read not in self._views:
-            self._views[read] = read(self)
-        result: T = self._views[read]
-        return result
+        return make_once(self._views, read, lambda: read(self))
 
     @functools.cached_property
     def _views(self) -> dict[Any, Any]:

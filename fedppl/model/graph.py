@@ -121,8 +121,8 @@ def _require_continuous(model: Any, rv: Any, shared: Sequence[str], *, is_shared
 
 def _require_all_rows(model: Any) -> None:
     """Refuse models that read some rows in place of all, and distributions without a density."""
-    outputs = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
-    if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in ancestors(outputs) if v.owner is not None):
+    above = ancestors(declared(model))
+    if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in above if v.owner is not None):
         raise DeclarationError("a client's model has all rows. Remove pm.Minibatch; algorithms have batch_size=.")
     for rv in model.basic_RVs:
         kinds = {kind.__name__ for kind in type(rv.owner.op).__mro__}
@@ -142,6 +142,11 @@ def _require_shared_prior(rv: Any, local_rvs: Sequence[Any], data: Sequence[Any]
                 share = f"Share {other.name!r} too, or turn the arrow round"
                 what = f"the prior of shared variable {rv.name!r} depends on {kind} {other.name!r}"
                 raise DeclarationError(f"{what}. {share if others is local_rvs else constant}.")
+
+
+def declared(model: Any) -> list[Any]:
+    """Random variables and potentials of a model, and what is observed."""
+    return [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
 
 
 def _is_binary(rv: Any) -> bool:

@@ -127,12 +127,10 @@ def same_terms(a: _graph.Parts, b: _graph.Parts, terms_of: Callable[[_graph.Part
 def _same_transforms(a: _graph.Parts, b: _graph.Parts, rvs_a: Sequence[Any], rvs_b: Sequence[Any]) -> bool:
     """Whether transforms of variables are surely the same, as those with a key may be."""
     try:
-        keys_a, keys_b = (
-            [transform_key(parts.model.rvs_to_transforms[rv]) for rv in rvs] for parts, rvs in ((a, rvs_a), (b, rvs_b))
-        )
+        keys = [value_key([m.rvs_to_transforms[rv] for rv in rvs]) for m, rvs in ((a.model, rvs_a), (b.model, rvs_b))]
     except NoKey:
         return False
-    return keys_a == keys_b
+    return keys[0] == keys[1]
 
 
 def _lengths_read(parts: _graph.Parts, outputs: Sequence[Any]) -> dict[str, int]:
@@ -151,9 +149,7 @@ def names(parts: _graph.Parts) -> list[Any]:
 
 def declared_outputs(parts: _graph.Parts) -> list[Any]:
     """All outputs that a model declares."""
-    model = parts.model
-    observed = [model.rvs_to_values[rv] for rv in model.observed_RVs]
-    return [*model.basic_RVs, *model.potentials, *model.deterministics, *observed]
+    return [*_graph.declared(parts.model), *parts.model.deterministics]
 
 
 def observed_terms(parts: _graph.Parts) -> list[Any]:
@@ -303,10 +299,18 @@ def value_key(value: Any) -> str:
         return f"{{{', '.join(sorted(map(value_key, value)))}}}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{value_key(key)}: {value_key(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, FunctionType) and "<locals>" in value.__qualname__:  # such as bounds of an interval
+        return _local_key(value)
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return name_key(value)
     if isinstance(value, Type):
         return _of_type(value)
+    if isinstance(value, Constant):
+        return f"{_of_type(value.type)} {value_key(value.data)}"
+    if isinstance(value, _graph.SdsAndPartials):
+        return f"{value.name} {len(value.own_sd)}"
+    if isinstance(value, Transform):
+        return f"{name_key(type(value))} {value_key(vars(value))}"
     if isinstance(value, OpFromGraph) and type(value) is not OpFromGraph:  # such as `pt.diag`: class and inner graph
         inner = graph_key(value.fgraph.inputs, value.fgraph.outputs)
         if inner is None or has_own_gradient(value):
@@ -324,25 +328,14 @@ def value_key(value: Any) -> str:
     return f"{name_key(type(value))} {value_key(attributes)}"
 
 
-def transform_key(value: Any) -> Any:
-    """Key of a transform or an attribute of it; equal keys compute the same."""
-    if isinstance(value, list | tuple):
-        return tuple(map(transform_key, value))
-    if isinstance(value, _graph.SdsAndPartials):
-        return value.name, len(value.own_sd)
-    if isinstance(value, Transform):
-        return name_key(type(value)), tuple((name, transform_key(item)) for name, item in sorted(vars(value).items()))
-    if isinstance(value, Constant):
-        return value_key([value.type, value.data])
-    if isinstance(value, Mapping):
-        return tuple((name, transform_key(item)) for name, item in value.items())
-    if isinstance(value, FunctionType):  # bounds of an interval, defined in PyMC: its code, and its closure
-        module = sys.modules.get(value.__module__)
-        if not f"{value.__module__}.".startswith(f"{pymc.__name__}.") or value.__globals__ is not vars(module):
-            raise NoKey
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, transform_key([*cells, value.__defaults__, value.__kwdefaults__])
-    return value_key(value)
+def _local_key(function: FunctionType) -> str:
+    """Key of a function that a function of PyMC has defined: its place in the source, and what it has closed over."""
+    module = sys.modules.get(function.__module__)
+    if not f"{function.__module__}.".startswith("pymc.") or function.__globals__ is not vars(module):
+        raise NoKey
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    place = f"{function.__module__}.{function.__qualname__} {function.__code__.co_firstlineno}"
+    return f"{place} {value_key([*cells, function.__defaults__, function.__kwdefaults__])}"
 
 
 def _props(op: Any) -> str:

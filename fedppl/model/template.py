@@ -29,7 +29,7 @@ from fedppl.model._public import Public
 from fedppl.model.checks import UNFIT, containers, mismatch, naming, require_arguments, shapes_of
 from fedppl.model.compiled import Piece, inlined, mode, unpacking_kernel, without_notices
 from fedppl.model.graph import with_sds
-from fedppl.model.same import NoKey, graph_key, transform_key, value_key
+from fedppl.model.same import NoKey, graph_key, value_key
 from fedppl.numerics.pairs import NO_DATA, site_outputs
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
@@ -475,20 +475,18 @@ def _content(parts: _graph.Parts, outputs: Sequence[Any], given: Sequence[Any]) 
     inputs = [*given, *parts.data, *_same.streams(outputs), *(model.dim_lengths[dim] for dim in lengths)]
     values = [model.rvs_to_values[rv].type for rv in model.basic_RVs]
     try:
-        keys = (
-            value_key([[value.dtype, list(value.shape)] for value in values]),
-            tuple(transform_key(model.rvs_to_transforms[rv]) for rv in model.basic_RVs),
-            value_key([model.rvs_to_initial_values[rv] for rv in model.free_RVs]),
-        )
+        key = value_key([[value.dtype, list(value.shape)] for value in values])
+        key += value_key([model.rvs_to_transforms[rv] for rv in model.basic_RVs])
+        key += value_key([model.rvs_to_initial_values[rv] for rv in model.free_RVs])
     except NoKey:
         return None
-    key = graph_key(inputs, outputs)
+    graph = graph_key(inputs, outputs)
     fixed = {dim: length for dim, length in lengths.items() if dim not in parts.open}
     more = [_same.names(parts), dict(model.named_vars_to_dims), list(lengths), fixed, dict(parts.open)]
     # A class of the user's may have given one of PyMC's distributions another density.
     densities = tuple(_logprob.dispatch(type(rv.owner.op)) for rv in model.basic_RVs)
     rest = repr([*more, [v.name for v in parts.prior_terms], bool(model.check_bounds), len(given)])
-    return None if key is None else (key, *keys, densities, rest)
+    return None if graph is None else (graph, key, densities, rest)
 
 
 # Which containers are outcomes, and whether rows without an outcome may be dropped ------------------------------------
