@@ -100,8 +100,7 @@ def project(mean: Array, covariance: Array, structure: Structure) -> Gaussian:
     """
     size, centre, spread = structure.size, np.asarray(mean, np.float64), np.asarray(covariance, np.float64)
     if centre.shape != (size,) or spread.shape not in ((size,), (size, size)):
-        shapes = f"mean of shape {centre.shape} and covariance of shape {spread.shape}"
-        raise ValueError(f"{shapes} do not fit a structure of size {size}: pass ({size},) with squares or variances")
+        raise ValueError(f"mean {centre.shape} and covariance {spread.shape} do not fit a structure of size {size}")
     if structure.blocks is None:
         return gaussian.from_moments(centre, spread if spread.ndim == 1 else np.diagonal(spread))
     spread = np.diag(spread) if spread.ndim == 1 else spread
@@ -140,8 +139,8 @@ def pack_precision(precision: Array, structure: Structure) -> Array:
     if outside.size and (lost := flat.take(outside, axis=-1)).any():
         where = np.argwhere(lost != 0)[0]
         row, column = divmod(int(outside[where[-1]]), size)
-        entry = f"precision[{row}, {column}] is {lost[tuple(where)]:.6g} and must be 0"
-        raise ValueError(f"{entry}, between two blocks: project onto the structure first, or use full(size)")
+        value = f"{lost[tuple(where)]:.6g} between two blocks"
+        raise ValueError(f"precision[{row}, {column}] is {value} and must be 0: project it, or use full(size)")
     return np.asarray(0.5 * (flat.take(upper, axis=-1) + flat.take(lower, axis=-1)))
 
 

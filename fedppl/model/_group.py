@@ -454,8 +454,8 @@ def _shared_layout(template: Template, variables: tuple[Variable, ...], origin: 
     except DeclarationError:
         raise
     except UNFIT as error:
-        what = f"the prior of {[v.name for v in variables]} has no value: {error}"
-        raise DeclarationError(f"{what}. Make shapes, dims and coords fit together.") from error
+        names = [variable.name for variable in variables]
+        raise DeclarationError(f"prior of {names}: {error}. Make shapes, dims and coords fit together.") from error
 
 
 def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array) -> tuple[Layout, SharedPrior]:
@@ -523,7 +523,7 @@ def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origi
         alone = interpreted_at_many(_graph.prior_graph(parts._replace(prior_terms=(term,)), variables))[0](origin[None])
         odd += [] if np.isfinite(alone[0]) else [term.name]
     what = f"the shared prior's log density at the start is {value}, by {odd or 'all'}"
-    raise DeclarationError(f"{what}. Correct the prior (write -100.0 for -100), or set `initval=`.")
+    raise DeclarationError(f"{what}. Correct the prior, or set `initval=`.")
 
 
 def _refuse_flat(parts: _graph.Parts) -> None:

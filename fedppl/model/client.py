@@ -88,17 +88,17 @@ class ClientModel:
         constants, but not data in containers or their numbers of rows; it is empty where an operation has no key. For a
         formula it covers the text, since the rest follows from that and from the agreement of the sites.
         """
-        declared, template = self.declared, self.template
-        if is_written(declared.builder):
-            content = [sorted(declared.builder.written.items())]
+        builder: Any = self.declared.builder
+        parts, (shared, _) = self.template.parts, self.template.variables
+        if is_written(builder):
+            content: list[Any] = [sorted(builder.written.items())]
         else:
-            shared, _ = template.variables
-            prior = _graph.prior_graph(template.parts, shared)
-            graphs = [graph_key([graph.x, *graph.inputs], [graph.logp]) for graph in (template.graph, prior)]
+            site, prior = self.template.graph, _graph.prior_graph(parts, shared)
+            graphs = [graph_key([graph.x, *graph.inputs], [graph.logp]) for graph in (site, prior)]
             if None in graphs:
                 return ""
-            named = [(tuple(variable), rv.name) for variable, rv in zip(shared, template.parts.shared, strict=True)]
-            content = [declared.kind, named, [v.name for v in template.parts.data], graphs]
+            named = [(tuple(variable), rv.name) for variable, rv in zip(shared, parts.shared, strict=True)]
+            content = [self.kind, named, [v.name for v in parts.data], graphs]
         return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
     @property
@@ -125,10 +125,11 @@ class ClientModel:
         functions = self.template.functions
         if functions.get("kink") is None and functions.setdefault("kinks sought", 0) < _KINKS_SOUGHT:
             functions["kinks sought"] += 1
-            reach = lambda: points(self._parts, self._start)  # noqa: E731
-            functions["kink"] = find_kink(self.template.graph, self.inputs, self._value_and_gradient, reach)
-        kink_found: str | None = functions.get("kink")
-        return kink_found
+            functions["kink"] = find_kink(
+                self.template.graph, self.inputs, self._value_and_gradient, lambda: points(self._parts, self._start)
+            )
+        kink: str | None = functions.get("kink")
+        return kink
 
     @property
     def has_proper_prior(self) -> bool:
@@ -296,8 +297,8 @@ def _take(client: ClientModel, rows: Any) -> tuple[Any, ...]:
     values, free = client.inputs[: len(data)], client.inputs[len(data) :]
     if len(lengths) > 1 or not data or _has_local_per_row(client.template, values, lengths):
         rule = "need pm.Data containers, observed arrays of one length, and no local variable with an entry per row"
-        what = f"client {client.client_id!r} has observations of lengths {sorted(lengths)}, and batches {rule}"
-        raise DataError(f"{what}; use batch_size=None.")
+        what = f"client {client.client_id!r}: batches of observations of lengths {sorted(lengths)}"
+        raise DataError(f"{what} {rule}; use batch_size=None.")
     (length,) = lengths
     return (*_rows_of(values, length, rows), *free)
 
@@ -345,14 +346,13 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
             if draws is None:
                 draws = pm.draw(values, draws=count, random_seed=seed, mode=interpreted.PYTHON_MODE)
     except NotImplementedError as error:  # a flat prior that a potential bounds, or a user's own distribution
-        what = f"the shared prior of {names} cannot be drawn from ({error})"
-        raise DeclarationError(f"{what}; declare proper distributions of PyMC.") from error
+        raise DeclarationError(f"priors of {names} cannot be drawn from ({error}); declare proper ones.") from error
     flat = np.concatenate([np.reshape(value, (count, -1)) for value in draws], axis=1)
     # An ordered vector whose entries are not exchangeable, or that others depend on, is drawn without its order; draws
     # that happen to be in order are draws of the prior.
     inside = flat[np.all(np.isfinite(flat), axis=1)]
     if len(inside) < min(count, EACH * (flat.shape[1] + 1)):
-        what = f"only {len(inside)} of {count} draws of the shared prior of {names} are in the transforms' domain"
+        what = f"transforms of {names} have only {len(inside)} of {count} draws of the prior in their domain"
         raise DeclarationError(f"{what}; give ordered vectors ordered means, or share increments.")
     return np.asarray(inside)
 

@@ -143,8 +143,8 @@ def _graphs(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> tuple[list[
 
 
 def _interpreted(arguments: Sequence[Any], outputs: Sequence[Any], simpler: Callable[[], list[Any]]) -> _Along:
-    stable = functools.cache(lambda: interpreted.python_function(arguments, simpler()))
-    as_written = functools.cache(lambda: interpreted.python_function(arguments, outputs))
+    stable: Callable[[], _Along] = functools.cache(lambda: interpreted.python_function(arguments, simpler()))
+    as_written: Callable[[], _Along] = functools.cache(lambda: interpreted.python_function(arguments, outputs))
     failed: list[bool] = []
 
     def along(*values: Any) -> Sequence[Array]:

@@ -167,7 +167,7 @@ def _packed(arrays: Sequence[Array], begins: NDArray[np.int64], shapes: Sequence
         filled[real] = filled[real] + rows * width
         where += [firsts[-1], filled[real], rows, *(np.full(count, n) for n in array.shape[1:])]
     at = {real: np.concatenate([[0], np.cumsum(sizes)]) for real, sizes in filled.items()}
-    buffers: dict[bool, Array] = {True: np.zeros(at[True][-1]), False: np.zeros(at[False][-1], dtype=np.int64)}
+    buffers: dict[bool, Any] = {True: np.zeros(at[True][-1]), False: np.zeros(at[False][-1], dtype=np.int64)}
     for (array, starts), first in zip(columns, firsts, strict=True):
         real, sizes = _is_real(array), starts * int(np.prod(array.shape[1:], dtype=int))
         # Offset of a client's rows: where they begin in its buffer, less where they begin in the table.

@@ -150,25 +150,9 @@ def two_by_two(
     """Builder for clients that give a 2 x 2 table.
 
     Their data are ``events`` and ``totals``, (2,): numbers of events and of subjects, the reference arm first. The
-    likelihood is exact, `binomials`, with a local intercept.
-
-    Parameters
-    ----------
-    effects, coords
-        As in `estimate`; the effects return the log odds ratio, a scalar.
-    baseline
-        Function without arguments that declares the log odds of the reference arm, where the builder for rows has
-        another prior than N(0, 2.5²), or shared parameters of it.
-
-    Returns
-    -------
-    Callable
-        Builder for `fedppl.FederatedModel`.
-
-    Raises
-    ------
-    DeclarationError, DataError
-        For `effects` or `baseline` that are no functions; when clients enrol, for numbers that are no counts.
+    likelihood is exact, `binomials`, with a local intercept. See `estimate` for parameters; here the effects return the
+    log odds ratio, a scalar. `baseline`, a function without arguments, declares the log odds of the reference arm where
+    the builder for rows has another prior than N(0, 2.5²), or shared parameters of it.
 
     Examples
     --------
