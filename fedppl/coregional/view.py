@@ -168,7 +168,7 @@ def _design_functions(
     replace, inputs = _graph.inputs_for(parts)
     places = [i for i, variable in enumerate(variables) if variable.name not in _NOT_OF_KERNELS]
     of_kernels = parts._replace(shared=tuple(parts.shared[i] for i in places), local=())
-    _, values, _, _ = _graph.in_pieces(of_kernels, x, [variables[i] for i in places], ())
+    _, values, _ = _graph.in_pieces(of_kernels, x, [variables[i] for i in places])
     for variable, rv in zip(variables, parts.shared, strict=True):
         if variable.name in _NOT_OF_KERNELS:  # a design that reads one has another density than is declared
             value = model.rvs_to_values[rv]

@@ -250,7 +250,7 @@ def client_of(
             initial = template.once(("initial", sizes), lambda: template.start(*data))
         except UNFIT as error:
             raise mismatch(arrays, error) from error
-        shared, local = (_graph.variables(parts, initial, local=is_local) for is_local in (False, True))
+        shared, local = _graph.variables(parts, initial)
         of_both = initial[: len(shared)], initial[len(shared) :]
         phi, theta = (np.concatenate([np.zeros(0), *map(np.ravel, values)]) for values in of_both)
         if like is not None:
@@ -395,7 +395,7 @@ def _impossible_outcome(client: ClientModel, phi: Array) -> str:
     """The first outcome whose log density is minus infinity, with its place and the rule; "" if none."""
     template, layout = client.template, client.layout
     try:
-        x, inputs, outputs = _graph.observed_graph(template.parts, layout.variables, client.local)
+        x, inputs, outputs = _graph.observed_graph(template.parts, layout.variables)
         function = interpreted.python_function([x, *inputs], outputs)
         densities = function(np.concatenate([phi, client.initial]), *client.inputs)
     except Exception:  # the failure is raised in any case
@@ -493,7 +493,7 @@ def _on_declared_scales(parts: _graph.Parts, variables: tuple[Variable, ...], at
     limited = [place for place, variable in enumerate(variables) if variable.transform not in BY_SCALE]
     if not limited:
         return (0.0,) * len(at)
-    phi, _, _, outputs = _graph.constrained_graph(parts, variables, (), (), only_shared=True)
+    phi, _, _, outputs = _graph.constrained_graph(parts, variables, (), only_shared=True)
     values = pt.concatenate([outputs[place].flatten() for place in limited])
     # Unequal weights: limits that change places would leave a plain sum as it is.
     weights = 1.0 + pt.arange(values.shape[0]) / values.shape[0]

@@ -95,7 +95,7 @@ def prior_of_data(parts: _graph.Parts, shared: tuple[Variable, ...], built: Buil
     """Whether the shared prior changes with altered data."""
     for other in built or ():
         try:
-            if not _same.same_prior(parts, shared, other, shared):
+            if not _same.same_prior(parts, other, shared):
                 return True
         except (TypeError, ValueError):  # shapes that follow data: layouts of clients are compared elsewhere
             continue
@@ -143,7 +143,7 @@ Outputs = tuple[Any, dict[str, Any]]
 
 def _outputs(parts: _graph.Parts, shared: tuple[Variable, ...], names: list[str]) -> Outputs | None:
     try:
-        x, _, names_found, outputs = _graph.constrained_graph(parts, shared, (), names, only_shared=True)
+        x, _, names_found, outputs = _graph.constrained_graph(parts, shared, names, only_shared=True)
     except (TypeError, ValueError):
         return None
     return x, dict(zip(names_found, outputs, strict=True))

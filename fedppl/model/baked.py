@@ -155,7 +155,7 @@ def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int
 def _template(client: ClientModel, parts: _graph.Parts, inputs: tuple[Any, ...]) -> Template:
     known = client.template
     parts = parts._replace(open=known.parts.open)
-    return Template(parts, known.variables, _graph.site_graph(parts, *known.variables), known.start, inputs)
+    return Template(parts, known.variables, _graph.site_graph(parts, known.variables[0]), known.start, inputs)
 
 
 def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.Parts:

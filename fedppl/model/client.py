@@ -19,7 +19,7 @@ from pymc.logprob.utils import ParameterValueError
 from pytensor import scalar
 from pytensor.graph.basic import Constant
 from pytensor.graph.replace import vectorize_graph
-from pytensor.graph.traversal import ancestors, io_toposort
+from pytensor.graph.traversal import ancestors, io_toposort, walk
 from pytensor.raise_op import CheckAndRaise
 from pytensor.tensor.math import Argmax
 from pytensor.tensor.random.op import RandomVariable
@@ -224,9 +224,8 @@ class ClientModel:
         template, shared, public = self.template, self.layout.variables, self.template.public.names
 
         def constrained() -> tuple[tuple[str, ...], Callable[..., list[Array]], int]:
-            x, inputs, names, outputs = _graph.constrained_graph(
-                template.parts, shared, self.local, public, only_shared=only_shared
-            )
+            graphs = _graph.constrained_graph(template.parts, shared, public, only_shared=only_shared)
+            x, inputs, names, outputs = graphs
             return names, interpreted.batched({x: pt.matrix()}, inputs, outputs), len(inputs)
 
         names, function, n_inputs = template.of_declaration(("constrain", only_shared, public), constrained)
@@ -464,18 +463,15 @@ def _turns(graph: _graph.SiteGraph) -> list[_Turn]:
     for node in io_toposort([graph.x, *graph.inputs], [graph.logp]):
         if not of_x.isdisjoint(node.inputs):
             of_x.update(node.outputs)
-    turns: list[_Turn] = []
-    seen: set[Any] = set()
-    waiting = [graph.logp]
-    while waiting:
-        variable = waiting.pop()
+
+    def read(variable: Any) -> Sequence[Any]:
         node = variable.owner
-        if variable in seen or variable not in of_x or node is None or isinstance(node.op, Shape | Shape_i):
-            continue
-        seen.add(variable)
-        turns += _turns_of(node)
-        waiting.extend(node.inputs[:1] if isinstance(node.op, CheckAndRaise) else node.inputs)
-    return turns
+        if variable not in of_x or node is None or isinstance(node.op, Shape | Shape_i):
+            return ()
+        return node.inputs[:1] if isinstance(node.op, CheckAndRaise) else node.inputs
+
+    nodes = [variable.owner for variable in walk([graph.logp], read, bfs=False) if read(variable)]
+    return [turn for node in nodes for turn in _turns_of(node)]
 
 
 def _turns_of(node: Any) -> list[_Turn]:

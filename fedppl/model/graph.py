@@ -20,7 +20,7 @@ from pymc.logprob.basic import transformed_conditional_logp
 from pymc.logprob.transforms import Transform
 from pymc.model.transform.conditioning import remove_value_transforms
 from pytensor.graph.replace import clone_replace
-from pytensor.graph.traversal import ancestors
+from pytensor.graph.traversal import ancestors, walk
 from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
 from scipy.special import gammaln
@@ -221,20 +221,19 @@ def initial_graphs(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
     return inputs, clone_replace(wanted, clones)
 
 
-def variables(parts: Parts, initial: Sequence[Array], *, local: bool) -> tuple[Variable, ...]:
-    """Describe the shared or the local variables, given one client's initial values."""
-    model = parts.model
-    rvs, values = (parts.local, initial[len(parts.shared) :]) if local else (parts.shared, initial[: len(parts.shared)])
-    return tuple(
+def variables(parts: Parts, initial: Sequence[Array]) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
+    """Describe the shared and the local variables, given one client's initial values."""
+    described = tuple(
         Variable(
             name=rv.name,
             shape=tuple(int(n) for n in np.shape(value)),
-            transform=getattr(model.rvs_to_transforms[rv], "name", "") or "",
-            dims=_dims(model, rv.name),
+            transform=getattr(parts.model.rvs_to_transforms[rv], "name", "") or "",
+            dims=_dims(parts.model, rv.name),
             binary=_is_binary(rv),
         )
-        for rv, value in zip(rvs, values, strict=True)
+        for rv, value in zip((*parts.shared, *parts.local), initial, strict=True)
     )
+    return described[: len(parts.shared)], described[len(parts.shared) :]
 
 
 def _dims(model: Any, name: str) -> tuple[str, ...] | None:
@@ -243,13 +242,12 @@ def _dims(model: Any, name: str) -> tuple[str, ...] | None:
 
 
 def in_pieces(
-    parts: Parts, x: Any, shared: Sequence[Variable], local: Sequence[Variable]
-) -> tuple[dict[Any, Piece], dict[Any, Any], tuple[Any, ...], tuple[int, ...]]:
-    """A piece and a part of x for each value variable; inputs for shapes that PyMC leaves open, and whose they are."""
+    parts: Parts, x: Any, shared: Sequence[Variable]
+) -> tuple[dict[Any, Piece], dict[Any, Any], dict[int, Any]]:
+    """A piece and a part of x for each value variable; inputs for shapes of local variables that PyMC leaves open."""
     pieces: dict[Any, Piece] = {}
     replace: dict[Any, Any] = {}
-    shape_inputs: list[Any] = []
-    free: list[int] = []
+    free: dict[int, Any] = {}
     begin: Any = 0
     for variable, rv in zip(shared, parts.shared, strict=True):
         value = parts.model.rvs_to_values[rv]
@@ -260,21 +258,19 @@ def in_pieces(
         piece_variable = pt.TensorType(value.type.dtype, shape=variable.shape)(f"piece_{variable.name}")
         pieces[value] = Piece(piece_variable, variable.shape)
         begin += variable.size
-    for position, (variable, rv) in enumerate(zip(local, parts.local, strict=True)):
+    for position, rv in enumerate(parts.local):
         value = parts.model.rvs_to_values[rv]
-        piece_variable = pt.TensorType(value.type.dtype, shape=value.type.shape)(f"piece_{variable.name}")
+        piece_variable = pt.TensorType(value.type.dtype, shape=value.type.shape)(f"piece_{rv.name}")
         if None not in value.type.shape:
             shape: Any = tuple(value.type.shape)
             size: Any = int(np.prod(shape, dtype=np.int64))
         else:
-            shape = pt.lvector(f"shape_{variable.name}")
+            shape = free[position] = pt.lvector(f"shape_{rv.name}")
             size = pt.prod(shape)
-            shape_inputs.append(shape)
-            free.append(position)
         replace[value] = x[begin : begin + size].reshape(shape, ndim=value.type.ndim)
         pieces[value] = Piece(piece_variable, shape)
         begin = begin + size
-    return pieces, replace, tuple(shape_inputs), tuple(free)
+    return pieces, replace, free
 
 
 def _of_both(terms: Any, pieces: Mapping[Any, Piece], flat: Mapping[Any, Any], replace: Any) -> tuple[Any, Any]:
@@ -285,14 +281,14 @@ def _of_both(terms: Any, pieces: Mapping[Any, Piece], flat: Mapping[Any, Any], r
 
 
 @untraced()
-def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]) -> SiteGraph:
+def site_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
     """Graph of log p(y, θ | φ): every term except the shared prior, with the Jacobians of θ's transforms."""
     x = pt.vector("x")
     replace, inputs = inputs_for(parts)
-    pieces, values, shape_inputs, free = in_pieces(parts, x, shared, local)
+    pieces, values, free = in_pieces(parts, x, shared)
     logp = _log_density(parts, parts.site_terms, parts.model.rvs_to_values)
     flat, of_pieces = _of_both(logp, pieces, values, replace)
-    return SiteGraph(x, (*inputs, *shape_inputs), flat, free, tuple(pieces.values()), of_pieces)
+    return SiteGraph(x, (*inputs, *free.values()), flat, tuple(free), tuple(pieces.values()), of_pieces)
 
 
 def _log_density(parts: Parts, terms: Sequence[Any], of: Mapping[Any, Any]) -> Any:
@@ -312,7 +308,7 @@ def _log_density(parts: Parts, terms: Sequence[Any], of: Mapping[Any, Any]) -> A
 def prior_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
     """Graph of the shared prior's log density on the unconstrained space, log p(φ)."""
     phi = pt.vector("phi")
-    pieces, values, _, _ = in_pieces(parts._replace(local=()), phi, shared, ())
+    pieces, values, _ = in_pieces(parts._replace(local=()), phi, shared)
     logp = _log_density(parts, parts.prior_terms, {rv: parts.model.rvs_to_values[rv] for rv in parts.shared})
     flat, of_pieces = _of_both(logp, pieces, values, _constants(parts.model))
     return SiteGraph(phi, (), flat, (), tuple(pieces.values()), of_pieces)
@@ -326,30 +322,28 @@ def computed_from_shared(parts: Parts) -> tuple[Any, ...]:
 
 @untraced()
 def constrained_graph(
-    parts: Parts, shared: Sequence[Variable], local: Sequence[Variable], public: Sequence[str], *, only_shared: bool
+    parts: Parts, shared: Sequence[Variable], public: Sequence[str], *, only_shared: bool
 ) -> tuple[Any, tuple[Any, ...], tuple[str, ...], list[Any]]:
     """Graphs of constrained variables and deterministics; `public` ones are shared: (x, inputs, names, outputs)."""
     x = pt.vector("x")
     extra = [v for v in parts.model.deterministics if (v.name in public) == only_shared]
     if only_shared:
-        parts, local = parts._replace(local=(), open={}), ()
+        parts = parts._replace(local=(), open={})
     replace, inputs = inputs_for(parts)
-    _, values, shape_inputs, _ = in_pieces(parts, x, shared, local)
+    _, values, free = in_pieces(parts, x, shared)
     wanted = [*(parts.shared if only_shared else parts.local), *extra]
     outputs = clone_replace(list(parts.model.replace_rvs_by_values(wanted)), {**replace, **values}) if wanted else []
-    return x, (*inputs, *shape_inputs), tuple(v.name for v in wanted), outputs
+    return x, (*inputs, *free.values()), tuple(v.name for v in wanted), outputs
 
 
 @untraced()
-def observed_graph(
-    parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]
-) -> tuple[Any, tuple[Any, ...], list[Any]]:
+def observed_graph(parts: Parts, shared: Sequence[Variable]) -> tuple[Any, tuple[Any, ...], list[Any]]:
     """Graphs of log densities of outcomes, not summed: (x, inputs, one output per observed variable)."""
     x = pt.vector("x")
     replace, inputs = inputs_for(parts)
-    _, values, shape_inputs, _ = in_pieces(parts, x, shared, local)
+    _, values, free = in_pieces(parts, x, shared)
     outputs = parts.model.logp(vars=parts.model.observed_RVs, sum=False)
-    return x, (*inputs, *shape_inputs), clone_replace(outputs, {**replace, **values})
+    return x, (*inputs, *free.values()), clone_replace(outputs, {**replace, **values})
 
 
 @untraced()
@@ -382,28 +376,21 @@ def observed_through(parts: Parts) -> dict[Any, Any]:
 
 def values_read(outputs: Iterable[Any], known: Collection[Any] = ()) -> set[Any]:
     """Variables whose values (not only shapes) outputs are computed from, without looking behind `known` ones."""
-    seen: set[Any] = set()
-    waiting = list(outputs)
-    while waiting:
-        variable = waiting.pop()
-        if variable in seen:
-            continue
-        seen.add(variable)
+
+    def read(variable: Any) -> Sequence[Any]:
         node = variable.owner
-        if node is not None and variable not in known and not isinstance(node.op, Shape | Shape_i):
-            waiting.extend(node.inputs)
-    return seen
+        return () if node is None or variable in known or isinstance(node.op, Shape | Shape_i) else node.inputs
+
+    return set(walk(list(outputs), read))
 
 
 def indexes_by_data(graph: SiteGraph) -> bool:
     """Whether an array is indexed by integers or masks among the data."""
     data = graph.inputs[: len(graph.inputs) - len(graph.free_shapes)]
     indices = {v for v in data if not v.type.dtype.startswith("float")}
-    for variable in ancestors([graph.logp]):
-        node = variable.owner
-        if node is not None and "Subtensor" in type(node.op).__name__ and indices & set(ancestors(node.inputs[1:])):
-            return True
-    return False
+    nodes = [v.owner for v in ancestors([graph.logp]) if v.owner is not None]
+    taken = [node for node in nodes if "Subtensor" in type(node.op).__name__]
+    return any(not indices.isdisjoint(ancestors(node.inputs[1:])) for node in taken)
 
 
 # Whether priors integrate to one, as an evidence needs, and constants that PyMC leaves out ----------------------------

@@ -74,7 +74,7 @@ def densities(client: ClientModel, points: Array) -> Array:
 
 def _densities(client: ClientModel) -> Callable[..., Sequence[Array]]:
     template = client.template
-    x, inputs, by_entry = _graph.observed_graph(template.parts, *template.variables)
+    x, inputs, by_entry = _graph.observed_graph(template.parts, template.variables[0])
     by_row = _by_row(template.parts.model.observed_RVs, by_entry)
     return (
         interpreted.batched({x: pt.matrix()}, inputs, interpreted.stable(by_row))
@@ -109,7 +109,7 @@ def _build(client: ClientModel) -> RowScores:
     look_for_blas()
     template, parts = client.template, client.template.parts
     joint = [term.name for term in parts.model.potentials if term in parts.site_terms]
-    x, inputs, densities = _graph.observed_graph(parts, *template.variables)
+    x, inputs, densities = _graph.observed_graph(parts, template.variables[0])
     observed = parts.model.observed_RVs
     pairs = zip(observed, densities, strict=True)
     joint += [rv.name for rv, density in pairs if density.type.ndim == 0 and rv.type.ndim]

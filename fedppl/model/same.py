@@ -36,7 +36,6 @@ from fedppl.model import graph as _graph
 from fedppl.types import Array, Variable
 
 _POINTS = 3
-_SharedAndLocal = tuple[Sequence[Variable], Sequence[Variable]]
 
 
 def _inlined(outputs: Sequence[Any]) -> list[Any]:
@@ -173,27 +172,26 @@ def same_types(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
     return [v.type for v in a.inputs] == [v.type for v in b.inputs] and a.free_shapes == b.free_shapes
 
 
-def same_prior(a: _graph.Parts, shared_a: Sequence[Variable], b: _graph.Parts, shared_b: Sequence[Variable]) -> bool:
+def same_prior(a: _graph.Parts, b: _graph.Parts, shared: Sequence[Variable]) -> bool:
     """Whether two builds give the shared variables the same prior, with equal constants."""
     terms_a, terms_b = list(a.prior_terms), list(b.prior_terms)
     if (
-        list(shared_a) == list(shared_b)
-        and [v.name for v in terms_a] == [v.name for v in terms_b]
+        [v.name for v in terms_a] == [v.name for v in terms_b]
         and _same_transforms(a, b, a.shared, b.shared)
         and _lengths_read(a, terms_a) == _lengths_read(b, terms_b)
         and same_terms(a, b, lambda parts: list(parts.prior_terms))
     ):
         return True
-    of_a, of_b = _graph.prior_graph(a, shared_a), _graph.prior_graph(b, shared_b)
+    of_a, of_b = _graph.prior_graph(a, shared), _graph.prior_graph(b, shared)
     return same_computations([of_a.logp], [of_b.logp], [of_a.x], [of_b.x])
 
 
-def same_outputs(a: _graph.Parts, variables_a: _SharedAndLocal, b: _graph.Parts, variables_b: _SharedAndLocal) -> bool:
+def same_outputs(a: _graph.Parts, b: _graph.Parts, shared: Sequence[Variable]) -> bool:
     """Whether two builds compute the same constrained variables and deterministics."""
     public = [v.name for v in _graph.computed_from_shared(a)]
     for only_shared in (True, False):
-        x_a, inputs_a, names_a, outputs_a = _graph.constrained_graph(a, *variables_a, public, only_shared=only_shared)
-        x_b, inputs_b, names_b, outputs_b = _graph.constrained_graph(b, *variables_b, public, only_shared=only_shared)
+        x_a, inputs_a, names_a, outputs_a = _graph.constrained_graph(a, shared, public, only_shared=only_shared)
+        x_b, inputs_b, names_b, outputs_b = _graph.constrained_graph(b, shared, public, only_shared=only_shared)
         if names_a != names_b or not same_computations(outputs_a, outputs_b, [x_a, *inputs_a], [x_b, *inputs_b]):
             return False
     return True

@@ -15,6 +15,7 @@ import pytensor
 import pytensor.tensor as pt
 from numpy.typing import NDArray
 from pytensor.graph.rewriting.utils import rewrite_graph
+from pytensor.graph.traversal import walk
 from pytensor.tensor.shape import Shape_i
 
 from fedppl.data.tables import Table
@@ -116,19 +117,15 @@ def _shapes_follow_values(parts: _graph.Parts) -> bool:
     """Whether the shape of a local variable may depend on values or numbers of rows of data, not on columns alone."""
     inputs, wanted = _graph.initial_graphs(parts)
     of_local = [value.shape for value in wanted[len(parts.shared) :] if value.type.ndim]
-    waiting, seen = list(rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()), set()
-    while waiting:
-        variable = waiting.pop()
-        if variable in inputs:
-            return True
+
+    def read(variable: Any) -> Sequence[Any]:
         node = variable.owner
-        if variable in seen or node is None:
-            continue
-        if isinstance(node.op, Shape_i) and node.op.i and node.inputs[0] in inputs:
-            continue  # all clients of a table have the same columns
-        seen.add(variable)
-        waiting.extend(node.inputs)
-    return False
+        if node is None or (isinstance(node.op, Shape_i) and node.op.i and node.inputs[0] in inputs):
+            return ()  # all clients of a table have the same columns
+        return node.inputs
+
+    shapes = rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()
+    return not set(walk(list(shapes), read)).isdisjoint(inputs)
 
 
 def stacked(declaration: FederatedModel, table: Table, like: ClientModel, moments_of: MomentsFn) -> ClientsOf:
@@ -191,9 +188,7 @@ def _equal_shapes(clients: Sequence[ClientModel]) -> dict[str, tuple[int, ...]]:
 def _kernel_of(client: ClientModel, wanted: Collection[str]) -> Callable[..., Any]:
     """Compiled x = (φ, θ), packed data -> all entries of these variables, concatenated."""
     parts, public = client.template.parts, client.template.public.names
-    x, inputs, names, outputs = _graph.constrained_graph(
-        parts, client.layout.variables, client.local, public, only_shared=False
-    )
+    x, inputs, names, outputs = _graph.constrained_graph(parts, client.layout.variables, public, only_shared=False)
     by_name = zip(names, outputs, strict=True)
     flat = [pt.as_tensor(output).ravel().astype("float64") for name, output in by_name if name in wanted]
     vector = pt.concatenate([pt.zeros(0), *flat])

@@ -127,11 +127,11 @@ def opened(
             raise DeclarationError(f"there is no starting point: {_first_line(error)} {remedy}") from error
         except UNFIT as error:
             raise mismatch(arrays, error) from error
-        shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
+        shared, local = _graph.variables(parts, initial)
         try:
             # The density of a client's rows does not change with the numbers of the shared prior.
             of_site = made_of(site_content(parts))
-            graph = make_once(of_site, ("graph", shared), lambda: _graph.site_graph(parts, shared, local))
+            graph = make_once(of_site, ("graph", shared), lambda: _graph.site_graph(parts, shared))
         except NotImplementedError as error:
             raise DeclarationError(f"PyMC has no log density: {_first_line(error)} Give CustomDist's logp=.") from error
         except ValueError as error:
@@ -278,9 +278,9 @@ def differences(template: Template, client_id: str, arrays: Mapping[str, Any], p
     if template.variables[0] != other.variables[0]:
         return {"variables"}
     same = {
-        "prior": _same.same_prior(template.parts, template.variables[0], other.parts, other.variables[0]),
+        "prior": _same.same_prior(template.parts, other.parts, template.variables[0]),
         "density": template.same_density(other),
-        "outputs": _same.same_outputs(template.parts, template.variables, other.parts, other.variables),
+        "outputs": _same.same_outputs(template.parts, other.parts, template.variables[0]),
     }
     return {what for what, is_same in same.items() if not is_same}
 
