@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import pytensor
 import pytensor.tensor as pt
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
@@ -19,7 +18,7 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.checks import new_inputs
 from fedppl.model.client import ClientModel
-from fedppl.model.compiled import inlined, mode, unpacked_function, without_notices
+from fedppl.model.compiled import inlined, unpacked_function, without_notices
 from fedppl.model.same import graph_key, same_computations
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable
@@ -196,13 +195,9 @@ def _design_functions(
 
 def _compiled_function(inputs: list[Any], outputs: list[Any]) -> Callable[..., Any]:
     """A function that is compiled once for all processes, and cached by the declared graph."""
-
-    def compiled() -> tuple[Callable[..., Any], bool]:
-        return inlined(pytensor.function(inputs, outputs, mode=mode(), on_unused_input="ignore").vm.jit_fn)
-
+    types = [(v.type.dtype, v.type.ndim) for v in inputs]
     with without_notices():
-        types = [(v.type.dtype, v.type.ndim) for v in inputs]
-        return unpacked_function(compiled, types, graph_key(inputs, outputs))
+        return unpacked_function(lambda: inlined(inputs, outputs), types, graph_key(inputs, outputs))
 
 
 def _log_scale(client: ClientModel, name: str) -> LogScale:

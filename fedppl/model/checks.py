@@ -127,7 +127,7 @@ def one_type(clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 def _common(dtypes: set[Any], arrays: list[Any]) -> Any:
     reals = {dtype for dtype in dtypes if dtype.kind == "f"}
-    if reals == dtypes or any(dtype.kind == "c" for dtype in dtypes):
+    if reals == dtypes:
         return np.result_type(*dtypes)
     if not all(np.all(fits_integers(a)) for a in arrays if a.dtype.kind != "b"):
         return np.dtype(np.float64)

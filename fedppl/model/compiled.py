@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+import pytensor
 from numba import from_dtype
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import NumbaPerformanceWarning, TypingError
@@ -217,12 +218,14 @@ def mode() -> Any:
     return get_mode("NUMBA").register(first, fewer, *later)
 
 
-def inlined(compiled: Any) -> tuple[Any, bool]:
-    """PyTensor's function for Numba, to be inlined into its caller, and whether it may be cached on disk.
+def inlined(inputs: Sequence[Any], outputs: Sequence[Any], numba_mode: Any = None) -> tuple[Any, bool]:
+    """Graphs as a function for Numba, to be inlined into its caller, and whether it may be cached on disk.
 
     PyTensor wraps it into another function, under whose name it is cached. LLVM would optimise the code once for each
     of the two, and again for their caller. Code with pointers, which are invalid in another process, has no name.
     """
+    settings = {"mode": numba_mode or mode(), "on_unused_input": "ignore"}
+    compiled = pytensor.function(list(inputs), list(outputs), **settings).vm.jit_fn
     outer = compiled.py_func
     inner = outer.__globals__.get("jitable_func", compiled) if outer in cache.CACHED_SRC_FUNCTIONS else compiled
     function = getattr(inner, "py_func", outer)
@@ -275,20 +278,17 @@ class Piece(NamedTuple):
     has_slope: bool  # whether the kernel returns its gradient; else that is 0
 
 
+# What makes a jitted function where there is none on disk, and says whether it may be cached there
+_Make = Callable[[], tuple[Callable[..., Any], bool]]
+_Types = Sequence[tuple[str, int]]  # dtypes and dimensions of arrays, in the order of `pack`
+
+
 def unpacking_kernel(
-    compiled: Callable[[], tuple[Callable[..., Any], bool]],
-    pieces: Sequence[Piece],
-    types: Sequence[tuple[str, int]],
-    name: str | None = None,
-    *,
-    slopes: bool = True,
+    compiled: _Make, pieces: Sequence[Piece], types: _Types, name: str | None = None, *, slopes: bool = True
 ) -> Callable[..., Any]:
     """Wrap kernel(*pieces, *arrays) -> (value, *slopes) as kernel(x, reals, integers, where) -> [value, gradient].
 
-    Without `slopes` it returns [value].
-
-    `compiled` makes the jitted function where there is none on disk, and says whether it may be cached there under a
-    digest of its `name`. x consists of `pieces`; `types` are dtypes and dimensions of arrays, in the order of `pack`.
+    Without `slopes` it returns [value]. x consists of `pieces`. On disk it has a digest of its `name`.
     """
     # Numba cannot loop over arrays of different types, so the source is written out for these.
     lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), "    start = 0"]
@@ -306,9 +306,7 @@ def unpacking_kernel(
     return _found_or_compiled("\n".join([*lines, "    return found"]), compiled, name, PACKED)
 
 
-def vector_kernel(
-    compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
-) -> Callable[..., Any]:
+def vector_kernel(compiled: _Make, types: _Types, name: str | None = None) -> Callable[..., Any]:
     """Wrap kernel(x, *arrays) -> (vector,) as kernel(x, reals, integers, where) -> vector, as `unpacking_kernel`."""
     arguments = ", ".join(["x", *(f"a{i}" for i in range(len(types)))])
     lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), f"    vector = kernel({arguments})[0]"]
@@ -317,9 +315,7 @@ def vector_kernel(
     return _found_or_compiled("\n".join(lines), compiled, name, PACKED)
 
 
-def unpacked_function(
-    compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
-) -> Callable[..., Any]:
+def unpacked_function(compiled: _Make, types: _Types, name: str | None = None) -> Callable[..., Any]:
     """Wrap kernel(*arrays) as a function of array-likes that returns all outputs in a tuple, as `unpacking_kernel`."""
     arguments = ", ".join(f"a{i}" for i in range(len(types)))
     source = f"def unpacked({arguments}):\n    return kernel({arguments})"
@@ -331,9 +327,7 @@ def unpacked_function(
     return call
 
 
-def _found_or_compiled(
-    source: str, compiled: Callable[[], tuple[Callable[..., Any], bool]], name: str | None, signature: Any
-) -> Callable[..., Any]:
+def _found_or_compiled(source: str, compiled: _Make, name: str | None, signature: Any) -> Callable[..., Any]:
     key = None
     if name is not None and config.numba__cache:
         # Cached code imports the module that it was compiled in, so the module's name is a part of the key.
@@ -355,7 +349,7 @@ def _jitted(source: str, kernel: Any, key: str | None, signature: Any) -> Callab
     return wrapped
 
 
-def _arrays(types: Sequence[tuple[str, int]]) -> list[str]:
+def _arrays(types: _Types) -> list[str]:
     """Source lines that read a client's arrays from its buffers."""
     lines, place = [], 0
     for i, (dtype, ndim) in enumerate(types):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytensor
 import pytensor.tensor as pt
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.replace import clone_replace, vectorize_graph
@@ -209,8 +208,7 @@ def _compiled(
         def compiled(excluded: tuple[str, ...] = excluded) -> tuple[Callable[..., Any], bool]:
             if not anew:
                 raise LookupError
-            numba_mode = mode().excluding(*excluded)
-            return inlined(pytensor.function(arguments, simpler(), mode=numba_mode, on_unused_input="ignore").vm.jit_fn)
+            return inlined(arguments, simpler(), mode().excluding(*excluded))
 
         try:
             with without_notices():

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytensor
 import pytensor.tensor as pt
 from numpy.typing import NDArray
 from pytensor.graph.rewriting.utils import rewrite_graph
@@ -22,7 +21,7 @@ from fedppl.data.tables import Table
 from fedppl.model import graph as _graph
 from fedppl.model.checks import held_exactly, place_of
 from fedppl.model.client import ClientModel
-from fedppl.model.compiled import inlined, mode, vector_kernel, without_notices
+from fedppl.model.compiled import inlined, vector_kernel, without_notices
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.same import graph_key
 from fedppl.numerics.pairs import Packs
@@ -191,11 +190,7 @@ def _kernel_of(client: ClientModel, wanted: Collection[str]) -> Callable[..., An
     x, inputs, names, outputs = _graph.constrained_graph(parts, client.layout.variables, public, only_shared=False)
     by_name = zip(names, outputs, strict=True)
     flat = [pt.as_tensor(output).ravel().astype("float64") for name, output in by_name if name in wanted]
-    vector = pt.concatenate([pt.zeros(0), *flat])
-
-    def compiled() -> tuple[Callable[..., Any], bool]:
-        return inlined(pytensor.function([x, *inputs], [vector], mode=mode(), on_unused_input="ignore").vm.jit_fn)
-
+    graphs = [x, *inputs], [pt.concatenate([pt.zeros(0), *flat])]
     types = [(v.type.dtype, v.type.ndim) for v in inputs]
     with without_notices():
-        return vector_kernel(compiled, types, graph_key([x, *inputs], [vector]))
+        return vector_kernel(lambda: inlined(*graphs), types, graph_key(*graphs))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pymc as pm
-import pytensor
 import pytensor.tensor as pt
 from pymc.logprob.abstract import _logprob
 from pymc.logprob.utils import ParameterValueError
@@ -316,8 +315,7 @@ def _compile(graph: _graph.SiteGraph, *, slopes: bool) -> Callable[..., Any]:
 
     def compiled() -> tuple[Callable[..., Any], bool]:
         # A parameter outside its domain has zero density, and raises no exception in the middle of a search.
-        numba_mode = mode().including("local_check_parameter_to_ninf_switch")
-        return inlined(pytensor.function(inputs, outputs, mode=numba_mode, on_unused_input="ignore").vm.jit_fn)
+        return inlined(inputs, outputs, mode().including("local_check_parameter_to_ninf_switch"))
 
     with without_notices():
         return unpacking_kernel(compiled, pieces, types, graph_key(inputs, outputs), slopes=slopes)
