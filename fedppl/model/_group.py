@@ -66,9 +66,7 @@ def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str |
         if _accepts(declared, whole[0], {**typed[whole[0]], name: given[whole[0]][name]}):
             what, where = f"client {odd[0]!r}: {name!r}", place_of(~fits_integers(given[odd[0]][name]))
             value = given[odd[0]][name][where]
-            return (
-                f"{what} holds {value} at index {where}, and the builder needs integers of 32 bits. Correct the values."
-            )
+            return f"{what} holds {value} at index {where}, and the builder needs integers. Correct the values."
     return None
 
 
@@ -168,16 +166,13 @@ def _ignored(client_id: str, parts: _graph.Parts, names: Iterable[str]) -> Decla
     """Error of a model whose observed variables do not depend on the data."""
     free = [rv.name for rv in parts.local if not set(ancestors([rv])).isdisjoint(parts.data)]
     hint = f" {quoted(free)} has no observed=." if free else ""
-    what = (
-        f"none of {quoted(names)} reaches {quoted(rv.name for rv in parts.model.observed_RVs)}.{hint} Pass observed=y"
-    )
-    return DeclarationError(f"client {client_id!r}: the builder makes no use of its data: {what}, for example.")
+    reached = quoted(rv.name for rv in parts.model.observed_RVs)
+    what = f"makes no use of its data: none of {quoted(names)} reaches {reached}.{hint}"
+    return DeclarationError(f"client {client_id!r}: the builder {what} Pass observed=y, for example.")
 
 
 def _other_prior(reference_id: str) -> DeclarationError:
-    return DeclarationError(
-        f"the shared prior differs from the one at client {reference_id!r}; use the same constants."
-    )
+    return DeclarationError(f"shared prior differs from the one at client {reference_id!r}; use the same constants.")
 
 
 _COMPARED = 1000  # clients of which the most different is taken
@@ -362,9 +357,7 @@ def _infinite(arrays: Mapping[str, Any]) -> str:
     for name, value in arrays.items():
         if np.any(infinite := np.isinf(value)):
             where = place_of(infinite)
-            return (
-                f"{name!r} holds {value[where]} at index {where}, and the log density is not finite; drop or impute it."
-            )
+            return f"{name!r} holds {value[where]} at index {where}, and the density is not finite; drop or impute it."
     return ""
 
 
@@ -505,10 +498,8 @@ def _draws(parts: _graph.Parts, size: int) -> Array:
     """Draws for the moments of `size` shared numbers."""
     if _PRIOR_DRAWS < EACH * (size + 1):
         names = [rv.name for rv in parts.shared if getattr(rv.owner.op, "name", None) not in ("normal", "lognormal")]
-        which = some_of(names or [rv.name for rv in parts.shared])
-        what = (
-            f"{size} numbers are shared, more than {_PRIOR_DRAWS // EACH - 1}, and the prior of {which} is not normal"
-        )
+        which, most = some_of(names or [rv.name for rv in parts.shared]), _PRIOR_DRAWS // EACH - 1
+        what = f"{size} numbers are shared, over {most}, and the prior of {which} is not normal"
         raise DeclarationError(f"{what}; declare pm.Normal, pm.LogNormal.")
     return unconstrained(parts, _PRIOR_DRAWS, 0)
 

@@ -243,11 +243,10 @@ def require_not_negative(indices: Indices, arrays: Mapping[str, Any], inputs: Se
         if not np.any(index < 0) or not (names or same):  # or it is the model's own constant
             continue
         where = place_of(index < 0)
-        what = f"{same[0]!r} holds" if same else "the model computes"
-        read = (
-            f"{index[where]} at index {where}" if same else f"the index {index[where]} from {quoted(names)}, at {where}"
-        )
-        raise DataError(f"{what} {read}, and it counts from the end; number groups 0 to n - 1, and mask rows of none.")
+        what = f"the model computes the index {index[where]} from {quoted(names)}, at {where}"
+        if same:
+            what = f"{same[0]!r} holds {index[where]} at index {where}"
+        raise DataError(f"{what}, which counts from the end; number groups 0 to n - 1, and mask rows of none.")
 
 
 # Checks of a client's data against its model, and of clients with each other ------------------------------------------

@@ -65,10 +65,8 @@ def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
 
 def densities(client: ClientModel, points: Array) -> Array:
     """Log densities (S, n) of rows at points (S, m + d), interpreted; outcomes of equal length are of the same rows."""
-    by_rows: dict[int, Array] = {}
-    for part in client.template.once("row densities", lambda: _densities(client))(points, *client.inputs):
-        by_rows[part.shape[1]] = by_rows.get(part.shape[1], 0.0) + part
-    return np.concatenate(list(by_rows.values()), axis=1)
+    terms = client.template.once("row densities", lambda: _densities(client))(points, *client.inputs)
+    return np.concatenate(list(_added(terms).values()), axis=1)
 
 
 def _densities(client: ClientModel) -> Callable[..., Sequence[Array]]:
@@ -97,11 +95,15 @@ def by_length(along: _Along, x: Array, directions: Array, inputs: Sequence[Any])
 
     Entries of one row are added, over outcomes with equal numbers of rows too.
     """
-    rows: dict[int, Array] = {}
-    for terms in along(x, directions, *inputs):
-        length = terms.shape[1]
-        rows[length] = rows[length] + terms.T if length in rows else terms.T
-    return rows
+    return {length: terms.T for length, terms in _added(along(x, directions, *inputs)).items()}
+
+
+def _added(terms: Sequence[Array]) -> dict[int, Array]:
+    """Sums of terms (k, n) with equal numbers of rows n, by that."""
+    sums: dict[int, Array] = {}
+    for term in terms:
+        sums[term.shape[1]] = sums[term.shape[1]] + term if term.shape[1] in sums else term
+    return sums
 
 
 def _build(client: ClientModel) -> RowScores:

@@ -204,9 +204,8 @@ def _checked_estimate(data: Mapping[str, Array]) -> dict[str, Array]:
         raise DataError(f"'estimate' has shape {vector.shape}; give a number, or a vector of them.")
     matrix, shape = np.diag(np.atleast_1d(given)) if given.ndim < 2 else given, (len(vector), len(vector))
     if matrix.shape != shape:
-        raise DataError(
-            f"'covariance' has shape {given.shape} and 'estimate' {vector.shape}; give variances, or {shape}."
-        )
+        what = f"'covariance' has shape {given.shape} and 'estimate' {vector.shape}"
+        raise DataError(f"{what}; give variances, or {shape}.")
     if not np.allclose(matrix, matrix.T, rtol=0.0, atol=1e-8 * np.max(np.abs(matrix))):
         raise DataError("'covariance' is not symmetric.")
     matrix = (matrix + matrix.T) / 2
