@@ -464,7 +464,7 @@ def _turns(graph: _graph.SiteGraph) -> list[_Turn]:
         if not of_x.isdisjoint(node.inputs):
             of_x.update(node.outputs)
 
-    def read(variable: Any) -> Sequence[Any]:
+    def read(variable: Any) -> Any:
         node = variable.owner
         if variable not in of_x or node is None or isinstance(node.op, Shape | Shape_i):
             return ()

@@ -112,7 +112,9 @@ def _require_continuous(model: Any, rv: Any, shared: Sequence[str], *, is_shared
         what = f"{'shared' if is_shared else 'local'} variable {name!r} is discrete ({rv.type.dtype})"
         remedy = "Sum it out of the likelihood, as pm.Mixture does, or declare a continuous one."
         if _is_binary(rv):
-            remedy += f" {name!r} is not in shared={list(shared)}. Add {name!r} to shared= for what takes indicators."
+            remedy += (
+                f" {name!r} is not in shared={list(shared)}. Add {name!r} to shared= for algorithms of indicators."
+            )
         raise DeclarationError(f"{what}, and has no gradient. {remedy}")
     if "CircularTransform" in [type(part).__name__ for part in parts_of_transform(model.rvs_to_transforms[rv])]:
         turn = "default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi)"
@@ -377,7 +379,7 @@ def observed_through(parts: Parts) -> dict[Any, Any]:
 def values_read(outputs: Iterable[Any], known: Collection[Any] = ()) -> set[Any]:
     """Variables whose values (not only shapes) outputs are computed from, without looking behind `known` ones."""
 
-    def read(variable: Any) -> Sequence[Any]:
+    def read(variable: Any) -> Any:
         node = variable.owner
         return () if node is None or variable in known or isinstance(node.op, Shape | Shape_i) else node.inputs
 

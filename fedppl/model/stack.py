@@ -117,7 +117,7 @@ def _shapes_follow_values(parts: _graph.Parts) -> bool:
     inputs, wanted = _graph.initial_graphs(parts)
     of_local = [value.shape for value in wanted[len(parts.shared) :] if value.type.ndim]
 
-    def read(variable: Any) -> Sequence[Any]:
+    def read(variable: Any) -> Any:
         node = variable.owner
         if node is None or (isinstance(node.op, Shape_i) and node.op.i and node.inputs[0] in inputs):
             return ()  # all clients of a table have the same columns
