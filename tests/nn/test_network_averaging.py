@@ -259,12 +259,7 @@ def test_a_normal_likelihood_gives_intervals(rng: np.random.Generator) -> None:
         ("device 0", {"X": np.ones((0, 3))}, {}, "give a row or more"),
         ("device 0", {"X": [["a", "b", "c"]]}, {}, "dtype <U1 .a list., which is not numeric"),
         ("device 0", {"X": np.ones((2, 3)) * 1j}, {}, "dtype complex128 .a ndarray., which is not numeric and real"),
-        (
-            "device 0",
-            {"X": np.ma.array(np.ones((2, 3)), mask=[[True, False, False]] * 2)},
-            {},
-            "'X' has masked values",
-        ),
+        ("device 0", {"X": np.ma.array(np.ones((2, 3)), mask=[[True, False, False]] * 2)}, {}, "'X' has masked values"),
         ("device 0", np.ones((2, 3)), {}, "new inputs are ndarray; pass a mapping"),
         ("device 0", {"X": np.ones((2, 3))}, {"random_seed": "a"}, "random_seed='a' must be a whole number"),
         ("device 0", {"X": np.ones((2, 3))}, {"random_seed": -1}, "random_seed=-1 must be"),
