@@ -59,16 +59,14 @@ def block(size: int, blocks: Sequence[Sequence[int]]) -> Structure:
     Structure(size=3, blocks=((0, 2), (1,)))
     """
     if operator.index(size) < 1:
-        raise ValueError(f"size is {size} and must be at least 1: name at least one coordinate")
+        raise ValueError(f"size is {size} and must be at least 1")
     partition = tuple(tuple(operator.index(i) for i in indices) for indices in blocks)
     counts = Counter(i for indices in partition for i in indices)
     missing, foreign = sorted(set(range(size)) - set(counts)), sorted(set(counts) - set(range(size)))
     duplicate = sorted(i for i, count in counts.items() if count > 1)
     if missing or foreign or duplicate or not all(partition):
-        raise ValueError(
-            f"blocks {partition} must hold each of 0..{size - 1} exactly once and no empty block: "
-            f"missing {missing}, duplicate {duplicate}, out of range {foreign}"
-        )
+        odd = f"missing {missing}, duplicate {duplicate}, out of range {foreign}"
+        raise ValueError(f"blocks {partition} must hold each of 0..{size - 1} once, and no empty block: {odd}")
     return Structure(operator.index(size), partition)
 
 
@@ -102,10 +100,7 @@ def project(mean: Array, covariance: Array, structure: Structure) -> Gaussian:
     """
     size, centre, spread = structure.size, np.asarray(mean, np.float64), np.asarray(covariance, np.float64)
     if centre.shape != (size,) or spread.shape not in ((size,), (size, size)):
-        raise ValueError(
-            f"mean of shape {centre.shape} and covariance of shape {spread.shape} do not fit a structure "
-            f"of size {size}: pass ({size},) with ({size}, {size}) or ({size},)"
-        )
+        raise ValueError(f"mean {centre.shape} and covariance {spread.shape} do not fit a structure of size {size}")
     if structure.blocks is None:
         return gaussian.from_moments(centre, spread if spread.ndim == 1 else np.diagonal(spread))
     spread = np.diag(spread) if spread.ndim == 1 else spread
@@ -144,10 +139,8 @@ def pack_precision(precision: Array, structure: Structure) -> Array:
     if outside.size and (lost := flat.take(outside, axis=-1)).any():
         where = np.argwhere(lost != 0)[0]
         row, column = divmod(int(outside[where[-1]]), size)
-        raise ValueError(
-            f"precision[{row}, {column}] is {lost[tuple(where)]:.6g} and must be 0, the two are in different blocks: "
-            "project onto the structure first, or use full(size)"
-        )
+        value = f"{lost[tuple(where)]:.6g} between two blocks"
+        raise ValueError(f"precision[{row}, {column}] is {value} and must be 0: project it, or use full(size)")
     return np.asarray(0.5 * (flat.take(upper, axis=-1) + flat.take(lower, axis=-1)))
 
 

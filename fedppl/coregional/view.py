@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import pytensor
 import pytensor.tensor as pt
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
@@ -19,7 +18,7 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.checks import new_inputs
 from fedppl.model.client import ClientModel
-from fedppl.model.compiled import inlined, mode, unpacked_function, without_notices
+from fedppl.model.compiled import inlined, unpacked_function, without_notices
 from fedppl.model.same import graph_key, same_computations
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable
@@ -165,10 +164,10 @@ def _design_functions(
     """The design and the way back through it, as functions of the kernels' parameters and the data."""
     model = parts.model
     x = pt.vector("kernel")
-    replace, inputs = _graph._inputs_for(parts)
+    replace, inputs = _graph.inputs_for(parts)
     places = [i for i, variable in enumerate(variables) if variable.name not in _NOT_OF_KERNELS]
     of_kernels = parts._replace(shared=tuple(parts.shared[i] for i in places), local=())
-    _, values, _, _ = _graph.in_pieces(of_kernels, x, [variables[i] for i in places], ())
+    _, values, _ = _graph.in_pieces(of_kernels, x, [variables[i] for i in places])
     for variable, rv in zip(variables, parts.shared, strict=True):
         if variable.name in _NOT_OF_KERNELS:  # a design that reads one has another density than is declared
             value = model.rvs_to_values[rv]
@@ -196,13 +195,9 @@ def _design_functions(
 
 def _compiled_function(inputs: list[Any], outputs: list[Any]) -> Callable[..., Any]:
     """A function that is compiled once for all processes, and cached by the declared graph."""
-
-    def compiled() -> tuple[Callable[..., Any], bool]:
-        return inlined(pytensor.function(inputs, outputs, mode=mode(), on_unused_input="ignore").vm.jit_fn)
-
+    types = [(v.type.dtype, v.type.ndim) for v in inputs]
     with without_notices():
-        types = [(v.type.dtype, v.type.ndim) for v in inputs]
-        return unpacked_function(compiled, types, graph_key(inputs, outputs))
+        return unpacked_function(lambda: inlined(inputs, outputs), types, graph_key(inputs, outputs))
 
 
 def _log_scale(client: ClientModel, name: str) -> LogScale:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytensor.tensor as pt
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
-from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
@@ -20,13 +19,15 @@ from fedppl.model import _public, interpreted
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
 from fedppl.model.checks import (
+    UNFIT,
     containers,
     fingerprint,
     fits_integers,
-    ignored_data,
     mismatch,
-    other_prior,
+    naming,
+    place_of,
     probes,
+    quoted,
     refuse,
     require_not_negative,
     require_same_variables,
@@ -60,24 +61,21 @@ def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str |
     for name in next(iter(given.values())):
         odd = [k for k in given if not np.all(fits_integers(given[k][name]))]
         whole = [k for k in given if given[k][name].dtype.kind in "biu" and np.all(fits_integers(given[k][name]))]
-        if not whole or not odd:
+        if not whole or not odd or _accepts(declared, whole[0], typed[whole[0]]):
             continue
-        try:
-            template_of(declared, whole[0], typed[whole[0]])
-            continue  # the builder accepts reals
-        except (DataError, DeclarationError):
-            pass
-        try:
-            template_of(declared, whole[0], {**typed[whole[0]], name: given[whole[0]][name]})
-        except (DataError, DeclarationError):
-            continue
-        where = tuple(int(i) for i in np.argwhere(~fits_integers(given[odd[0]][name]))[0])
-        return (
-            f"client {odd[0]!r}: {name!r} holds {given[odd[0]][name][where]} at index {where}, and the builder needs "
-            f"integers of at most 32 bits, as at client {whole[0]!r}. Correct the values of client {odd[0]!r}, or let "
-            f"the builder make integers of {name!r}."
-        )
+        if _accepts(declared, whole[0], {**typed[whole[0]], name: given[whole[0]][name]}):
+            what, where = f"client {odd[0]!r}: {name!r}", place_of(~fits_integers(given[odd[0]][name]))
+            value = given[odd[0]][name][where]
+            return f"{what} holds {value} at index {where}, and the builder needs integers. Correct the values."
     return None
+
+
+def _accepts(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> bool:
+    try:
+        template_of(declared, client_id, arrays)
+    except (DataError, DeclarationError):
+        return False
+    return True
 
 
 def enrol_group(
@@ -96,13 +94,9 @@ def enrol_group(
         if len(ids) > 1 and not separate:
             compared[columns] = first
     if separate and len(ids) > 1:
-        missing = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
-        warnings.warn(
-            f"the builder {missing}, so each of {len(ids)} clients is compiled on its own, which takes seconds "
-            "each. Put the data into pm.Data containers named like the builder's arguments.",
-            UserWarning,
-            stacklevel=4,
-        )
+        why = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
+        text = f"the builder {why}: each of {len(ids)} clients is compiled on its own"
+        warnings.warn(f"{text}. Put the data into pm.Data containers.", UserWarning, stacklevel=4)
     if reference is not None:
         first.functions.setdefault("public", reference.template.public)
     elif "public" not in first.functions:
@@ -137,7 +131,7 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
             first.functions["compared"] = True
         return first, False, {}
     if all(_ignores_data(declared, k, group[k], first.parts if k == client_id else None) for k in group):
-        raise ignored_data(client_id, declared.builder, first.parts, arrays)
+        raise _ignored(client_id, first.parts, arrays)
     steady, altered = False, None
     builds: dict[str, _graph.Parts] = {}
     if others and first.parts.data:
@@ -148,27 +142,37 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
             first = opened(client_id, arrays, first.parts, lengths)
         first.functions["compared"] = True
         differ = differences(first, other, group[other], parts)
-        if "variables" in differ:
-            second = opened(other, group[other], parts, lengths)
-            require_same_variables(client_id, first.variables[0], other, second.variables[0], group[other])
-        if "prior" in differ:
-            raise other_prior(client_id, other)
+        with naming(other):
+            if "variables" in differ:
+                second = opened(other, group[other], parts, lengths)
+                require_same_variables(client_id, first.variables[0], second.variables[0], group[other])
+            if "prior" in differ:
+                raise _other_prior(client_id)
         steady = not differ
-        builds |= {other: parts} if differ else {}
+        builds = {other: parts} if differ else {}
     elif alone:
         altered = _altered(declared, client_id, arrays, first)
         steady = altered is not None and all(_same.surely_same_model(first.parts, parts) for parts in altered)
-    if not steady and not _repeats(declared, first, client_id, arrays):
-        raise DeclarationError(
-            f"client {client_id!r}: the builder, called twice on the same data, gives two models; it draws random "
-            "numbers or has state. Give it all that it needs as arguments, or fix it beforehand."
-        )
-    if alone and not steady and _public.prior_of_data(first.parts, first.variables[0], altered):
-        raise DeclarationError(  # the text travels, so it has no data
-            f"client {client_id!r}: the shared prior changes when this client's data are changed, which it would "
-            "disclose. Use constants that are the same at all clients."
-        )
+    with naming(client_id):
+        if not steady and not _repeats(declared, first, client_id, arrays):
+            raise DeclarationError("the builder, called twice on the same data, gives two models; fix random numbers.")
+        if alone and not steady and _public.prior_of_data(first.parts, first.variables[0], altered):
+            # The text travels, so it has no data.
+            raise DeclarationError("the shared prior changes when this client's data do; declare it by constants.")
     return first, not first.parts.data or (bool(others) and not steady), builds
+
+
+def _ignored(client_id: str, parts: _graph.Parts, names: Iterable[str]) -> DeclarationError:
+    """Error of a model whose observed variables do not depend on the data."""
+    free = [rv.name for rv in parts.local if not set(ancestors([rv])).isdisjoint(parts.data)]
+    hint = f" {quoted(free)} has no observed=." if free else ""
+    reached = quoted(rv.name for rv in parts.model.observed_RVs)
+    what = f"makes no use of its data: none of {quoted(names)} reaches {reached}.{hint}"
+    return DeclarationError(f"client {client_id!r}: the builder {what} Pass observed=y, for example.")
+
+
+def _other_prior(reference_id: str) -> DeclarationError:
+    return DeclarationError(f"shared prior differs from the one at client {reference_id!r}; use the same constants.")
 
 
 _COMPARED = 1000  # clients of which the most different is taken
@@ -217,12 +221,8 @@ def _judge(declared: Declared, client_id: str, arrays: Mapping[str, Any], templa
     stay = [*map(repr, public.withheld), *(f"labels of {dim!r}" for dim in public.unlabelled)]
     if stay:
         known = "" if rebuild() is not None else " (the builder fails on altered data)"
-        warnings.warn(
-            f"left out of the shared result: {', '.join(stay)}, since constants in them may hold a client's "
-            f"data{known}. They are in fit.client(...); compute them from fit.idata, and give coords without data.",
-            UserWarning,
-            stacklevel=5,
-        )
+        why = f"left out of the shared result: {', '.join(stay)}, since constants in them may hold data{known}"
+        warnings.warn(f"{why}; see fit.client(...), or compute them from fit.idata.", UserWarning, stacklevel=5)
     template.functions.pop("altered", None)
 
 
@@ -240,45 +240,35 @@ def client_of(
     parts, functions = template.parts, template.functions
     data = (*containers(client_id, parts, arrays), *alone)
     sizes = (*(np.shape(value) for value in data), *map(int, alone))
-    starts = functions.setdefault("initial", {})
-    if sizes not in starts:  # clients with equal shapes share starting values, though these may depend on data
-        try:
-            starts[sizes] = template.start(*data)
-        except (ValueError, TypeError, IndexError, AssertionError) as error:
-            raise mismatch(client_id, arrays, error) from error
-    initial = starts[sizes]
-    shared = _graph.variables(parts, initial, local=False)
-    local = _graph.variables(parts, initial, local=True)
-    if like is not None:
-        require_same_variables(like.client_id, like.layout.variables, client_id, shared, arrays)
-    free_shapes = shapes(template.graph, local)
-    if like is not None and like.template is template:
-        layout, prior = like.layout, like.prior
-    else:
-        try:
-            layout, prior = shared_layout(template, shared, initial[: len(shared)])
-        except DeclarationError as error:
-            raise DeclarationError(f"client {client_id!r}: {error}") from None
-        except (ValueError, TypeError, IndexError, AssertionError) as error:
-            raise DeclarationError(
-                f"client {client_id!r}: the prior of the shared variables {[v.name for v in shared]} cannot be "
-                f"evaluated: {error}. Make their shapes, dims and coords fit together."
-            ) from error
-    phi, theta = ([np.ravel(v) for v in values] for values in (initial[: len(shared)], initial[len(shared) :]))
-    functions["shared start"] = np.concatenate(phi)
-    client = ClientModel(
-        client_id=client_id,
-        layout=layout,
-        local=local,
-        packed=pack((*data, *free_shapes)),
-        inputs=(*data, *free_shapes),
-        prior=prior,
-        initial=np.concatenate([np.zeros(0), *theta]),
-        arrays=dict(arrays),
-        declared=declared,
-        template=template,
-    )
-    require_start(client, functions["shared start"], kernel=kernel)
+    with naming(client_id):
+        try:  # clients with equal shapes share starting values, though these may depend on data
+            initial = template.once(("initial", sizes), lambda: template.start(*data))
+        except UNFIT as error:
+            raise mismatch(arrays, error) from error
+        shared, local = _graph.variables(parts, initial)
+        of_both = initial[: len(shared)], initial[len(shared) :]
+        phi, theta = (np.concatenate([np.zeros(0), *map(np.ravel, values)]) for values in of_both)
+        if like is not None:
+            require_same_variables(like.client_id, like.layout.variables, shared, arrays)
+        if like is not None and like.template is template:
+            layout, prior = like.layout, like.prior
+        else:
+            layout, prior = _shared_layout(template, shared, phi)
+        inputs = (*data, *shapes(template.graph, local))
+        functions["shared start"] = phi
+        client = ClientModel(
+            client_id=client_id,
+            layout=layout,
+            local=local,
+            packed=pack(inputs),
+            inputs=inputs,
+            prior=prior,
+            initial=theta,
+            arrays=dict(arrays),
+            declared=declared,
+            template=template,
+        )
+        require_start(client, phi, kernel=kernel)
     return client
 
 
@@ -286,43 +276,17 @@ _FAR = 1e9  # beyond the thresholds of models, and within 32 bits
 
 
 def _ignores_data(declared: Declared, client_id: str, arrays: Mapping[str, Any], parts: _graph.Parts | None) -> bool:
-    """Whether log p of the observed variables and potentials is the same graph on altered data, and on data far away.
+    """Whether observed variables and potentials are the same graphs on altered data, and on data far away.
 
     False where a container is above them, and where the builder fails on other data.
     """
     build = functools.partial(parts_of, declared, client_id)
     parts = parts or _public.attempt(build, arrays)
-    if parts is None or not (ends := _ends(parts))[1].isdisjoint(parts.data):
-        return False
-    logp, inputs = _likelihood(parts, *ends)
-    if not set(ancestors([logp])).isdisjoint(parts.data):
+    if parts is None or not set(ancestors(_same.observed_terms(parts))).isdisjoint(parts.data):
         return False
     far = ({k: v if v.dtype.kind != "f" else v + by for k, v in arrays.items()} for by in (-_FAR, _FAR))
-    rebuilt = _public.rebuilt(build, arrays) or (None,)
-    for other in itertools.chain(rebuilt, (_public.attempt(build, one) for one in far)):
-        if other is None:
-            return False
-        other_logp, other_inputs = _likelihood(other, *_ends(other))
-        if [v.type for v in inputs] != [v.type for v in other_inputs]:
-            return False
-        if not equal_computations([logp], [other_logp], in_xs=inputs, in_ys=other_inputs):
-            return False
-    return True
-
-
-def _ends(parts: _graph.Parts) -> tuple[list[Any], set[Any]]:
-    """Observed variables and potentials, and all their ancestors as declared."""
-    model = parts.model
-    ends = [term for term in parts.site_terms if term not in parts.local]
-    return ends, set(ancestors([*ends, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]))
-
-
-def _likelihood(parts: _graph.Parts, ends: list[Any], above: set[Any]) -> tuple[Any, list[Any]]:
-    """log p of observed variables, with the local variables above them, and its inputs."""
-    model = parts.model
-    logp = model.logp(vars=[*(rv for rv in parts.local if rv in above), *ends], sum=True)
-    values = [model.rvs_to_values[rv] for rv in model.free_RVs]
-    return logp, [*values, *parts.data, *model.dim_lengths.values()]
+    altered = itertools.chain(_public.rebuilt(build, arrays) or (None,), (_public.attempt(build, one) for one in far))
+    return all(other is not None and _same.same_terms(parts, other, _same.observed_terms) for other in altered)
 
 
 # Checks of a client's model at its start, and against the other clients -----------------------------------------------
@@ -333,12 +297,12 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
 
     With `kernel` the compiled gradient is evaluated too; without, nothing is compiled.
     """
-    require_whole(client)
-    infinite, density = _infinite(client), functools.cache(lambda: client.log_density(phi, client.initial))
+    _require_whole(client)
+    infinite, density = _infinite(client.arrays), functools.cache(lambda: client.log_density(phi, client.initial))
     try:
         if client.template.indexes_by_data:  # compiled code would read foreign memory out of bounds
             density()
-        require_not_negative(client.client_id, client.template.indices, client.arrays, client.inputs)
+        require_not_negative(client.template.indices, client.arrays, client.inputs)
         with np.errstate(invalid="ignore"):
             possible = not infinite or np.isfinite(density())
         if not possible:
@@ -350,64 +314,50 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
             value, gradient = density(), np.zeros(0)
     except (DataError, DeclarationError):
         raise
-    except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
+    except UNFIT as error:
         if infinite:
             raise DataError(infinite) from error
-        unfit = _apart(client.template.parts, client.arrays)
-        raise mismatch(client.client_id, client.arrays, error, unfit) from error
-    if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
-        if not np.isfinite(value) and (outcome := _impossible_outcome(client, phi)):
-            raise DataError(
-                f"client {client.client_id!r}: the log density at the starting point is {value}: {outcome}. Correct "
-                "the data of that row (its exposure or a covariate, too), declare a distribution with such outcomes, "
-                "or set `initval=`."
-            )
-        why = "the data or the start are impossible under the model (a negative count, a class that does not exist?)"
-        if np.isfinite(value):
-            why = "its gradient is not finite (a probability that rounds to 0 or 1, a covariate far from 0?)"
-        raise DataError(
-            f"client {client.client_id!r}: the log density at the starting point is {value}; {why}. Check the data and "
-            "their scale, or set `initval=` on the variable."
-        )
+        raise mismatch(client.arrays, error, _apart(client.template.parts, client.arrays)) from error
+    if np.isfinite(value) and np.all(np.isfinite(gradient)):
+        return
+    why = "its gradient is not finite"
+    if not np.isfinite(value):
+        why = _impossible_outcome(client, phi) or "the data or the start are impossible under the model"
+    remedy = "Correct data (an exposure or a covariate, too), their scale, or the distribution, or set `initval=`."
+    raise DataError(f"the log density at the starting point is {value}: {why}. {remedy}")
 
 
-def require_whole(client: ClientModel) -> None:
+def _require_whole(client: ClientModel) -> None:
     """Refuse fractions where a discrete distribution is observed, since PyMC would truncate them."""
     model = client.template.parts.model
     for rv in model.observed_RVs:
-        name = _observed_array(client, model.rvs_to_values[rv])
-        if name is None or not rv.type.dtype.startswith(("int", "uint", "bool")):
-            continue
-        values = np.asarray(client.arrays[name])
-        rule = f", and {rv.name!r} is of whole numbers; round the data, or declare a continuous distribution"
-        refuse(values != np.round(values), f"client {client.client_id!r}: {name!r}", values, rule)
+        name = _observed_array(client.arrays, model.rvs_to_values[rv])
+        if name is not None and rv.type.dtype.startswith(("int", "uint", "bool")):
+            values = np.asarray(client.arrays[name])
+            rule = f", and {rv.name!r} is of whole numbers; round the data, or declare a continuous distribution"
+            refuse(values != np.round(values), repr(name), values, rule)
 
 
-def _observed_array(client: ClientModel, value: Any) -> str | None:
+def _observed_array(arrays: Mapping[str, Any], value: Any) -> str | None:
     """Name of the array that is observed: in a container, cast or not, or a constant that PyMC has truncated."""
     if value.owner is not None:
         name = value.owner.inputs[0].name if len(value.owner.inputs) == 1 else None
-        return name if name in client.arrays else None
+        return name if name in arrays else None
     constant = getattr(value, "data", None)
-    if constant is None:
+    if constant is None or any(np.array_equal(array, constant) for array in arrays.values()):  # as it was given
         return None
-    if any(np.array_equal(array, constant) for array in client.arrays.values()):
-        return None  # observed as it is
-    given = ((name, array) for name, array in client.arrays.items() if array.dtype.kind == "f" and np.ndim(array))
+    reals = {name: array for name, array in arrays.items() if array.dtype.kind == "f" and np.ndim(array)}
     with np.errstate(invalid="ignore"):
-        same = (name for name, array in given if np.array_equal(array.astype(constant.dtype), constant))
-    return next(same, None)
+        same = [name for name, array in reals.items() if np.array_equal(array.astype(constant.dtype), constant)]
+    return same[0] if same else None
 
 
-def _infinite(client: ClientModel) -> str:
+def _infinite(arrays: Mapping[str, Any]) -> str:
     """Text that names the first infinite value where the density is not finite; "" if there is none."""
-    for name, value in client.arrays.items():
+    for name, value in arrays.items():
         if np.any(infinite := np.isinf(value)):
-            where = tuple(int(i) for i in np.argwhere(infinite)[0])
-            return (
-                f"client {client.client_id!r}: {name!r} holds {value[where]} at index {where}, and the log density is "
-                "not finite; drop or impute such values (where a bound may be infinite, look at the others)."
-            )
+            where = place_of(infinite)
+            return f"{name!r} holds {value[where]} at index {where}, and the density is not finite; drop or impute it."
     return ""
 
 
@@ -415,40 +365,30 @@ def require_same_layout(reference: ClientModel | None, client: ClientModel) -> N
     """Refuse a client whose shared block differs, naming the difference."""
     if reference is None or reference.layout.fingerprint == client.layout.fingerprint:
         return
-    ours, theirs = reference.layout.variables, client.layout.variables
-    require_same_variables(reference.client_id, ours, client.client_id, theirs, client.arrays)
-    raise other_prior(reference.client_id, client.client_id)
+    with naming(client.client_id):
+        ours, theirs = reference.layout.variables, client.layout.variables
+        require_same_variables(reference.client_id, ours, theirs, client.arrays)
+        raise _other_prior(reference.client_id)
 
 
-# Support of distributions by the name of PyTensor's random variable, and values outside of it. Else a parameter is at
-# fault, such as an exposure of 0.
-_COUNTS: tuple[str, Callable[[float], bool]] = "counts are not negative", lambda y: y < 0
-_POSITIVE: tuple[str, Callable[[float], bool]] = "outcomes are positive", lambda y: y <= 0
-_RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "bernoulli": ("outcomes are 0 or 1", lambda y: y not in (0, 1)),
-    "beta": ("outcomes lie between 0 and 1", lambda y: not 0 < y < 1),
-    "binomial": ("outcomes lie between 0 and n", lambda y: y != 0),
-    "categorical": (
-        "classes are numbered from 0, and the last has a number one less than there are classes",
-        lambda y: y != 0,
-    ),
-    "exponential": ("outcomes are not negative", lambda y: y < 0),
-    "gamma": _POSITIVE,
-    "geometric": ("outcomes are 1, 2, ...", lambda y: y < 1),
-    "halfnormal": ("outcomes are not negative", lambda y: y < 0),
-    "inverse_gamma": _POSITIVE,
-    "lognormal": _POSITIVE,
-    "negative_binomial": _COUNTS,
-    "poisson": _COUNTS,
-    "weibull": _POSITIVE,
-}
+# Supports of distributions, by the names of PyTensor's random variables, and which values are outside. Else a parameter
+# is at fault, such as an exposure of 0.
+_RULES: list[tuple[set[str], str, Callable[[float], bool]]] = [
+    ({"bernoulli"}, "0 or 1", lambda y: y not in (0, 1)),
+    ({"beta"}, "in (0, 1)", lambda y: not 0 < y < 1),
+    ({"binomial"}, "0 to n", lambda y: y != 0),
+    ({"categorical"}, "numbered from 0", lambda y: y != 0),
+    ({"exponential", "halfnormal", "negative_binomial", "poisson"}, "not negative", lambda y: y < 0),
+    ({"gamma", "inverse_gamma", "lognormal", "weibull"}, "positive", lambda y: y <= 0),
+    ({"geometric"}, "1, 2, ...", lambda y: y < 1),
+]
 
 
 def _impossible_outcome(client: ClientModel, phi: Array) -> str:
     """The first outcome whose log density is minus infinity, with its place and the rule; "" if none."""
     template, layout = client.template, client.layout
     try:
-        x, inputs, outputs = _graph.observed_graph(template.parts, layout.variables, client.local)
+        x, inputs, outputs = _graph.observed_graph(template.parts, layout.variables)
         function = interpreted.python_function([x, *inputs], outputs)
         densities = function(np.concatenate([phi, client.initial]), *client.inputs)
     except Exception:  # the failure is raised in any case
@@ -458,45 +398,35 @@ def _impossible_outcome(client: ClientModel, phi: Array) -> str:
         values = client.arrays.get(names.get(rv, ""))
         if not np.any(np.isneginf(density)) or values is None or np.shape(values) != np.shape(density):
             continue
-        place = tuple(int(i) for i in np.argwhere(np.isneginf(density))[0])
-        value = np.asarray(values)[place]
+        place = place_of(np.isneginf(density))
+        value, family = np.asarray(values)[place], getattr(rv.owner.op, "name", None)
         at = f" in row {place[0] if len(place) == 1 else place}" if place else ""
-        rule, breaks = _RULES.get(getattr(rv.owner.op, "name", None) or "", ("", lambda y: False))
-        return f"{names[rv]!r} is {value}{at}, " + (
-            f"and {rule}" if breaks(float(value)) else "which has no density there"
-        )
+        broken = [rule for families, rule, breaks in _RULES if family in families and breaks(float(value))]
+        return f"{names[rv]!r} is {value}{at}, {f'and outcomes are {broken[0]}' if broken else 'without a density'}"
     return ""
 
 
 def _apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
     """Describe an observed variable whose values have another shape than its distribution; "" if none."""
+    replace, inputs = _graph.inputs_for(parts)
+    if len(inputs) != len(parts.data):
+        return ""
+    given = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in parts.data]
     for rv in parts.model.observed_RVs:
         if rv.owner is None or getattr(rv.owner.op, "ndim_supp", None) != 0:
             continue
-        parameters = rv.owner.op.dist_params(rv.owner)
-        core_dims = rv.owner.op.ndims_params
+        graphs = [v.shape for v in (parts.model.rvs_to_values[rv], *rv.owner.op.dist_params(rv.owner))]
         try:
-            replace, inputs = _graph._inputs_for(parts)
-            if len(inputs) != len(parts.data):
-                continue
-            shown = [parts.model.rvs_to_values[rv].shape, *(size.shape for size in parameters)]
-            function = interpreted.python_function(inputs, clone_replace(shown, replace, rebuild_strict=False))
-            given = (np.asarray(arrays[v.name]).astype(v.type.dtype) for v in parts.data)
-            observed_shape, *sizes = (tuple(int(n) for n in size) for size in function(*given))
-            batches = [size[: len(size) - core] for size, core in zip(sizes, core_dims, strict=True)]
+            function = interpreted.python_function(inputs, clone_replace(graphs, replace, rebuild_strict=False))
+            observed, *sizes = (tuple(int(n) for n in shape) for shape in function(*given))
+            batches = [size[: len(size) - ndim] for size, ndim in zip(sizes, rv.owner.op.ndims_params, strict=True)]
             expected = np.broadcast_shapes(*batches)
         except Exception:  # this only describes another error
             continue
-        while (
-            expected[:1] == (1,) and observed_shape[:1] != (1,) and all(size[:1] == (1,) for size in sizes)
-        ):  # axes that PyMC adds
-            expected, sizes = expected[1:], [size[1:] for size in sizes]
-        if expected != observed_shape:
-            widest = max(sizes, key=len)
-            has = f"{expected}" if widest == expected else f"{expected} (of a parameter of shape {widest})"
-            return (
-                f"{rv.name!r} is observed with shape {observed_shape}, and its distribution has outcomes of shape {has}"
-            )
+        while expected[:1] == (1,) and observed[:1] != (1,):  # axes that PyMC adds
+            expected = expected[1:]
+        if expected != observed:
+            return f"{rv.name!r} is observed with shape {observed}, and its distribution is of shape {expected}"
     return ""
 
 
@@ -505,17 +435,20 @@ def _apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
 _PRIOR_DRAWS = 4000
 
 
-def shared_layout(
-    template: Template, variables: tuple[Variable, ...], initial: list[Array]
-) -> tuple[Layout, SharedPrior]:
-    """Layout and prior of the shared parameters, once per declaration."""
-    origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
-    key = ("layout", variables, origin.tobytes())
-    return template.of_declaration(key, lambda: _layout(template.parts, variables, origin))
-
-
 # With more shared coordinates, many calls of an interpreted prior take longer than compiling it once.
 _INTERPRETED = 30
+
+
+def _shared_layout(template: Template, variables: tuple[Variable, ...], origin: Array) -> tuple[Layout, SharedPrior]:
+    """Layout and prior of the shared parameters, once per declaration."""
+    key = ("layout", variables, origin.tobytes())
+    try:
+        return template.of_declaration(key, lambda: _layout(template.parts, variables, origin))
+    except DeclarationError:
+        raise
+    except UNFIT as error:
+        names = [variable.name for variable in variables]
+        raise DeclarationError(f"prior of {names}: {error}. Make shapes, dims and coords fit together.") from error
 
 
 def _layout(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array) -> tuple[Layout, SharedPrior]:
@@ -553,7 +486,7 @@ def _on_declared_scales(parts: _graph.Parts, variables: tuple[Variable, ...], at
     limited = [place for place, variable in enumerate(variables) if variable.transform not in BY_SCALE]
     if not limited:
         return (0.0,) * len(at)
-    phi, _, _, outputs = _graph.constrained_graph(parts, variables, (), (), only_shared=True)
+    phi, _, _, outputs = _graph.constrained_graph(parts, variables, (), only_shared=True)
     values = pt.concatenate([outputs[place].flatten() for place in limited])
     # Unequal weights: limits that change places would leave a plain sum as it is.
     weights = 1.0 + pt.arange(values.shape[0]) / values.shape[0]
@@ -565,11 +498,9 @@ def _draws(parts: _graph.Parts, size: int) -> Array:
     """Draws for the moments of `size` shared numbers."""
     if _PRIOR_DRAWS < EACH * (size + 1):
         names = [rv.name for rv in parts.shared if getattr(rv.owner.op, "name", None) not in ("normal", "lognormal")]
-        raise DeclarationError(
-            f"{size} numbers are shared, and the prior of {some_of(names or [rv.name for rv in parts.shared])} is not "
-            f"normal: moments by {_PRIOR_DRAWS} draws are for at most {_PRIOR_DRAWS // EACH - 1} numbers. Declare "
-            "shared variables by pm.Normal, and scales by pm.LogNormal, or share less."
-        )
+        which, most = some_of(names or [rv.name for rv in parts.shared]), _PRIOR_DRAWS // EACH - 1
+        what = f"{size} numbers are shared, over {most}, and the prior of {which} is not normal"
+        raise DeclarationError(f"{what}; declare pm.Normal, pm.LogNormal.")
     return unconstrained(parts, _PRIOR_DRAWS, 0)
 
 
@@ -582,11 +513,8 @@ def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origi
     for term in parts.prior_terms:
         alone = interpreted_at_many(_graph.prior_graph(parts._replace(prior_terms=(term,)), variables))[0](origin[None])
         odd += [] if np.isfinite(alone[0]) else [term.name]
-    raise DeclarationError(
-        f"the shared prior's log density at the starting point is {value}, by {odd or 'all together'}; is a scale not "
-        "positive, the start outside of the support, or a limit a whole number that overflows (write -100.0 for -100)? "
-        "Correct the prior, or set `initval=` on the variable."
-    )
+    what = f"the shared prior's log density at the start is {value}, by {odd or 'all'}"
+    raise DeclarationError(f"{what}. Correct the prior, or set `initval=`.")
 
 
 def _refuse_flat(parts: _graph.Parts) -> None:
@@ -595,10 +523,7 @@ def _refuse_flat(parts: _graph.Parts) -> None:
     if flat and not bounded:
         remedies = {False: "pm.Normal(0, 10)", True: "pm.HalfNormal(1)"}
         examples = [f"{rv.name!r} ({remedies[isinstance(rv.owner.op, HalfFlatRV)]} for example)" for rv in flat]
-        raise DeclarationError(
-            f"the priors of shared {[rv.name for rv in flat]} are improper (flat). Give every shared variable a proper "
-            f"prior: {', '.join(examples)}."
-        )
+        raise DeclarationError(f"flat shared priors are improper. Give each a proper prior: {', '.join(examples)}.")
 
 
 def _gaussian_beside_binary(

@@ -37,30 +37,19 @@ def _more_rows(value: Any) -> Any:
     return value if np.ndim(value) == 0 else np.concatenate([value, value[: (len(value) + 1) // 2]])
 
 
-def _lower(value: Any) -> Any:
-    """Reals move apart and down past zero, integers go to their smallest."""
-    if is_whole(value):
-        return _all_equal(value, np.min(value))
-    return -1.3 * value - _steps(value)
-
-
-def _higher(value: Any) -> Any:
-    """Reals move apart and up, integers go to their largest."""
-    if is_whole(value):
-        return _all_equal(value, np.max(value))
-    return value + _steps(value)
+def _moved(value: Any, *, up: bool) -> Any:
+    """Reals move apart, and up or down past zero; integers go to their largest or smallest."""
+    if not is_whole(value):
+        return value + _steps(value) if up else -1.3 * value - _steps(value)
+    same = np.full_like(value, np.max(value) if up else np.min(value))
+    if not np.array_equal(same, value):
+        return same
+    return ~value if value.dtype == bool else value + 1
 
 
 def is_whole(value: Any) -> bool:
     """Whether numbers are whole, in any type."""
     return value.dtype.kind != "f" or bool(np.all(value == np.floor(value)))
-
-
-def _all_equal(value: Any, of: Any) -> Any:
-    same = np.full_like(value, of)
-    if not np.array_equal(same, value) or value.dtype == bool:
-        return same if value.dtype != bool or not np.array_equal(same, value) else ~value
-    return value + 1
 
 
 def _steps(value: Any) -> Any:
@@ -78,7 +67,7 @@ def rebuilt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> Built:
     """
     models: list[_graph.Parts] = []
     more = {name: _more_rows(value) for name, value in arrays.items()}
-    low, high = ({name: way(np.asarray(value)) for name, value in arrays.items()} for way in (_lower, _higher))
+    low, high = ({k: _moved(np.asarray(value), up=up) for k, value in arrays.items()} for up in (False, True))
     each_low, each_high = ([{**arrays, name: value} for name, value in moved.items()] for moved in (low, high))
     low_and_more = {name: _more_rows(value) for name, value in low.items()}
     for ways in (([low_and_more], [more, low], [more, *each_low]), ([high], each_high)):
@@ -106,7 +95,7 @@ def prior_of_data(parts: _graph.Parts, shared: tuple[Variable, ...], built: Buil
     """Whether the shared prior changes with altered data."""
     for other in built or ():
         try:
-            if not _same.same_prior(parts, shared, other, shared):
+            if not _same.same_prior(parts, other, shared):
                 return True
         except (TypeError, ValueError):  # shapes that follow data: layouts of clients are compared elsewhere
             continue
@@ -129,7 +118,7 @@ def read_public(parts: _graph.Parts, shared: tuple[Variable, ...], rebuild: Call
         dim
         for dim in dims
         if _counts(model.coords[dim])
-        or (built is not None and all(_same_labels(model.coords[dim], o.model.coords.get(dim)) for o in built))
+        or (built is not None and all(list(model.coords[dim]) == list(o.model.coords.get(dim) or ()) for o in built))
     ]
     return Public(
         tuple(names),
@@ -149,16 +138,12 @@ def _counts(labels: Any) -> bool:
     return list(labels) == list(range(len(labels)))
 
 
-def _same_labels(labels: Any, others: Any) -> bool:
-    return others is not None and len(labels) == len(others) and list(labels) == list(others)
-
-
 Outputs = tuple[Any, dict[str, Any]]
 
 
 def _outputs(parts: _graph.Parts, shared: tuple[Variable, ...], names: list[str]) -> Outputs | None:
     try:
-        x, _, names_found, outputs = _graph.constrained_graph(parts, shared, (), names, only_shared=True)
+        x, _, names_found, outputs = _graph.constrained_graph(parts, shared, names, only_shared=True)
     except (TypeError, ValueError):
         return None
     return x, dict(zip(names_found, outputs, strict=True))

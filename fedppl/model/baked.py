@@ -18,7 +18,7 @@ import numpy as np
 from pymc.distributions.custom import CustomDistRV, CustomSymbolicDistRV
 from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.basic import Constant
-from pytensor.graph.traversal import toposort
+from pytensor.graph.traversal import io_toposort, toposort
 from pytensor.tensor.type import TensorType
 
 from fedppl.model import graph as _graph
@@ -55,7 +55,8 @@ def reading(client: ClientModel) -> Reading:
 
 
 def _read(client: ClientModel) -> Reading:
-    functions, as_it_is = client.template.functions, Reading(client, functools.partial(_inputs, client))
+    parts, functions = client.template.parts, client.template.functions
+    as_it_is = Reading(client, functools.partial(_inputs, client))
     if is_written(client.declared.builder) or functions.get("nothing baked"):
         return as_it_is
     build = functools.partial(parts_of, client.declared, client.client_id)
@@ -63,9 +64,13 @@ def _read(client: ClientModel) -> Reading:
     for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], repeated_rows(client.arrays))):
         if looked and number == 1:  # other arrays are for builders that check combinations in a row
             break
-        other = attempt(build, arrays)
-        looked = looked or other is not None
-        if other is not None and not _surely_same(client.template.parts, other):
+        if (other := attempt(build, arrays)) is None:
+            continue
+        looked = True
+        if not (
+            surely_same_model(parts, other)
+            and _same_strange(_graph.declared(parts.model), _graph.declared(other.model))
+        ):
             return _opened(client, build, arrays, other)
     functions["nothing baked"] = looked
     return as_it_is if looked else Reading(client, None)
@@ -76,10 +81,6 @@ def _inputs(client: ClientModel, arrays: Mapping[str, Any], constants: Sequence[
     data, inputs = client.template.parts.data, client.inputs
     values = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in data[: len(client.arrays)] if v.name in arrays]
     return (*values, *inputs[len(values) : len(data)], *constants, *inputs[len(data) :])
-
-
-def _surely_same(a: _graph.Parts, b: _graph.Parts) -> bool:
-    return surely_same_model(a, b) and _same_strange(_outputs(a), _outputs(b))
 
 
 def _same_strange(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -94,11 +95,6 @@ def _same_strange(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(strange) == len(other) and all(map(operator.is_, strange, other))
 
 
-def _outputs(parts: _graph.Parts) -> list[Any]:
-    model = parts.model
-    return [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
-
-
 def _is_known(op: Any) -> bool:
     """Whether equality of an operation covers all that it holds; those of `CustomDist` are compared below."""
     return isinstance(op, CustomDistRV | CustomSymbolicDistRV) or f"{type(op).__module__}.".startswith(_KNOWN)
@@ -109,7 +105,7 @@ def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _
     first = attempt(build, client.arrays)
     if first is None:
         return Reading(client, None)
-    here, there = _flat(_outputs(first)), _flat(_outputs(other))
+    here, there = _flat(_graph.declared(first.model)), _flat(_graph.declared(other.model))
     if not _same_steps(here, there):
         return Reading(client, None)
     differ = [i for i, pair in enumerate(zip(here.constants, there.constants, strict=True)) if not _equal(*pair)]
@@ -147,7 +143,7 @@ def _remembered(rebuilt: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mappin
 def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int], arrays: Any) -> Any:
     """Inputs of the graph for other arrays of the builder."""
     parts = attempt(build, arrays)
-    flat = None if parts is None else _flat(_outputs(parts))
+    flat = None if parts is None else _flat(_graph.declared(parts.model))
     if flat is None or not _same_steps(known, flat):
         return None
     pairs = enumerate(zip(known.constants, flat.constants, strict=True))
@@ -159,7 +155,7 @@ def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int
 def _template(client: ClientModel, parts: _graph.Parts, inputs: tuple[Any, ...]) -> Template:
     known = client.template
     parts = parts._replace(open=known.parts.open)
-    return Template(parts, known.variables, _graph.site_graph(parts, *known.variables), known.start, inputs)
+    return Template(parts, known.variables, _graph.site_graph(parts, known.variables[0]), known.start, inputs)
 
 
 def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.Parts:
@@ -171,7 +167,7 @@ def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.
         shape = tuple(1 if length == 1 else None for length in constant.type.shape)
         replacements[constant] = TensorType(constant.type.dtype, shape=shape)(f"constant {place}")
     changed = set(replacements.values())
-    for node in toposort(_outputs(parts)):
+    for node in toposort(_graph.declared(parts.model)):
         node.inputs[:] = [replacements.get(variable, variable) for variable in node.inputs]
         if not changed.isdisjoint(node.inputs):  # static shapes have to be inferred anew
             for variable, inferred in zip(node.outputs, node.op.make_node(*node.inputs).outputs, strict=True):
@@ -184,26 +180,24 @@ def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.
 
 
 def _flat(outputs: Sequence[Any], known: Sequence[Any] = ()) -> _Flat:
-    places: dict[Any, int] = {variable: i for i, variable in enumerate(known)}
+    places: dict[Any, int] = {}
     steps: list[_Step] = []
     constants: list[Any] = []
-    waiting = list(reversed(outputs))
-    while waiting:
-        variable = waiting[-1]
-        node = variable.owner
-        if variable in places:
-            waiting.pop()
-        elif node is None:
+
+    def read(variables: Sequence[Any]) -> list[int]:
+        for variable in variables:
+            if variable not in places:  # it has no owner
+                places[variable] = len(places)
+                constants.extend([variable] if isinstance(variable, Constant) else [])
+                steps.append((None, [], [variable.type]))
+        return [places[variable] for variable in variables]
+
+    read(known)
+    for node in io_toposort(list(known), list(outputs)):
+        steps.append((node.op, read(node.inputs), [variable.type for variable in node.outputs]))
+        for variable in node.outputs:
             places[variable] = len(places)
-            constants += [variable] if isinstance(variable, Constant) else []
-            steps.append((None, [], [variable.type]))
-        elif before := [item for item in node.inputs if item not in places]:
-            waiting.extend(reversed(before))
-        else:
-            steps.append((node.op, [places[item] for item in node.inputs], [item.type for item in node.outputs]))
-            for item in node.outputs:
-                places[item] = len(places)
-    return _Flat([*steps, (None, [places[variable] for variable in outputs], [])], constants)
+    return _Flat([*steps, (None, read(outputs), [])], constants)
 
 
 def _same_steps(a: _Flat, b: _Flat) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,68 +22,81 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
+# What PyTensor and PyMC raise where shapes or types of data do not fit a model
+UNFIT = (ValueError, TypeError, IndexError, AssertionError)
 _EXACT = 2**53  # a float holds all whole numbers up to here
 _INTEGERS = 2.0**31  # PyMC keeps integers in 32 bits, and truncates larger ones silently
 
 
+@contextlib.contextmanager
+def naming(client_id: str) -> Iterator[None]:
+    """Name a client in errors of its data and its declaration, unless they name one."""
+    try:
+        yield
+    except (DataError, DeclarationError) as error:
+        if str(error).startswith("client "):
+            raise
+        raise type(error)(f"client {client_id!r}: {error}") from error
+
+
 def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
     """Convert one client's data to numeric arrays without missing values; refuse other data."""
-    if not isinstance(data, Mapping):
-        raise DataError(
-            f'client {client_id!r}: data are {type(data).__name__}; pass a mapping from name to array, {{"X": ...}}.'
-        )
-    if not data:
-        raise DataError(f"client {client_id!r}: no data; leave the client out or give it its arrays.")
-    arrays = {}
-    for name, value in data.items():
-        if not isinstance(name, str):
-            raise DataError(f"client {client_id!r}: the name {name!r} is not a text; pass {str(name)!r}.")
-        what = f"client {client_id!r}: {name!r}"
-        if np.ma.is_masked(value):
-            raise DataError(f"{what} has masked values; drop or impute them before the fit.")
-        try:
-            array = np.array(value)  # a copy: later rounds must see the data of the first
-        except (ValueError, TypeError, RuntimeError) as error:  # torch's are RuntimeErrors
-            remedy = "give rows of one length" if isinstance(error, ValueError) else "pass an array of NumPy"
-            raise DataError(f"{what} is no array: {error}; {remedy}.") from error
-        if array.dtype.kind not in "biufc":
-            dtype = f"is a {type(value).__name__} of dtype" if array.dtype == object else "has dtype"
-            raise DataError(
-                f"{what} {dtype} {array.dtype}, which is not numeric; encode it as numbers in an array, "
-                "by one code at all sites."
-            )
-        if array.dtype.kind == "c":
-            raise DataError(f"{what} has dtype {array.dtype}, and data must be real; pass two arrays, of its parts.")
-        if array.size == 0:
-            raise DataError(f"{what} has shape {array.shape}, that is zero rows; leave the client out.")
-        if array.dtype.kind == "f":
-            refuse(np.isnan(array), what, array, "; drop or impute missing values before the fit")
-        elif array.dtype.kind in "iu":
-            rule = ", and whole numbers are exact up to 2**53; use larger units, or number identifiers from 0"
-            refuse((array > _EXACT) | (array < -_EXACT), what, array, rule)
-        arrays[name] = array
-    return arrays
+    with naming(client_id):
+        if not isinstance(data, Mapping):
+            raise DataError(f'data are {type(data).__name__}; pass a mapping from name to array, {{"X": ...}}.')
+        if not data:
+            raise DataError("no data; leave the client out or give it its arrays.")
+        if odd := [name for name in data if not isinstance(name, str)]:
+            raise DataError(f"the name {odd[0]!r} is not a text; pass {str(odd[0])!r}.")
+        return {name: _client_array(name, value) for name, value in data.items()}
+
+
+def _client_array(name: str, value: Any) -> Any:
+    array, what = _real(repr(name), value), repr(name)
+    if array.size == 0:
+        raise DataError(f"{what} has shape {array.shape}, that is zero rows; leave the client out.")
+    if array.dtype.kind == "f":
+        refuse(np.isnan(array), what, array, "; drop or impute missing values before the fit")
+    elif array.dtype.kind in "iu":
+        rule = ", and whole numbers are exact up to 2**53; use larger units, or number identifiers from 0"
+        refuse((array > _EXACT) | (array < -_EXACT), what, array, rule)
+    return array
+
+
+def _real(what: str, value: Any) -> Any:
+    """A copy of values as a real array, so that later rounds see the data of the first."""
+    if np.ma.is_masked(value):
+        raise DataError(f"{what} has masked values; drop or impute them before the fit.")
+    try:
+        array = np.array(value)
+    except (ValueError, TypeError, RuntimeError) as error:  # torch's are RuntimeErrors
+        raise DataError(f"{what} is no array: {error}; pass an array of NumPy, with rows of one length.") from error
+    if array.dtype.kind not in "biuf":
+        dtype = f"{array.dtype} (a {type(value).__name__})"
+        raise DataError(f"{what} has dtype {dtype}, which is not numeric and real; encode it as an array of numbers.")
+    return array
+
+
+def place_of(wrong: Any) -> tuple[int, ...]:
+    """Index of the first entry that is true."""
+    return tuple(int(i) for i in np.argwhere(wrong)[0])
 
 
 def refuse(wrong: Any, what: str, values: Any, rule: str) -> None:
     """Refuse the first entry that breaks a rule."""
     if np.any(wrong):
-        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        where = place_of(wrong)
         raise DataError(f"{what} holds {values[where]} at index {where}{rule}.")
 
 
 def needs_same_keys(clients: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse clients whose data have other names than most."""
-    count: defaultdict[tuple[str, ...], int] = defaultdict(int)
-    for arrays in clients.values():
-        count[tuple(sorted(arrays))] += 1
-    usual = max(count, key=lambda keys: count[keys])
-    for client_id, arrays in clients.items():
-        if tuple(sorted(arrays)) != usual:
-            raise DataError(
-                f"client {client_id!r}: data keys {sorted(arrays)} differ from the other clients' {list(usual)}; "
-                "rename or complete this client's data."
-            )
+    keys = {client_id: sorted(arrays) for client_id, arrays in clients.items()}
+    usual = list(Counter(map(tuple, keys.values())).most_common(1)[0][0])
+    for client_id in keys:
+        if keys[client_id] != usual:
+            what = f"client {client_id!r}: data keys {keys[client_id]}"
+            raise DataError(f"{what} differ from other clients' {usual}; rename or complete them.")
 
 
 def group_by_columns(clients: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -113,7 +127,7 @@ def one_type(clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 def _common(dtypes: set[Any], arrays: list[Any]) -> Any:
     reals = {dtype for dtype in dtypes if dtype.kind == "f"}
-    if reals == dtypes or any(dtype.kind == "c" for dtype in dtypes):
+    if reals == dtypes:
         return np.result_type(*dtypes)
     if not all(np.all(fits_integers(a)) for a in arrays if a.dtype.kind != "b"):
         return np.dtype(np.float64)
@@ -152,25 +166,11 @@ def new_inputs(
 
 def _new_input(name: str, value: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     """Check one input: real, finite, not masked, one row or more, and the client's columns."""
-    what = f"new inputs {name!r}"
-    if np.ma.is_masked(value):
-        raise DataError(f"{what} have masked values; drop or impute them.")
-    try:
-        new = np.asarray(value)
-    except ValueError as error:
-        raise DataError(f"{what} are no array: {error}; give rows of one length.") from error
-    if new.dtype.kind not in "biuf":
-        raise DataError(f"{what} have dtype {new.dtype}; pass real numbers.")
+    what = f"new input {name!r}"
+    new = _real(what, value)
     if new.ndim != len(shape) or new.shape[1:] != shape[1:] or not new.size:
-        raise DataError(
-            f"{what} have shape {new.shape}, the client's have {shape}; give them at least one row and the same "
-            "columns."
-        )
-    if not np.all(np.isfinite(new)):
-        where = tuple(int(i) for i in np.argwhere(~np.isfinite(new))[0])
-        raise DataError(
-            f"{what} hold missing or infinite values, {new[where]} at index {where} first; drop or impute them."
-        )
+        raise DataError(f"{what} has shape {new.shape}, the client's {shape}; give a row or more of the same columns.")
+    refuse(~np.isfinite(new), what, new, "; drop or impute missing or infinite values")
     return held_exactly(what, new, dtype) if np.dtype(dtype).kind in "biu" else new.astype(dtype)
 
 
@@ -190,16 +190,10 @@ class Indices(NamedTuple):
 def site_indices(graph: _graph.SiteGraph, parts: _graph.Parts) -> Indices:
     """Indices in log p(y, θ | φ) and in deterministics, as a function of the graph's inputs."""
     data = dict(zip(graph.inputs, (v.name for v in parts.data), strict=False))
-    indices = _expressions([graph.logp], data, {graph.x})
-    of_deterministics = _expressions(
-        parts.model.deterministics, {v: v.name for v in parts.data}, set(parts.model.basic_RVs)
-    )
+    parameters = {rv: rv.type() for rv in parts.model.basic_RVs}
     replace = dict(zip(parts.data, graph.inputs, strict=False))
-    indices |= (
-        dict(zip(clone_replace(list(of_deterministics), replace), of_deterministics.values(), strict=True))
-        if of_deterministics
-        else {}
-    )
+    deterministics = clone_replace(list(parts.model.deterministics), {**replace, **parameters})
+    indices = _expressions([graph.logp, *deterministics], data, {graph.x, *parameters.values()})
     values = interpreted.python_function(graph.inputs, list(indices)) if indices else lambda *inputs: ()
     return Indices(tuple(indices.values()), values)
 
@@ -241,26 +235,18 @@ def _of_entries(node: Any) -> list[Any]:
     return [*entries, *given]
 
 
-def require_not_negative(client_id: str, indices: Indices, arrays: Mapping[str, Any], inputs: Sequence[Any]) -> None:
+def require_not_negative(indices: Indices, arrays: Mapping[str, Any], inputs: Sequence[Any]) -> None:
     """Refuse data that index from the end."""
-    if not indices.names:
-        return
     for names, value in zip(indices.names, indices.values(*inputs), strict=True):
         index = np.asarray(value)
-        if not np.any(index < 0):
-            continue
-        where = tuple(int(i) for i in np.argwhere(index < 0)[0])
         same = [name for name in names or arrays if np.array_equal(arrays[name], index)]
+        if not np.any(index < 0) or not (names or same):  # or it is the model's own constant
+            continue
+        where = place_of(index < 0)
+        what = f"the model computes the index {index[where]} from {quoted(names)}, at {where}"
         if same:
-            what = f"{same[0]!r} holds {index[where]} at index {where}, and the model takes it for an index"
-        elif names:
-            what = f"the model computes the index {index[where]} from {', '.join(map(repr, names))}, at {where}"
-        else:
-            continue  # the model's own constant
-        raise DataError(
-            f"client {client_id!r}: {what}, and a negative index counts from the end. Number groups 0 to n - 1; where "
-            "it stands for no group, index by pt.maximum(index, 0) and mask those rows."
-        )
+            what = f"{same[0]!r} holds {index[where]} at index {where}"
+        raise DataError(f"{what}, which counts from the end; number groups 0 to n - 1, and mask rows of none.")
 
 
 # Checks of a client's data against its model, and of clients with each other ------------------------------------------
@@ -286,7 +272,7 @@ def argument_names(builder: Callable[..., Any]) -> tuple[str, ...] | None:
     return None if known is None or any(p.kind is p.VAR_KEYWORD for p in known) else tuple(p.name for p in known)
 
 
-def require_arguments(client_id: str, builder: Callable[..., Any], arrays: Mapping[str, Any]) -> None:
+def require_arguments(builder: Callable[..., Any], arrays: Mapping[str, Any]) -> None:
     """Refuse data that do not fit the builder's arguments; a builder without a signature is not checked."""
     if (known := parameters(builder)) is None:
         return
@@ -298,28 +284,25 @@ def require_arguments(client_id: str, builder: Callable[..., Any], arrays: Mappi
     listed = ", ".join(str(p.replace(annotation=p.empty, default=p.empty)) for p in known)
     call = f"the builder {builder_name(builder)}({listed})"
     if positional:
-        raise DeclarationError(
-            f"{call} takes {positional} by position only, and data are passed by name; remove the / from its arguments."
-        )
+        raise DeclarationError(f"{call} takes {positional} by position alone, and data are named; remove the /.")
     if not unknown and not missing:
         return
-    problems, remedies = [], []
+    lower = {name.casefold(): name for name in missing}
+    close = {name: difflib.get_close_matches(name.casefold(), lower, n=1) for name in unknown}
+    spelt = [f"rename {name!r} to {lower[matches[0]]!r}" for name, matches in close.items() if matches]
+    problems, remedies = [], spelt
     if unknown:
-        lower = {name.casefold(): name for name in missing}
-        close = {name: difflib.get_close_matches(name.casefold(), lower, n=1) for name in unknown}
-        problems.append(f"has no argument for {_quoted(unknown)} of its data")
-        spelt = [f"rename {name!r} to {lower[matches[0]]!r}" for name, matches in close.items() if matches]
-        remedies.append(
-            "; ".join(spelt) or f"drop {_quoted(unknown)} from the data, or add it to the builder's arguments"
-        )
+        problems.append(f"has no argument for {quoted(unknown)} of its data")
+        remedies = spelt or [f"drop {quoted(unknown)} from the data, or add it to the builder's arguments"]
     if missing:
-        problems.append(f"needs {_quoted(missing)}, which its data {sorted(arrays)} lack")
-        if not any(repr(name) in remedy for name in missing for remedy in remedies):
-            remedies.append(f"add {_quoted(missing)} to the data, or give the arguments defaults")
-    raise DataError(f"client {client_id!r}: {call} {' and '.join(problems)}; {'; '.join(remedies)}.")
+        problems.append(f"needs {quoted(missing)}, which its data {sorted(arrays)} lack")
+        if not spelt:
+            remedies = [*remedies, f"add {quoted(missing)} to the data, or give the arguments defaults"]
+    raise DataError(f"{call} {' and '.join(problems)}; {'; '.join(remedies)}.")
 
 
-def _quoted(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
+    """Names in quotes, for messages."""
     return ", ".join(map(repr, names))
 
 
@@ -327,16 +310,15 @@ def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -
     """A client's arrays in the order and the types of the model's containers."""
     ordered = []
     observed = _graph.observed_through(parts)
-    for container in parts.data:
-        value, what = np.asarray(arrays[container.name]), f"client {client_id!r}: {container.name!r}"
-        if (rv := observed.get(container)) is not None:  # bounds and inputs need not be finite
-            rule = f", and {rv.name!r}, which is observed there, must be finite; drop or correct such values"
-            refuse(~np.isfinite(value), what, value, rule)
-        if value.ndim != container.type.ndim:
-            raise DataError(
-                f"{what} has {value.ndim} dimensions {value.shape}, the container {container.type.ndim}; reshape it."
-            )
-        ordered.append(np.asarray(held_exactly(what, value, container.type.dtype), order="C"))
+    with naming(client_id):
+        for container in parts.data:
+            value, what, ndim = np.asarray(arrays[container.name]), repr(container.name), container.type.ndim
+            if (rv := observed.get(container)) is not None:  # bounds and inputs need not be finite
+                rule = f", and {rv.name!r}, which is observed there, must be finite; drop or correct such values"
+                refuse(~np.isfinite(value), what, value, rule)
+            if value.ndim != ndim:
+                raise DataError(f"{what} has {value.ndim} dimensions {value.shape}, the container {ndim}; reshape it.")
+            ordered.append(np.asarray(held_exactly(what, value, container.type.dtype), order="C"))
     return tuple(ordered)
 
 
@@ -344,78 +326,52 @@ def held_exactly(what: str, value: Any, dtype: str) -> Any:
     """Cast values to a container's type; refuse if that changes a value."""
     with np.errstate(invalid="ignore"):
         cast = value.astype(dtype)
-    rule = (
-        f", which the container's type, {dtype}, cannot hold exactly. The type comes from the builder and its first "
-        "data; give numbers of that type, or one type at all clients"
-    )
+    rule = f", which the container's type {dtype} cannot hold exactly; give one type at all clients"
     refuse(cast != value, what, value, rule)
     return cast
 
 
-def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception, apart: str = "") -> DataError:
+def mismatch(arrays: Mapping[str, Any], error: Exception, apart: str = "") -> DataError:
     """Error of a model that cannot be evaluated on a client's data, with the shapes and a remedy.
 
     `apart` says which outcomes differ in shape from their distribution, where that is known.
     """
-    shapes = {name: np.shape(value) for name, value in arrays.items()}
     message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-    remedy = "Give this client the same columns as the others, one row of each array per observation."
+    remedy = "Give the same columns as the other clients, and one row of each array per observation."
     if type(error).__name__ == "ParameterValueError":
-        remedy = "A distribution's parameter leaves its domain on these data: look at sign and size of what it reads."
+        remedy = "A parameter leaves its domain on these data: look at sign and size of what it reads."
     elif isinstance(error, IndexError):
-        remedy = "An integer of its data points outside an array of the model: number groups 0 to n - 1."
+        remedy = "An index points outside an array of the model: number groups 0 to n - 1."
         if "boolean" in message:
-            remedy = "True and False select entries: for an index give integers, for a mask one entry for each of them."
+            remedy = "True and False select entries: for an index give integers."
     rows = {name: len(value) for name, value in arrays.items() if np.ndim(value)}
     if len(set(rows.values())) > 1:
-        remedy = (
-            f"Its arrays have different numbers of rows, {rows}: give one row of each array per observation, or look "
-            "at what indexes them."
-        )
+        remedy = f"Its arrays have different numbers of rows, {rows}: give one row of each array per observation."
     elif apart:
         message, remedy = apart, "Give one outcome for each of these, or declare a distribution of that shape."
-    return DataError(
-        f"client {client_id!r}: the model cannot be evaluated on data of shapes {shapes}: {message}. {remedy}"
-    )
+    return DataError(f"the model cannot be evaluated on data of shapes {shapes_of(arrays)}: {message}. {remedy}")
+
+
+def shapes_of(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of arrays by name."""
+    return {name: np.shape(value) for name, value in arrays.items()}
 
 
 def require_same_variables(
-    reference_id: str,
-    reference: tuple[Variable, ...],
-    client_id: str,
-    variables: tuple[Variable, ...],
-    arrays: Mapping[str, Any],
+    reference_id: str, reference: tuple[Variable, ...], variables: tuple[Variable, ...], arrays: Mapping[str, Any]
 ) -> None:
-    """Refuse a client whose shared variables differ in shape, transform or dims."""
+    """Refuse a client whose shared variables differ in shape, transform or dims from those of a reference."""
     for known, variable in zip(reference, variables, strict=True):
         if known != variable:
-            field = next(f for f in known._fields if getattr(known, f) != getattr(variable, f))
-            shapes = {name: np.shape(value) for name, value in arrays.items()}
-            raise DataError(
-                f"client {client_id!r}: shared variable {known.name!r} has {field} {getattr(variable, field)}, but "
-                f"{getattr(known, field)} at client {reference_id!r}. This client's data have shapes {shapes}: give it "
-                f"the same columns as the others, or make {known.name!r} local."
-            )
+            field, here, there = difference(variable, known)
+            what = f"shared variable {known.name!r} has {field} {here}, but {there} at client {reference_id!r}"
+            remedy = f"give the same columns as the others (here {shapes_of(arrays)})"
+            raise DataError(f"{what}; make {known.name!r} local, or {remedy}.")
 
 
-def ignored_data(client_id: str, builder: Any, parts: _graph.Parts, names: Iterable[str]) -> DeclarationError:
-    """Error of a model whose observed variables do not depend on the data."""
-    free = [rv.name for rv in parts.local if any(v in parts.data for v in ancestors([rv]))]
-    hint = f" {_quoted(free)} has no observed=, and is a local variable." if free else ""
-    return DeclarationError(
-        f"client {client_id!r}: the builder {builder_name(builder)} makes no use of its data: none of {_quoted(names)} "
-        f"reaches what is observed ({_quoted(rv.name for rv in parts.model.observed_RVs)}).{hint} Pass the data on, "
-        "with observed=y for example."
-    )
-
-
-def other_prior(reference_id: str, client_id: str) -> DeclarationError:
-    """Error of two clients' builds that differ in the shared prior."""
-    return DeclarationError(
-        f"client {client_id!r}: the shared prior differs from the one at client {reference_id!r}; it depends on client "
-        "data or on random numbers. Use the same constants at all clients, and make random starting values, such as a "
-        "network's, outside of the builder."
-    )
+def difference(a: Variable, b: Variable) -> tuple[str, Any, Any]:
+    """The first field in which two variables differ, and its values."""
+    return next((field, x, y) for field, x, y in zip(a._fields, a, b, strict=True) if x != y)
 
 
 # The digest by which sites and server compare declarations; a server computes it from what a site sends ---------------

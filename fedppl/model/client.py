@@ -19,7 +19,7 @@ from pymc.logprob.utils import ParameterValueError
 from pytensor import scalar
 from pytensor.graph.basic import Constant
 from pytensor.graph.replace import vectorize_graph
-from pytensor.graph.traversal import ancestors, io_toposort
+from pytensor.graph.traversal import ancestors, io_toposort, walk
 from pytensor.raise_op import CheckAndRaise
 from pytensor.tensor.math import Argmax
 from pytensor.tensor.random.op import RandomVariable
@@ -35,7 +35,7 @@ from fedppl.model.graph import Parts, unnormalised
 from fedppl.model.interpreted import quiet
 from fedppl.model.same import graph_key
 from fedppl.model.summaries import tells_summary
-from fedppl.model.template import Declared, Template, built, parts_of
+from fedppl.model.template import Declared, Template, built, make_once, parts_of
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable, coordinate_labels
 
@@ -46,52 +46,24 @@ _KINKS_SOUGHT = 3  # clients of one template
 
 @dataclass(frozen=True, eq=False)
 class ClientModel:
-    """One client's log site factor log p(y_k, θ | φ), its gradient, and functions to read results.
-
-    Attributes
-    ----------
-    client_id
-        Logical id.
-    layout
-        Shared parameters φ, equal at all clients.
-    local
-        Local variables θ_k, in the order of the flat vector.
-    kernel
-        Jitted function ``kernel(x, *data) -> [log density, gradient]`` with x = (φ, θ).
-    packed
-        The client's arrays, packed: reals, integers, and where each array lies.
-    inputs
-        The same arrays, one by one.
-    prior
-        The shared prior, which is *not* part of the site factor.
-    initial
-        Unconstrained starting value of θ, (d_k,).
-    arrays
-        The client's data by name.
-    declared
-        Builder and names of the shared variables.
-    template
-        The compiled model, shared with other clients.
-    """
+    """One client's log site factor log p(y_k, θ | φ), its gradient, and functions to read results."""
 
     client_id: str
-    layout: Layout
-    local: tuple[Variable, ...]
-    packed: tuple[Any, Any, Any]
-    inputs: tuple[Any, ...]
-    prior: SharedPrior
-    initial: Array
-    arrays: Mapping[str, Any]
+    layout: Layout  # shared parameters φ, equal at all clients
+    local: tuple[Variable, ...]  # θ_k, in the order of the flat vector
+    packed: tuple[Any, Any, Any]  # the client's arrays: reals, integers, and where each array lies
+    inputs: tuple[Any, ...]  # the same arrays, one by one
+    prior: SharedPrior  # which is not part of the site factor
+    initial: Array  # unconstrained starting value of θ, (d_k,)
+    arrays: Mapping[str, Any]  # the client's data by name
     declared: Declared
-    template: Template
+    template: Template  # the compiled model, shared with other clients
 
     def __repr__(self) -> str:
         """One line, without the client's data."""
         shapes = ", ".join(f"{name}: {np.shape(array)}" for name, array in self.arrays.items())
-        return (
-            f"ClientModel({self.client_id!r}, data {{{shapes}}}, {self.shared_size} shared and {self.local_size} local "
-            "coordinates)"
-        )
+        sizes = f"{self.shared_size} shared and {self.local_size} local coordinates"
+        return f"ClientModel({self.client_id!r}, data {{{shapes}}}, {sizes})"
 
     @property
     def kind(self) -> str:
@@ -110,8 +82,24 @@ class ClientModel:
 
     @functools.cached_property
     def declaration(self) -> str:
-        """Digest of all that the declaration's density computes, as `Policy.declarations` lists it."""
-        return _declaration_digest(self)
+        """Digest of all that the declaration's density computes, as `Policy.declarations` lists it.
+
+        For a builder it covers the graphs of the densities with all constants, also data that a builder makes
+        constants, but not data in containers or their numbers of rows; it is empty where an operation has no key. For a
+        formula it covers the text, since the rest follows from that and from the agreement of the sites.
+        """
+        builder: Any = self.declared.builder
+        parts, (shared, _) = self.template.parts, self.template.variables
+        if is_written(builder):
+            content: list[Any] = [sorted(builder.written.items())]
+        else:
+            site, prior = self.template.graph, _graph.prior_graph(parts, shared)
+            graphs = [graph_key([graph.x, *graph.inputs], [graph.logp]) for graph in (site, prior)]
+            if None in graphs:
+                return ""
+            named = [(tuple(variable), rv.name) for variable, rv in zip(shared, parts.shared, strict=True)]
+            content = [self.kind, named, [v.name for v in parts.data], graphs]
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
     @property
     def shared_size(self) -> int:
@@ -137,9 +125,11 @@ class ClientModel:
         functions = self.template.functions
         if functions.get("kink") is None and functions.setdefault("kinks sought", 0) < _KINKS_SOUGHT:
             functions["kinks sought"] += 1
-            functions["kink"] = find_kink(self.template.graph, self.inputs, self._value_and_gradient, self._reach)
-        kink_found: str | None = functions.get("kink")
-        return kink_found
+            functions["kink"] = find_kink(
+                self.template.graph, self.inputs, self._value_and_gradient, lambda: points(self._parts, self._start)
+            )
+        kink: str | None = functions.get("kink")
+        return kink
 
     @property
     def has_proper_prior(self) -> bool:
@@ -147,13 +137,9 @@ class ClientModel:
         model = self.template.parts.model
         return not model.potentials and not unnormalised(model)
 
-    def _value_and_gradient(self, x: Array) -> Array:
-        value, by_phi, by_theta = self.log_site(x[: self.shared_size], x[self.shared_size :])
-        return np.concatenate([[value], by_phi, by_theta])
-
-    def _reach(self) -> Array:
-        start = np.concatenate([self.template.functions["shared start"], self.initial])
-        return points(self._parts, start)
+    @property
+    def _start(self) -> Array:
+        return np.concatenate([self.template.functions["shared start"], self.initial])
 
     @property
     def _parts(self) -> Parts:
@@ -165,16 +151,16 @@ class ClientModel:
 
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
         """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,); NaN where φ has indicators."""
-        if np.shape(phi) != (self.shared_size,) or np.shape(theta) != (self.local_size,):
-            raise DeclarationError(
-                f"client {self.client_id!r}: phi of shape {np.shape(phi)} and theta of shape {np.shape(theta)}; pass "
-                f"({self.shared_size},) and ({self.local_size},)."
-            )
-        if self.layout.binary:
-            nan = np.full(self.shared_size + self.local_size, np.nan)
-            return self.log_density(phi, theta), nan[: self.shared_size], nan[self.shared_size :]
-        output = self.kernel(np.concatenate([phi, theta]), *self.packed)
+        given, sizes = (np.shape(phi), np.shape(theta)), ((self.shared_size,), (self.local_size,))
+        if given != sizes:
+            raise DeclarationError(f"phi of shape {given[0]} and theta of {given[1]}; pass {sizes[0]} and {sizes[1]}.")
+        output = self._value_and_gradient(np.concatenate([phi, theta]))
         return float(output[0]), output[1 : 1 + self.shared_size], output[1 + self.shared_size :]
+
+    def _value_and_gradient(self, x: Array) -> Array:
+        if self.layout.binary:
+            return np.concatenate([[self.template.density(x, *self.inputs)], np.full(len(x), np.nan)])
+        return np.asarray(self.template.kernel(x, *self.packed))
 
     def log_density(self, phi: Array, theta: Array) -> float:
         """log p(y_k, θ | φ) alone, interpreted: slow to call, and nothing is compiled for it."""
@@ -187,16 +173,14 @@ class ClientModel:
         sd = gaussian.standard_deviations(self.layout.prior)
         aside = 0.1 * np.cos(np.arange(self.shared_size + self.local_size))
         aside[: self.shared_size] *= sd
-        start = np.concatenate([self.template.functions["shared start"], self.initial])
-        points = [np.split(start + times * aside, [self.shared_size]) for times in (1.0, -2.0)]
-        return np.array([float(f"{self._log_density_or_none(*point):.5e}") for point in points])
-
-    def _log_density_or_none(self, phi: Array, theta: Array) -> float:
-        """The log density; −inf, as compiled, where a parameter leaves its domain."""
-        try:
-            return self.log_density(phi, theta)
-        except ParameterValueError:
-            return -np.inf
+        values = []
+        for times in (1.0, -2.0):
+            try:
+                value = float(self.template.density(self._start + times * aside, *self.inputs))
+            except ParameterValueError:
+                value = -np.inf  # as compiled
+            values.append(float(f"{value:.5e}"))
+        return np.array(values)
 
     @property
     def rows(self) -> int:
@@ -240,9 +224,8 @@ class ClientModel:
         template, shared, public = self.template, self.layout.variables, self.template.public.names
 
         def constrained() -> tuple[tuple[str, ...], Callable[..., list[Array]], int]:
-            x, inputs, names, outputs = _graph.constrained_graph(
-                template.parts, shared, self.local, public, only_shared=only_shared
-            )
+            graphs = _graph.constrained_graph(template.parts, shared, public, only_shared=only_shared)
+            x, inputs, names, outputs = graphs
             return names, interpreted.batched({x: pt.matrix()}, inputs, outputs), len(inputs)
 
         names, function, n_inputs = template.of_declaration(("constrain", only_shared, public), constrained)
@@ -260,15 +243,18 @@ class ClientModel:
         return SharedReader(self.constrain_shared, kept, {dim: coords[dim] for dim in public.labelled})
 
     def draw_prior(self, draws: int, random_seed: int) -> Array:
-        """Draws of the declared shared prior on the unconstrained space, (S, m)."""
-        return draw_prior(self.template.parts, draws, random_seed)
+        """Draws of the declared shared prior on the unconstrained space, (S, m).
+
+        There are fewer if a transform is defined for some draws only, as that of an ordered vector is.
+        """
+        parts = self.template.parts
+        if any(term not in parts.shared for term in parts.prior_terms):
+            raise DeclarationError("the shared prior has a pm.Potential, from which nothing can be drawn.")
+        return unconstrained(parts, draws, random_seed)
 
     def view(self, read: Callable[[ClientModel], T]) -> T:
         """The result of a family's reader for this client's model, cached."""
-        if read not in self._views:
-            self._views[read] = read(self)
-        result: T = self._views[read]
-        return result
+        return make_once(self._views, read, lambda: read(self))
 
     @functools.cached_property
     def _views(self) -> dict[Any, Any]:
@@ -303,38 +289,15 @@ def is_written(builder: Any) -> bool:
     return (type(builder).__module__, type(builder).__qualname__) == _WRITTEN
 
 
-def _declaration_digest(client: Any) -> str:
-    """Digest of the declaration of a client's model; empty where an operation has no key.
-
-    For a builder it covers the graphs of the densities with all constants, also data that a builder makes constants,
-    but not data in containers or their numbers of rows. For a formula it covers the text, since columns and priors
-    follow from that and from the agreement of the sites under `Policy.agreement`.
-    """
-    declared, template = client.declared, client.template
-    if is_written(declared.builder):
-        content = [sorted(declared.builder.written.items())]
-    else:
-        shared, _ = template.variables
-        prior = _graph.prior_graph(template.parts, shared)
-        graphs = [graph_key([graph.x, *graph.inputs], [graph.logp]) for graph in (template.graph, prior)]
-        if None in graphs:
-            return ""
-        named = [(tuple(variable), rv.name) for variable, rv in zip(shared, template.parts.shared, strict=True)]
-        content = [declared.kind, named, [v.name for v in template.parts.data], graphs]
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
-
-
 def _take(client: ClientModel, rows: Any) -> tuple[Any, ...]:
     """The kernel's inputs with some rows of all arrays that have a row per observation."""
     data = client.template.parts.data
     lengths = _observed_lengths(client.template.parts, client.arrays)
     values, free = client.inputs[: len(data)], client.inputs[len(data) :]
     if len(lengths) > 1 or not data or _has_local_per_row(client.template, values, lengths):
-        raise DataError(
-            f"client {client.client_id!r}: observations of lengths {sorted(lengths)} cannot be taken in batches, which "
-            "need pm.Data containers, observed arrays of one length, and no local variable with an entry per row. "
-            "Use batch_size=None."
-        )
+        rule = "need pm.Data containers, observed arrays of one length, and no local variable with an entry per row"
+        what = f"client {client.client_id!r}: batches of observations of lengths {sorted(lengths)}"
+        raise DataError(f"{what} {rule}; use batch_size=None.")
     (length,) = lengths
     return (*_rows_of(values, length, rows), *free)
 
@@ -367,26 +330,14 @@ def _observed_lengths(parts: Parts, arrays: Mapping[str, Any]) -> set[int]:
 EACH = 10  # draws per shared number (and ten more) that moments need
 
 
-def draw_prior(parts: _graph.Parts, count: int, seed: int) -> Array:
-    """Draws (S, m) of the shared prior on the unconstrained space.
-
-    There are fewer than `count` if a transform is defined for some draws only, as that of an ordered vector is.
-    """
-    if any(term not in parts.shared for term in parts.prior_terms):
-        raise DeclarationError("the shared prior has a pm.Potential, from which nothing can be drawn.")
-    return unconstrained(parts, count, seed)
-
-
 def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
     """Draws (S, m) of the shared variables, without a pm.Potential among their terms."""
-    model = parts.model
-    values = []
+    names, values = [rv.name for rv in parts.shared], []
     for rv in parts.shared:
-        transform = model.rvs_to_transforms[rv]
-        may_be_sorted = isinstance(transform, Ordered) and not any(
-            rv in ancestors(other.owner.inputs) for other in parts.shared
-        )
-        drawn = pt.sort(rv, axis=-1) if may_be_sorted and _has_like_entries(rv) else rv
+        transform = parts.model.rvs_to_transforms[rv]
+        is_read = any(rv in ancestors(other.owner.inputs) for other in parts.shared)
+        in_order = isinstance(transform, Ordered) and not is_read and _has_like_entries(rv)
+        drawn = pt.sort(rv, axis=-1) if in_order else rv
         values.append(rv if transform is None else transform.forward(drawn, *rv.owner.inputs))
     try:
         with quiet():
@@ -394,21 +345,14 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
             if draws is None:
                 draws = pm.draw(values, draws=count, random_seed=seed, mode=interpreted.PYTHON_MODE)
     except NotImplementedError as error:  # a flat prior that a potential bounds, or a user's own distribution
-        names = [rv.name for rv in parts.shared]
-        raise DeclarationError(
-            f"the shared prior of {names} cannot be drawn from ({error}). Give every shared variable a proper "
-            "distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
-        ) from error
+        raise DeclarationError(f"priors of {names} cannot be drawn from ({error}); declare proper ones.") from error
     flat = np.concatenate([np.reshape(value, (count, -1)) for value in draws], axis=1)
     # An ordered vector whose entries are not exchangeable, or that others depend on, is drawn without its order; draws
     # that happen to be in order are draws of the prior.
     inside = flat[np.all(np.isfinite(flat), axis=1)]
     if len(inside) < min(count, EACH * (flat.shape[1] + 1)):
-        names = [rv.name for rv in parts.shared]
-        raise DeclarationError(
-            f"only {len(inside)} of {count} draws of the shared prior of {names} lie where its transforms are "
-            "defined (an ordered vector?). Give its entries ordered means, or share its increments instead."
-        )
+        what = f"transforms of {names} have only {len(inside)} of {count} draws of the prior in their domain"
+        raise DeclarationError(f"{what}; give ordered vectors ordered means, or share increments.")
     return np.asarray(inside)
 
 
@@ -417,14 +361,12 @@ def _has_like_entries(rv: Any) -> bool:
     op = rv.owner.op
     if not isinstance(op, RandomVariable) or op.ndim_supp or any(op.ndims_params):
         return False
-    for parameter in op.dist_params(rv.owner):
-        if (
-            parameter.type.ndim
-            and not parameter.type.broadcastable[-1]
-            and not (isinstance(parameter, Constant) and np.all(parameter.data == parameter.data[..., :1]))
-        ):
-            return False
-    return True
+    return all(
+        not parameter.type.ndim
+        or parameter.type.broadcastable[-1]
+        or (isinstance(parameter, Constant) and np.all(parameter.data == parameter.data[..., :1]))
+        for parameter in op.dist_params(rv.owner)
+    )
 
 
 def _at_once(values: list[Any], rvs: tuple[Any, ...], count: int, seed: int) -> list[Array] | None:
@@ -480,20 +422,20 @@ def find_kink(
         for turn in turns:
             function = interpreted.python_function([graph.x, *graph.inputs], turn.values)
             values = np.stack([np.ravel(function(x, *inputs)) for x in reached])
-            compared = 0
+            found = []
             for element, before, after in _crossings(values, turn.by_sign):
-
-                def side(x: Array, function: Any = function, element: int = element, turn: _Turn = turn) -> float:
-                    value = float(np.ravel(function(x, *inputs))[element])
-                    return float(np.sign(value)) if turn.by_sign else value
-
-                breaks_here = _breaks(side, density, reached[before], reached[after])
-                if breaks_here:
+                side = functools.partial(_side, function, inputs, element, turn.by_sign)
+                found.append(_breaks(side, density, reached[before], reached[after]))
+                if found[-1]:
                     return turn.name
-                compared += breaks_here is not None
-                if compared == _CROSSINGS:
+                if found.count(False) == _CROSSINGS:
                     break
     return None
+
+
+def _side(function: Callable[..., Any], inputs: Sequence[Any], element: int, by_sign: bool, x: Array) -> float:
+    value = float(np.ravel(function(x, *inputs))[element])
+    return float(np.sign(value)) if by_sign else value
 
 
 def points(parts: _graph.Parts, start: Array) -> Array:
@@ -521,18 +463,15 @@ def _turns(graph: _graph.SiteGraph) -> list[_Turn]:
     for node in io_toposort([graph.x, *graph.inputs], [graph.logp]):
         if not of_x.isdisjoint(node.inputs):
             of_x.update(node.outputs)
-    turns: list[_Turn] = []
-    seen: set[Any] = set()
-    waiting = [graph.logp]
-    while waiting:
-        variable = waiting.pop()
+
+    def read(variable: Any) -> Any:
         node = variable.owner
-        if variable in seen or variable not in of_x or node is None or isinstance(node.op, Shape | Shape_i):
-            continue
-        seen.add(variable)
-        turns += _turns_of(node)
-        waiting.extend(node.inputs[:1] if isinstance(node.op, CheckAndRaise) else node.inputs)
-    return turns
+        if variable not in of_x or node is None or isinstance(node.op, Shape | Shape_i):
+            return ()
+        return node.inputs[:1] if isinstance(node.op, CheckAndRaise) else node.inputs
+
+    nodes = [variable.owner for variable in walk([graph.logp], read, bfs=False) if read(variable)]
+    return [turn for node in nodes for turn in _turns_of(node)]
 
 
 def _turns_of(node: Any) -> list[_Turn]:

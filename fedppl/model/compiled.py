@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+import pytensor
 from numba import from_dtype
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import NumbaPerformanceWarning, TypingError
@@ -19,8 +20,7 @@ from pymc.logprob.utils import CheckParameterValue
 from pytensor import scalar
 from pytensor.compile.mode import get_mode
 from pytensor.configdefaults import config
-from pytensor.graph.basic import Apply, Constant
-from pytensor.graph.op import Op
+from pytensor.graph.basic import Constant
 from pytensor.graph.rewriting.basic import in2out, node_rewriter, out2in
 from pytensor.link.numba import cache
 from pytensor.tensor.basic import Alloc, MakeVector, ScalarFromTensor, Split, tensor_copy
@@ -118,23 +118,8 @@ class _OfShape(SpecifyShape):  # type: ignore[misc]
     """`SpecifyShape` whose compiled error has no numbers, which would take seconds to compile."""
 
 
-class _View(Op):  # type: ignore[misc]
+class _View(DimShuffle):  # type: ignore[misc]
     """`DimShuffle` by indexing: views by strides take longer to compile."""
-
-    __props__ = ("input_ndim", "new_order")
-    view_map = {0: [0]}
-
-    def __init__(self, input_ndim: int, new_order: tuple[Any, ...]) -> None:
-        self.input_ndim, self.new_order = input_ndim, new_order
-        self.same = DimShuffle(input_ndim=input_ndim, new_order=new_order)
-
-    def make_node(self, x: Any) -> Any:
-        """Output of the same type."""
-        return Apply(self, [x], [self.same(x).type()])
-
-    def perform(self, node: Any, inputs: Any, outputs: Any) -> None:
-        """As `DimShuffle` does."""
-        self.same.perform(node, inputs, outputs)
 
 
 class _Full(Alloc):  # type: ignore[misc]
@@ -175,10 +160,10 @@ def _code_of_view(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
     """Numba code of `_View`: axes of length one are dropped, then new ones are added."""
     if not op.input_ndim:  # a scalar in Numba
         return _function("dimshuffle(x)", f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
-    lines = [f"assert x.shape[{axis}] == 1, '{_OTHER_SHAPE}'" for axis in op.same.drop]
-    if op.same.drop:
-        lines += [f"x = x[{', '.join('0' if axis in op.same.drop else ':' for axis in range(op.input_ndim))}]"]
-    if not op.same.shuffle:
+    lines = [f"assert x.shape[{axis}] == 1, '{_OTHER_SHAPE}'" for axis in op.drop]
+    if op.drop:
+        lines += [f"x = x[{', '.join('0' if axis in op.drop else ':' for axis in range(op.input_ndim))}]"]
+    if not op.shuffle:
         return _function("dimshuffle(x)", *lines, f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
     if tuple(op.new_order) == _TRANSPOSE:
         return _function("dimshuffle(x)", "return np.ascontiguousarray(x.T)")
@@ -233,12 +218,14 @@ def mode() -> Any:
     return get_mode("NUMBA").register(first, fewer, *later)
 
 
-def inlined(compiled: Any) -> tuple[Any, bool]:
-    """PyTensor's function for Numba, to be inlined into its caller, and whether it may be cached on disk.
+def inlined(inputs: Sequence[Any], outputs: Sequence[Any], numba_mode: Any = None) -> tuple[Any, bool]:
+    """Graphs as a function for Numba, to be inlined into its caller, and whether it may be cached on disk.
 
     PyTensor wraps it into another function, under whose name it is cached. LLVM would optimise the code once for each
     of the two, and again for their caller. Code with pointers, which are invalid in another process, has no name.
     """
+    settings = {"mode": numba_mode or mode(), "on_unused_input": "ignore"}
+    compiled = pytensor.function(list(inputs), list(outputs), **settings).vm.jit_fn
     outer = compiled.py_func
     inner = outer.__globals__.get("jitable_func", compiled) if outer in cache.CACHED_SRC_FUNCTIONS else compiled
     function = getattr(inner, "py_func", outer)
@@ -265,7 +252,7 @@ def without_notices() -> Iterator[None]:
 
 # A client's arrays in two flat buffers and x in one, so that all kernels have one signature ---------------------------
 
-_CODE = 4  # version of the Ops' code: a new one invalidates what is cached on disk
+_CODE = 5  # version of the Ops' code: a new one invalidates what is cached on disk
 
 
 def pack(arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -291,20 +278,17 @@ class Piece(NamedTuple):
     has_slope: bool  # whether the kernel returns its gradient; else that is 0
 
 
+# What makes a jitted function where there is none on disk, and says whether it may be cached there
+_Make = Callable[[], tuple[Callable[..., Any], bool]]
+_Types = Sequence[tuple[str, int]]  # dtypes and dimensions of arrays, in the order of `pack`
+
+
 def unpacking_kernel(
-    compiled: Callable[[], tuple[Callable[..., Any], bool]],
-    pieces: Sequence[Piece],
-    types: Sequence[tuple[str, int]],
-    name: str | None = None,
-    *,
-    slopes: bool = True,
+    compiled: _Make, pieces: Sequence[Piece], types: _Types, name: str | None = None, *, slopes: bool = True
 ) -> Callable[..., Any]:
     """Wrap kernel(*pieces, *arrays) -> (value, *slopes) as kernel(x, reals, integers, where) -> [value, gradient].
 
-    Without `slopes` it returns [value].
-
-    `compiled` makes the jitted function where there is none on disk, and says whether it may be cached there under a
-    digest of its `name`. x consists of `pieces`; `types` are dtypes and dimensions of arrays, in the order of `pack`.
+    Without `slopes` it returns [value]. x consists of `pieces`. On disk it has a digest of its `name`.
     """
     # Numba cannot loop over arrays of different types, so the source is written out for these.
     lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), "    start = 0"]
@@ -322,9 +306,7 @@ def unpacking_kernel(
     return _found_or_compiled("\n".join([*lines, "    return found"]), compiled, name, PACKED)
 
 
-def vector_kernel(
-    compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
-) -> Callable[..., Any]:
+def vector_kernel(compiled: _Make, types: _Types, name: str | None = None) -> Callable[..., Any]:
     """Wrap kernel(x, *arrays) -> (vector,) as kernel(x, reals, integers, where) -> vector, as `unpacking_kernel`."""
     arguments = ", ".join(["x", *(f"a{i}" for i in range(len(types)))])
     lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), f"    vector = kernel({arguments})[0]"]
@@ -333,9 +315,7 @@ def vector_kernel(
     return _found_or_compiled("\n".join(lines), compiled, name, PACKED)
 
 
-def unpacked_function(
-    compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
-) -> Callable[..., Any]:
+def unpacked_function(compiled: _Make, types: _Types, name: str | None = None) -> Callable[..., Any]:
     """Wrap kernel(*arrays) as a function of array-likes that returns all outputs in a tuple, as `unpacking_kernel`."""
     arguments = ", ".join(f"a{i}" for i in range(len(types)))
     source = f"def unpacked({arguments}):\n    return kernel({arguments})"
@@ -347,11 +327,11 @@ def unpacked_function(
     return call
 
 
-def _found_or_compiled(
-    source: str, compiled: Callable[[], tuple[Callable[..., Any], bool]], name: str | None, signature: Any
-) -> Callable[..., Any]:
-    key = _key(name, source) if name is not None and config.numba__cache else None
-    if key is not None:
+def _found_or_compiled(source: str, compiled: _Make, name: str | None, signature: Any) -> Callable[..., Any]:
+    key = None
+    if name is not None and config.numba__cache:
+        # Cached code imports the module that it was compiled in, so the module's name is a part of the key.
+        key = hashlib.sha256(f"{_CODE}\n{name}\n{__name__}\n{source}".encode()).hexdigest()
         try:  # without a kernel: read from disk, or fail at once
             return _jitted(source, None, key, signature)
         except TypingError:
@@ -369,7 +349,7 @@ def _jitted(source: str, kernel: Any, key: str | None, signature: Any) -> Callab
     return wrapped
 
 
-def _arrays(types: Sequence[tuple[str, int]]) -> list[str]:
+def _arrays(types: _Types) -> list[str]:
     """Source lines that read a client's arrays from its buffers."""
     lines, place = [], 0
     for i, (dtype, ndim) in enumerate(types):
@@ -405,11 +385,3 @@ def _filled(i: int, given: int, ndim: int) -> list[str]:
         lines.append("    " * (1 + axis) + f"for i{axis} in range(s{i}.shape[{axis}]):")
     inner = "    " * (1 + ndim)
     return [*lines, f"{inner}found[at] = s{i}[{', '.join(f'i{axis}' for axis in range(ndim))}]", f"{inner}at += 1"]
-
-
-def _key(name: str, source: str) -> str:
-    """Key of compiled code in PyTensor's cache on disk.
-
-    Cached code imports the module that it was compiled in, so the module's name is a part of the key.
-    """
-    return hashlib.sha256(f"{_CODE}\n{name}\n{__name__}\n{source}".encode()).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,6 @@ from fedppl.data.frames import require_clients
 from fedppl.model import checks
 from fedppl.model._group import client_of, enrol_group, of_another_type, require_same_layout
 from fedppl.model.client import ClientModel
-from fedppl.model.graph import Parts
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.model.template import Declared, Template, parts_of
 from fedppl.settings import shown, takes
@@ -38,29 +38,27 @@ class FederatedModel:
     builder
         Function from one client's data, as keyword arguments, to a ``pm.Model``. Put the data into ``pm.Data``
         containers named like the keywords: then one compiled function serves clients of every size. For clients of
-        several kinds, functions by kind, ``{"full": ..., "summary": ...}``: all declare the same shared variables, and
-        each its own local variables and likelihood. `fedppl.summaries` has some.
+        several kinds, functions by kind, ``{"full": ..., "summary": ...}``, that declare the same shared variables;
+        `fedppl.summaries` has some.
     shared
         Names of the free random variables that all clients share, φ. Every other free variable is local, θ_k.
     kind
         The kind of each client where there are several: client id to kind, or a function ``kind(client_id, data)``. A
-        client without a kind, or for which the function returns None, has the builder whose arguments are its data; it
-        is refused unless exactly one fits.
+        client without a kind (None) has the builder whose arguments are its data, if exactly one fits.
     reads
         ``reads(client_id, data) -> arrays``: the builder's arguments from a client's data. By default arrays by name,
         columns of a data frame that are named like the builder's arguments, or a tuple in their order.
     reads_new
-        ``reads_new(client_id, data, arrays) -> arrays``: the builder's arguments, without outcomes, from new rows of a
-        client with these arrays. By default as `reads`.
+        ``reads_new(client_id, data, arrays) -> arrays``: the same, without outcomes, from new rows of a client with
+        these arrays. By default as `reads`.
     agreement
         What clients agreed on before the declaration, in arrays, texts and named tuples; saved with a fit.
 
     Raises
     ------
     DeclarationError
-        When clients enrol: a shared name that is not a free variable, a discrete variable, a shared prior
-        that depends on local variables or on data, data keys without a container, differing layouts, kinds that
-        declare the shared variables differently.
+        When clients enrol: a shared name that is not a free variable, a discrete variable, a shared prior that depends
+        on local variables or data or differs between kinds, data keys without a container.
 
     Examples
     --------
@@ -78,9 +76,9 @@ class FederatedModel:
     Notes
     -----
     *When this fails.* A builder that turns data into Python numbers (``float(y.mean())``) makes one client's data
-    constants of the model. The models of the first clients are compared to find that; then each client is compiled by
-    itself, with a warning. Wrap such numbers in ``pm.Data``, or compute them from the container. Where the first two
-    models are equal the builder is not called for further clients, so that its own checks do not see their data.
+    constants of the model. Two clients' models are compared to find that; then each client is compiled by itself, with
+    a warning. Compute such numbers from the container. Where the two models are equal the builder is not called for
+    further clients, so that its own checks do not see their data.
     """
 
     builders: Builders
@@ -102,23 +100,19 @@ class FederatedModel:
         reads_new: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]] | None = None,
         agreement: Any = None,
     ) -> None:
-        builders = as_builders(builder)
-        names = (shared,) if isinstance(shared, str) else tuple(shared) if isinstance(shared, Iterable) else (shared,)
-        unordered = isinstance(shared, set | frozenset | Mapping)
-        if unordered or not all(isinstance(name, str) for name in names):
+        builders = _as_builders(builder)
+        names = tuple(shared) if isinstance(shared, Iterable) and not isinstance(shared, str) else (shared,)
+        if isinstance(shared, set | frozenset | Mapping) or not all(isinstance(name, str) for name in names):
             raise DeclarationError(f'shared={shared!r} must be a list of names of variables, such as ["mu", "tau"].')
         if not names:
             raise DeclarationError("shared=[] names no variable; name at least one free random variable to share.")
-        if reads is not None and not callable(reads):
-            raise DeclarationError(f"reads={shown(reads)} must be a function of (client_id, data), or None.")
-        if reads_new is not None and not callable(reads_new):
-            raise DeclarationError(
-                f"reads_new={shown(reads_new)} must be a function of (client_id, data, arrays), or None."
-            )
         for name in names:
             if names.count(name) > 1:
                 raise DeclarationError(f"shared name {name!r} is listed {names.count(name)} times; list it once.")
-        values = {"builders": builders, "kind": as_kind(kind, builders), "shared": names, "_compared": {}}
+        for keyword, reader in (("reads", reads), ("reads_new", reads_new)):
+            if reader is not None and not callable(reader):
+                raise DeclarationError(f"{keyword}={shown(reader)} must be a function of a client's id and data.")
+        values = {"builders": builders, "kind": _as_kind(kind, builders), "shared": names, "_compared": {}}
         for field_name, value in {**values, "reads": reads, "reads_new": reads_new, "agreement": agreement}.items():
             object.__setattr__(self, field_name, value)
 
@@ -184,45 +178,26 @@ class FederatedModel:
     def kind_of(self, client_id: str, data: Any, said: str | None = None) -> str:
         """The kind of a client: `said`, else by `kind`, else by the names of its data."""
         builders = self.builders
+        if said is None and len(builders) > 1 and self.kind is not None:
+            given = data.native if isinstance(data, frames.Opened) else data
+            said = self.kind.get(client_id) if isinstance(self.kind, Mapping) else self.kind(client_id, given)
         if said is not None:
             return _known(said, builders, f"client {client_id!r}: kind")
-        if len(builders) == 1:
-            return next(iter(builders))
-        given = data.native if isinstance(data, frames.Opened) else data
-        named = (
-            self.kind.get(client_id)
-            if isinstance(self.kind, Mapping)
-            else None
-            if self.kind is None
-            else self.kind(client_id, given)
-        )
-        if named is not None:
-            return _known(named, builders, f"client {client_id!r}: kind")
-        fitting = [candidate for candidate, builder in builders.items() if _fits(data, builder)]
+        fitting = [kind for kind, builder in builders.items() if len(builders) == 1 or _fits(data, builder)]
         if len(fitting) == 1:
             return fitting[0]
-        wanted = "; ".join(
-            f"{kind!r} takes {list(checks.argument_names(b) or ['any'])}" for kind, b in builders.items()
-        )
-        length = f" of {len(data)}" if isinstance(data, tuple) else ""
-        has = sorted(_names(data) or ()) or f"{type(data).__name__}{length}"
-        which = "no builder fits" if not fitting else f"the builders of kinds {fitting} fit"
-        raise DataError(
-            f"client {client_id!r}: {which} its data, which are {has} ({wanted}); give it the arrays of one, or pass "
-            f'kind={{"{client_id}": ...}}.'
-        )
+        takes = [f"{kind!r} takes {list(checks.argument_names(b) or ['any'])}" for kind, b in builders.items()]
+        has = sorted(_names(data) or ()) or type(data).__name__
+        what = f"{f'builders of kinds {fitting} fit' if fitting else 'no builder fits'} its data, which are {has}"
+        raise DataError(f"client {client_id!r}: {what} ({'; '.join(takes)}); pass arrays of one, or kind= by client.")
 
     def knowing(self, kinds: Mapping[str, str]) -> FederatedModel:
         """The same declaration with the kinds of these clients; compiled functions are kept."""
         if len(self.builders) == 1:
             return self
-        if self.kind is None or isinstance(self.kind, Mapping):
-            return self._with(kind={**(self.kind or {}), **kinds})
-        before: Mapping[str, str] = {}
-        rule: Any = self.kind
-        if isinstance(rule, functools.partial) and rule.func is _remembered:
-            before, rule = rule.args
-        return self._with(kind=functools.partial(_remembered, {**before, **kinds}, rule))
+        if callable(self.kind):
+            return self._with(kind=functools.partial(_remembered, kinds, self.kind))
+        return self._with(kind={**(self.kind or {}), **kinds})
 
     def by_kind(self, clients: Mapping[Any, Any], *, one_table: bool) -> tuple[FederatedModel, dict[Any, Any]]:
         """The declaration with clients' kinds, and their data by the names of each one's builder.
@@ -279,11 +254,12 @@ class FederatedModel:
         if hasattr(self.builder, "describe"):
             return pd.DataFrame(self.builder.describe())
         if data is None:
-            raise DeclarationError(
-                f"{checks.builder_name(self.builder)} has to be called; pass one client's data: model.describe(data)."
-            )
+            name = checks.builder_name(self.builder)
+            raise DeclarationError(f"{name} has to be called; pass one client's data: model.describe(data).")
         arrays = checks.as_arrays("described", self.read("described", data))
-        return _describe(parts_of(self.declared, "described", arrays))
+        parts = parts_of(self.declared, "described", arrays)
+        rows = {rv.name: (_prior(rv), _entries(parts.model, rv)) for rv in parts.shared}
+        return pd.DataFrame.from_dict(rows, orient="index", columns=["prior", "entries"])
 
     def reading(self, reads: Callable[[str, Any], Mapping[str, Any]]) -> FederatedModel:
         """The same declaration with another `reads`; compiled functions are kept."""
@@ -365,47 +341,29 @@ class FederatedModel:
         return client
 
 
-def _describe(parts: Parts) -> pd.DataFrame:
-    """A row for each shared variable: its prior as declared, and the labels or the shape of its entries."""
-    rows = {rv.name: (_prior(rv), _entries(parts.model, rv)) for rv in parts.shared}
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["prior", "entries"])
-
-
 def _prior(rv: Any) -> str:
+    """A variable's prior as declared: PyMC's text, with the numbers of constants, for which that has none."""
     text = str(str_for_dist(rv, formatting="plain", include_params=True)).partition("~")[2].strip()
     name, _, arguments = text.partition("(")
-    texts, parameters = _apart(arguments.removesuffix(")")), rv.owner.op.dist_params(rv.owner)
+    outside = r",\s*(?![^(]*\))"  # commas that are not between parentheses
+    texts, parameters = re.split(outside, arguments.removesuffix(")")), rv.owner.op.dist_params(rv.owner)
     if len(texts) != len(parameters):
         return text
     return f"{name}({', '.join(map(_shown, texts, parameters))})"
 
 
-def _apart(text: str) -> list[str]:
-    """Split at commas outside of all parentheses."""
-    depth, parts = 0, [""]
-    for sign in text:
-        depth += (sign in "([<") - (sign in ")]>")
-        parts = [*parts, ""] if sign == "," and depth == 0 else [*parts[:-1], parts[-1] + sign]
-    return [part.strip() for part in parts]
-
-
 def _shown(text: str, parameter: Any) -> str:
-    """A parameter's numbers where it is constant, for which PyMC has no text; else its text."""
-    roots = [root for root in ancestors([parameter]) if root.owner is None]
-    return _numbers(parameter) if all(isinstance(root, Constant) for root in roots) else text
-
-
-def _numbers(parameter: Any) -> str:
-    """A single number where all are equal; else all numbers, or the first and last of many."""
+    """A constant's single number where all are equal; else all numbers, or the first and last of many."""
+    if not all(root.owner is not None or isinstance(root, Constant) for root in ancestors([parameter])):
+        return text
     array = np.asarray(parameter.eval(mode=PYTHON_MODE))
-    first = array.flat[0]
-    if np.all(array == first):
-        return f"{first:.4g}"
-    text = np.array2string(array, precision=4, separator=", ", threshold=8, edgeitems=2)
-    return " ".join(text.split())
+    if np.all(array == array.flat[0]):
+        return f"{array.flat[0]:.4g}"
+    return " ".join(np.array2string(array, precision=4, separator=", ", threshold=8, edgeitems=2).split())
 
 
 def _entries(model: Any, rv: Any) -> Any:
+    """Labels of a variable's entries, or its shape; None for a scalar."""
     dims = model.named_vars_to_dims.get(rv.name)
     labels = [model.coords.get(dim) for dim in dims or ()]
     if labels and all(values is not None for values in labels):
@@ -423,21 +381,19 @@ Kind = Mapping[str, str] | Callable[[str, Any], str | None] | None
 ONLY = ""  # the kind of clients where there is one
 
 
-def as_builders(builder: Any) -> dict[str, Callable[..., Any]]:
+def _as_builders(builder: Any) -> dict[str, Callable[..., Any]]:
     """Builders by kind; a single one has the kind `ONLY`."""
     builders = dict(builder) if isinstance(builder, Mapping) else {ONLY: builder}
     if not builders or not all(isinstance(kind, str) for kind in builders):
         raise DeclarationError(f'builder={shown(builder)} must be a function, or functions by kind: {{"full": ...}}.')
     for kind, function in builders.items():
         if not callable(function):
-            whose = f" of kind {kind!r}" if isinstance(builder, Mapping) else ""
-            raise DeclarationError(
-                f"builder{whose} is {type(function).__name__}; pass a function of one client's data."
-            )
+            what = f"builder of kind {kind!r}" if isinstance(builder, Mapping) else "builder"
+            raise DeclarationError(f"{what} is {type(function).__name__}; pass a function of one client's data.")
     return builders
 
 
-def as_kind(kind: Any, builders: Builders) -> Kind:
+def _as_kind(kind: Any, builders: Builders) -> Kind:
     """Check the keyword `kind`."""
     if kind is None:
         return None
@@ -499,19 +455,15 @@ def require_one_layout(first: ClientModel, other: ClientModel) -> None:
     """Refuse kinds that declare the shared variables differently, naming the kinds and the difference."""
     if first.layout.fingerprint == other.layout.fingerprint:
         return
-    kinds = f"kinds {first.declared.kind!r} and {other.declared.kind!r}"
     for variable, second in zip(first.layout.variables, other.layout.variables, strict=True):
-        for part in variable._fields:
-            a, b = getattr(variable, part), getattr(second, part)
-            if a != b:
-                raise DeclarationError(
-                    f"{kinds} differ: shared variable {variable.name!r} has {part} {a} in the first and {b} in "
-                    "the second; declare shared variables by one function that all builders call."
-                )
-    raise DeclarationError(
-        f"{kinds} differ in the shared prior: {_kinds_apart(first.layout, other.layout)}; declare shared variables by "
-        "one function that all builders call."
-    )
+        if variable != second:
+            field, a, b = checks.difference(variable, second)
+            what = f"shared variable {variable.name!r} has {field} {a} in the first and {b} in the second"
+            break
+    else:
+        what = _kinds_apart(first.layout, other.layout)
+    kinds = f"kinds {first.declared.kind!r} and {other.declared.kind!r}"
+    raise DeclarationError(f"{kinds} differ: {what}; declare shared variables by one function that all builders call.")
 
 
 def _kinds_apart(first: Layout, second: Layout) -> str:
@@ -521,8 +473,6 @@ def _kinds_apart(first: Layout, second: Layout) -> str:
     apart = np.abs(second_mean - mean) / sd + np.abs(np.log(second_sd / sd))
     place = int(np.argmax(apart))
     if not apart[place] > 1e-5:
-        return "its density about one mean and covariance, or correlations"
-    return (
-        f"{first.labels[place]} has mean {mean[place]:.6g} and sd {sd[place]:.6g} in the first, "
-        f"{second_mean[place]:.6g} and {second_sd[place]:.6g} in the second"
-    )
+        return "the shared prior's correlations, or its density about one mean and covariance"
+    moments = f"{first.labels[place]} has mean {mean[place]:.6g} and sd {sd[place]:.6g} in the first"
+    return f"{moments}, {second_mean[place]:.6g} and {second_sd[place]:.6g} in the second"

@@ -20,7 +20,7 @@ from pymc.logprob.basic import transformed_conditional_logp
 from pymc.logprob.transforms import Transform
 from pymc.model.transform.conditioning import remove_value_transforms
 from pytensor.graph.replace import clone_replace
-from pytensor.graph.traversal import ancestors
+from pytensor.graph.traversal import ancestors, walk
 from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
 from scipy.special import gammaln
@@ -64,106 +64,91 @@ class SiteGraph:
 def _find_shared(model: Any, shared: Sequence[str]) -> tuple[Any, ...]:
     free = {rv.name: rv for rv in model.free_RVs}
     for name in shared:
-        if name in free:
-            continue
-        close = difflib.get_close_matches(name, free, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        known = name in model.named_vars
-        what = "is in the model but is not a free random variable" if known else "is not in the model"
-        raise DeclarationError(
-            f"shared name {name!r} {what}; free random variables are {', '.join(map(repr, free))}.{hint} "
-            "Name only free random variables in `shared=`."
-        )
+        if name not in free:
+            where = "in the model but is not a free random variable" if name in model.named_vars else "not in the model"
+            close = difflib.get_close_matches(name, free, n=1)
+            listed = f"{', '.join(map(repr, free))}.{f' Did you mean {close[0]!r}?' if close else ''}"
+            raise DeclarationError(f"shared name {name!r} is {where}. Name only free random variables: {listed}")
     return tuple(free[name] for name in shared)
 
 
 _OF_DRAWS = ("chain", "draw")  # dims of every posterior in ArviZ
 
 
-def _require_names(model: Any) -> None:
-    """Refuse variables and dims whose names a posterior's own dims have."""
-    containers = {variable.name for variable in model.data_vars}
-    taken = [name for name in (*model.named_vars, *model.coords) if name in _OF_DRAWS and name not in containers]
-    if taken:
-        raise DeclarationError(
-            f"{taken[0]!r} is a name in the model, and every posterior has dims 'chain' and 'draw'; rename it."
-        )
-
-
 def dissect(model: Any, shared: Sequence[str]) -> Parts:
     """Sort a model's variables and log-density terms; refuse models that cannot be federated."""
     if not isinstance(model, pm.Model):
-        raise DeclarationError(
-            f"the builder returned {type(model).__name__}, not a pm.Model; end it with `return model`."
-        )
-    _require_names(model)
-    shared_rvs = _find_shared(model, shared)
+        raise DeclarationError(f"the builder returned {type(model).__name__}, no pm.Model; end it with `return model`.")
+    shared_rvs, data = _find_shared(model, shared), tuple(model.data_vars)
     local_rvs = tuple(rv for rv in model.free_RVs if rv not in shared_rvs)
+    _require_names(model)
     for rv in model.free_RVs:
-        if rv.type.dtype.startswith(("int", "uint", "bool")) and not (rv in shared_rvs and _is_binary(rv)):
-            indicator = f" Some algorithms take 0/1 indicators that all clients share: {rv.name!r} is not in shared="
-            indicator += f"{list(shared)}. Add {rv.name!r} to shared= for one of these."
-            raise DeclarationError(
-                f"{'shared' if rv in shared_rvs else 'local'} variable {rv.name!r} is discrete ({rv.type.dtype}); "
-                "moments and gradients need continuous parameters. Sum it out of the likelihood "
-                "(for example with pm.Mixture) or replace it by a continuous variable."
-                + (indicator if _is_binary(rv) else "")
-            )
-        if "CircularTransform" in [type(part).__name__ for part in parts_of_transform(model.rvs_to_transforms[rv])]:
-            raise DeclarationError(
-                f"{rv.name!r} is an angle, whose periodic density has no integral over the real line. Bound it to one "
-                "turn, default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi), about a direction where "
-                "the posterior is near 0 at ±π."
-            )
-    data = tuple(model.data_vars)
-    outputs = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
-    if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in ancestors(outputs) if v.owner is not None):
-        raise DeclarationError(
-            "the model reads its data through pm.Minibatch; every evaluation uses all rows of a client. Remove "
-            "pm.Minibatch and total_size=; algorithms that take batches have batch_size=."
-        )
-    for rv in model.basic_RVs:
-        kinds = {kind.__name__ for kind in type(rv.owner.op).__mro__}
-        if "MinibatchRandomVariable" in kinds:
-            raise DeclarationError(
-                f"{rv.name!r} has total_size=, and every evaluation uses all rows of a client. Remove total_size=."
-            )
-        if "SimulatorRV" in kinds:
-            raise DeclarationError(
-                f"{rv.name!r} is a pm.Simulator, which has no density; declare a distribution that has one."
-            )
-    _require_shared_priors(shared_rvs, local_rvs, data, model.observed_RVs)
+        _require_continuous(model, rv, shared, is_shared=rv in shared_rvs)
+    _require_all_rows(model)
+    for rv in shared_rvs:
+        _require_shared_prior(rv, local_rvs, data, model.observed_RVs)
     prior_terms: list[Any] = list(shared_rvs)
     site_terms: list[Any] = [*local_rvs, *model.observed_RVs]
     for potential in model.potentials:
-        above = set(ancestors([potential]))
-        private = any(other in above for other in (*local_rvs, *data, *model.observed_RVs))
+        private = not {*local_rvs, *data, *model.observed_RVs}.isdisjoint(ancestors([potential]))
         (site_terms if private else prior_terms).append(potential)
-    if not model.observed_RVs and not any(t in site_terms for t in model.potentials):
-        raise DeclarationError(
-            "the model has no observed variable and no data-dependent potential; pass `observed=` to a distribution."
-        )
+    if len(site_terms) == len(local_rvs):
+        raise DeclarationError("the model has no observed variable and no potential of data; pass `observed=`.")
     return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
 
 
-def _require_shared_priors(
-    shared_rvs: Sequence[Any], local_rvs: Sequence[Any], data: Sequence[Any], observed_rvs: Sequence[Any]
-) -> None:
+def _require_names(model: Any) -> None:
+    """Refuse variables and dims whose names a posterior's own dims have."""
+    containers = {variable.name for variable in model.data_vars}
+    for name in (*model.named_vars, *model.coords):
+        if name in _OF_DRAWS and name not in containers:
+            raise DeclarationError(f"{name!r} is in the model, and every posterior has dims of that name; rename it.")
+
+
+def _require_continuous(model: Any, rv: Any, shared: Sequence[str], *, is_shared: bool) -> None:
+    """Refuse discrete variables, except shared indicators, and angles."""
+    name = rv.name
+    if rv.type.dtype.startswith(("int", "uint", "bool")) and not (is_shared and _is_binary(rv)):
+        what = f"{'shared' if is_shared else 'local'} variable {name!r} is discrete ({rv.type.dtype})"
+        remedy = "Sum it out of the likelihood, as pm.Mixture does, or declare a continuous one."
+        if _is_binary(rv):
+            remedy += (
+                f" {name!r} is not in shared={list(shared)}. Add {name!r} to shared= for algorithms of indicators."
+            )
+        raise DeclarationError(f"{what}, and has no gradient. {remedy}")
+    if "CircularTransform" in [type(part).__name__ for part in parts_of_transform(model.rvs_to_transforms[rv])]:
+        turn = "default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi)"
+        raise DeclarationError(f"{name!r} is an angle, with a periodic density; bound it to one turn by {turn}.")
+
+
+def _require_all_rows(model: Any) -> None:
+    """Refuse models that read some rows in place of all, and distributions without a density."""
+    above = ancestors(declared(model))
+    if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in above if v.owner is not None):
+        raise DeclarationError("a client's model has all rows. Remove pm.Minibatch; algorithms have batch_size=.")
+    for rv in model.basic_RVs:
+        kinds = {kind.__name__ for kind in type(rv.owner.op).__mro__}
+        if "MinibatchRandomVariable" in kinds:
+            raise DeclarationError(f"{rv.name!r} has total_size=, and a client's model all rows. Remove total_size=.")
+        if "SimulatorRV" in kinds:
+            raise DeclarationError(f"{rv.name!r} is a pm.Simulator; declare a distribution that has a density.")
+
+
+def _require_shared_prior(rv: Any, local_rvs: Sequence[Any], data: Sequence[Any], observed_rvs: Sequence[Any]) -> None:
     """Refuse a shared prior that depends on local variables, data or observed variables."""
-    constant = "then every client would have another prior. Use a constant that is the same at all clients."
-    alone = "a shared prior may depend only on shared variables. Share {!r} too, or turn the arrow round."
-    for rv in shared_rvs:
-        above = set(ancestors([rv])) - {rv}
-        for others, what, remedy in (
-            (local_rvs, "local variable {!r}", alone),
-            (data, "client data {!r}", constant),
-            (observed_rvs, "observed variable {!r}, whose values are a client's own", constant),
-        ):
-            for other in (one for one in others if one in above):
-                raise DeclarationError(
-                    f"the prior of shared variable {rv.name!r} depends on {what.format(other.name)}; "
-                    f"{remedy.format(other.name)}"
-                )
+    above = set(ancestors([rv])) - {rv}
+    constant = "Use a constant that is the same at all clients"
+    for kind, others in (("local variable", local_rvs), ("client data", data), ("observed variable", observed_rvs)):
+        for other in others:
+            if other in above:
+                share = f"Share {other.name!r} too, or turn the arrow round"
+                what = f"the prior of shared variable {rv.name!r} depends on {kind} {other.name!r}"
+                raise DeclarationError(f"{what}. {share if others is local_rvs else constant}.")
+
+
+def declared(model: Any) -> list[Any]:
+    """Random variables and potentials of a model, and what is observed."""
+    return [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
 
 
 def _is_binary(rv: Any) -> bool:
@@ -179,7 +164,7 @@ def _constants(model: Any) -> dict[Any, Any]:
     return {model.dim_lengths[name]: pt.constant(np.asarray(length)) for name, length in lengths(model).items()}
 
 
-def _inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
+def inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
     """Replacements of containers and of lengths of dims; inputs are the data, then lengths that no container has."""
     inputs = tuple(pt.TensorType(v.type.dtype, shape=(None,) * v.type.ndim)(f"data_{v.name}") for v in parts.data)
     replace: dict[Any, Any] = dict(zip(parts.data, inputs, strict=True))
@@ -208,14 +193,12 @@ def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
             if dims and sizes.get(dims[0]) == len(container.get_value()):
                 rows.setdefault(dims[0], place)
     if other is not None:
-        other_sizes = lengths(other)
+        other_sizes, vectors = lengths(other), [v for v in parts.data if v.type.ndim]
+        pairs = {v: (len(v.get_value()), len(other[v.name].get_value())) for v in vectors}
         for name in sizes.keys() & other_sizes.keys() - rows.keys():
-            if sizes[name] != other_sizes[name]:
-                pairs = [
-                    (len(v.get_value()), len(other[v.name].get_value())) if v.type.ndim else () for v in parts.data
-                ]
-                same = [place for place, pair in enumerate(pairs) if pair == (sizes[name], other_sizes[name])]
-                rows[name] = same[0] if same else None
+            pair = sizes[name], other_sizes[name]
+            if pair[0] != pair[1]:
+                rows[name] = next((place for place, v in enumerate(parts.data) if pairs.get(v) == pair), None)
     return {name: place for name, place in sorted(rows.items()) if name in sizes and name not in shared}
 
 
@@ -230,7 +213,7 @@ def initial_graphs(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
         return_transformed=True,
     )
     by_rv = dict(zip(model.free_RVs, expressions, strict=True))
-    replace, inputs = _inputs_for(parts)
+    replace, inputs = inputs_for(parts)
     wanted = [by_rv[rv] for rv in (*parts.shared, *parts.local)]
     # PyMC clones the graph with its shared variables: find the containers again by name.
     # A dim may have a container's name: the number of axes tells them apart, and of two scalars the container counts.
@@ -240,20 +223,19 @@ def initial_graphs(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
     return inputs, clone_replace(wanted, clones)
 
 
-def variables(parts: Parts, initial: Sequence[Array], *, local: bool) -> tuple[Variable, ...]:
-    """Describe the shared or the local variables, given one client's initial values."""
-    model = parts.model
-    rvs, values = (parts.local, initial[len(parts.shared) :]) if local else (parts.shared, initial[: len(parts.shared)])
-    return tuple(
+def variables(parts: Parts, initial: Sequence[Array]) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
+    """Describe the shared and the local variables, given one client's initial values."""
+    described = tuple(
         Variable(
             name=rv.name,
             shape=tuple(int(n) for n in np.shape(value)),
-            transform=getattr(model.rvs_to_transforms[rv], "name", "") or "",
-            dims=_dims(model, rv.name),
+            transform=getattr(parts.model.rvs_to_transforms[rv], "name", "") or "",
+            dims=_dims(parts.model, rv.name),
             binary=_is_binary(rv),
         )
-        for rv, value in zip(rvs, values, strict=True)
+        for rv, value in zip((*parts.shared, *parts.local), initial, strict=True)
     )
+    return described[: len(parts.shared)], described[len(parts.shared) :]
 
 
 def _dims(model: Any, name: str) -> tuple[str, ...] | None:
@@ -262,13 +244,12 @@ def _dims(model: Any, name: str) -> tuple[str, ...] | None:
 
 
 def in_pieces(
-    parts: Parts, x: Any, shared: Sequence[Variable], local: Sequence[Variable]
-) -> tuple[dict[Any, Piece], dict[Any, Any], tuple[Any, ...], tuple[int, ...]]:
-    """A piece and a part of x for each value variable; inputs for shapes that PyMC leaves open, and whose they are."""
+    parts: Parts, x: Any, shared: Sequence[Variable]
+) -> tuple[dict[Any, Piece], dict[Any, Any], dict[int, Any]]:
+    """A piece and a part of x for each value variable; inputs for shapes of local variables that PyMC leaves open."""
     pieces: dict[Any, Piece] = {}
     replace: dict[Any, Any] = {}
-    shape_inputs: list[Any] = []
-    free: list[int] = []
+    free: dict[int, Any] = {}
     begin: Any = 0
     for variable, rv in zip(shared, parts.shared, strict=True):
         value = parts.model.rvs_to_values[rv]
@@ -279,21 +260,19 @@ def in_pieces(
         piece_variable = pt.TensorType(value.type.dtype, shape=variable.shape)(f"piece_{variable.name}")
         pieces[value] = Piece(piece_variable, variable.shape)
         begin += variable.size
-    for position, (variable, rv) in enumerate(zip(local, parts.local, strict=True)):
+    for position, rv in enumerate(parts.local):
         value = parts.model.rvs_to_values[rv]
-        piece_variable = pt.TensorType(value.type.dtype, shape=value.type.shape)(f"piece_{variable.name}")
+        piece_variable = pt.TensorType(value.type.dtype, shape=value.type.shape)(f"piece_{rv.name}")
         if None not in value.type.shape:
             shape: Any = tuple(value.type.shape)
             size: Any = int(np.prod(shape, dtype=np.int64))
         else:
-            shape = pt.lvector(f"shape_{variable.name}")
+            shape = free[position] = pt.lvector(f"shape_{rv.name}")
             size = pt.prod(shape)
-            shape_inputs.append(shape)
-            free.append(position)
         replace[value] = x[begin : begin + size].reshape(shape, ndim=value.type.ndim)
         pieces[value] = Piece(piece_variable, shape)
         begin = begin + size
-    return pieces, replace, tuple(shape_inputs), tuple(free)
+    return pieces, replace, free
 
 
 def _of_both(terms: Any, pieces: Mapping[Any, Piece], flat: Mapping[Any, Any], replace: Any) -> tuple[Any, Any]:
@@ -304,14 +283,14 @@ def _of_both(terms: Any, pieces: Mapping[Any, Piece], flat: Mapping[Any, Any], r
 
 
 @untraced()
-def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]) -> SiteGraph:
+def site_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
     """Graph of log p(y, θ | φ): every term except the shared prior, with the Jacobians of θ's transforms."""
     x = pt.vector("x")
-    replace, inputs = _inputs_for(parts)
-    pieces, values, shape_inputs, free = in_pieces(parts, x, shared, local)
+    replace, inputs = inputs_for(parts)
+    pieces, values, free = in_pieces(parts, x, shared)
     logp = _log_density(parts, parts.site_terms, parts.model.rvs_to_values)
     flat, of_pieces = _of_both(logp, pieces, values, replace)
-    return SiteGraph(x, (*inputs, *shape_inputs), flat, free, tuple(pieces.values()), of_pieces)
+    return SiteGraph(x, (*inputs, *free.values()), flat, tuple(free), tuple(pieces.values()), of_pieces)
 
 
 def _log_density(parts: Parts, terms: Sequence[Any], of: Mapping[Any, Any]) -> Any:
@@ -331,7 +310,7 @@ def _log_density(parts: Parts, terms: Sequence[Any], of: Mapping[Any, Any]) -> A
 def prior_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
     """Graph of the shared prior's log density on the unconstrained space, log p(φ)."""
     phi = pt.vector("phi")
-    pieces, values, _, _ = in_pieces(parts._replace(local=()), phi, shared, ())
+    pieces, values, _ = in_pieces(parts._replace(local=()), phi, shared)
     logp = _log_density(parts, parts.prior_terms, {rv: parts.model.rvs_to_values[rv] for rv in parts.shared})
     flat, of_pieces = _of_both(logp, pieces, values, _constants(parts.model))
     return SiteGraph(phi, (), flat, (), tuple(pieces.values()), of_pieces)
@@ -345,30 +324,28 @@ def computed_from_shared(parts: Parts) -> tuple[Any, ...]:
 
 @untraced()
 def constrained_graph(
-    parts: Parts, shared: Sequence[Variable], local: Sequence[Variable], public: Sequence[str], *, only_shared: bool
+    parts: Parts, shared: Sequence[Variable], public: Sequence[str], *, only_shared: bool
 ) -> tuple[Any, tuple[Any, ...], tuple[str, ...], list[Any]]:
     """Graphs of constrained variables and deterministics; `public` ones are shared: (x, inputs, names, outputs)."""
     x = pt.vector("x")
     extra = [v for v in parts.model.deterministics if (v.name in public) == only_shared]
     if only_shared:
-        parts, local = parts._replace(local=(), open={}), ()
-    replace, inputs = _inputs_for(parts)
-    _, values, shape_inputs, _ = in_pieces(parts, x, shared, local)
+        parts = parts._replace(local=(), open={})
+    replace, inputs = inputs_for(parts)
+    _, values, free = in_pieces(parts, x, shared)
     wanted = [*(parts.shared if only_shared else parts.local), *extra]
     outputs = clone_replace(list(parts.model.replace_rvs_by_values(wanted)), {**replace, **values}) if wanted else []
-    return x, (*inputs, *shape_inputs), tuple(v.name for v in wanted), outputs
+    return x, (*inputs, *free.values()), tuple(v.name for v in wanted), outputs
 
 
 @untraced()
-def observed_graph(
-    parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]
-) -> tuple[Any, tuple[Any, ...], list[Any]]:
+def observed_graph(parts: Parts, shared: Sequence[Variable]) -> tuple[Any, tuple[Any, ...], list[Any]]:
     """Graphs of log densities of outcomes, not summed: (x, inputs, one output per observed variable)."""
     x = pt.vector("x")
-    replace, inputs = _inputs_for(parts)
-    _, values, shape_inputs, _ = in_pieces(parts, x, shared, local)
+    replace, inputs = inputs_for(parts)
+    _, values, free = in_pieces(parts, x, shared)
     outputs = parts.model.logp(vars=parts.model.observed_RVs, sum=False)
-    return x, (*inputs, *shape_inputs), clone_replace(outputs, {**replace, **values})
+    return x, (*inputs, *free.values()), clone_replace(outputs, {**replace, **values})
 
 
 @untraced()
@@ -378,7 +355,7 @@ def observed_given_all(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...], l
     Values are mapped to variables of their draws, which may have any lengths.
     """
     model = remove_value_transforms(parts.model)
-    replace, inputs = _inputs_for(parts._replace(model=model, data=tuple(model[v.name] for v in parts.data)))
+    replace, inputs = inputs_for(parts._replace(model=model, data=tuple(model[v.name] for v in parts.data)))
     free, observed = ([model[rv.name] for rv in of] for of in (parts.model.free_RVs, parts.model.observed_RVs))
     outputs = clone_replace(model.logp(vars=observed, sum=False), replace)
     values = [model.rvs_to_values[rv] for rv in free]
@@ -401,28 +378,21 @@ def observed_through(parts: Parts) -> dict[Any, Any]:
 
 def values_read(outputs: Iterable[Any], known: Collection[Any] = ()) -> set[Any]:
     """Variables whose values (not only shapes) outputs are computed from, without looking behind `known` ones."""
-    seen: set[Any] = set()
-    waiting = list(outputs)
-    while waiting:
-        variable = waiting.pop()
-        if variable in seen:
-            continue
-        seen.add(variable)
+
+    def read(variable: Any) -> Any:
         node = variable.owner
-        if node is not None and variable not in known and not isinstance(node.op, Shape | Shape_i):
-            waiting.extend(node.inputs)
-    return seen
+        return () if node is None or variable in known or isinstance(node.op, Shape | Shape_i) else node.inputs
+
+    return set(walk(list(outputs), read))
 
 
 def indexes_by_data(graph: SiteGraph) -> bool:
     """Whether an array is indexed by integers or masks among the data."""
     data = graph.inputs[: len(graph.inputs) - len(graph.free_shapes)]
     indices = {v for v in data if not v.type.dtype.startswith("float")}
-    for variable in ancestors([graph.logp]):
-        node = variable.owner
-        if node is not None and "Subtensor" in type(node.op).__name__ and indices & set(ancestors(node.inputs[1:])):
-            return True
-    return False
+    nodes = [v.owner for v in ancestors([graph.logp]) if v.owner is not None]
+    taken = [node for node in nodes if "Subtensor" in type(node.op).__name__]
+    return any(not indices.isdisjoint(ancestors(node.inputs[1:])) for node in taken)
 
 
 # Whether priors integrate to one, as an evidence needs, and constants that PyMC leaves out ----------------------------
@@ -440,12 +410,8 @@ def left_out(model: Any, variables: Iterable[Any]) -> float:
 
     PyMC's density of K ordered independent values of one distribution is that of unordered ones, K! times too small.
     """
-    return sum(_of_order(rv) for rv in variables if rv in model.free_RVs and _is_in_order(model, rv))
-
-
-def _of_order(rv: Any) -> float:
-    *rows, length = rv.type.shape
-    return float(np.prod(rows) * gammaln(length + 1.0))
+    shapes = [rv.type.shape for rv in variables if rv in model.free_RVs and _is_in_order(model, rv)]
+    return sum(float(np.prod(rows) * gammaln(length + 1.0)) for *rows, length in shapes)
 
 
 def _is_in_order(model: Any, rv: Any) -> bool:

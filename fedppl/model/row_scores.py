@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytensor
 import pytensor.tensor as pt
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.replace import clone_replace, vectorize_graph
@@ -46,8 +45,8 @@ class RowScores(NamedTuple):
     """Terms of a template's density that are not sums over rows, and slopes of those that are."""
 
     joint: tuple[str, ...]
-    along: _Along | None  # along(x, V (k, p), *inputs): slopes (k, n) of each outcome; inputs are a client's
-    elsewhere: _Along | None  # the same for other inputs; indices out of bounds raise an error
+    along: _Along  # along(x, V (k, p), *inputs): slopes (k, n) of each outcome; inputs are a client's
+    elsewhere: _Along  # the same for other inputs; indices out of bounds raise an error
     graph: tuple[Sequence[Any], Sequence[Any]]  # inputs, and densities of outcomes
 
 
@@ -66,15 +65,13 @@ def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
 
 def densities(client: ClientModel, points: Array) -> Array:
     """Log densities (S, n) of rows at points (S, m + d), interpreted; outcomes of equal length are of the same rows."""
-    by_rows: dict[int, Array] = {}
-    for part in client.template.once("row densities", lambda: _densities(client))(points, *client.inputs):
-        by_rows[part.shape[1]] = by_rows.get(part.shape[1], 0.0) + part
-    return np.concatenate(list(by_rows.values()), axis=1)
+    terms = client.template.once("row densities", lambda: _densities(client))(points, *client.inputs)
+    return np.concatenate(list(_added(terms).values()), axis=1)
 
 
 def _densities(client: ClientModel) -> Callable[..., Sequence[Array]]:
     template = client.template
-    x, inputs, by_entry = _graph.observed_graph(template.parts, *template.variables)
+    x, inputs, by_entry = _graph.observed_graph(template.parts, template.variables[0])
     by_row = _by_row(template.parts.model.observed_RVs, by_entry)
     return (
         interpreted.batched({x: pt.matrix()}, inputs, interpreted.stable(by_row))
@@ -93,37 +90,43 @@ def _by_row(observed: Sequence[Any], densities: Sequence[Any]) -> list[Any]:
     return found
 
 
-def by_length(along: _Along | None, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
+def by_length(along: _Along, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
     """Slopes by the length of outcomes, with `along` or `elsewhere` of `row_scores`.
 
     Entries of one row are added, over outcomes with equal numbers of rows too.
     """
-    rows: dict[int, Array] = {}
-    for terms in along(x, directions, *inputs) if along else ():
-        length = terms.shape[1]
-        rows[length] = rows[length] + terms.T if length in rows else terms.T
-    return rows
+    return {length: terms.T for length, terms in _added(along(x, directions, *inputs)).items()}
+
+
+def _added(terms: Sequence[Array]) -> dict[int, Array]:
+    """Sums of terms (k, n) with equal numbers of rows n, by that."""
+    sums: dict[int, Array] = {}
+    for term in terms:
+        sums[term.shape[1]] = sums[term.shape[1]] + term if term.shape[1] in sums else term
+    return sums
 
 
 def _build(client: ClientModel) -> RowScores:
     look_for_blas()
-    template = client.template
-    shared, local = template.variables
-    parts = template.parts
+    template, parts = client.template, client.template.parts
     joint = [term.name for term in parts.model.potentials if term in parts.site_terms]
-    x, inputs, densities = _graph.observed_graph(parts, shared, local)
+    x, inputs, densities = _graph.observed_graph(parts, template.variables[0])
     observed = parts.model.observed_RVs
     pairs = zip(observed, densities, strict=True)
     joint += [rv.name for rv, density in pairs if density.type.ndim == 0 and rv.type.ndim]
     by_row = _by_row(observed, densities)
     if not by_row:
-        return RowScores(tuple(joint), None, None, (inputs, densities))
+        return RowScores(tuple(joint), _no_rows, _no_rows, (inputs, densities))
     arguments, outputs = _graphs(x, inputs, by_row)
     simpler = functools.cache(lambda: _stable(outputs))
     slowly = _interpreted(arguments, outputs, simpler)
     along, either = _compiled_in_time(slowly, lambda anew: _compiled(arguments, outputs, simpler, anew))
     elsewhere = slowly if template.indexes_by_data else either
     return RowScores(tuple(joint), along, elsewhere, (inputs, densities))
+
+
+def _no_rows(*values: Any) -> Sequence[Array]:
+    return ()
 
 
 def _graphs(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -141,17 +144,17 @@ def _graphs(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> tuple[list[
 
 
 def _interpreted(arguments: Sequence[Any], outputs: Sequence[Any], simpler: Callable[[], list[Any]]) -> _Along:
-    known: list[_Along] = []
+    stable: Callable[[], _Along] = functools.cache(lambda: interpreted.python_function(arguments, simpler()))
+    as_written: Callable[[], _Along] = functools.cache(lambda: interpreted.python_function(arguments, outputs))
+    failed: list[bool] = []
 
     def along(*values: Any) -> Sequence[Array]:
-        if not known:
-            known.append(interpreted.python_function(arguments, simpler()))
-        if len(known) == 1:
+        if not failed:
             try:
-                return known[0](*values)
+                return stable()(*values)
             except Exception:  # a rewrite failed: use the graph as it was written, which is slower
-                known.append(interpreted.python_function(arguments, outputs))
-        return known[1](*values)
+                failed.append(True)
+        return as_written()(*values)
 
     return along
 
@@ -181,12 +184,10 @@ def _agree(one: _Along, other: _Along, values: Sequence[Any]) -> bool:
     """Whether two functions agree at a point, along one and several directions; some rewrites are wrong, or fail."""
     x, given, *inputs = values
     several = np.cos(np.arange(_SEVERAL * np.shape(given)[1], dtype=float)).reshape(_SEVERAL, -1)
-    return all(_same(one, other, (x, directions, *inputs)) for directions in (several[:1], several))
-
-
-def _same(one: _Along, other: _Along, values: Sequence[Any]) -> bool:
+    pairs: list[tuple[Array, Array]] = []
     try:
-        pairs = list(zip(one(*values), other(*values), strict=True))
+        for directions in (several[:1], several):
+            pairs += zip(one(x, directions, *inputs), other(x, directions, *inputs), strict=True)
     except Exception:  # of compiled code
         return False
     return all(
@@ -209,8 +210,7 @@ def _compiled(
         def compiled(excluded: tuple[str, ...] = excluded) -> tuple[Callable[..., Any], bool]:
             if not anew:
                 raise LookupError
-            numba_mode = mode().excluding(*excluded)
-            return inlined(pytensor.function(arguments, simpler(), mode=numba_mode, on_unused_input="ignore").vm.jit_fn)
+            return inlined(arguments, simpler(), mode().excluding(*excluded))
 
         try:
             with without_notices():

@@ -10,7 +10,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,6 @@ from fedppl.model import graph as _graph
 from fedppl.types import Array, Variable
 
 _POINTS = 3
-_SharedAndLocal = tuple[Sequence[Variable], Sequence[Variable]]
 
 
 def _inlined(outputs: Sequence[Any]) -> list[Any]:
@@ -104,59 +103,39 @@ def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
     The declared graphs with their random variables are compared, without deriving a log density, which takes ten times
     as long as building the model. Dims that are open in `a` may differ in length.
     """
-    model_a, model_b = a.model, b.model
-    if names(a) != names(b) or model_a.named_vars_to_dims != model_b.named_vars_to_dims:
+    if names(a) != names(b) or a.model.named_vars_to_dims != b.model.named_vars_to_dims:
         return False
-    lengths_a, lengths_b = _graph.lengths(model_a), _graph.lengths(model_b)
-    if lengths_a.keys() != lengths_b.keys() or any(
-        lengths_a[dim] != lengths_b[dim] for dim in lengths_a.keys() - a.open.keys()
-    ):
+    lengths_a, lengths_b = ({**_graph.lengths(parts.model), **dict.fromkeys(a.open)} for parts in (a, b))
+    types_a, types_b = ([parts.model.rvs_to_values[rv].type.dtype for rv in parts.model.basic_RVs] for parts in (a, b))
+    if lengths_a != lengths_b or types_a != types_b:
         return False
-    pairs = list(zip(model_a.basic_RVs, model_b.basic_RVs, strict=True))
-    if any(model_a.rvs_to_values[rv_a].type.dtype != model_b.rvs_to_values[rv_b].type.dtype for rv_a, rv_b in pairs):
-        return False
-    if not _same_transforms(a, b, pairs):
-        return False
-    outputs_a, outputs_b = declared_outputs(model_a), declared_outputs(model_b)
-    streams_a, streams_b = streams(outputs_a), streams(outputs_b)
-    if len(streams_a) != len(streams_b):
-        return False
-    inputs_a = [*a.data, *streams_a, *(model_a.dim_lengths[dim] for dim in lengths_a)]
-    inputs_b = [*b.data, *streams_b, *(model_b.dim_lengths[dim] for dim in lengths_a)]
-    return same_computations(outputs_a, outputs_b, inputs_a, inputs_b)
+    return _same_transforms(a, b, a.model.basic_RVs, b.model.basic_RVs) and same_terms(a, b, declared_outputs)
 
 
-def _surely_same_prior(a: _graph.Parts, b: _graph.Parts) -> bool:
-    """Whether two builds declare the same shared prior; False where this quick test cannot tell."""
-    terms_a, terms_b = list(a.prior_terms), list(b.prior_terms)
-    if [v.name for v in terms_a] != [v.name for v in terms_b]:
+def same_terms(a: _graph.Parts, b: _graph.Parts, terms_of: Callable[[_graph.Parts], list[Any]]) -> bool:
+    """Whether terms of two builds are the same graphs of containers, random streams and lengths of dims."""
+    terms_a, terms_b = terms_of(a), terms_of(b)
+    read_a, read_b = _lengths_read(a, terms_a), _lengths_read(b, terms_b)
+    inputs_a = [*a.data, *streams(terms_a), *(a.model.dim_lengths[dim] for dim in read_a)]
+    inputs_b = [*b.data, *streams(terms_b), *(b.model.dim_lengths[dim] for dim in read_b)]
+    if read_a.keys() != read_b.keys() or len(inputs_a) != len(inputs_b) or len(terms_a) != len(terms_b):
         return False
-    if not _same_transforms(a, b, list(zip(a.shared, b.shared, strict=True))):
-        return False
-    lengths_a, lengths_b = _lengths_read(a, terms_a), _lengths_read(b, terms_b)
-    if [name for name, _ in lengths_a] != [name for name, _ in lengths_b]:
-        return False
-    inputs_a = [*streams(terms_a), *(length for _, length in lengths_a)]
-    inputs_b = [*streams(terms_b), *(length for _, length in lengths_b)]
-    return len(inputs_a) == len(inputs_b) and same_computations(terms_a, terms_b, inputs_a, inputs_b)
+    return same_computations(terms_a, terms_b, inputs_a, inputs_b)
 
 
-def _same_transforms(a: _graph.Parts, b: _graph.Parts, pairs: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether transforms of pairs of variables are surely the same, as those with a key may be."""
+def _same_transforms(a: _graph.Parts, b: _graph.Parts, rvs_a: Sequence[Any], rvs_b: Sequence[Any]) -> bool:
+    """Whether transforms of variables are surely the same, as those with a key may be."""
     try:
-        keys = [
-            [transform_key(model.rvs_to_transforms[rv]) for rv in rvs]
-            for model, rvs in zip((a.model, b.model), zip(*pairs, strict=True), strict=True)
-        ]
+        keys = [value_key([m.rvs_to_transforms[rv] for rv in rvs]) for m, rvs in ((a.model, rvs_a), (b.model, rvs_b))]
     except NoKey:
         return False
     return keys[0] == keys[1]
 
 
-def _lengths_read(parts: _graph.Parts, outputs: Sequence[Any]) -> list[tuple[tuple[str, int], Any]]:
+def _lengths_read(parts: _graph.Parts, outputs: Sequence[Any]) -> dict[str, int]:
     """Dims whose lengths outputs are computed from, with their present lengths."""
     read, sizes = set(ancestors(outputs)), _graph.lengths(parts.model)
-    return [((dim, sizes[dim]), v) for dim, v in parts.model.dim_lengths.items() if v in read and dim in sizes]
+    return {dim: sizes[dim] for dim, v in sorted(parts.model.dim_lengths.items()) if v in read and dim in sizes}
 
 
 def names(parts: _graph.Parts) -> list[Any]:
@@ -167,10 +146,15 @@ def names(parts: _graph.Parts) -> list[Any]:
     return [*named, [(v.name, v.type.dtype, v.type.ndim) for v in parts.data]]
 
 
-def declared_outputs(model: Any) -> list[Any]:
+def declared_outputs(parts: _graph.Parts) -> list[Any]:
     """All outputs that a model declares."""
-    observed = [model.rvs_to_values[rv] for rv in model.observed_RVs]
-    return [*model.basic_RVs, *model.potentials, *model.deterministics, *observed]
+    return [*_graph.declared(parts.model), *parts.model.deterministics]
+
+
+def observed_terms(parts: _graph.Parts) -> list[Any]:
+    """Observed variables, their values, and potentials of a client's rows."""
+    terms = [term for term in parts.site_terms if term not in parts.local]
+    return [*terms, *(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)]
 
 
 def streams(outputs: Sequence[Any]) -> list[Any]:
@@ -188,20 +172,26 @@ def same_types(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
     return [v.type for v in a.inputs] == [v.type for v in b.inputs] and a.free_shapes == b.free_shapes
 
 
-def same_prior(a: _graph.Parts, shared_a: Sequence[Variable], b: _graph.Parts, shared_b: Sequence[Variable]) -> bool:
+def same_prior(a: _graph.Parts, b: _graph.Parts, shared: Sequence[Variable]) -> bool:
     """Whether two builds give the shared variables the same prior, with equal constants."""
-    if list(shared_a) == list(shared_b) and _surely_same_prior(a, b):
+    terms_a, terms_b = list(a.prior_terms), list(b.prior_terms)
+    if (
+        [v.name for v in terms_a] == [v.name for v in terms_b]
+        and _same_transforms(a, b, a.shared, b.shared)
+        and _lengths_read(a, terms_a) == _lengths_read(b, terms_b)
+        and same_terms(a, b, lambda parts: list(parts.prior_terms))
+    ):
         return True
-    of_a, of_b = _graph.prior_graph(a, shared_a), _graph.prior_graph(b, shared_b)
+    of_a, of_b = _graph.prior_graph(a, shared), _graph.prior_graph(b, shared)
     return same_computations([of_a.logp], [of_b.logp], [of_a.x], [of_b.x])
 
 
-def same_outputs(a: _graph.Parts, variables_a: _SharedAndLocal, b: _graph.Parts, variables_b: _SharedAndLocal) -> bool:
+def same_outputs(a: _graph.Parts, b: _graph.Parts, shared: Sequence[Variable]) -> bool:
     """Whether two builds compute the same constrained variables and deterministics."""
     public = [v.name for v in _graph.computed_from_shared(a)]
     for only_shared in (True, False):
-        x_a, inputs_a, names_a, outputs_a = _graph.constrained_graph(a, *variables_a, public, only_shared=only_shared)
-        x_b, inputs_b, names_b, outputs_b = _graph.constrained_graph(b, *variables_b, public, only_shared=only_shared)
+        x_a, inputs_a, names_a, outputs_a = _graph.constrained_graph(a, shared, public, only_shared=only_shared)
+        x_b, inputs_b, names_b, outputs_b = _graph.constrained_graph(b, shared, public, only_shared=only_shared)
         if names_a != names_b or not same_computations(outputs_a, outputs_b, [x_a, *inputs_a], [x_b, *inputs_b]):
             return False
     return True
@@ -307,10 +297,18 @@ def value_key(value: Any) -> str:
         return f"{{{', '.join(sorted(map(value_key, value)))}}}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{value_key(key)}: {value_key(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, FunctionType) and "<locals>" in value.__qualname__:  # such as bounds of an interval
+        return _local_key(value)
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return name_key(value)
     if isinstance(value, Type):
         return _of_type(value)
+    if isinstance(value, Constant):
+        return f"{_of_type(value.type)} {value_key(value.data)}"
+    if isinstance(value, _graph.SdsAndPartials):
+        return f"{value.name} {len(value.own_sd)}"
+    if isinstance(value, Transform):
+        return f"{name_key(type(value))} {value_key(vars(value))}"
     if isinstance(value, OpFromGraph) and type(value) is not OpFromGraph:  # such as `pt.diag`: class and inner graph
         inner = graph_key(value.fgraph.inputs, value.fgraph.outputs)
         if inner is None or has_own_gradient(value):
@@ -328,25 +326,14 @@ def value_key(value: Any) -> str:
     return f"{name_key(type(value))} {value_key(attributes)}"
 
 
-def transform_key(value: Any) -> Any:
-    """Key of a transform or an attribute of it; equal keys compute the same."""
-    if isinstance(value, list | tuple):
-        return tuple(map(transform_key, value))
-    if isinstance(value, _graph.SdsAndPartials):
-        return value.name, len(value.own_sd)
-    if isinstance(value, Transform):
-        return name_key(type(value)), tuple((name, transform_key(item)) for name, item in sorted(vars(value).items()))
-    if isinstance(value, Constant):
-        return value_key([value.type, value.data])
-    if isinstance(value, Mapping):
-        return tuple((name, transform_key(item)) for name, item in value.items())
-    if isinstance(value, FunctionType):  # bounds of an interval, defined in PyMC: its code, and its closure
-        module = sys.modules.get(value.__module__)
-        if not f"{value.__module__}.".startswith(f"{pymc.__name__}.") or value.__globals__ is not vars(module):
-            raise NoKey
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, transform_key([*cells, value.__defaults__, value.__kwdefaults__])
-    return value_key(value)
+def _local_key(function: FunctionType) -> str:
+    """Key of a function that a function of PyMC has defined: its place in the source, and what it has closed over."""
+    module = sys.modules.get(function.__module__)
+    if not f"{function.__module__}.".startswith("pymc.") or function.__globals__ is not vars(module):
+        raise NoKey
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    place = f"{function.__module__}.{function.__qualname__} {function.__code__.co_firstlineno}"
+    return f"{place} {value_key([*cells, function.__defaults__, function.__kwdefaults__])}"
 
 
 def _props(op: Any) -> str:
@@ -412,7 +399,8 @@ def _parts(value: Any, package: str, seen: dict[int, tuple[int, Any]]) -> Iterat
         yield repr((array.dtype.str, array.shape)).encode()
         yield repr(array.tolist()).encode(errors="surrogatepass") if array.dtype.hasobject else array.tobytes()
     elif isinstance(value, FunctionType) and _package(value) == package and package != _OUR_CODE:
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        filled = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # others are set later
+        cells = [content for content in filled if content is not None]
         for part in (value.__code__, value.__defaults__, value.__kwdefaults__, cells, _read_by(value, package)):
             yield from _parts(part, package, seen)
     elif isinstance(value, functools.partial):
@@ -464,10 +452,3 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _codes(inner)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a variable that is set later
-        return False

@@ -6,26 +6,26 @@ their arrays are checked together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pytensor
 import pytensor.tensor as pt
 from numpy.typing import NDArray
 from pytensor.graph.rewriting.utils import rewrite_graph
+from pytensor.graph.traversal import walk
 from pytensor.tensor.shape import Shape_i
 
 from fedppl.data.tables import Table
 from fedppl.model import graph as _graph
-from fedppl.model.checks import held_exactly
+from fedppl.model.checks import held_exactly, place_of
 from fedppl.model.client import ClientModel
-from fedppl.model.compiled import inlined, mode, vector_kernel, without_notices
+from fedppl.model.compiled import inlined, vector_kernel, without_notices
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.same import graph_key
 from fedppl.numerics.pairs import Packs
-from fedppl.types import Array, DataError
+from fedppl.types import Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +71,15 @@ class ClientsOf(Mapping[str, ClientModel]):
     def moments(self, points: Array, center: Array) -> dict[str, tuple[Array, Array]]:
         """Means and sds (K, ...) at all clients by variable, over points (S, m) of φ with equal weights."""
         counts = self.table.counts
-        outputs = _outputs_of([self.model(int(np.argmin(counts))), self.model(int(np.argmax(counts)))])
-        if not outputs.names:
+        shapes = _equal_shapes([self.model(int(np.argmin(counts))), self.model(int(np.argmax(counts)))])
+        if not shapes:
             return {}
-        sizes = [int(np.prod(shape, dtype=int)) for shape in outputs.shapes]
-        both = self.moments_of(self, outputs.kernel, sum(sizes), points, center)
-        ends = np.cumsum(sizes)[:-1]
+        sizes = [int(np.prod(shape, dtype=int)) for shape in shapes.values()]
+        both = self.moments_of(self, _kernel_of(self.like, shapes), sum(sizes), points, center)
         by_variable = zip(
-            outputs.names, outputs.shapes, *(np.split(array, ends, axis=1) for array in both), strict=True
+            shapes.items(), *(np.split(array, np.cumsum(sizes)[:-1], axis=1) for array in both), strict=True
         )
-        return {name: (mean.reshape(-1, *shape), sd.reshape(-1, *shape)) for name, shape, mean, sd in by_variable}
+        return {name: (mean.reshape(-1, *shape), sd.reshape(-1, *shape)) for (name, shape), mean, sd in by_variable}
 
 
 # Means and sds (K, r) of a kernel's outputs at (φ, θ), over points (S, m) of φ about a center (m,).
@@ -104,13 +103,11 @@ def why_not(clients: Sequence[ClientModel]) -> str:
     if _graph.indexes_by_data(first.template.graph):
         return "data are indices, which are checked client by client"
     free = len(first.template.graph.free_shapes)
-    if len(first.inputs) > len(first.template.parts.data) + free or (
-        free and _shapes_follow_values(first.template.parts)
-    ):
+    has_lengths = len(first.inputs) > len(first.template.parts.data) + free
+    if has_lengths or (free and _shapes_follow_values(first.template.parts)):
         return "shapes of variables depend on data, and are computed for enrolled clients alone"
-    if any(
-        len({len(np.atleast_1d(one)) for one in client.inputs[: len(client.inputs) - free]}) > 1 for client in clients
-    ):
+    lengths = [{len(np.atleast_1d(v)) for v in client.inputs[: len(client.inputs) - free]} for client in clients]
+    if any(len(of_client) > 1 for of_client in lengths):
         return "data are not one row of each array for every observation"
     return ""
 
@@ -119,19 +116,15 @@ def _shapes_follow_values(parts: _graph.Parts) -> bool:
     """Whether the shape of a local variable may depend on values or numbers of rows of data, not on columns alone."""
     inputs, wanted = _graph.initial_graphs(parts)
     of_local = [value.shape for value in wanted[len(parts.shared) :] if value.type.ndim]
-    waiting, seen = list(rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()), set()
-    while waiting:
-        variable = waiting.pop()
-        if variable in inputs:
-            return True
+
+    def read(variable: Any) -> Any:
         node = variable.owner
-        if variable in seen or node is None:
-            continue
-        if isinstance(node.op, Shape_i) and node.op.i and node.inputs[0] in inputs:
-            continue  # all clients of a table have the same columns
-        seen.add(variable)
-        waiting.extend(node.inputs)
-    return False
+        if node is None or (isinstance(node.op, Shape_i) and node.op.i and node.inputs[0] in inputs):
+            return ()  # all clients of a table have the same columns
+        return node.inputs
+
+    shapes = rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()
+    return not set(walk(list(shapes), read)).isdisjoint(inputs)
 
 
 def stacked(declaration: FederatedModel, table: Table, like: ClientModel, moments_of: MomentsFn) -> ClientsOf:
@@ -143,94 +136,61 @@ def stacked(declaration: FederatedModel, table: Table, like: ClientModel, moment
     observed = _graph.observed_through(parts)
     arrays = []
     for container in parts.data:
-        column = np.asarray(table.columns[container.name])
-        if container in observed and not np.all(np.isfinite(column)):
-            _refuse(declaration, table, int(np.argwhere(~np.isfinite(column))[0][0]))
-        try:
-            cast = held_exactly(container.name, column, container.type.dtype)
-        except DataError:
-            with np.errstate(invalid="ignore"):
-                odd = np.argwhere(column.astype(container.type.dtype) != column)
-            _refuse(declaration, table, int(odd[0][0]))
-            raise
-        arrays.append(np.ascontiguousarray(cast))
+        column, dtype = np.asarray(table.columns[container.name]), container.type.dtype
+        with np.errstate(invalid="ignore"):
+            wrong = column.astype(dtype) != column
+        if container in observed:
+            wrong |= ~np.isfinite(column)
+        if np.any(wrong):  # enrolling the client of this row alone raises the error
+            k = int(np.searchsorted(table.begins, place_of(wrong)[0], side="right")) - 1
+            declaration.enrol({table.client_ids[k]: table.rows(k)})
+        arrays.append(np.ascontiguousarray(held_exactly(container.name, column, dtype)))
     starts = np.tile(like.initial, (len(table.client_ids), 1))
     packs = _packed(arrays, table.begins, like.inputs[len(arrays) :])
     return ClientsOf(table, declaration, like, packs, starts, moments_of)
 
 
-def _refuse(declaration: FederatedModel, table: Table, row: int) -> None:
-    """Raise the error of enrolling the client of this row alone."""
-    k = int(np.searchsorted(table.begins, row, side="right")) - 1
-    declaration.enrol({table.client_ids[k]: table.rows(k)})
-
-
 def _packed(arrays: Sequence[Array], begins: NDArray[np.int64], shapes: Sequence[Array]) -> Packs:
     """Pack arrays (N, ...) of all clients as `pack` does one client's, with shapes that all share at the end."""
-    count, rows = len(begins) - 1, np.diff(begins)
-    kinds = [bool(np.issubdtype(array.dtype, np.floating)) for array in arrays]
-    widths = [int(np.prod(array.shape[1:], dtype=int)) for array in arrays]
-    filled = {True: np.zeros(count, dtype=np.int64), False: np.zeros(count, dtype=np.int64)}
+    count = len(begins) - 1
+    columns = [(array, begins) for array in arrays]
+    columns += [(np.tile(shape, count), len(shape) * np.arange(count + 1)) for shape in shapes]
+    filled = {real: np.zeros(count, dtype=np.int64) for real in (True, False)}
     where, firsts = [], []
-    for array, real, width in zip(arrays, kinds, widths, strict=True):
+    for array, starts in columns:
+        real, rows, width = _is_real(array), np.diff(starts), int(np.prod(array.shape[1:], dtype=int))
         firsts.append(filled[real])
-        where += [filled[real], filled[real] + rows * width, rows, *(np.full(count, n) for n in array.shape[1:])]
         filled[real] = filled[real] + rows * width
-    tail = np.concatenate([np.zeros(0, dtype=np.int64), *shapes])
-    begin = filled[False]
-    for shape in shapes:
-        where += [filled[False], filled[False] + len(shape), np.full(count, len(shape))]
-        filled[False] = filled[False] + len(shape)
-    at = {real: np.concatenate([[0], np.cumsum(filled[real])]) for real in (True, False)}
-    reals, integers = np.zeros(at[True][-1]), np.zeros(at[False][-1], dtype=np.int64)
-    for array, real, width, first in zip(arrays, kinds, widths, firsts, strict=True):
+        where += [firsts[-1], filled[real], rows, *(np.full(count, n) for n in array.shape[1:])]
+    at = {real: np.concatenate([[0], np.cumsum(sizes)]) for real, sizes in filled.items()}
+    buffers: dict[bool, Any] = {True: np.zeros(at[True][-1]), False: np.zeros(at[False][-1], dtype=np.int64)}
+    for (array, starts), first in zip(columns, firsts, strict=True):
+        real, sizes = _is_real(array), starts * int(np.prod(array.shape[1:], dtype=int))
         # Offset of a client's rows: where they begin in its buffer, less where they begin in the table.
-        moved = np.repeat(at[real][:-1] + first - begins[:-1] * width, rows * width)
-        (reals if real else integers)[moved + np.arange(begins[-1] * width)] = array.reshape(-1)
-    integers[(at[False][:-1] + begin)[:, None] + np.arange(len(tail))] = tail
-    places = np.stack(where, axis=1)
-    return Packs(
-        reals,
-        integers,
-        np.ascontiguousarray(places, dtype=np.int64),
-        np.ascontiguousarray(np.stack([at[True], at[False]], axis=1)),
-    )
+        moved = np.repeat(at[real][:-1] + first - sizes[:-1], np.diff(sizes))
+        buffers[real][moved + np.arange(sizes[-1])] = array.reshape(-1)
+    places = np.ascontiguousarray(np.stack(where, axis=1), dtype=np.int64)
+    return Packs(buffers[True], buffers[False], places, np.ascontiguousarray(np.stack([at[True], at[False]], axis=1)))
 
 
-class Outputs(NamedTuple):
-    """Variables whose shapes are equal at all clients."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    kernel: Callable[..., Any]  # of x = (φ, θ) and a client's packed data: all entries, concatenated
+def _is_real(array: Array) -> bool:
+    return bool(np.issubdtype(array.dtype, np.floating))
 
 
-def _outputs_of(clients: Sequence[ClientModel]) -> Outputs:
-    """Local variables and deterministics whose shapes are equal at these clients, which no entry per row has."""
-    first = clients[0]
-    shapes = [
-        {
-            name: value.shape[1:]
-            for name, value in shapes_of.constrain(np.zeros((1, shapes_of.shared_size)), shapes_of.initial).items()
-        }
-        for shapes_of in clients
-    ]
-    parts, shared = first.template.parts, first.layout.variables
-    x, inputs, names, outputs = _graph.constrained_graph(
-        parts, shared, first.local, first.template.public.names, only_shared=False
-    )
-    same_names = [name for name in names if all(shapes_of[name] == shapes[0][name] for shapes_of in shapes)]
-    flat = [
-        pt.as_tensor(shapes_of).ravel().astype("float64")
-        for n, shapes_of in zip(names, outputs, strict=True)
-        if n in same_names
-    ]
-    vector = pt.concatenate([pt.zeros(0), *flat])
+def _equal_shapes(clients: Sequence[ClientModel]) -> dict[str, tuple[int, ...]]:
+    """Shapes of local variables and deterministics that are equal at these clients, which no entry per row has."""
+    values = [client.constrain(np.zeros((1, client.shared_size)), client.initial) for client in clients]
+    first, *others = ({name: value.shape[1:] for name, value in of_client.items()} for of_client in values)
+    return {name: shape for name, shape in first.items() if all(shapes[name] == shape for shapes in others)}
 
-    def compiled() -> tuple[Callable[..., Any], bool]:
-        return inlined(pytensor.function([x, *inputs], [vector], mode=mode(), on_unused_input="ignore").vm.jit_fn)
 
+def _kernel_of(client: ClientModel, wanted: Collection[str]) -> Callable[..., Any]:
+    """Compiled x = (φ, θ), packed data -> all entries of these variables, concatenated."""
+    parts, public = client.template.parts, client.template.public.names
+    x, inputs, names, outputs = _graph.constrained_graph(parts, client.layout.variables, public, only_shared=False)
+    by_name = zip(names, outputs, strict=True)
+    flat = [pt.as_tensor(output).ravel().astype("float64") for name, output in by_name if name in wanted]
+    graphs = [x, *inputs], [pt.concatenate([pt.zeros(0), *flat])]
     types = [(v.type.dtype, v.type.ndim) for v in inputs]
     with without_notices():
-        kernel = vector_kernel(compiled, types, graph_key([x, *inputs], [vector]))
-    return Outputs(tuple(same_names), tuple(shapes[0][name] for name in same_names), kernel)
+        return vector_kernel(lambda: inlined(*graphs), types, graph_key(*graphs))

@@ -19,7 +19,7 @@ from pymc.distributions.dist_math import check_parameters
 from pytensor.raise_op import Assert
 
 from fedppl.data import frames
-from fedppl.model.checks import builder_name
+from fedppl.model.checks import builder_name, naming
 from fedppl.settings import shown
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -37,7 +37,7 @@ class _Builder:
     effects: Effects
     coords: Mapping[str, Sequence[Any]] | None
     names: tuple[str, ...]
-    check: Callable[[Mapping[str, Any], str], dict[str, Array]]
+    check: Callable[[Mapping[str, Any]], dict[str, Array]]
     likelihood: Callable[..., Any]
 
     @property
@@ -52,13 +52,13 @@ class _Builder:
 
     def read(self, client_id: str, data: Any) -> Any:
         """A client's summary, checked; other data are refused when clients enrol."""
-        what = f"client {client_id!r}"
-        named = frames.named(data, self.names, what)
+        named = frames.named(data, self.names, f"client {client_id!r}")
         if not isinstance(named, Mapping) or set(named) != set(self.names):
             return named
         if self.check is _checked_estimate:
             frames.require_order((), named["estimate"], named["covariance"])
-        return self.check({name: _numbers(named[name], name, what) for name in self.names}, what)
+        with naming(client_id):
+            return self.check({name: _numbers(named[name], name) for name in self.names})
 
     def __call__(self, **data: Any) -> pm.Model:
         """One client's model."""
@@ -71,8 +71,8 @@ class _Builder:
 def estimate(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = None) -> Callable[..., pm.Model]:
     """Builder for clients that give an estimate and its covariance.
 
-    Their data are ``estimate``, a number or (p,), and ``covariance``: a variance (a squared standard error), the
-    variances (p,) of independent estimates, or (p, p).
+    Their data are ``estimate``, a number or (p,), and ``covariance``: a variance, the variances (p,) of independent
+    estimates, or (p, p).
 
     Parameters
     ----------
@@ -89,10 +89,8 @@ def estimate(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = N
 
     Raises
     ------
-    DeclarationError
-        For `effects` that are no function.
-    DataError
-        When clients enrol: covariances that are not symmetric or not positive definite.
+    DeclarationError, DataError
+        For `effects` that are no function; when clients enrol, for covariances that are not positive definite.
 
     Examples
     --------
@@ -109,8 +107,8 @@ def estimate(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = N
 
     Notes
     -----
-    *When this fails.* An estimate that was shrunk by a prior or a penalty counts that prior twice: give maximum
-    likelihood estimates, or divide a posterior by its prior.
+    *When this fails.* An estimate that a prior or a penalty has shrunk counts that prior twice: give maximum likelihood
+    estimates, or divide a posterior by its prior.
     """
     return _Builder("estimate", _function(effects), coords, ("estimate", "covariance"), _checked_estimate, normal)
 
@@ -119,24 +117,9 @@ def grid(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = None)
     """Builder for clients that give the log-likelihood of one quantity on a grid.
 
     Their data are ``grid``, increasing values of the quantity (n,), at least five, and ``log_likelihood``, (n,), up to
-    a constant; `interpolated` describes it between and beyond them. A profile or partial likelihood is allowed.
-
-    Parameters
-    ----------
-    effects, coords
-        As in `estimate`; the effects return a scalar.
-
-    Returns
-    -------
-    Callable
-        Builder for `fedppl.FederatedModel`.
-
-    Raises
-    ------
-    DeclarationError
-        For `effects` that are no function.
-    DataError
-        When clients enrol: grids that do not increase, or do not cover where the likelihood is largest.
+    a constant; `interpolated` describes it between and beyond them. A profile or partial likelihood is allowed. See
+    `estimate` for parameters; here the effects return a scalar. Grids are refused, when clients enrol, that do not
+    increase, or beyond whose ends the log-likelihood still rises by 0.1 or more.
 
     Examples
     --------
@@ -151,8 +134,7 @@ def grid(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = None)
 
     Notes
     -----
-    *When this fails.* A client without events has a likelihood that rises to a plateau: its grid covers it where the
-    log-likelihood rises by less than 0.1 beyond the end. Other grids that end before the maximum are refused.
+    *When this fails.* The likelihood of a client without events rises to a plateau, which its grid has to reach.
 
     References
     ----------
@@ -168,27 +150,9 @@ def two_by_two(
     """Builder for clients that give a 2 x 2 table.
 
     Their data are ``events`` and ``totals``, (2,): numbers of events and of subjects, the reference arm first. The
-    likelihood is exact, `binomials`, with a local intercept.
-
-    Parameters
-    ----------
-    effects, coords
-        As in `estimate`; the effects return the log odds ratio, a scalar.
-    baseline
-        Function without arguments that declares the log odds of the reference arm, where the builder for rows has
-        another prior than N(0, 2.5²), or shared parameters of it.
-
-    Returns
-    -------
-    Callable
-        Builder for `fedppl.FederatedModel`.
-
-    Raises
-    ------
-    DeclarationError
-        For `effects` or `baseline` that are no functions.
-    DataError
-        When clients enrol: counts that are no whole numbers, or more events than subjects.
+    likelihood is exact, `binomials`, with a local intercept. See `estimate` for parameters; here the effects return the
+    log odds ratio, a scalar. `baseline`, a function without arguments, declares the log odds of the reference arm where
+    the builder for rows has another prior than N(0, 2.5²), or shared parameters of it.
 
     Examples
     --------
@@ -202,13 +166,11 @@ def two_by_two(
 
     Notes
     -----
-    *When this fails.* A table is not adjusted: where other clients have rows, and their effect is adjusted for
-    differences between the arms, the two log odds ratios are different quantities. With few events the prior of the
-    reference arm matters, N(0, 2.5²) by default. Small counts may identify persons: a client's rules on disclosure hold
-    for tables, too.
+    *When this fails.* A table is not adjusted: the log odds ratio of clients with rows that adjust for differences
+    between the arms is another quantity. With few events the prior of the reference arm matters. Small counts may
+    identify persons: a client's rules on disclosure hold for tables, too.
     """
-    start = None if baseline is None else _function(baseline)
-    arms = functools.partial(_arms, baseline=start)
+    arms = functools.partial(_arms, baseline=None if baseline is None else _function(baseline))
     return _Builder("two_by_two", _function(effects), coords, ("events", "totals"), _checked_table, arms)
 
 
@@ -218,95 +180,78 @@ def _arms(effect: Any, events: Any, totals: Any, baseline: Effects | None) -> An
 
 def _function(effects: Any) -> Effects:
     if not callable(effects):
-        raise DeclarationError(
-            f"{shown(effects)} is no function; pass one without arguments that declares the variables and returns the "
-            "quantity of the summary."
-        )
+        raise DeclarationError(f"{shown(effects)} is no function; pass one that returns the quantity of the summary.")
     function: Effects = effects
     return function
 
 
-def _numbers(values: Any, name: str, what: str) -> Array:
+def _numbers(values: Any, name: str) -> Array:
     """Check that values are finite numbers."""
     try:
         masked = np.ma.isMaskedArray(values)
         array = np.asarray(np.ma.filled(values.astype(float), np.nan) if masked else values, dtype=float)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{what}: {name!r} is {shown(values)}; give numbers.") from error
+        raise DataError(f"{name!r} is {shown(values)}; give numbers.") from error
     if not np.all(np.isfinite(array)):
-        raise DataError(f"{what}: {name!r} holds {array[~np.isfinite(array)][0]}; give finite numbers.")
+        raise DataError(f"{name!r} holds {array[~np.isfinite(array)][0]}; give finite numbers.")
     return array
 
 
-def _checked_estimate(data: Mapping[str, Array], what: str) -> dict[str, Array]:
+def _checked_estimate(data: Mapping[str, Array]) -> dict[str, Array]:
     """Check an estimate (p,) and its covariance, and return the covariance as (p, p)."""
-    vector, variances = np.atleast_1d(data["estimate"]), data["covariance"]
+    vector, given = np.atleast_1d(data["estimate"]), data["covariance"]
     if vector.ndim > 1 or vector.size == 0:
-        raise DataError(f"{what}: 'estimate' has shape {vector.shape}; give a number, or a vector of them.")
-    matrix = np.diag(np.atleast_1d(variances)) if variances.ndim < 2 else variances
-    if matrix.shape != (len(vector), len(vector)):
-        raise DataError(
-            f"{what}: 'covariance' has shape {variances.shape} and 'estimate' {vector.shape}; give variances, or "
-            f"a matrix of shape {(len(vector), len(vector))}."
-        )
+        raise DataError(f"'estimate' has shape {vector.shape}; give a number, or a vector of them.")
+    matrix, shape = np.diag(np.atleast_1d(given)) if given.ndim < 2 else given, (len(vector), len(vector))
+    if matrix.shape != shape:
+        what = f"'covariance' has shape {given.shape} and 'estimate' {vector.shape}"
+        raise DataError(f"{what}; give variances, or {shape}.")
     if not np.allclose(matrix, matrix.T, rtol=0.0, atol=1e-8 * np.max(np.abs(matrix))):
-        raise DataError(f"{what}: 'covariance' is not symmetric.")
+        raise DataError("'covariance' is not symmetric.")
     matrix = (matrix + matrix.T) / 2
-    scale = np.sqrt(np.abs(np.diag(matrix)))
+    variances = np.diag(matrix)
+    scale = np.sqrt(np.abs(variances))
     smallest = float(np.linalg.eigvalsh(matrix / np.outer(scale, scale))[0]) if np.all(scale > 0) else 0.0
-    if not (np.all(np.diag(matrix) > 0) and smallest > 1e-12):
-        raise DataError(
-            f"{what}: 'covariance' is not positive definite (the smallest variance is {np.min(np.diag(matrix)):.3g}, "
-            f"the smallest eigenvalue of its correlations {smallest:.3g}); drop redundant coefficients."
-        )
+    if not (np.all(variances > 0) and smallest > 1e-12):
+        why = f"variances from {np.min(variances):.3g}, eigenvalues of correlations from {smallest:.3g}"
+        raise DataError(f"'covariance' is not positive definite ({why}); drop redundant coefficients.")
     return {"estimate": vector, "covariance": matrix}
 
 
-def _checked_grid(data: Mapping[str, Array], what: str) -> dict[str, Array]:
+def _checked_grid(data: Mapping[str, Array]) -> dict[str, Array]:
     """Check that a grid increases and covers the maximum of the likelihood."""
     points, values = data["grid"], data["log_likelihood"]
     if points.ndim != 1 or points.shape != values.shape or len(points) < POINTS:
-        raise DataError(
-            f"{what}: 'grid' has shape {points.shape} and 'log_likelihood' {values.shape}; give vectors of one length, "
-            f"at least {POINTS}."
-        )
-    if not np.all(falls := np.diff(points) > 0):
-        where = int(np.argmin(falls))
-        raise DataError(
-            f"{what}: 'grid' does not increase: {points[where]:.6g} stands before {points[where + 1]:.6g}, at index "
-            f"{where}; sort it with its log-likelihood, and drop duplicates."
-        )
+        shapes = f"'grid' has shape {points.shape} and 'log_likelihood' {values.shape}"
+        raise DataError(f"{shapes}; give vectors of one length, at least {POINTS}.")
+    if not np.all(rising := np.diff(points) > 0):
+        place = int(np.argmin(rising))
+        pair = f"{points[place]:.6g}, {points[place + 1]:.6g}"
+        raise DataError(f"'grid' does not increase at index {place}, {pair}; sort both, and drop duplicates.")
     rises = rises_beyond(points, values)
     if max(rises) > RISE:
         end = points[0] if rises[0] > rises[1] else points[-1]
-        raise DataError(
-            f"{what}: 'grid' does not cover the likelihood, which still rises beyond {end:.6g} (by {max(rises):.3g} or "
-            f"more in its logarithm); widen it until that is below {RISE}."
-        )
+        what = f"'grid' does not cover the likelihood, whose log rises by {max(rises):.3g} beyond {end:.6g}"
+        raise DataError(f"{what}; widen it until that is below {RISE}.")
     return {"grid": points, "log_likelihood": values}
 
 
-def _checked_table(data: Mapping[str, Array], what: str) -> dict[str, Array]:
+def _checked_table(data: Mapping[str, Array]) -> dict[str, Array]:
     """Check events and totals of two arms, as whole numbers."""
-    events, totals = data["events"], data["totals"]
-    if events.shape != (2,) or totals.shape != (2,):
-        raise DataError(
-            f"{what}: 'events' has shape {events.shape} and 'totals' {totals.shape}; give two each, the reference arm "
-            "first."
-        )
-    _require_counts(events, totals, what)
-    return {"events": events.astype(np.int64), "totals": totals.astype(np.int64)}
+    shapes = data["events"].shape, data["totals"].shape
+    if shapes != ((2,), (2,)):
+        raise DataError(f"'events' has shape {shapes[0]} and 'totals' {shapes[1]}; give two each, the reference first.")
+    _require_counts(data["events"], data["totals"])
+    return {name: values.astype(np.int64) for name, values in data.items()}
 
 
-def _require_counts(events: Array, totals: Array, what: str) -> None:
+def _require_counts(events: Array, totals: Array) -> None:
     whole = (events == np.floor(events)) & (totals == np.floor(totals))
     wrong = ~(whole & (events >= 0) & (totals >= 1) & (events <= totals))
     if np.any(wrong):
-        where = int(np.argmax(wrong))
-        raise DataError(
-            f"{what}: {events[where]:g} events of {totals[where]:g} in arm {where}; give whole numbers, totals of at "
-            "least 1, and no more events than that."
-        )
+        arm = int(np.argmax(wrong))
+        what = f"{events[arm]:g} events of {totals[arm]:g} in arm {arm}"
+        raise DataError(f"{what}; give whole numbers, 1 or more subjects, and no more events than these.")
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -336,9 +281,8 @@ class Estimate:
 
     Notes
     -----
-    *When this fails.* An estimate that was shrunk by a prior or a penalty counts that prior twice. One that was
-    adjusted for other columns than the formula's is another quantity under the same name. With few events the
-    likelihood is skewed and far from a normal one: give a `Table` then.
+    *When this fails.* An estimate that a prior or a penalty has shrunk counts that prior twice. One that is adjusted
+    for other columns is another quantity. With few events the likelihood is not normal: give a `Table`.
     """
 
     names: tuple[str, ...]
@@ -351,12 +295,11 @@ class Estimate:
             raise DataError(f"names={shown(names)} must be a list of different names of coefficients.")
         frames.require_order(labels, estimate, covariance)
         given = {"estimate": estimate, "covariance": covariance}
-        valid = _checked_estimate({name: _numbers(v, name, "an estimate") for name, v in given.items()}, "an estimate")
+        valid = _checked_estimate({name: _numbers(values, name) for name, values in given.items()})
         if len(valid["estimate"]) != len(labels):
             raise DataError(f"{len(labels)} names {list(labels)} are given, and {len(valid['estimate'])} estimates.")
-        object.__setattr__(self, "names", labels)
-        object.__setattr__(self, "estimate", valid["estimate"])
-        object.__setattr__(self, "covariance", valid["covariance"])
+        for field, value in {"names": labels, **valid}.items():
+            object.__setattr__(self, field, value)
 
     def __repr__(self) -> str:
         """List the names of the coefficients."""
@@ -400,11 +343,11 @@ class Table:
     def __init__(self, column: str, events: Mapping[Any, int], totals: Mapping[Any, int]) -> None:
         if not (isinstance(events, Mapping) and isinstance(totals, Mapping)) or list(events) != list(totals):
             raise DataError("events and totals of a table must be mappings with the same levels in the same order.")
-        counts = [_numbers(list(one.values()), column, "a table") for one in (events, totals)]
-        _require_counts(counts[0], counts[1], "a table")
+        counts = [_numbers(list(numbers.values()), column) for numbers in (events, totals)]
+        _require_counts(*counts)
         object.__setattr__(self, "column", column)
-        object.__setattr__(self, "events", {level: int(n) for level, n in zip(events, counts[0], strict=True)})
-        object.__setattr__(self, "totals", {level: int(n) for level, n in zip(events, counts[1], strict=True)})
+        for field, numbers in zip(("events", "totals"), counts, strict=True):
+            object.__setattr__(self, field, dict(zip(events, numbers.astype(int).tolist(), strict=True)))
 
     def rows(self, response: str) -> dict[str, Any]:
         """The rows that the table counts."""
@@ -462,10 +405,8 @@ def normal(quantity: Any, estimate: Any, covariance: Any, *, name: str = "summar
     """
     about, center, spread = _stacked(quantity), pt.as_tensor(estimate), pt.as_tensor(covariance)
     if center.ndim > 1 or about.ndim > 1 or spread.ndim > 2 or (spread.ndim == 2 and center.ndim == 0):
-        raise DataError(
-            f"an estimate of {center.ndim} dimensions and its covariance of {spread.ndim}, of a quantity of "
-            f"{about.ndim}: give numbers, or a vector with its variances or covariance matrix."
-        )
+        axes = f"an estimate has {center.ndim} dimensions, its covariance {spread.ndim}, its quantity {about.ndim}"
+        raise DataError(f"{axes}; give numbers, or a vector with its variances or covariance.")
     mean = about
     if center.ndim:  # PyTensor would broadcast a scalar
         whole = pt.atleast_1d(about)
@@ -520,9 +461,7 @@ def interpolated(quantity: Any, grid: Any, log_likelihood: Any, *, name: str = "
     *When this fails.* A grid that is coarse where the likelihood bends, or that ends before the likelihood has fallen:
     beyond its ends the likelihood is extrapolated.
     """
-    about = _stacked(quantity)
-    if about.ndim:
-        raise DataError(f"a likelihood on a grid is of one quantity, and this has {about.ndim} dimensions.")
+    about = _scalar(quantity, "a likelihood on a grid is of one quantity")
     for what, values in (("the grid", grid), ("the log-likelihood", log_likelihood)):
         if pt.as_tensor(values).ndim != 1:
             raise DataError(f"{what} has {pt.as_tensor(values).ndim} dimensions; give a vector.")
@@ -572,9 +511,7 @@ def binomials(effect: Any, events: Any, totals: Any, *, baseline: Any = None, na
     events the default prior of ``baseline`` matters: give one for rare outcomes. Where one arm has no events, or only
     events, the table bounds θ on one side alone, and its prior on the other.
     """
-    about = _stacked(effect)
-    if about.ndim:
-        raise DataError(f"a table has one log odds ratio, and this has {about.ndim} dimensions.")
+    about = _scalar(effect, "a table has one log odds ratio")
     start = pm.Normal("baseline", 0.0, 2.5) if baseline is None else baseline
     return _marked(pm.Binomial(name, n=totals, logit_p=pt.stack([start, start + about]), observed=events))
 
@@ -599,6 +536,13 @@ def _stacked(quantity: Any) -> Any:
     if isinstance(quantity, Mapping):
         quantity = list(quantity.values())
     return pt.stack(list(quantity)) if isinstance(quantity, list | tuple) else pt.as_tensor(quantity)
+
+
+def _scalar(quantity: Any, rule: str) -> Any:
+    about = _stacked(quantity)
+    if about.ndim:
+        raise DataError(f"{rule}, and this has {about.ndim} dimensions.")
+    return about
 
 
 def _on_grid(log_likelihood: Any, quantity: Any, grid: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pymc as pm
-import pytensor
 import pytensor.tensor as pt
 from pymc.logprob.abstract import _logprob
 from pymc.logprob.utils import ParameterValueError
@@ -26,10 +25,10 @@ from fedppl.model import checks, interpreted
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
 from fedppl.model._public import Public
-from fedppl.model.checks import containers, mismatch, require_arguments
+from fedppl.model.checks import UNFIT, containers, mismatch, naming, require_arguments, shapes_of
 from fedppl.model.compiled import Piece, inlined, mode, unpacking_kernel, without_notices
 from fedppl.model.graph import with_sds
-from fedppl.model.same import NoKey, graph_key, transform_key, value_key
+from fedppl.model.same import NoKey, graph_key, value_key
 from fedppl.numerics.pairs import NO_DATA, site_outputs
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
@@ -44,35 +43,36 @@ class Declared(NamedTuple):
 
 def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:
     """Call the builder on one client's data; errors name the client."""
-    require_arguments(client_id, builder, arrays)
-    # A builder is called several times on these arrays.
-    unaltered = {name: _read_only(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()}
-    try:
-        model = builder(**unaltered)
-        if isinstance(model, pm.Model):
-            with_sds(model)
-        return model
-    except DeclarationError as error:  # the builder refuses its settings
-        raise DeclarationError(f"client {client_id!r}: {error}") from error
-    except Exception as error:
-        shapes = {name: np.shape(value) for name, value in arrays.items()}
-        remedy = "Check the builder, and this client's data against its arguments."
-        reals = [name for name, value in arrays.items() if np.asarray(value).dtype.kind == "f"]
-        if isinstance(error, TypeError) and "integers" in str(error) and reals:
-            remedy = f"{', '.join(map(repr, reals))} are real numbers: give an index as integers."
-        if "Size length is incompatible" in str(error):
-            remedy = (
-                "Outcomes have fewer axes than a parameter of their distribution: give outcomes of shape (n, 1) for an "
-                "output (n, 1), or take a column of it, f[:, 0]."
-            )
-        if "read-only" in str(error):
-            remedy = "It is called several times on the same data: make new arrays, y = y - y.mean(), not y -= ..."
-        if twice := [name for name in arrays if f"Variable name {name} already exists" in str(error)]:
-            remedy = f"pm.Data({twice[0]!r}) has that name: rename the other variable."
-        raise DataError(
-            f"client {client_id!r}: the builder failed on data of shapes {shapes}{_line(error)}: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}. {remedy}"
-        ) from error
+    views = {name: value.view() if isinstance(value, np.ndarray) else value for name, value in arrays.items()}
+    for view in views.values():  # a builder is called several times on these arrays
+        if isinstance(view, np.ndarray):
+            view.flags.writeable = False
+    with naming(client_id):
+        require_arguments(builder, arrays)
+        try:
+            model = builder(**views)
+            if isinstance(model, pm.Model):
+                with_sds(model)
+            return model
+        except DeclarationError:  # the builder refuses its settings
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {str(error).rstrip('.')}. {_remedy(error, arrays)}"
+            raise DataError(f"the builder failed on shapes {shapes_of(arrays)}{_line(error)}: {what}") from error
+
+
+def _remedy(error: Exception, arrays: Mapping[str, Any]) -> str:
+    text = str(error)
+    reals = [repr(name) for name, value in arrays.items() if np.asarray(value).dtype.kind == "f"]
+    if twice := [name for name in arrays if f"Variable name {name} already exists" in text]:
+        return f"pm.Data({twice[0]!r}) has that name: rename the other variable."
+    if "read-only" in text:
+        return "It is called several times: make new arrays, y = y - y.mean(), not y -= ..."
+    if "Size length is incompatible" in text:
+        return "Give outcomes as many axes as parameters have, (n, 1), or take a column, f[:, 0]."
+    if isinstance(error, TypeError) and "integers" in text and reals:
+        return f"{', '.join(reals)} are real numbers: give an index as integers."
+    return "Check the builder, and this client's data against its arguments."
 
 
 def _line(error: Exception) -> str:
@@ -81,45 +81,27 @@ def _line(error: Exception) -> str:
     return f", in line {own[-1].lineno} of {Path(own[-1].filename).name}" if own else ""
 
 
-def _read_only(array: Array) -> Array:
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
 def parts_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:
     """Build a client's model and sort its parts; refuse containers that are not named like the data."""
     model = built(declared.builder, client_id, arrays)
-    try:
+    with naming(client_id):
         parts = _graph.dissect(model, declared.shared)
-    except DeclarationError as error:
-        raise DeclarationError(f"client {client_id!r}: {error}") from None
-    names = {variable.name for variable in parts.data}
-    if names and names != set(arrays):
-        extra, absent = sorted(set(arrays) - names), sorted(names - set(arrays))
-        raise DataError(
-            f"client {client_id!r}: data keys {sorted(arrays)} do not match the model's pm.Data containers "
-            f"{sorted(names)}"
-            + (f"; {extra} match no container" if extra else "")
-            + (f"; {absent} have no data" if absent else "")
-            + ". Name each container like the builder's argument it holds."
-        )
-    for container in parts.data:
-        _require_as_given(client_id, container, np.asarray(arrays[container.name]))
+        _require_as_given(parts.data, arrays)
     return parts
 
 
-def _require_as_given(client_id: str, container: Any, given: Array) -> None:
-    """Refuse containers with other values than the data: clients' data replace what the builder put there."""
-    values = np.asarray(container.get_value())
-    if values.shape == given.shape and np.allclose(values, given, rtol=1e-6, atol=0.0):
-        return
-    name = container.name
-    raise DataError(
-        f"client {client_id!r}: the builder puts other values into pm.Data({name!r}) than the data {name!r} have. Hold "
-        f"the data as they are, {name} = pm.Data({name!r}, {name}), and compute from that, or change the data before "
-        "the fit."
-    )
+def _require_as_given(data: Sequence[Any], arrays: Mapping[str, Any]) -> None:
+    """Refuse containers with other names or values than the data, which replace what the builder put there."""
+    names = {container.name for container in data}
+    if names and names != set(arrays):
+        extra, absent = sorted(set(arrays) - names), sorted(names - set(arrays))
+        problem = f"{extra} match no container" if extra else f"{absent} have no data"
+        listed = f"of containers {sorted(names)}, data {sorted(arrays)}"
+        raise DataError(f"{problem}, {listed}. Name each container like the argument it holds.")
+    for container in data:
+        name, values, given = container.name, np.asarray(container.get_value()), np.asarray(arrays[container.name])
+        if values.shape != given.shape or not np.allclose(values, given, rtol=1e-6, atol=0.0):
+            raise DataError(f"pm.Data({name!r}) alters the data; compute from that, or change them before the fit.")
 
 
 def template_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> Template:
@@ -135,54 +117,47 @@ def opened(
     parts = parts._replace(open=lengths)
     made = made_of(content_of(parts))
     start = make_once(made, "start", lambda: interpreted.python_function(*_graph.initial_graphs(parts)))
-    values = containers(client_id, parts, arrays)
-    try:
-        initial = start(*values, *_graph.alone(parts))
-    except NotImplementedError as error:  # an initial value that would be a draw
-        why = str(error).strip().partition("\n")[0]
-        raise DeclarationError(
-            f"client {client_id!r}: a variable has no starting point ({why}). Declare a prior that can be drawn from, "
-            "in init_dist= for example, or give initval=."
-        ) from error
-    except (ValueError, TypeError, IndexError, AssertionError) as error:
-        raise mismatch(client_id, arrays, error) from error
-    shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
-    try:
-        # The density of a client's rows does not change with the numbers of the shared prior.
-        of_site = made_of(site_content(parts))
-        graph = make_once(of_site, ("graph", shared), lambda: _graph.site_graph(parts, shared, local))
-    except NotImplementedError as error:
-        why = str(error).strip().partition("\n")[0]
-        raise DeclarationError(
-            f"client {client_id!r}: PyMC has no log density: {why} Give one, pm.CustomDist(..., logp=function)."
-        ) from error
-    except ValueError as error:
-        remedy = " Give each observed variable data of its own." if "More than one logprob" in str(error) else ""
-        raise DeclarationError(
-            f"client {client_id!r}: PyMC cannot put the model's log density together: {error}.{remedy}"
-        ) from error
-    return Template(parts, (shared, local), graph, start, (*values, *_graph.alone(parts), *shapes(graph, local)), made)
+    values = (*containers(client_id, parts, arrays), *_graph.alone(parts))
+    with naming(client_id):
+        try:
+            initial = start(*values)
+        except NotImplementedError as error:  # an initial value that would be a draw
+            remedy = "Give a prior that can be drawn from, by init_dist= for example, or initval=."
+            raise DeclarationError(f"there is no starting point: {_first_line(error)} {remedy}") from error
+        except UNFIT as error:
+            raise mismatch(arrays, error) from error
+        shared, local = _graph.variables(parts, initial)
+        try:
+            # The density of a client's rows does not change with the numbers of the shared prior.
+            of_site = made_of(site_content(parts))
+            graph = make_once(of_site, ("graph", shared), lambda: _graph.site_graph(parts, shared))
+        except NotImplementedError as error:
+            raise DeclarationError(f"PyMC has no log density: {_first_line(error)} Give CustomDist's logp=.") from error
+        except ValueError as error:
+            remedy = " Give each observed variable data of its own." if "More than one logprob" in str(error) else ""
+            raise DeclarationError(f"PyMC cannot put the log density together: {error}.{remedy}") from error
+    return Template(parts, (shared, local), graph, start, (*values, *shapes(graph, local)), made)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def lengths_of(
     declared: Declared, client_id: str, template: Template, arrays: Mapping[str, Any]
 ) -> tuple[Template, tuple[Any, ...]]:
     """The template in which this client's lengths are open, and the lengths that no container has."""
-    if template.may_hold_rows(arrays):
-        model = parts_of(declared, client_id, arrays).model
-        lengths = _graph.open_lengths(template.parts, model)
-        if lengths != template.parts.open:
-            known = template.functions.setdefault("opened", {})
-            key = tuple(lengths.items())
-            if key not in known:
-                built_on = {v.name: v.get_value() for v in template.parts.data}
-                known[key] = opened(client_id, built_on, template.parts, lengths)
-                known[key].functions["public"] = template.public
-            template = known[key]
-        return template, _graph.alone(template.parts, model)
-    if None not in template.parts.open.values():
+    parts, may_hold_rows = template.parts, template.may_hold_rows(arrays)
+    if not may_hold_rows and None not in parts.open.values():
         return template, ()
-    return template, _graph.alone(template.parts, parts_of(declared, client_id, arrays).model)
+    model = parts_of(declared, client_id, arrays).model
+    lengths = _graph.open_lengths(parts, model) if may_hold_rows else parts.open
+    if lengths != parts.open:
+        built_on = {v.name: v.get_value() for v in parts.data}
+        name = ("opened", *lengths.items())
+        other = template.once(name, lambda: opened(client_id, built_on, parts, lengths))
+        other.functions["public"], template = template.public, other
+    return template, _graph.alone(template.parts, model)
 
 
 def shapes(graph: _graph.SiteGraph, local: tuple[Variable, ...]) -> tuple[Array, ...]:
@@ -259,9 +234,8 @@ class Template:
         """Whether two templates have one log density: by their graphs, else by their values."""
         if _same.same_graph(self.graph, other.graph):
             return True
-        if not _same.same_types(self.graph, other.graph):
-            return False
-        if not _same.same_constants([self.graph.logp], [other.graph.logp]):
+        same_constants = _same.same_constants([self.graph.logp], [other.graph.logp])
+        if not (_same.same_types(self.graph, other.graph) and same_constants):
             return False
         sizes = [sum(v.size for group in template.variables for v in group) for template in (self, other)]
         examples = list(zip(sizes, (self.example, other.example), strict=True))
@@ -303,9 +277,9 @@ def differences(template: Template, client_id: str, arrays: Mapping[str, Any], p
     if template.variables[0] != other.variables[0]:
         return {"variables"}
     same = {
-        "prior": _same.same_prior(template.parts, template.variables[0], other.parts, other.variables[0]),
+        "prior": _same.same_prior(template.parts, other.parts, template.variables[0]),
         "density": template.same_density(other),
-        "outputs": _same.same_outputs(template.parts, template.variables, other.parts, other.variables),
+        "outputs": _same.same_outputs(template.parts, other.parts, template.variables[0]),
     }
     return {what for what, is_same in same.items() if not is_same}
 
@@ -341,8 +315,7 @@ def _compile(graph: _graph.SiteGraph, *, slopes: bool) -> Callable[..., Any]:
 
     def compiled() -> tuple[Callable[..., Any], bool]:
         # A parameter outside its domain has zero density, and raises no exception in the middle of a search.
-        numba_mode = mode().including("local_check_parameter_to_ninf_switch")
-        return inlined(pytensor.function(inputs, outputs, mode=numba_mode, on_unused_input="ignore").vm.jit_fn)
+        return inlined(inputs, outputs, mode().including("local_check_parameter_to_ninf_switch"))
 
     with without_notices():
         return unpacking_kernel(compiled, pieces, types, graph_key(inputs, outputs), slopes=slopes)
@@ -353,10 +326,7 @@ def _gradient(density: Any, variables: list[Any], what: str) -> list[Any]:
     try:
         slopes = pt.grad(density, variables, disconnected_inputs="ignore", return_disconnected="none")
     except (NotImplementedError, NullTypeGradError) as error:
-        why = str(error).strip().partition("\n")[0]
-        raise DeclarationError(
-            f"{what} has no gradient ({why}). Use operations of PyTensor, or give your own Op a gradient."
-        ) from error
+        raise DeclarationError(f"{what} has no gradient; give your own Op one: {_first_line(error)}") from error
     return list(slopes)
 
 
@@ -383,7 +353,6 @@ def kernel_of(graph: _graph.SiteGraph, *, slopes: bool = True) -> Callable[..., 
 
 # A shared prior's density and gradient at many points -----------------------------------------------------------------
 
-_PRIORS_KEPT = 64  # priors whose interpreted functions are kept
 AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
 
 
@@ -403,7 +372,7 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
     arguments = [pt.TensorType("float64", number.type.shape)() for number in numbers]
     (density,) = clone_replace([graph.of_pieces], dict(zip(numbers, arguments, strict=True)), rebuild_strict=False)
     key = graph_key([*pieces, *arguments], [density])
-    made = {} if key is None else _functions(key)
+    made = made_of(None if key is None else (key,))
     steady = functools.cache(lambda: interpreted.stable([density])[0])
     values = [number.data.astype(np.float64) for number in numbers]
     sizes = [int(np.prod(kind.shape)) for kind in types]
@@ -437,12 +406,6 @@ def interpreted_at_many(graph: _graph.SiteGraph) -> tuple[AtMany, AtMany]:
     )
 
 
-@functools.lru_cache(maxsize=_PRIORS_KEPT)  # thread-safe
-def _functions(key: str) -> dict[str, Any]:
-    """Functions of priors that differ in their numbers alone."""
-    return {}
-
-
 def compiled_at_many(kernel: Callable[[], Callable[..., Any]]) -> tuple[AtMany, AtMany]:
     """log p(φ) and its gradient at many φ by a loop that is compiled at its first call."""
 
@@ -468,7 +431,8 @@ def _by_row(function: AtMany, draws: Array, outside: Array) -> Array:
 # functions that follow from the model alone are not made again. They hold no client's data, which are inputs, except
 # data that a builder makes constants.
 
-_KEPT = 32  # declarations, of 1.6 MB each for two priors and a likelihood; a study compares few dozen models
+# Three for each declaration, all, its likelihood, and its prior without numbers, of 1.6 MB; a study compares dozens
+_KEPT = 96
 
 
 def made_of(content: tuple[Any, ...] | None) -> dict[Any, Any]:
@@ -487,7 +451,7 @@ def content_of(parts: _graph.Parts) -> tuple[Any, ...] | None:
     There is no key of data that are constants in the graph without a container, of the user's code (operations,
     transforms, log densities), and of starting values that are computed.
     """
-    return _content(parts, _same.declared_outputs(parts.model), ())
+    return _content(parts, _same.declared_outputs(parts), ())
 
 
 BY_SCALE = ("", "log", "ordered", "simplex", "logodds")  # transforms without limits of their own
@@ -509,22 +473,18 @@ def _content(parts: _graph.Parts, outputs: Sequence[Any], given: Sequence[Any]) 
     inputs = [*given, *parts.data, *_same.streams(outputs), *(model.dim_lengths[dim] for dim in lengths)]
     values = [model.rvs_to_values[rv].type for rv in model.basic_RVs]
     try:
-        keys = (
-            graph_key(inputs, outputs),
-            value_key([[value.dtype, list(value.shape)] for value in values]),
-            tuple(transform_key(model.rvs_to_transforms[rv]) for rv in model.basic_RVs),
-            value_key([model.rvs_to_initial_values[rv] for rv in model.free_RVs]),
-        )
+        key = value_key([[value.dtype, list(value.shape)] for value in values])
+        key += value_key([model.rvs_to_transforms[rv] for rv in model.basic_RVs])
+        key += value_key([model.rvs_to_initial_values[rv] for rv in model.free_RVs])
     except NoKey:
         return None
-    if keys[0] is None:
-        return None
+    graph = graph_key(inputs, outputs)
     fixed = {dim: length for dim, length in lengths.items() if dim not in parts.open}
     more = [_same.names(parts), dict(model.named_vars_to_dims), list(lengths), fixed, dict(parts.open)]
     # A class of the user's may have given one of PyMC's distributions another density.
     densities = tuple(_logprob.dispatch(type(rv.owner.op)) for rv in model.basic_RVs)
     rest = repr([*more, [v.name for v in parts.prior_terms], bool(model.check_bounds), len(given)])
-    return (*keys, densities, rest)
+    return None if graph is None else (graph, key, densities, rest)
 
 
 # Which containers are outcomes, and whether rows without an outcome may be dropped ------------------------------------
@@ -549,23 +509,29 @@ def require_rows_apart(
     `filled` are arrays of all rows, `kept` of the rows that stay, (n,) bool in `rows`; `outcomes` are observed by row.
     """
     whole, part = (parts_of(declared, client_id, arrays) for arrays in (filled, kept))
+    if why := _why_together(whole, part, rows, outcomes):
+        rule = f'client {client_id!r}: missing="drop_outcomes" needs rows that are independent, and here {why}'
+        raise DataError(f'{rule}; impute outcomes before the fit, or say missing="drop".')
+
+
+def _why_together(whole: _graph.Parts, part: _graph.Parts, rows: Array, outcomes: Sequence[str]) -> str:
     start, other = whole.model.initial_point(), part.model.initial_point()
     by_row = [name for name in start if np.shape(start[name]) != np.shape(other.get(name))]
     if by_row:
-        raise _refused(client_id, f"{by_row} have an entry for every row")
+        return f"{by_row} have an entry for every row"
     rng = np.random.default_rng(0)
     point = {name: value + 0.1 * rng.normal(size=np.shape(value)) for name, value in start.items()}
     try:
         of_rows, rest = _densities(whole, outcomes, point)
         of_kept, rest_of_kept = _densities(part, outcomes, point)
     except Exception as error:  # of a user's model that does not accept fewer rows
-        raise _refused(client_id, f"there is no density without them ({type(error).__name__})") from error
+        return f"there is no density without them ({type(error).__name__})"
     for name in outcomes:
         same = of_rows[name].shape[:1] == rows.shape and of_rows[name][rows].shape == of_kept[name].shape
         if not same or not np.allclose(of_rows[name][rows], of_kept[name], rtol=1e-6, atol=1e-9):
-            raise _refused(client_id, f"the density of {name!r} in one row depends on other rows")
-    if not np.isclose(rest, rest_of_kept, rtol=1e-6, atol=1e-6):
-        raise _refused(client_id, "another part of the density depends on the rows")
+            return f"the density of {name!r} in one row depends on other rows"
+    same = np.isclose(rest, rest_of_kept, rtol=1e-6, atol=1e-6)
+    return "" if same else "another part of the density depends on the rows"
 
 
 def _densities(
@@ -579,10 +545,3 @@ def _densities(
     densities = {name: np.asarray(value) for name, value in zip(outcomes, compiled(point), strict=True)}
     total = float(parts.model.compile_logp(mode=interpreted.STABLE_MODE)(point))
     return densities, total - float(sum(np.sum(value) for value in densities.values()))
-
-
-def _refused(client_id: str, why: str) -> DataError:
-    return DataError(
-        f'client {client_id!r}: missing="drop_outcomes" needs rows that are independent, and in this model {why}. '
-        'Impute outcomes before the fit, declare them as variables of the model, or say missing="drop".'
-    )

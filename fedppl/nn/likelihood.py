@@ -471,7 +471,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _row_shape(client: ClientModel, node: Any) -> tuple[int, ...]:
-    replace, inputs = _graph._inputs_for(client.template.parts)
+    replace, inputs = _graph.inputs_for(client.template.parts)
     (X_in,) = clone_replace([node.inputs[1]], replace)
     X = interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], X_in)(*client.inputs)
     return tuple(output_of_two(node.op.net, np.asarray(X), node.op.device).shape[1:])

@@ -169,7 +169,7 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         raise DeclarationError(
             f"{who}: the network's weights are computed from the data {read}. Pass {_AS_THEY_ARE}; {CONTRACT}."
         )
-    replace, inputs = _graph._inputs_for(parts)
+    replace, inputs = _graph.inputs_for(parts)
     value = model.rvs_to_values[observed]
     (X_in,) = clone_replace([node.inputs[1]], replace)
     likelihood, unknowns, variables_read = outcome_of(client, node, who)

@@ -21,7 +21,7 @@ from pytensor.tensor.shape import Shape, Shape_i
 
 from fedppl.model import checks, interpreted
 from fedppl.model import graph as _graph
-from fedppl.model.checks import as_arrays, mismatch, read_indices, require_not_negative
+from fedppl.model.checks import as_arrays, mismatch, naming, read_indices, require_not_negative
 from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.interpreted import quiet
@@ -433,13 +433,14 @@ def predicted(
 @contextlib.contextmanager
 def _fitting(model: Any, client_id: str, arrays: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[None]:
     """Refuse arrays that do not fit the model by an error that names those `given`."""
-    try:
-        require_not_negative(client_id, read_indices(model), dict(arrays), ())
-        yield
-    except DataError:
-        raise
-    except (IndexError, ValueError, AssertionError) as error:
-        raise mismatch(client_id, given, error) from error
+    with naming(client_id):
+        try:
+            require_not_negative(read_indices(model), dict(arrays), ())
+            yield
+        except DataError:
+            raise
+        except (IndexError, ValueError, AssertionError) as error:
+            raise mismatch(given, error) from error
 
 
 def _kind_with_rows(fit: Ended) -> str:

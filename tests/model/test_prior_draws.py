@@ -131,4 +131,4 @@ def test_few_draws_of_many_numbers_are_given() -> None:
     with pm.Model() as model:
         rv = pm.HalfNormal("tau", 1, shape=5)
     parts = Parts(model, (rv,), (), (), (rv,), ())
-    assert client.draw_prior(parts, 3, 1).shape == (3, 5)
+    assert client.unconstrained(parts, 3, 1).shape == (3, 5)

@@ -168,9 +168,9 @@ def test_a_model_with_one_difference_is_not_taken_for_the_same(name: str) -> Non
 
 
 def same_prior(a: _graph.Parts, b: _graph.Parts) -> bool:
-    shared = _graph.variables(a, [np.zeros(()), np.zeros(())], local=False)
-    found = _same.same_prior(a, shared, b, shared)
-    assert found == _same.same_prior(b, shared, a, shared)
+    shared, _ = _graph.variables(a, [np.zeros(())] * len((*a.shared, *a.local)))
+    found = _same.same_prior(a, b, shared)
+    assert found == _same.same_prior(b, a, shared)
     return found
 
 
@@ -275,6 +275,6 @@ def test_bounds_of_a_users_function_are_left_to_the_slow_comparison() -> None:
         return _graph.dissect(model, ["mu"])
 
     assert not _same.surely_same_model(parts(2.0), parts(2.0))
-    shared = _graph.variables(parts(2.0), [np.zeros(())], local=False)
-    assert _same.same_prior(parts(2.0), shared, parts(2.0), shared)
-    assert not _same.same_prior(parts(2.0), shared, parts(5.0), shared)
+    shared, _ = _graph.variables(parts(2.0), [np.zeros(())])
+    assert _same.same_prior(parts(2.0), parts(2.0), shared)
+    assert not _same.same_prior(parts(2.0), parts(5.0), shared)

@@ -254,17 +254,12 @@ def test_a_normal_likelihood_gives_intervals(rng: np.random.Generator) -> None:
     [
         ("device 9", {}, {}, "client 'device 9' is not here"),
         ("device 0", {"x": np.ones((2, 3))}, {}, r"new inputs \['x'\] must be \['X'\]"),
-        ("device 0", {"X": np.ones((2, 4))}, {}, "'X' have shape .2, 4., the client's have"),
-        ("device 0", {"X": np.full((2, 3), np.nan)}, {}, "hold missing or infinite values"),
-        ("device 0", {"X": np.ones((0, 3))}, {}, "give them at least one row"),
-        ("device 0", {"X": [["a", "b", "c"]]}, {}, "dtype <U1; pass real numbers"),
-        ("device 0", {"X": np.ones((2, 3)) * 1j}, {}, "dtype complex128; pass real numbers"),
-        (
-            "device 0",
-            {"X": np.ma.array(np.ones((2, 3)), mask=[[True, False, False]] * 2)},
-            {},
-            "'X' have masked values",
-        ),
+        ("device 0", {"X": np.ones((2, 4))}, {}, "'X' has shape .2, 4., the client's"),
+        ("device 0", {"X": np.full((2, 3), np.nan)}, {}, "holds nan at index .0, 0.; drop or impute"),
+        ("device 0", {"X": np.ones((0, 3))}, {}, "give a row or more"),
+        ("device 0", {"X": [["a", "b", "c"]]}, {}, "dtype <U1 .a list., which is not numeric"),
+        ("device 0", {"X": np.ones((2, 3)) * 1j}, {}, "dtype complex128 .a ndarray., which is not numeric and real"),
+        ("device 0", {"X": np.ma.array(np.ones((2, 3)), mask=[[True, False, False]] * 2)}, {}, "'X' has masked values"),
         ("device 0", np.ones((2, 3)), {}, "new inputs are ndarray; pass a mapping"),
         ("device 0", {"X": np.ones((2, 3))}, {"random_seed": "a"}, "random_seed='a' must be a whole number"),
         ("device 0", {"X": np.ones((2, 3))}, {"random_seed": -1}, "random_seed=-1 must be"),
@@ -307,7 +302,7 @@ def test_new_inputs_come_in_a_frame_as_well() -> None:
     ("y", "message"),
     [
         (np.arange(7) % 3, r"different numbers of rows, {'X': 8, 'y': 7}"),
-        (np.arange(8) % 4, r"'y' is 3 in row 3, and classes are numbered from 0"),
+        (np.arange(8) % 4, r"'y' is 3 in row 3, and outcomes are numbered from 0"),
     ],
 )
 def test_labels_that_do_not_fit_are_named(y: np.ndarray, message: str) -> None:

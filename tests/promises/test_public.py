@@ -39,7 +39,7 @@ def told(builder: Callable[..., Any], data: Any, shared: Any = ("beta", "tau")) 
         _group._judge(model.declared, "a", data, template)
     public, variables = template.public, template.variables[0]
     x, inputs, names, outputs = fedppl.model.graph.constrained_graph(
-        template.parts, variables, (), public.names, only_shared=True
+        template.parts, variables, public.names, only_shared=True
     )
     arrays = fedppl.model.checks.containers("a", template.parts, data)
     size = sum(variable.size for variable in variables)
