@@ -463,7 +463,7 @@ def standing_for_all(terms: Terms, agreement: Agreement, positive: bool = False)
                 data[name] = np.exp(np.log(column.mean) - 0.5 * spread + np.sqrt(spread) * quantiles)
             else:
                 data[name] = column.mean + column.sd * z / np.std(z)  # with exactly the agreed mean and sd
-    return _with_factors(data, _ROWS, terms)
+    return pd.DataFrame(data, index=np.arange(_ROWS))
 
 
 def grid(read: Collection[str], terms: Terms, agreement: Agreement) -> tuple[pd.DataFrame, Array]:
@@ -486,17 +486,11 @@ def grid(read: Collection[str], terms: Terms, agreement: Agreement) -> tuple[pd.
             weight = weight if place is None else weight * np.array(column.shares)[codes]
         else:
             data[name] = column.mean + column.sd * (np.zeros(rows) if place is None else z[place])
-    return _with_factors(data, rows, terms), weight
+    return pd.DataFrame(data, index=np.arange(rows)), weight
 
 
 def _categories(column: Column, codes: Array) -> pd.Categorical:
     return pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
-
-
-def _with_factors(data: dict[str, object], rows: int, terms: Terms) -> pd.DataFrame:
-    for name in {name for group in terms.groups for name in group.factor} - set(data):
-        data[name] = np.full(rows, "all", dtype=object)
-    return pd.DataFrame(data, index=np.arange(rows))
 
 
 # Columns so far from 0 that their products are nearly collinear with other terms --------------------------------------

@@ -113,8 +113,9 @@ def formula(
     that are too narrow; scale them to their effective number of rows.
     """
     known = checks.mapping("constants", constants, '{"knots": [30, 50, 70]}')
-    checks.constants({name: value for name, value in known.items() if name != "cuts" or family != "piecewise"})
-    outcomes, declared = family_of(family), parse(formula, tuple(known))
+    outcomes = family_of(family)
+    checks.constants({name: value for name, value in known.items() if name != "cuts" or not outcomes.has_cuts})
+    declared = parse(formula, tuple(known))
     flag("correlated", correlated)
     require_family(outcomes, declared, formula, known)
     if weights is not None and (not isinstance(weights, str) or not weights):
@@ -215,14 +216,14 @@ def _agreed(model: FederatedModel, clients: Mapping[Any, Any], min_count: int, w
     what, summaries = asked(built), {}
     with_rows = {str(k): given for k, given in clients.items() if not isinstance(given, Estimate)}
     for k, given in with_rows.items():
-        checks.columns([name for name in built.columns if name not in given], given, f"client {k!r}")
+        checks.columns(built.columns, given, f"client {k!r}")
         check_rows(built, given, k)
         rows = sized(built, given)
         parts = tell(rows, what.names, what.levels, min_count)
         summaries[k] = {name: rare(part, np.asarray(rows[name])) for name, part in parts.items()}
     if not summaries:
         raise DataError("all clients gave estimates, and levels and scales need rows; give those of one client.")
-    if built.family.name == "ordinal" and built.terms.response.columns[0] not in built.levels:
+    if built.lacks_order:
         checks.ordered(built.terms.response.columns[0], with_rows)
     return of_told(model, summaries, withheld)
 
@@ -308,16 +309,13 @@ def ready(
 
 
 def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
-    response = built.terms.response.columns[0]
     check_rows(built, table.columns, _ALL_ROWS)
-    if built.design is None:
-        if built.family.name == "ordinal" and response not in built.levels:
+    agreed_here = built.design is None
+    if agreed_here:
+        if built.lacks_order:
             return None  # its order is checked client by client
-        what = asked(built)
         parts: Mapping[str, Any] = table if len(table) < tables.MANY else {_ALL_ROWS: table.columns}
-        summaries = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
-        model = of_told(model, summaries, "error").model
-    agreed_here, built = built.design is None, _formula(model)
+        built = _formula(model := _agreed(model, parts, 1, "error").model)
     arrays = built.of_columns(_ALL_ROWS, table.columns)
     if agreed_here:
         checks.say_what_cannot_be_told(built, [arrays], len(table))
@@ -335,7 +333,7 @@ def with_order(model: FederatedModel, data: Any) -> FederatedModel:
     if built.design is not None or built.orders:
         return model
     outcome = built.terms.response.columns[0]
-    order = frames.order(data, outcome) if built.family.name == "ordinal" and outcome not in built.levels else None
+    order = frames.order(data, outcome) if built.lacks_order else None
     levels = built.levels if order is None else {**built.levels, outcome: order}
     unsaid = [name for name in asked(built).names if name not in levels]
     orders = frames.orders(data, unsaid)
@@ -423,7 +421,7 @@ def require_family(family: Family, terms: Terms, text: str, constants: Mapping[s
             f"family={family.name!r} has {wanted} for a response; {text!r} has that of "
             f"{families.taking(terms.response.kind)[:6]}."
         )
-    if family.name == "piecewise":
+    if family.has_cuts:
         cuts = constants.get("cuts")
         values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
         times = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
@@ -474,7 +472,7 @@ def require_names(built: Formula) -> None:
     if both := sorted(set(built.constants) & set(built.columns)):
         raise DeclarationError(f"constants {both} are columns of {built.text!r} too; rename one of the two.")
     words = {*re.findall(r"[^\W\d]\w*", built.text), *re.findall("`([^`]*)`", built.text)}
-    words |= {"cuts"} if built.family.name == "piecewise" else set()
+    words |= {"cuts"} if built.family.has_cuts else set()
     if unused := sorted(set(built.constants) - words):
         raise DeclarationError(f"constants {unused} are not in {built.text!r}; use them there, or leave them out.")
     if unknown := sorted(set(built.levels) - set(built.columns)):

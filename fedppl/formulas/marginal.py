@@ -11,6 +11,7 @@ import pandas as pd
 
 from fedppl.contracts import Posterior
 from fedppl.contracts.printed import CI_PROB, interval
+from fedppl.formulas.checks import require_times
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.predictor import at_levels, rows_of, slope
 from fedppl.results.at_client import has_rows, require_rows
@@ -98,8 +99,8 @@ def marginal_effects(
     times beyond the last observed one follow from the family alone.
     """
     built = _formula_of(fit, column)
-    if at is not None and built.family.outcome != "time":
-        raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {built.family.name!r} are none.")
+    if at is not None:
+        require_times(built.family, at)
     at = None if at is None else between("at", at, 0.0, np.inf)
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     ids = _ids(fit, clients)

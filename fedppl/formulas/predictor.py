@@ -83,12 +83,6 @@ def intercept(spec: Spec) -> Prior:
     return spec.priors.get("Intercept", default)
 
 
-def at_means(spec: Spec) -> str:
-    """Text: the point where the predictor has the prior of `intercept`."""
-    moved = [*(["columns"] if spec.terms.common else []), *(["offsets"] if spec.terms.offsets else [])]
-    return f" where {' and '.join(moved)} are at their means" if moved else ""
-
-
 def sds(spec: Spec, number: int) -> Prior:
     """Prior of the sds of a group's effects."""
     sizes = spec.family.unit(spec.scales) / np.repeat(spec.design.group_scale[number], max(len(spec.levels), 1))

@@ -32,6 +32,11 @@ class Response(NamedTuple):
         """Name of the variable that is observed."""
         return variable(self.columns[0])
 
+    @property
+    def trials(self) -> tuple[str, ...]:
+        """The column of numbers of trials, if there is one."""
+        return self.columns[1:] if self.kind == "proportion" else ()
+
 
 class Group(NamedTuple):
     """Effects that vary by a factor."""
@@ -54,6 +59,11 @@ class Terms(NamedTuple):
     sums: tuple[Sum, ...]  # of the common terms, and of the effects of each group
     trees: Mapping[str, ast.expr]  # syntax trees of factors and offsets, by name
     varying: frozenset[str]  # columns that are read by more than offsets
+
+    @property
+    def nested(self) -> tuple[str, ...]:
+        """Factors of groups within clients."""
+        return tuple(name for group in self.groups for name in group.factor[1:])
 
     @property
     def factors(self) -> dict[str, tuple[str, ...]]:

@@ -19,7 +19,7 @@ import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
 from fedppl.engine.guard import holdings
 from fedppl.formulas import predictor
-from fedppl.formulas.families import FAMILIES, _draw_level, _log_level
+from fedppl.formulas.families import FAMILIES, LEVEL, _draw_level, _log_level
 from fedppl.formulas.predictor import at_levels, rows_of, slope
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.results import idata
@@ -131,7 +131,7 @@ def test_every_family_predicts_at_new_rows(family: str) -> None:
     found, _ = predictions(client, posterior, read, 1, {})
     name = model.builder.terms.response.columns[0]
     assert found[name].shape == (1, 3, 3) and np.all(np.isfinite(found[name]))
-    several = model.builder.family.outcome == "level"
+    several = model.builder.family.outcome is LEVEL
     assert found[name].attrs.get("levels") == (sorted(map(str, set(FRAME[name]))) if several else None)
     with pytest.raises(DataError, match="levels .*'other drug'"):
         model.read_new("s1", new.assign(arm="other drug"), client.arrays, client.declared.kind)
