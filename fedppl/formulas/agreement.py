@@ -54,13 +54,16 @@ class Agreement(NamedTuple):
     others: bool  # whether rows of withheld levels get the level "other"
 
 
-def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float) -> dict[str, Told]:
+def tell(
+    data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float, *, here: bool = False
+) -> dict[str, Told]:
     """Summaries of a client's columns; columns named in `levels` are levels though they be numbers.
 
-    Levels of fewer than `min_count` rows leave no trace, unless rows of all such levels together reach it. Numbers of
-    rows are rounded down to its multiples, those of levels to multiples of twice it, so that a rare level's rows, moved
-    from a level with a round number of them, change no count. Of numbers the `min_count` - 1 largest and smallest are
-    clipped, or a tenth at each end; sds are rounded to powers of √2, means to halves of sds. With 1 all is exact.
+    Levels of fewer than `min_count` rows leave no trace, unless their rows together reach it or are `here`, in this
+    process. Numbers of rows are rounded down to its multiples, those of levels to multiples of twice it, so that a rare
+    level's rows, moved from a level with a round number of them, change no count. Of numbers the `min_count` - 1
+    largest and smallest are clipped, or a tenth at each end; sds are rounded to powers of √2, means to halves of sds.
+    With 1 all is exact.
     """
     summaries = {}
     for name in names:
@@ -72,18 +75,12 @@ def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], m
             labels, counts = np.unique(as_texts(values), return_counts=True)
             by_label = zip(labels.tolist(), counts.tolist(), strict=True)
             counted = {label: _window(n, min_count) for label, n in by_label if n >= min_count}
-            many = int(counts[counts < min_count].sum()) >= min_count
+            left_out = int(counts[counts < min_count].sum())
             rows = max(_whole(len(values), min_count), sum(counted.values()))
-            summaries[name] = Told(rows, levels=counted, withheld=many, text=True)
+            summaries[name] = Told(rows, levels=counted, withheld=left_out >= (1 if here else min_count), text=True)
         else:
             summaries[name] = _sums(np.asarray(values, dtype=float), min_count)
     return summaries
-
-
-def rare(summary: Told, values: Array) -> Told:
-    """The summary with `withheld` set exactly, from a client's rows in this process."""
-    few = summary.text and summary.rows > 0 and not set(np.unique(as_texts(values)).tolist()) <= set(summary.levels)
-    return summary._replace(withheld=few) if summary.text else summary
 
 
 def _sums(reals: Array, min_count: float) -> Told:
@@ -147,7 +144,7 @@ def agreed(
     are `unscaled` need no mean and sd; `constant` ones may have one value. Unless `believed` a client counts for at
     most ten times the median of the others' rows, from five clients on for it, and means and sds are medians.
     """
-    columns = {}
+    order, listed, columns = order or {}, listed or {}, {}
     for name in next(iter(clients.values())):
         parts = {client_id: summary[name] for client_id, summary in clients.items()}
         parts = parts if believed else bounded(parts)
@@ -157,11 +154,10 @@ def agreed(
             raise DataError(
                 f"column {name!r} has numbers at {numeric[:3]} and texts at {text[:3]}; give all clients one kind."
             )
-        if name in (order or {}):
-            columns[name] = _ordered(name, parts, list(map(str, (order or {})[name])))
+        if name in order:
+            columns[name] = _ordered(name, parts, list(map(str, order[name])))
         elif text:
-            known_order = list((listed or {}).get(name) or ())
-            columns[name] = _levels(name, parts, known_order, others=others, closed=name in closed)
+            columns[name] = _levels(name, parts, listed.get(name) or (), others=others, closed=name in closed)
         else:
             needed, varies = name not in unscaled, name not in constant
             columns[name] = _constants(name, parts, needed=needed, varies=varies, middle=not believed)
@@ -178,9 +174,8 @@ def bounded(parts: Mapping[str, Told]) -> dict[str, Told]:
         if told.rows > most:
             part = most / told.rows
             levels = {level: max(round(n * part), 1) for level, n in told.levels.items()}
-            scaled[client_id] = Told(
-                round(most), told.total * part, told.squares * part, levels, told.withheld, told.text
-            )
+            sums = {"total": told.total * part, "squares": told.squares * part}
+            scaled[client_id] = told._replace(rows=round(most), levels=levels, **sums)
     return scaled
 
 
@@ -206,8 +201,8 @@ def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, othe
     }
     if withheld and not others:
         raise DataError(
-            f"column {name!r} has levels of too few rows, at clients {list(withheld)[:5]}; pass "
-            'withheld="other" to make one level of them, lower min_count, or name the levels in formula(levels=...).'
+            f"column {name!r} has levels of too few rows, at clients {list(withheld)[:5]}; lower min_count, name them "
+            'in formula(levels=...), or pass withheld="other".'
         )
     levels = [item for item in listed if item in counts] + sorted(set(counts) - set(listed), key=_order)
     if withheld and not closed:
@@ -215,8 +210,8 @@ def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, othe
         counts[OTHER] += sum(withheld.values())
     if len(levels) < 2:
         raise DataError(
-            f"column {name!r} has only the levels {levels} with enough rows at all clients; leave it out of the "
-            "formula, name rare levels in formula(levels=...), or lower min_count, also of sites' policies."
+            f"column {name!r} has only the levels {levels} with enough rows; leave it out of the formula, name rare "
+            "levels in formula(levels=...), or lower min_count, also of sites' policies."
         )
     total = sum(counts.values())
     return Column(tuple(levels), tuple(counts[level] / total for level in levels))
@@ -227,9 +222,7 @@ def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
     counts = _counts(parts)
     if missing := sorted(set(counts) - set(order)):
         if any(re.fullmatch(r"-?\d*\.\d*[1-9]\d*(e-?\d+)?", level) for level in missing):
-            raise DataError(
-                f"levels={{{name!r}: {order}}}, and {name!r} holds numbers with fractions; leave it out of levels=."
-            )
+            raise DataError(f"levels={{{name!r}: {order}}}: it holds numbers with fractions; leave it out of levels=.")
         raise DataError(f"levels={{{name!r}: {order}}} lacks {missing[:8]}, which clients have; name them too.")
     total = sum(counts.values())
     return Column(tuple(order), tuple(counts[level] / total if total else 1 / len(order) for level in order))
@@ -241,21 +234,19 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
         if not needed:
             return Column((), ())
         raise DataError(
-            f"no client can send a summary of column {name!r}: all have too few rows, and {_FEWEST_PARTS} times "
-            "min_count are needed. Lower min_count, also of sites' policies, or join several clients to one."
+            f"no client can send a summary of column {name!r}: it takes {_FEWEST_PARTS} times min_count rows. Lower "
+            "min_count, also of sites' policies, or join several clients to one."
         )
     mean, square = _middle(telling) if middle and len(telling) >= _MEDIANS else _pooled(telling)
     if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):
-        raise DataError(
-            f"column {name!r} has a mean square of {square:.3g}, which over- or underflows; give it in another unit."
-        )
+        raise DataError(f"column {name!r} has the mean square {square:.3g}, which overflows; give it in another unit.")
     variance = max(square - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:
         if not needed or not varies:
             return Column((), (), float(mean))
         raise DataError(
-            f"column {name!r} is {mean:.6g} in all rows of all clients, up to rounding; leave it out of the formula "
-            "(a response has to vary). If it varies about that, subtract the same constant everywhere."
+            f"column {name!r} is {mean:.6g} in all rows, up to rounding; leave it out of the formula, or subtract the "
+            "same constant at all clients. A response has to vary."
         )
     return Column((), (), float(mean), float(np.sqrt(variance)))
 
@@ -268,10 +259,11 @@ def _pooled(telling: Sequence[Told]) -> tuple[float, float]:
 
 def _middle(telling: Sequence[Told]) -> tuple[float, float]:
     """Mean and mean square by medians over clients, which no single client moves far."""
-    means = np.array([summary.total / summary.rows for summary in telling])
-    within = np.array([summary.squares / summary.rows for summary in telling]) - means**2
+    rows, total, squares = np.array([summary[:3] for summary in telling], dtype=float).T
+    means = total / rows
     mean = float(np.median(means))
-    variance = float(np.median(np.maximum(within, 0.0))) + float(_MAD * np.median(np.abs(means - mean))) ** 2
+    variance = float(np.median(np.maximum(squares / rows - means**2, 0.0)))
+    variance += float(_MAD * np.median(np.abs(means - mean))) ** 2
     if not variance > 1e-12 * mean**2:  # the column varies at few clients only
         return _pooled(telling)
     return mean, variance + mean**2
@@ -285,9 +277,7 @@ def coded(column: Column, values: Array, agreement: Agreement, what: str) -> Arr
     if unknown and OTHER in column.levels and agreement.others:
         return np.where(np.isin(texts, column.levels), texts, OTHER)
     if unknown:
-        raise DataError(
-            f"{what} has the levels {unknown[:4]}, and clients agreed on {list(column.levels)[:10]}; recode its rows."
-        )
+        raise DataError(f"{what} has the levels {unknown[:4]}; agreed are {list(column.levels)[:10]}; recode its rows.")
     return np.asarray(texts)
 
 
@@ -342,9 +332,8 @@ def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
         numeric = {k: one for k, one in of_all.items() if one.rows and not one.text and not one.withheld}
         if len(numeric) < 3:
             continue
-        rows = np.array([summary.rows for summary in numeric.values()], dtype=float)
-        mean = np.array([summary.total for summary in numeric.values()]) / rows
-        square = np.array([summary.squares for summary in numeric.values()]) / rows
+        rows, total, squares = np.array([one[:3] for one in numeric.values()], dtype=float).T
+        mean, square = total / rows, squares / rows
         variance = np.maximum(square - mean**2, 0.0) * rows / np.maximum(rows - 1, 1)
         # A difference of two large numbers is rounding.
         sd = np.where(variance > 1e-12 * square, np.sqrt(variance), 0.0)
@@ -365,12 +354,10 @@ def strange_levels(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
         clients = Counter(level for levels in kept.values() for level in levels)
         apart = [k for k, levels in kept.items() if all(clients[level] == 1 for level in levels)]
         if len(apart) == 1 and len(kept) > 2:
-            levels_here = sorted(kept[apart[0]])
-            others = sorted(set(clients) - set(levels_here))
-            messages.append(
-                f"{name!r} at client {apart[0]!r} has the levels {levels_here[:_SHOWN]}, and no other has one of them: "
-                f"{others[:_SHOWN]}"
-            )
+            own_levels = sorted(kept[apart[0]])
+            others = sorted(set(clients) - set(own_levels))[:_SHOWN]
+            shown = f"the levels {own_levels[:_SHOWN]}, and no other has one of them: {others}"
+            messages.append(f"{name!r} at client {apart[0]!r} has {shown}")
     return messages
 
 

@@ -16,7 +16,7 @@ from fedppl.data import frames, tables
 from fedppl.data import missing as gaps
 from fedppl.data.tables import Table
 from fedppl.formulas import checks, families
-from fedppl.formulas.agreement import Agreement, Told, rare, strange, strange_levels, strange_sizes, tell
+from fedppl.formulas.agreement import Agreement, Told, strange, strange_levels, strange_sizes, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.design import SAID
 from fedppl.formulas.exchange import KINDS, EstimateOf, as_rows, asked, check_rows, kind_of, sized, together
@@ -218,9 +218,7 @@ def _agreed(model: FederatedModel, clients: Mapping[Any, Any], min_count: int, w
     for k, given in with_rows.items():
         checks.columns(built.columns, given, f"client {k!r}")
         check_rows(built, given, k)
-        rows = sized(built, given)
-        parts = tell(rows, what.names, what.levels, min_count)
-        summaries[k] = {name: rare(part, np.asarray(rows[name])) for name, part in parts.items()}
+        summaries[k] = tell(sized(built, given), what.names, what.levels, min_count, here=True)
     if not summaries:
         raise DataError("all clients gave estimates, and levels and scales need rows; give those of one client.")
     if built.lacks_order:

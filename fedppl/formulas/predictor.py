@@ -136,38 +136,31 @@ def is_labelled(name: str, labels: Sequence[str]) -> bool:
 
 def linear_predictor(spec: Spec, data: Mapping[str, Any]) -> tuple[Any, Any]:
     """η in the open model, (n,) or (n, levels), and its value without intercept at the means of the columns."""
-    beta = _beta(spec)
+    parts = []
+    for name, prior in coefficients(spec).items():
+        labels = spec.design.labels[name]
+        dims = (*([f"{name}_dim"] if is_labelled(name, labels) else []), *spec.level_dim)
+        beta = prior.declared(name, dims=dims or None)
+        parts.append(beta.reshape((len(labels), len(spec.levels))) if spec.levels else pt.atleast_1d(beta))
     middle: Any = spec.design.offset_center
-    if beta is not None:
+    if parts:
+        beta = pt.concatenate(parts)
         middle = middle + pt.dot(spec.design.center, beta)
-    eta = data["rows"] if beta is None else data["common"] @ beta
-    if beta is None and spec.levels:
-        eta = eta[:, None]
+        eta = data["common"] @ beta
+    else:
+        eta = data["rows"][:, None] if spec.levels else data["rows"]
     if has_intercept(spec.terms, spec.family):
-        eta = eta + _intercept(spec, middle)
+        prior, dims = intercept(spec), spec.level_dim or None
+        if "Intercept" in spec.priors:
+            eta = eta + prior.declared("Intercept", dims=dims)
+        else:
+            mu, sigma = prior.parameters["mu"] - middle, prior.parameters["sigma"]
+            eta = eta + pm.Normal("Intercept", mu, sigma, dims=dims)
     if "offset" in data:
         eta = eta + data["offset"]
     for number in range(len(spec.terms.groups)):
         eta = eta + _effects(spec, number, data)
     return eta, middle
-
-
-def _beta(spec: Spec) -> Any:
-    """All common coefficients, (p,) or (p, levels)."""
-    parts = []
-    for name, prior in coefficients(spec).items():
-        count = len(spec.design.labels[name])
-        dims = (*((f"{name}_dim",) if is_labelled(name, spec.design.labels[name]) else ()), *spec.level_dim)
-        variable = prior.declared(name, dims=dims or None)
-        parts.append(variable.reshape((count, len(spec.levels))) if spec.levels else pt.atleast_1d(variable))
-    return pt.concatenate(parts) if parts else None
-
-
-def _intercept(spec: Spec, middle: Any) -> Any:
-    prior, dims = intercept(spec), spec.level_dim or None
-    if "Intercept" in spec.priors:
-        return prior.declared("Intercept", dims=dims)
-    return pm.Normal("Intercept", prior.parameters["mu"] - middle, prior.parameters["sigma"], dims=dims)
 
 
 def _correlation_root(partial: Any, count: int) -> Any:
@@ -264,15 +257,16 @@ def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: f
 
     def of(part: slice) -> Array:
         places = {number: one[part] for number, one in rows.groups.items()}
-        eta = _eta(spec, columns[part], places, draws) + _intercept_at(spec, draws)
         along = _eta(spec, slopes[part], places, draws)
-        # With several predictors the step is in the direction of their derivatives.
-        size = np.max(np.abs(along), axis=-1, keepdims=True) if spec.levels else np.abs(along)
-        step = _STEP * np.maximum(1.0, np.abs(eta).max(axis=-1, keepdims=True) if spec.levels else np.abs(eta))
-        step = step * along / np.where(size > 0, size, 1.0)
+        eta = _eta(spec, columns[part], places, draws) + _intercept_at(spec, draws)
+
+        def largest(values: Array) -> Array:  # over the predictors: the step is in the direction of their derivatives
+            return np.max(np.abs(values), axis=-1, keepdims=True) if spec.levels else np.abs(values)
+
+        size = largest(along)
+        step = _STEP * np.maximum(1.0, largest(eta)) * along / np.where(size > 0, size, 1.0)
         high, low = (_mean(spec, eta + sign * step, draws, at) for sign in (1.0, -1.0))
-        apart = np.where(size > 0, np.max(np.abs(step), axis=-1, keepdims=True) if spec.levels else np.abs(step), 1.0)
-        rate = size / (2.0 * apart)
+        rate = size / (2.0 * np.where(size > 0, largest(step), 1.0))
         return np.asarray((high - low) * (rate if high.ndim == rate.ndim else rate[..., None]))
 
     return {"slope": _over_rows(spec, rows, draws, of)}
@@ -375,7 +369,7 @@ def derivatives(
         row = int(np.argmax(unknown.any(axis=1)))
         raise DeclarationError(
             f"{what}: a function of {column!r} has no finite slope in row {row}, where {column!r} is {x[row]:.6g}; use "
-            "one with a slope everywhere, such as np.log1p, or compare two values by fit.client(id, predict=...)."
+            "one that has, such as np.log1p, or compare two values by fit.client(id, predict=...)."
         )
     return best
 

@@ -97,16 +97,16 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     trees, names, levels = _factors(tokens, constants)
     common = sum_of(formula, pieces.common or [Token("number", "1")], names)
     groups, sums = _groups(formula, pieces.effects, names)
-    summands = [_offset(text, constants) for text in pieces.offsets]
-    if several := [tree for tree in summands if expressions.calls(tree) in expressions.OF_SEVERAL]:
-        text = expressions.written(several[0])
-        raise DeclarationError(f"offset({text}) has several columns, not one number a row; compute a column before.")
-    offsets = {f"offset({expressions.written(tree)})": tree for tree in summands}
+    calls = [expressions.read(text, constants) for text in pieces.offsets]
+    offsets = {expressions.written(call): call.args[0] for call in calls if isinstance(call, ast.Call)}
     terms = [term for one in (common, *sums) for term in one.terms]
     used = {name for term in terms for name in term}
     varying = {column for name in used for column in expressions.columns(trees[name], constants)}
     read = varying.union(*(expressions.columns(tree, constants) for tree in offsets.values()))
-    client = _client(groups, formula)
+    clients = sorted({group.factor[0] for group in groups})
+    if len(clients) > 1:
+        raise DeclarationError(f"effects of {formula!r} vary by {clients}; put one within the other, (1 | site/ward).")
+    client = clients[0] if clients else None
     _require_apart(groups, client, sums, trees, read, constants)
     return Terms(
         response,
@@ -121,19 +121,6 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
         {name: tree for name, tree in trees.items() if name in used} | offsets,
         frozenset(varying),
     )
-
-
-def _offset(text: str, constants: Collection[str]) -> ast.expr:
-    """The syntax tree of an offset's one argument, which stands in parentheses."""
-    try:
-        tree: ast.expr | None = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # refused below
-        tree = None
-    if isinstance(tree, ast.Tuple):
-        raise DeclarationError(
-            f"offset{expressions.written(tree)} has {len(tree.elts)} arguments, and an offset has one; write offset(x)."
-        )
-    return expressions.read(text, constants)
 
 
 def _factors(
@@ -156,9 +143,7 @@ def _factors(
             raise DeclarationError(f"{name!r} is a column and a computation of the same name; rename the column.")
     computed = {column for tree in trees.values() for column in expressions.columns(tree, constants)}
     if both := sorted(computed & {*levels}):
-        raise DeclarationError(
-            f"{both} are levels in one place, C({both[0]}), and numbers in another; write C({both[0]}) everywhere."
-        )
+        raise DeclarationError(f"{both} are levels in one place and numbers in another; write C({both[0]}) everywhere.")
     return trees | {column: ast.Name(id=quoted(column)) for column in levels}, names, tuple(levels)
 
 
@@ -166,24 +151,21 @@ def _response(left: str) -> Response:
     match = _RESPONSE.match(left)
     if match is None:
         raise DeclarationError(
-            f"the response {left.strip()!r} is not valid; give the name of a column, prop(successes, trials), "
-            'Surv(time, event) or Surv(lower, upper, "interval"); what is computed is a column of its own.'
+            f"the response {left.strip()!r} is not valid; write a column, prop(successes, trials), Surv(time, event), "
+            'or Surv(lower, upper, "interval"); what is computed is a column of its own.'
         )
-    if match["call"] is None:
+    call = match["call"]
+    if call is None:
         return Response("plain", (match["name"].strip("`"),))
-    if match["call"] not in _CALLS:
-        raise DeclarationError(
-            f"the response calls {match['call']!r}; known are {sorted(_CALLS)}: compute a column of its own before."
-        )
-    kind = _CALLS[match["call"]]
+    if call not in _CALLS:
+        raise DeclarationError(f"the response calls {call!r}; known are {sorted(_CALLS)}: compute a column before.")
+    kind = _CALLS[call]
     columns = tuple(part.strip() for part in re.findall(r"(?:[^,`]|`[^`]*`)+", match["arguments"]))
     if kind == "survival" and len(columns) == 3 and columns[2] in ('"interval"', "'interval'"):
         kind, columns = "interval", columns[:2]
     if len(columns) != 2 or not all(re.fullmatch(_COLUMN, name) for name in columns):
-        raise DeclarationError(
-            f"{match['call']}({match['arguments']}) takes the names of 2 columns"
-            + (': Surv(time, event), or Surv(lower, upper, "interval").' if kind == "survival" else ".")
-        )
+        example = ': Surv(time, event), or Surv(lower, upper, "interval")' if kind == "survival" else ""
+        raise DeclarationError(f"{call}({match['arguments']}) takes the names of 2 columns{example}.")
     return Response(kind, tuple(name.strip("`") for name in columns))
 
 
@@ -230,18 +212,6 @@ def _nested(tokens: Sequence[Token]) -> list[tuple[str, ...]]:
         if place + 1 == len(tokens) or tokens[place + 1].text == "/":
             factors.append(names)
     return factors
-
-
-def _client(groups: Sequence[Group], formula: str) -> str | None:
-    """The factor of clients, within which all other factors are."""
-    if not groups:
-        return None
-    outer = {group.factor[0] for group in groups}
-    if len(outer) > 1:
-        raise DeclarationError(
-            f"effects of {formula!r} vary by {sorted(outer)}, and one is to be within the other; write (1 | site/ward)."
-        )
-    return outer.pop()
 
 
 def _require_apart(
@@ -325,9 +295,8 @@ def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> S
     except DeclarationError:
         raise
     except Exception as error:  # of any kind, from formulaic
-        raise DeclarationError(
-            f"formula={formula!r} cannot be read: a term is missing; write it like 'y ~ age + arm + (1 | site)'."
-        ) from error
+        remedy = "write it like 'y ~ age + arm + (1 | site)'"
+        raise DeclarationError(f"formula={formula!r} cannot be read: a term is missing; {remedy}.") from error
 
 
 def _named(term: Any, factors: Sequence[str]) -> tuple[str, ...]:
@@ -347,11 +316,9 @@ def _require_numbers(formula: str, tokens: Sequence[Token]) -> None:
             if not (token.text.isdigit() and int(token.text) >= 1):
                 raise DeclarationError(f"formula={formula!r} has the power {token.text}; it is a whole number from 1.")
         elif token.text not in ("0", "1") or not {before, after} <= {"+", "-"}:
-            within = "; 0 and 1 stand outside of parentheses" if depth else ""
-            raise DeclarationError(
-                f"formula={formula!r} has the number {token.text} in place of a column; write I(5*x) for a multiple, "
-                f"0 or 1 for the intercept{within}."
-            )
+            within = " outside of parentheses" if depth else ""
+            remedy = f"write I(5*x) for a multiple, 0 or 1 for the intercept{within}"
+            raise DeclarationError(f"formula={formula!r} has the number {token.text} in place of a column; {remedy}.")
 
 
 def _require_few(formula: str, text: str, factors: int) -> None:
@@ -370,7 +337,5 @@ def _require_few(formula: str, text: str, factors: int) -> None:
             case _:
                 made = sum(below) or 1.0
         if made > _MOST:
-            raise DeclarationError(
-                f"formula={formula!r} has products of more than {_MOST} terms; write the interactions that are meant."
-            )
+            raise DeclarationError(f"formula={formula!r} has products of more than {_MOST} terms; write fewer.")
         sizes[id(node)] = min(made, 2.0 ** min(factors, 60))

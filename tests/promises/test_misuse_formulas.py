@@ -109,7 +109,7 @@ ROWS: dict[str, Mistake] = {
     "a number times a column": row(text("y ~ x + 5*z"), "number 5", "I(5*x)"),
     "a smooth of mgcv": row(text("y ~ s(x)"), "'s'", "bs(x", "constants={'s': function}"),
     "a logarithm without np": row(text("y ~ log(x)"), "'log'", "np.log(x)"),
-    "a function that NumPy lacks": row(text("y ~ np.logg(x)"), "'np.logg'", "Compute a column"),
+    "a function that NumPy lacks": row(text("y ~ np.logg(x)"), "'np.logg'", "compute a column"),
     "a quoted column of patsy": row(text("y ~ Q('x')"), "'Q'", "compute a column"),
     "splines of each client": row(text("y ~ bs(x, df=4)"), "knots=", "constants="),
     "splines within a function": row(
