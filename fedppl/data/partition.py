@@ -267,10 +267,8 @@ def feature_skew(
     for i, source in enumerate(known):
         classes, members = np.unique(y[where == source]).tolist(), range(i, clients, len(known))
         if not each <= len(classes) <= each * len(members):
-            raise DeclarationError(
-                f"{len(members)} clients with each={each} cannot hold all {len(classes)} labels of {source!r}, none of "
-                "them twice; change clients= or each=."
-            )
+            what = f"{len(members)} clients with each={each} cannot hold all {len(classes)} labels of {source!r}"
+            raise DeclarationError(f"{what}, none of them twice; change clients= or each=.")
         for number, label in enumerate(classes, len(pairs)):
             numbers[(where == source) & (y == label)] = number
         kinds_here = _kinds_of(range(len(pairs), len(pairs) + len(classes)), len(members), each, rng)
@@ -297,9 +295,8 @@ def _generator(random_seed: Any) -> np.random.Generator:
     try:
         return np.random.default_rng(random_seed)
     except (TypeError, ValueError) as error:
-        raise DeclarationError(
-            f"random_seed={shown(random_seed)} must be a non-negative int, a Generator or None."
-        ) from error
+        what = f"random_seed={shown(random_seed)}"
+        raise DeclarationError(f"{what} must be a non-negative int, a Generator or None.") from error
 
 
 def _require_column(name: str, values: Any) -> NDArray[Any]:

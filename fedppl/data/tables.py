@@ -84,9 +84,7 @@ def of_frame(
     if not len(codes[0]):
         raise DataError("the table has no rows; there is nothing to fit.")
     if empty := int(np.sum(np.min(codes, axis=0) < 0)):
-        raise DataError(
-            f"by={list(keys)} is missing in {empty} of {len(codes[0])} rows; say whose they are, or drop them."
-        )
+        raise DataError(f"by={list(keys)} is missing in {empty} of {len(codes[0])} rows; fill it in, or drop them.")
     numbers = codes[0]
     for code in codes[1:]:
         numbers = pd.factorize(numbers * (code.max() + 1) + code)[0]

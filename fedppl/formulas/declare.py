@@ -68,14 +68,13 @@ class Formula:
     @property
     def shared(self) -> tuple[str, ...]:
         """Names of the variables that all clients share."""
-        groups, scales = self.terms.groups, self._unknown_scales
+        groups = self.terms.groups
         if self.design is not None:
-            scales = self.spec.scales
             by_group = [predictor.spreads_of(self.spec, number) for number in range(len(groups))]
         else:  # of several levels at least two
             counts = [len(one.expressions) + self.family.several for one in groups]
             by_group = [predictor.spreads(*one, correlated=self.correlated) for one in zip(groups, counts, strict=True)]
-        return (*self.coefficients, *itertools.chain(*by_group), *self.family.parameters(scales))
+        return (*self.coefficients, *itertools.chain(*by_group), *self.family.parameters(self.scales))
 
     @property
     def behind(self) -> tuple[str, ...]:
@@ -131,9 +130,8 @@ class Formula:
     @property
     def outcome_levels(self) -> dict[str, list[str]]:
         """Levels of an outcome with levels, whose draws are places of levels from 0."""
-        response = self.terms.response
-        levels = self._agreed().agreement.columns[response.columns[0]].levels
-        return {response.variable: list(levels)} if levels else {}
+        levels = self.spec.scales.levels
+        return {self.terms.response.variable: list(levels)} if levels else {}
 
     @property
     def lacks_order(self) -> bool:
@@ -141,26 +139,28 @@ class Formula:
         return self.family.ordered and self.terms.response.columns[0] not in self.levels
 
     @property
-    def cuts(self) -> tuple[float, ...]:
-        """Times between which a piecewise hazard is constant."""
-        return tuple(map(float, self.constants["cuts"])) if self.family.has_cuts else ()
-
-    @property
     def advice(self) -> str:
         """Advice for a fit that has not converged."""
-        return "; ".join(self.far(SUSPECT)[:3])
-
-    def far(self, least: float) -> list[str]:
-        """Messages on columns with a mean above `least` sds that should be centred."""
-        return [] if self.design is None else far_from_zero(self.design, least)
+        return "" if self.design is None else "; ".join(far_from_zero(self.design, SUSPECT)[:3])
 
     @property
-    def spec(self) -> predictor.Spec:
+    def scales(self) -> Scales:
+        """Moments and levels of the outcome, made up before clients agreed."""
+        cuts = tuple(map(float, self.constants["cuts"])) if self.family.has_cuts else ()
+        if self.design is None:
+            return Scales(0.0, 1.0, ("a", "b", "c"), cuts)
+        column = self.design.agreement.columns[self.terms.response.columns[0]]
+        return Scales(column.mean, column.sd, column.levels, cuts)
+
+    @property
+    def spec(self) -> Spec:
         """The definition of the linear predictor."""
-        design = self._agreed()
-        column = design.agreement.columns[self.terms.response.columns[0]]
-        scales = Scales(column.mean, column.sd, column.levels, self.cuts)
-        return predictor.Spec(self.terms, self.family, design, scales, self.priors, self.correlated)
+        if self.design is None:
+            raise DeclarationError(
+                f"clients have not agreed on levels and scales of {self.text!r}; call fedppl.fit, fedppl.agree, or "
+                "fedppl.Flower.agree for sites."
+            )
+        return Spec(self.terms, self.family, self.design, self.scales, self.priors, self.correlated)
 
     def agreed(self, agreement: Agreement) -> Formula:
         """The same formula with the clients' agreement."""
@@ -189,15 +189,15 @@ class Formula:
 
     def read(self, client_id: str, data: Any) -> dict[str, Any]:
         """The builder's arrays from a client's rows; such arrays are returned as they are."""
-        return self._read(client_id, data, None)
+        return self._read(client_id, data, new=False)
 
     def read_new(self, client_id: str, data: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         """The builder's arrays from new rows of a client with known arrays; an outcome in them is not read."""
-        return self._read(client_id, data, self.by_role(known))
+        return self._read(client_id, data, self.by_role(known), new=True)
 
     def read_unseen(self, client_id: str, data: Any) -> dict[str, Any]:
         """The builder's arrays from rows of a new client, with zeros for outcomes; groups are numbered anew."""
-        arrays = self._read(client_id, data, {}, unseen=True)
+        arrays = self._read(client_id, data, new=True)
         dtype = np.int64 if self.family.outcome.whole else float
         zeros = np.zeros(len(next(iter(arrays.values()))), dtype=dtype)
         return {self.containers["outcome"]: zeros, **arrays}
@@ -224,31 +224,23 @@ class Formula:
         alone = np.ndim(at) == 0
         return Expected(f"{name}_survival", means[..., 0] if alone else means, {} if alone else {"time": times})
 
-    def _read(
-        self, client_id: str, data: Any, known: Mapping[str, Any] | None, *, unseen: bool = False
-    ) -> dict[str, Any]:
+    def _read(self, client_id: str, data: Any, known: Mapping[str, Any] | None = None, *, new: bool) -> dict[str, Any]:
         if isinstance(data, Mapping) and data and set(data) <= set(self.containers.values()):
             return dict(data)
-        self._agreed()
         what = f"client {client_id!r}"
-        given = frames.of_formula(data if known is None else _as_rows(data), what)
+        given = frames.of_formula(_as_rows(data) if new else data, what)
         checks.columns(self.terms.columns, given.names, what)
         columns = frames.raw(given, [name for name in self.columns if name in given.names] or None, what)
-        return self.of_columns(client_id, columns, known, unseen=unseen)
+        return self.of_columns(client_id, columns, known, new=new)
 
     def of_columns(
-        self,
-        client_id: str,
-        columns: Mapping[str, Array],
-        known: Mapping[str, Any] | None = None,
-        *,
-        unseen: bool = False,
+        self, client_id: str, columns: Mapping[str, Array], known: Mapping[str, Any] | None = None, *, new: bool = False
     ) -> dict[str, Any]:
-        """The builder's arrays from columns that are read; new rows of a client with `known` arrays have no outcome."""
-        design, what, response = self._agreed(), f"client {client_id!r}", self.terms.response
+        """The builder's arrays from columns; `new` rows have no outcome, and their groups may be in `known` arrays."""
+        design, what, response = self.spec.design, f"client {client_id!r}", self.terms.response
         wanted = {name: columns[name] for name in self.columns if name in columns} or columns  # of `y ~ 1` any
         read_of_new = {*self.terms.columns, *self.terms.nested, *response.trials}
-        checks.rows(what, wanted, response, () if known is None else set(columns) - read_of_new)
+        checks.rows(what, wanted, response, set(columns) - read_of_new if new else ())
         table = designs.table(columns, self.terms, design.agreement, what)
         rows = len(table)
         arrays: dict[str, Any] = {"rows": np.zeros(rows)}
@@ -256,19 +248,19 @@ class Formula:
             arrays = {"common": design.common(table, what)}
         if self.terms.offsets:
             arrays["offset"] = design.offset(table, what)
-            if known is None:
+            if not new:
                 checks.offsets(self.family, self.terms, arrays["offset"], what)
         arrays |= {f"column_{name}": designs.plain(table[name]) for name in self.terms.columns}
         for number, group in enumerate(self.terms.groups):
             arrays[f"effects_{number}"] = design.group(number, table, what)
             if len(group.factor) > 1:
-                arrays |= numbered(number, group, columns, None if unseen else known, what)
-        if known is not None:
+                arrays |= numbered(number, group, columns, known, what)
+        if new:
             arrays |= new_rows(self.family, response, columns, rows, what)
         else:
             arrays |= outcome(self.family, response, columns, design.agreement, what)
         if self.weights is not None:
-            arrays["weights"] = np.ones(rows) if known is not None else weights(self.weights, columns, what)
+            arrays["weights"] = np.ones(rows) if new else weights(self.weights, columns, what)
         return {self.containers[name]: value for name, value in arrays.items()}
 
     @property
@@ -278,16 +270,7 @@ class Formula:
         for one in self.terms.groups:
             sd, partial = predictor.spreads(one, 2, correlated=True)
             spreads |= {sd: Prior("HalfNormal", sigma=1.0), partial: Prior("Beta", alpha=2.0, beta=2.0)}
-        return {**spreads, **self.family.parameters(self._unknown_scales)}
-
-    @property
-    def _unknown_scales(self) -> Scales:
-        return Scales(0.0, 1.0, ("a", "b", "c"), self.cuts)
-
-    @property
-    def may_be_constant(self) -> frozenset[str]:
-        """Columns that may have the same value in all rows: offsets, trials."""
-        return frozenset({*self.terms.columns, *self.terms.response.columns[1:]} - self.terms.varying)
+        return {**spreads, **self.family.parameters(self.scales)}
 
     @functools.cached_property
     def containers(self) -> dict[str, str]:
@@ -327,14 +310,6 @@ class Formula:
         if "threshold" in beside:  # as for an intercept, at the means of the columns
             beside = {"threshold": beside["threshold"].with_(mu=at_means)}
         return eta, {name: self.priors.get(name, prior).declared(name) for name, prior in beside.items()}
-
-    def _agreed(self) -> Design:
-        if self.design is None:
-            raise DeclarationError(
-                f"clients have not agreed on levels and scales of {self.text!r}; call fedppl.fit, fedppl.agree, or "
-                "fedppl.Flower.agree for sites."
-            )
-        return self.design
 
 
 def _as_rows(data: Any) -> Any:

@@ -111,8 +111,9 @@ def together(
     built: Formula, clients: Mapping[str, Mapping[str, Told]], *, others: bool, believed: bool = True
 ) -> Formula:
     """The formula with the agreement from all clients' summaries."""
-    outcomes = built.terms.response.columns
-    rules: dict[str, Any] = {"unscaled": asked(built).unscaled, "closed": outcomes, "constant": built.may_be_constant}
+    outcomes, terms = built.terms.response.columns, built.terms
+    constant = {*terms.columns, *outcomes[1:]} - terms.varying  # offsets, trials
+    rules: dict[str, Any] = {"unscaled": asked(built).unscaled, "closed": outcomes, "constant": constant}
     agreement = agreed(clients, built.levels, others=others, listed=built.orders, believed=believed, **rules)
     for name, order in built.orders.items():
         if order is None and (levels := agreement.columns[name].levels):

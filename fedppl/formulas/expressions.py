@@ -384,10 +384,10 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
     """Check functions with several columns: levels, splines and polynomials."""
     if name == LEVELS and (call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name)):
         raise DeclarationError(
-            f"{text}: clients agree on levels; write C(column), and formula(..., levels=...) for an order."
+            f"{text}: write C(column) alone, and an order as formula(..., levels={{'column': [...]}})."
         )
     if not outermost:
-        raise DeclarationError(f"{text} has several columns; write it as a term of its own, or compute a column.")
+        raise DeclarationError(f"{text} calls {name}(), of several columns; write it as a term of its own.")
     if name == LEVELS:
         return
     given = arguments(call)

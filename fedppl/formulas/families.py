@@ -475,8 +475,3 @@ def family(name: str) -> Family:
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise DeclarationError(f"family={shown(name)} is not known; {hint}choose one of {sorted(FAMILIES)}.")
     return FAMILIES[name]
-
-
-def taking(kind: str) -> list[str]:
-    """Names of the families with a response of this kind."""
-    return [one.name for one in FAMILIES.values() if kind in one.responses]

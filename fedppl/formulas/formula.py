@@ -18,7 +18,7 @@ from fedppl.data.tables import Table
 from fedppl.formulas import checks, families
 from fedppl.formulas.agreement import Agreement, Told, strange, strange_levels, strange_sizes, tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.design import SAID
+from fedppl.formulas.design import SAID, far_from_zero
 from fedppl.formulas.exchange import KINDS, EstimateOf, as_rows, asked, check_rows, kind_of, sized, together
 from fedppl.formulas.families import Family
 from fedppl.formulas.families import family as family_of
@@ -239,7 +239,7 @@ def of_told(
     for said, odd_ones in (
         ("columns may be swapped, or units differ; bring all clients to one unit: %s", units),
         ("numbers of rows are out of proportion, and count for less: %s", sizes),
-        ("%s", built.far(SAID)),
+        ("%s", far_from_zero(built.design, SAID)),
         ("levels may be mistaken: %s", levels),
     ):
         if odd_ones:
@@ -344,19 +344,15 @@ def remembering(model: FederatedModel, agreement: Any, data: Any = None) -> Fede
     if built.design is not None:
         return model
     known = () if agreement is None else agreement.columns
+    other = "the file is of another declaration"
     if unknown := [name for name in asked(built).names if name not in known]:
-        raise DeclarationError(
-            f"the file is of another declaration: {built.text!r} reads {unknown}, and clients agreed on "
-            f"{sorted(known)}; pass what was fitted."
-        )
+        raise DeclarationError(f"{other}: {unknown} are not among its {sorted(known)}; pass what was fitted.")
     ordered = built if data is None else _formula(with_order(model, data))
     for name, order in ordered.levels.items():
         agreed = agreement.columns[name].levels
         if [level for level in order if level in agreed] != [level for level in agreed if level in order]:
-            raise DeclarationError(
-                f"the file is of another declaration: {name!r} has the levels {list(agreed)} there and {list(order)} "
-                "here; pass what was fitted."
-            )
+            what = f"{name!r} has the levels {list(agreed)} there and {list(order)} here"
+            raise DeclarationError(f"{other}: {what}; pass what was fitted.")
     return _model(built.agreed(agreement))
 
 
@@ -393,12 +389,12 @@ def _model(built: Formula) -> FederatedModel:
 
 
 def _table(agreement: Agreement) -> pd.DataFrame:
-    nan = float("nan")
     rows = {
-        name: (column.levels, nan, nan) if column.levels else (None, column.mean, column.sd)
+        name: (column.levels, None, None) if column.levels else (None, column.mean, column.sd)
         for name, column in agreement.columns.items()
     }
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["levels", "mean", "sd"])
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["levels", "mean", "sd"])
+    return table.astype({"mean": float, "sd": float})
 
 
 # Checks of a formula, its family and names before any data are seen ---------------------------------------------------
@@ -415,53 +411,44 @@ def require_family(family: Family, terms: Terms, text: str, constants: Mapping[s
     """Refuse a response, cut points or offsets that do not fit the family."""
     if terms.response.kind not in family.responses:
         wanted = " or ".join(_RESPONSES[kind] for kind in family.responses)
-        raise DeclarationError(
-            f"family={family.name!r} has {wanted} for a response; {text!r} has that of "
-            f"{families.taking(terms.response.kind)[:6]}."
-        )
+        others = [one.name for one in families.FAMILIES.values() if terms.response.kind in one.responses][:6]
+        raise DeclarationError(f"family={family.name!r} has {wanted} for a response; {text!r} has that of {others}.")
     if family.has_cuts:
         cuts = constants.get("cuts")
         values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
         times = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
         if not times or not np.all(np.diff([0.0, *times, np.inf]) > 0):
-            raise DeclarationError(
-                f"family='piecewise' needs cut points, and constants={{'cuts': {shown(cuts)}}} are none; give "
-                "increasing times above 0, constants={'cuts': [30, 90]}."
-            )
+            what = f"family={family.name!r} needs cut points, and constants={{'cuts': {shown(cuts)}}} are none"
+            raise DeclarationError(f"{what}; give increasing times above 0, constants={{'cuts': [30, 90]}}.")
     if family.several and terms.offsets:
         raise DeclarationError(f"offset() needs one linear predictor, and family={family.name!r} has several.")
 
 
 def require_names(built: Formula) -> None:
     """Refuse ambiguous names, and priors, constants and levels of unknown names."""
-    response = built.terms.response.columns
-    right = {*built.terms.columns, *built.terms.common, *(one for group in built.terms.groups for one in group.factor)}
-    if both := sorted(set(response) & right):
+    terms, groups = built.terms, built.terms.groups
+    right = {*terms.columns, *terms.common, *(one for group in groups for one in group.factor)}
+    if both := sorted({*terms.response.columns} & right):
         raise DeclarationError(f"{both} are on both sides of {built.text!r}; leave them out of one.")
-    of_groups = [f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effects", "z")]
     # One column may be several effects, once its levels are known.
-    several = [one for one in built.terms.groups if built.correlated and set(one.expressions) - {"1"}]
+    several = [one for one in groups if built.correlated and set(one.expressions) - {"1"}]
     later = {name for one in several for name in spreads(one, 2, correlated=True)}
-    of_groups += [f"{tag(one)}_corr" for one in several]
     alone = [one for one in several if len(one.expressions) + built.family.several == 1]  # as far as is known
-    of_groups += [f"{tag(one)}_partial" for one in alone]
-    names = [*built.shared, built.terms.response.variable, *of_groups]
+    of_groups = [f"{tag(one)}_{what}" for one in groups for what in ("effects", "z")]
+    of_groups += [*(f"{tag(one)}_corr" for one in several), *(f"{tag(one)}_partial" for one in alone)]
+    names = [*built.shared, terms.response.variable, *of_groups]
+    where = f"columns of {built.text!r} and of"
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DeclarationError(
-            f"{twice} are names of columns of {built.text!r} and of variables of the model; rename these columns."
-        )
-    dims = {f"{tag(group)}_{what}" for group in built.terms.groups for what in ("effect", "pair")}
-    dims |= {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")} | {"chain", "draw", "sample"}
-    dims |= {f"{built.terms.response.variable}_level"} if built.family.several else set()
+        raise DeclarationError(f"{twice} are names of {where} variables of the model; rename these columns.")
+    dims = {f"{tag(group)}_{what}" for group in groups for what in ("effect", "pair")} | {"chain", "draw", "sample"}
+    dims |= {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")}
+    dims |= {f"{terms.response.variable}_level"} if built.family.several else set()
     if both := sorted(set(names) & dims):
-        raise DeclarationError(
-            f"{both} are names of columns of {built.text!r} and of dims of its results; rename these columns."
-        )
+        raise DeclarationError(f"{both} are names of {where} dims of its results; rename these columns.")
     for name, prior in built.priors.items():
         if not isinstance(prior, Prior):
-            raise DeclarationError(
-                f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
-            )
+            example = 'fedppl.Prior("Normal", mu=0, sigma=1)'
+            raise DeclarationError(f"priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: {example}.")
     if unknown := sorted(set(built.priors) - set(built.shared) - later):
         spelled = {name.replace(" ", ""): name for name in built.shared}
         meant = [spelled[name.replace(" ", "")] for name in unknown if name.replace(" ", "") in spelled]

@@ -50,18 +50,16 @@ class Prior:
         distribution = getattr(pm, name, None) if isinstance(name, str) else None
         if name in ("LKJCholeskyCov", "LKJCorr"):
             raise DeclarationError(
-                f"Prior({name!r}): sds and correlations, LKJ(2) by default, have separate priors; give them by name, "
+                f"Prior({name!r}): sds and correlations have separate priors; pass "
                 '{"site_sd": fedppl.Prior("HalfNormal", sigma=1), "site_partial": fedppl.Prior("Beta", alpha=2, beta=2)'
                 "}, the second of (1 + r) / 2 of partial correlations r: for two effects Beta(eta, eta) is LKJ(eta)."
             )
         if not (isinstance(distribution, type) and issubclass(distribution, pm.Distribution)):
-            raise DeclarationError(
-                f"Prior({getattr(name, '__name__', name)!r}): PyMC has no such distribution; pass one like 'Normal'."
-            )
+            given = getattr(name, "__name__", name)
+            raise DeclarationError(f"Prior({given!r}): PyMC has no such distribution; pass a name like 'Normal'.")
         if values:
-            raise DeclarationError(
-                f'Prior({name!r}, ...) takes {list(values)} by name, such as fedppl.Prior("Normal", mu=0, sigma=1).'
-            )
+            example = 'fedppl.Prior("Normal", mu=0, sigma=1)'
+            raise DeclarationError(f"Prior({name!r}, ...) takes {list(values)} by name, such as {example}.")
         _require_parameters(name, parameters)
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parameters", dict(parameters))
@@ -130,9 +128,8 @@ def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
     try:
         dist(**{key: value for key, value in parameters.items() if key not in _BESIDE})
     except Exception as error:  # PyMC and PyTensor raise errors of many kinds
-        raise DeclarationError(
-            f"Prior({name!r}, {', '.join(parameters)}) cannot be made: {error}; see the parameters of pm.{name}."
-        ) from error
+        what = f"Prior({name!r}, {', '.join(parameters)}) cannot be made"
+        raise DeclarationError(f"{what}: {error}; see the parameters of pm.{name}.") from error
 
 
 def _are_numbers(value: Any) -> bool:
