@@ -14,7 +14,7 @@ import itertools
 import numbers
 import os
 import unicodedata
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +161,7 @@ def categories(data: Any, names: Sequence[str] | None) -> Categories:
             if expected != order:
                 raise DataError(
                     f"column {name!r} has the categories {list(expected)[:8]} at client {str(first)!r} and "
-                    f"{list(order)[:8]} at {str(client_id)!r}; set the same, column.cat.set_categories([...])."
+                    f"{list(order)[:8]} at client {str(client_id)!r}; set the same, column.cat.set_categories([...])."
                 )
     return {name: order for name, (_, order) in known.items()}
 
@@ -468,26 +468,17 @@ def require_ids(clients: Mapping[Any, Any]) -> None:
 
     >>> require_ids({"a": {}, 1: {}})
     """
+    by_text: dict[str, Any] = {}
     for client_id in clients:
-        for part in client_id if isinstance(client_id, tuple) else (client_id,):
-            if is_missing(part):
-                raise DataError(f"a client's id is {client_id!r}; name the client, or drop its rows.")
-            if isinstance(part, bytes):
-                raise DataError(f"client id {client_id!r} is of bytes; decode it: {part!r}.decode().")
-            if isinstance(part, frozenset):
-                raise DataError(f"client id {client_id!r} is a set, which has no order; pass a text or a tuple.")
-        if odd := [sign for sign in str(client_id) if unicodedata.category(sign) in ("Cc", "Cs")]:
-            raise DataError(f"client id {client_id!r} has the control character {odd[0]!r}; leave it out.")
-        if not str(client_id).strip():
-            raise DataError(f"a client's id is {client_id!r}, an empty text; name the client, or drop its rows.")
-    texts = [str(client_id) for client_id in clients]
-    if len(set(texts)) < len(texts):
-        raise DataError(f"client ids {list(clients)[:20]} are not distinct as strings; rename them.")
-    stripped: dict[str, str] = {}
-    for text in texts:
-        other = stripped.setdefault(text.strip(), text)
-        if other != text:
-            raise DataError(f"client ids {other!r} and {text!r} differ by blanks alone; strip them, or rename one.")
+        parts, text = client_id if isinstance(client_id, tuple) else (client_id,), str(client_id).strip()
+        is_odd = not text or any(unicodedata.category(sign) in ("Cc", "Cs") for sign in str(client_id))
+        if is_odd or any(is_missing(part) or isinstance(part, bytes | frozenset) for part in parts):
+            rule = "a text without control characters, a number, or a tuple of these"
+            raise DataError(f"a client's id is {client_id!r}; name the client by {rule}, or drop its rows.")
+        if (other := by_text.setdefault(text, client_id)) is not client_id:
+            raise DataError(
+                f"client ids {other!r} and {client_id!r} are not distinct as texts without blanks; rename one."
+            )
 
 
 def is_missing(value: Any) -> bool:
@@ -507,9 +498,11 @@ def keys_of(by: Any, known: Sequence[Any], index: Iterable[Any] = ()) -> list[An
     keys = [by] if isinstance(by, str) or not isinstance(by, Sequence) else list(by)
     if not keys:
         raise DataError("by=[] names no column; name the column, or columns, that tell clients apart.")
-    for key in keys:
-        if getattr(key, "ndim", 0) != 0 or not isinstance(key, Hashable):  # arrays and Series
-            raise DataError(f"by= is of type {type(key).__name__}; put the values into a column, and pass its name.")
+    try:
+        set(keys)
+    except TypeError as error:  # arrays and Series
+        kind = type(keys[0]).__name__
+        raise DataError(f"by= is of type {kind}; put the values into a column, and pass its name.") from error
     if absent := [key for key in keys if key not in known]:
         lower = {str(name).casefold(): name for name in reversed(known)}
         close = difflib.get_close_matches(str(absent[0]).casefold(), lower, n=1)

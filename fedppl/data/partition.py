@@ -305,25 +305,20 @@ def _require_column(name: str, values: Any) -> NDArray[Any]:
         raise DataError(f"{name} hold masked values; drop these rows.")
     try:
         column = np.asarray(values)
-    except ValueError as error:  # rows of several lengths
-        raise DataError(f"{name} are no column; pass one value for every row.") from error
+    except ValueError:  # rows of several lengths
+        column = np.asarray(None)
     if column.ndim != 1 or not len(column):
-        raise DataError(f"{name} have shape {column.shape}; pass one for every row.")
+        raise DataError(f"{name} have shape {column.shape}; pass one value for every row.")
     # NumPy makes strings of all values, NaN too, where one is a string.
     given = list(values) if column.dtype.kind in "US" and isinstance(values, list | tuple) else column.tolist()
-    if column.dtype.kind in "OUS" and len({_kind(value) for value in given}) > 1:
-        raise DataError(f"{name} are of several types, {shown(given[:3])} ...; pass numbers, or strings.")
-    if column.dtype.kind not in "OUSbiuf" or not isinstance(given[0], str | bytes | int | float):
-        raise DataError(f"{name} are of type {type(column[0]).__name__}; pass numbers, or strings.")
-    numbers = column.astype(float) if column.dtype.kind == "O" and isinstance(given[0], float) else column
+    types = {str if isinstance(value, str) else type(value) for value in given}  # strings of NumPy are strings
+    if column.dtype.kind not in "OUSbiuf" or len(types) > 1 or not isinstance(given[0], str | bytes | int | float):
+        listed = sorted(one.__name__ for one in types)
+        raise DataError(f"{name} are of the types {listed}; pass numbers, or strings.")
+    numbers = column.astype(float) if column.dtype.kind == "O" and types == {float} else column
     if numbers.dtype.kind == "f" and not np.all(np.isfinite(numbers)):
         raise DataError(f"{name} hold missing or infinite values; drop these rows.")
     return column
-
-
-def _kind(value: Any) -> type:
-    """The type of a value; strings of NumPy are strings."""
-    return next((kind for kind in (str, bytes) if isinstance(value, kind)), type(value))
 
 
 def _kinds_of(known: Sequence[Any], clients: int, each: int, rng: np.random.Generator) -> list[tuple[Any, ...]]:

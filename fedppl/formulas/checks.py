@@ -348,8 +348,6 @@ def outcome(
     family: Family, response: Response, data: Mapping[str, Any], agreement: Agreement, what: str
 ) -> dict[str, Array]:
     """Outcomes, and numbers of trials where the family has some, as arrays of the builder."""
-    if absent := [name for name in response.columns if name not in data]:
-        raise DataError(f"{what} lacks {absent} of the response {list(response.columns)}.")
     if family.outcome is TIME:
         return times(response, data, what)
     name = response.columns[0]
@@ -370,7 +368,7 @@ def outcome(
         refuse(values > EXACT, name, values, what, _COUNTED)
     arrays = {"outcome": values.astype(np.int64 if family.outcome.whole else float)}
     if response.kind == "proportion":
-        arrays["trials"] = _trials(arrays["outcome"], np.asarray(data[response.columns[1]]), response, what)
+        arrays["trials"] = _trials(arrays["outcome"], data[response.columns[1]], response, what)
     return arrays
 
 
@@ -391,30 +389,31 @@ def new_rows(family: Family, response: Response, data: Mapping[str, Any], rows: 
         return without if response.kind == "interval" else {"limit": np.full(rows, NEVER)}
     if response.kind != "proportion":
         return {}
-    name = response.columns[1]
-    if name not in data:
-        raise DataError(f"{what} lacks {name!r}, the numbers of trials; add the column.")
-    return {"trials": _trials(np.zeros(rows), np.asarray(data[name]), response, what)}
+    return {"trials": _trials(np.zeros(rows), data[response.columns[1]], response, what)}
 
 
-def weights(name: str, data: Mapping[str, Any], what: str) -> Array:
+def weights(name: str, column: Any, what: str) -> Array:
     """Weights of rows: the number of rows that each stands for."""
-    if name not in data:
-        raise DataError(f"{what} lacks the weights {name!r}.")
-    values = np.asarray(data[name])
-    if is_text(values):
-        raise DataError(f"{what}: the weights {name!r} are texts; give numbers above 0.")
+    values = _numbers(name, column, what, "the weights are numbers above 0")
     refuse(~((values > 0) & np.isfinite(values)), name, values, what, "weights are finite and above 0; drop others")
     return values.astype(float)
 
 
-def _trials(successes: Array, trials: Array, response: Response, what: str) -> Array:
-    if is_text(trials):
-        raise DataError(f"{what}: {response.columns[1]!r} has texts, and trials are whole numbers; correct the column.")
+def _numbers(name: str, column: Any, what: str, rule: str) -> Array:
+    """A column of numbers; refuse texts."""
+    values = np.asarray(column)
+    if is_text(values):
+        raise DataError(f"{what}: {name!r} has texts, and {rule}; recode its rows.")
+    return values
+
+
+def _trials(successes: Array, column: Any, response: Response, what: str) -> Array:
+    name = response.columns[1]
+    trials = _numbers(name, column, what, "trials are whole numbers")
     wrong = ~(trials >= np.maximum(successes, 1)) | (trials != np.floor(trials))
     rule = f"trials are whole numbers, at least 1 and at least the successes {response.columns[0]!r}"
-    refuse(wrong, response.columns[1], trials, what, rule)
-    refuse(trials > EXACT, response.columns[1], trials, what, _COUNTED)
+    refuse(wrong, name, trials, what, rule)
+    refuse(trials > EXACT, name, trials, what, _COUNTED)
     return trials.astype(np.int64)
 
 
@@ -423,9 +422,8 @@ def _trials(successes: Array, trials: Array, response: Response, what: str) -> A
 
 def times(response: Response, data: Mapping[str, Any], what: str) -> dict[str, Array]:
     """Times and their limits; or the times between which events are, and the times that were observed."""
-    if texts := [name for name in response.columns if is_text(data[name])]:
-        raise DataError(f"{what}: {texts[0]!r} has texts, and a time or an event is a number; recode its rows.")
-    first, second = (np.asarray(data[name], dtype=float) for name in response.columns)
+    rule = "a time or an event is a number"
+    first, second = (_numbers(name, data[name], what, rule).astype(float) for name in response.columns)
     return (_between if response.kind == "interval" else _right)(response.columns, first, second, what)
 
 

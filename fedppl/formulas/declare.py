@@ -227,9 +227,10 @@ class Formula:
     def _read(self, client_id: str, data: Any, known: Mapping[str, Any] | None = None, *, new: bool) -> dict[str, Any]:
         if isinstance(data, Mapping) and data and set(data) <= set(self.containers.values()):
             return dict(data)
-        what = f"client {client_id!r}"
+        what, terms = f"client {client_id!r}", self.terms
         given = frames.of_formula(_as_rows(data) if new else data, what)
-        checks.columns(self.terms.columns, given.names, what)
+        needed = (*terms.columns, *terms.nested, *terms.response.trials) if new else self.columns
+        checks.columns(needed, given.names, what)
         columns = frames.raw(given, [name for name in self.columns if name in given.names] or None, what)
         return self.of_columns(client_id, columns, known, new=new)
 
@@ -260,7 +261,7 @@ class Formula:
         else:
             arrays |= outcome(self.family, response, columns, design.agreement, what)
         if self.weights is not None:
-            arrays["weights"] = np.ones(rows) if new else weights(self.weights, columns, what)
+            arrays["weights"] = np.ones(rows) if new else weights(self.weights, columns[self.weights], what)
         return {self.containers[name]: value for name, value in arrays.items()}
 
     @property
@@ -348,8 +349,6 @@ def numbered(
     number: int, group: Group, data: Mapping[str, Any], known: Mapping[str, Any] | None, what: str
 ) -> dict[str, Array]:
     """The group of each row, and a hash of each group's name; for new rows the place among known groups."""
-    if absent := [name for name in group.factor[1:] if name not in data]:
-        raise DataError(f"{what} lacks the columns {absent}, by which effects vary.")
     for name in group.factor[1:]:
         require_present(data[name], f"{what}: column {name!r}")
     texts = [as_texts(np.asarray(data[name])) for name in group.factor[1:]]

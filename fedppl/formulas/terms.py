@@ -151,8 +151,8 @@ def _response(left: str) -> Response:
     match = _RESPONSE.match(left)
     if match is None:
         raise DeclarationError(
-            f"the response {left.strip()!r} is not valid; write the name of a column, prop(successes, trials), Surv(time, "
-            'event) or Surv(lower, upper, "interval"); what is computed is a column of its own.'
+            f"the response {left.strip()!r} is not valid; write the name of a column, prop(successes, trials), "
+            'Surv(time, event) or Surv(lower, upper, "interval"); what is computed is a column of its own.'
         )
     call = match["call"]
     if call is None:

@@ -138,7 +138,7 @@ def test_every_family_predicts_at_new_rows(family: str) -> None:
     with pytest.raises(DataError, match=r"groups \['w'\] of ward have no rows"):
         model.read_new("s1", new.assign(ward="w"), client.arrays, client.declared.kind)
     if family == "binomial":
-        with pytest.raises(DataError, match="'of', the numbers of trials"):
+        with pytest.raises(DataError, match=r"lacks the columns \['of'\]"):
             model.read_new("s1", new.drop(columns="of"), client.arrays, client.declared.kind)
 
 

@@ -215,7 +215,7 @@ ROWS: dict[str, Mistake] = {
     "columns for clients": row(of("y ~ x", data={"x": [1.0, 2.0], "y": [1.0, 2.0]}), "['x', 'y']", "by="),
     "no clients": row(of("y ~ x", data={}), "an empty dict", "id"),
     "a list of frames": row(of("y ~ x", data=[FRAME]), "list", "by="),
-    "a number and its text": row(of("y ~ x", data={1: FRAME[:8], "1": FRAME[8:]}), "[1, '1']", "rename"),
+    "a number and its text": row(of("y ~ x", data={1: FRAME[:8], "1": FRAME[8:]}), "1 and '1'", "rename"),
     "columns of two lengths": row(
         of("y ~ x", data={"a": {"x": [1.0, 2.0, 3.0], "y": [1.0, 2.0]}}), "'x': 3, 'y': 2", "each a row"
     ),
