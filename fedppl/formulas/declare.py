@@ -22,7 +22,7 @@ from fedppl.formulas.agreement import Agreement, as_texts, require_present
 from fedppl.formulas.checks import new_rows, outcome, weights
 from fedppl.formulas.design import SUSPECT, Design, far_from_zero
 from fedppl.formulas.families import TIME, Family, Scales, declare
-from fedppl.formulas.predictor import Spec, by_row, effect_labels, has_intercept, rows_of, tag
+from fedppl.formulas.predictor import Spec, by_row, has_intercept, rows_of, spreads, tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Group, Terms, variable
 from fedppl.model.interpreted import untraced
@@ -68,12 +68,11 @@ class Formula:
     @property
     def shared(self) -> tuple[str, ...]:
         """Names of the variables that all clients share."""
-        groups = self.terms.groups
         if self.design is not None:
-            by_group = [predictor.spreads_of(self.spec, number) for number in range(len(groups))]
+            counts = [len(one.labels) for one in self.spec.effects]
         else:  # of several levels at least two
-            counts = [len(one.expressions) + self.family.several for one in groups]
-            by_group = [predictor.spreads(*one, correlated=self.correlated) for one in zip(groups, counts, strict=True)]
+            counts = [len(one.expressions) + self.family.several for one in self.terms.groups]
+        by_group = [spreads(*one, correlated=self.correlated) for one in zip(self.terms.groups, counts, strict=True)]
         return (*self.coefficients, *itertools.chain(*by_group), *self.family.parameters(self.scales))
 
     @property
@@ -152,7 +151,7 @@ class Formula:
         column = self.design.agreement.columns[self.terms.response.columns[0]]
         return Scales(column.mean, column.sd, column.levels, cuts)
 
-    @property
+    @functools.cached_property
     def spec(self) -> Spec:
         """The definition of the linear predictor."""
         if self.design is None:
@@ -168,10 +167,11 @@ class Formula:
         built = dataclasses.replace(self, design=design)
         if unknown := sorted(set(self.priors) - set(built.shared)):
             raise DeclarationError(f"priors of {unknown}: shared variables are {list(built.shared)}; name these.")
-        spreads = predictor.spread_labels(built.spec)
-        for name, labels in {**design.labels, **spreads}.items():
-            if name in self.priors:
-                checks.lengths(name, self.priors[name], labels, () if name in spreads else built.spec.levels)
+        entries: dict[str, Any] = {name: (labels, built.spec.levels) for name, labels in design.labels.items()}
+        for one in built.spec.effects:
+            entries |= {f"{one.name}_sd": (one.labels, ()), f"{one.name}_partial": (one.pairs, ())}
+        for name in entries.keys() & self.priors:
+            checks.lengths(name, self.priors[name], *entries[name])
         return built
 
     def describe(self) -> pd.DataFrame:
@@ -267,11 +267,11 @@ class Formula:
     @property
     def positive(self) -> dict[str, Prior]:
         """Default priors of sds and other parameters of restricted range, by name."""
-        spreads: dict[str, Prior] = {}
+        priors: dict[str, Prior] = {}
         for one in self.terms.groups:
-            sd, partial = predictor.spreads(one, 2, correlated=True)
-            spreads |= {sd: Prior("HalfNormal", sigma=1.0), partial: Prior("Beta", alpha=2.0, beta=2.0)}
-        return {**spreads, **self.family.parameters(self.scales)}
+            sd, partial = spreads(one, 2, correlated=True)
+            priors |= {sd: Prior("HalfNormal", sigma=1.0), partial: Prior("Beta", alpha=2.0, beta=2.0)}
+        return {**priors, **self.family.parameters(self.scales)}
 
     @functools.cached_property
     def containers(self) -> dict[str, str]:
@@ -395,9 +395,9 @@ def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, str]]:
     first = f"{outcome}={scales.levels[0]}" if spec.levels else None
     if has_intercept(terms, family):
         source = f"{mean}, 2.5 times {unit}" if _depends(family.center, scales) else f"2.5 times {unit}"
-        rows["Intercept"] = (repr(predictor.intercept(spec)) + _at(spec, "Intercept"), spec.levels, first, source)
+        rows["Intercept"] = (repr(spec.intercept) + _at(spec, "Intercept"), spec.levels, first, source)
     known = spec.design.agreement.columns
-    for name, prior in predictor.coefficients(spec).items():
+    for name, prior in spec.coefficients.items():
         labels = spec.design.labels[name]
         entries = spec.design.entries[name] if predictor.is_labelled(name, labels) else ()
         if spec.levels:
@@ -408,14 +408,13 @@ def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, str]]:
         shares = ", by shares of levels" if any(known[one].levels for one in read if one in known) else ""
         source = f"2.5 times {unit} / sd of the column over all rows{shares}"
         rows[name] = (repr(prior), entries, reference, source)
-    for number in range(len(terms.groups)):
-        sds, *partial = predictor.spreads_of(spec, number)
+    for one in spec.effects:
         source = f"{unit} / root mean square of the effect's column over all rows"
-        rows[sds] = (repr(predictor.sds(spec, number)), effect_labels(spec, number), None, source)
-        for name in partial:
+        rows[f"{one.name}_sd"] = (repr(one.sd), one.labels, None, source)
+        if one.partial is not None:
+            name = f"{one.name}_partial"
             lkj = "" if name in priors else f": correlations are LKJ(eta={predictor.CORRELATION:g})"
-            pairs = predictor.coords(spec)[f"{tag(terms.groups[number])}_pair"]
-            rows[name] = (repr(predictor.partials(spec, number)) + lkj, tuple(pairs), None, same)
+            rows[name] = (repr(one.partial) + lkj, one.pairs, None, same)
     for name, prior in family.parameters(scales).items():
         source = same
         if _depends(lambda other, name=name: repr(family.parameters(other)[name]), scales):
@@ -484,11 +483,7 @@ def _order(spec: Spec, name: str) -> int:
 
 def _of_clients(spec: Spec) -> dict[str, tuple[str, ...]]:
     """Labels of effects that vary by client, by name of their variable."""
-    return {
-        f"{tag(one)}_effects": effect_labels(spec, number)
-        for number, one in enumerate(spec.terms.groups)
-        if len(one.factor) == 1
-    }
+    return {f"{one.name}_effects": one.labels for one in spec.effects if one.by_client}
 
 
 def _labels(spec: Spec, name: str) -> list[str]:

@@ -292,7 +292,9 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
         try:
             widths[name] = columns(tree, rows).shape[1]
             if name in design.terms.offsets and widths[name] != 1:
-                raise DeclarationError(f"an offset is one number a row, and this has {widths[name]}; compute a column before")
+                raise DeclarationError(
+                    f"an offset is one number a row, and this has {widths[name]}; compute a column before"
+                )
             require_rowwise(tree, rows)
         except Exception as error:
             remedy = "; give functions columns of numbers and constants={...}, or compute a column before"

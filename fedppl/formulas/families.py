@@ -453,18 +453,9 @@ FAMILIES: Mapping[str, Family] = {
 
 
 # Names in other packages.
-_ALIASES = {
-    "normal": "gaussian",
-    "t": "student",
-    "logistic": "bernoulli",
-    "logit": "bernoulli",
-    "binary": "bernoulli",
-    "nbinom": "negativebinomial",
-    "negbinomial": "negativebinomial",
-    "negative_binomial": "negativebinomial",
-    "cumulative": "ordinal",
-    "count": "poisson",
-}
+_ALIASES = {"normal": "gaussian", "t": "student", "cumulative": "ordinal", "count": "poisson"}
+_ALIASES |= dict.fromkeys(("logistic", "logit", "binary"), "bernoulli")
+_ALIASES |= dict.fromkeys(("nbinom", "negbinomial", "negative_binomial"), "negativebinomial")
 
 
 def family(name: str) -> Family:

@@ -444,4 +444,4 @@ def test_correlations_from_partial_ones_are_lkj(count: int, rng: np.random.Gener
     assert_allclose(constants, constants[0], atol=1e-9)
     right = {2: "1 + age", 3: "0 + arm + age", 4: "1 + arm + age + time"}[count]
     spec = agreed(f"y ~ age + ({right} | site)", "gaussian").builder.spec
-    assert_allclose(predictor.partials(spec, 0).parameters["alpha"], a if count > 2 else a[0])
+    assert_allclose(spec.effects[0].partial.parameters["alpha"], a if count > 2 else a[0])
