@@ -27,10 +27,11 @@ from fedppl.types import Array, DataError, DeclarationError
 
 _CUBIC = 3
 _SAME = 1e-9  # relative to the largest value
+_AGREED = "the agreed columns"  # for error messages at made-up rows
 
 
 class Rows(NamedTuple):
-    """Rows of a client, or made-up rows that stand for all clients' and may lie beyond the bounds of splines.
+    """Rows of a client, or made-up rows that stand for all clients'.
 
     Without a `what` for error messages no row is refused, and values outside of a function's domain are NaN.
     """
@@ -39,7 +40,11 @@ class Rows(NamedTuple):
     agreement: Agreement
     constants: Mapping[str, Any]
     what: str | None
-    stand_for_all: bool = False
+
+    @property
+    def are_a_clients(self) -> bool:
+        """Whether rows may be refused: made-up ones may lie outside of a function's domain."""
+        return self.what not in (None, _AGREED)
 
 
 def columns(tree: ast.expr, rows: Rows) -> Array:
@@ -85,7 +90,7 @@ def _number(node: ast.expr, rows: Rows) -> Any:
             return _named(unquoted(name), rows)
         case ast.UnaryOp(op=op) | ast.BinOp(op=op) | ast.Compare(ops=[op]):
             values = [_number(one, rows) for one in expressions.operands(node)]
-            if isinstance(op, ast.BitAnd | ast.BitOr) and rows.what is not None and not rows.stand_for_all:
+            if isinstance(op, ast.BitAnd | ast.BitOr) and rows.are_a_clients:
                 _require_truths(node, values, rows.what)
             return np.asarray(expressions.SIGNS[type(op)](*values), dtype=float)
         case ast.Call():
@@ -93,7 +98,7 @@ def _number(node: ast.expr, rows: Rows) -> Any:
     raise DeclarationError(f"{ast.unparse(node)} is no number.")
 
 
-def _require_truths(node: ast.expr, values: Sequence[Array], what: str) -> None:
+def _require_truths(node: ast.expr, values: Sequence[Array], what: str | None) -> None:
     """Refuse & and | of numbers, which are bits to Python and truths to R, in clients' rows."""
     for one, value in zip(expressions.operands(node), values, strict=True):
         if np.any(wrong := (value != 0) & (value != 1)):
@@ -169,7 +174,7 @@ def _spline(call: ast.Call, rows: Rows) -> Array:
         raise DeclarationError(f"{text} has knots {knots.tolist()} and bounds {bounds}; give knots between the bounds.")
     x = _vector(given["x"], rows)
     outside = (x < low) | (x > high)
-    if np.any(outside) and rows.what is not None and not rows.stand_for_all:
+    if np.any(outside) and rows.are_a_clients:
         where, remedy = int(np.argmax(outside)), "widen lower_bound and upper_bound, the same at all clients"
         raise DataError(f"{rows.what}: row {where} lies outside of the bounds of {text!r}; {remedy}.")
     places = np.concatenate([[low] * (degree + 1), knots, [high] * (degree + 1)])
@@ -177,9 +182,6 @@ def _spline(call: ast.Call, rows: Rows) -> Array:
     basis[np.isnan(x) | (outside & (rows.what is None))] = np.nan
     is_whole = _literal(given, "include_intercept", _literal(given, "intercept", False))
     return basis if is_whole or not _literal(given, "center", True) else basis[:, 1:]
-
-
-_AGREED = "the agreed columns"
 
 
 class Coded(NamedTuple):
@@ -239,12 +241,15 @@ class Design:
 
     def _factor(self, name: str, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of a factor, (n, width): one per level of a column with levels."""
-        column = self.agreement.columns.get(name)
-        if column is not None and column.levels and isinstance(self.terms.trees[name], ast.Name):
+        if self.has_levels(name):
             codes = frame[name].cat.codes.to_numpy()
-            return np.asarray(codes[:, None] == np.arange(len(column.levels)), dtype=float)
-        rows = Rows(frame, self.agreement, self.constants, what, what == _AGREED)
-        return _evaluated(name, self.terms.trees[name], rows)
+            return np.asarray(codes[:, None] == np.arange(len(self.agreement.columns[name].levels)), dtype=float)
+        return _evaluated(name, self.terms.trees[name], Rows(frame, self.agreement, self.constants, what))
+
+    def has_levels(self, name: str) -> bool:
+        """Whether a factor is a column with levels, not a computation."""
+        column = self.agreement.columns.get(name)
+        return column is not None and bool(column.levels) and isinstance(self.terms.trees[name], ast.Name)
 
 
 def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> Design:
@@ -258,7 +263,10 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
         warnings.simplefilter("ignore")  # of functions at made-up rows
         widths = _require_rowwise(design, frame)
         moments = [[_moments(design, term) for term in part] for part in (common, *coding[1:])]
-        offset = _mean_offset(design, frame) if terms.offsets else 0.0
+        offset = design.offset(frame, _AGREED) if terms.offsets else np.zeros(1)
+        if not np.all(np.isfinite(offset)):
+            offset = design.offset(standing_for_all(terms, agreement, positive=True), _AGREED)
+        offset_center = np.nanmean(offset)
     group_labels = tuple(
         tuple(label for term in group for label in _labels(term, levels, widths)) for group in coding[1:]
     )
@@ -276,7 +284,7 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
         center=np.concatenate([np.zeros(0), *(one.mean for one in moments[0])]),
         scale=np.concatenate([np.zeros(0), *(one.sd for one in moments[0])]),
         group_scale=tuple(np.concatenate([one.size for one in part]) for part in moments[1:]),
-        offset_center=offset if np.isfinite(offset) else 0.0,
+        offset_center=float(offset_center) if np.isfinite(offset_center) else 0.0,
     )
     return dataclasses.replace(built, left=_left(built))
 
@@ -285,10 +293,9 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
     """Refuse factors that cannot be computed, or depend on other rows; return the widths of the others."""
     widths = {}
     for name, tree in design.terms.trees.items():
-        column = design.agreement.columns.get(name)
-        if column is not None and column.levels and isinstance(tree, ast.Name):
+        if design.has_levels(name):
             continue
-        rows = Rows(frame, design.agreement, design.constants, _AGREED, stand_for_all=True)
+        rows = Rows(frame, design.agreement, design.constants, _AGREED)
         try:
             widths[name] = columns(tree, rows).shape[1]
             if name in design.terms.offsets and widths[name] != 1:
@@ -301,14 +308,6 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
             remedy = "" if isinstance(error, DeclarationError) else remedy  # has its own
             raise DeclarationError(f"{name} cannot be evaluated: {str(error).rstrip('.')}{remedy}.") from error
     return widths
-
-
-def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
-    """Mean of the sum of the offsets; from log-normal columns where it is not finite for uniform ones."""
-    values = design.offset(frame, _AGREED)
-    if not np.all(np.isfinite(values)):
-        values = design.offset(standing_for_all(design.terms, design.agreement, positive=True), _AGREED)
-    return float(np.nanmean(values))
 
 
 def table(data: Mapping[str, Any], terms: Terms, agreement: Agreement, what: str) -> pd.DataFrame:
@@ -332,12 +331,9 @@ def plain(column: pd.Series) -> Array:
     return np.asarray(column.cat.codes if isinstance(column.dtype, pd.CategoricalDtype) else column, dtype=float)
 
 
-def from_plain(name: str, values: Array, agreement: Agreement) -> pd.Series:
-    """The column of the table that has these numbers."""
-    levels = agreement.columns[name].levels
-    if not levels:
-        return pd.Series(values)
-    return pd.Series(pd.Categorical.from_codes(values.astype(int), list(levels), ordered=True))
+def categories(column: Column, codes: Array) -> pd.Categorical:
+    """Levels at their places."""
+    return pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
 
 
 def _product(product: Product, factors: Mapping[str, Array], rows: int) -> Array:
@@ -380,7 +376,7 @@ def _evaluated(name: str, tree: ast.expr, rows: Rows) -> Array:
     except Exception as error:
         raise DataError(f"{rows.what or _AGREED}: {name!r} cannot be computed: {error}") from error
     wrong = ~np.isfinite(values)
-    if rows.what is not None and not rows.stand_for_all and np.any(wrong):
+    if rows.are_a_clients and np.any(wrong):
         where = int(np.argmax(wrong.any(axis=1)))
         row, said = rows.frame.iloc[where], f"{rows.what}: {name!r} is {values[where][wrong[where]][0]} in row {where}"
         if isinstance(tree, ast.Name):
@@ -435,7 +431,7 @@ def standing_for_all(terms: Terms, agreement: Agreement, positive: bool = False)
         if column.levels:
             ends = np.cumsum(column.shares) * _ROWS
             codes = rng.permutation(np.searchsorted(ends, np.arange(_ROWS) + 0.5).clip(max=len(ends) - 1))
-            data[name] = _categories(column, codes)
+            data[name] = categories(column, codes)
         else:
             z = rng.permutation(np.linspace(-1.0, 1.0, _ROWS))
             if positive and column.mean > 0:
@@ -449,30 +445,23 @@ def standing_for_all(terms: Terms, agreement: Agreement, positive: bool = False)
 
 def grid(read: Collection[str], terms: Terms, agreement: Agreement) -> tuple[pd.DataFrame, Array]:
     """Rows with all combinations of the columns that are read, and their weights."""
-    with_levels = [name for name in terms.columns if name in read and agreement.columns[name].levels]
-    numeric = [name for name in terms.columns if name in read and not agreement.columns[name].levels]
-    combined = np.prod([len(agreement.columns[name].levels) for name in with_levels], initial=1)
-    width = int(np.clip((_MOST / combined) ** (1 / max(len(numeric), 1)), 2, _ROWS))
+    counts = {name: len(agreement.columns[name].levels) for name in terms.columns if name in read}
+    numeric = sum(not count for count in counts.values())
+    combined = np.prod([max(count, 1) for count in counts.values()])
+    width = int(np.clip((_MOST / combined) ** (1 / max(numeric, 1)), 2, _ROWS))
     z = np.linspace(-1.0, 1.0, width)
-    z = z / np.std(z)
-    ranges = [*(range(len(agreement.columns[name].levels)) for name in with_levels), *(range(width) for _ in numeric)]
-    combinations = np.array(list(itertools.product(*ranges)), dtype=int)
-    rows = len(combinations)
-    places = dict(zip([*with_levels, *numeric], combinations.T, strict=True))
+    sizes = [count or width for count in counts.values()]
+    rows = int(np.prod(sizes))
+    places = dict(zip(counts, np.indices(sizes).reshape(len(sizes), rows), strict=True))
     data, weight = {}, np.ones(rows)
     for name in terms.columns:
-        column, place = agreement.columns[name], places.get(name)
+        column, place = agreement.columns[name], places.get(name, np.zeros(rows, dtype=int))
         if column.levels:
-            codes = np.zeros(rows, dtype=int) if place is None else place
-            data[name] = _categories(column, codes)
-            weight = weight if place is None else weight * np.array(column.shares)[codes]
+            data[name] = categories(column, place)
+            weight = weight * np.array(column.shares)[place] if name in read else weight
         else:
-            data[name] = column.mean + column.sd * (np.zeros(rows) if place is None else z[place])
+            data[name] = column.mean + column.sd * (z / np.std(z))[place] * (name in read)
     return pd.DataFrame(data, index=np.arange(rows)), weight
-
-
-def _categories(column: Column, codes: Array) -> pd.Categorical:
-    return pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
 
 
 # Columns so far from 0 that their products are nearly collinear with other terms --------------------------------------
@@ -504,20 +493,18 @@ def far_from_zero(design: Design, least: float) -> list[str]:
     return messages
 
 
-def touched(terms: Terms, agreement: Agreement) -> list[str]:
-    """Common terms whose columns are far from 0 and stand in powers or products."""
-    products = {term for name in _far(terms, agreement, SAID) for term in _products(name, terms)}
-    read = {name for term in products for name in _read(terms, terms.factors[term])}
-    return [term for term in terms.common if products and _read(terms, terms.factors[term]) <= read]
-
-
 def _left(design: Design) -> Array:
-    """Residual sds of common columns given the others that are `touched` and a constant, (p,), at most their sds."""
+    """Residual sds of common columns, (p,), given a constant and the others if they are far from 0; at most their sds.
+
+    Of terms with columns that are far from 0 and stand in powers or products.
+    """
     terms, left = design.terms, np.array(design.scale)
-    if not (some := touched(terms, design.agreement)):
+    products = {term for name in _far(terms, design.agreement, SAID) for term in _products(name, terms)}
+    read = {name for term in products for name in _read(terms, terms.factors[term])}
+    some = [term for term, factors in terms.factors.items() if products and _read(terms, factors) <= read]
+    if not some:
         return left
     those = np.isin([name for name in terms.common for _ in design.labels[name]], some)
-    read = {name for one in some for name in _read(terms, terms.factors[one])}
     frame, weight = grid(read, terms, design.agreement)
     with np.errstate(all="ignore"):
         values = design.common(frame, _AGREED)[:, those]
@@ -538,9 +525,11 @@ def _far(terms: Terms, agreement: Agreement, least: float) -> list[str]:
 
 
 def _products(name: str, terms: Terms) -> list[str]:
-    """Common terms that read a column uncentred, if one of them is a power or a product."""
-    those = [term for term, factors in terms.factors.items() if _stands_in(name, factors, terms)]
-    return those if any(_is_product(terms.factors[term], terms) for term in those) else []
+    """Common terms that read a column uncentred, if one of them is a power or a product of columns."""
+    those = {term: factors for term, factors in terms.factors.items() if _stands_in(name, factors, terms)}
+    nodes = [node for factors in those.values() for one in factors for node in ast.walk(terms.trees[one])]
+    powers = any(isinstance(node, ast.Pow) or expressions.calls(node) in _POWERS for node in nodes)
+    return list(those) if powers or any(len(_read(terms, factors)) > 1 for factors in those.values()) else []
 
 
 def _read(terms: Terms, factors: Sequence[str]) -> set[str]:
@@ -550,10 +539,3 @@ def _read(terms: Terms, factors: Sequence[str]) -> set[str]:
 def _stands_in(name: str, factors: Sequence[str], terms: Terms) -> bool:
     """Whether a term reads a column uncentred."""
     return any(name in expressions.columns(terms.trees[one], (), without=expressions.CENTRED) for one in factors)
-
-
-def _is_product(factors: Sequence[str], terms: Terms) -> bool:
-    """Whether a term is a power of a column, or a product with others."""
-    nodes = [node for one in factors for node in ast.walk(terms.trees[one])]
-    powers = any(isinstance(node, ast.Pow) or expressions.calls(node) in _POWERS for node in nodes)
-    return powers or len(_read(terms, factors)) > 1

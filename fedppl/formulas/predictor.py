@@ -222,23 +222,23 @@ class Rows(NamedTuple):
 
 def rows_of(spec: Spec, arrays: Mapping[str, Any]) -> Rows:
     """The rows that arrays of the builder were made from."""
-    first = next(iter(arrays.values())) if "outcome" not in arrays else arrays["outcome"]
-    columns = {
-        name: designs.from_plain(name, arrays[f"column_{name}"], spec.design.agreement) for name in spec.terms.columns
-    }
-    groups = {number: arrays[f"row_{number}"] for number, one in enumerate(spec.terms.groups) if len(one.factor) > 1}
-    weights = np.asarray(arrays.get("weights", np.ones(len(first))), dtype=float)
-    return Rows(pd.DataFrame(columns, index=np.arange(len(first))), groups, weights)
+    count, agreed = len(next(iter(arrays.values()))), spec.design.agreement.columns
+    columns = {name: arrays[f"column_{name}"] for name in spec.terms.columns}
+    for name, values in columns.items():
+        if agreed[name].levels:
+            columns[name] = designs.categories(agreed[name], values.astype(int))
+    groups = {number: arrays[f"row_{number}"] for number, one in enumerate(spec.effects) if not one.by_client}
+    weights = np.asarray(arrays.get("weights", np.ones(count)), dtype=float)
+    return Rows(pd.DataFrame(columns, index=np.arange(count)), groups, weights)
 
 
 def at_levels(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: float | None) -> dict[str, Array]:
     """Mean outcome with all rows at each level, or at 0 and 1, and differences from the first; each (S,) or (S, K)."""
-    levels = spec.design.agreement.columns[column].levels
+    agreed = spec.design.agreement.columns[column]
     at_each: dict[str, Any] = {"0": 0.0, "1": 1.0}  # of a column of truths, which are numbers
-    if levels:
-        at_each = {
-            one: pd.Categorical([one] * len(rows.table), categories=list(levels), ordered=True) for one in levels
-        }
+    if agreed.levels:
+        codes = np.zeros(len(rows.table), dtype=int)
+        at_each = {level: designs.categories(agreed, codes + place) for place, level in enumerate(agreed.levels)}
     means = {
         name: averaged(spec, rows._replace(table=rows.table.assign(**{column: values})), draws, at)
         for name, values in at_each.items()
