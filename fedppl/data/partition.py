@@ -21,9 +21,8 @@ def label_skew(
 ) -> Partition:
     """Give every client some of the labels, and slices of very different sizes.
 
-    Labels are drawn from a pile that is refilled when it is empty, so that all are held about equally often. The rows
-    of a label, shuffled, are cut at random places into one slice for each client that holds it: a few are large, most
-    are small.
+    Labels are drawn from a pile that is refilled when it is empty, so that all are held about equally often. Rows of a
+    label, shuffled, are cut at random places into a slice for each client that holds it: a few are large, most small.
 
     Parameters
     ----------
@@ -32,8 +31,8 @@ def label_skew(
     clients, each
         Number of clients, and of labels that each holds.
     cuts
-        Rule by which labels are cut. "same": all at the same fractions, so that a client with a large slice of one
-        label tends to have large slices of all. "independent": each label by itself. "equal": into slices of one size.
+        Where labels are cut. "same": all at the same fractions, so that a client with a large slice of one label tends
+        to have large slices of all. "independent": each label by itself. "equal": into slices of one size.
     random_seed
         Seed.
 
@@ -54,8 +53,7 @@ def label_skew(
 
     Notes
     -----
-    *When this fails.* A label of which no client draws is nobody's: where ``clients * each`` is less than the number
-    of labels this is an error, since rows would be left over.
+    *When this fails.* Where ``clients * each`` is less than the number of labels, since rows would be left over.
 
     References
     ----------
@@ -108,9 +106,8 @@ def concept_drift(
 
     Notes
     -----
-    *When this fails.* A class that has one subclass is the same at all clients. The subclass of each class is drawn by
-    itself, so that few clients have few of the combinations. Clients differ in their number of rows as well, and what
-    is due to that is not told apart from the drift.
+    *When this fails.* A class that has one subclass is the same at all clients. Clients differ in their number of rows
+    as well, and what is due to that is not told apart from the drift.
 
     References
     ----------
@@ -158,10 +155,9 @@ def dirichlet(
 
     Raises
     ------
-    DataError
-        For labels that are none: not one for every row, of several types, or numbers that are missing or infinite.
-    DeclarationError
-        For numbers out of range, or where 1,000 draws leave some client with too few rows.
+    DataError, DeclarationError
+        For labels that are missing or of several types, numbers out of range, or 1,000 draws that leave some client
+        with too few rows.
 
     Examples
     --------
@@ -172,8 +168,8 @@ def dirichlet(
     Notes
     -----
     *When this fails.* Draws that leave a client with too few rows are thrown away: with a small `alpha`, many clients
-    or a large `least`, those that are kept are more equal than the Dirichlet distribution, or there are none. Shares
-    are rounded to rows, and of a label with fewer rows than clients some clients have none whatever `alpha` is.
+    or a large `least`, those that are kept are more equal than the Dirichlet distribution, or there are none. Of a
+    label with fewer rows than clients some clients have none whatever `alpha` is.
     """
     y, rng = _require_column("labels", labels), _generator(random_seed)
     whole("clients", clients)
@@ -227,11 +223,8 @@ def feature_skew(
 
     Raises
     ------
-    DataError
-        If a source, or a label of it, has fewer rows than clients, or sources and labels are none: not one for every
-        row, of several types, or numbers that are missing or infinite.
-    DeclarationError
-        If there are fewer clients than sources, too few to hold all labels of a source, or for a seed that is none.
+    DataError, DeclarationError
+        As in `label_skew`, and if there are fewer clients than sources, or too few to hold all labels of a source.
 
     Examples
     --------
@@ -245,8 +238,7 @@ def feature_skew(
 
     Notes
     -----
-    *When this fails.* Sources often differ in the shares of their labels too. Then clients differ in more than their
-    inputs, and what is due to which is not told apart.
+    *When this fails.* Where sources differ in the shares of their labels too, clients differ in more than their inputs.
     """
     where, rng = _require_column("sources", sources), _generator(random_seed)
     known = np.unique(where).tolist()
@@ -295,8 +287,8 @@ def _generator(random_seed: Any) -> np.random.Generator:
     try:
         return np.random.default_rng(random_seed)
     except (TypeError, ValueError) as error:
-        what = f"random_seed={shown(random_seed)}"
-        raise DeclarationError(f"{what} must be a non-negative int, a Generator or None.") from error
+        seed = shown(random_seed)
+        raise DeclarationError(f"random_seed={seed} must be a non-negative int, a Generator or None.") from error
 
 
 def _require_column(name: str, values: Any) -> NDArray[Any]:
@@ -324,14 +316,14 @@ def _require_column(name: str, values: Any) -> NDArray[Any]:
 def _kinds_of(known: Sequence[Any], clients: int, each: int, rng: np.random.Generator) -> list[tuple[Any, ...]]:
     """Draw different kinds for each client from a pile that is refilled."""
     pile: list[Any] = []
-    drawn = []
-    for _ in range(clients):
-        drawn_here: list[Any] = []
-        while len(drawn_here) < each:
-            if set(pile) <= set(drawn_here):
+    drawn: list[tuple[Any, ...]] = [()] * clients
+    for client in range(clients):
+        while len(drawn[client]) < each:
+            if set(pile) <= set(drawn[client]):
                 pile += [known[i] for i in rng.permutation(len(known))]
-            drawn_here.append(pile.pop(next(i for i, kind in enumerate(pile) if kind not in drawn_here)))
-        drawn.append(tuple(drawn_here))
+            kind = next(kind for kind in pile if kind not in drawn[client])
+            pile.remove(kind)
+            drawn[client] += (kind,)
     return drawn
 
 

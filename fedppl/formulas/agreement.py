@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,10 +144,10 @@ def agreed(
     are `unscaled` need no mean and sd; `constant` ones may have one value. Unless `believed` a client counts for at
     most ten times the median of the others' rows, from five clients on for it, and means and sds are medians.
     """
-    order, listed, columns = order or {}, listed or {}, {}
-    for name in next(iter(clients.values())):
-        parts = {client_id: summary[name] for client_id, summary in clients.items()}
+    order, listed, columns, rows = order or {}, listed or {}, {}, 0
+    for name, parts in by_column(clients):
         parts = parts if believed else bounded(parts)
+        rows = sum(summary.rows for summary in parts.values()) if not columns else rows
         text = [client_id for client_id, summary in parts.items() if summary.text]
         if text and len(text) < len(parts):
             numeric = sorted(set(parts) - set(text))
@@ -161,9 +161,13 @@ def agreed(
         else:
             needed, varies = name not in unscaled, name not in constant
             columns[name] = _constants(name, parts, needed=needed, varies=varies, middle=not believed)
-    firsts = {client_id: next(iter(summary.values())) for client_id, summary in clients.items()} if columns else {}
-    rows = sum(summary.rows for summary in (firsts if believed else bounded(firsts)).values())
     return Agreement(columns, rows, others)
+
+
+def by_column(clients: Mapping[str, Mapping[str, Told]]) -> Iterator[tuple[str, dict[str, Told]]]:
+    """Summaries of each column by client."""
+    for name in next(iter(clients.values()), {}):
+        yield name, {client_id: summaries[name] for client_id, summaries in clients.items()}
 
 
 def bounded(parts: Mapping[str, Told]) -> dict[str, Told]:
@@ -184,15 +188,8 @@ def _others_rows(parts: Mapping[str, Told], client_id: str) -> float:
     return float(np.median(rows)) if rows else np.inf
 
 
-def _counts(parts: Mapping[str, Told]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for summary in parts.values():
-        counts.update(summary.levels)
-    return counts
-
-
 def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, others: bool, closed: bool) -> Column:
-    counts = _counts(parts)
+    counts = sum((Counter(summary.levels) for summary in parts.values()), Counter[str]())
     # The number of withheld rows is not known: it is estimated by rows without a listed level, and is at least one.
     withheld = {
         client_id: max(item.rows - sum(item.levels.values()), 1)
@@ -219,7 +216,7 @@ def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, othe
 
 def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
     """Levels in the user's order, with those that do not occur."""
-    counts = _counts(parts)
+    counts = sum((Counter(summary.levels) for summary in parts.values()), Counter[str]())
     if missing := sorted(set(counts) - set(order)):
         if any(re.fullmatch(r"-?\d*\.\d*[1-9]\d*(e-?\d+)?", level) for level in missing):
             raise DataError(f"levels={{{name!r}: {order}}}: it holds numbers with fractions; leave it out of levels=.")
@@ -327,8 +324,7 @@ def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
     counts.
     """
     messages = []
-    for name in next(iter(summaries.values()), {}):
-        of_all = {k: summary[name] for k, summary in summaries.items()}
+    for name, of_all in by_column(summaries):
         numeric = {k: one for k, one in of_all.items() if one.rows and not one.text and not one.withheld}
         if len(numeric) < 3:
             continue
@@ -349,8 +345,8 @@ def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
 def strange_levels(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
     """Messages on columns of which one client has no level of another, while all others share some."""
     messages = []
-    for name in next(iter(summaries.values()), {}):
-        kept = {k: own[name].levels for k, own in summaries.items() if own[name].levels}
+    for name, parts in by_column(summaries):
+        kept = {k: told.levels for k, told in parts.items() if told.levels}
         clients = Counter(level for levels in kept.values() for level in levels)
         apart = [k for k, levels in kept.items() if all(clients[level] == 1 for level in levels)]
         if len(apart) == 1 and len(kept) > 2:
@@ -364,8 +360,7 @@ def strange_levels(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
 def strange_sizes(clients: Mapping[str, Mapping[str, Told]]) -> list[str]:
     """Messages on clients with more than ten times as many rows as the median of the others, one per client."""
     messages: dict[str, str] = {}
-    for name in next(iter(clients.values()), {}):
-        parts = {k: summaries[name] for k, summaries in clients.items()}
+    for _, parts in by_column(clients):
         for k, told in parts.items():
             if told.rows > _MOST_TIMES * (others := _others_rows(parts, k)):
                 rows = f"{told.rows} rows, the median of the others is {others:g}"

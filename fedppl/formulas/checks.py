@@ -286,7 +286,7 @@ def one_factor_a_client(built: Any, clients: Mapping[Any, Any]) -> None:
     """Refuse clients with several values in a column of the factor's name, since effects vary by client."""
     factor, seen = built.terms.client, dict[str, str]()
     for client_id, data in clients.items():
-        if not isinstance(data, Mapping) or factor not in data:
+        if factor not in data:
             continue
         whose, column = f"client {str(client_id)!r}", np.ravel(np.asarray(data[factor])).tolist()
         values = sorted({str(one) for one in column if one == one})
@@ -302,13 +302,11 @@ def one_factor_a_client(built: Any, clients: Mapping[Any, Any]) -> None:
             )
 
 
-def limits(built: Any, data: Any, what: str) -> None:
+def limits(built: Any, data: Mapping[str, Any], what: str) -> None:
     """Refuse missing upper limits of intervals, since dropping them would drop rows without an event."""
     response = built.terms.response
     name = response.columns[-1]
-    if response.kind != "interval" or not isinstance(data, Mapping) or name not in data:
-        return
-    gone = missing.missing_rows(data[name])
+    gone = missing.missing_rows(data.get(name)) if response.kind == "interval" else None
     if gone is not None and gone.any():
         raise DataError(
             f"{what}: {name!r} is missing in {int(gone.sum())} rows; without an event yet it is inf, .fillna(np.inf)."

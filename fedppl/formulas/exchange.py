@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import pymc as pm
 from fedppl.data import frames, missing
 from fedppl.data.frames import is_text
 from fedppl.formulas import checks
-from fedppl.formulas.agreement import OTHER, Agreement, Told, agreed, as_texts, tell
+from fedppl.formulas.agreement import OTHER, Agreement, Told, as_texts, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.design import standing_for_all
 from fedppl.formulas.families import BINARY, LEVEL, REAL, TIME
@@ -107,22 +107,6 @@ def without_rare(agreement: Agreement, rows: Mapping[str, Any], fewest: float) -
     return kept, int(gone.sum())
 
 
-def together(
-    built: Formula, clients: Mapping[str, Mapping[str, Told]], *, others: bool, believed: bool = True
-) -> Formula:
-    """The formula with the agreement from all clients' summaries."""
-    outcomes, terms = built.terms.response.columns, built.terms
-    constant = {*terms.columns, *outcomes[1:]} - terms.varying  # offsets, trials
-    rules: dict[str, Any] = {"unscaled": asked(built).unscaled, "closed": outcomes, "constant": constant}
-    agreement = agreed(clients, built.levels, others=others, listed=built.orders, believed=believed, **rules)
-    for name, order in built.orders.items():
-        if order is None and (levels := agreement.columns[name].levels):
-            said = "categories of %r have different orders, or none, at clients: levels are %s; pass levels={%r: ...}"
-            logger.warning(said, name, list(levels), name)
-    checks.require_two(built.family, outcomes[0], agreement)
-    return built.agreed(agreement)
-
-
 def contradiction(built: Formula, rows: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
     """What in an agreement contradicts a client's own rows, or None; `read` has the builder's arrays.
 
@@ -211,9 +195,9 @@ class EstimateOf:
             return data
         design, what = self.formula.spec.design, f"client {client_id!r}"
         common = [label for labels in design.labels.values() for label in labels]
-        effects = [set(labels) for labels in design.group_labels]
-        own_labels = [labels for labels, group in zip(effects, self.formula.terms.groups, strict=True) if _own(group)]
-        known = ({"Intercept"} & {*self.formula.coefficients}) | {*common, *set().union(*own_labels)}
+        effects = self.formula.spec.effects
+        own_labels = {label for one in effects if one.by_client for label in one.labels}
+        known = ({"Intercept"} & {*self.formula.coefficients}) | {*common} | own_labels
         short = {name: labels[0] for name, labels in design.labels.items() if len(labels) == 1}
         given = [name if name in known else variable(name) for name in data.names]
         names = [short.get(name, name) for name in given]
@@ -222,13 +206,10 @@ class EstimateOf:
         if len(set(names)) < len(names):
             raise DataError(f"{what}: the estimate names a coefficient twice: {list(data.names)}.")
         rows = ["Intercept", *names]
-        arrays: dict[str, Any] = {"rows": np.zeros(len(rows))}
-        if common:
-            arrays = {"common": _columns(rows, common, always=False)}
-        for number, group in enumerate(self.formula.terms.groups):
-            labels = design.group_labels[number]
-            arrays[f"effects_{number}"] = _columns(rows, labels, always=True) * float(_own(group))
-            if not _own(group):  # a group without effect stands for groups within the client
+        arrays: dict[str, Any] = {"common": _columns(rows, common)} if common else {"rows": np.zeros(len(rows))}
+        for number, one in enumerate(effects):
+            arrays[f"effects_{number}"] = _columns(rows, design.group_labels[number]) * float(one.by_client)
+            if not one.by_client:  # a group without effect stands for groups within the client
                 arrays |= {f"row_{number}": np.zeros(len(rows), dtype=np.int64), f"of_{number}": np.zeros(1, dtype=int)}
         arrays["slope"] = np.array([float(name != "Intercept") for name in names])
         arrays |= {"estimate": data.estimate, "covariance": data.covariance}
@@ -266,11 +247,6 @@ def as_rows(formula: Formula, clients: Any) -> Any:
     return as_tables
 
 
-def _own(group: Any) -> bool:
-    """Whether effects vary by client, and not by groups within one."""
-    return len(group.factor) == 1
-
-
-def _columns(rows: list[str], labels: Any, *, always: bool) -> Array:
-    """Rows of a design: 1 where a row has the column's name, and with `always` in the intercept's column."""
-    return np.array([[float(row == label or (always and label == "Intercept")) for label in labels] for row in rows])
+def _columns(rows: list[str], labels: Sequence[str]) -> Array:
+    """Rows of a design: 1 in the intercept's column, and where a row has the column's name."""
+    return np.array([[float(label in (row, "Intercept")) for label in labels] for row in rows])

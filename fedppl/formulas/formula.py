@@ -16,10 +16,10 @@ from fedppl.data import frames, tables
 from fedppl.data import missing as gaps
 from fedppl.data.tables import Table
 from fedppl.formulas import checks, families
-from fedppl.formulas.agreement import Agreement, Told, strange, strange_levels, strange_sizes, tell
+from fedppl.formulas.agreement import Agreement, Told, agreed, strange, strange_levels, strange_sizes, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.design import SAID, far_from_zero
-from fedppl.formulas.exchange import KINDS, EstimateOf, as_rows, asked, check_rows, kind_of, sized, together
+from fedppl.formulas.exchange import KINDS, EstimateOf, as_rows, asked, check_rows, kind_of, sized
 from fedppl.formulas.families import Family
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.predictor import spreads, tag
@@ -28,7 +28,7 @@ from fedppl.formulas.terms import Terms, parse, variable
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.summaries import Estimate
 from fedppl.settings import flag, one_of, shown, whole
-from fedppl.types import DataError, DeclarationError
+from fedppl.types import Array, DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
 
@@ -230,29 +230,44 @@ def of_told(
     model: FederatedModel, summaries: Mapping[str, Mapping[str, Told]], withheld: str, *, believed: bool = True
 ) -> Agreed:
     """The agreement from clients' summaries, whose numbers of rows are bounded unless `believed`."""
-    built = together(_formula(model), summaries, others=withheld == "other", believed=believed)
-    assert built.design is not None
-    checks.require_levels(built.design.agreement, asked(built).levels)
+    declared = _formula(model)
+    terms, outcomes, what = declared.terms, declared.terms.response.columns, asked(declared)
+    agreement = agreed(
+        summaries,
+        declared.levels,
+        others=withheld == "other",
+        unscaled=what.unscaled,
+        closed=outcomes,
+        constant={*terms.columns, *outcomes[1:]} - terms.varying,  # offsets, trials
+        listed=declared.orders,
+        believed=believed,
+    )
+    for name, order in declared.orders.items():
+        if order is None and (levels := agreement.columns[name].levels):
+            said = "categories of %r have different orders, or none, at clients: levels are %s; pass levels={%r: ...}"
+            logger.warning(said, name, list(levels), name)
+    checks.require_two(declared.family, outcomes[0], agreement)
+    design = (built := declared.agreed(agreement)).spec.design
+    checks.require_levels(agreement, what.levels)
     units = strange(summaries)
     sizes = [] if believed else strange_sizes(summaries)
-    levels = [*strange_levels(summaries), *checks.odd_levels(built.design.agreement, asked(built).levels)]
+    mistaken = [*strange_levels(summaries), *checks.odd_levels(agreement, what.levels)]
     for said, odd_ones in (
         ("columns may be swapped, or units differ; bring all clients to one unit: %s", units),
         ("numbers of rows are out of proportion, and count for less: %s", sizes),
-        ("%s", far_from_zero(built.design, SAID)),
-        ("levels may be mistaken: %s", levels),
+        ("%s", far_from_zero(design, SAID)),
+        ("levels may be mistaken: %s", mistaken),
     ):
         if odd_ones:
             logger.warning(said, "; ".join(odd_ones[:5]))
-    odd = (*units, *sizes, *levels)
-    return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(summaries)))
+    odd = (*units, *sizes, *mistaken)
+    return Agreed(_model(built), _table(agreement), odd, tuple(sorted(summaries)))
 
 
 def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any, Any]:
     """Clients' columns by id: one table of a data frame, else a mapping."""
-    data = as_rows(built, data)
-    factor, one_frame = built.terms.client, isinstance(data, frames.Opened)
-    by = factor if by is None and one_frame else by
+    data, factor = as_rows(built, data), built.terms.client
+    by = factor if by is None and isinstance(data, frames.Opened) else by
     checks.tables(built, data, by)
     clients = frames.given(data) if by is None else tables.of_frame(data, by, built.columns, texts=True)
     if not isinstance(clients, Mapping) or not clients:
@@ -263,22 +278,19 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any,
     else:
         wanted = built.columns if factor is None else (*built.columns, factor)
         frames.require_by_client(clients, wanted)
-        whose = {k: f"client {str(k)!r}" for k in clients}
-        clients = {
-            k: given if isinstance(given, Estimate) else frames.raw(given, wanted, whose[k])
-            for k, given in clients.items()
-        }
-        checks.one_factor_a_client(built, clients)
-        for k, rows in clients.items():
-            if isinstance(rows, dict):
-                rows.pop(factor, None)
-            checks.limits(built, rows, whose[k])
+        rows = {k: one for k, one in clients.items() if not isinstance(one, Estimate)}
+        rows = {k: frames.raw(one, wanted, f"client {str(k)!r}") for k, one in rows.items()}
+        checks.one_factor_a_client(built, rows)
+        for k, columns in rows.items():
+            columns.pop(factor, None)
+            checks.limits(built, columns, f"client {str(k)!r}")
+        clients = {**clients, **rows}
     if missing != gaps.OUTCOMES:
         complete: Mapping[Any, Any] = tables.complete(clients, missing)
         return complete
     with_rows = {k: rows for k, rows in clients.items() if not isinstance(rows, Estimate)}
     parts = gaps.without_outcomes(with_rows, built.terms.response.columns[:1])
-    return {k: rows if (part := parts.get(k)) is None else part.data for k, rows in clients.items()}
+    return {**clients, **{k: part.data for k, part in parts.items() if part is not None}}
 
 
 def ready(
@@ -289,37 +301,38 @@ def ready(
     model = with_order(model, data)
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
-    within = any(len(group.factor) > 1 for group in built.terms.groups)
-    if one_table and isinstance(clients, Table) and len(clients) >= tables.FEWEST and not within:
-        try:
-            if (read := _read_at_once(model, built, clients)) is not None:
-                return read
-        except DataError:  # read client by client, errors name the client and its row
-            pass
-    clients, agreed_here = dict(clients), built.design is None
-    if agreed_here:
-        model = _agreed(model, clients, 1, "error").model
-        built = _formula(model)
-    arrays = {k: built.of_columns(str(k), rows) for k, rows in clients.items() if not isinstance(rows, Estimate)}
-    if agreed_here:
-        checks.say_what_cannot_be_told(built, list(arrays.values()), len(arrays))
+    if one_table and isinstance(clients, Table) and len(clients) >= tables.FEWEST and not built.terms.nested:
+        read = None if built.design is None and built.lacks_order else _read_at_once(model, clients)
+        if read is not None:
+            return read
+    with_rows = {k: rows for k, rows in clients.items() if not isinstance(rows, Estimate)}
+    model, arrays = _arrays(model, with_rows, with_rows, len(with_rows))
     return model, {**clients, **arrays}
 
 
-def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
-    check_rows(built, table.columns, _ALL_ROWS)
-    agreed_here = built.design is None
+def _arrays(
+    model: FederatedModel, told: Mapping[Any, Any], rows: Mapping[Any, Any], count: int
+) -> tuple[FederatedModel, dict[Any, dict[str, Array]]]:
+    """The agreed model, and its builder's arrays; clients agree by the rows `told`, unless they did before."""
+    agreed_here = _formula(model).design is None
+    model = _agreed(model, told, 1, "error").model if agreed_here else model
+    built = _formula(model)
+    arrays = {k: built.of_columns(str(k), one) for k, one in rows.items()}
     if agreed_here:
-        if built.lacks_order:
-            return None  # its order is checked client by client
-        parts: Mapping[str, Any] = table if len(table) < tables.MANY else {_ALL_ROWS: table.columns}
-        built = _formula(model := _agreed(model, parts, 1, "error").model)
-    arrays = built.of_columns(_ALL_ROWS, table.columns)
-    if agreed_here:
-        checks.say_what_cannot_be_told(built, [arrays], len(table))
-    if any(len(array) != table.begins[-1] for array in arrays.values()):
+        checks.say_what_cannot_be_told(built, list(arrays.values()), count)
+    return model, arrays
+
+
+def _read_at_once(model: FederatedModel, table: Table) -> tuple[FederatedModel, Table] | None:
+    """The agreed model and the table's arrays; None where clients have to be read one by one."""
+    try:
+        check_rows(_formula(model), table.columns, _ALL_ROWS)
+        told = table if len(table) < tables.MANY else {_ALL_ROWS: table.columns}
+        model, arrays = _arrays(model, told, {_ALL_ROWS: table.columns}, len(table))
+    except DataError:  # client by client, errors name the client and its row
         return None
-    return model, replace(table, columns=arrays)
+    is_whole = all(len(array) == table.begins[-1] for array in arrays[_ALL_ROWS].values())
+    return (model, replace(table, columns=arrays[_ALL_ROWS])) if is_whole else None
 
 
 def with_order(model: FederatedModel, data: Any) -> FederatedModel:
