@@ -159,10 +159,11 @@ def categories(data: Any, names: Sequence[str] | None) -> Categories:
                 continue
             first, expected = known.setdefault(name, (client_id, order))
             if expected != order:
-                raise DataError(
-                    f"column {name!r} has the categories {list(expected)[:8]} at client {str(first)!r} and "
-                    f"{list(order)[:8]} at client {str(client_id)!r}; set the same, column.cat.set_categories([...])."
+                places = (
+                    f"{list(expected)[:8]} at client {str(first)!r}, {list(order)[:8]} at client {str(client_id)!r}"
                 )
+                remedy = "set the same, column.cat.set_categories([...])"
+                raise DataError(f"column {name!r} has the categories {places}; {remedy}.")
     return {name: order for name, (_, order) in known.items()}
 
 
@@ -476,9 +477,7 @@ def require_ids(clients: Mapping[Any, Any]) -> None:
             rule = "a text without control characters, a number, or a tuple of these"
             raise DataError(f"a client's id is {client_id!r}; name the client by {rule}, or drop its rows.")
         if (other := by_text.setdefault(text, client_id)) is not client_id:
-            raise DataError(
-                f"client ids {other!r} and {client_id!r} are not distinct as texts without blanks; rename one."
-            )
+            raise DataError(f"client ids {other!r} and {client_id!r} are not distinct, blanks aside; rename one.")
 
 
 def is_missing(value: Any) -> bool:

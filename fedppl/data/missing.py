@@ -31,9 +31,7 @@ def complete(clients: Mapping[Any, Any], missing: str) -> Any:
     if not any(counts.values()):
         return clients
     if missing == "error":
-        raise DataError(
-            f'values are missing: {_listed(counts)}; impute them, or let missing="drop" leave those rows out.'
-        )
+        raise DataError(f'values are missing: {_listed(counts)}; impute them, or say missing="drop" to drop rows.')
     kept = {k: dropped(k, data) if counts[k] else (data, 0, 0) for k, data in clients.items()}
     lines = [f"client {k}: {gone} of {rows} rows are left out" for k, (_, gone, rows) in kept.items() if gone]
     more = f", and at {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
@@ -94,9 +92,7 @@ def dropped(client_id: Any, data: Mapping[str, Any]) -> tuple[dict[str, Any], in
     (count,) = rows
     kept = ~np.logical_or.reduce(list(gone.values()))
     if not kept.any():
-        raise DataError(
-            f"client {str(client_id)!r}: each of its {count} rows has missing values; leave the client out."
-        )
+        raise DataError(f"client {str(client_id)!r}: each of its {count} rows has missing values; leave it out.")
     arrays = {name: value if np.ma.isMaskedArray(value) else np.asarray(value) for name, value in data.items()}
     by_name = {
         name: np.asarray(array[kept] if array.ndim and len(array) == count else array) for name, array in arrays.items()

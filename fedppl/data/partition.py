@@ -185,9 +185,8 @@ def dirichlet(
         if np.bincount(owner, minlength=clients).min() >= least:
             rows = {f"client {k}": np.flatnonzero(owner == k) for k in range(clients)}
             return Partition(rows, {name: tuple(np.unique(y[at]).tolist()) for name, at in rows.items()})
-    raise DeclarationError(
-        f"1,000 draws left a client with fewer than least={least} rows; raise alpha={alpha} or lower clients={clients}."
-    )
+    rule = f"fewer than least={least} rows"
+    raise DeclarationError(f"1,000 draws left a client with {rule}; raise alpha={alpha} or lower clients={clients}.")
 
 
 def feature_skew(

@@ -151,9 +151,7 @@ def agreed(
         text = [client_id for client_id, summary in parts.items() if summary.text]
         if text and len(text) < len(parts):
             numeric = sorted(set(parts) - set(text))
-            raise DataError(
-                f"column {name!r} has numbers at {numeric[:3]} and texts at {text[:3]}; give all clients one kind."
-            )
+            raise DataError(f"column {name!r} has numbers at {numeric[:3]} and texts at {text[:3]}; give one kind.")
         if name in order:
             columns[name] = _ordered(name, parts, list(map(str, order[name])))
         elif text:
@@ -197,19 +195,15 @@ def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, othe
         if item.withheld or not item.rows
     }
     if withheld and not others:
-        raise DataError(
-            f"column {name!r} has levels of too few rows, at clients {list(withheld)[:5]}; lower min_count, name them "
-            'in formula(levels=...), or pass withheld="other".'
-        )
+        remedy = 'lower min_count, name them in formula(levels=...), or pass withheld="other"'
+        raise DataError(f"column {name!r} has levels of too few rows, at clients {list(withheld)[:5]}; {remedy}.")
     levels = [item for item in listed if item in counts] + sorted(set(counts) - set(listed), key=_order)
     if withheld and not closed:
         levels = [*(level for level in levels if level != OTHER), OTHER]
         counts[OTHER] += sum(withheld.values())
     if len(levels) < 2:
-        raise DataError(
-            f"column {name!r} has only the levels {levels} with enough rows; leave it out of the formula, name rare "
-            "levels in formula(levels=...), or lower min_count, also of sites' policies."
-        )
+        remedy = "leave it out of the formula, name rare levels in formula(levels=...), or lower min_count"
+        raise DataError(f"column {name!r} has only the levels {levels} with enough rows; {remedy}.")
     total = sum(counts.values())
     return Column(tuple(levels), tuple(counts[level] / total for level in levels))
 
@@ -230,10 +224,9 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
     if not telling:
         if not needed:
             return Column((), ())
-        raise DataError(
-            f"no client can send a summary of column {name!r}: it takes {_FEWEST_PARTS} times min_count rows. Lower "
-            "min_count, also of sites' policies, or join several clients to one."
-        )
+        remedy = "lower min_count, also of sites' policies, or join several clients to one"
+        rule = f"it takes {_FEWEST_PARTS} times min_count rows"
+        raise DataError(f"no client can send a summary of column {name!r}: {rule}; {remedy}.")
     mean, square = _middle(telling) if middle and len(telling) >= _MEDIANS else _pooled(telling)
     if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):
         raise DataError(f"column {name!r} has the mean square {square:.3g}, which overflows; give it in another unit.")
@@ -241,10 +234,8 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
     if not variance > 1e-12 * mean**2:
         if not needed or not varies:
             return Column((), (), float(mean))
-        raise DataError(
-            f"column {name!r} is {mean:.6g} in all rows, up to rounding; leave it out of the formula, or subtract the "
-            "same constant at all clients. A response has to vary."
-        )
+        remedy = "leave it out of the formula, or subtract the same constant everywhere; a response has to vary"
+        raise DataError(f"column {name!r} is {mean:.6g} in all rows, up to rounding; {remedy}.")
     return Column((), (), float(mean), float(np.sqrt(variance)))
 
 

@@ -49,9 +49,7 @@ def constants(given: Mapping[str, Any]) -> None:
         except ValueError:  # lists of different lengths
             array = np.asarray(None)
         if array.dtype.kind not in "biuf" or np.any(np.isnan(array)):
-            raise DeclarationError(
-                f"constants={{{name!r}: {shown(value)}}}: give a number, a list, or a function of rows."
-            )
+            raise DeclarationError(f"constants={{{name!r}: {shown(value)}}}: give a number, a list or a function.")
 
 
 def no_constants(built: Any, names: Collection[Any], what: str) -> None:
@@ -84,14 +82,10 @@ def prior(name: str, given: Prior, default: Prior | None) -> None:
     if extra:
         raise DeclarationError(f"priors[{name!r}] has {extra}, which the formula sets; leave them out.")
     if default is not None and default.name == "Beta" and not given.is_of_shares:
-        raise DeclarationError(
-            f"priors[{name!r}]={given!r} has values beyond 0 and 1, as (1 + r) / 2 of correlations r has not; pass one "
-            'such as fedppl.Prior("Beta", alpha=2, beta=2).'
-        )
+        example = 'fedppl.Prior("Beta", alpha=2, beta=2)'
+        raise DeclarationError(f"priors[{name!r}]={given!r} has values beyond 0 and 1; pass one such as {example}.")
     if default is not None and not default.has_negative and given.has_negative:
-        raise DeclarationError(
-            f"priors[{name!r}]={given!r} has negative values, and {name!r} is positive; pass a HalfNormal, say."
-        )
+        raise DeclarationError(f"priors[{name!r}]={given!r} has negative values; pass one without, a HalfNormal.")
 
 
 def lengths(name: str, given: Prior, labels: Sequence[str], levels: Sequence[str] = ()) -> None:
@@ -102,10 +96,8 @@ def lengths(name: str, given: Prior, labels: Sequence[str], levels: Sequence[str
     for parameter, value in given.parameters.items():
         if np.shape(value) not in allowed:
             columns_of = f", or a column for each of {list(levels)[:8]}" if levels else ""
-            raise DeclarationError(
-                f"priors[{name!r}] has {np.size(value)} values of {parameter!r}, of shape {np.shape(value)}; give one, "
-                f"or a list of {count} entries: {list(labels)[:8]}{columns_of}."
-            )
+            entries = f"one, or a list of {count} entries: {list(labels)[:8]}{columns_of}"
+            raise DeclarationError(f"priors[{name!r}] has {np.size(value)} values of {parameter!r}; give {entries}.")
 
 
 def columns(wanted: Iterable[str], found: Iterable[Any], what: str) -> None:
@@ -115,11 +107,9 @@ def columns(wanted: Iterable[str], found: Iterable[Any], what: str) -> None:
         return
     lower = {name.casefold(): name for name in known}
     close = {name: difflib.get_close_matches(name.casefold(), lower, n=1) for name in absent}
-    meant = ", ".join(f"{name!r} may be {lower[one[0]]!r}" for name, one in close.items() if one)
-    raise DataError(
-        f"{what} lacks the columns {absent} of the formula; it has {sorted(known)[:20]}{meant and ': '}{meant}. "
-        "Rename them, or give constants by fedppl.formula(..., constants={...})."
-    )
+    meant = "".join(f", {name!r} may be {lower[one[0]]!r}" for name, one in close.items() if one)
+    remedy = "Rename them, or give constants by fedppl.formula(..., constants={...})"
+    raise DataError(f"{what} lacks the columns {absent} of the formula; it has {sorted(known)[:20]}{meant}. {remedy}.")
 
 
 def refuse(wrong: Any, name: str, values: Any, what: str, rule: str) -> None:
@@ -133,10 +123,9 @@ def offsets(family: Family, terms: Terms, values: Array, what: str) -> None:
     """Refuse offsets of a logarithm so far apart that means of two rows have no ratio among numbers."""
     apart = float(np.ptp(values))
     if family.link.predicted.startswith("log of") and apart > _LARGEST_LOG:
-        raise DataError(
-            f"{what}: {' + '.join(terms.offsets)} differs by {apart:.3g} between rows, and offsets of {family.name!r} "
-            "are logarithms; write offset(np.log(x))."
-        )
+        offsets_of = " + ".join(terms.offsets)
+        rule = f"offsets of family {family.name!r} are logarithms"
+        raise DataError(f"{what}: {offsets_of} differs by {apart:.3g} between rows; {rule}, write offset(np.log(x)).")
 
 
 def rows(what: str, data: Mapping[str, Any], response: Response, unread: Collection[str] = ()) -> None:
@@ -183,10 +172,10 @@ def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collec
                 flag = min(full)
                 name = flag if flag.isidentifier() else f"`{flag}`"
                 remedy = f"write C({name})" if flag in columns else "compute a column of texts before"
-                raise DataError(
-                    f"client {client_id!r}: {flag!r} is True or False, and {':'.join(term)!r} needs a column for each; "
-                    f"{remedy}, or give the numbers 0 and 1 for one column."
+                what = (
+                    f"client {client_id!r}: {flag!r} is True or False, and {':'.join(term)!r} needs a column for each"
                 )
+                raise DataError(f"{what}; {remedy}, or give the numbers 0 and 1 for one column.")
 
 
 def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -201,10 +190,8 @@ def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
             fractions = values.astype(float) != np.floor(values.astype(float))
             refuse(fractions, name, values, f"client {str(client_id)!r}", rule)
     if not all(map(is_number, levels)):
-        raise DeclarationError(
-            f"the ordinal response {name!r} has the levels {sorted(levels)[:8]}, whose order is not known; pass "
-            f"fedppl.formula(..., levels={{{name!r}: [lowest, ..., highest]}})."
-        )
+        remedy = f"fedppl.formula(..., levels={{{name!r}: [lowest, ..., highest]}})"
+        raise DeclarationError(f"{name!r} has levels {sorted(levels)[:8]}, whose order is not known; pass {remedy}.")
 
 
 def require_levels(agreement: Agreement, declared: Iterable[str]) -> None:
@@ -215,15 +202,12 @@ def require_levels(agreement: Agreement, declared: Iterable[str]) -> None:
             continue
         if count > _MANY and len(others) <= count // 5:
             but = f"all but {shown(others[:3])}" if others else "all"
-            raise DataError(
-                f"{name!r} is of texts with {count} levels, of which {but} are numbers; convert it, "
-                f"pandas.to_numeric({name}), or pass fedppl.formula(..., levels={{{name!r}: [...]}})."
-            )
+            remedy = f"pandas.to_numeric({name}), or pass fedppl.formula(..., levels={{{name!r}: [...]}})"
+            raise DataError(f"{name!r} is of texts with {count} levels, {but} are numbers; convert it, {remedy}.")
         dates = [level for level in column.levels if _DATE.match(level)]
         if dates and {*column.levels} <= {*dates, OTHER}:
             raise DataError(
-                f"{name!r} is of texts that are dates, {shown(dates[:3])}; convert it (pandas.to_datetime), or write "
-                f"C({name}) for a level each."
+                f"{name!r} has texts that are dates, {shown(dates[:3])}; use pandas.to_datetime or C({name})."
             )
 
 
@@ -273,10 +257,9 @@ def tables(built: Any, data: Any, by: Any) -> None:
         columns(built.columns, table.names, what)
         no_constants(built, table.names, what)
         if table is data and factor in table.names and by not in (factor, [factor], (factor,)):
-            raise DataError(
-                f"effects of {built.text!r} vary by {factor!r}, and clients by by={by!r}; pass by={factor!r}, or write "
-                f"(1 | {by if isinstance(by, str) else 'client'}), groups within a client being (1 | client/group)."
-            )
+            group = by if isinstance(by, str) else "client"
+            said = f"effects of {built.text!r} vary by {factor!r}, and clients by by={by!r}"
+            raise DataError(f"{said}; pass by={factor!r}, or write (1 | {group}), or (1 | client/group) within.")
         if table is data and factor not in (None, by, *_CLIENTS, *table.names):
             said = "the table has no column %r, so that (... | %s) is of the clients, which by=%r tells apart"
             logger.warning(said, factor, factor, by)
@@ -296,10 +279,8 @@ def one_factor_a_client(built: Any, clients: Mapping[Any, Any]) -> None:
         elif values and (first := seen.setdefault(values[0], str(client_id))) != str(client_id):
             wrong = f"clients {first!r} and {str(client_id)!r} have the same {factor!r}, {values[0]!r}"
         if wrong:
-            raise DataError(
-                f"{wrong}, and effects of {built.text!r} vary by client: write (1 | client/{factor}) for groups within "
-                f"clients, or give a table for each {factor}."
-            )
+            remedy = f"write (1 | client/{factor}) for groups within clients, or give a table for each {factor}"
+            raise DataError(f"{wrong}, and effects of {built.text!r} vary by client: {remedy}.")
 
 
 def limits(built: Any, data: Mapping[str, Any], what: str) -> None:
@@ -308,9 +289,8 @@ def limits(built: Any, data: Mapping[str, Any], what: str) -> None:
     name = response.columns[-1]
     gone = missing.missing_rows(data.get(name)) if response.kind == "interval" else None
     if gone is not None and gone.any():
-        raise DataError(
-            f"{what}: {name!r} is missing in {int(gone.sum())} rows; without an event yet it is inf, .fillna(np.inf)."
-        )
+        remedy = "without an event yet it is inf, .fillna(np.inf)"
+        raise DataError(f"{what}: {name!r} is missing in {int(gone.sum())} rows; {remedy}.")
 
 
 def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], count: int) -> None:
@@ -356,10 +336,8 @@ def outcome(
         places = {level: place for place, level in enumerate(column.levels)}
         return {"outcome": np.array([places[text] for text in texts.tolist()])}
     if is_text(values):
-        raise DataError(
-            f"{what}: {name!r} has texts, and family {family.name!r} needs numbers; convert them, or choose family "
-            "'bernoulli' for two levels, 'ordinal' for more."
-        )
+        remedy = "convert them, or choose family 'bernoulli' for two levels, 'ordinal' for more"
+        raise DataError(f"{what}: {name!r} has texts, and family {family.name!r} needs numbers; {remedy}.")
     rule = f"outcomes of family {family.name!r} are {family.outcome.rule}; correct such rows, or choose another family"
     refuse(~family.outcome.holds(values.astype(float)), name, values, what, rule)
     if family.outcome is COUNT:
@@ -374,10 +352,8 @@ def require_two(family: Family, name: str, agreement: Agreement) -> None:
     """Refuse an outcome of texts without exactly two levels where a family has two."""
     levels = agreement.columns[name].levels
     if family.outcome is BINARY and levels and len(levels) != 2:
-        raise DataError(
-            f"{name!r} has the levels {list(levels)[:8]} at all clients, and family {family.name!r} needs two; recode "
-            "rows, or choose family 'ordinal' or 'categorical'."
-        )
+        remedy = "recode rows, or choose family 'ordinal' or 'categorical'"
+        raise DataError(f"{name!r} has the levels {list(levels)[:8]}, and family {family.name!r} needs two; {remedy}.")
 
 
 def new_rows(family: Family, response: Response, data: Mapping[str, Any], rows: int, what: str) -> dict[str, Array]:

@@ -98,9 +98,7 @@ class Formula:
             return "difference" if order else "mean"
         if not link.ratio:
             family = self.family.name
-            raise DeclarationError(
-                f"exponentiate=True: coefficients of {family!r} are differences of means; leave it out."
-            )
+            raise DeclarationError(f"exponentiate=True: {family!r} has differences of means; leave it out.")
         ratio = (link.base, link.ratio, f"ratio of {link.ratio.replace('ratio', 'ratios', 1)}")[min(order, 2)]
         ratio = ratio.format(*self.spec.scales.levels[:1])
         return ratio if exponentiate else f"log {ratio}"
@@ -155,10 +153,8 @@ class Formula:
     def spec(self) -> Spec:
         """The definition of the linear predictor."""
         if self.design is None:
-            raise DeclarationError(
-                f"clients have not agreed on levels and scales of {self.text!r}; call fedppl.fit, fedppl.agree, or "
-                "fedppl.Flower.agree for sites."
-            )
+            remedy = "call fedppl.fit, fedppl.agree, or fedppl.Flower.agree for sites"
+            raise DeclarationError(f"clients have not agreed on levels and scales of {self.text!r}; {remedy}.")
         return Spec(self.terms, self.family, self.design, self.scales, self.priors, self.correlated)
 
     def agreed(self, agreement: Agreement) -> Formula:
@@ -360,10 +356,8 @@ def numbered(
         return {f"row_{number}": rows, f"of_{number}": np.array(marks)}
     places = {mark: place for place, mark in enumerate(np.asarray(known[f"of_{number}"], dtype=float).tolist())}
     if unknown := [name for name, mark in zip(names.tolist(), marks, strict=True) if mark not in places]:
-        raise DataError(
-            f"{what}: the groups {unknown[:4]} of {':'.join(group.factor[1:])} have no rows among its data, so that "
-            "their effects are unknown; leave them out."
-        )
+        groups = ":".join(group.factor[1:])
+        raise DataError(f"{what}: the groups {unknown[:4]} of {groups} have no rows among its data; leave them out.")
     return {f"row_{number}": np.array([places[mark] for mark in marks])[rows]}
 
 

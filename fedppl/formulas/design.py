@@ -20,7 +20,7 @@ from fedppl.data.frames import is_text
 from fedppl.formulas import expressions
 from fedppl.formulas.agreement import Agreement, Column, coded
 from fedppl.formulas.expressions import unquoted
-from fedppl.formulas.terms import Product, Terms, variable
+from fedppl.formulas.terms import Coded, Product, Terms, variable
 from fedppl.types import Array, DataError, DeclarationError
 
 # Values of a formula's factors at rows, by walking syntax trees: no text is executed as Python ------------------------
@@ -73,10 +73,8 @@ def require_rowwise(tree: ast.expr, rows: Rows) -> None:
     for some in (order, order[: len(order) // 3], order[len(order) // 3 :]):
         part = columns(tree, rows._replace(frame=rows.frame.iloc[some].reset_index(drop=True)))
         if part.shape != whole[some].shape or not np.allclose(part, whole[some], _SAME, atol, equal_nan=True):
-            raise DeclarationError(
-                f"{expressions.written(tree)} depends on other rows, which differ between clients: give a function of "
-                "single rows, write center(x) or scale(x), or compute a column before."
-            )
+            remedy = "give a function of single rows, write center(x) or scale(x), or compute a column before"
+            raise DeclarationError(f"{expressions.written(tree)} depends on other rows; {remedy}.")
 
 
 def _number(node: ast.expr, rows: Rows) -> Any:
@@ -102,10 +100,9 @@ def _require_truths(node: ast.expr, values: Sequence[Array], what: str | None) -
     """Refuse & and | of numbers, which are bits to Python and truths to R, in clients' rows."""
     for one, value in zip(expressions.operands(node), values, strict=True):
         if np.any(wrong := (value != 0) & (value != 1)):
-            raise DataError(
-                f"{what}: {expressions.written(one)!r} is {np.atleast_1d(value)[np.atleast_1d(wrong)][0]:g} in "
-                f"{expressions.written(node)!r}, and & and | are of truths; compare it, (x > 0) & (z < 2)."
-            )
+            number = np.atleast_1d(value)[np.atleast_1d(wrong)][0]
+            place = f"{expressions.written(one)!r} is {number:g} in {expressions.written(node)!r}"
+            raise DataError(f"{what}: {place}, and & and | are of truths; compare it, (x > 0) & (z < 2).")
 
 
 def _called(call: ast.Call, rows: Rows) -> Any:
@@ -184,13 +181,6 @@ def _spline(call: ast.Call, rows: Rows) -> Array:
     return basis if is_whole or not _literal(given, "center", True) else basis[:, 1:]
 
 
-class Coded(NamedTuple):
-    """Columns of a term as products of its factors' columns; an intercept has no factors."""
-
-    term: tuple[str, ...]
-    products: tuple[Product, ...]
-
-
 @dataclass(frozen=True)
 class Design:
     """Computes columns of terms from rows."""
@@ -256,7 +246,7 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     """The design that all clients share, from their agreement."""
     frame = standing_for_all(terms, agreement)
     levels = {name: column.levels for name, column in agreement.columns.items() if column.levels}
-    coding = tuple(tuple(itertools.starmap(Coded, part.products(levels))) for part in terms.sums)
+    coding = tuple(tuple(part.products(levels)) for part in terms.sums)
     design = Design(terms, agreement, constants, coding, {}, {}, (), np.zeros(0), np.ones(0), (), 0.0, np.ones(0))
     common = [term for term in coding[0] if term.term]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -299,9 +289,7 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
         try:
             widths[name] = columns(tree, rows).shape[1]
             if name in design.terms.offsets and widths[name] != 1:
-                raise DeclarationError(
-                    f"an offset is one number a row, and this has {widths[name]}; compute a column before"
-                )
+                raise DeclarationError(f"an offset is one number a row, not {widths[name]}; compute a column before")
             require_rowwise(tree, rows)
         except Exception as error:
             remedy = "; give functions columns of numbers and constants={...}, or compute a column before"

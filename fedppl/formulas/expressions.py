@@ -248,10 +248,8 @@ def read(source: str, constants: Collection[str]) -> ast.expr:
     try:
         tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        message = getattr(error, "msg", error)
-        raise DeclarationError(
-            f"{_shown(source)} cannot be read: {message}; write np.log(x), or `odd name`."
-        ) from error
+        why = getattr(error, "msg", error)
+        raise DeclarationError(f"{_shown(source)} cannot be read: {why}; write np.log(x), or `odd name`.") from error
     try:
         _require(tree, tree, tuple(constants), 0)
     except RecursionError as error:  # below, or where the tree is written
@@ -353,10 +351,9 @@ def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: 
                 else:
                     below(one)
         case _:
-            raise DeclarationError(
-                f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}, which is no name, number, sign of "
-                "arithmetic or comparison, or known function; compute a column before."
-            )
+            what = f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}"
+            rule = "no name, number, sign of arithmetic or comparison, or known function"
+            raise DeclarationError(f"{what}, which is {rule}; compute a column before.")
 
 
 def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -> None:
@@ -383,9 +380,7 @@ def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -
 def _require_several(call: ast.Call, name: str, text: str, outermost: bool, constants: Collection[str]) -> None:
     """Check functions with several columns: levels, splines and polynomials."""
     if name == LEVELS and (call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name)):
-        raise DeclarationError(
-            f"{text}: write C(column) alone, and an order as formula(..., levels={{'column': [...]}})."
-        )
+        raise DeclarationError(f"{text}: write C(column) alone, and an order as levels={{'column': [...]}}.")
     if not outermost:
         raise DeclarationError(f"{text} calls {name}(), of several columns; write it as a term of its own.")
     if name == LEVELS:
@@ -400,10 +395,8 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
             remedy = f"pass constants={{{of_rows[0]!r}: ...}}"
             raise DeclarationError(f"{text} has knots or bounds from {of_rows}, columns of each client; {remedy}.")
         if strange or not set(_AGREED) <= set(given):
-            raise DeclarationError(
-                f"{text} would take its knots and bounds from the rows of each client; write "
-                "bs(x, knots=knots, lower_bound=0, upper_bound=90) with formula(..., constants={'knots': [...]})."
-            )
+            example = "bs(x, knots=knots, lower_bound=0, upper_bound=90), constants={'knots': [...]}"
+            raise DeclarationError(f"{text} would take its knots and bounds from the rows of each client; {example}.")
     flags = [given[one] for one in _FLAGS if one in given]
     if not all(isinstance(one, ast.Constant) and isinstance(one.value, bool) for one in flags):
         raise DeclarationError(f"{text}: {' and '.join(_FLAGS)} are True or False.")

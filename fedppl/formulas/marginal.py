@@ -146,10 +146,8 @@ def _formula_of(fit: Any, column: Any) -> Formula:
 def _ids(fit: Fit, clients: Any) -> list[str]:
     ids = chosen("clients", clients, fit.client_ids, "the fit's clients")
     if absent := [client_id for client_id in ids if client_id not in fit.clients]:
-        raise DeclarationError(
-            f"the rows of clients {absent[:5]} are not here. For a fit from a file pass them, "
-            "fedppl.load(path, model, clients=...); for sites call it where their data are."
-        )
+        remedy = "pass them, fedppl.load(path, model, clients=...), or call it where their data are"
+        raise DeclarationError(f"the rows of clients {absent[:5]} are not here; {remedy}.")
     for client_id in ids if clients is not None else ():
         require_rows(fit.clients[client_id], "marginal effects")
     if left_out := [client_id for client_id in ids if not has_rows(fit.clients[client_id])]:
@@ -172,9 +170,7 @@ def _moved(value: Array, phi: Array, common_phi: Array) -> Array:
     """A client's averages at the common draws of φ, moved along their regression on φ; residuals stay."""
     if len(phi) < 5 * phi.shape[1]:
         least = f"{5 * phi.shape[1]} or more over all chains"
-        raise DeclarationError(
-            f"{len(phi)} draws are too few for {phi.shape[1]} shared numbers; pass draws= for {least}."
-        )
+        raise DeclarationError(f"{len(phi)} draws are too few for {phi.shape[1]} numbers; pass draws= for {least}.")
     centred = phi - phi.mean(axis=0)
     slopes, *_ = np.linalg.lstsq(centred, value - value.mean(axis=0), rcond=None)
     return np.asarray(value + (common_phi - common_phi.mean(axis=0) - centred) @ slopes)

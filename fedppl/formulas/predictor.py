@@ -253,14 +253,12 @@ def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: f
     sd = spec.design.agreement.columns[column].sd
     slopes = derivatives(spec.design.side_by_side, rows.table, column, sd, _WHOSE)
 
-    def of(part: slice) -> Array:
-        places = {number: one[part] for number, one in rows.groups.items()}
+    def largest(values: Array) -> Array:  # over the predictors: the step is in the direction of their derivatives
+        return np.max(np.abs(values), axis=-1, keepdims=True) if spec.levels else np.abs(values)
+
+    def of(part: slice, places: Mapping[int, Array]) -> Array:
         along = _eta(spec, slopes[part], places, draws)
         eta = _eta(spec, columns[part], places, draws) + _intercept_at(spec, draws)
-
-        def largest(values: Array) -> Array:  # over the predictors: the step is in the direction of their derivatives
-            return np.max(np.abs(values), axis=-1, keepdims=True) if spec.levels else np.abs(values)
-
         size = largest(along)
         step = _STEP * np.maximum(1.0, largest(eta)) * along / np.where(size > 0, size, 1.0)
         high, low = (_mean(spec, eta + sign * step, draws, at) for sign in (1.0, -1.0))
@@ -273,28 +271,33 @@ def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: f
 def averaged(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | None) -> Array:
     """Mean outcome over rows at each draw, (S,), or (S, K) for an outcome with levels."""
     columns = spec.design.side_by_side(rows.table, _WHOSE)
-
-    def of(part: slice) -> Array:
-        places = {number: one[part] for number, one in rows.groups.items()}
-        return _mean(spec, _eta(spec, columns[part], places, draws) + _intercept_at(spec, draws), draws, at)
-
-    return _over_rows(spec, rows, draws, of)
-
-
-def _over_rows(spec: Spec, rows: Rows, draws: Mapping[str, Array], of: Callable[[slice], Array]) -> Array:
-    """Weighted mean over rows of a function that is (S, n, ...) for a part of the rows."""
-    count, size = len(rows.table), len(next(iter(draws.values())))
-    width = max(len(spec.scales.levels), 1) * max(len(spec.scales.cuts), 1)
-    step = max(1, _AT_ONCE // (size * width))
-    parts = [slice(start, start + step) for start in range(0, count, step)]
-    total: Any = sum(np.tensordot(of(part), rows.weights[part], axes=(1, 0)) for part in parts)
-    return np.asarray(total / rows.weights.sum())
+    return _over_rows(spec, rows, draws, lambda part, places: _outcomes(spec, columns[part], places, draws, at))
 
 
 def by_row(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | None) -> Array:
     """Mean outcome of each row at each draw, (S, n), or (S, n, K) for an outcome with levels."""
-    columns = spec.design.side_by_side(rows.table, _WHOSE)
-    return _mean(spec, _eta(spec, columns, rows.groups, draws) + _intercept_at(spec, draws), draws, at)
+    return _outcomes(spec, spec.design.side_by_side(rows.table, _WHOSE), rows.groups, draws, at)
+
+
+def _over_rows(
+    spec: Spec, rows: Rows, draws: Mapping[str, Array], of: Callable[[slice, Mapping[int, Array]], Array]
+) -> Array:
+    """Weighted mean over rows of a function of a part of them and its places in groups, (S, n, ...)."""
+    count, size = len(rows.table), len(next(iter(draws.values())))
+    width = max(len(spec.scales.levels), 1) * max(len(spec.scales.cuts), 1)
+    step = max(1, _AT_ONCE // (size * width))
+    total: Any = 0.0
+    for part in (slice(start, start + step) for start in range(0, count, step)):
+        places = {number: one[part] for number, one in rows.groups.items()}
+        total = total + np.tensordot(of(part, places), rows.weights[part], axes=(1, 0))
+    return np.asarray(total / rows.weights.sum())
+
+
+def _outcomes(
+    spec: Spec, columns: Array, places: Mapping[int, Array], draws: Mapping[str, Array], at: float | None
+) -> Array:
+    """Mean outcomes at columns of `Design.side_by_side`, (S, n) or (S, n, K)."""
+    return _mean(spec, _eta(spec, columns, places, draws) + _intercept_at(spec, draws), draws, at)
 
 
 def _mean(spec: Spec, eta: Array, draws: Mapping[str, Array], at: float | None) -> Array:
@@ -365,10 +368,9 @@ def derivatives(
     unknown = ~(error <= _EXACT)
     if np.any(unknown):
         row = int(np.argmax(unknown.any(axis=1)))
-        raise DeclarationError(
-            f"{what}: a function of {column!r} has no finite slope in row {row}, where {column!r} is {x[row]:.6g}; use "
-            "one that has, such as np.log1p, or compare two values by fit.client(id, predict=...)."
-        )
+        where = f"in row {row}, where {column!r} is {x[row]:.6g}"
+        remedy = "use one that has, such as np.log1p, or compare values by fit.client(id, predict=...)"
+        raise DeclarationError(f"{what}: a function of {column!r} has no finite slope {where}; {remedy}.")
     return best
 
 

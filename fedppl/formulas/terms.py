@@ -150,10 +150,9 @@ def _factors(
 def _response(left: str) -> Response:
     match = _RESPONSE.match(left)
     if match is None:
-        raise DeclarationError(
-            f"the response {left.strip()!r} is not valid; write the name of a column, prop(successes, trials), "
-            'Surv(time, event) or Surv(lower, upper, "interval"); what is computed is a column of its own.'
-        )
+        forms = 'prop(successes, trials), Surv(time, event) or Surv(lower, upper, "interval")'
+        rule = f"write the name of a column of its own, {forms}"
+        raise DeclarationError(f"the response {left.strip()!r} is not valid; {rule}.")
     call = match["call"]
     if call is None:
         return Response("plain", (match["name"].strip("`"),))
@@ -185,10 +184,8 @@ def _groups(
             kept, new = ({*map(frozenset, one.terms)} for one in (before or effects, effects))
             if factor in written & {inner[-1]} or not (kept <= new or new <= kept):
                 shown = ":".join(factor)
-                raise DeclarationError(
-                    f"effects vary by [{shown!r}] in two parentheses; write (1 + x | {shown}), with formula(..., "
-                    f"correlated=False) for independent ones, or (1 | {shown}:group) for groups within it."
-                )
+                remedy = f"(1 + x | {shown}), with correlated=False for independent ones, or (1 | {shown}:group)"
+                raise DeclarationError(f"effects vary by [{shown!r}] in two parentheses; write {remedy}.")
             by_factor[factor] = effects if before is None or len(effects.terms) > len(before.terms) else before
         written.add(inner[-1])
     groups = tuple(
@@ -249,6 +246,13 @@ class Product(NamedTuple):
     without_reference: tuple[bool, ...]
 
 
+class Coded(NamedTuple):
+    """A term, without factors for the intercept, and its columns as products of its factors' columns."""
+
+    term: tuple[str, ...]
+    products: tuple[Product, ...]
+
+
 class Sum(NamedTuple):
     """A sum of terms."""
 
@@ -256,7 +260,7 @@ class Sum(NamedTuple):
     factors: tuple[str, ...]  # in the order of the placeholders
     terms: tuple[tuple[str, ...], ...]  # factors of the terms in order; none for the intercept
 
-    def products(self, levels: Mapping[str, Sequence[str]]) -> list[tuple[tuple[str, ...], tuple[Product, ...]]]:
+    def products(self, levels: Mapping[str, Sequence[str]]) -> list[Coded]:
         """Terms with the products of their columns, from the levels of factors that have some."""
         table: dict[str, Any] = {}
         rows = max([1, *map(len, levels.values())])
@@ -267,19 +271,13 @@ class Sum(NamedTuple):
         matrix: Any = Formula(self.text).get_model_matrix(
             pd.DataFrame(table, index=range(rows)), ensure_full_rank=True, na_action="ignore", context={}
         )
-        return [
-            (
-                _named(part.term, self.factors),
-                tuple(
-                    Product(
-                        tuple(self.factors[int(one.factor.expr[1:])] for one in scoped.factors),
-                        tuple(bool(one.reduced) for one in scoped.factors),
-                    )
-                    for scoped in part.scoped_terms
-                ),
-            )
-            for part in matrix.model_spec.structure
-        ]
+
+        def product(scoped: Any) -> Product:
+            factors = tuple(self.factors[int(one.factor.expr[1:])] for one in scoped.factors)
+            return Product(factors, tuple(bool(one.reduced) for one in scoped.factors))
+
+        structure = matrix.model_spec.structure
+        return [Coded(_named(part.term, self.factors), tuple(map(product, part.scoped_terms))) for part in structure]
 
 
 def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> Sum:

@@ -134,7 +134,7 @@ ROWS: dict[str, Mistake] = {
     "no value at all": row(table(y=[None] * 4), "'y' in 2 rows at client 'a'", 'missing="drop"'),
     "a client without values": row(
         start(FRAME.assign(y=[np.nan, np.nan, 1.0, 2.0]), by="site", missing="drop"),
-        "'a'", "each of its 2 rows", "leave the client out",
+        "'a'", "each of its 2 rows", "leave it out",
     ),
     "no row": row(start(FRAME.iloc[:0], by="site"), "no rows"),
     "a client without rows": row(start({"a": FRAME.iloc[:0], "b": FRAME}), "'a'", "zero rows", "leave the client out"),
