@@ -144,7 +144,8 @@ def agreed(
     are `unscaled` need no mean and sd; `constant` ones may have one value. Unless `believed` a client counts for at
     most ten times the median of the others' rows, from five clients on for it, and means and sds are medians.
     """
-    order, listed, columns, rows = order or {}, listed or {}, {}, 0
+    order, listed, rows = order or {}, listed or {}, 0
+    columns: dict[str, Column] = {}
     for name, parts in by_column(clients):
         parts = parts if believed else bounded(parts)
         rows = sum(summary.rows for summary in parts.values()) if not columns else rows
@@ -176,8 +177,8 @@ def bounded(parts: Mapping[str, Told]) -> dict[str, Told]:
         if told.rows > most:
             part = most / told.rows
             levels = {level: max(round(n * part), 1) for level, n in told.levels.items()}
-            sums = {"total": told.total * part, "squares": told.squares * part}
-            scaled[client_id] = told._replace(rows=round(most), levels=levels, **sums)
+            total, squares = told.total * part, told.squares * part
+            scaled[client_id] = Told(round(most), total, squares, levels, told.withheld, told.text)
     return scaled
 
 

@@ -172,12 +172,12 @@ class Formula:
 
     def describe(self) -> pd.DataFrame:
         """A row for each shared variable: its prior, entries, reference, meaning, and what the prior comes from."""
-        if self.design is None:
+        if self.design is not None:
+            known = _described(self.spec)
+        else:
             default = "by default wide, on the scales that clients agree on"
             texts = {name: repr(prior) for name, prior in self.priors.items()}
             known = {name: (texts.get(name, default), None, None, None) for name in self.shared}
-        else:
-            known = _described(self.spec)
         rows = {
             name: (*told, _meaning(self.terms, self.family, name), source) for name, (*told, source) in known.items()
         }
@@ -380,7 +380,7 @@ _MEANINGS = {
 }
 
 
-def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, str]]:
+def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, Any]]:
     """Prior, entries, reference and source of each shared variable, by name."""
     terms, family, scales, priors = spec.terms, spec.family, spec.scales, spec.priors
     outcome, same, rows = terms.response.columns[0], "the same for all data", {}
@@ -411,7 +411,7 @@ def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, str]]:
             rows[name] = (repr(one.partial) + lkj, one.pairs, None, same)
     for name, prior in family.parameters(scales).items():
         source = same
-        if _depends(lambda other, name=name: repr(family.parameters(other)[name]), scales):
+        if _depends(lambda other: repr(family.parameters(other)[name]), scales):  # noqa: B023  # called at once
             source = f"2 times {sd}" if prior.name == "HalfNormal" else f"{mean} and {sd}"
         at = _at(spec, name) if name == "threshold" else ""
         rows[name] = (_shown(priors.get(name, prior)) + at, _beside(spec, name), None, source)

@@ -319,7 +319,7 @@ def plain(column: pd.Series) -> Array:
     return np.asarray(column.cat.codes if isinstance(column.dtype, pd.CategoricalDtype) else column, dtype=float)
 
 
-def categories(column: Column, codes: Array) -> pd.Categorical:
+def categories(column: Column, codes: Any) -> pd.Categorical:
     """Levels at their places."""
     return pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
 

@@ -162,7 +162,9 @@ def example(built: Formula) -> dict[str, Array]:
     values = built.family.outcome.example(place, column.mean, column.sd)
     if column.levels:
         values = np.array(column.levels, dtype=object)[place % len(column.levels)]
-    beside = {"interval": 2.0 * values, "survival": (place // 2) % 2} if built.family.outcome is TIME else {}
+    beside: dict[str, Any] = (
+        {"interval": 2.0 * values, "survival": (place // 2) % 2} if built.family.outcome is TIME else {}
+    )
     beside |= {"proportion": np.full(_EXAMPLE_ROWS, 2)}
     rows |= dict(zip(response.columns, (values, beside.get(response.kind)), strict=False))
     return rows if built.weights is None else {**rows, built.weights: np.ones(_EXAMPLE_ROWS)}

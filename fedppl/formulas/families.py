@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
-from numpy.typing import NDArray
 from scipy import special
 from scipy.special import expit, logit, softmax
 
@@ -34,7 +33,7 @@ class Outcome(NamedTuple):
     rule: str = ""  # for values that are allowed
     holds: Callable[[Array], Any] = np.isfinite
     # made-up values from numbers of rows, mean and sd
-    example: Callable[[NDArray[np.int64], float, float], Array] = lambda k, mean, sd: k % 2 + 0.0
+    example: Callable[[Any, float, float], Any] = lambda k, mean, sd: k % 2 + 0.0
     whole: bool = False  # whether values are whole numbers
     scaled: bool = True  # whether priors depend on the mean and sd
 

@@ -282,7 +282,7 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any,
         rows = {k: frames.raw(one, wanted, f"client {str(k)!r}") for k, one in rows.items()}
         checks.one_factor_a_client(built, rows)
         for k, columns in rows.items():
-            columns.pop(factor, None)
+            columns.pop(factor or "", None)
             checks.limits(built, columns, f"client {str(k)!r}")
         clients = {**clients, **rows}
     if missing != gaps.OUTCOMES:
@@ -460,8 +460,9 @@ def require_names(built: Formula) -> None:
         raise DeclarationError(f"{both} are names of {where} dims of its results; rename these columns.")
     for name, prior in built.priors.items():
         if not isinstance(prior, Prior):
-            example = 'fedppl.Prior("Normal", mu=0, sigma=1)'
-            raise DeclarationError(f"priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: {example}.")
+            raise DeclarationError(
+                f"priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass Prior('Normal', mu=0), say."
+            )
     if unknown := sorted(set(built.priors) - set(built.shared) - later):
         spelled = {name.replace(" ", ""): name for name in built.shared}
         meant = [spelled[name.replace(" ", "")] for name in unknown if name.replace(" ", "") in spelled]

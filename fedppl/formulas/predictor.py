@@ -152,11 +152,11 @@ def linear_predictor(spec: Spec, data: Mapping[str, Any]) -> tuple[Any, Any]:
     else:
         eta = data["rows"][:, None] if spec.levels else data["rows"]
     if has_intercept(spec.terms, spec.family):
-        given, dims = spec.intercept.parameters, spec.level_dim or None
+        given, of_levels = spec.intercept.parameters, spec.level_dim or None
         if "Intercept" in spec.priors:
-            eta = eta + spec.intercept.declared("Intercept", dims=dims)
+            eta = eta + spec.intercept.declared("Intercept", dims=of_levels)
         else:
-            eta = eta + pm.Normal("Intercept", given["mu"] - middle, given["sigma"], dims=dims)
+            eta = eta + pm.Normal("Intercept", given["mu"] - middle, given["sigma"], dims=of_levels)
     if "offset" in data:
         eta = eta + data["offset"]
     for number, one in enumerate(spec.effects):

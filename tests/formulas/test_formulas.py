@@ -450,7 +450,7 @@ def test_results_are_asked_with_data_frames() -> None:
         ("y ~ site + (1 | site)", {}, "coefficients of their own too"),
         ("y ~ bs(age, df=4)", {}, "from the rows of each client"),
         ("y ~ poly(age, 2)", {}, "raw=True"),
-        ("y ~ center(np.log(age))", {}, "column of its own"),
+        ("y ~ center(np.log(age))", {}, "compute a column"),
         ("y ~ C(grade, levels=order)", {"constants": {"order": [1, 2]}}, "C\\(column\\) alone"),
         ("y ~ age", {"family": "normal"}, "choose one of"),
         ("y ~ age", {"family": "binomial"}, "prop\\(successes, trials\\)"),
