@@ -114,9 +114,7 @@ def _as_column(values: Any) -> Any:
         return values
     if isinstance(values, pd.Index | pd.api.extensions.ExtensionArray):
         values = pd.Series(values)
-    if isinstance(values, pd.Series):
-        if not isinstance(values.dtype, np.dtype | pd.StringDtype):
-            return nw.from_native(values, series_only=True)
+    if isinstance(values, pd.Series) and isinstance(values.dtype, np.dtype | pd.StringDtype):
         values = values.to_numpy(dtype=object if isinstance(values.dtype, pd.StringDtype) else None)
     elif not isinstance(values, np.ndarray | list | tuple):
         values = nw.from_native(values, series_only=True, pass_through=True)
@@ -154,11 +152,10 @@ def categories(data: Any, names: Sequence[str] | None) -> Categories:
     """Categories by column; refuse tables whose categories differ, since one number would have several meanings."""
     known: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     for client_id, table in tables_of(data).items():
-        for name in table.names if names is None else [name for name in table.names if name in names]:
-            if (order := _categories_of(table.column(name))) is None:
-                continue
-            first, expected = known.setdefault(name, (client_id, order))
-            if expected != order:
+        for name in table.names:
+            order = _categories_of(table.column(name)) if names is None or name in names else None
+            if order is not None and known.setdefault(name, (client_id, order))[1] != order:
+                first, expected = known[name]
                 places = (
                     f"{list(expected)[:8]} at client {str(first)!r}, {list(order)[:8]} at client {str(client_id)!r}"
                 )
@@ -206,17 +203,16 @@ def _orders(data: Any, name: str, *, chosen: bool) -> dict[str, tuple[str, ...] 
 
 def known(client_id: str, data: Any, *, names: Sequence[str] | None, orders: Categories) -> Any:
     """One client's data by name; categories and texts are numbered in the given `orders`."""
-    whose = f"client {client_id!r}"
-    return columns(data, names, whose, orders=orders) if is_frame(data) else named(data, names, whose)
+    return named(data, names, f"client {client_id!r}", orders)
 
 
-def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
+def named(data: Any, names: Sequence[str] | None, whose: str, orders: Categories | None = None) -> Any:
     """One client's data by name: a mapping as it is, the columns `names` of a frame, or a tuple in their order.
 
     With `names` None a frame gives all its columns. Errors begin with `whose`.
     """
     if is_frame(data):
-        return columns(data, names, whose)
+        return columns(data, names, whose, orders=orders)
     if isinstance(data, tuple):
         if names is None or len(data) > len(names):
             known = "any name" if names is None else f"{len(names)}: {list(names)}"
@@ -333,12 +329,10 @@ def require_by_client(clients: Mapping[Any, Any], names: Sequence[str] | None) -
 
 def require_alignment(data: Any, whose: str) -> None:
     """Refuse Series whose indices have the same labels in different orders: rows are matched by position."""
-    if not isinstance(data, Mapping):
-        return
-    series = {name: value for name, value in data.items() if isinstance(value, pd.Series)}
-    for name, value in series.items():
-        first, other = next(iter(series.items()))
-        a, b = other.index, value.index
+    items = data.items() if isinstance(data, Mapping) else ()
+    series = [(name, value.index) for name, value in items if isinstance(value, pd.Series)]
+    for name, b in series[1:]:
+        first, a = series[0]
         if len(a) == len(b) and not a.equals(b) and a.is_unique and b.is_unique and a.symmetric_difference(b).empty:
             what = f"{whose}: {first!r} and {name!r} have the same index in different orders"
             raise DataError(f"{what}; make one frame, pandas.DataFrame({{...}}), or pass .to_numpy(), by position.")

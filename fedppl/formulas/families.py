@@ -408,22 +408,12 @@ def _shape_of_times(scales: Scales) -> Mapping[str, Prior]:
     return {"alpha": Prior("InverseGamma", alpha=1.0, beta=1.0)}
 
 
+def _sigma_of_times(scales: Scales) -> Mapping[str, Prior]:
+    return {"sigma": Prior("HalfNormal", sigma=2.0)}
+
+
 def _pieces(scales: Scales) -> Mapping[str, Prior]:
     return {"piece": Prior("Normal", mu=0.0, sigma=2.5, shape=max(len(scales.cuts), 1))}
-
-
-_MEDIAN_TIME = Link("log of the median time", "time ratio", "median time")
-SURVIVAL = (
-    _of_times(
-        "exponential", _exponential_hazard, lambda scales: {}, Link("log of the mean time", "time ratio", "mean time")
-    ),
-    _of_times("weibull", _weibull_hazard, _shape_of_times, Link("log of the scale", "time ratio", "scale of time")),
-    _of_times("lognormal", _lognormal_hazard, lambda scales: {"sigma": Prior("HalfNormal", sigma=2.0)}, _MEDIAN_TIME),
-    _of_times("loglogistic", _loglogistic_hazard, _shape_of_times, _MEDIAN_TIME),
-    _of_times("piecewise", _piecewise_hazard, _pieces, Link("log of the hazard", "hazard ratio", "hazard"))._replace(
-        center=lambda scales: -log_mean(scales), has_cuts=True
-    ),
-)
 
 
 # All families ---------------------------------------------------------------------------------------------------------
@@ -433,6 +423,10 @@ _SIZE = Link("log of the mean", "ratio of means", "mean")
 _SHARE = Link("logit", "odds ratio of the mean share", "odds of the mean share")
 _ORDER = Link("logit", "odds ratio of a higher level", "odds")
 _AGAINST = Link("logit against the reference", "odds ratio against {}", "odds against {}")
+_MEAN_TIME = Link("log of the mean time", "time ratio", "mean time")
+_MEDIAN_TIME = Link("log of the median time", "time ratio", "median time")
+_SCALE = Link("log of the scale", "time ratio", "scale of time")
+_HAZARD = Link("log of the hazard", "hazard ratio", "hazard")
 FAMILIES: Mapping[str, Family] = {
     one.name: one
     for one in (
@@ -446,7 +440,13 @@ FAMILIES: Mapping[str, Family] = {
         Family("beta", _DRAWN["beta"], _linked(expit), UNIT, _SHARE, _concentration, _logit_mean),
         Family("ordinal", _ordinal, _of_levels, LEVEL, _ORDER, _thresholds, intercept=False, ordered=True),
         Family("categorical", _categorical, _linked(_softmax), LEVEL, _AGAINST, several=True),
-        *SURVIVAL,
+        _of_times("exponential", _exponential_hazard, lambda scales: {}, _MEAN_TIME),
+        _of_times("weibull", _weibull_hazard, _shape_of_times, _SCALE),
+        _of_times("lognormal", _lognormal_hazard, _sigma_of_times, _MEDIAN_TIME),
+        _of_times("loglogistic", _loglogistic_hazard, _shape_of_times, _MEDIAN_TIME),
+        _of_times("piecewise", _piecewise_hazard, _pieces, _HAZARD)._replace(
+            center=lambda scales: -log_mean(scales), has_cuts=True
+        ),
     )
 }
 
