@@ -172,10 +172,8 @@ def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collec
                 flag = min(full)
                 name = flag if flag.isidentifier() else f"`{flag}`"
                 remedy = f"write C({name})" if flag in columns else "compute a column of texts before"
-                what = (
-                    f"client {client_id!r}: {flag!r} is True or False, and {':'.join(term)!r} needs a column for each"
-                )
-                raise DataError(f"{what}; {remedy}, or give the numbers 0 and 1 for one column.")
+                what = f"{flag!r} is True or False, and {':'.join(term)!r} needs a column for each"
+                raise DataError(f"client {client_id!r}: {what}; {remedy}, or give the numbers 0 and 1 for one column.")
 
 
 def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -194,34 +192,29 @@ def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
         raise DeclarationError(f"{name!r} has levels {sorted(levels)[:8]}, whose order is not known; pass {remedy}.")
 
 
-def require_levels(agreement: Agreement, declared: Iterable[str]) -> None:
-    """Refuse texts that are dates, or many numbers with a typing error such as "72 y", but in columns `declared`."""
-    for name, column in agreement.columns.items():
-        count, others = len(column.levels), [level for level in column.levels if not is_number(level)]
-        if name in declared:
-            continue
-        if count > _MANY and len(others) <= count // 5:
-            but = f"all but {shown(others[:3])}" if others else "all"
-            remedy = f"pandas.to_numeric({name}), or pass fedppl.formula(..., levels={{{name!r}: [...]}})"
-            raise DataError(f"{name!r} is of texts with {count} levels, {but} are numbers; convert it, {remedy}.")
-        dates = [level for level in column.levels if _DATE.match(level)]
-        if dates and {*column.levels} <= {*dates, OTHER}:
-            raise DataError(
-                f"{name!r} has texts that are dates, {shown(dates[:3])}; use pandas.to_datetime or C({name})."
-            )
-
-
 def odd_levels(agreement: Agreement, declared: Iterable[str]) -> list[str]:
-    """Messages on columns whose levels look like a mistake; those that are `declared` are levels."""
+    """Messages on levels that look like a mistake; refuse dates, and many numbers with a typing error such as "72 y".
+
+    In columns that are `declared` levels may be numbers or dates.
+    """
     messages = []
     for name, column in agreement.columns.items():
+        levels, count = column.levels, len(column.levels)
+        texts = [level for level in levels if not is_number(level)]
+        if name not in declared and count > _MANY and len(texts) <= count // 5:
+            but = f"all but {shown(texts[:3])}" if texts else "all"
+            remedy = f"pandas.to_numeric({name}), or pass fedppl.formula(..., levels={{{name!r}: [...]}})"
+            raise DataError(f"{name!r} is of texts with {count} levels, {but} are numbers; convert it, {remedy}.")
+        dates = [level for level in levels if _DATE.match(level)]
+        if name not in declared and dates and {*levels} <= {*dates, OTHER}:
+            remedy = f"use pandas.to_datetime, or C({name}) for a level each"
+            raise DataError(f"{name!r} is of texts that are dates, {shown(dates[:3])}; {remedy}.")
         groups: dict[str, list[str]] = {}
-        for level in column.levels:
+        for level in levels:
             groups.setdefault(level.strip().casefold(), []).append(level)
-        count, alike = len(column.levels), [same for same in groups.values() if len(same) > 1]
-        if alike:
+        if alike := [same for same in groups.values() if len(same) > 1]:
             messages.append(f"levels {alike[0]} of {name!r} differ by blanks or capitals; recode what is one level")
-        if name not in declared and any("." in level and is_number(level) for level in column.levels):
+        if name not in declared and any("." in level and is_number(level) for level in levels):
             messages.append(f"{name!r} is of texts that are numbers, and has {count} levels; make numbers of it")
         elif count > max(_MANY, agreement.rows // 2):
             messages.append(f"{name!r} has {count} levels in {agreement.rows} rows; is it an identifier?")

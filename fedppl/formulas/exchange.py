@@ -166,7 +166,8 @@ def example(built: Formula) -> dict[str, Array]:
         {"interval": 2.0 * values, "survival": (place // 2) % 2} if built.family.outcome is TIME else {}
     )
     beside |= {"proportion": np.full(_EXAMPLE_ROWS, 2)}
-    rows |= dict(zip(response.columns, (values, beside.get(response.kind)), strict=False))
+    rows[response.columns[0]] = values
+    rows |= {name: beside[response.kind] for name in response.columns[1:]}
     return rows if built.weights is None else {**rows, built.weights: np.ones(_EXAMPLE_ROWS)}
 
 

@@ -248,10 +248,9 @@ def of_told(
             logger.warning(said, name, list(levels), name)
     checks.require_two(declared.family, outcomes[0], agreement)
     design = (built := declared.agreed(agreement)).spec.design
-    checks.require_levels(agreement, what.levels)
+    mistaken = [*strange_levels(summaries), *checks.odd_levels(agreement, what.levels)]
     units = strange(summaries)
     sizes = [] if believed else strange_sizes(summaries)
-    mistaken = [*strange_levels(summaries), *checks.odd_levels(agreement, what.levels)]
     for said, odd_ones in (
         ("columns may be swapped, or units differ; bring all clients to one unit: %s", units),
         ("numbers of rows are out of proportion, and count for less: %s", sizes),
