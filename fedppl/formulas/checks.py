@@ -94,10 +94,11 @@ def lengths(name: str, given: Prior, labels: Sequence[str], levels: Sequence[str
     allowed = {(), (1,), (count,), *itertools.product({1, count}, {1, len(levels)} - {0})}
     allowed |= {(len(levels),)} if count == 1 else set()
     for parameter, value in given.parameters.items():
-        if np.shape(value) not in allowed:
+        if (shape := np.shape(value)) not in allowed:
             columns_of = f", or a column for each of {list(levels)[:8]}" if levels else ""
+            counted = f"{shape[0]} values" if len(shape) == 1 else f"shape {shape}"
             entries = f"one, or a list of {count} entries: {list(labels)[:8]}{columns_of}"
-            raise DeclarationError(f"priors[{name!r}] has {np.size(value)} values of {parameter!r}; give {entries}.")
+            raise DeclarationError(f"priors[{name!r}] has {counted} of {parameter!r}; give {entries}.")
 
 
 def columns(wanted: Iterable[str], found: Iterable[Any], what: str) -> None:

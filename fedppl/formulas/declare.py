@@ -88,7 +88,7 @@ class Formula:
     @property
     def varying(self) -> list[str]:
         """Names of the coefficients that clients' effects are added to."""
-        effects = {label for labels in _of_clients(self.spec).values() for label in labels}
+        effects = {label for one in self.spec.effects if one.by_client for label in one.labels}
         return [name for name in self.coefficients if effects & {*_labels(self.spec, name)}]
 
     def effect(self, name: str, *, exponentiate: bool) -> str:
@@ -105,15 +105,16 @@ class Formula:
 
     def totals(self, group: Any) -> xr.Dataset:
         """A client's coefficients, the sums of common ones and its effects, from draws of its posterior."""
-        by_name = {}
+        by_name, own = {}, {}
+        for one in self.spec.effects:
+            if one.by_client:
+                draws = group[f"{one.name}_effects"].transpose("chain", "draw", ...).values
+                own |= {label: draws[..., place] for place, label in enumerate(one.labels)}
         for name in self.coefficients:
-            total, labels = group[name].transpose("chain", "draw", ...), _labels(self.spec, name)
+            total = group[name].transpose("chain", "draw", ...)
             flat = np.array(total.values, dtype=float).reshape(*total.shape[:2], -1)
-            for effects, known in _of_clients(self.spec).items():
-                own_effects = group[effects].transpose("chain", "draw", ...).values
-                for place, label in enumerate(labels):
-                    if label in known:
-                        flat[..., place] += own_effects[..., known.index(label)]
+            for place, label in enumerate(_labels(self.spec, name)):
+                flat[..., place] += own.get(label, 0.0)
             by_name[name] = total.copy(data=flat.reshape(total.shape))
         return xr.Dataset(by_name, attrs=dict(group.attrs))
 
@@ -409,12 +410,16 @@ def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, Any]]:
             name = f"{one.name}_partial"
             lkj = "" if name in priors else f": correlations are LKJ(eta={predictor.CORRELATION:g})"
             rows[name] = (repr(one.partial) + lkj, one.pairs, None, same)
+    of_entries = {
+        "threshold": tuple(f"{a} | {b}" for a, b in itertools.pairwise(scales.levels)),
+        "piece": tuple(f"after {cut:g}" for cut in scales.cuts),
+    }
     for name, prior in family.parameters(scales).items():
         source = same
         if _depends(lambda other: repr(family.parameters(other)[name]), scales):  # noqa: B023  # called at once
             source = f"2 times {sd}" if prior.name == "HalfNormal" else f"{mean} and {sd}"
         at = _at(spec, name) if name == "threshold" else ""
-        rows[name] = (_shown(priors.get(name, prior)) + at, _beside(spec, name), None, source)
+        rows[name] = (_shown(priors.get(name, prior)) + at, of_entries.get(name), None, source)
     return {
         name: (prior, entries or None, reference, "priors=" if name in priors else source)
         for name, (prior, entries, reference, source) in rows.items()
@@ -431,13 +436,6 @@ def _depends(of: Callable[[Scales], Any], scales: Scales) -> bool:
     """Whether a function of `scales` depends on them."""
     other = scales._replace(mean=0.5 * scales.mean + 0.1, sd=0.7 * scales.sd)
     return bool(of(scales) != of(other))
-
-
-def _beside(spec: Spec, name: str) -> tuple[str, ...]:
-    if name == "threshold":
-        levels = spec.scales.levels
-        return tuple(f"{a} | {b}" for a, b in zip(levels[:-1], levels[1:], strict=True))
-    return tuple(f"after {cut:g}" for cut in spec.scales.cuts) if name == "piece" else ()
 
 
 def _meaning(terms: Terms, family: Family, name: str) -> str:
@@ -473,11 +471,6 @@ def _order(spec: Spec, name: str) -> int:
         for one in coded.products
     ]
     return max(orders, default=0)
-
-
-def _of_clients(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """Labels of effects that vary by client, by name of their variable."""
-    return {f"{one.name}_effects": one.labels for one in spec.effects if one.by_client}
 
 
 def _labels(spec: Spec, name: str) -> list[str]:

@@ -459,9 +459,7 @@ def require_names(built: Formula) -> None:
         raise DeclarationError(f"{both} are names of {where} dims of its results; rename these columns.")
     for name, prior in built.priors.items():
         if not isinstance(prior, Prior):
-            raise DeclarationError(
-                f"priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass Prior('Normal', mu=0), say."
-            )
+            raise DeclarationError(f'priors[{name!r}]={shown(prior)} is no prior; pass fedppl.Prior("Normal", mu=0).')
     if unknown := sorted(set(built.priors) - set(built.shared) - later):
         spelled = {name.replace(" ", ""): name for name in built.shared}
         meant = [spelled[name.replace(" ", "")] for name in unknown if name.replace(" ", "") in spelled]

@@ -101,13 +101,17 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     offsets = {expressions.written(call): call.args[0] for call in calls if isinstance(call, ast.Call)}
     terms = [term for one in (common, *sums) for term in one.terms]
     used = {name for term in terms for name in term}
-    varying = {column for name in used for column in expressions.columns(trees[name], constants)}
+    by_name = {name: {*expressions.columns(tree, constants)} for name, tree in trees.items()}
+    varying = {column for name in used for column in by_name[name]}
     read = varying.union(*(expressions.columns(tree, constants) for tree in offsets.values()))
     clients = sorted({group.factor[0] for group in groups})
     if len(clients) > 1:
         raise DeclarationError(f"effects of {formula!r} vary by {clients}; put one within the other, (1 | site/ward).")
     client = clients[0] if clients else None
-    _require_apart(groups, client, sums, trees, read, constants)
+    if client in read:
+        raise DeclarationError(f"{[client]} are factors of effects with coefficients of their own too; leave one out.")
+    for group, own in zip(groups, sums, strict=True):
+        _require_apart(group, {column for term in own.terms for name in term for column in by_name[name]})
     return Terms(
         response,
         tuple(variable(":".join(term)) for term in common.terms if term),
@@ -149,22 +153,17 @@ def _factors(
 
 def _response(left: str) -> Response:
     match = _RESPONSE.match(left)
-    if match is None:
-        forms = 'prop(successes, trials), Surv(time, event) or Surv(lower, upper, "interval")'
-        rule = f"write the name of a column of its own, {forms}"
-        raise DeclarationError(f"the response {left.strip()!r} is not valid; {rule}.")
-    call = match["call"]
-    if call is None:
+    if match is not None and match["call"] is None:
         return Response("plain", (match["name"].strip("`"),))
-    if call not in _CALLS:
-        raise DeclarationError(f"the response calls {call!r}; known are {sorted(_CALLS)}: compute a column before.")
-    kind = _CALLS[call]
-    columns = tuple(part.strip() for part in re.findall(r"(?:[^,`]|`[^`]*`)+", match["arguments"]))
+    call, arguments = match.group("call", "arguments") if match is not None else ("", "")
+    kind = _CALLS.get(call, "")
+    columns = tuple(part.strip() for part in re.findall(r"(?:[^,`]|`[^`]*`)+", arguments))
     if kind == "survival" and len(columns) == 3 and columns[2] in ('"interval"', "'interval'"):
         kind, columns = "interval", columns[:2]
-    if len(columns) != 2 or not all(re.fullmatch(_COLUMN, name) for name in columns):
-        example = ': Surv(time, event), or Surv(lower, upper, "interval")' if kind == "survival" else ""
-        raise DeclarationError(f"{call}({match['arguments']}) takes the names of 2 columns{example}.")
+    if not kind or len(columns) != 2 or not all(re.fullmatch(_COLUMN, name) for name in columns):
+        forms = 'prop(successes, trials), Surv(time, event) or Surv(lower, upper, "interval")'
+        rule = f"write the name of a column of its own, or names of 2 columns in {forms}"
+        raise DeclarationError(f"the response {left.strip()!r} is not valid; {rule}.")
     return Response(kind, tuple(name.strip("`") for name in columns))
 
 
@@ -211,24 +210,13 @@ def _nested(tokens: Sequence[Token]) -> list[tuple[str, ...]]:
     return factors
 
 
-def _require_apart(
-    groups: Sequence[Group],
-    client: str | None,
-    sums: Sequence[Sum],
-    trees: Mapping[str, ast.expr],
-    read: Collection[str],
-    constants: Collection[str],
-) -> None:
-    """Refuse factors of groups that also have coefficients, or effects that vary by themselves."""
-    if client in read:
-        raise DeclarationError(f"{[client]} are factors of effects with coefficients of their own too; leave one out.")
-    for group, own in zip(groups, sums, strict=True):
-        inside, of = {one for term in own.terms for one in term}, ":".join(group.factor)
-        inside = {column for one in inside for column in expressions.columns(trees[one], constants)}
-        if both := sorted(inside & set(group.factor)):
-            raise DeclarationError(f"{both} vary by {of}, within which each is the same; leave it out of (... | {of}).")
-        if len(set(group.factor)) < len(group.factor):
-            raise DeclarationError(f"effects vary by {of}, which names a column twice.")
+def _require_apart(group: Group, columns: Collection[str]) -> None:
+    """Refuse effects of `columns` that vary by themselves."""
+    of = ":".join(group.factor)
+    if both := sorted({*columns} & {*group.factor}):
+        raise DeclarationError(f"{both} vary by {of}, within which each is the same; leave it out of (... | {of}).")
+    if len(set(group.factor)) < len(group.factor):
+        raise DeclarationError(f"effects vary by {of}, which names a column twice.")
 
 
 # The algebra of formulas and the coding of factors, by formulaic: terms and their columns -----------------------------

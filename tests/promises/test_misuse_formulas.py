@@ -118,7 +118,7 @@ ROWS: dict[str, Mistake] = {
     "polynomials of each client": row(text("y ~ poly(x, 2)"), "raw=True"),
     "a response computed": row(text("np.log(y) ~ x"), "column of its own"),
     "two responses": row(text("y + x ~ z"), "the response 'y + x'", "column"),
-    "cbind": row(text("cbind(k, n) ~ x"), "'cbind'", "'prop'"),
+    "cbind": row(text("cbind(k, n) ~ x"), "'cbind(k, n)'", "prop("),
     "the response on both sides": row(text("y ~ x + y"), "['y']", "both sides", "leave them out"),
     "two factors beside each other": row(text("y ~ (1 | site) + (1 | ward)"), "(1 | site/ward)"),
     "a factor twice": row(text("y ~ site + (1 | site)"), "['site']", "leave one out"),
