@@ -455,7 +455,7 @@ def test_results_are_asked_with_data_frames() -> None:
         ("y ~ age", {"family": "normal"}, "choose one of"),
         ("y ~ age", {"family": "binomial"}, "prop\\(successes, trials\\)"),
         ("prop(healed) ~ age", {"family": "binomial"}, "2 columns"),
-        ("y ~ age", {"priors": {"age": 3}}, "no fedppl.Prior"),
+        ("y ~ age", {"priors": {"age": 3}}, "is no prior"),
         ("y ~ age", {"priors": {"weight": Prior("Normal")}}, "shared variables are"),
         ("y ~ age", {"levels": {"weight": ["a"]}}, "formula's columns"),
     ],
