@@ -105,7 +105,8 @@ class Formula:
 
     def totals(self, group: Any) -> xr.Dataset:
         """A client's coefficients, the sums of common ones and its effects, from draws of its posterior."""
-        by_name, own = {}, {}
+        by_name: dict[str, Any] = {}
+        own: dict[str, Any] = {}
         for one in self.spec.effects:
             if one.by_client:
                 draws = group[f"{one.name}_effects"].transpose("chain", "draw", ...).values
@@ -419,7 +420,7 @@ def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, Any]]:
         if _depends(lambda other: repr(family.parameters(other)[name]), scales):  # noqa: B023  # called at once
             source = f"2 times {sd}" if prior.name == "HalfNormal" else f"{mean} and {sd}"
         at = _at(spec, name) if name == "threshold" else ""
-        rows[name] = (_shown(priors.get(name, prior)) + at, of_entries.get(name), None, source)
+        rows[name] = (_shown(priors.get(name, prior)) + at, of_entries.get(name, ()), None, source)
     return {
         name: (prior, entries or None, reference, "priors=" if name in priors else source)
         for name, (prior, entries, reference, source) in rows.items()

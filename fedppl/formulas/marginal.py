@@ -177,17 +177,15 @@ def _moved(value: Array, phi: Array, common_phi: Array) -> Array:
 
 
 def _table(parts: dict[str, dict[str, Array]], levels: tuple[str, ...], ci_prob: float) -> pd.DataFrame:
-    rows: dict[tuple[str, ...], dict[str, float]] = {}
+    flat: dict[tuple[str, ...], Array] = {}
     for client_id, averages in parts.items():
         for what, value in averages.items():
             if value.ndim == 1:
-                rows[client_id, what] = _row(value, ci_prob)
+                flat[client_id, what] = value
             else:
-                rows |= {(client_id, what, level): _row(value[:, k], ci_prob) for k, level in enumerate(levels)}
-    names = ["client", "what", "outcome"][: len(next(iter(rows)))]
-    return pd.DataFrame(list(rows.values()), index=pd.MultiIndex.from_tuples(list(rows), names=names))
-
-
-def _row(x: Array, ci_prob: float) -> dict[str, float]:
-    low, high = np.quantile(x, interval(ci_prob))
-    return {"mean": float(x.mean()), "sd": float(x.std(ddof=1)), "ci_low": float(low), "ci_high": float(high)}
+                flat |= {(client_id, what, level): value[:, k] for k, level in enumerate(levels)}
+    draws = np.array(list(flat.values()))
+    low, high = np.quantile(draws, interval(ci_prob), axis=1)
+    columns = {"mean": draws.mean(axis=1), "sd": draws.std(axis=1, ddof=1), "ci_low": low, "ci_high": high}
+    names = ["client", "what", "outcome"][: len(next(iter(flat)))]
+    return pd.DataFrame(columns, index=pd.MultiIndex.from_tuples(list(flat), names=names))
