@@ -167,9 +167,9 @@ def agree(
 
     Each client sends, for each column of the formula, its number of rows; for numbers their sum and sum of squares; for
     texts the levels of at least `min_count` rows, and whether there are others. With a `min_count` above 1 numbers of
-    rows are rounded to its multiples, means and sds are rounded, extreme values of fewer rows are clipped, and a client
-    with fewer rows sends nothing and takes the constants of the others. For sites `fedppl.Flower.agree` asks them under
-    their own policies, and does not disclose whether some rows, but fewer than `min_count`, have a level.
+    rows, means and sds are rounded, extreme values of fewer rows are clipped, and a client with fewer rows takes the
+    constants of the others. `fedppl.Flower.agree` asks sites under their own policies, and does not disclose whether
+    some rows, but fewer than `min_count`, have a level.
 
     Parameters
     ----------

@@ -12,6 +12,7 @@ import pymc as pm
 from pymc.distributions.continuous import PositiveContinuous, UnitContinuous
 from pymc.distributions.distribution import Discrete
 
+from fedppl.settings import shown
 from fedppl.types import DeclarationError
 
 # Parameters that are positive in all of PyMC's continuous distributions.
@@ -111,13 +112,13 @@ class Prior:
 def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
     """Refuse parameters that are unknown, not numbers, or negative where they must be positive."""
     for key, value in parameters.items():
-        numbers = np.asarray(value) if _are_numbers(value) else None
-        if isinstance(value, str) or (numbers is not None and numbers.dtype.kind not in "biuf"):
-            raise DeclarationError(f"Prior({name!r}, {key}={value!r}): parameters are numbers or arrays of them.")
-        if numbers is not None and np.any(np.isnan(numbers)):
-            raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}) is not a number; give one.")
-        if numbers is not None and key in _POSITIVE and not np.all(numbers > 0):
-            raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}): {key!r} must be positive.")
+        numbers = np.asarray(value) if _are_numbers(value) else np.zeros(0)  # PyMC judges other objects
+        is_wrong = isinstance(value, str) or numbers.dtype.kind not in "biuf" or bool(np.any(np.isnan(numbers)))
+        if is_wrong or (key in _POSITIVE and not np.all(numbers > 0)):
+            rule = "positive numbers" if key in _POSITIVE else "numbers"
+            raise DeclarationError(
+                f"Prior({name!r}, {key}={shown(value)}): {key!r} takes {rule}; give one, or an array."
+            )
     low, high = parameters.get("lower"), parameters.get("upper")
     if _are_numbers(low) and _are_numbers(high) and not np.all(np.asarray(low) < np.asarray(high)):
         raise DeclarationError(f"Prior({name!r}, lower={_shown(low)}, upper={_shown(high)}): lower is not below upper.")
