@@ -114,9 +114,7 @@ def _as_column(values: Any) -> Any:
         return values
     if isinstance(values, pd.Index | pd.api.extensions.ExtensionArray):
         values = pd.Series(values)
-    if isinstance(values, pd.Series):
-        if not isinstance(values.dtype, np.dtype | pd.StringDtype):
-            return nw.from_native(values, series_only=True)
+    if isinstance(values, pd.Series) and isinstance(values.dtype, np.dtype | pd.StringDtype):
         values = values.to_numpy(dtype=object if isinstance(values.dtype, pd.StringDtype) else None)
     elif not isinstance(values, np.ndarray | list | tuple):
         values = nw.from_native(values, series_only=True, pass_through=True)
@@ -154,16 +152,15 @@ def categories(data: Any, names: Sequence[str] | None) -> Categories:
     """Categories by column; refuse tables whose categories differ, since one number would have several meanings."""
     known: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     for client_id, table in tables_of(data).items():
-        for name in table.names if names is None else [name for name in table.names if name in names]:
-            if (order := _categories_of(table.column(name))) is None:
-                continue
-            first, expected = known.setdefault(name, (client_id, order))
-            if expected != order:
-                raise DataError(
-                    f"column {name!r} has the categories {list(expected)[:8]} at client {str(first)!r} and "
-                    f"{list(order)[:8]} at client {str(client_id)!r}; set the same everywhere, "
-                    "column.cat.set_categories([...])."
+        for name in table.names:
+            order = _categories_of(table.column(name)) if names is None or name in names else None
+            if order is not None and known.setdefault(name, (client_id, order))[1] != order:
+                first, expected = known[name]
+                places = (
+                    f"{list(expected)[:8]} at client {str(first)!r}, {list(order)[:8]} at client {str(client_id)!r}"
                 )
+                remedy = "set the same, column.cat.set_categories([...])"
+                raise DataError(f"column {name!r} has the categories {places}; {remedy}.")
     return {name: order for name, (_, order) in known.items()}
 
 
@@ -173,10 +170,8 @@ def order(data: Any, name: str) -> tuple[str, ...] | None:
     if None in by_client.values():
         return None
     if len(set(by_client.values())) > 1:
-        raise DataError(
-            f"clients have the categories of {name!r} in different orders, {by_client}; give all the same, "
-            "column.cat.set_categories([...], ordered=True)."
-        )
+        remedy = "column.cat.set_categories([...], ordered=True)"
+        raise DataError(f"the categories of {name!r} have different orders, {by_client}; set the same, {remedy}.")
     return next(iter(by_client.values()), None)
 
 
@@ -190,28 +185,34 @@ def orders(data: Any, names: Sequence[str]) -> dict[str, tuple[str, ...] | None]
 
 
 def _orders(data: Any, name: str, *, chosen: bool) -> dict[str, tuple[str, ...] | None]:
-    """Orders of a column's categories by client."""
-    with_it = {str(k): table for k, table in tables_of(data).items() if name in table.names}
-    return {
-        k: _order_of(table.column(name), chosen=chosen)
-        for k, table in with_it.items()
-        if not isinstance(table.source, xr.Dataset)
-    }
+    """Categories of a column by client, None unless their order was chosen, as of pandas' ordered ones.
+
+    Without `chosen`, categories of pandas that are not ordered count as well, in the order in which they are listed.
+    """
+    by_client: dict[str, tuple[str, ...] | None] = {}
+    for k, table in tables_of(data).items():
+        if name not in table.names or isinstance(table.source, xr.Dataset):
+            continue
+        column, by_client[str(k)] = table.column(name), None
+        if (found := _categories_of(column)) is not None:
+            is_listed = not chosen and column.implementation.is_pandas_like()
+            if is_listed or isinstance(column.dtype, narwhals().Enum):
+                by_client[str(k)] = tuple(map(as_level, found))
+    return by_client
 
 
 def known(client_id: str, data: Any, *, names: Sequence[str] | None, orders: Categories) -> Any:
     """One client's data by name; categories and texts are numbered in the given `orders`."""
-    whose = f"client {client_id!r}"
-    return columns(data, names, whose, orders=orders) if is_frame(data) else named(data, names, whose)
+    return named(data, names, f"client {client_id!r}", orders)
 
 
-def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
+def named(data: Any, names: Sequence[str] | None, whose: str, orders: Categories | None = None) -> Any:
     """One client's data by name: a mapping as it is, the columns `names` of a frame, or a tuple in their order.
 
     With `names` None a frame gives all its columns. Errors begin with `whose`.
     """
     if is_frame(data):
-        return columns(data, names, whose)
+        return columns(data, names, whose, orders=orders)
     if isinstance(data, tuple):
         if names is None or len(data) > len(names):
             known = "any name" if names is None else f"{len(names)}: {list(names)}"
@@ -219,10 +220,8 @@ def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
         data = dict(zip(names, data, strict=False))
     for name, value in data.items() if isinstance(data, Mapping) else ():
         if has_categories(value):
-            raise DataError(
-                f"{whose}: {name!r} has categories, which a data frame alone numbers; pass a frame, or its .to_numpy() "
-                "for values and .cat.codes for places."
-            )
+            remedy = "pass a frame, or its .to_numpy() for values and .cat.codes for places"
+            raise DataError(f"{whose}: {name!r} has categories, which a data frame alone numbers; {remedy}.")
     return data
 
 
@@ -259,16 +258,12 @@ def columns(
     table = opened(frame)
     wanted = table.names if names is None else [name for name in names if name in table.names]
     if names is not None and not wanted:
-        raise DataError(
-            f"{whose}: the frame has the columns {table.names[:20]}, and {list(names)} are wanted; rename them."
-        )
-    by_name = {name: table.column(name) for name in wanted}
-    return {
-        name: _in_texts(column, f"{whose}: column {name!r}")
-        if texts
-        else numeric(column, f"{whose}: column {name!r}", (orders or {}).get(name))
-        for name, column in by_name.items()
-    }
+        raise DataError(f"{whose}: the frame has the columns {table.names[:20]}, none of {list(names)}; rename them.")
+    arrays = {}
+    for name in wanted:
+        column, what = table.column(name), f"{whose}: column {name!r}"
+        arrays[name] = _in_texts(column, what) if texts else numeric(column, what, (orders or {}).get(name))
+    return arrays
 
 
 def _in_texts(column: Any, what: str) -> Array:
@@ -319,10 +314,8 @@ def rows_first(table: Opened, keys: Sequence[Any], names: Sequence[str]) -> Open
         raise DataError(f"by={list(keys)} has the dims {sorted(dims)}; in a Dataset it has one, that of the rows.")
     for name in names:
         if name in data and dim[0] not in data[name].dims:
-            raise DataError(
-                f"{name!r} has the dims {data[name].dims}, and by={list(keys)} runs over {dim[0]!r}; give every client "
-                "its own data, {id: {name: array}}."
-            )
+            what = f"{name!r} has the dims {data[name].dims}, and by={list(keys)} runs over {dim[0]!r}"
+            raise DataError(f"{what}; give every client its own data, {{id: {{name: array}}}}.")
     return replace(table, source=data.transpose(dim[0], ...))
 
 
@@ -330,25 +323,19 @@ def require_by_client(clients: Mapping[Any, Any], names: Sequence[str] | None) -
     """Refuse the arrays of one client in place of a mapping from client to data."""
     plain = not any(isinstance(value, Mapping) or is_frame(value) for value in clients.values())
     if names and clients and plain and set(clients) <= set(names):
-        raise DataError(
-            f"data have the model's names {list(clients)} in place of clients' ids; pass "
-            '{"some client": data}, or a data frame with by=.'
-        )
+        what = f"data have the model's names {list(clients)} in place of clients' ids"
+        raise DataError(f'{what}; pass {{"some client": data}}, or a data frame with by=.')
 
 
 def require_alignment(data: Any, whose: str) -> None:
     """Refuse Series whose indices have the same labels in different orders: rows are matched by position."""
-    if not isinstance(data, Mapping):
-        return
-    series = {name: value for name, value in data.items() if isinstance(value, pd.Series)}
-    for name, value in series.items():
-        first, other = next(iter(series.items()))
-        a, b = other.index, value.index
+    items = data.items() if isinstance(data, Mapping) else ()
+    series = [(name, value.index) for name, value in items if isinstance(value, pd.Series)]
+    for name, b in series[1:]:
+        first, a = series[0]
         if len(a) == len(b) and not a.equals(b) and a.is_unique and b.is_unique and a.symmetric_difference(b).empty:
-            raise DataError(
-                f"{whose}: {first!r} and {name!r} have the same index in different orders; make one frame, "
-                "pandas.DataFrame({...}), or pass .to_numpy(), which goes by position."
-            )
+            what = f"{whose}: {first!r} and {name!r} have the same index in different orders"
+            raise DataError(f"{what}; make one frame, pandas.DataFrame({{...}}), or pass .to_numpy(), by position.")
 
 
 # Columns as arrays of numbers ----------------------------------------------------------------------------------------
@@ -387,17 +374,6 @@ def _categories_of(column: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _order_of(column: Any, *, chosen: bool = True) -> tuple[str, ...] | None:
-    """Categories of a column whose order was chosen, such as pandas' ordered ones; else None.
-
-    Without `chosen`, categories of pandas that are not ordered count as well, in the order in which they are listed.
-    """
-    if (found := _categories_of(column)) is None:
-        return None
-    listed = isinstance(column.dtype, narwhals().Enum) or (not chosen and column.implementation.is_pandas_like())
-    return tuple(map(as_level, found)) if listed else None
-
-
 def numeric(column: Any, what: str, known: Sequence[Any] | None = None, *, of_formula: bool = False) -> Array:
     """Numbers of a column; `known` are categories in the order of all clients. A formula takes texts as well."""
     nw = narwhals()
@@ -434,38 +410,32 @@ def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
     """Places among the categories, in their order."""
     places = {value: float(place) for place, value in enumerate(order)}
     values = column.to_list()
-    unknown = sorted({repr(v) for v in values if v is not None and v == v and v not in places})
-    if unknown:
-        raise DataError(
-            f"{what} has the unknown categories {', '.join(unknown[:4])}; known are {list(order)[:10]}; fit again."
-        )
+    if unknown := sorted({repr(v) for v in values if v is not None and v == v and v not in places}):
+        listed = ", ".join(unknown[:4])
+        raise DataError(f"{what} has the unknown categories {listed}; known are {list(order)[:10]}; fit again.")
     codes = np.array([places.get(value, np.nan) for value in values])  # what is missing is no category
     return codes if np.any(np.isnan(codes)) else codes.astype(np.int64)
 
 
 def _not_numeric(what: str, kind: str, values: Sequence[Any], *, of_formula: bool = False) -> DataError:
     present = [value for value in values if not is_missing(value)]
-    examples = sorted({repr(value) for value in present})[:4]
-    return DataError(
-        f"{what} has the type {kind} ({', '.join(examples)}), which is not numeric; {_remedy(present, of_formula)}."
-    )
-
-
-def _remedy(values: Sequence[Any], of_formula: bool) -> str:
-    odd = [value for value in values if not is_number(value)]
-    if values and not odd:
-        return "convert its texts to numbers, .astype(float) in pandas"
-    if len(odd) < len(values) and all(isinstance(value, str) for value in odd):
-        return f"correct {sorted(set(odd))[:4]}, or make them missing by pandas.to_numeric(column, errors='coerce')"
-    if any(isinstance(value, datetime.date) for value in values):
-        return "convert it to times of one zone, pandas.to_datetime(column, utc=True)"
-    if any(isinstance(value, list | tuple | np.ndarray | dict) or hasattr(value, "to_list") for value in values):
-        return "give one number a row, in several columns, or an array by name"
-    if any(hasattr(value, "to_timestamp") for value in values):
-        return "convert its periods to times, column.dt.to_timestamp()"
-    if of_formula:
-        return "give its values as numbers, or as levels by texts, .astype(str) in pandas"
-    return "number its values alike at all clients, or use fedppl.formula, which agrees on levels"
+    examples = ", ".join(sorted({repr(value) for value in present})[:4])
+    odd = [value for value in present if not is_number(value)]
+    if present and not odd:
+        remedy = "convert its texts to numbers, .astype(float) in pandas"
+    elif len(odd) < len(present) and all(isinstance(value, str) for value in odd):
+        remedy = f"correct {sorted(set(odd))[:4]}, or make them missing by pandas.to_numeric(column, errors='coerce')"
+    elif any(isinstance(value, datetime.date) for value in present):
+        remedy = "convert it to times of one zone, pandas.to_datetime(column, utc=True)"
+    elif any(isinstance(value, list | tuple | np.ndarray | dict) or hasattr(value, "to_list") for value in present):
+        remedy = "give one number a row, in several columns, or an array by name"
+    elif any(hasattr(value, "to_timestamp") for value in present):
+        remedy = "convert its periods to times, column.dt.to_timestamp()"
+    elif of_formula:
+        remedy = "give its values as numbers, or as levels by texts, .astype(str) in pandas"
+    else:
+        remedy = "number its values alike at all clients, or use fedppl.formula, which agrees on levels"
+    return DataError(f"{what} has the type {kind} ({examples}), which is not numeric; {remedy}.")
 
 
 def is_number(value: Any) -> bool:
@@ -493,31 +463,15 @@ def require_ids(clients: Mapping[Any, Any]) -> None:
 
     >>> require_ids({"a": {}, 1: {}})
     """
+    by_text: dict[str, Any] = {}
     for client_id in clients:
-        _require_id(client_id)
-    texts = [str(client_id) for client_id in clients]
-    if len(set(texts)) < len(texts):
-        raise DataError(f"client ids {list(clients)[:20]} are not distinct as strings; rename them.")
-    stripped: dict[str, str] = {}
-    for text in texts:
-        other = stripped.setdefault(text.strip(), text)
-        if other != text:
-            raise DataError(f"client ids {other!r} and {text!r} differ by blanks alone; strip them, or rename one.")
-
-
-def _require_id(client_id: Any) -> None:
-    parts = client_id if isinstance(client_id, tuple) else (client_id,)
-    for part in parts:
-        if is_missing(part):
-            raise DataError(f"a client's id is {client_id!r}; name the client, or drop its rows.")
-        if isinstance(part, bytes):
-            raise DataError(f"client id {client_id!r} is of bytes; decode it: {part!r}.decode().")
-        if isinstance(part, frozenset):
-            raise DataError(f"client id {client_id!r} is a set, which has no order; pass a text or a tuple.")
-    if odd := [sign for sign in str(client_id) if unicodedata.category(sign) in ("Cc", "Cs")]:
-        raise DataError(f"client id {client_id!r} has the control character {odd[0]!r}; leave it out.")
-    if not str(client_id).strip():
-        raise DataError(f"a client's id is {client_id!r}, an empty text; name the client, or drop its rows.")
+        parts, text = client_id if isinstance(client_id, tuple) else (client_id,), str(client_id).strip()
+        is_odd = not text or any(unicodedata.category(sign) in ("Cc", "Cs") for sign in str(client_id))
+        if is_odd or any(is_missing(part) or isinstance(part, bytes | frozenset) for part in parts):
+            rule = "a text without control characters, a number, or a tuple of these"
+            raise DataError(f"a client's id is {client_id!r}; name the client by {rule}, or drop its rows.")
+        if (other := by_text.setdefault(text, client_id)) is not client_id:
+            raise DataError(f"client ids {other!r} and {client_id!r} are not distinct, blanks aside; rename one.")
 
 
 def is_missing(value: Any) -> bool:
@@ -537,34 +491,21 @@ def keys_of(by: Any, known: Sequence[Any], index: Iterable[Any] = ()) -> list[An
     keys = [by] if isinstance(by, str) or not isinstance(by, Sequence) else list(by)
     if not keys:
         raise DataError("by=[] names no column; name the column, or columns, that tell clients apart.")
-    for key in keys:
-        if not _is_name(key):
-            raise DataError(
-                f"by= is of type {type(key).__name__}; put the values into a column of the table, and pass its name."
-            )
-    absent = [key for key in keys if key not in known]
-    if absent:
-        levels = [name for name in absent if name in list(index)]
-        close = difflib.get_close_matches(str(absent[0]).casefold(), [str(name).casefold() for name in known], n=1)
-        meant = [name for name in known if close and str(name).casefold() == close[0]]
-        remedy = f"name one of them{f', such as {meant[0]!r}' if meant else ''}"
-        if levels:
+    try:
+        set(keys)
+    except TypeError as error:  # arrays and Series
+        kind = type(keys[0]).__name__
+        raise DataError(f"by= is of type {kind}; put the values into a column, and pass its name.") from error
+    if absent := [key for key in keys if key not in known]:
+        lower = {str(name).casefold(): name for name in reversed(known)}
+        close = difflib.get_close_matches(str(absent[0]).casefold(), lower, n=1)
+        remedy = f"name one of them{f', such as {lower[close[0]]!r}' if close else ''}"
+        if levels := [name for name in absent if name in list(index)]:
             remedy = f"{levels} is in its index: pass frame.reset_index()"
         raise DataError(f"by={shown(absent)} is no column of the table; its columns are {list(known)[:20]}; {remedy}.")
     if len(set(keys)) < len(keys):
         raise DataError(f"by={keys} names a column twice; name each once.")
     return keys
-
-
-def _is_name(key: Any) -> bool:
-    """Whether a key can be looked up; arrays and Series cannot."""
-    if getattr(key, "ndim", 0) != 0:
-        return False
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
 
 
 def id_of(key: tuple[Any, ...], by: Sequence[Any]) -> Any:
@@ -584,9 +525,8 @@ def require_order(names: Sequence[str], estimate: Any, covariance: Any) -> None:
             if isinstance(labels, pd.Index) and labels.inferred_type != "integer":  # numbers of rows name nothing
                 axes[f"{what}.{axis}"] = list(labels)
     for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
-        places = {label: k for k, label in enumerate(first)}
-        if moved := [label for k, label in enumerate(second) if places.get(label, k) != k]:
-            raise DataError(
-                f"an estimate: {moved[0]!r} is at another place in {other}, {second[:8]}, than in {one}, {first[:8]}; "
-                "put all in one order, estimate[names] and covariance.loc[names, names]."
-            )
+        place = {label: k for k, label in enumerate(first)}
+        if moved := [label for k, label in enumerate(second) if place.get(label, k) != k]:
+            places = f"another place in {other}, {second[:8]}, than in {one}, {first[:8]}"
+            remedy = "order both by names, estimate[names] and covariance.loc[names, names]"
+            raise DataError(f"an estimate: {moved[0]!r} is at {places}; {remedy}.")

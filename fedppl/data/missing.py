@@ -31,15 +31,11 @@ def complete(clients: Mapping[Any, Any], missing: str) -> Any:
     if not any(counts.values()):
         return clients
     if missing == "error":
-        raise DataError(
-            f"values are missing: {_listed(counts)}; drop or impute them before the fit, or let "
-            'missing="drop" leave those rows out.'
-        )
+        raise DataError(f'values are missing: {_listed(counts)}; impute them, or say missing="drop" to drop rows.')
     kept = {k: dropped(k, data) if counts[k] else (data, 0, 0) for k, data in clients.items()}
-    lost = {k: (gone, rows) for k, (_, gone, rows) in kept.items() if gone}
-    lines = [f"client {k}: {gone} of {rows} rows are left out" for k, (gone, rows) in lost.items()]
+    lines = [f"client {k}: {gone} of {rows} rows are left out" for k, (_, gone, rows) in kept.items() if gone]
     more = f", and at {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
-    total = sum(gone for gone, _ in lost.values())
+    total = sum(gone for _, gone, _ in kept.values())
     logger.warning("values are missing in %d rows: %s%s", total, "; ".join(lines[:_NAMED]), more)
     return {k: data for k, (data, _, _) in kept.items()}
 
@@ -52,9 +48,7 @@ def _listed(counts: Mapping[Any, Mapping[str, int]]) -> str:
 
 def gaps(data: Any) -> dict[str, int]:
     """Number of rows with missing values, by name of the array."""
-    if not isinstance(data, Mapping):
-        return {}
-    return {name: int(rows.sum()) for name, rows in _gone(data).items()}
+    return {name: int(rows.sum()) for name, rows in _gone(data).items()} if isinstance(data, Mapping) else {}
 
 
 def _gone(data: Mapping[str, Any]) -> dict[str, Array]:
@@ -90,20 +84,16 @@ def _array(value: Any) -> Array | None:
 
 def dropped(client_id: Any, data: Mapping[str, Any]) -> tuple[dict[str, Any], int, int]:
     """A client's data without rows that have missing values, the number of these, and of all."""
-    missing = {name: missing_rows(value) for name, value in data.items()}
-    rows = {len(data[name]) for name, mask in missing.items() if mask is not None and mask.any()}
-    arrays = {name: value if np.ma.isMaskedArray(value) else np.asarray(value) for name, value in data.items()}
+    gone = _gone(data)
+    rows = {len(data[name]) for name in gone}
     if len(rows) != 1:
-        raise DataError(
-            f"client {str(client_id)!r}: arrays of {sorted(rows)} rows have missing values; drop them before the fit."
-        )
+        what = f"arrays of {sorted(rows)} rows have missing values"
+        raise DataError(f"client {str(client_id)!r}: {what}; drop them before the fit.")
     (count,) = rows
-    parts = [mask for mask in missing.values() if mask is not None and len(mask) == count]
-    kept = ~np.logical_or.reduce(parts)
+    kept = ~np.logical_or.reduce(list(gone.values()))
     if not kept.any():
-        raise DataError(
-            f"client {str(client_id)!r}: each of its {count} rows has missing values; leave the client out."
-        )
+        raise DataError(f"client {str(client_id)!r}: each of its {count} rows has missing values; leave it out.")
+    arrays = {name: value if np.ma.isMaskedArray(value) else np.asarray(value) for name, value in data.items()}
     by_name = {
         name: np.asarray(array[kept] if array.ndim and len(array) == count else array) for name, array in arrays.items()
     }
@@ -139,10 +129,8 @@ def without_outcomes(clients: Mapping[Any, Mapping[str, Any]], outcomes: Sequenc
         if any(left.values()):
             elsewhere[client_id] = {name: count for name, count in left.items() if count}
     if elsewhere:
-        raise DataError(
-            f"values are missing: {_listed(elsewhere)}, which are not among the model's outcomes {list(outcomes)}; "
-            'impute predictors before the fit, or say missing="drop".'
-        )
+        what = f"values are missing: {_listed(elsewhere)}, which are not among the model's outcomes {list(outcomes)}"
+        raise DataError(f'{what}; impute predictors before the fit, or say missing="drop".')
     return {k: None if mask is None else _without(k, clients[k], outcomes, mask) for k, mask in masks.items()}
 
 
@@ -152,14 +140,10 @@ def _without(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str], m
         entries = _missing_entries(data[name])
         gone = np.zeros(len(mask), dtype=bool) if entries is None else entries.reshape(len(mask), -1).all(axis=1)
         if partly := int(np.sum(mask & ~gone)):
-            raise DataError(
-                f"client {str(client_id)!r}: {partly} rows have a part of their outcomes {alike} and lack others; "
-                'impute these before the fit, or say missing="drop".'
-            )
+            what = f"client {str(client_id)!r}: {partly} rows have a part of their outcomes {alike} and lack others"
+            raise DataError(f'{what}; impute these before the fit, or say missing="drop".')
     if mask.all():
-        raise DataError(
-            f"client {str(client_id)!r}: all its outcomes {alike} are missing; leave the client out, it is a new one."
-        )
+        raise DataError(f"client {str(client_id)!r}: all its outcomes {alike} are missing; leave the client out.")
     logger.info("client %s: %d of %d outcomes are missing, and left to the model", client_id, mask.sum(), len(mask))
     arrays = {name: np.asarray(np.ma.getdata(value)) for name, value in data.items()}
     by_row = {name for name, array in arrays.items() if array.ndim and len(array) == len(mask)}

@@ -21,9 +21,8 @@ def label_skew(
 ) -> Partition:
     """Give every client some of the labels, and slices of very different sizes.
 
-    Labels are drawn from a pile that is refilled when it is empty, so that all are held about equally often. The rows
-    of a label, shuffled, are cut at random places into one slice for each client that holds it: a few are large, most
-    are small.
+    Labels are drawn from a pile that is refilled when it is empty, so that all are held about equally often. Rows of a
+    label, shuffled, are cut at random places into a slice for each client that holds it: a few are large, most small.
 
     Parameters
     ----------
@@ -32,8 +31,8 @@ def label_skew(
     clients, each
         Number of clients, and of labels that each holds.
     cuts
-        Rule by which labels are cut. "same": all at the same fractions, so that a client with a large slice of one
-        label tends to have large slices of all. "independent": each label by itself. "equal": into slices of one size.
+        Where labels are cut. "same": all at the same fractions, so that a client with a large slice of one label tends
+        to have large slices of all. "independent": each label by itself. "equal": into slices of one size.
     random_seed
         Seed.
 
@@ -54,8 +53,7 @@ def label_skew(
 
     Notes
     -----
-    *When this fails.* A label of which no client draws is nobody's: where ``clients * each`` is less than the number
-    of labels this is an error, since rows would be left over.
+    *When this fails.* Where ``clients * each`` is less than the number of labels, since rows would be left over.
 
     References
     ----------
@@ -108,9 +106,8 @@ def concept_drift(
 
     Notes
     -----
-    *When this fails.* A class that has one subclass is the same at all clients. The subclass of each class is drawn by
-    itself, so that few clients have few of the combinations. Clients differ in their number of rows as well, and what
-    is due to that is not told apart from the drift.
+    *When this fails.* A class that has one subclass is the same at all clients. Clients differ in their number of rows
+    as well, and what is due to that is not told apart from the drift.
 
     References
     ----------
@@ -158,10 +155,9 @@ def dirichlet(
 
     Raises
     ------
-    DataError
-        For labels that are none: not one for every row, of several types, or numbers that are missing or infinite.
-    DeclarationError
-        For numbers out of range, or where 1,000 draws leave some client with too few rows.
+    DataError, DeclarationError
+        For labels that are missing or of several types, numbers out of range, or 1,000 draws that leave some client
+        with too few rows.
 
     Examples
     --------
@@ -172,8 +168,8 @@ def dirichlet(
     Notes
     -----
     *When this fails.* Draws that leave a client with too few rows are thrown away: with a small `alpha`, many clients
-    or a large `least`, those that are kept are more equal than the Dirichlet distribution, or there are none. Shares
-    are rounded to rows, and of a label with fewer rows than clients some clients have none whatever `alpha` is.
+    or a large `least`, those that are kept are more equal than the Dirichlet distribution, or there are none. Of a
+    label with fewer rows than clients some clients have none whatever `alpha` is.
     """
     y, rng = _require_column("labels", labels), _generator(random_seed)
     whole("clients", clients)
@@ -189,9 +185,8 @@ def dirichlet(
         if np.bincount(owner, minlength=clients).min() >= least:
             rows = {f"client {k}": np.flatnonzero(owner == k) for k in range(clients)}
             return Partition(rows, {name: tuple(np.unique(y[at]).tolist()) for name, at in rows.items()})
-    raise DeclarationError(
-        f"1,000 draws left a client with fewer than least={least} rows; raise alpha={alpha} or lower clients={clients}."
-    )
+    rule = f"fewer than least={least} rows"
+    raise DeclarationError(f"1,000 draws left a client with {rule}; raise alpha={alpha} or lower clients={clients}.")
 
 
 def feature_skew(
@@ -227,11 +222,8 @@ def feature_skew(
 
     Raises
     ------
-    DataError
-        If a source, or a label of it, has fewer rows than clients, or sources and labels are none: not one for every
-        row, of several types, or numbers that are missing or infinite.
-    DeclarationError
-        If there are fewer clients than sources, too few to hold all labels of a source, or for a seed that is none.
+    DataError, DeclarationError
+        As in `label_skew`, and if there are fewer clients than sources, or too few to hold all labels of a source.
 
     Examples
     --------
@@ -245,8 +237,7 @@ def feature_skew(
 
     Notes
     -----
-    *When this fails.* Sources often differ in the shares of their labels too. Then clients differ in more than their
-    inputs, and what is due to which is not told apart.
+    *When this fails.* Where sources differ in the shares of their labels too, clients differ in more than their inputs.
     """
     where, rng = _require_column("sources", sources), _generator(random_seed)
     known = np.unique(where).tolist()
@@ -267,10 +258,8 @@ def feature_skew(
     for i, source in enumerate(known):
         classes, members = np.unique(y[where == source]).tolist(), range(i, clients, len(known))
         if not each <= len(classes) <= each * len(members):
-            raise DeclarationError(
-                f"{len(members)} clients with each={each} cannot hold all {len(classes)} labels of {source!r}, none of "
-                "them twice; change clients= or each=."
-            )
+            what = f"{len(members)} clients with each={each} cannot hold all {len(classes)} labels of {source!r}"
+            raise DeclarationError(f"{what}, none of them twice; change clients= or each=.")
         for number, label in enumerate(classes, len(pairs)):
             numbers[(where == source) & (y == label)] = number
         kinds_here = _kinds_of(range(len(pairs), len(pairs) + len(classes)), len(members), each, rng)
@@ -297,9 +286,8 @@ def _generator(random_seed: Any) -> np.random.Generator:
     try:
         return np.random.default_rng(random_seed)
     except (TypeError, ValueError) as error:
-        raise DeclarationError(
-            f"random_seed={shown(random_seed)} must be a non-negative int, a Generator or None."
-        ) from error
+        seed = shown(random_seed)
+        raise DeclarationError(f"random_seed={seed} must be a non-negative int, a Generator or None.") from error
 
 
 def _require_column(name: str, values: Any) -> NDArray[Any]:
@@ -308,38 +296,33 @@ def _require_column(name: str, values: Any) -> NDArray[Any]:
         raise DataError(f"{name} hold masked values; drop these rows.")
     try:
         column = np.asarray(values)
-    except ValueError as error:  # rows of several lengths
-        raise DataError(f"{name} are no column; pass one value for every row.") from error
+    except ValueError:  # rows of several lengths
+        column = np.asarray(None)
     if column.ndim != 1 or not len(column):
-        raise DataError(f"{name} have shape {column.shape}; pass one for every row.")
+        raise DataError(f"{name} have shape {column.shape}; pass one value for every row.")
     # NumPy makes strings of all values, NaN too, where one is a string.
     given = list(values) if column.dtype.kind in "US" and isinstance(values, list | tuple) else column.tolist()
-    if column.dtype.kind in "OUS" and len({_kind(value) for value in given}) > 1:
-        raise DataError(f"{name} are of several types, {shown(given[:3])} ...; pass numbers, or strings.")
-    if column.dtype.kind not in "OUSbiuf" or not isinstance(given[0], str | bytes | int | float):
-        raise DataError(f"{name} are of type {type(column[0]).__name__}; pass numbers, or strings.")
-    numbers = column.astype(float) if column.dtype.kind == "O" and isinstance(given[0], float) else column
+    types = {str if isinstance(value, str) else type(value) for value in given}  # strings of NumPy are strings
+    if column.dtype.kind not in "OUSbiuf" or len(types) > 1 or not isinstance(given[0], str | bytes | int | float):
+        listed = sorted(one.__name__ for one in types)
+        raise DataError(f"{name} are of the types {listed}; pass numbers, or strings.")
+    numbers = column.astype(float) if column.dtype.kind == "O" and types == {float} else column
     if numbers.dtype.kind == "f" and not np.all(np.isfinite(numbers)):
         raise DataError(f"{name} hold missing or infinite values; drop these rows.")
     return column
 
 
-def _kind(value: Any) -> type:
-    """The type of a value; strings of NumPy are strings."""
-    return next((kind for kind in (str, bytes) if isinstance(value, kind)), type(value))
-
-
 def _kinds_of(known: Sequence[Any], clients: int, each: int, rng: np.random.Generator) -> list[tuple[Any, ...]]:
     """Draw different kinds for each client from a pile that is refilled."""
     pile: list[Any] = []
-    drawn = []
-    for _ in range(clients):
-        drawn_here: list[Any] = []
-        while len(drawn_here) < each:
-            if set(pile) <= set(drawn_here):
+    drawn: list[tuple[Any, ...]] = [()] * clients
+    for client in range(clients):
+        while len(drawn[client]) < each:
+            if set(pile) <= set(drawn[client]):
                 pile += [known[i] for i in rng.permutation(len(known))]
-            drawn_here.append(pile.pop(next(i for i, kind in enumerate(pile) if kind not in drawn_here)))
-        drawn.append(tuple(drawn_here))
+            kind = next(kind for kind in pile if kind not in drawn[client])
+            pile.remove(kind)
+            drawn[client] += (kind,)
     return drawn
 
 

@@ -84,9 +84,7 @@ def of_frame(
     if not len(codes[0]):
         raise DataError("the table has no rows; there is nothing to fit.")
     if empty := int(np.sum(np.min(codes, axis=0) < 0)):
-        raise DataError(
-            f"by={list(keys)} is missing in {empty} of {len(codes[0])} rows; say whose they are, or drop them."
-        )
+        raise DataError(f"by={list(keys)} is missing in {empty} of {len(codes[0])} rows; fill it in, or drop them.")
     numbers = codes[0]
     for code in codes[1:]:
         numbers = pd.factorize(numbers * (code.max() + 1) + code)[0]
@@ -114,9 +112,8 @@ def of_clients(clients: Mapping[Any, Any]) -> Table | None:
     arrays = {str(name): [np.asarray(data[name]) for data in clients.values()] for name in first}
     lengths = {tuple(len(array) if array.ndim else 0 for array in of_name) for of_name in arrays.values()}
     kinds = [{(array.dtype.kind, array.shape[1:]) for array in of_name} for of_name in arrays.values()]
-    if len(lengths) != 1 or 0 in (counts := lengths.pop()) or any(len(kind) > 1 for kind in kinds):
-        return None
-    if any(of_name[0].dtype.kind not in "biuf" for of_name in arrays.values()):
+    of_numbers = all(len(kind) == 1 and next(iter(kind))[0] in "biuf" for kind in kinds)
+    if len(lengths) != 1 or 0 in (counts := lengths.pop()) or not of_numbers:
         return None
     columns = {name: np.concatenate(of_name) for name, of_name in arrays.items()}
     require_ids(clients)

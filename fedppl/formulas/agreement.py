@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,13 +54,16 @@ class Agreement(NamedTuple):
     others: bool  # whether rows of withheld levels get the level "other"
 
 
-def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float) -> dict[str, Told]:
+def tell(
+    data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float, *, here: bool = False
+) -> dict[str, Told]:
     """Summaries of a client's columns; columns named in `levels` are levels though they be numbers.
 
-    Levels of fewer than `min_count` rows leave no trace, unless rows of all such levels together reach it. Numbers of
-    rows are rounded down to its multiples, those of levels to multiples of twice it, so that a rare level's rows, moved
-    from a level with a round number of them, change no count. Of numbers the `min_count` - 1 largest and smallest are
-    clipped, or a tenth at each end; sds are rounded to powers of √2, means to halves of sds. With 1 all is exact.
+    Levels of fewer than `min_count` rows leave no trace, unless their rows together reach it or are `here`, in this
+    process. Numbers of rows are rounded down to its multiples, those of levels to multiples of twice it, so that a rare
+    level's rows, moved from a level with a round number of them, change no count. Of numbers the `min_count` - 1
+    largest and smallest are clipped, or a tenth at each end; sds are rounded to powers of √2, means to halves of sds.
+    With 1 all is exact.
     """
     summaries = {}
     for name in names:
@@ -72,18 +75,12 @@ def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], m
             labels, counts = np.unique(as_texts(values), return_counts=True)
             by_label = zip(labels.tolist(), counts.tolist(), strict=True)
             counted = {label: _window(n, min_count) for label, n in by_label if n >= min_count}
-            many = int(counts[counts < min_count].sum()) >= min_count
+            left_out = int(counts[counts < min_count].sum())
             rows = max(_whole(len(values), min_count), sum(counted.values()))
-            summaries[name] = Told(rows, levels=counted, withheld=many, text=True)
+            summaries[name] = Told(rows, levels=counted, withheld=left_out >= (1 if here else min_count), text=True)
         else:
             summaries[name] = _sums(np.asarray(values, dtype=float), min_count)
     return summaries
-
-
-def rare(summary: Told, values: Array) -> Told:
-    """The summary with `withheld` set exactly, from a client's rows in this process."""
-    few = summary.text and summary.rows > 0 and not set(np.unique(as_texts(values)).tolist()) <= set(summary.levels)
-    return summary._replace(withheld=few) if summary.text else summary
 
 
 def _sums(reals: Array, min_count: float) -> Told:
@@ -147,27 +144,29 @@ def agreed(
     are `unscaled` need no mean and sd; `constant` ones may have one value. Unless `believed` a client counts for at
     most ten times the median of the others' rows, from five clients on for it, and means and sds are medians.
     """
-    columns = {}
-    for name in next(iter(clients.values())):
-        parts = {client_id: summary[name] for client_id, summary in clients.items()}
+    order, listed, rows = order or {}, listed or {}, 0
+    columns: dict[str, Column] = {}
+    for name, parts in by_column(clients):
         parts = parts if believed else bounded(parts)
+        rows = sum(summary.rows for summary in parts.values()) if not columns else rows
         text = [client_id for client_id, summary in parts.items() if summary.text]
         if text and len(text) < len(parts):
             numeric = sorted(set(parts) - set(text))
-            raise DataError(
-                f"column {name!r} has numbers at {numeric[:3]} and texts at {text[:3]}; give all clients one kind."
-            )
-        if name in (order or {}):
-            columns[name] = _ordered(name, parts, list(map(str, (order or {})[name])))
+            raise DataError(f"column {name!r} has numbers at {numeric[:3]} and texts at {text[:3]}; give one kind.")
+        if name in order:
+            columns[name] = _ordered(name, parts, list(map(str, order[name])))
         elif text:
-            known_order = list((listed or {}).get(name) or ())
-            columns[name] = _levels(name, parts, known_order, others=others, closed=name in closed)
+            columns[name] = _levels(name, parts, listed.get(name) or (), others=others, closed=name in closed)
         else:
             needed, varies = name not in unscaled, name not in constant
             columns[name] = _constants(name, parts, needed=needed, varies=varies, middle=not believed)
-    firsts = {client_id: next(iter(summary.values())) for client_id, summary in clients.items()} if columns else {}
-    rows = sum(summary.rows for summary in (firsts if believed else bounded(firsts)).values())
     return Agreement(columns, rows, others)
+
+
+def by_column(clients: Mapping[str, Mapping[str, Told]]) -> Iterator[tuple[str, dict[str, Told]]]:
+    """Summaries of each column by client."""
+    for name in next(iter(clients.values()), {}):
+        yield name, {client_id: summaries[name] for client_id, summaries in clients.items()}
 
 
 def bounded(parts: Mapping[str, Told]) -> dict[str, Told]:
@@ -178,9 +177,8 @@ def bounded(parts: Mapping[str, Told]) -> dict[str, Told]:
         if told.rows > most:
             part = most / told.rows
             levels = {level: max(round(n * part), 1) for level, n in told.levels.items()}
-            scaled[client_id] = Told(
-                round(most), told.total * part, told.squares * part, levels, told.withheld, told.text
-            )
+            total, squares = told.total * part, told.squares * part
+            scaled[client_id] = Told(round(most), total, squares, levels, told.withheld, told.text)
     return scaled
 
 
@@ -189,15 +187,8 @@ def _others_rows(parts: Mapping[str, Told], client_id: str) -> float:
     return float(np.median(rows)) if rows else np.inf
 
 
-def _counts(parts: Mapping[str, Told]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for summary in parts.values():
-        counts.update(summary.levels)
-    return counts
-
-
 def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, others: bool, closed: bool) -> Column:
-    counts = _counts(parts)
+    counts = sum((Counter(summary.levels) for summary in parts.values()), Counter[str]())
     # The number of withheld rows is not known: it is estimated by rows without a listed level, and is at least one.
     withheld = {
         client_id: max(item.rows - sum(item.levels.values()), 1)
@@ -205,31 +196,25 @@ def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, othe
         if item.withheld or not item.rows
     }
     if withheld and not others:
-        raise DataError(
-            f"column {name!r} has levels of too few rows, at clients {list(withheld)[:5]}; pass "
-            'withheld="other" to make one level of them, lower min_count, or name the levels in formula(levels=...).'
-        )
+        remedy = 'lower min_count, name them in formula(levels=...), or pass withheld="other"'
+        raise DataError(f"column {name!r} has levels of too few rows, at clients {list(withheld)[:5]}; {remedy}.")
     levels = [item for item in listed if item in counts] + sorted(set(counts) - set(listed), key=_order)
     if withheld and not closed:
         levels = [*(level for level in levels if level != OTHER), OTHER]
         counts[OTHER] += sum(withheld.values())
     if len(levels) < 2:
-        raise DataError(
-            f"column {name!r} has only the levels {levels} with enough rows at all clients; leave it out of the "
-            "formula, name rare levels in formula(levels=...), or lower min_count, also of sites' policies."
-        )
+        remedy = "leave it out of the formula, name rare levels in formula(levels=...), or lower min_count"
+        raise DataError(f"column {name!r} has only the levels {levels} with enough rows; {remedy}.")
     total = sum(counts.values())
     return Column(tuple(levels), tuple(counts[level] / total for level in levels))
 
 
 def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
     """Levels in the user's order, with those that do not occur."""
-    counts = _counts(parts)
+    counts = sum((Counter(summary.levels) for summary in parts.values()), Counter[str]())
     if missing := sorted(set(counts) - set(order)):
         if any(re.fullmatch(r"-?\d*\.\d*[1-9]\d*(e-?\d+)?", level) for level in missing):
-            raise DataError(
-                f"levels={{{name!r}: {order}}}, and {name!r} holds numbers with fractions; leave it out of levels=."
-            )
+            raise DataError(f"levels={{{name!r}: {order}}}: it holds numbers with fractions; leave it out of levels=.")
         raise DataError(f"levels={{{name!r}: {order}}} lacks {missing[:8]}, which clients have; name them too.")
     total = sum(counts.values())
     return Column(tuple(order), tuple(counts[level] / total if total else 1 / len(order) for level in order))
@@ -240,23 +225,18 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
     if not telling:
         if not needed:
             return Column((), ())
-        raise DataError(
-            f"no client can send a summary of column {name!r}: all have too few rows, and {_FEWEST_PARTS} times "
-            "min_count are needed. Lower min_count, also of sites' policies, or join several clients to one."
-        )
+        remedy = "lower min_count, also of sites' policies, or join several clients to one"
+        rule = f"it takes {_FEWEST_PARTS} times min_count rows"
+        raise DataError(f"no client can send a summary of column {name!r}: {rule}; {remedy}.")
     mean, square = _middle(telling) if middle and len(telling) >= _MEDIANS else _pooled(telling)
     if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):
-        raise DataError(
-            f"column {name!r} has a mean square of {square:.3g}, which over- or underflows; give it in another unit."
-        )
+        raise DataError(f"column {name!r} has the mean square {square:.3g}, which overflows; give it in another unit.")
     variance = max(square - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:
         if not needed or not varies:
             return Column((), (), float(mean))
-        raise DataError(
-            f"column {name!r} is {mean:.6g} in all rows of all clients, up to rounding; leave it out of the formula "
-            "(a response has to vary). If it varies about that, subtract the same constant everywhere."
-        )
+        remedy = "leave it out of the formula, or subtract the same constant everywhere; a response has to vary"
+        raise DataError(f"column {name!r} is {mean:.6g} in all rows, up to rounding; {remedy}.")
     return Column((), (), float(mean), float(np.sqrt(variance)))
 
 
@@ -268,10 +248,11 @@ def _pooled(telling: Sequence[Told]) -> tuple[float, float]:
 
 def _middle(telling: Sequence[Told]) -> tuple[float, float]:
     """Mean and mean square by medians over clients, which no single client moves far."""
-    means = np.array([summary.total / summary.rows for summary in telling])
-    within = np.array([summary.squares / summary.rows for summary in telling]) - means**2
+    rows, total, squares = np.array([summary[:3] for summary in telling], dtype=float).T
+    means = total / rows
     mean = float(np.median(means))
-    variance = float(np.median(np.maximum(within, 0.0))) + float(_MAD * np.median(np.abs(means - mean))) ** 2
+    variance = float(np.median(np.maximum(squares / rows - means**2, 0.0)))
+    variance += float(_MAD * np.median(np.abs(means - mean))) ** 2
     if not variance > 1e-12 * mean**2:  # the column varies at few clients only
         return _pooled(telling)
     return mean, variance + mean**2
@@ -285,9 +266,7 @@ def coded(column: Column, values: Array, agreement: Agreement, what: str) -> Arr
     if unknown and OTHER in column.levels and agreement.others:
         return np.where(np.isin(texts, column.levels), texts, OTHER)
     if unknown:
-        raise DataError(
-            f"{what} has the levels {unknown[:4]}, and clients agreed on {list(column.levels)[:10]}; recode its rows."
-        )
+        raise DataError(f"{what} has the levels {unknown[:4]}; agreed are {list(column.levels)[:10]}; recode its rows.")
     return np.asarray(texts)
 
 
@@ -337,14 +316,12 @@ def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
     counts.
     """
     messages = []
-    for name in next(iter(summaries.values()), {}):
-        of_all = {k: summary[name] for k, summary in summaries.items()}
+    for name, of_all in by_column(summaries):
         numeric = {k: one for k, one in of_all.items() if one.rows and not one.text and not one.withheld}
         if len(numeric) < 3:
             continue
-        rows = np.array([summary.rows for summary in numeric.values()], dtype=float)
-        mean = np.array([summary.total for summary in numeric.values()]) / rows
-        square = np.array([summary.squares for summary in numeric.values()]) / rows
+        rows, total, squares = np.array([one[:3] for one in numeric.values()], dtype=float).T
+        mean, square = total / rows, squares / rows
         variance = np.maximum(square - mean**2, 0.0) * rows / np.maximum(rows - 1, 1)
         # A difference of two large numbers is rounding.
         sd = np.where(variance > 1e-12 * square, np.sqrt(variance), 0.0)
@@ -360,25 +337,22 @@ def strange(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
 def strange_levels(summaries: Mapping[str, Mapping[str, Told]]) -> list[str]:
     """Messages on columns of which one client has no level of another, while all others share some."""
     messages = []
-    for name in next(iter(summaries.values()), {}):
-        kept = {k: own[name].levels for k, own in summaries.items() if own[name].levels}
+    for name, parts in by_column(summaries):
+        kept = {k: told.levels for k, told in parts.items() if told.levels}
         clients = Counter(level for levels in kept.values() for level in levels)
         apart = [k for k, levels in kept.items() if all(clients[level] == 1 for level in levels)]
         if len(apart) == 1 and len(kept) > 2:
-            levels_here = sorted(kept[apart[0]])
-            others = sorted(set(clients) - set(levels_here))
-            messages.append(
-                f"{name!r} at client {apart[0]!r} has the levels {levels_here[:_SHOWN]}, and no other has one of them: "
-                f"{others[:_SHOWN]}"
-            )
+            own_levels = sorted(kept[apart[0]])
+            others = sorted(set(clients) - set(own_levels))[:_SHOWN]
+            shown = f"the levels {own_levels[:_SHOWN]}, and no other has one of them: {others}"
+            messages.append(f"{name!r} at client {apart[0]!r} has {shown}")
     return messages
 
 
 def strange_sizes(clients: Mapping[str, Mapping[str, Told]]) -> list[str]:
     """Messages on clients with more than ten times as many rows as the median of the others, one per client."""
     messages: dict[str, str] = {}
-    for name in next(iter(clients.values()), {}):
-        parts = {k: summaries[name] for k, summaries in clients.items()}
+    for _, parts in by_column(clients):
         for k, told in parts.items():
             if told.rows > _MOST_TIMES * (others := _others_rows(parts, k)):
                 rows = f"{told.rows} rows, the median of the others is {others:g}"

@@ -7,7 +7,7 @@ import difflib
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from fedppl.data import frames, missing
 from fedppl.data.frames import EXACT, as_level, is_number, is_text
 from fedppl.formulas import expressions, predictor
 from fedppl.formulas.agreement import OTHER, Agreement, coded
-from fedppl.formulas.families import NEVER, Family
+from fedppl.formulas.families import BINARY, COUNT, LEVEL, NEVER, TIME, Family
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Response, Terms
 from fedppl.settings import shown
@@ -49,9 +49,7 @@ def constants(given: Mapping[str, Any]) -> None:
         except ValueError:  # lists of different lengths
             array = np.asarray(None)
         if array.dtype.kind not in "biuf" or np.any(np.isnan(array)):
-            raise DeclarationError(
-                f"constants={{{name!r}: {shown(value)}}} is no number; give a number, a list, or a function of rows."
-            )
+            raise DeclarationError(f"constants={{{name!r}: {shown(value)}}}: give a number, a list or a function.")
 
 
 def no_constants(built: Any, names: Collection[Any], what: str) -> None:
@@ -59,10 +57,8 @@ def no_constants(built: Any, names: Collection[Any], what: str) -> None:
     numbers = {name for name, value in built.constants.items() if not callable(value)}
     read = {name for tree in built.terms.trees.values() for name in expressions.columns(tree, ())}
     if both := sorted(numbers & read & {*names}):
-        raise DeclarationError(
-            f"{what} has the columns {both}, and constants={{{both[0]!r}: {shown(built.constants[both[0]])}}} has the "
-            f"same name in {built.text!r}; rename the constant or the column."
-        )
+        given = f"constants={{{both[0]!r}: {shown(built.constants[both[0]])}}}"
+        raise DeclarationError(f"{what} has the columns {both}, and {given} the same name; rename one of the two.")
 
 
 def order_of(name: str, levels: Any) -> tuple[str, ...]:
@@ -86,45 +82,35 @@ def prior(name: str, given: Prior, default: Prior | None) -> None:
     if extra:
         raise DeclarationError(f"priors[{name!r}] has {extra}, which the formula sets; leave them out.")
     if default is not None and default.name == "Beta" and not given.is_of_shares:
-        raise DeclarationError(
-            f"priors[{name!r}]={given!r} has values beyond 0 and 1, and {name!r} is (1 + r) / 2 of correlations r; "
-            'choose one such as fedppl.Prior("Beta", alpha=2, beta=2).'
-        )
+        example = 'fedppl.Prior("Beta", alpha=2, beta=2)'
+        raise DeclarationError(f"priors[{name!r}]={given!r} has values beyond 0 and 1; pass one such as {example}.")
     if default is not None and not default.has_negative and given.has_negative:
-        example = 'fedppl.Prior("HalfNormal", sigma=1)'
-        raise DeclarationError(
-            f"priors[{name!r}]={given!r} has negative values, and {name!r} is positive; choose one such as {example}."
-        )
+        raise DeclarationError(f"priors[{name!r}]={given!r} has negative values; pass one without, a HalfNormal.")
 
 
 def lengths(name: str, given: Prior, labels: Sequence[str], levels: Sequence[str] = ()) -> None:
     """Refuse parameters of a prior for another number of coefficients (each has all `levels`)."""
+    count = len(labels)
+    allowed = {(), (1,), (count,), *itertools.product({1, count}, {1, len(levels)} - {0})}
+    allowed |= {(len(levels),)} if count == 1 else set()
     for parameter, value in given.parameters.items():
-        shape, entries = np.shape(value), f"{len(labels)} entries: {list(labels)[:8]}"
-        if len(shape) > 1 and shape not in itertools.product({1, len(labels)}, {1, len(levels)} - {0}):
-            or_array = f", or an array with a column for each of {list(levels)[:8]}" if levels else ""
-            raise DeclarationError(
-                f"priors[{name!r}] has {parameter!r} of shape {shape}; give one value, a list of {entries}{or_array}."
-            )
-        of_levels = len(labels) == 1 and shape == (len(levels),)
-        if len(shape) == 1 and shape[0] not in (1, len(labels)) and not of_levels:
-            raise DeclarationError(
-                f"priors[{name!r}] has {shape[0]} values of {parameter!r}, and {entries}; give one value, or as many."
-            )
+        if (shape := np.shape(value)) not in allowed:
+            columns_of = f", or a column for each of {list(levels)[:8]}" if levels else ""
+            counted = f"{shape[0]} values" if len(shape) == 1 else f"shape {shape}"
+            entries = f"one, or a list of {count} entries: {list(labels)[:8]}{columns_of}"
+            raise DeclarationError(f"priors[{name!r}] has {counted} of {parameter!r}; give {entries}.")
 
 
-def columns(absent: Sequence[str], found: Iterable[Any], what: str) -> None:
+def columns(wanted: Iterable[str], found: Iterable[Any], what: str) -> None:
     """Refuse a table that lacks columns of the formula."""
-    if not absent:
-        return
     known = [str(name) for name in found]
+    if not (absent := [name for name in wanted if name not in known]):
+        return
     lower = {name.casefold(): name for name in known}
     close = {name: difflib.get_close_matches(name.casefold(), lower, n=1) for name in absent}
-    meant = ", ".join(f"{name!r} may be {lower[one[0]]!r}" for name, one in close.items() if one)
-    raise DataError(
-        f"{what} lacks the columns {list(absent)} of the formula; it has {sorted(known)[:20]}"
-        f"{meant and ': '}{meant}. Rename them, or give constants by fedppl.formula(..., constants={{...}})."
-    )
+    meant = "".join(f", {name!r} may be {lower[one[0]]!r}" for name, one in close.items() if one)
+    remedy = "Rename them, or give constants by fedppl.formula(..., constants={...})"
+    raise DataError(f"{what} lacks the columns {absent} of the formula; it has {sorted(known)[:20]}{meant}. {remedy}.")
 
 
 def refuse(wrong: Any, name: str, values: Any, what: str, rule: str) -> None:
@@ -137,11 +123,10 @@ def refuse(wrong: Any, name: str, values: Any, what: str, rule: str) -> None:
 def offsets(family: Family, terms: Terms, values: Array, what: str) -> None:
     """Refuse offsets of a logarithm so far apart that means of two rows have no ratio among numbers."""
     apart = float(np.ptp(values))
-    if family.link.startswith("log") and not family.link.startswith("logit") and apart > _LARGEST_LOG:
-        raise DataError(
-            f"{what}: {' + '.join(terms.offsets)} differs by {apart:.3g} between rows, and offsets of family "
-            f"{family.name!r} are logarithms; give the logarithm, offset(np.log(x))."
-        )
+    if family.link.predicted.startswith("log of") and apart > _LARGEST_LOG:
+        offsets_of = " + ".join(terms.offsets)
+        rule = f"offsets of family {family.name!r} are logarithms"
+        raise DataError(f"{what}: {offsets_of} differs by {apart:.3g} between rows; {rule}, write offset(np.log(x)).")
 
 
 def rows(what: str, data: Mapping[str, Any], response: Response, unread: Collection[str] = ()) -> None:
@@ -188,10 +173,8 @@ def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collec
                 flag = min(full)
                 name = flag if flag.isidentifier() else f"`{flag}`"
                 remedy = f"write C({name})" if flag in columns else "compute a column of texts before"
-                raise DataError(
-                    f"client {client_id!r}: {flag!r} is True or False, and {':'.join(term)!r} needs a column for "
-                    f"each; {remedy} for two columns, or give the numbers 0 and 1 for one."
-                )
+                what = f"{flag!r} is True or False, and {':'.join(term)!r} needs a column for each"
+                raise DataError(f"client {client_id!r}: {what}; {remedy}, or give the numbers 0 and 1 for one column.")
 
 
 def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -205,44 +188,34 @@ def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
             rule = "levels of an ordinal outcome are whole numbers or texts; cut it into levels, or take another family"
             fractions = values.astype(float) != np.floor(values.astype(float))
             refuse(fractions, name, values, f"client {str(client_id)!r}", rule)
-    if any(not is_number(level) for level in levels):
-        raise DeclarationError(
-            f"the ordinal response {name!r} has the levels {sorted(levels)[:8]}, whose order is not known; pass "
-            f"fedppl.formula(..., levels={{{name!r}: [lowest, ..., highest]}})."
-        )
-
-
-def require_levels(agreement: Agreement, declared: Iterable[str]) -> None:
-    """Refuse texts that are dates, or many numbers with a typing error such as "72 y", but in columns `declared`."""
-    for name, column in agreement.columns.items():
-        count, others = len(column.levels), [level for level in column.levels if not is_number(level)]
-        if name in declared:
-            continue
-        if count > _MANY and len(others) <= count // 5:
-            but = f"all but {shown(others[:3])}" if others else "all"
-            raise DataError(
-                f"{name!r} is of texts with {count} levels, of which {but} are numbers; convert it to numbers "
-                f"(pandas.to_numeric), or name its levels, fedppl.formula(..., levels={{{name!r}: [...]}})."
-            )
-        dates = [level for level in column.levels if _DATE.match(level)]
-        if dates and {*column.levels} <= {*dates, OTHER}:
-            raise DataError(
-                f"{name!r} is of texts that are dates, {shown(dates[:3])}; make dates of them (pandas.to_datetime), "
-                f"or write C({name}) for a level each."
-            )
+    if not all(map(is_number, levels)):
+        remedy = f"fedppl.formula(..., levels={{{name!r}: [lowest, ..., highest]}})"
+        raise DeclarationError(f"{name!r} has levels {sorted(levels)[:8]}, whose order is not known; pass {remedy}.")
 
 
 def odd_levels(agreement: Agreement, declared: Iterable[str]) -> list[str]:
-    """Messages on columns whose levels look like a mistake; those that are `declared` are levels."""
+    """Messages on levels that look like a mistake; refuse dates, and many numbers with a typing error such as "72 y".
+
+    In columns that are `declared` levels may be numbers or dates.
+    """
     messages = []
     for name, column in agreement.columns.items():
+        levels, count = column.levels, len(column.levels)
+        texts = [level for level in levels if not is_number(level)]
+        if name not in declared and count > _MANY and len(texts) <= count // 5:
+            but = f"all but {shown(texts[:3])}" if texts else "all"
+            remedy = f"pandas.to_numeric({name}), or pass fedppl.formula(..., levels={{{name!r}: [...]}})"
+            raise DataError(f"{name!r} is of texts with {count} levels, {but} are numbers; convert it, {remedy}.")
+        dates = [level for level in levels if _DATE.match(level)]
+        if name not in declared and dates and {*levels} <= {*dates, OTHER}:
+            remedy = f"use pandas.to_datetime, or C({name}) for a level each"
+            raise DataError(f"{name!r} is of texts that are dates, {shown(dates[:3])}; {remedy}.")
         groups: dict[str, list[str]] = {}
-        for level in column.levels:
+        for level in levels:
             groups.setdefault(level.strip().casefold(), []).append(level)
-        count, alike = len(column.levels), [same for same in groups.values() if len(same) > 1]
-        if alike:
+        if alike := [same for same in groups.values() if len(same) > 1]:
             messages.append(f"levels {alike[0]} of {name!r} differ by blanks or capitals; recode what is one level")
-        if name not in declared and any("." in level and is_number(level) for level in column.levels):
+        if name not in declared and any("." in level and is_number(level) for level in levels):
             messages.append(f"{name!r} is of texts that are numbers, and has {count} levels; make numbers of it")
         elif count > max(_MANY, agreement.rows // 2):
             messages.append(f"{name!r} has {count} levels in {agreement.rows} rows; is it an identifier?")
@@ -252,21 +225,19 @@ def odd_levels(agreement: Agreement, declared: Iterable[str]) -> list[str]:
 def collinear(parts: Iterable[Array], labels: Sequence[str], has_intercept: bool) -> list[str]:
     """Names of columns that are linearly dependent on others, and the intercept, over all rows."""
     size, count, total = len(labels), 0, np.zeros(len(labels))
-    gram = np.zeros((size, size))
+    gram, dependent = np.zeros((size, size)), np.zeros(0, dtype=int)
     for part in parts:
         count, total, gram = count + len(part), total + part.sum(axis=0), gram + part.T @ part
-        if count > size and not (dependent := _dependent(gram, total, count, has_intercept)):
-            return []
-    return [labels[i] for i in dependent] if count > size else []
-
-
-def _dependent(gram: Array, total: Array, count: int, has_intercept: bool) -> list[int]:
-    """Columns with weight in a direction without variance."""
-    spread = gram - np.outer(total, total) / count if has_intercept else gram
-    size = np.sqrt(np.maximum(np.diag(gram), 1e-300))
-    values, vectors = np.linalg.eigh(spread / np.outer(size, size))
-    flat = vectors[:, values < 1e-10 * max(values[-1], 1e-300)] if len(values) else vectors
-    return np.flatnonzero(np.any(np.abs(flat) > 1e-3, axis=1)).tolist()
+        if count <= size:
+            continue
+        spread = gram - np.outer(total, total) / count if has_intercept else gram
+        root = np.sqrt(np.maximum(np.diag(gram), 1e-300))
+        values, vectors = np.linalg.eigh(spread / np.outer(root, root))
+        flat = vectors[:, values < 1e-10 * values.max(initial=1e-300)]  # directions without variance
+        dependent = np.flatnonzero(np.any(np.abs(flat) > 1e-3, axis=1))
+        if not len(dependent):
+            break
+    return [labels[i] for i in dependent]
 
 
 def tables(built: Any, data: Any, by: Any) -> None:
@@ -277,14 +248,12 @@ def tables(built: Any, data: Any, by: Any) -> None:
     factor = built.terms.client
     for client_id, table in frames.tables_of(data).items():
         what = "the table" if table is data else f"client {str(client_id)!r}"
-        columns([name for name in built.columns if name not in table.names], table.names, what)
+        columns(built.columns, table.names, what)
         no_constants(built, table.names, what)
         if table is data and factor in table.names and by not in (factor, [factor], (factor,)):
-            raise DataError(
-                f"effects of {built.text!r} vary by {factor!r}, and clients by by={by!r}; write "
-                f"(1 | {by if isinstance(by, str) else 'client'}), or by={factor!r}; groups within a client are "
-                "(1 | client/group)."
-            )
+            group = by if isinstance(by, str) else "client"
+            said = f"effects of {built.text!r} vary by {factor!r}, and clients by by={by!r}"
+            raise DataError(f"{said}; pass by={factor!r}, or write (1 | {group}), or (1 | client/group) within.")
         if table is data and factor not in (None, by, *_CLIENTS, *table.names):
             said = "the table has no column %r, so that (... | %s) is of the clients, which by=%r tells apart"
             logger.warning(said, factor, factor, by)
@@ -294,32 +263,28 @@ def one_factor_a_client(built: Any, clients: Mapping[Any, Any]) -> None:
     """Refuse clients with several values in a column of the factor's name, since effects vary by client."""
     factor, seen = built.terms.client, dict[str, str]()
     for client_id, data in clients.items():
-        if not isinstance(data, Mapping) or factor not in data:
+        if factor not in data:
             continue
-        what, column = f"client {str(client_id)!r}", np.ravel(np.asarray(data[factor])).tolist()
+        whose, column = f"client {str(client_id)!r}", np.ravel(np.asarray(data[factor])).tolist()
         values = sorted({str(one) for one in column if one == one})
-        remedy = f"write (1 | client/{factor}) for groups within clients"
-        wrong, remedy = "", f"{remedy}, or give a table for each {factor}"
+        wrong = ""
         if len(values) > 1:
-            wrong = f"{what} has {len(values)} values of {factor!r}, {shown(values[:4])}"
+            wrong = f"{whose} has {len(values)} values of {factor!r}, {shown(values[:4])}"
         elif values and (first := seen.setdefault(values[0], str(client_id))) != str(client_id):
             wrong = f"clients {first!r} and {str(client_id)!r} have the same {factor!r}, {values[0]!r}"
         if wrong:
+            remedy = f"write (1 | client/{factor}) for groups within clients, or give a table for each {factor}"
             raise DataError(f"{wrong}, and effects of {built.text!r} vary by client: {remedy}.")
 
 
-def limits(built: Any, data: Any, what: str) -> None:
+def limits(built: Any, data: Mapping[str, Any], what: str) -> None:
     """Refuse missing upper limits of intervals, since dropping them would drop rows without an event."""
     response = built.terms.response
     name = response.columns[-1]
-    if response.kind != "interval" or not isinstance(data, Mapping) or name not in data:
-        return
-    gone = missing.missing_rows(data[name])
+    gone = missing.missing_rows(data.get(name)) if response.kind == "interval" else None
     if gone is not None and gone.any():
-        raise DataError(
-            f"{what}: {name!r} is missing in {int(gone.sum())} rows; an interval without an event yet has inf, "
-            f"frame[{name!r}].fillna(np.inf)."
-        )
+        remedy = "without an event yet it is inf, .fillna(np.inf)"
+        raise DataError(f"{what}: {name!r} is missing in {int(gone.sum())} rows; {remedy}.")
 
 
 def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], count: int) -> None:
@@ -334,105 +299,89 @@ def say_what_cannot_be_told(built: Any, parts: Sequence[Mapping[str, Any]], coun
     common = ((part[names_of["common"]] - center) / design.scale for part in parts if labels)
     if flat := collinear(common, labels, has_intercept):
         logger.warning("columns %s are collinear: only their priors tell them apart; leave one out", flat)
-    for number, names in enumerate(design.group_labels):
-        if len(names) < 2 or len(terms.groups[number].factor) > 1:
+    for number, (names, group) in enumerate(zip(design.group_labels, terms.groups, strict=True)):
+        if len(group.factor) > 1:
             continue
-        constant = np.ones(len(names), dtype=bool)
+        varies = np.zeros(len(names), dtype=bool)
         for part in parts:
-            constant &= np.ptp(part[names_of[f"effects_{number}"]], axis=0) == 0
-            if not np.any(constant[1:]):
+            if varies[1:].all():
                 break
-        else:
-            same = [name for name, one in zip(names[1:], constant[1:], strict=True) if one]
-            (factor,) = terms.groups[number].factor
-            logger.warning("effects %s vary within no client; leave them out of (... | %s)", same, factor)
+            varies |= np.ptp(part[names_of[f"effects_{number}"]], axis=0) > 0
+        if same := [name for name, varied in zip(names[1:], varies[1:], strict=True) if not varied]:
+            logger.warning("effects %s vary within no client; leave them out of (... | %s)", same, *group.factor)
 
 
 # A client's outcomes in the numbers that a family takes ---------------------------------------------------------------
 
 _COUNTED = "counts are exact up to 2**53; correct such rows, or give the column in a larger unit"
-_OUTCOMES: Mapping[str, tuple[str, Callable[[Array], Any]]] = {
-    "real": ("finite numbers", np.isfinite),
-    "positive": ("above 0", lambda y: y > 0),
-    "unit": ("between 0 and 1, both excluded", lambda y: (y > 0) & (y < 1)),
-    "binary": ("0 or 1", lambda y: (y == 0) | (y == 1)),
-    "count": ("whole numbers from 0", lambda y: (y >= 0) & (y == np.floor(y))),
-}
 
 
 def outcome(
     family: Family, response: Response, data: Mapping[str, Any], agreement: Agreement, what: str
 ) -> dict[str, Array]:
     """Outcomes, and numbers of trials where the family has some, as arrays of the builder."""
-    absent = [name for name in response.columns if name not in data]
-    if absent:
-        raise DataError(f"{what} lacks {absent} of the response {list(response.columns)}.")
-    if family.outcome == "time":
+    if family.outcome is TIME:
         return times(response, data, what)
     name = response.columns[0]
     values = np.asarray(data[name])
-    if family.outcome == "level" or (family.outcome == "binary" and is_text(values)):
+    if family.outcome is LEVEL or (family.outcome is BINARY and is_text(values)):
         column = agreement.columns[name]
         texts = coded(column, values, agreement, f"{what}: column {name!r}")
         places = {level: place for place, level in enumerate(column.levels)}
         return {"outcome": np.array([places[text] for text in texts.tolist()])}
     if is_text(values):
-        raise DataError(
-            f"{what}: {name!r} has texts, and family {family.name!r} needs numbers; convert them, or choose family "
-            "'bernoulli' for two levels, 'ordinal' for more."
-        )
-    rule, holds = _OUTCOMES[family.outcome]
-    rule = f"outcomes of family {family.name!r} are {rule}; correct such rows, or choose another family"
-    refuse(~holds(values.astype(float)), name, values, what, rule)
-    if family.outcome == "count":
+        remedy = "convert them, or choose family 'bernoulli' for two levels, 'ordinal' for more"
+        raise DataError(f"{what}: {name!r} has texts, and family {family.name!r} needs numbers; {remedy}.")
+    rule = f"outcomes of family {family.name!r} are {family.outcome.rule}; correct such rows, or choose another family"
+    refuse(~family.outcome.holds(values.astype(float)), name, values, what, rule)
+    if family.outcome is COUNT:
         refuse(values > EXACT, name, values, what, _COUNTED)
-    arrays = {"outcome": values.astype(np.int64 if family.outcome in ("binary", "count") else float)}
+    arrays = {"outcome": values.astype(np.int64 if family.outcome.whole else float)}
     if response.kind == "proportion":
-        arrays["trials"] = _trials(arrays["outcome"], np.asarray(data[response.columns[1]]), response, what)
+        arrays["trials"] = _trials(arrays["outcome"], data[response.columns[1]], response, what)
     return arrays
 
 
 def require_two(family: Family, name: str, agreement: Agreement) -> None:
     """Refuse an outcome of texts without exactly two levels where a family has two."""
     levels = agreement.columns[name].levels
-    if family.outcome == "binary" and levels and len(levels) != 2:
-        raise DataError(
-            f"{name!r} has the levels {list(levels)[:8]} at all clients, and family {family.name!r} needs two; recode "
-            "rows, or choose family 'ordinal' or 'categorical'."
-        )
+    if family.outcome is BINARY and levels and len(levels) != 2:
+        remedy = "recode rows, or choose family 'ordinal' or 'categorical'"
+        raise DataError(f"{name!r} has the levels {list(levels)[:8]}, and family {family.name!r} needs two; {remedy}.")
 
 
 def new_rows(family: Family, response: Response, data: Mapping[str, Any], rows: int, what: str) -> dict[str, Array]:
     """Arrays that the likelihood reads beside the outcome, at rows whose outcome is predicted."""
-    if family.outcome == "time":
+    if family.outcome is TIME:
         without = {"lower": np.ones(rows), "upper": np.ones(rows)}
         return without if response.kind == "interval" else {"limit": np.full(rows, NEVER)}
     if response.kind != "proportion":
         return {}
-    name = response.columns[1]
-    if name not in data:
-        raise DataError(f"{what} lacks {name!r}, the numbers of trials of predicted successes; add it.")
-    return {"trials": _trials(np.zeros(rows), np.asarray(data[name]), response, what)}
+    return {"trials": _trials(np.zeros(rows), data[response.columns[1]], response, what)}
 
 
-def weights(name: str, data: Mapping[str, Any], what: str) -> Array:
+def weights(name: str, column: Any, what: str) -> Array:
     """Weights of rows: the number of rows that each stands for."""
-    if name not in data:
-        raise DataError(f"{what} lacks the weights {name!r}.")
-    values = np.asarray(data[name])
-    if is_text(values):
-        raise DataError(f"{what}: the weights {name!r} are texts; give numbers above 0.")
+    values = _numbers(name, column, what, "the weights are numbers above 0")
     refuse(~((values > 0) & np.isfinite(values)), name, values, what, "weights are finite and above 0; drop others")
     return values.astype(float)
 
 
-def _trials(successes: Array, trials: Array, response: Response, what: str) -> Array:
-    if is_text(trials):
-        raise DataError(f"{what}: {response.columns[1]!r} has texts, and trials are whole numbers; correct the column.")
+def _numbers(name: str, column: Any, what: str, rule: str) -> Array:
+    """A column of numbers; refuse texts."""
+    values = np.asarray(column)
+    if is_text(values):
+        raise DataError(f"{what}: {name!r} has texts, and {rule}; recode its rows.")
+    return values
+
+
+def _trials(successes: Array, column: Any, response: Response, what: str) -> Array:
+    name = response.columns[1]
+    trials = _numbers(name, column, what, "trials are whole numbers")
     wrong = ~(trials >= np.maximum(successes, 1)) | (trials != np.floor(trials))
     rule = f"trials are whole numbers, at least 1 and at least the successes {response.columns[0]!r}"
-    refuse(wrong, response.columns[1], trials, what, rule)
-    refuse(trials > EXACT, response.columns[1], trials, what, _COUNTED)
+    refuse(wrong, name, trials, what, rule)
+    refuse(trials > EXACT, name, trials, what, _COUNTED)
     return trials.astype(np.int64)
 
 
@@ -441,10 +390,15 @@ def _trials(successes: Array, trials: Array, response: Response, what: str) -> A
 
 def times(response: Response, data: Mapping[str, Any], what: str) -> dict[str, Array]:
     """Times and their limits; or the times between which events are, and the times that were observed."""
-    if texts := [name for name in response.columns if is_text(data[name])]:
-        raise DataError(f"{what}: {texts[0]!r} has texts, and a time or an event is a number; recode its rows.")
-    first, second = (np.asarray(data[name], dtype=float) for name in response.columns)
+    rule = "a time or an event is a number"
+    first, second = (_numbers(name, data[name], what, rule).astype(float) for name in response.columns)
     return (_between if response.kind == "interval" else _right)(response.columns, first, second, what)
+
+
+def require_times(family: Family, at: Any) -> None:
+    """Refuse a time for outcomes that are none."""
+    if family.outcome is not TIME:
+        raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {family.name!r} are none.")
 
 
 def size_of(response: Response, data: Mapping[str, Any]) -> Array:

@@ -21,8 +21,8 @@ from fedppl.formulas import design as designs
 from fedppl.formulas.agreement import Agreement, as_texts, require_present
 from fedppl.formulas.checks import new_rows, outcome, weights
 from fedppl.formulas.design import SUSPECT, Design, far_from_zero
-from fedppl.formulas.families import Family, Scales, declare
-from fedppl.formulas.predictor import Spec, by_row, effect_labels, has_intercept, rows_of, tag
+from fedppl.formulas.families import TIME, Family, Scales, declare
+from fedppl.formulas.predictor import Spec, by_row, has_intercept, rows_of, spreads, tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Group, Terms, variable
 from fedppl.model.interpreted import untraced
@@ -62,21 +62,18 @@ class Formula:
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns that are read: right of ~, the response, nested factors, and weights."""
-        nested = [name for group in self.terms.groups for name in group.factor[1:]]
         more = [] if self.weights is None else [self.weights]
-        return tuple(dict.fromkeys([*self.terms.columns, *self.terms.response.columns, *nested, *more]))
+        return tuple(dict.fromkeys([*self.terms.columns, *self.terms.response.columns, *self.terms.nested, *more]))
 
     @property
     def shared(self) -> tuple[str, ...]:
         """Names of the variables that all clients share."""
-        groups, scales = self.terms.groups, self._unknown_scales
-        counts = [len(one.expressions) + self.family.several for one in groups]  # of several levels at least two
         if self.design is not None:
-            scales, counts = self.spec.scales, [len(effect_labels(self.spec, n)) for n in range(len(groups))]
-        by_group = [
-            predictor.spreads(one, n, correlated=self.correlated) for one, n in zip(groups, counts, strict=True)
-        ]
-        return (*self.coefficients, *itertools.chain(*by_group), *self.family.parameters(scales))
+            counts = [len(one.labels) for one in self.spec.effects]
+        else:  # of several levels at least two
+            counts = [len(one.expressions) + self.family.several for one in self.terms.groups]
+        by_group = [spreads(*one, correlated=self.correlated) for one in zip(self.terms.groups, counts, strict=True)]
+        return (*self.coefficients, *itertools.chain(*by_group), *self.family.parameters(self.scales))
 
     @property
     def behind(self) -> tuple[str, ...]:
@@ -91,28 +88,34 @@ class Formula:
     @property
     def varying(self) -> list[str]:
         """Names of the coefficients that clients' effects are added to."""
-        effects = {label for labels in _of_clients(self.spec).values() for label in labels}
+        effects = {label for one in self.spec.effects if one.by_client for label in one.labels}
         return [name for name in self.coefficients if effects & {*_labels(self.spec, name)}]
 
     def effect(self, name: str, *, exponentiate: bool) -> str:
         """Name of a coefficient in a paper, or of exp of it; an interaction of ratios is a ratio of ratios."""
-        if exponentiate:
-            return ratio(self.spec, name)
-        if self.family.link == "identity":
-            return "difference" if _order(self.spec, name) else "mean"
-        return f"log {ratio(self.spec, name)}"
+        link, order = self.family.link, _order(self.spec, name)
+        if not link.ratio and not exponentiate:
+            return "difference" if order else "mean"
+        if not link.ratio:
+            family = self.family.name
+            raise DeclarationError(f"exponentiate=True: {family!r} has differences of means; leave it out.")
+        ratio = (link.base, link.ratio, f"ratio of {link.ratio.replace('ratio', 'ratios', 1)}")[min(order, 2)]
+        ratio = ratio.format(*self.spec.scales.levels[:1])
+        return ratio if exponentiate else f"log {ratio}"
 
     def totals(self, group: Any) -> xr.Dataset:
         """A client's coefficients, the sums of common ones and its effects, from draws of its posterior."""
-        by_name = {}
+        by_name: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for one in self.spec.effects:
+            if one.by_client:
+                draws = group[f"{one.name}_effects"].transpose("chain", "draw", ...).values
+                own |= {label: draws[..., place] for place, label in enumerate(one.labels)}
         for name in self.coefficients:
-            total, labels = group[name].transpose("chain", "draw", ...), _labels(self.spec, name)
+            total = group[name].transpose("chain", "draw", ...)
             flat = np.array(total.values, dtype=float).reshape(*total.shape[:2], -1)
-            for effects, known in _of_clients(self.spec).items():
-                own_effects = group[effects].transpose("chain", "draw", ...).values
-                for place, label in enumerate(labels):
-                    if label in known:
-                        flat[..., place] += own_effects[..., known.index(label)]
+            for place, label in enumerate(_labels(self.spec, name)):
+                flat[..., place] += own.get(label, 0.0)
             by_name[name] = total.copy(data=flat.reshape(total.shape))
         return xr.Dataset(by_name, attrs=dict(group.attrs))
 
@@ -126,69 +129,75 @@ class Formula:
     @property
     def outcome_levels(self) -> dict[str, list[str]]:
         """Levels of an outcome with levels, whose draws are places of levels from 0."""
-        response = self.terms.response
-        levels = self._agreed().agreement.columns[response.columns[0]].levels
-        return {response.variable: list(levels)} if levels else {}
+        levels = self.spec.scales.levels
+        return {self.terms.response.variable: list(levels)} if levels else {}
 
     @property
-    def cuts(self) -> tuple[float, ...]:
-        """Times between which a piecewise hazard is constant."""
-        return tuple(map(float, self.constants["cuts"])) if self.family.name == "piecewise" else ()
+    def lacks_order(self) -> bool:
+        """Whether the outcome's levels have an order that the formula does not give."""
+        return self.family.ordered and self.terms.response.columns[0] not in self.levels
 
     @property
     def advice(self) -> str:
         """Advice for a fit that has not converged."""
-        return "; ".join(self.far(SUSPECT)[:3])
-
-    def far(self, least: float) -> list[str]:
-        """Messages on columns with a mean above `least` sds that should be centred."""
-        return [] if self.design is None else far_from_zero(self.design, least)
+        return "" if self.design is None else "; ".join(far_from_zero(self.design, SUSPECT)[:3])
 
     @property
-    def spec(self) -> predictor.Spec:
+    def scales(self) -> Scales:
+        """Moments and levels of the outcome, made up before clients agreed."""
+        cuts = tuple(map(float, self.constants["cuts"])) if self.family.has_cuts else ()
+        if self.design is None:
+            return Scales(0.0, 1.0, ("a", "b", "c"), cuts)
+        column = self.design.agreement.columns[self.terms.response.columns[0]]
+        return Scales(column.mean, column.sd, column.levels, cuts)
+
+    @functools.cached_property
+    def spec(self) -> Spec:
         """The definition of the linear predictor."""
-        design = self._agreed()
-        column = design.agreement.columns[self.terms.response.columns[0]]
-        scales = Scales(column.mean, column.sd, column.levels, self.cuts)
-        return predictor.Spec(self.terms, self.family, design, scales, self.priors, self.correlated)
+        if self.design is None:
+            remedy = "call fedppl.fit, fedppl.agree, or fedppl.Flower.agree for sites"
+            raise DeclarationError(f"clients have not agreed on levels and scales of {self.text!r}; {remedy}.")
+        return Spec(self.terms, self.family, self.design, self.scales, self.priors, self.correlated)
 
     def agreed(self, agreement: Agreement) -> Formula:
         """The same formula with the clients' agreement."""
         design = designs.build(self.terms, agreement, self.constants)
         built = dataclasses.replace(self, design=design)
         if unknown := sorted(set(self.priors) - set(built.shared)):
-            raise DeclarationError(
-                f"priors of {unknown}: with the agreed levels, shared variables are {list(built.shared)}; name these."
-            )
-        spreads = predictor.spread_labels(built.spec)
-        for name, labels in {**design.labels, **spreads}.items():
-            if name in self.priors:
-                checks.lengths(name, self.priors[name], labels, () if name in spreads else built.spec.levels)
+            raise DeclarationError(f"priors of {unknown}: shared variables are {list(built.shared)}; name these.")
+        entries: dict[str, Any] = {name: (labels, built.spec.levels) for name, labels in design.labels.items()}
+        for one in built.spec.effects:
+            entries |= {f"{one.name}_sd": (one.labels, ()), f"{one.name}_partial": (one.pairs, ())}
+        for name in entries.keys() & self.priors:
+            checks.lengths(name, self.priors[name], *entries[name])
         return built
 
     def describe(self) -> pd.DataFrame:
-        """A row for each shared variable: its prior, entries, reference and meaning."""
-        default, rows = "by default wide, on the scales that clients agree on", {}
-        for name in self.shared:
-            told: Any = (repr(self.priors[name]) if name in self.priors else default, None, None)
-            told = told if self.design is None else _told(self.spec, name)
-            source = None if self.design is None else _from(self.spec, name)
-            rows[name] = (*told, _meaning(self.terms, self.family, name), source)
+        """A row for each shared variable: its prior, entries, reference, meaning, and what the prior comes from."""
+        if self.design is not None:
+            known = _described(self.spec)
+        else:
+            default = "by default wide, on the scales that clients agree on"
+            texts = {name: repr(prior) for name, prior in self.priors.items()}
+            known = {name: (texts.get(name, default), None, None, None) for name in self.shared}
+        rows = {
+            name: (*told, _meaning(self.terms, self.family, name), source) for name, (*told, source) in known.items()
+        }
         return pd.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS, dtype=object)
 
     def read(self, client_id: str, data: Any) -> dict[str, Any]:
         """The builder's arrays from a client's rows; such arrays are returned as they are."""
-        return self._read(client_id, data, None)
+        return self._read(client_id, data, new=False)
 
     def read_new(self, client_id: str, data: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         """The builder's arrays from new rows of a client with known arrays; an outcome in them is not read."""
-        return self._read(client_id, data, self.by_role(known))
+        return self._read(client_id, data, self.by_role(known), new=True)
 
     def read_unseen(self, client_id: str, data: Any) -> dict[str, Any]:
         """The builder's arrays from rows of a new client, with zeros for outcomes; groups are numbered anew."""
-        arrays = self._read(client_id, data, {}, unseen=True)
-        whole = self.family.outcome in ("binary", "count", "level")
-        zeros = np.zeros(len(next(iter(arrays.values()))), dtype=np.int64 if whole else float)
+        arrays = self._read(client_id, data, new=True)
+        dtype = np.int64 if self.family.outcome.whole else float
+        zeros = np.zeros(len(next(iter(arrays.values()))), dtype=dtype)
         return {self.containers["outcome"]: zeros, **arrays}
 
     def expected(self, arrays: Mapping[str, Any], draws: Mapping[str, Array], at: Any = None) -> Expected:
@@ -196,8 +205,8 @@ class Formula:
 
         For times they are medians, or the probability of no event until `at`, which may be several times.
         """
-        if at is not None and self.family.outcome != "time":
-            raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {self.family.name!r} are none.")
+        if at is not None:
+            checks.require_times(self.family, at)
         if not np.size(at):
             raise DeclarationError(f"at={shown(at)} has no time; give one or more, such as at=[30, 90].")
         spec = self.spec
@@ -205,7 +214,7 @@ class Formula:
         name = self.terms.response.variable
         if at is None:
             means, levels = by_row(spec, rows, draws, None), spec.scales.levels
-            what = "median" if self.family.outcome == "time" else "mean"
+            what = "median" if self.family.outcome is TIME else "mean"
             by_level = {f"{name}_level": list(levels)} if means.ndim > 2 else {}
             return Expected(f"{name}_{what}", means, by_level)
         times = [between("at", time, 0.0, np.inf) for time in np.ravel(at).tolist()]
@@ -213,30 +222,24 @@ class Formula:
         alone = np.ndim(at) == 0
         return Expected(f"{name}_survival", means[..., 0] if alone else means, {} if alone else {"time": times})
 
-    def _read(
-        self, client_id: str, data: Any, known: Mapping[str, Any] | None, *, unseen: bool = False
-    ) -> dict[str, Any]:
-        if isinstance(data, Mapping) and set(data) <= set(self.containers.values()) and len(data) > 0:
+    def _read(self, client_id: str, data: Any, known: Mapping[str, Any] | None = None, *, new: bool) -> dict[str, Any]:
+        if isinstance(data, Mapping) and data and set(data) <= set(self.containers.values()):
             return dict(data)
-        self._agreed()
-        what = f"client {client_id!r}"
-        given = frames.of_formula(data if known is None else _as_rows(data), what)
-        checks.columns([name for name in self.terms.columns if name not in given.names], given.names, what)
+        what, terms = f"client {client_id!r}", self.terms
+        given = frames.of_formula(_as_rows(data) if new else data, what)
+        needed = (*terms.columns, *terms.nested, *terms.response.trials) if new else self.columns
+        checks.columns(needed, given.names, what)
         columns = frames.raw(given, [name for name in self.columns if name in given.names] or None, what)
-        return self.of_columns(client_id, columns, known, unseen=unseen)
+        return self.of_columns(client_id, columns, known, new=new)
 
     def of_columns(
-        self,
-        client_id: str,
-        columns: Mapping[str, Array],
-        known: Mapping[str, Any] | None = None,
-        *,
-        unseen: bool = False,
+        self, client_id: str, columns: Mapping[str, Array], known: Mapping[str, Any] | None = None, *, new: bool = False
     ) -> dict[str, Any]:
-        """The builder's arrays from columns that are read; new rows of a client with `known` arrays have no outcome."""
-        design, what, response = self._agreed(), f"client {client_id!r}", self.terms.response
+        """The builder's arrays from columns; `new` rows have no outcome, and their groups may be in `known` arrays."""
+        design, what, response = self.spec.design, f"client {client_id!r}", self.terms.response
         wanted = {name: columns[name] for name in self.columns if name in columns} or columns  # of `y ~ 1` any
-        checks.rows(what, wanted, response, () if known is None else set(columns) - self._read_of_new)
+        read_of_new = {*self.terms.columns, *self.terms.nested, *response.trials}
+        checks.rows(what, wanted, response, set(columns) - read_of_new if new else ())
         table = designs.table(columns, self.terms, design.agreement, what)
         rows = len(table)
         arrays: dict[str, Any] = {"rows": np.zeros(rows)}
@@ -244,47 +247,29 @@ class Formula:
             arrays = {"common": design.common(table, what)}
         if self.terms.offsets:
             arrays["offset"] = design.offset(table, what)
-            if known is None:
+            if not new:
                 checks.offsets(self.family, self.terms, arrays["offset"], what)
-        for name in self.terms.columns:
-            arrays[f"column_{name}"] = designs.plain(table[name])
+        arrays |= {f"column_{name}": designs.plain(table[name]) for name in self.terms.columns}
         for number, group in enumerate(self.terms.groups):
             arrays[f"effects_{number}"] = design.group(number, table, what)
             if len(group.factor) > 1:
-                arrays |= numbered(number, group, columns, None if unseen else known, what)
-        if known is not None:
+                arrays |= numbered(number, group, columns, known, what)
+        if new:
             arrays |= new_rows(self.family, response, columns, rows, what)
-            arrays |= {} if self.weights is None else {"weights": np.ones(rows)}
         else:
             arrays |= outcome(self.family, response, columns, design.agreement, what)
-            arrays |= {} if self.weights is None else {"weights": weights(self.weights, columns, what)}
-        names = self.containers
-        return {names[name]: value for name, value in arrays.items()}
-
-    @property
-    def _read_of_new(self) -> set[str]:
-        """Columns of new rows that are read: all but the weights and the outcome, of which trials are."""
-        trials = self.terms.response.columns[1:] if self.terms.response.kind == "proportion" else ()
-        nested = [name for group in self.terms.groups for name in group.factor[1:]]
-        return {*self.terms.columns, *nested, *trials}
+        if self.weights is not None:
+            arrays["weights"] = np.ones(rows) if new else weights(self.weights, columns[self.weights], what)
+        return {self.containers[name]: value for name, value in arrays.items()}
 
     @property
     def positive(self) -> dict[str, Prior]:
         """Default priors of sds and other parameters of restricted range, by name."""
-        spreads: dict[str, Prior] = {}
+        priors: dict[str, Prior] = {}
         for one in self.terms.groups:
-            sd, partial = predictor.spreads(one, 2, correlated=True)
-            spreads |= {sd: Prior("HalfNormal", sigma=1.0), partial: Prior("Beta", alpha=2.0, beta=2.0)}
-        return {**spreads, **self.family.parameters(self._unknown_scales)}
-
-    @property
-    def _unknown_scales(self) -> Scales:
-        return Scales(0.0, 1.0, ("a", "b", "c"), self.cuts)
-
-    @property
-    def may_be_constant(self) -> frozenset[str]:
-        """Columns that may have the same value in all rows: offsets, trials."""
-        return frozenset({*self.terms.columns, *self.terms.response.columns[1:]} - self.terms.varying)
+            sd, partial = spreads(one, 2, correlated=True)
+            priors |= {sd: Prior("HalfNormal", sigma=1.0), partial: Prior("Beta", alpha=2.0, beta=2.0)}
+        return {**priors, **self.family.parameters(self.scales)}
 
     @functools.cached_property
     def containers(self) -> dict[str, str]:
@@ -325,14 +310,6 @@ class Formula:
             beside = {"threshold": beside["threshold"].with_(mu=at_means)}
         return eta, {name: self.priors.get(name, prior).declared(name) for name, prior in beside.items()}
 
-    def _agreed(self) -> Design:
-        if self.design is None:
-            raise DeclarationError(
-                f"clients have not agreed on the levels and scales of {self.text!r}; call fedppl.fit, fedppl.agree, or "
-                "fedppl.Flower.agree for sites."
-            )
-        return self.design
-
 
 def _as_rows(data: Any) -> Any:
     """Single values by name as a row; beside columns of several rows a value is repeated."""
@@ -370,34 +347,26 @@ def numbered(
     number: int, group: Group, data: Mapping[str, Any], known: Mapping[str, Any] | None, what: str
 ) -> dict[str, Array]:
     """The group of each row, and a hash of each group's name; for new rows the place among known groups."""
-    absent = [name for name in group.factor[1:] if name not in data]
-    if absent:
-        raise DataError(f"{what} lacks the columns {absent}, by which effects vary.")
     for name in group.factor[1:]:
         require_present(data[name], f"{what}: column {name!r}")
     texts = [as_texts(np.asarray(data[name])) for name in group.factor[1:]]
     names, rows = np.unique([_joined(row) for row in zip(*texts, strict=True)], return_inverse=True)
-    marks = np.array([_mark(name) for name in names.tolist()])
+    # Hashes as whole numbers that a float holds exactly.
+    digests = [hashlib.blake2b(name.encode(), digest_size=6).digest() for name in names.tolist()]
+    marks = [float(int.from_bytes(digest, "little")) for digest in digests]
     if known is None:
-        return {f"row_{number}": rows, f"of_{number}": marks}
+        return {f"row_{number}": rows, f"of_{number}": np.array(marks)}
     places = {mark: place for place, mark in enumerate(np.asarray(known[f"of_{number}"], dtype=float).tolist())}
-    if unknown := [name for name, mark in zip(names.tolist(), marks.tolist(), strict=True) if mark not in places]:
-        raise DataError(
-            f"{what}: the groups {unknown[:4]} of {':'.join(group.factor[1:])} have no rows among its data; leave them "
-            "out, since their effects are unknown."
-        )
-    return {f"row_{number}": np.array([places[mark] for mark in marks.tolist()])[rows]}
+    if unknown := [name for name, mark in zip(names.tolist(), marks, strict=True) if mark not in places]:
+        groups = ":".join(group.factor[1:])
+        raise DataError(f"{what}: the groups {unknown[:4]} of {groups} have no rows among its data; leave them out.")
+    return {f"row_{number}": np.array([places[mark] for mark in marks])[rows]}
 
 
 def _joined(levels: Sequence[str]) -> str:
     """A unique name of a group: colons in levels are escaped."""
     several = len(levels) > 1
     return ":".join(one.replace("\\", "\\\\").replace(":", "\\:") if several else one for one in levels)
-
-
-def _mark(name: str) -> float:
-    """Hash of a name as a whole number that a float holds exactly."""
-    return float(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little"))
 
 
 # Description of a formula's model: variables with their priors, and names of coefficients in a paper ------------------
@@ -413,56 +382,55 @@ _MEANINGS = {
 }
 
 
-def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
-    """Prior, entries and reference of a variable."""
-    groups = {name: n for n in range(len(spec.terms.groups)) for name in predictor.spreads_of(spec, n)}
-    beside = spec.family.parameters(spec.scales)
-    if name in groups:
-        number = groups[name]
-        if name == predictor.spreads_of(spec, number)[0]:
-            return repr(predictor.sds(spec, number)), predictor.effect_labels(spec, number), None
-        text = repr(predictor.partials(spec, number))
-        text = text if name in spec.priors else f"{text}: correlations are LKJ(eta={predictor.CORRELATION:g})"
-        return text, tuple(predictor.coords(spec)[f"{predictor.tag(spec.terms.groups[number])}_pair"]), None
-    if name in beside:
-        where = predictor.at_means(spec) if name == "threshold" and name not in spec.priors else ""
-        return _shown(spec.priors.get(name, beside[name])) + where, _beside(spec, name) or None, None
-    reference = f"{spec.terms.response.columns[0]}={spec.scales.levels[0]}" if spec.levels else None
-    if name == "Intercept":
-        where = predictor.at_means(spec) if name not in spec.priors else ""
-        return repr(predictor.intercept(spec)) + where, spec.levels or None, reference
-    labels = spec.design.labels[name]
-    entries = spec.design.entries[name] if predictor.is_labelled(name, labels) else ()
-    if spec.levels:
-        entries = tuple(f"{one}, {level}" for one in entries or (name,) for level in spec.levels)
-    column = next((one for key, one in spec.design.agreement.columns.items() if variable(key) == name), None)
-    if column is not None and column.levels:
-        reference = column.levels[0] if reference is None else f"{column.levels[0]}, {reference}"
-    return repr(predictor.coefficients(spec)[name]), entries or None, reference
-
-
-def _from(spec: Spec, name: str) -> str:
-    """The part of the agreement that a prior comes from."""
-    if name in spec.priors:
-        return "priors="
-    outcome, family, scales = spec.terms.response.columns[0], spec.family, spec.scales
+def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, Any]]:
+    """Prior, entries, reference and source of each shared variable, by name."""
+    terms, family, scales, priors = spec.terms, spec.family, spec.scales, spec.priors
+    outcome, same, rows = terms.response.columns[0], "the same for all data", {}
     mean, sd = f"mean of {outcome} ({scales.mean:.3g})", f"sd of {outcome} ({scales.sd:.3g})"
-    unit = sd if family.unit(scales) == scales.sd and family.link == "identity" else "1"
-    if name == "Intercept":
-        return f"{mean}, 2.5 times {unit}" if _depends(family.center, scales) else f"2.5 times {unit}"
-    if name in spec.terms.common:
-        trees, known = spec.terms.trees, spec.design.agreement.columns
-        read = [column for one in spec.terms.factors[name] for column in expressions.columns(trees[one], ())]
-        shares = any(known[column].levels for column in read if column in known)
-        return f"2.5 times {unit} / sd of the column over all rows{', by shares of levels' if shares else ''}"
-    if name in (beside := family.parameters(scales)):
-        depends = _depends(lambda other: repr(family.parameters(other)[name]), scales)
-        if beside[name].name == "HalfNormal" and depends:
-            return f"2 times {sd}"
-        return f"{mean} and {sd}" if depends else "the same for all data"
-    if name.endswith("_sd"):
-        return f"{unit} / root mean square of the effect's column over all rows"
-    return "the same for all data"
+    unit = sd if family.unit(scales) == scales.sd and not family.link.ratio else "1"
+    first = f"{outcome}={scales.levels[0]}" if spec.levels else None
+    if has_intercept(terms, family):
+        source = f"{mean}, 2.5 times {unit}" if _depends(family.center, scales) else f"2.5 times {unit}"
+        rows["Intercept"] = (repr(spec.intercept) + _at(spec, "Intercept"), spec.levels, first, source)
+    known = spec.design.agreement.columns
+    for name, prior in spec.coefficients.items():
+        labels = spec.design.labels[name]
+        entries = spec.design.entries[name] if predictor.is_labelled(name, labels) else ()
+        if spec.levels:
+            entries = tuple(f"{one}, {level}" for one in entries or (name,) for level in spec.levels)
+        own_levels = next((column.levels for key, column in known.items() if variable(key) == name), ())
+        reference = ", ".join([*own_levels[:1], *([first] if first else [])]) or None
+        read = [column for one in terms.factors[name] for column in expressions.columns(terms.trees[one], ())]
+        shares = ", by shares of levels" if any(known[one].levels for one in read if one in known) else ""
+        source = f"2.5 times {unit} / sd of the column over all rows{shares}"
+        rows[name] = (repr(prior), entries, reference, source)
+    for one in spec.effects:
+        source = f"{unit} / root mean square of the effect's column over all rows"
+        rows[f"{one.name}_sd"] = (repr(one.sd), one.labels, None, source)
+        if one.partial is not None:
+            name = f"{one.name}_partial"
+            lkj = "" if name in priors else f": correlations are LKJ(eta={predictor.CORRELATION:g})"
+            rows[name] = (repr(one.partial) + lkj, one.pairs, None, same)
+    of_entries = {
+        "threshold": tuple(f"{a} | {b}" for a, b in itertools.pairwise(scales.levels)),
+        "piece": tuple(f"after {cut:g}" for cut in scales.cuts),
+    }
+    for name, prior in family.parameters(scales).items():
+        source = same
+        if _depends(lambda other: repr(family.parameters(other)[name]), scales):  # noqa: B023  # called at once
+            source = f"2 times {sd}" if prior.name == "HalfNormal" else f"{mean} and {sd}"
+        at = _at(spec, name) if name == "threshold" else ""
+        rows[name] = (_shown(priors.get(name, prior)) + at, of_entries.get(name, ()), None, source)
+    return {
+        name: (prior, entries or None, reference, "priors=" if name in priors else source)
+        for name, (prior, entries, reference, source) in rows.items()
+    }
+
+
+def _at(spec: Spec, name: str) -> str:
+    """Text: the point where the predictor has a default prior; empty for a prior of the user."""
+    moved = [*(["columns"] if spec.terms.common else []), *(["offsets"] if spec.terms.offsets else [])]
+    return f" where {' and '.join(moved)} are at their means" if moved and name not in spec.priors else ""
 
 
 def _depends(of: Callable[[Scales], Any], scales: Scales) -> bool:
@@ -471,18 +439,11 @@ def _depends(of: Callable[[Scales], Any], scales: Scales) -> bool:
     return bool(of(scales) != of(other))
 
 
-def _beside(spec: Spec, name: str) -> tuple[str, ...]:
-    if name == "threshold":
-        levels = spec.scales.levels
-        return tuple(f"{a} | {b}" for a, b in zip(levels[:-1], levels[1:], strict=True))
-    return tuple(f"after {cut:g}" for cut in spec.scales.cuts) if name == "piece" else ()
-
-
 def _meaning(terms: Terms, family: Family, name: str) -> str:
     if name == "Intercept":
-        return f"{_predicted(family)} where columns are 0 or at their reference"
+        return f"{family.link.predicted} where columns are 0 or at their reference"
     if name in terms.common:
-        return f"change of the {_predicted(family)}"
+        return f"change of the {family.link.predicted}"
     if name in _MEANINGS:
         return _MEANINGS[name]
     factor = next(group.factor for group in terms.groups if name in (f"{predictor.tag(group)}_{x}" for x in _SPREADS))
@@ -492,43 +453,10 @@ def _meaning(terms: Terms, family: Family, name: str) -> str:
 _SPREADS = {"sd": "sd", "partial": "(1 + r) / 2 of partial correlations r"}
 
 
-def _predicted(family: Family) -> str:
-    return {"identity": "mean", "logit": "logit", "log": "log of the mean"}.get(family.link, family.link)
-
-
 def _shown(prior: Prior) -> str:
     """Text of a prior without settings for PyMC."""
     hidden = ("initval", "default_transform", "shape")
     return repr(Prior(prior.name, **{key: value for key, value in prior.parameters.items() if key not in hidden}))
-
-
-# Names of exp of a coefficient, and of exp of the intercept, by link and kind of outcomes.
-_RATIOS: Mapping[tuple[str, str], tuple[str, str]] = {
-    ("logit", "binary"): ("odds ratio", "odds"),
-    ("logit", "count"): ("odds ratio", "odds"),
-    ("logit", "unit"): ("odds ratio of the mean share", "odds of the mean share"),
-    ("logit", "level"): ("odds ratio of a higher level", "odds"),
-    ("logit against the reference", "level"): ("odds ratio against {}", "odds against {}"),
-    ("log", "count"): ("rate ratio", "rate"),
-    ("log", "positive"): ("ratio of means", "mean"),
-    ("log of the mean time", "time"): ("time ratio", "mean time"),
-    ("log of the scale", "time"): ("time ratio", "scale of time"),
-    ("log of the median time", "time"): ("time ratio", "median time"),
-    ("log of the hazard", "time"): ("hazard ratio", "hazard"),
-}
-
-
-def ratio(spec: Spec, name: str) -> str:
-    """Interpretation of exp of a coefficient."""
-    family = spec.family
-    if (family.link, family.outcome) not in _RATIOS:
-        raise DeclarationError(
-            f"exponentiate=True: coefficients of family {family.name!r} are differences of means; leave it out."
-        )
-    of_slope, of_intercept = _RATIOS[family.link, family.outcome]
-    several = f"ratio of {of_slope.replace('ratio', 'ratios', 1)}"
-    text = (of_intercept, of_slope, several)[min(_order(spec, name), 2)]
-    return text.format(spec.scales.levels[0] if spec.scales.levels else "")
 
 
 def _order(spec: Spec, name: str) -> int:
@@ -544,15 +472,6 @@ def _order(spec: Spec, name: str) -> int:
         for one in coded.products
     ]
     return max(orders, default=0)
-
-
-def _of_clients(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """Labels of effects that vary by client, by name of their variable."""
-    return {
-        f"{tag(one)}_effects": effect_labels(spec, number)
-        for number, one in enumerate(spec.terms.groups)
-        if len(one.factor) == 1
-    }
 
 
 def _labels(spec: Spec, name: str) -> list[str]:

@@ -20,17 +20,18 @@ from fedppl.data.frames import is_text
 from fedppl.formulas import expressions
 from fedppl.formulas.agreement import Agreement, Column, coded
 from fedppl.formulas.expressions import unquoted
-from fedppl.formulas.terms import Product, Terms, variable
+from fedppl.formulas.terms import Coded, Product, Terms, variable
 from fedppl.types import Array, DataError, DeclarationError
 
 # Values of a formula's factors at rows, by walking syntax trees: no text is executed as Python ------------------------
 
 _CUBIC = 3
 _SAME = 1e-9  # relative to the largest value
+_AGREED = "the agreed columns"  # for error messages at made-up rows
 
 
 class Rows(NamedTuple):
-    """Rows of a client, or made-up rows that stand for all clients' and may lie beyond the bounds of splines.
+    """Rows of a client, or made-up rows that stand for all clients'.
 
     Without a `what` for error messages no row is refused, and values outside of a function's domain are NaN.
     """
@@ -39,7 +40,11 @@ class Rows(NamedTuple):
     agreement: Agreement
     constants: Mapping[str, Any]
     what: str | None
-    stand_for_all: bool = False
+
+    @property
+    def are_a_clients(self) -> bool:
+        """Whether rows may be refused: made-up ones may lie outside of a function's domain."""
+        return self.what not in (None, _AGREED)
 
 
 def columns(tree: ast.expr, rows: Rows) -> Array:
@@ -49,15 +54,13 @@ def columns(tree: ast.expr, rows: Rows) -> Array:
             values = _spline(tree, rows)
         case (expressions.POLYNOMIAL, ast.Call()):
             given = expressions.arguments(tree)
-            degree = int(_literal(given.get("degree"), 1))
-            values = np.vander(_vector(given["x"], rows), degree + 1, increasing=True)[:, 1:]
+            values = np.vander(_vector(given["x"], rows), _literal(given, "degree", 1) + 1, increasing=True)[:, 1:]
         case _:
             values = np.asarray(_number(tree, rows), dtype=float)
             values = np.broadcast_to(values, (len(rows.frame),)) if values.ndim == 0 else values
     if values.ndim > 2 or len(values) != len(rows.frame) or values.shape[1:] == (0,):
-        raise DeclarationError(
-            f"{expressions.written(tree)} has shape {values.shape} at {len(rows.frame)} rows; return a value for each."
-        )
+        what = f"shape {values.shape} at {len(rows.frame)} rows"
+        raise DeclarationError(f"{expressions.written(tree)} has {what}; return a value for each.")
     return values.reshape(len(values), -1)
 
 
@@ -66,16 +69,12 @@ def require_rowwise(tree: ast.expr, rows: Rows) -> None:
     if not {*map(expressions.calls, ast.walk(tree))} & {*rows.constants}:
         return
     whole, order = columns(tree, rows), np.random.default_rng(0).permutation(len(rows.frame))
-    size = np.nanmax(np.abs(whole), initial=0.0, where=np.isfinite(whole))
+    atol = _SAME * np.nanmax(np.abs(whole), initial=0.0, where=np.isfinite(whole))
     for some in (order, order[: len(order) // 3], order[len(order) // 3 :]):
         part = columns(tree, rows._replace(frame=rows.frame.iloc[some].reset_index(drop=True)))
-        if part.shape != whole[some].shape or not np.allclose(
-            part, whole[some], rtol=_SAME, atol=_SAME * size, equal_nan=True
-        ):
-            raise DeclarationError(
-                f"{expressions.written(tree)} depends on other rows, which differ between clients: give a function of "
-                "single rows, write center(x) or scale(x), or compute a column before."
-            )
+        if part.shape != whole[some].shape or not np.allclose(part, whole[some], _SAME, atol, equal_nan=True):
+            remedy = "give a function of single rows, write center(x) or scale(x), or compute a column before"
+            raise DeclarationError(f"{expressions.written(tree)} depends on other rows; {remedy}.")
 
 
 def _number(node: ast.expr, rows: Rows) -> Any:
@@ -89,41 +88,33 @@ def _number(node: ast.expr, rows: Rows) -> Any:
             return _named(unquoted(name), rows)
         case ast.UnaryOp(op=op) | ast.BinOp(op=op) | ast.Compare(ops=[op]):
             values = [_number(one, rows) for one in expressions.operands(node)]
-            if isinstance(op, ast.BitAnd | ast.BitOr):
-                _require_truths(node, values, rows)
+            if isinstance(op, ast.BitAnd | ast.BitOr) and rows.are_a_clients:
+                _require_truths(node, values, rows.what)
             return np.asarray(expressions.SIGNS[type(op)](*values), dtype=float)
         case ast.Call():
             return _called(node, rows)
     raise DeclarationError(f"{ast.unparse(node)} is no number.")
 
 
-def _require_truths(node: ast.expr, values: Sequence[Array], rows: Rows) -> None:
+def _require_truths(node: ast.expr, values: Sequence[Array], what: str | None) -> None:
     """Refuse & and | of numbers, which are bits to Python and truths to R, in clients' rows."""
-    if rows.what is None or rows.stand_for_all:
-        return
     for one, value in zip(expressions.operands(node), values, strict=True):
         if np.any(wrong := (value != 0) & (value != 1)):
-            raise DataError(
-                f"{rows.what}: {expressions.written(one)!r} is {value[wrong][0] if value.ndim else value:g} in "
-                f"{expressions.written(node)!r}, and & and | are of truths, 0 or 1; compare it, (x > 0) & (z < 2)."
-            )
+            number = np.atleast_1d(value)[np.atleast_1d(wrong)][0]
+            place = f"{expressions.written(one)!r} is {number:g} in {expressions.written(node)!r}"
+            raise DataError(f"{what}: {place}, and & and | are of truths; compare it, (x > 0) & (z < 2).")
 
 
 def _called(call: ast.Call, rows: Rows) -> Any:
     name = expressions.calls(call)
     if isinstance(call.func, ast.Name) and name in rows.constants:
         return _of_user(call, rows)
+    values = [_number(one, rows) for one in call.args]
     if name in expressions.CENTRED:
-        (argument,) = call.args
-        assert isinstance(argument, ast.Name)
-        column = unquoted(argument.id)
-        values, moments = _number(argument, rows), rows.agreement.columns[column]
-        return (values - moments.mean) / (1.0 if name == "center" else moments.sd)
-    if name == "I":
-        return _number(call.args[0], rows)
+        moments = rows.agreement.columns[expressions.written(call.args[0])]
+        return (values[0] - moments.mean) / (1.0 if name == "center" else moments.sd)
     known = expressions.function(name)
-    assert known is not None
-    return np.asarray(known(*(_number(one, rows) for one in call.args)), dtype=float)
+    return values[0] if known is None else np.asarray(known(*values), dtype=float)  # I() is its argument
 
 
 def _of_user(call: ast.Call, rows: Rows) -> Any:
@@ -131,9 +122,8 @@ def _of_user(call: ast.Call, rows: Rows) -> Any:
     given = rows.constants[expressions.calls(call)]
     if not callable(given):
         raise DeclarationError(f"{ast.unparse(call)} calls a constant that is not a function.")
-    values = [_argument(argument, rows) for argument in call.args]
     words = {str(argument.arg): _argument(argument.value, rows) for argument in call.keywords}
-    result = np.asarray(given(*values, **words))
+    result = np.asarray(given(*(_argument(argument, rows) for argument in call.args), **words))
     if result.dtype.kind == "c":
         raise DeclarationError(f"{expressions.written(call)} is complex; give a function of real values.")
     return result.astype(float)
@@ -156,9 +146,7 @@ def _named(name: str, rows: Rows) -> Any:
             raise DeclarationError(f"the constant {name!r} is not a number; call functions, {name}(x).") from error
     column = rows.frame[name]
     if isinstance(column.dtype, pd.CategoricalDtype):
-        raise DeclarationError(
-            f"{name!r} has levels, and functions and offsets take columns of numbers; give it as numbers."
-        )
+        raise DeclarationError(f"{name!r} has levels; give it as numbers, since functions take columns of numbers.")
     return column.to_numpy(dtype=float)
 
 
@@ -166,44 +154,31 @@ def _vector(node: ast.expr, rows: Rows) -> Array:
     return np.broadcast_to(np.asarray(_number(node, rows), dtype=float), (len(rows.frame),))
 
 
-def _literal(node: ast.expr | None, default: Any) -> Any:
-    return default if not isinstance(node, ast.Constant) else node.value
+def _literal(given: Mapping[str, ast.expr], name: str, default: int) -> int:
+    """A literal argument of a function of several columns."""
+    return int(getattr(given.get(name), "value", default))
 
 
 def _spline(call: ast.Call, rows: Rows) -> Array:
     """A basis of B-splines with constant knots, without its first column as in R, or whole."""
     given, text = expressions.arguments(call), expressions.written(call)
     low, high = (float(_number(given[name], rows)) for name in ("lower_bound", "upper_bound"))
-    degree = int(_literal(given.get("degree"), _CUBIC))
-    knots_given = given["knots"]
-    values = [_number(one, rows) for one in knots_given.elts] if isinstance(knots_given, ast.List | ast.Tuple) else None
-    knots = np.sort(np.asarray(np.ravel(_number(knots_given, rows)) if values is None else values, dtype=float))
+    degree, listed = _literal(given, "degree", _CUBIC), given["knots"]
+    elements = listed.elts if isinstance(listed, ast.List | ast.Tuple) else [listed]
+    knots = np.sort(np.concatenate([np.zeros(0), *(np.ravel(_number(one, rows)) for one in elements)]))
     if not (low < high and np.all(np.isfinite(knots)) and np.all((knots > low) & (knots < high))):
-        raise DeclarationError(
-            f"{text} has the knots {knots.tolist()} and bounds {low:g}, {high:g}; knots lie between the bounds."
-        )
+        bounds = f"{low:g}, {high:g}"
+        raise DeclarationError(f"{text} has knots {knots.tolist()} and bounds {bounds}; give knots between the bounds.")
     x = _vector(given["x"], rows)
     outside = (x < low) | (x > high)
-    if np.any(outside) and rows.what is not None and not rows.stand_for_all:
-        raise DataError(
-            f"{rows.what}: row {int(np.argmax(outside))} lies outside of the bounds of {text!r}; widen lower_bound and "
-            "upper_bound, the same at all clients."
-        )
+    if np.any(outside) and rows.are_a_clients:
+        where, remedy = int(np.argmax(outside)), "widen lower_bound and upper_bound, the same at all clients"
+        raise DataError(f"{rows.what}: row {where} lies outside of the bounds of {text!r}; {remedy}.")
     places = np.concatenate([[low] * (degree + 1), knots, [high] * (degree + 1)])
     basis = np.asarray(BSpline.design_matrix(np.nan_to_num(x, nan=low).clip(low, high), places, degree).toarray())
     basis[np.isnan(x) | (outside & (rows.what is None))] = np.nan
-    is_whole = _literal(given.get("include_intercept", given.get("intercept")), False)
-    return basis if is_whole or not _literal(given.get("center"), True) else basis[:, 1:]
-
-
-_AGREED = "the agreed columns"
-
-
-class Coded(NamedTuple):
-    """Columns of a term as products of its factors' columns; an intercept has no factors."""
-
-    term: tuple[str, ...]
-    products: tuple[Product, ...]
+    is_whole = _literal(given, "include_intercept", _literal(given, "intercept", False))
+    return basis if is_whole or not _literal(given, "center", True) else basis[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -222,8 +197,7 @@ class Design:
     scale: Array
     group_scale: tuple[Array, ...]  # sizes of the effects' columns, by group
     offset_center: float  # mean of the sum of the offsets over these rows
-    # residual sds given the other columns where columns in products are far from 0; elsewhere `scale`, (p,)
-    left: Array = dataclasses.field(default_factory=lambda: np.ones(0))
+    left: Array  # residual sds given the other columns where columns in products are far from 0; else `scale`, (p,)
 
     def common(self, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of the common terms, (n, p)."""
@@ -250,48 +224,58 @@ class Design:
 
     def _columns(self, terms: Sequence[Coded], frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of terms, (n, width)."""
-        factors = {
-            name: self._factor(name, frame, what) for name in dict.fromkeys(itertools.chain(*(t.term for t in terms)))
-        }
+        names = dict.fromkeys(name for term in terms for name in term.term)
+        factors = {name: self._factor(name, frame, what) for name in names}
         products = [_product(one, factors, len(frame)) for term in terms for one in term.products]
         return np.concatenate([np.zeros((len(frame), 0)), *products], axis=1)
 
     def _factor(self, name: str, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of a factor, (n, width): one per level of a column with levels."""
-        column = self.agreement.columns.get(name)
-        if column is not None and column.levels and isinstance(self.terms.trees[name], ast.Name):
+        if self.has_levels(name):
             codes = frame[name].cat.codes.to_numpy()
-            return np.asarray(codes[:, None] == np.arange(len(column.levels)), dtype=float)
-        rows = Rows(frame, self.agreement, self.constants, what, what == _AGREED)
-        return _evaluated(name, self.terms.trees[name], rows)
+            return np.asarray(codes[:, None] == np.arange(len(self.agreement.columns[name].levels)), dtype=float)
+        return _evaluated(name, self.terms.trees[name], Rows(frame, self.agreement, self.constants, what))
+
+    def has_levels(self, name: str) -> bool:
+        """Whether a factor is a column with levels, not a computation."""
+        column = self.agreement.columns.get(name)
+        return column is not None and bool(column.levels) and isinstance(self.terms.trees[name], ast.Name)
 
 
 def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> Design:
     """The design that all clients share, from their agreement."""
     frame = standing_for_all(terms, agreement)
     levels = {name: column.levels for name, column in agreement.columns.items() if column.levels}
-    coding = tuple(tuple(itertools.starmap(Coded, part.products(levels))) for part in terms.sums)
-    design = Design(terms, agreement, constants, coding, {}, {}, (), np.zeros(0), np.ones(0), (), 0.0)
+    coding = tuple(tuple(part.products(levels)) for part in terms.sums)
+    design = Design(terms, agreement, constants, coding, {}, {}, (), np.zeros(0), np.ones(0), (), 0.0, np.ones(0))
     common = [term for term in coding[0] if term.term]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # of functions at made-up rows
         widths = _require_rowwise(design, frame)
-        of_common = [_moments(design, term) for term in common]
-        of_groups = [[_moments(design, term) for term in group] for group in coding[1:]]
-        offset = _mean_offset(design, frame) if terms.offsets else 0.0
-    group_labels = [tuple(label for term in group for label in _labels(term, levels, widths)) for group in coding[1:]]
+        moments = [[_moments(design, term) for term in part] for part in (common, *coding[1:])]
+        offset = design.offset(frame, _AGREED) if terms.offsets else np.zeros(1)
+        if not np.all(np.isfinite(offset)):
+            offset = design.offset(standing_for_all(terms, agreement, positive=True), _AGREED)
+        offset_center = np.nanmean(offset)
+    group_labels = tuple(
+        tuple(label for term in group for label in _labels(term, levels, widths)) for group in coding[1:]
+    )
     long = [_labels(term, levels, widths) for term in common]
     for part in ([label for labels in long for label in labels], *group_labels):
         if twice := sorted(label for label, n in Counter(part).items() if n > 1):
             raise DeclarationError(f"two coefficients are called {twice[0]!r}; rename the column, or a level of it.")
     short = [_labels(term, levels, widths, whole=False) for term in common]
-    entries = [s if all(s) and len(set(s)) == len(s) else whole for s, whole in zip(short, long, strict=True)]
-    by_term, entries_by_term = (dict(zip(terms.common, part, strict=True)) for part in (long, entries))
-    center, scale = (np.concatenate([np.zeros(0), *(part[k] for part in of_common)]) for k in range(2))
-    sizes = tuple(np.concatenate([part.size for part in group]) for group in of_groups)
-    offset = offset if np.isfinite(offset) else 0.0
-    names = (by_term, entries_by_term, tuple(group_labels))
-    built = Design(terms, agreement, constants, coding, *names, center, scale, sizes, offset)
+    short = [s if all(s) and len(set(s)) == len(s) else whole for s, whole in zip(short, long, strict=True)]
+    built = dataclasses.replace(
+        design,
+        labels=dict(zip(terms.common, long, strict=True)),
+        entries=dict(zip(terms.common, short, strict=True)),
+        group_labels=group_labels,
+        center=np.concatenate([np.zeros(0), *(one.mean for one in moments[0])]),
+        scale=np.concatenate([np.zeros(0), *(one.sd for one in moments[0])]),
+        group_scale=tuple(np.concatenate([one.size for one in part]) for part in moments[1:]),
+        offset_center=float(offset_center) if np.isfinite(offset_center) else 0.0,
+    )
     return dataclasses.replace(built, left=_left(built))
 
 
@@ -299,30 +283,19 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
     """Refuse factors that cannot be computed, or depend on other rows; return the widths of the others."""
     widths = {}
     for name, tree in design.terms.trees.items():
-        column = design.agreement.columns.get(name)
-        if column is not None and column.levels and isinstance(tree, ast.Name):
+        if design.has_levels(name):
             continue
-        rows = Rows(frame, design.agreement, design.constants, _AGREED, stand_for_all=True)
+        rows = Rows(frame, design.agreement, design.constants, _AGREED)
         try:
             widths[name] = columns(tree, rows).shape[1]
             if name in design.terms.offsets and widths[name] != 1:
-                raise DeclarationError(
-                    f"it has {widths[name]} columns, and an offset is one number a row; compute a column before."
-                )
+                raise DeclarationError(f"an offset is one number a row, not {widths[name]}; compute a column before")
             require_rowwise(tree, rows)
         except Exception as error:
             remedy = "; give functions columns of numbers and constants={...}, or compute a column before"
             remedy = "" if isinstance(error, DeclarationError) else remedy  # has its own
             raise DeclarationError(f"{name} cannot be evaluated: {str(error).rstrip('.')}{remedy}.") from error
     return widths
-
-
-def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
-    """Mean of the sum of the offsets; from log-normal columns where it is not finite for uniform ones."""
-    values = design.offset(frame, _AGREED)
-    if not np.all(np.isfinite(values)):
-        values = design.offset(standing_for_all(design.terms, design.agreement, positive=True), _AGREED)
-    return float(np.nanmean(values))
 
 
 def table(data: Mapping[str, Any], terms: Terms, agreement: Agreement, what: str) -> pd.DataFrame:
@@ -346,23 +319,18 @@ def plain(column: pd.Series) -> Array:
     return np.asarray(column.cat.codes if isinstance(column.dtype, pd.CategoricalDtype) else column, dtype=float)
 
 
-def from_plain(name: str, values: Array, agreement: Agreement) -> pd.Series:
-    """The column of the table that has these numbers."""
-    levels = agreement.columns[name].levels
-    if not levels:
-        return pd.Series(values)
-    return pd.Series(pd.Categorical.from_codes(values.astype(int), list(levels), ordered=True))
+def categories(column: Column, codes: Any) -> pd.Categorical:
+    """Levels at their places."""
+    return pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
 
 
 def _product(product: Product, factors: Mapping[str, Array], rows: int) -> Array:
     """Products of the columns of factors, the first factor's running fastest."""
-    product_columns = None
+    product_columns = np.ones((rows, 1))
     for name, is_short in zip(*product, strict=True):
         factor = factors[name][:, int(is_short) :]
-        product_columns = (
-            factor if product_columns is None else (factor[:, :, None] * product_columns[:, None, :]).reshape(rows, -1)
-        )
-    return np.ones((rows, 1)) if product_columns is None else product_columns
+        product_columns = (factor[:, :, None] * product_columns[:, None, :]).reshape(rows, -1)
+    return product_columns
 
 
 def _labels(
@@ -395,16 +363,14 @@ def _evaluated(name: str, tree: ast.expr, rows: Rows) -> Array:
         raise
     except Exception as error:
         raise DataError(f"{rows.what or _AGREED}: {name!r} cannot be computed: {error}") from error
-    if rows.what is not None and not rows.stand_for_all and np.any(wrong := ~np.isfinite(values).all(axis=1)):
-        where = int(np.argmax(wrong))
-        frame = rows.frame
-        value = values[where][~np.isfinite(values[where])][0]
+    wrong = ~np.isfinite(values)
+    if rows.are_a_clients and np.any(wrong):
+        where = int(np.argmax(wrong.any(axis=1)))
+        row, said = rows.frame.iloc[where], f"{rows.what}: {name!r} is {values[where][wrong[where]][0]} in row {where}"
         if isinstance(tree, ast.Name):
-            raise DataError(f"{rows.what}: {name!r} is {value} in row {where}; correct or drop such rows.")
-        inputs = [f"{one} is {frame[one].iloc[where]}" for one in sorted(expressions.columns(tree, rows.constants))]
-        raise DataError(
-            f"{rows.what}: {name!r} is {value} in row {where}, where {', '.join(inputs)}; correct rows or function."
-        )
+            raise DataError(f"{said}; correct or drop such rows.")
+        inputs = [f"{one} is {row[one]}" for one in sorted(expressions.columns(tree, rows.constants))]
+        raise DataError(f"{said}, where {', '.join(inputs)}; correct rows or function.")
     return values
 
 
@@ -432,11 +398,10 @@ def _moments(design: Design, term: Coded) -> Moments:
     read = {name for one in term.term for name in expressions.columns(design.terms.trees[one], design.constants)}
     frame, weight = grid(read, design.terms, design.agreement)
     values = design._columns([term], frame, _AGREED)
-    counted = np.isfinite(values)
-    weights = np.where(counted, weight[:, None], 0.0)
+    weights = np.where(np.isfinite(values), weight[:, None], 0.0)
     total = weights.sum(axis=0)
     weights = weights / np.where(total > 0, total, 1.0)
-    values = np.where(counted, values, 0.0)
+    values = np.where(np.isfinite(values), values, 0.0)
     mean = np.sum(weights * values, axis=0)
     sd, size = (np.sqrt(np.sum(weights * of**2, axis=0)) for of in (values - mean, values))
     # The sd of a constant is rounding.
@@ -454,7 +419,7 @@ def standing_for_all(terms: Terms, agreement: Agreement, positive: bool = False)
         if column.levels:
             ends = np.cumsum(column.shares) * _ROWS
             codes = rng.permutation(np.searchsorted(ends, np.arange(_ROWS) + 0.5).clip(max=len(ends) - 1))
-            data[name] = _categories(column, codes)
+            data[name] = categories(column, codes)
         else:
             z = rng.permutation(np.linspace(-1.0, 1.0, _ROWS))
             if positive and column.mean > 0:
@@ -463,40 +428,28 @@ def standing_for_all(terms: Terms, agreement: Agreement, positive: bool = False)
                 data[name] = np.exp(np.log(column.mean) - 0.5 * spread + np.sqrt(spread) * quantiles)
             else:
                 data[name] = column.mean + column.sd * z / np.std(z)  # with exactly the agreed mean and sd
-    return _with_factors(data, _ROWS, terms)
+    return pd.DataFrame(data, index=np.arange(_ROWS))
 
 
 def grid(read: Collection[str], terms: Terms, agreement: Agreement) -> tuple[pd.DataFrame, Array]:
     """Rows with all combinations of the columns that are read, and their weights."""
-    with_levels = [name for name in terms.columns if name in read and agreement.columns[name].levels]
-    numeric = [name for name in terms.columns if name in read and not agreement.columns[name].levels]
-    combined = np.prod([len(agreement.columns[name].levels) for name in with_levels], initial=1)
-    width = int(np.clip((_MOST / combined) ** (1 / max(len(numeric), 1)), 2, _ROWS))
+    counts = {name: len(agreement.columns[name].levels) for name in terms.columns if name in read}
+    numeric = sum(not count for count in counts.values())
+    combined = np.prod([max(count, 1) for count in counts.values()])
+    width = int(np.clip((_MOST / combined) ** (1 / max(numeric, 1)), 2, _ROWS))
     z = np.linspace(-1.0, 1.0, width)
-    z = z / np.std(z)
-    ranges = [*(range(len(agreement.columns[name].levels)) for name in with_levels), *(range(width) for _ in numeric)]
-    places = dict(zip([*with_levels, *numeric], np.array(list(itertools.product(*ranges)), dtype=int).T, strict=True))
-    rows = int(np.prod([len(values_of_column) for values_of_column in ranges], initial=1))
+    sizes = [count or width for count in counts.values()]
+    rows = int(np.prod(sizes))
+    places = dict(zip(counts, np.indices(sizes).reshape(len(sizes), rows), strict=True))
     data, weight = {}, np.ones(rows)
     for name in terms.columns:
-        column, place = agreement.columns[name], places.get(name)
+        column, place = agreement.columns[name], places.get(name, np.zeros(rows, dtype=int))
         if column.levels:
-            codes = np.zeros(rows, dtype=int) if place is None else place
-            data[name] = _categories(column, codes)
-            weight = weight if place is None else weight * np.array(column.shares)[codes]
+            data[name] = categories(column, place)
+            weight = weight * np.array(column.shares)[place] if name in read else weight
         else:
-            data[name] = column.mean + column.sd * (np.zeros(rows) if place is None else z[place])
-    return _with_factors(data, rows, terms), weight
-
-
-def _categories(column: Column, codes: Array) -> pd.Categorical:
-    return pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
-
-
-def _with_factors(data: dict[str, object], rows: int, terms: Terms) -> pd.DataFrame:
-    for name in {name for group in terms.groups for name in group.factor} - set(data):
-        data[name] = np.full(rows, "all", dtype=object)
-    return pd.DataFrame(data, index=np.arange(rows))
+            data[name] = column.mean + column.sd * (z / np.std(z))[place] * (name in read)
+    return pd.DataFrame(data, index=np.arange(rows)), weight
 
 
 # Columns so far from 0 that their products are nearly collinear with other terms --------------------------------------
@@ -520,28 +473,26 @@ def far_from_zero(design: Design, least: float) -> list[str]:
         for group, group_sum in zip(terms.groups, terms.sums[1:], strict=True):
             if any(_stands_in(name, term, terms) for term in group_sum.terms):
                 of = "/".join(group.factor)
-                remedy = f"write (1 + center({name}) | {of})"
-                messages.append(f"{far}, so that its effects by {of!r} are collinear with the intercept's: {remedy}")
+                why = f"its effects by {of!r} are collinear with the intercept's"
+                messages.append(f"{far}, so that {why}: write (1 + center({name}) | {of})")
         products = _products(name, terms)
         if products and np.any(design.scale > least * design.left):
             messages.append(f"{far}, so that {products[:4]} are collinear with other terms: write center({name})")
     return messages
 
 
-def touched(terms: Terms, agreement: Agreement) -> list[str]:
-    """Common terms whose columns are far from 0 and stand in powers or products."""
-    products = {term for name in _far(terms, agreement, SAID) for term in _products(name, terms)}
-    read = {name for term in products for name in _read(terms, terms.factors[term])}
-    return [term for term in terms.common if products and _read(terms, terms.factors[term]) <= read]
-
-
 def _left(design: Design) -> Array:
-    """Residual sds of common columns given the others that are `touched` and a constant, (p,), at most their sds."""
+    """Residual sds of common columns, (p,), given a constant and the others if they are far from 0; at most their sds.
+
+    Of terms with columns that are far from 0 and stand in powers or products.
+    """
     terms, left = design.terms, np.array(design.scale)
-    if not (some := touched(terms, design.agreement)):
+    products = {term for name in _far(terms, design.agreement, SAID) for term in _products(name, terms)}
+    read = {name for term in products for name in _read(terms, terms.factors[term])}
+    some = [term for term, factors in terms.factors.items() if products and _read(terms, factors) <= read]
+    if not some:
         return left
     those = np.isin([name for name in terms.common for _ in design.labels[name]], some)
-    read = {name for one in some for name in _read(terms, terms.factors[one])}
     frame, weight = grid(read, terms, design.agreement)
     with np.errstate(all="ignore"):
         values = design.common(frame, _AGREED)[:, those]
@@ -557,14 +508,16 @@ def _left(design: Design) -> Array:
 
 
 def _far(terms: Terms, agreement: Agreement, least: float) -> list[str]:
-    columns = {name: agreement.columns[name] for name in terms.columns}
-    return [name for name, column in columns.items() if not column.levels and abs(column.mean) > least * column.sd]
+    columns = [(name, agreement.columns[name]) for name in terms.columns]
+    return [name for name, column in columns if not column.levels and abs(column.mean) > least * column.sd]
 
 
 def _products(name: str, terms: Terms) -> list[str]:
-    """Common terms that read a column uncentred, if one of them is a power or a product."""
-    those = [term for term, factors in terms.factors.items() if _stands_in(name, factors, terms)]
-    return those if any(_is_product(terms.factors[term], terms) for term in those) else []
+    """Common terms that read a column uncentred, if one of them is a power or a product of columns."""
+    those = {term: factors for term, factors in terms.factors.items() if _stands_in(name, factors, terms)}
+    nodes = [node for factors in those.values() for one in factors for node in ast.walk(terms.trees[one])]
+    powers = any(isinstance(node, ast.Pow) or expressions.calls(node) in _POWERS for node in nodes)
+    return list(those) if powers or any(len(_read(terms, factors)) > 1 for factors in those.values()) else []
 
 
 def _read(terms: Terms, factors: Sequence[str]) -> set[str]:
@@ -574,10 +527,3 @@ def _read(terms: Terms, factors: Sequence[str]) -> set[str]:
 def _stands_in(name: str, factors: Sequence[str], terms: Terms) -> bool:
     """Whether a term reads a column uncentred."""
     return any(name in expressions.columns(terms.trees[one], (), without=expressions.CENTRED) for one in factors)
-
-
-def _is_product(factors: Sequence[str], terms: Terms) -> bool:
-    """Whether a term is a power of a column, or a product with others."""
-    nodes = [node for one in factors for node in ast.walk(terms.trees[one])]
-    powers = any(isinstance(node, ast.Pow) or expressions.calls(node) in _POWERS for node in nodes)
-    return powers or len(_read(terms, factors)) > 1

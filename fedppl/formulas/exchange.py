@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,9 +14,10 @@ import pymc as pm
 from fedppl.data import frames, missing
 from fedppl.data.frames import is_text
 from fedppl.formulas import checks
-from fedppl.formulas.agreement import OTHER, Agreement, Told, agreed, as_texts, tell
+from fedppl.formulas.agreement import OTHER, Agreement, Told, as_texts, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.design import standing_for_all
+from fedppl.formulas.families import BINARY, LEVEL, REAL, TIME
 from fedppl.formulas.predictor import coords
 from fedppl.formulas.terms import variable
 from fedppl.model.summaries import Estimate, Table, normal
@@ -43,8 +44,8 @@ def asked(built: Formula) -> Asked:
     """Columns that a formula asks for. A response needs mean and sd if its family has priors on its scale."""
     response, family = built.terms.response.columns[:1], built.family
     names = tuple(dict.fromkeys([*built.terms.columns, *response]))
-    levels = (*built.terms.levels, *built.levels, *response[: family.outcome == "level"])
-    scaled = built.terms.response.kind != "proportion" and family.outcome not in ("binary", "level")
+    levels = (*built.terms.levels, *built.levels, *response[: family.outcome is LEVEL])
+    scaled = built.terms.response.kind != "proportion" and family.outcome.scaled
     unscaled = () if scaled else tuple(name for name in response if name not in built.terms.columns)
     return Asked(names, tuple(dict.fromkeys(levels)), unscaled)
 
@@ -54,7 +55,7 @@ def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
     table = frames.of_formula(data, whose)
     factor = [name for name in (built.terms.client,) if name is not None and name not in built.columns]
     if absent := [name for name in built.columns if name not in table.names]:
-        raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")
+        raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")  # the server may read this text
     checks.no_constants(built, table.names, whose)
     columns = frames.raw(table, (*built.columns, *factor), whose)
     checks.one_factor_a_client(built, {whose: columns})
@@ -74,7 +75,7 @@ def check_rows(built: Formula, rows: Mapping[str, Any], whose: str) -> None:
 def sized(built: Formula, rows: Mapping[str, Any]) -> Mapping[str, Any]:
     """A client's columns with the middle of an interval as its time."""
     response = built.terms.response
-    return {**rows, response.columns[0]: checks.size_of(response, rows)} if built.family.outcome == "time" else rows
+    return {**rows, response.columns[0]: checks.size_of(response, rows)} if built.family.outcome is TIME else rows
 
 
 def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[str, Told]:
@@ -106,21 +107,6 @@ def without_rare(agreement: Agreement, rows: Mapping[str, Any], fewest: float) -
     return kept, int(gone.sum())
 
 
-def together(
-    built: Formula, clients: Mapping[str, Mapping[str, Told]], *, others: bool, believed: bool = True
-) -> Formula:
-    """The formula with the agreement from all clients' summaries."""
-    outcomes = built.terms.response.columns
-    rules: dict[str, Any] = {"unscaled": asked(built).unscaled, "closed": outcomes, "constant": built.may_be_constant}
-    agreement = agreed(clients, built.levels, others=others, listed=built.orders, believed=believed, **rules)
-    for name, order in built.orders.items():
-        if order is None and (levels := agreement.columns[name].levels):
-            said = "categories of %r have different orders, or none, at clients: levels are %s; pass levels={%r: ...}"
-            logger.warning(said, name, list(levels), name)
-    checks.require_two(built.family, outcomes[0], agreement)
-    return built.agreed(agreement)
-
-
 def contradiction(built: Formula, rows: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
     """What in an agreement contradicts a client's own rows, or None; `read` has the builder's arrays.
 
@@ -128,16 +114,16 @@ def contradiction(built: Formula, rows: Mapping[str, Any], read: Mapping[str, An
     """
     design = built.design
     assert design is not None
-    what = asked(built)
+    levels, read = asked(built).levels, built.by_role(read)
     for name, column in design.agreement.columns.items():
-        if bool(column.levels) != (is_text(rows[name]) or name in what.levels):
+        if bool(column.levels) != (is_text(rows[name]) or name in levels):
             return f"{name!r} is {'levels' if column.levels else 'numbers'} in it, and the other kind here"
     labels = [label for name in built.terms.common for label in design.labels[name]]
-    common = np.asarray(read.get("common", np.zeros((1, 0))), dtype=float)
-    apart = np.sqrt(np.mean((common - design.center) ** 2, axis=0)) / design.scale if common.size else np.zeros(0)
+    apart = np.zeros(0)
+    if labels:
+        apart = np.sqrt(np.mean((read["common"] - design.center) ** 2, axis=0)) / design.scale
     for number, sizes in enumerate(design.group_scale):
-        effects = np.asarray(read[f"effects_{number}"], dtype=float)
-        apart = np.append(apart, np.sqrt(np.mean(effects**2, axis=0)) / sizes)
+        apart = np.append(apart, np.sqrt(np.mean(read[f"effects_{number}"] ** 2, axis=0)) / sizes)
         labels += [f"{label} of {':'.join(built.terms.groups[number].factor)}" for label in design.group_labels[number]]
     for label, value in zip(labels, apart, strict=True):
         if not value <= MOST_APART:
@@ -148,11 +134,11 @@ def contradiction(built: Formula, rows: Mapping[str, Any], read: Mapping[str, An
 def _other_outcomes(built: Formula, outcomes: Array) -> str | None:
     """Describe outcomes of another size than the agreed one, where priors depend on it; else None."""
     name = built.terms.response.columns[0]
-    if name in asked(built).unscaled or built.family.outcome == "level":
+    if name in asked(built).unscaled or built.family.outcome is LEVEL:
         return None
     assert built.design is not None
     column, values = built.design.agreement.columns[name], outcomes.astype(float)
-    if built.family.outcome == "real":
+    if built.family.outcome is REAL:
         ratio = float(np.sqrt(np.mean((values - column.mean) ** 2)) / column.sd)
     else:
         own_mean = float(np.mean(values))
@@ -165,25 +151,23 @@ def _other_outcomes(built: Formula, outcomes: Array) -> str | None:
 def example(built: Formula) -> dict[str, Array]:
     """Made-up rows from the agreement, enough to build the model."""
     assert built.design is not None
-    agreement: Agreement = built.design.agreement
+    agreement, response = built.design.agreement, built.terms.response
+    rows = {}
     frame = standing_for_all(built.terms, agreement).iloc[:_EXAMPLE_ROWS]
-    numeric = {name for name, column in agreement.columns.items() if not column.levels}
-    rows = {str(name): np.asarray(frame[name], dtype=float if name in numeric else object) for name in frame}
-    name, outcome = built.terms.response.columns[0], built.family.outcome
-    column, place = agreement.columns[name], np.arange(_EXAMPLE_ROWS)
-    if outcome == "time":
-        rows[name] = column.mean * (1.0 + place % 2)
-        rows[built.terms.response.columns[1]] = (
-            2.0 * rows[name] if built.terms.response.kind == "interval" else (place // 2) % 2
-        )
-    elif column.levels:
-        rows[name] = np.array(column.levels, dtype=object)[place % len(column.levels)]
-    elif outcome in ("real", "unit"):
-        rows[name] = column.mean + column.sd * (place % 3 - 1.0) if outcome == "real" else 0.25 + 0.25 * (place % 3)
-    else:
-        rows[name] = place % 2 + (outcome == "positive") * 1.0
-    if built.terms.response.kind == "proportion":
-        rows[built.terms.response.columns[1]] = np.full(_EXAMPLE_ROWS, 2)
+    for name in frame:
+        rows[str(name)] = np.asarray(frame[name], dtype=object if agreement.columns[str(name)].levels else float)
+    for group in built.terms.groups:
+        rows |= {name: np.full(_EXAMPLE_ROWS, "all", dtype=object) for name in group.factor if name not in rows}
+    place, column = np.arange(_EXAMPLE_ROWS), agreement.columns[response.columns[0]]
+    values = built.family.outcome.example(place, column.mean, column.sd)
+    if column.levels:
+        values = np.array(column.levels, dtype=object)[place % len(column.levels)]
+    beside: dict[str, Any] = (
+        {"interval": 2.0 * values, "survival": (place // 2) % 2} if built.family.outcome is TIME else {}
+    )
+    beside |= {"proportion": np.full(_EXAMPLE_ROWS, 2)}
+    rows[response.columns[0]] = values
+    rows |= {name: beside[response.kind] for name in response.columns[1:]}
     return rows if built.weights is None else {**rows, built.weights: np.ones(_EXAMPLE_ROWS)}
 
 
@@ -214,26 +198,21 @@ class EstimateOf:
             return data
         design, what = self.formula.spec.design, f"client {client_id!r}"
         common = [label for labels in design.labels.values() for label in labels]
-        effects = [set(labels) for labels in design.group_labels]
-        own_labels = [labels for labels, group in zip(effects, self.formula.terms.groups, strict=True) if _own(group)]
-        known = ({"Intercept"} & {*self.formula.coefficients}) | {*common, *set().union(*own_labels)}
+        effects = self.formula.spec.effects
+        own_labels = {label for one in effects if one.by_client for label in one.labels}
+        known = ({"Intercept"} & {*self.formula.coefficients}) | {*common} | own_labels
         short = {name: labels[0] for name, labels in design.labels.items() if len(labels) == 1}
         given = [name if name in known else variable(name) for name in data.names]
         names = [short.get(name, name) for name in given]
         if unknown := [name for name in names if name not in known]:
-            raise DataError(
-                f"{what}: an estimate of {unknown}; the coefficients of {self.formula.text!r} are {sorted(known)}."
-            )
+            raise DataError(f"{what}: an estimate of {unknown}; coefficients are {sorted(known)}.")
         if len(set(names)) < len(names):
             raise DataError(f"{what}: the estimate names a coefficient twice: {list(data.names)}.")
         rows = ["Intercept", *names]
-        arrays: dict[str, Any] = {"rows": np.zeros(len(rows))}
-        if common:
-            arrays = {"common": _columns(rows, common, always=False)}
-        for number, group in enumerate(self.formula.terms.groups):
-            labels = design.group_labels[number]
-            arrays[f"effects_{number}"] = _columns(rows, labels, always=True) * float(_own(group))
-            if not _own(group):  # a group without effect stands for groups within the client
+        arrays: dict[str, Any] = {"common": _columns(rows, common)} if common else {"rows": np.zeros(len(rows))}
+        for number, one in enumerate(effects):
+            arrays[f"effects_{number}"] = _columns(rows, design.group_labels[number]) * float(one.by_client)
+            if not one.by_client:  # a group without effect stands for groups within the client
                 arrays |= {f"row_{number}": np.zeros(len(rows), dtype=np.int64), f"of_{number}": np.zeros(1, dtype=int)}
         arrays["slope"] = np.array([float(name != "Intercept") for name in names])
         arrays |= {"estimate": data.estimate, "covariance": data.covariance}
@@ -262,7 +241,7 @@ def as_rows(formula: Formula, clients: Any) -> Any:
     """Clients' data with tables of counts as tables of rows."""
     if not isinstance(clients, Mapping) or not any(isinstance(given, Table) for given in clients.values()):
         return clients
-    if formula.family.outcome != "binary":
+    if formula.family.outcome is not BINARY:
         raise DataError(f"tables of events need a family like 'bernoulli', and this one is {formula.family.name!r}.")
     response, as_tables = formula.terms.response.columns[0], dict(clients)
     for k, given in clients.items():
@@ -271,11 +250,6 @@ def as_rows(formula: Formula, clients: Any) -> Any:
     return as_tables
 
 
-def _own(group: Any) -> bool:
-    """Whether effects vary by client, and not by groups within one."""
-    return len(group.factor) == 1
-
-
-def _columns(rows: list[str], labels: Any, *, always: bool) -> Array:
-    """Rows of a design: 1 where a row has the column's name, and with `always` in the intercept's column."""
-    return np.array([[float(row == label or (always and label == "Intercept")) for label in labels] for row in rows])
+def _columns(rows: list[str], labels: Sequence[str]) -> Array:
+    """Rows of a design: 1 in the intercept's column, and where a row has the column's name."""
+    return np.array([[float(label in (row, "Intercept")) for label in labels] for row in rows])

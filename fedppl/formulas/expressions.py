@@ -48,7 +48,7 @@ class Effects(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A formula's right-hand side: common terms, arguments of offsets, and effects in parentheses."""
+    """A formula's right-hand side: common terms, offsets, and effects in parentheses."""
 
     common: tuple[Token, ...]
     offsets: tuple[str, ...]
@@ -79,11 +79,14 @@ def cut(formula: str, right: str) -> Pieces:
         inside = tokens[at + 1 : end - 1]
         bars = _bars(inside)
         if bars or _is_offset(tokens[at]):
-            _require_summand(formula, tokens, at, end, "(1 | site)" if bars else "offset(x)")
+            before, after = tokens[at - 1].text if at else "+", tokens[end].text if end < len(tokens) else "+"
+            if before != "+" or after not in ("+", "-"):
+                example = "(1 | site)" if bars else "offset(x)"
+                raise _unreadable(formula, f"{example} is a summand of its own; write + {example}")
             if bars:
                 effects.append(Effects(tuple(inside[: bars[0]]), tuple(inside[bars[0] + 1 :])))
             else:
-                offsets.append(tokens[at].text.removeprefix(OF_ROWS))
+                offsets.append(tokens[at].text)
             if common and common[-1].text == "+":
                 common.pop()
             elif end < len(tokens) and tokens[end].text == "+":
@@ -208,12 +211,6 @@ def _bars(tokens: Sequence[Token]) -> list[int]:
     return [place for place, depth in enumerate(_depths(tokens)) if tokens[place].text == "|" and depth == 0]
 
 
-def _require_summand(formula: str, tokens: Sequence[Token], at: int, end: int, example: str) -> None:
-    before, after = tokens[at - 1].text if at else "+", tokens[end].text if end < len(tokens) else "+"
-    if before != "+" or after not in ("+", "-"):
-        raise _unreadable(formula, f"{example} is a summand of its own; write + {example}")
-
-
 def _unreadable(formula: str, remedy: str) -> DeclarationError:
     return DeclarationError(f"formula={formula!r} cannot be read: {remedy}.")
 
@@ -238,23 +235,10 @@ _AGREED = ("knots", "lower_bound", "upper_bound")  # of a spline, equal at all c
 _FLAGS = ("include_intercept", "intercept", "center")
 _KEYWORDS = {SPLINE: (*_AGREED, "degree", *_FLAGS), POLYNOMIAL: ("degree", "raw")}
 SIGNS: dict[type, Callable[..., Any]] = {
-    ast.Add: np.add,
-    ast.Sub: np.subtract,
-    ast.Mult: np.multiply,
-    ast.Div: np.divide,
-    ast.FloorDiv: np.floor_divide,
-    ast.Mod: np.mod,
-    ast.Pow: np.power,
-    ast.BitAnd: np.logical_and,
-    ast.BitOr: np.logical_or,
-    ast.UAdd: np.positive,
-    ast.USub: np.negative,
-    ast.Lt: np.less,
-    ast.LtE: np.less_equal,
-    ast.Gt: np.greater,
-    ast.GtE: np.greater_equal,
-    ast.Eq: np.equal,
-    ast.NotEq: np.not_equal,
+    **{ast.Add: np.add, ast.Sub: np.subtract, ast.UAdd: np.positive, ast.USub: np.negative, ast.Pow: np.power},
+    **{ast.Mult: np.multiply, ast.Div: np.divide, ast.FloorDiv: np.floor_divide, ast.Mod: np.mod},
+    **{ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater, ast.GtE: np.greater_equal},
+    **{ast.Eq: np.equal, ast.NotEq: np.not_equal, ast.BitAnd: np.logical_and, ast.BitOr: np.logical_or},
 }
 _DEEPEST = 40  # nested nodes
 
@@ -264,9 +248,8 @@ def read(source: str, constants: Collection[str]) -> ast.expr:
     try:
         tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DeclarationError(
-            f"{_shown(source)} cannot be read: {getattr(error, 'msg', error)}; write np.log(x), or `odd name`."
-        ) from error
+        why = getattr(error, "msg", error)
+        raise DeclarationError(f"{_shown(source)} cannot be read: {why}; write np.log(x), or `odd name`.") from error
     try:
         _require(tree, tree, tuple(constants), 0)
     except RecursionError as error:  # below, or where the tree is written
@@ -368,10 +351,9 @@ def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: 
                 else:
                     below(one)
         case _:
-            raise DeclarationError(
-                f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}, and formulas have names, numbers, "
-                "signs of arithmetic and comparison, np.pi and functions such as np.log(x); compute a column before."
-            )
+            what = f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}"
+            rule = "no name, number, sign of arithmetic or comparison, or known function"
+            raise DeclarationError(f"{what}, which is {rule}; compute a column before.")
 
 
 def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -> None:
@@ -382,51 +364,39 @@ def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -
         if None in words or any(isinstance(one, ast.Starred) for one in call.args):
             raise DeclarationError(f"{text} has arguments in * or **; write each by itself.")
         return
-    known = function(name)
-    if known is not None:
-        wanted = getattr(known, "nin", 3)
-        if words or count != wanted:
-            raise DeclarationError(f"{text}: {name} takes {wanted} argument{'s' * (wanted > 1)} here, and no keywords.")
-    elif name in CENTRED:
-        if words or count != 1 or not isinstance(call.args[0], ast.Name):
-            raise DeclarationError(
-                f"{text} needs a mean over all clients; compute a column of its own, or write {name}(column)."
-            )
-    elif name == "I":
-        if words or count != 1:
-            raise DeclarationError(f"{text}: I() takes one computation, I(x**2).")
-    elif name in OF_SEVERAL:
+    if name in OF_SEVERAL:
         _require_several(call, name, text, outermost, constants)
-    else:
+        return
+    known = function(name)
+    if known is None and name not in ("I", *CENTRED) and not (outermost and name == OF_ROWS):
         raise _unknown(name, text)
+    if name in CENTRED and (words or count != 1 or not isinstance(call.args[0], ast.Name)):
+        raise DeclarationError(f"{text} needs a mean over all clients; compute a column, or write {name}(column).")
+    wanted = 1 if known is None else getattr(known, "nin", 3)
+    if words or count != wanted:
+        raise DeclarationError(f"{text}: {name} takes {wanted} argument{'s' * (wanted > 1)} here, and no keywords.")
 
 
 def _require_several(call: ast.Call, name: str, text: str, outermost: bool, constants: Collection[str]) -> None:
     """Check functions with several columns: levels, splines and polynomials."""
     if name == LEVELS and (call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name)):
-        raise DeclarationError(
-            f"{text}: clients agree on levels; write C(column) alone, and an order as levels={{'column': [...]}}."
-        )
+        raise DeclarationError(f"{text}: write C(column) alone, and an order as levels={{'column': [...]}}.")
     if not outermost:
-        raise DeclarationError(
-            f"{text} calls {name}(), which has several columns; write it as a term of its own, or compute a column."
-        )
+        raise DeclarationError(f"{text} calls {name}(), of several columns; write it as a term of its own.")
     if name == LEVELS:
         return
     given = arguments(call)
     strange = sorted(set(given) - {"x", *_KEYWORDS[name]})
     if "x" not in given or len(given) < len(call.args) + len(call.keywords):
         raise DeclarationError(f"{text} has no column, or too many arguments; write {name}(x, ...), each once.")
-    of_rows = sorted({column for one in _AGREED if one in given for column in columns(given[one], constants)})
-    if of_rows and name == SPLINE:
-        raise DeclarationError(
-            f"{text} has knots or bounds from {of_rows}, columns of each client; say constants={{{of_rows[0]!r}: ...}}."
-        )
-    if name == SPLINE and (strange or not set(_AGREED) <= set(given)):
-        raise DeclarationError(
-            f"{text} would take its knots and bounds from the rows of each client; use bs(x, knots=knots, "
-            "lower_bound=0, upper_bound=90), and pass knots in formula(..., constants=...)."
-        )
+    if name == SPLINE:
+        of_rows = sorted({column for one in _AGREED if one in given for column in columns(given[one], constants)})
+        if of_rows:
+            remedy = f"pass constants={{{of_rows[0]!r}: ...}}"
+            raise DeclarationError(f"{text} has knots or bounds from {of_rows}, columns of each client; {remedy}.")
+        if strange or not set(_AGREED) <= set(given):
+            example = "bs(x, knots=knots, lower_bound=0, upper_bound=90), constants={'knots': [...]}"
+            raise DeclarationError(f"{text} would take its knots and bounds from the rows of each client; {example}.")
     flags = [given[one] for one in _FLAGS if one in given]
     if not all(isinstance(one, ast.Constant) and isinstance(one.value, bool) for one in flags):
         raise DeclarationError(f"{text}: {' and '.join(_FLAGS)} are True or False.")
@@ -438,18 +408,12 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
 
 
 def _unknown(name: str, text: str) -> DeclarationError:
+    numpy, root = f"np.{name}" if name in FUNCTIONS else "np.log", unquoted(name.partition(".")[0])
     if name.startswith("np."):
-        return DeclarationError(
-            f"{text} calls {name!r}, which is none of NumPy's functions of single values that formulas know. Compute a "
-            "column before, or write center(x) or scale(x), by the mean and sd of all clients' rows."
-        )
-    numpy = f"np.{name}" if name in FUNCTIONS else "np.log"
-    root = unquoted(name.partition(".")[0])
-    return DeclarationError(
-        f"{text} calls {_shown(name)!r}, which formulas do not know; there are {numpy}(x) and others of NumPy, "
-        "I(x**2), center(x), scale(x), offset(x), C(x), bs(x, knots=...), poly(x, 2, raw=True), and functions that you "
-        f"give, constants={{{root!r}: function}}; or compute a column before."
-    )
+        what = "no function of single values; write center(x) or scale(x) for means and sds over all clients"
+    else:
+        what = f"not known; write {numpy}(x), I(x**2) or bs(x, knots=...), pass constants={{{root!r}: function}}"
+    return DeclarationError(f"{text} calls {_shown(name)!r}, which is {what}, or compute a column before.")
 
 
 def _shown(text: str) -> str:

@@ -27,6 +27,34 @@ class Scales(NamedTuple):
     cuts: tuple[float, ...] = ()  # of times, of a piecewise hazard
 
 
+class Outcome(NamedTuple):
+    """A kind of outcomes."""
+
+    rule: str = ""  # for values that are allowed
+    holds: Callable[[Array], Any] = np.isfinite
+    # made-up values from numbers of rows, mean and sd
+    example: Callable[[Any, float, float], Any] = lambda k, mean, sd: k % 2 + 0.0
+    whole: bool = False  # whether values are whole numbers
+    scaled: bool = True  # whether priors depend on the mean and sd
+
+
+REAL = Outcome("finite numbers", example=lambda k, mean, sd: mean + sd * (k % 3 - 1.0))
+POSITIVE = Outcome("above 0", lambda y: y > 0, lambda k, mean, sd: k % 2 + 1.0)
+UNIT = Outcome("between 0 and 1, both excluded", lambda y: (y > 0) & (y < 1), lambda k, mean, sd: 0.25 + 0.25 * (k % 3))
+BINARY = Outcome("0 or 1", lambda y: (y == 0) | (y == 1), whole=True, scaled=False)
+COUNT = Outcome("whole numbers from 0", lambda y: (y >= 0) & (y == np.floor(y)), whole=True)
+LEVEL = Outcome(whole=True, scaled=False)  # places of levels
+TIME = Outcome(example=lambda k, mean, sd: mean * (1.0 + k % 2))  # until an event
+
+
+class Link(NamedTuple):
+    """The scale of the linear predictor."""
+
+    predicted: str  # what the linear predictor is, "log of the mean"
+    ratio: str = ""  # names of exp of a coefficient and of the intercept; {} is the first level
+    base: str = ""
+
+
 class Drawn(NamedTuple):
     """A distribution of PyMC, or one of fedppl with a `logp`."""
 
@@ -40,6 +68,7 @@ class Drawn(NamedTuple):
 
 
 Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn]
+Mean = Callable[[Array, Mapping[str, Array], Scales, float | None], Array]
 Shapes = Callable[[Scales], Mapping[str, Prior]]
 
 
@@ -50,18 +79,17 @@ class Family(NamedTuple):
     likelihood: Likelihood  # ``likelihood(eta, parameters, data, scales)``: how outcomes are distributed
     # ``mean(eta, parameters, scales, at)`` in NumPy: mean of outcomes, (..., levels of an outcome); for times their
     # median, or the probability that they exceed `at`
-    mean: Callable[[Array, Mapping[str, Array], Scales, float | None], Array]
-    outcome: str  # kind of numbers that outcomes are: "real", "positive", "unit", "binary", "count", "level" or "time"
-    # priors of its other shared parameters, by name, from `Scales`
-    parameters: Shapes = lambda scales: {}
-    # prior mean of the linear predictor, from `Scales`
-    center: Callable[[Scales], float] = lambda scales: 0.0
-    # expected size of changes of the linear predictor, from `Scales`
-    unit: Callable[[Scales], float] = lambda scales: 1.0
+    mean: Mean
+    outcome: Outcome
+    link: Link
+    parameters: Shapes = lambda scales: {}  # priors of its other shared parameters, by name
+    center: Callable[[Scales], float] = lambda scales: 0.0  # prior mean of the linear predictor
+    unit: Callable[[Scales], float] = lambda scales: 1.0  # expected size of its changes
     responses: tuple[str, ...] = ("plain",)  # kinds of response that a formula may have
-    link: str = "identity"  # function of the mean (or median, hazard, ...) that the linear predictor is
     intercept: bool = True  # whether there may be one
     several: bool = False  # whether each level of the outcome except the first has its own linear predictor
+    ordered: bool = False  # whether levels of the outcome have an order
+    has_cuts: bool = False  # whether constants have times between which its hazard is constant
 
 
 def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None:
@@ -138,16 +166,9 @@ def _categorical(eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any
     return Drawn(pm.Categorical, {"logit_p": pt.concatenate([pt.zeros_like(eta[:, :1]), eta], axis=1)}, "(k)")
 
 
-def _itself(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
-    return eta
-
-
-def _inverse_logit(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
-    return np.asarray(expit(eta))
-
-
-def _exponential(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
-    return np.exp(eta)
+def _linked(inverse: Callable[[Array], Any]) -> Mean:
+    """The mean as a function of the linear predictor alone."""
+    return lambda eta, parameters, scales, at: np.asarray(inverse(eta))
 
 
 def _of_levels(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
@@ -156,7 +177,7 @@ def _of_levels(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: 
     return np.diff(np.concatenate(ends, axis=-1), axis=-1)
 
 
-def _softmax(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
+def _softmax(eta: Array) -> Array:
     return np.asarray(softmax(np.concatenate([np.zeros((*eta.shape[:-1], 1)), eta], axis=-1), axis=-1))
 
 
@@ -321,9 +342,7 @@ def _piecewise_hazard(cuts: Sequence[float]) -> _Hazard:
     return _Hazard(log_hazard, cumulative, inverse, reached)
 
 
-def _of_times(
-    name: str, hazard: Callable[[Sequence[float]], _Hazard], shapes: Shapes, sign: float, link: str
-) -> Family:
+def _of_times(name: str, hazard: Callable[[Sequence[float]], _Hazard], shapes: Shapes, link: Link) -> Family:
     def likelihood(eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any], scales: Scales) -> Drawn:
         kind, beside = hazard(scales.cuts), {"eta": eta, **parameters}
         signature = ",".join(["()", *("(k)" if scales.cuts else "()" for _ in parameters), "()"])
@@ -340,10 +359,7 @@ def _of_times(
             return kind.inverse(np.full(np.shape(eta), np.log(2.0)), eta, *parameters.values())
         return np.asarray(np.exp(-kind.reached(at, eta, *parameters.values())))
 
-    def center(scales: Scales) -> float:
-        return sign * log_mean(scales)
-
-    return Family(name, likelihood, mean, "time", shapes, center, responses=("survival", "interval"), link=link)
+    return Family(name, likelihood, mean, TIME, link, shapes, log_mean, responses=("survival", "interval"))
 
 
 def _right(kind: _Hazard, value: Any, eta: Any, *given: Any) -> Any:
@@ -400,48 +416,45 @@ def _pieces(scales: Scales) -> Mapping[str, Prior]:
     return {"piece": Prior("Normal", mu=0.0, sigma=2.5, shape=max(len(scales.cuts), 1))}
 
 
-SURVIVAL = (
-    _of_times("exponential", _exponential_hazard, lambda scales: {}, 1.0, "log of the mean time"),
-    _of_times("weibull", _weibull_hazard, _shape_of_times, 1.0, "log of the scale"),
-    _of_times("lognormal", _lognormal_hazard, _sigma_of_times, 1.0, "log of the median time"),
-    _of_times("loglogistic", _loglogistic_hazard, _shape_of_times, 1.0, "log of the median time"),
-    _of_times("piecewise", _piecewise_hazard, _pieces, -1.0, "log of the hazard"),
-)
-
-
 # All families ---------------------------------------------------------------------------------------------------------
 
+_MEAN, _LOGIT, _RATE = Link("mean"), Link("logit", "odds ratio", "odds"), Link("log of the mean", "rate ratio", "rate")
+_SIZE = Link("log of the mean", "ratio of means", "mean")
+_SHARE = Link("logit", "odds ratio of the mean share", "odds of the mean share")
+_ORDER = Link("logit", "odds ratio of a higher level", "odds")
+_AGAINST = Link("logit against the reference", "odds ratio against {}", "odds against {}")
+_MEAN_TIME = Link("log of the mean time", "time ratio", "mean time")
+_MEDIAN_TIME = Link("log of the median time", "time ratio", "median time")
+_SCALE = Link("log of the scale", "time ratio", "scale of time")
+_HAZARD = Link("log of the hazard", "hazard ratio", "hazard")
 FAMILIES: Mapping[str, Family] = {
     one.name: one
     for one in (
-        Family("gaussian", _DRAWN["gaussian"], _itself, "real", _sigma, *_MOMENTS),
-        Family("student", _DRAWN["student"], _itself, "real", _sigma_and_nu, *_MOMENTS),
-        Family("bernoulli", _DRAWN["bernoulli"], _inverse_logit, "binary", link="logit"),
-        Family("binomial", _DRAWN["binomial"], _inverse_logit, "count", responses=("proportion",), link="logit"),
-        Family("poisson", _DRAWN["poisson"], _exponential, "count", center=log_mean, link="log"),
-        Family("negativebinomial", _DRAWN["negative"], _exponential, "count", _alpha_of_counts, log_mean, link="log"),
-        Family("gamma", _DRAWN["gamma"], _exponential, "positive", _alpha, log_mean, link="log"),
-        Family("beta", _DRAWN["beta"], _inverse_logit, "unit", _concentration, _logit_mean, link="logit"),
-        Family("ordinal", _ordinal, _of_levels, "level", _thresholds, link="logit", intercept=False),
-        Family("categorical", _categorical, _softmax, "level", link="logit against the reference", several=True),
-        *SURVIVAL,
+        Family("gaussian", _DRAWN["gaussian"], _linked(np.asarray), REAL, _MEAN, _sigma, *_MOMENTS),
+        Family("student", _DRAWN["student"], _linked(np.asarray), REAL, _MEAN, _sigma_and_nu, *_MOMENTS),
+        Family("bernoulli", _DRAWN["bernoulli"], _linked(expit), BINARY, _LOGIT),
+        Family("binomial", _DRAWN["binomial"], _linked(expit), COUNT, _LOGIT, responses=("proportion",)),
+        Family("poisson", _DRAWN["poisson"], _linked(np.exp), COUNT, _RATE, center=log_mean),
+        Family("negativebinomial", _DRAWN["negative"], _linked(np.exp), COUNT, _RATE, _alpha_of_counts, log_mean),
+        Family("gamma", _DRAWN["gamma"], _linked(np.exp), POSITIVE, _SIZE, _alpha, log_mean),
+        Family("beta", _DRAWN["beta"], _linked(expit), UNIT, _SHARE, _concentration, _logit_mean),
+        Family("ordinal", _ordinal, _of_levels, LEVEL, _ORDER, _thresholds, intercept=False, ordered=True),
+        Family("categorical", _categorical, _linked(_softmax), LEVEL, _AGAINST, several=True),
+        _of_times("exponential", _exponential_hazard, lambda scales: {}, _MEAN_TIME),
+        _of_times("weibull", _weibull_hazard, _shape_of_times, _SCALE),
+        _of_times("lognormal", _lognormal_hazard, _sigma_of_times, _MEDIAN_TIME),
+        _of_times("loglogistic", _loglogistic_hazard, _shape_of_times, _MEDIAN_TIME),
+        _of_times("piecewise", _piecewise_hazard, _pieces, _HAZARD)._replace(
+            center=lambda scales: -log_mean(scales), has_cuts=True
+        ),
     )
 }
 
 
 # Names in other packages.
-_ALIASES = {
-    "normal": "gaussian",
-    "t": "student",
-    "logistic": "bernoulli",
-    "logit": "bernoulli",
-    "binary": "bernoulli",
-    "nbinom": "negativebinomial",
-    "negbinomial": "negativebinomial",
-    "negative_binomial": "negativebinomial",
-    "cumulative": "ordinal",
-    "count": "poisson",
-}
+_ALIASES = {"normal": "gaussian", "t": "student", "cumulative": "ordinal", "count": "poisson"}
+_ALIASES |= dict.fromkeys(("logistic", "logit", "binary"), "bernoulli")
+_ALIASES |= dict.fromkeys(("nbinom", "negbinomial", "negative_binomial"), "negativebinomial")
 
 
 def family(name: str) -> Family:
@@ -452,8 +465,3 @@ def family(name: str) -> Family:
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise DeclarationError(f"family={shown(name)} is not known; {hint}choose one of {sorted(FAMILIES)}.")
     return FAMILIES[name]
-
-
-def taking(kind: str) -> list[str]:
-    """Names of the families with a response of this kind."""
-    return [one.name for one in FAMILIES.values() if kind in one.responses]

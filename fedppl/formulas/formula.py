@@ -16,10 +16,10 @@ from fedppl.data import frames, tables
 from fedppl.data import missing as gaps
 from fedppl.data.tables import Table
 from fedppl.formulas import checks, families
-from fedppl.formulas.agreement import Agreement, Told, rare, strange, strange_levels, strange_sizes, tell
+from fedppl.formulas.agreement import Agreement, Told, agreed, strange, strange_levels, strange_sizes, tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.design import SAID
-from fedppl.formulas.exchange import KINDS, EstimateOf, as_rows, asked, check_rows, kind_of, sized, together
+from fedppl.formulas.design import SAID, far_from_zero
+from fedppl.formulas.exchange import KINDS, EstimateOf, as_rows, asked, check_rows, kind_of, sized
 from fedppl.formulas.families import Family
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.predictor import spreads, tag
@@ -28,7 +28,7 @@ from fedppl.formulas.terms import Terms, parse, variable
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.summaries import Estimate
 from fedppl.settings import flag, one_of, shown, whole
-from fedppl.types import DataError, DeclarationError
+from fedppl.types import Array, DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +113,9 @@ def formula(
     that are too narrow; scale them to their effective number of rows.
     """
     known = checks.mapping("constants", constants, '{"knots": [30, 50, 70]}')
-    checks.constants({name: value for name, value in known.items() if name != "cuts" or family != "piecewise"})
-    outcomes, declared = family_of(family), parse(formula, tuple(known))
+    outcomes = family_of(family)
+    checks.constants({name: value for name, value in known.items() if name != "cuts" or not outcomes.has_cuts})
+    declared = parse(formula, tuple(known))
     flag("correlated", correlated)
     require_family(outcomes, declared, formula, known)
     if weights is not None and (not isinstance(weights, str) or not weights):
@@ -166,9 +167,9 @@ def agree(
 
     Each client sends, for each column of the formula, its number of rows; for numbers their sum and sum of squares; for
     texts the levels of at least `min_count` rows, and whether there are others. With a `min_count` above 1 numbers of
-    rows are rounded to its multiples, means and sds are rounded, extreme values of fewer rows are clipped, and a client
-    with fewer rows sends nothing and takes the constants of the others. For sites `fedppl.Flower.agree` asks them under
-    their own policies, and does not disclose whether some rows, but fewer than `min_count`, have a level.
+    rows, means and sds are rounded, extreme values of fewer rows are clipped, and a client with fewer rows takes the
+    constants of the others. `fedppl.Flower.agree` asks sites under their own policies, and does not disclose whether
+    some rows, but fewer than `min_count`, have a level.
 
     Parameters
     ----------
@@ -215,14 +216,12 @@ def _agreed(model: FederatedModel, clients: Mapping[Any, Any], min_count: int, w
     what, summaries = asked(built), {}
     with_rows = {str(k): given for k, given in clients.items() if not isinstance(given, Estimate)}
     for k, given in with_rows.items():
-        checks.columns([name for name in built.columns if name not in given], given, f"client {k!r}")
+        checks.columns(built.columns, given, f"client {k!r}")
         check_rows(built, given, k)
-        rows = sized(built, given)
-        parts = tell(rows, what.names, what.levels, min_count)
-        summaries[k] = {name: rare(part, np.asarray(rows[name])) for name, part in parts.items()}
+        summaries[k] = tell(sized(built, given), what.names, what.levels, min_count, here=True)
     if not summaries:
         raise DataError("all clients gave estimates, and levels and scales need rows; give those of one client.")
-    if built.family.name == "ordinal" and built.terms.response.columns[0] not in built.levels:
+    if built.lacks_order:
         checks.ordered(built.terms.response.columns[0], with_rows)
     return of_told(model, summaries, withheld)
 
@@ -231,29 +230,43 @@ def of_told(
     model: FederatedModel, summaries: Mapping[str, Mapping[str, Told]], withheld: str, *, believed: bool = True
 ) -> Agreed:
     """The agreement from clients' summaries, whose numbers of rows are bounded unless `believed`."""
-    built = together(_formula(model), summaries, others=withheld == "other", believed=believed)
-    assert built.design is not None
-    checks.require_levels(built.design.agreement, asked(built).levels)
+    declared = _formula(model)
+    terms, outcomes, what = declared.terms, declared.terms.response.columns, asked(declared)
+    agreement = agreed(
+        summaries,
+        declared.levels,
+        others=withheld == "other",
+        unscaled=what.unscaled,
+        closed=outcomes,
+        constant={*terms.columns, *outcomes[1:]} - terms.varying,  # offsets, trials
+        listed=declared.orders,
+        believed=believed,
+    )
+    for name, order in declared.orders.items():
+        if order is None and (levels := agreement.columns[name].levels):
+            said = "categories of %r have different orders, or none, at clients: levels are %s; pass levels={%r: ...}"
+            logger.warning(said, name, list(levels), name)
+    checks.require_two(declared.family, outcomes[0], agreement)
+    design = (built := declared.agreed(agreement)).spec.design
+    mistaken = [*strange_levels(summaries), *checks.odd_levels(agreement, what.levels)]
     units = strange(summaries)
     sizes = [] if believed else strange_sizes(summaries)
-    levels = [*strange_levels(summaries), *checks.odd_levels(built.design.agreement, asked(built).levels)]
     for said, odd_ones in (
         ("columns may be swapped, or units differ; bring all clients to one unit: %s", units),
         ("numbers of rows are out of proportion, and count for less: %s", sizes),
-        ("%s", built.far(SAID)),
-        ("levels may be mistaken: %s", levels),
+        ("%s", far_from_zero(design, SAID)),
+        ("levels may be mistaken: %s", mistaken),
     ):
         if odd_ones:
             logger.warning(said, "; ".join(odd_ones[:5]))
-    odd = (*units, *sizes, *levels)
-    return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(summaries)))
+    odd = (*units, *sizes, *mistaken)
+    return Agreed(_model(built), _table(agreement), odd, tuple(sorted(summaries)))
 
 
 def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any, Any]:
     """Clients' columns by id: one table of a data frame, else a mapping."""
-    data = as_rows(built, data)
-    factor, one_frame = built.terms.client, isinstance(data, frames.Opened)
-    by = factor if by is None and one_frame else by
+    data, factor = as_rows(built, data), built.terms.client
+    by = factor if by is None and isinstance(data, frames.Opened) else by
     checks.tables(built, data, by)
     clients = frames.given(data) if by is None else tables.of_frame(data, by, built.columns, texts=True)
     if not isinstance(clients, Mapping) or not clients:
@@ -264,22 +277,19 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Mapping[Any,
     else:
         wanted = built.columns if factor is None else (*built.columns, factor)
         frames.require_by_client(clients, wanted)
-        whose = {k: f"client {str(k)!r}" for k in clients}
-        clients = {
-            k: given if isinstance(given, Estimate) else frames.raw(given, wanted, whose[k])
-            for k, given in clients.items()
-        }
-        checks.one_factor_a_client(built, clients)
-        for k, rows in clients.items():
-            if isinstance(rows, dict):
-                rows.pop(factor, None)
-            checks.limits(built, rows, whose[k])
+        rows = {k: one for k, one in clients.items() if not isinstance(one, Estimate)}
+        rows = {k: frames.raw(one, wanted, f"client {str(k)!r}") for k, one in rows.items()}
+        checks.one_factor_a_client(built, rows)
+        for k, columns in rows.items():
+            columns.pop(factor or "", None)
+            checks.limits(built, columns, f"client {str(k)!r}")
+        clients = {**clients, **rows}
     if missing != gaps.OUTCOMES:
         complete: Mapping[Any, Any] = tables.complete(clients, missing)
         return complete
     with_rows = {k: rows for k, rows in clients.items() if not isinstance(rows, Estimate)}
     parts = gaps.without_outcomes(with_rows, built.terms.response.columns[:1])
-    return {k: rows if (part := parts.get(k)) is None else part.data for k, rows in clients.items()}
+    return {**clients, **{k: part.data for k, part in parts.items() if part is not None}}
 
 
 def ready(
@@ -290,40 +300,38 @@ def ready(
     model = with_order(model, data)
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
-    within = any(len(group.factor) > 1 for group in built.terms.groups)
-    if one_table and isinstance(clients, Table) and len(clients) >= tables.FEWEST and not within:
-        try:
-            if (read := _read_at_once(model, built, clients)) is not None:
-                return read
-        except DataError:  # read client by client, errors name the client and its row
-            pass
-    clients, agreed_here = dict(clients), built.design is None
-    if agreed_here:
-        model = _agreed(model, clients, 1, "error").model
-        built = _formula(model)
-    arrays = {k: built.of_columns(str(k), rows) for k, rows in clients.items() if not isinstance(rows, Estimate)}
-    if agreed_here:
-        checks.say_what_cannot_be_told(built, list(arrays.values()), len(arrays))
+    if one_table and isinstance(clients, Table) and len(clients) >= tables.FEWEST and not built.terms.nested:
+        read = None if built.design is None and built.lacks_order else _read_at_once(model, clients)
+        if read is not None:
+            return read
+    with_rows = {k: rows for k, rows in clients.items() if not isinstance(rows, Estimate)}
+    model, arrays = _arrays(model, with_rows, with_rows, len(with_rows))
     return model, {**clients, **arrays}
 
 
-def _read_at_once(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
-    response = built.terms.response.columns[0]
-    check_rows(built, table.columns, _ALL_ROWS)
-    if built.design is None:
-        if built.family.name == "ordinal" and response not in built.levels:
-            return None  # its order is checked client by client
-        what = asked(built)
-        parts: Mapping[str, Any] = table if len(table) < tables.MANY else {_ALL_ROWS: table.columns}
-        summaries = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
-        model = of_told(model, summaries, "error").model
-    agreed_here, built = built.design is None, _formula(model)
-    arrays = built.of_columns(_ALL_ROWS, table.columns)
+def _arrays(
+    model: FederatedModel, told: Mapping[Any, Any], rows: Mapping[Any, Any], count: int
+) -> tuple[FederatedModel, dict[Any, dict[str, Array]]]:
+    """The agreed model, and its builder's arrays; clients agree by the rows `told`, unless they did before."""
+    agreed_here = _formula(model).design is None
+    model = _agreed(model, told, 1, "error").model if agreed_here else model
+    built = _formula(model)
+    arrays = {k: built.of_columns(str(k), one) for k, one in rows.items()}
     if agreed_here:
-        checks.say_what_cannot_be_told(built, [arrays], len(table))
-    if any(len(array) != table.begins[-1] for array in arrays.values()):
+        checks.say_what_cannot_be_told(built, list(arrays.values()), count)
+    return model, arrays
+
+
+def _read_at_once(model: FederatedModel, table: Table) -> tuple[FederatedModel, Table] | None:
+    """The agreed model and the table's arrays; None where clients have to be read one by one."""
+    try:
+        check_rows(_formula(model), table.columns, _ALL_ROWS)
+        told = table if len(table) < tables.MANY else {_ALL_ROWS: table.columns}
+        model, arrays = _arrays(model, told, {_ALL_ROWS: table.columns}, len(table))
+    except DataError:  # client by client, errors name the client and its row
         return None
-    return model, replace(table, columns=arrays)
+    is_whole = all(len(array) == table.begins[-1] for array in arrays[_ALL_ROWS].values())
+    return (model, replace(table, columns=arrays[_ALL_ROWS])) if is_whole else None
 
 
 def with_order(model: FederatedModel, data: Any) -> FederatedModel:
@@ -335,7 +343,7 @@ def with_order(model: FederatedModel, data: Any) -> FederatedModel:
     if built.design is not None or built.orders:
         return model
     outcome = built.terms.response.columns[0]
-    order = frames.order(data, outcome) if built.family.name == "ordinal" and outcome not in built.levels else None
+    order = frames.order(data, outcome) if built.lacks_order else None
     levels = built.levels if order is None else {**built.levels, outcome: order}
     unsaid = [name for name in asked(built).names if name not in levels]
     orders = frames.orders(data, unsaid)
@@ -348,19 +356,15 @@ def remembering(model: FederatedModel, agreement: Any, data: Any = None) -> Fede
     if built.design is not None:
         return model
     known = () if agreement is None else agreement.columns
+    other = "the file is of another declaration"
     if unknown := [name for name in asked(built).names if name not in known]:
-        raise DeclarationError(
-            f"the file is of another declaration: {built.text!r} reads {unknown}, and clients agreed on "
-            f"{sorted(known)}; pass what was fitted."
-        )
+        raise DeclarationError(f"{other}: {unknown} are not among its {sorted(known)}; pass what was fitted.")
     ordered = built if data is None else _formula(with_order(model, data))
     for name, order in ordered.levels.items():
         agreed = agreement.columns[name].levels
         if [level for level in order if level in agreed] != [level for level in agreed if level in order]:
-            raise DeclarationError(
-                f"the file is of another declaration: {name!r} has the levels {list(agreed)} there and {list(order)} "
-                "here; pass what was fitted."
-            )
+            what = f"{name!r} has the levels {list(agreed)} there and {list(order)} here"
+            raise DeclarationError(f"{other}: {what}; pass what was fitted.")
     return _model(built.agreed(agreement))
 
 
@@ -397,12 +401,12 @@ def _model(built: Formula) -> FederatedModel:
 
 
 def _table(agreement: Agreement) -> pd.DataFrame:
-    nan = float("nan")
     rows = {
-        name: (column.levels, nan, nan) if column.levels else (None, column.mean, column.sd)
+        name: (column.levels, None, None) if column.levels else (None, column.mean, column.sd)
         for name, column in agreement.columns.items()
     }
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["levels", "mean", "sd"])
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["levels", "mean", "sd"])
+    return table.astype({"mean": float, "sd": float})
 
 
 # Checks of a formula, its family and names before any data are seen ---------------------------------------------------
@@ -419,53 +423,43 @@ def require_family(family: Family, terms: Terms, text: str, constants: Mapping[s
     """Refuse a response, cut points or offsets that do not fit the family."""
     if terms.response.kind not in family.responses:
         wanted = " or ".join(_RESPONSES[kind] for kind in family.responses)
-        raise DeclarationError(
-            f"family={family.name!r} has {wanted} for a response; {text!r} has that of "
-            f"{families.taking(terms.response.kind)[:6]}."
-        )
-    if family.name == "piecewise":
+        others = [one.name for one in families.FAMILIES.values() if terms.response.kind in one.responses][:6]
+        raise DeclarationError(f"family={family.name!r} has {wanted} for a response; {text!r} has that of {others}.")
+    if family.has_cuts:
         cuts = constants.get("cuts")
         values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
         times = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
         if not times or not np.all(np.diff([0.0, *times, np.inf]) > 0):
-            raise DeclarationError(
-                f"family='piecewise' needs cut points, and constants={{'cuts': {shown(cuts)}}} are none; give "
-                "increasing times above 0, constants={'cuts': [30, 90]}."
-            )
+            what = f"family={family.name!r} needs cut points, and constants={{'cuts': {shown(cuts)}}} are none"
+            raise DeclarationError(f"{what}; give increasing times above 0, constants={{'cuts': [30, 90]}}.")
     if family.several and terms.offsets:
         raise DeclarationError(f"offset() needs one linear predictor, and family={family.name!r} has several.")
 
 
 def require_names(built: Formula) -> None:
     """Refuse ambiguous names, and priors, constants and levels of unknown names."""
-    response = built.terms.response.columns
-    right = {*built.terms.columns, *built.terms.common, *(one for group in built.terms.groups for one in group.factor)}
-    if both := sorted(set(response) & right):
+    terms, groups = built.terms, built.terms.groups
+    right = {*terms.columns, *terms.common, *(one for group in groups for one in group.factor)}
+    if both := sorted({*terms.response.columns} & right):
         raise DeclarationError(f"{both} are on both sides of {built.text!r}; leave them out of one.")
-    of_groups = [f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effects", "z")]
     # One column may be several effects, once its levels are known.
-    several = [one for one in built.terms.groups if built.correlated and set(one.expressions) - {"1"}]
+    several = [one for one in groups if built.correlated and set(one.expressions) - {"1"}]
     later = {name for one in several for name in spreads(one, 2, correlated=True)}
-    of_groups += [f"{tag(one)}_corr" for one in several]
     alone = [one for one in several if len(one.expressions) + built.family.several == 1]  # as far as is known
-    of_groups += [f"{tag(one)}_partial" for one in alone]
-    names = [*built.shared, built.terms.response.variable, *of_groups]
+    of_groups = [f"{tag(one)}_{what}" for one in groups for what in ("effects", "z")]
+    of_groups += [*(f"{tag(one)}_corr" for one in several), *(f"{tag(one)}_partial" for one in alone)]
+    names = [*built.shared, terms.response.variable, *of_groups]
+    where = f"columns of {built.text!r} and of"
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DeclarationError(
-            f"{twice} are names of columns of {built.text!r} and of variables of the model; rename these columns."
-        )
-    dims = {f"{tag(group)}_{what}" for group in built.terms.groups for what in ("effect", "pair")}
-    dims |= {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")} | {"chain", "draw", "sample"}
-    dims |= {f"{built.terms.response.variable}_level"} if built.family.several else set()
+        raise DeclarationError(f"{twice} are names of {where} variables of the model; rename these columns.")
+    dims = {f"{tag(group)}_{what}" for group in groups for what in ("effect", "pair")} | {"chain", "draw", "sample"}
+    dims |= {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")}
+    dims |= {f"{terms.response.variable}_level"} if built.family.several else set()
     if both := sorted(set(names) & dims):
-        raise DeclarationError(
-            f"{both} are names of columns of {built.text!r} and of dims of its results; rename these columns."
-        )
+        raise DeclarationError(f"{both} are names of {where} dims of its results; rename these columns.")
     for name, prior in built.priors.items():
         if not isinstance(prior, Prior):
-            raise DeclarationError(
-                f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
-            )
+            raise DeclarationError(f'priors[{name!r}]={shown(prior)} is no prior; pass fedppl.Prior("Normal", mu=0).')
     if unknown := sorted(set(built.priors) - set(built.shared) - later):
         spelled = {name.replace(" ", ""): name for name in built.shared}
         meant = [spelled[name.replace(" ", "")] for name in unknown if name.replace(" ", "") in spelled]
@@ -474,7 +468,7 @@ def require_names(built: Formula) -> None:
     if both := sorted(set(built.constants) & set(built.columns)):
         raise DeclarationError(f"constants {both} are columns of {built.text!r} too; rename one of the two.")
     words = {*re.findall(r"[^\W\d]\w*", built.text), *re.findall("`([^`]*)`", built.text)}
-    words |= {"cuts"} if built.family.name == "piecewise" else set()
+    words |= {"cuts"} if built.family.has_cuts else set()
     if unused := sorted(set(built.constants) - words):
         raise DeclarationError(f"constants {unused} are not in {built.text!r}; use them there, or leave them out.")
     if unknown := sorted(set(built.levels) - set(built.columns)):

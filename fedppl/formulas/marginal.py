@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pandas as pd
 
 from fedppl.contracts import Posterior
 from fedppl.contracts.printed import CI_PROB, interval
+from fedppl.formulas.checks import require_times
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.predictor import at_levels, rows_of, slope
 from fedppl.results.at_client import has_rows, require_rows
@@ -98,54 +99,42 @@ def marginal_effects(
     times beyond the last observed one follow from the family alone.
     """
     built = _formula_of(fit, column)
-    if at is not None and built.family.outcome != "time":
-        raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {built.family.name!r} are none.")
+    if at is not None:
+        require_times(built.family, at)
     at = None if at is None else between("at", at, 0.0, np.inf)
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     ids = _ids(fit, clients)
     if ALL in ids:
-        raise DeclarationError(
-            f"a client is named {ALL!r}, as the mean over clients is here; rename it, or leave it out of clients=."
-        )
+        raise DeclarationError(f"a client is named {ALL!r}, as is the mean over clients; leave it out of clients=.")
     keywords: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
     shared = _stacked(fit.shared(**keywords)["posterior"])
-    spec, names = built.spec, built.containers
-    averages, sizes = {}, []
-    each = {client_id: rows_of(spec, built.by_role(fit.clients[client_id].arrays)) for client_id in ids}
-    has_levels = bool(spec.design.agreement.columns[column].levels)
-    is_truth = not has_levels and _is_truth(fit, column, names)
-    for client_id, rows in each.items():
+    spec = built.spec
+    rows = {client_id: rows_of(spec, built.by_role(fit.clients[client_id].arrays)) for client_id in ids}
+    by_level = spec.design.agreement.columns[column].levels or _is_truth(fit, built.containers[f"column_{column}"])
+    parts, moved, common = {}, [], _phi(shared, built)
+    for client_id, own_rows in rows.items():
         own = _stacked(fit.client(client_id, **keywords)["posterior"]) if spec.terms.groups else shared
-        of = at_levels if has_levels or is_truth else slope
-        averages[client_id] = (of(spec, rows, column, own, at), own)
-        sizes.append(rows.weights.sum())
-    share = np.array(sizes) / np.sum(sizes)
-    parts = {client_id: found for client_id, (found, _) in averages.items()}
-    common = _phi(shared, built)
-    moved = [
-        {what: _moved(value, _phi(own, built), common) for what, value in found.items()} if spec.terms.groups else found
-        for found, own in averages.values()
-    ]
-    parts[ALL] = {
-        what: np.tensordot(share, np.stack([one[what] for one in moved]), axes=1) for what in next(iter(parts.values()))
-    }
+        averages = (at_levels if by_level else slope)(spec, own_rows, column, own, at)
+        parts[client_id] = averages
+        if spec.terms.groups:
+            averages = {what: _moved(value, _phi(own, built), common) for what, value in averages.items()}
+        moved.append(averages)
+    sizes = np.array([one.weights.sum() for one in rows.values()])
+    share = sizes / sizes.sum()
+    parts[ALL] = {what: np.tensordot(share, np.stack([one[what] for one in moved]), axes=1) for what in moved[0]}
     return _table(parts, spec.scales.levels, ci_prob)
 
 
-def _is_truth(fit: Any, column: str, names: Mapping[str, str]) -> bool:
-    """Whether a column of numbers is 0 or 1 in all rows that are here, and both occur."""
-    held = [client.arrays for client in fit.clients.values()]
-    name = names[f"column_{column}"]
-    values = {value for arrays in held if name in arrays for value in np.unique(arrays[name])[:3].tolist()}
-    return values == {0.0, 1.0}
+def _is_truth(fit: Fit, name: str) -> bool:
+    """Whether an array of numbers is 0 or 1 in all rows that are here, and both occur."""
+    arrays = [client.arrays[name] for client in fit.clients.values() if name in client.arrays]
+    return {value for array in arrays for value in np.unique(array)[:3].tolist()} == {0.0, 1.0}
 
 
 def _formula_of(fit: Any, column: Any) -> Formula:
     built = getattr(getattr(fit, "declaration", None), "builder", None)
     if not isinstance(fit, Fit) or not isinstance(built, Formula):
-        raise DeclarationError(
-            "marginal effects need a fit of fedppl.formula; for another, compute them from fit.client(id, predict=...)."
-        )
+        raise DeclarationError("marginal effects need a fit of fedppl.formula; see fit.client(id, predict=...).")
     if column not in built.terms.columns:
         raise DeclarationError(f"column={shown(column)}: columns of {built.text!r} are {list(built.terms.columns)}.")
     if not isinstance(fit.algorithm.result.shared, Posterior):
@@ -157,18 +146,13 @@ def _formula_of(fit: Any, column: Any) -> Formula:
 def _ids(fit: Fit, clients: Any) -> list[str]:
     ids = chosen("clients", clients, fit.client_ids, "the fit's clients")
     if absent := [client_id for client_id in ids if client_id not in fit.clients]:
-        raise DeclarationError(
-            f"the rows of clients {absent[:5]} are not here. For a fit from a file pass them, "
-            "fedppl.load(path, model, clients=...); for sites call it where their data are."
-        )
-    if clients is not None:
-        for client_id in ids:
-            require_rows(fit.clients[client_id], "marginal effects")
-        return ids
-    kept = [client_id for client_id in ids if has_rows(fit.clients[client_id])]
-    if left_out := [client_id for client_id in ids if client_id not in kept]:
+        remedy = "pass them, fedppl.load(path, model, clients=...), or call it where their data are"
+        raise DeclarationError(f"the rows of clients {absent[:5]} are not here; {remedy}.")
+    for client_id in ids if clients is not None else ():
+        require_rows(fit.clients[client_id], "marginal effects")
+    if left_out := [client_id for client_id in ids if not has_rows(fit.clients[client_id])]:
         logger.info("clients %s brought no rows, and are left out of marginal effects", left_out[:10])
-    return kept
+    return [client_id for client_id in ids if client_id not in left_out]
 
 
 def _stacked(posterior: Any) -> dict[str, Array]:
@@ -185,28 +169,23 @@ def _phi(draws: dict[str, Array], built: Formula) -> Array:
 def _moved(value: Array, phi: Array, common_phi: Array) -> Array:
     """A client's averages at the common draws of φ, moved along their regression on φ; residuals stay."""
     if len(phi) < 5 * phi.shape[1]:
-        raise DeclarationError(
-            f"{len(phi)} draws are too few to move averages by {phi.shape[1]} shared numbers; pass draws= for "
-            f"{5 * phi.shape[1]} or more over all chains."
-        )
+        least = f"{5 * phi.shape[1]} or more over all chains"
+        raise DeclarationError(f"{len(phi)} draws are too few for {phi.shape[1]} numbers; pass draws= for {least}.")
     centred = phi - phi.mean(axis=0)
     slopes, *_ = np.linalg.lstsq(centred, value - value.mean(axis=0), rcond=None)
     return np.asarray(value + (common_phi - common_phi.mean(axis=0) - centred) @ slopes)
 
 
 def _table(parts: dict[str, dict[str, Array]], levels: tuple[str, ...], ci_prob: float) -> pd.DataFrame:
-    rows: dict[tuple[str, ...], dict[str, float]] = {}
+    flat: dict[tuple[str, ...], Array] = {}
     for client_id, averages in parts.items():
         for what, value in averages.items():
             if value.ndim == 1:
-                rows[client_id, what] = _row(value, ci_prob)
+                flat[client_id, what] = value
             else:
-                rows |= {(client_id, what, levels[k]): _row(value[:, k], ci_prob) for k in range(value.shape[1])}
-    names = ["client", "what", "outcome"][: len(next(iter(rows)))]
-    index = pd.MultiIndex.from_tuples(list(rows), names=names)
-    return pd.DataFrame(list(rows.values()), index=index)
-
-
-def _row(x: Array, ci_prob: float) -> dict[str, float]:
-    low, high = np.quantile(x, interval(ci_prob))
-    return {"mean": float(x.mean()), "sd": float(x.std(ddof=1)), "ci_low": float(low), "ci_high": float(high)}
+                flat |= {(client_id, what, level): value[:, k] for k, level in enumerate(levels)}
+    draws = np.array(list(flat.values()))
+    low, high = np.quantile(draws, interval(ci_prob), axis=1)
+    columns = {"mean": draws.mean(axis=1), "sd": draws.std(axis=1, ddof=1), "ci_low": low, "ci_high": high}
+    names = ["client", "what", "outcome"][: len(next(iter(flat)))]
+    return pd.DataFrame(columns, index=pd.MultiIndex.from_tuples(list(flat), names=names))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +23,24 @@ _WIDE = 2.5  # prior sds of coefficients, in the units of outcome and column
 CORRELATION = 2.0  # η of LKJ
 
 
-class Spec(NamedTuple):
-    """All that defines the predictor of a formula, once clients agreed."""
+class Effects(NamedTuple):
+    """Effects that vary by a factor, and the priors of what clients share of them."""
+
+    name: str  # first part of the names of the variables
+    by_client: bool  # or by groups within each client
+    labels: tuple[str, ...]  # by level of the outcome where levels have their own predictors
+    sd: Prior
+    partial: Prior | None  # of (1 + r) / 2 of partial correlations r; None without correlations
+
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        """Labels of correlations."""
+        return tuple(f"{self.labels[j]}, {self.labels[i]}" for i, j in _pairs(len(self.labels)))
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """All that defines the predictor of a formula, once clients agreed; priors are the user's own or default ones."""
 
     terms: Terms
     family: Family
@@ -41,6 +59,51 @@ class Spec(NamedTuple):
         """Dim of these levels."""
         return (f"{self.terms.response.variable}_level",) if self.family.several else ()
 
+    @functools.cached_property
+    def intercept(self) -> Prior:
+        """Prior of the intercept: by default of the predictor at the means of columns and offsets."""
+        default = Prior("Normal", mu=self.family.center(self.scales), sigma=_WIDE * self.family.unit(self.scales))
+        return self.priors.get("Intercept", default)
+
+    @functools.cached_property
+    def coefficients(self) -> dict[str, Prior]:
+        """Priors of the common terms."""
+        start, priors = 0, {}
+        for name in self.terms.common:
+            count, given = len(self.design.labels[name]), self.priors.get(name)
+            sd: Any = _WIDE * self.family.unit(self.scales) / self.design.left[start : start + count]
+            sd = float(sd[0]) if count == 1 else sd[:, None] if self.levels else sd
+            default = Prior("Normal", mu=0.0, sigma=sd)
+            priors[name] = default if given is None else given.by_rows() if self.levels and count > 1 else given
+            start += count
+        return priors
+
+    @functools.cached_property
+    def effects(self) -> tuple[Effects, ...]:
+        """Effects by group."""
+        return tuple(map(self._effects, self.terms.groups, self.design.group_labels, self.design.group_scale))
+
+    def _effects(self, group: Group, labels: tuple[str, ...], sizes: Array) -> Effects:
+        if self.levels:
+            labels = tuple(f"{label}:{level}" for label in labels for level in self.levels)
+            sizes = np.repeat(sizes, len(self.levels))
+        sd, *partial = spreads(group, len(labels), correlated=self.correlated)
+        scale: Any = self.family.unit(self.scales) / sizes
+        of_sd = self.priors.get(sd, Prior("HalfNormal", sigma=scale if len(scale) > 1 else float(scale[0])))
+        of_partial = None
+        if partial:
+            # Correlations are LKJ(η) where (1 + r) / 2 of the correlation r of effects i and j given effects 0 to j - 1
+            # has Beta(a, a) with a = η + (d - 2 - j) / 2.
+            a: Any = CORRELATION + (len(labels) - 2 - np.array([j for _, j in _pairs(len(labels))])) / 2
+            a = float(a[0]) if len(a) == 1 else a
+            of_partial = self.priors.get(partial[0], Prior("Beta", alpha=a, beta=a))
+        return Effects(tag(group), len(group.factor) == 1, labels, of_sd, of_partial)
+
+
+def _pairs(count: int) -> list[tuple[int, int]]:
+    """Places below the diagonal of a matrix, by row."""
+    return [(i, j) for i in range(count) for j in range(i)]
+
 
 def has_intercept(terms: Terms, family: Family) -> bool:
     """Whether there is an intercept."""
@@ -57,81 +120,14 @@ def spreads(group: Group, count: int, *, correlated: bool) -> tuple[str, ...]:
     return (f"{tag(group)}_sd", *([f"{tag(group)}_partial"] if correlated and count > 1 else []))
 
 
-def effect_labels(spec: Spec, number: int) -> tuple[str, ...]:
-    """Names of the effects of a group, by level of the outcome where levels have their own predictors."""
-    labels = spec.design.group_labels[number]
-    return tuple(f"{label}:{level}" for label in labels for level in spec.levels) if spec.levels else labels
-
-
-def coefficients(spec: Spec) -> dict[str, Prior]:
-    """Priors of the common terms."""
-    unit, start, priors = spec.family.unit(spec.scales), 0, {}
-    for name in spec.terms.common:
-        count = len(spec.design.labels[name])
-        sd: Any = _WIDE * unit / spec.design.left[start : start + count]
-        sd = float(sd[0]) if count == 1 else sd[:, None] if spec.levels else sd
-        given = spec.priors.get(name)
-        default = Prior("Normal", mu=0.0, sigma=sd)
-        priors[name] = default if given is None else given.by_rows() if spec.levels and count > 1 else given
-        start += count
-    return priors
-
-
-def intercept(spec: Spec) -> Prior:
-    """Default prior of the predictor at the means of columns and offsets, or a user's prior of the intercept."""
-    default = Prior("Normal", mu=spec.family.center(spec.scales), sigma=_WIDE * spec.family.unit(spec.scales))
-    return spec.priors.get("Intercept", default)
-
-
-def at_means(spec: Spec) -> str:
-    """Text: the point where the predictor has the prior of `intercept`."""
-    moved = [*(["columns"] if spec.terms.common else []), *(["offsets"] if spec.terms.offsets else [])]
-    return f" where {' and '.join(moved)} are at their means" if moved else ""
-
-
-def sds(spec: Spec, number: int) -> Prior:
-    """Prior of the sds of a group's effects."""
-    sizes = spec.family.unit(spec.scales) / np.repeat(spec.design.group_scale[number], max(len(spec.levels), 1))
-    default = Prior("HalfNormal", sigma=sizes if len(sizes) > 1 else float(sizes[0]))
-    return spec.priors.get(spreads_of(spec, number)[0], default)
-
-
-def partials(spec: Spec, number: int) -> Prior:
-    """Prior of (1 + r) / 2 of a group's partial correlations r, with which correlations are LKJ(η).
-
-    The correlation of effects i and j given effects 0 to j - 1 is r; (1 + r) / 2 has Beta(a, a) with
-    a = η + (d - 2 - j) / 2.
-    """
-    count = len(effect_labels(spec, number))
-    a = CORRELATION + (count - 2 - np.tril_indices(count, -1)[1]) / 2
-    shape = float(a[0]) if len(a) == 1 else a
-    return spec.priors.get(spreads_of(spec, number)[1], Prior("Beta", alpha=shape, beta=shape))
-
-
-def spreads_of(spec: Spec, number: int) -> tuple[str, ...]:
-    """`spreads` of a group."""
-    return spreads(spec.terms.groups[number], len(effect_labels(spec, number)), correlated=spec.correlated)
-
-
-def spread_labels(spec: Spec) -> dict[str, tuple[str, ...]]:
-    """What the entries of sds and partial correlations belong to, by their names."""
-    labels: dict[str, tuple[str, ...]] = {}
-    for number, group in enumerate(spec.terms.groups):
-        names, pairs = spreads_of(spec, number), coords(spec).get(f"{tag(group)}_pair", [])
-        labels |= dict(zip(names, (effect_labels(spec, number), tuple(pairs)), strict=False))
-    return labels
-
-
 def coords(spec: Spec) -> dict[str, list[str]]:
     """Labels of all dims."""
     by_dim = {f"{k}_dim": list(spec.design.entries[k]) for k, own in spec.design.labels.items() if is_labelled(k, own)}
     by_dim |= {dim: list(spec.levels) for dim in spec.level_dim}
-    for number, group in enumerate(spec.terms.groups):
-        labels = effect_labels(spec, number)
-        by_dim[f"{tag(group)}_effect"] = list(labels)
-        if len(spreads_of(spec, number)) > 1:
-            pairs = zip(*np.tril_indices(len(labels), -1), strict=True)
-            by_dim[f"{tag(group)}_pair"] = [f"{labels[j]}, {labels[i]}" for i, j in pairs]
+    for one in spec.effects:
+        by_dim[f"{one.name}_effect"] = list(one.labels)
+        if one.partial is not None:
+            by_dim[f"{one.name}_pair"] = list(one.pairs)
     return by_dim
 
 
@@ -142,38 +138,30 @@ def is_labelled(name: str, labels: Sequence[str]) -> bool:
 
 def linear_predictor(spec: Spec, data: Mapping[str, Any]) -> tuple[Any, Any]:
     """η in the open model, (n,) or (n, levels), and its value without intercept at the means of the columns."""
-    beta = _beta(spec)
+    parts = []
+    for name, prior in spec.coefficients.items():
+        labels = spec.design.labels[name]
+        dims = (*([f"{name}_dim"] if is_labelled(name, labels) else []), *spec.level_dim)
+        beta = prior.declared(name, dims=dims or None)
+        parts.append(beta.reshape((len(labels), len(spec.levels))) if spec.levels else pt.atleast_1d(beta))
     middle: Any = spec.design.offset_center
-    if beta is not None:
+    if parts:
+        beta = pt.concatenate(parts)
         middle = middle + pt.dot(spec.design.center, beta)
-    eta = data["rows"] if beta is None else data["common"] @ beta
-    if beta is None and spec.levels:
-        eta = eta[:, None]
+        eta = data["common"] @ beta
+    else:
+        eta = data["rows"][:, None] if spec.levels else data["rows"]
     if has_intercept(spec.terms, spec.family):
-        eta = eta + _intercept(spec, middle)
+        given, of_levels = spec.intercept.parameters, spec.level_dim or None
+        if "Intercept" in spec.priors:
+            eta = eta + spec.intercept.declared("Intercept", dims=of_levels)
+        else:
+            eta = eta + pm.Normal("Intercept", given["mu"] - middle, given["sigma"], dims=of_levels)
     if "offset" in data:
         eta = eta + data["offset"]
-    for number in range(len(spec.terms.groups)):
-        eta = eta + _effects(spec, number, data)
+    for number, one in enumerate(spec.effects):
+        eta = eta + _declared(one, spec.levels, number, data)
     return eta, middle
-
-
-def _beta(spec: Spec) -> Any:
-    """All common coefficients, (p,) or (p, levels)."""
-    parts = []
-    for name, prior in coefficients(spec).items():
-        count = len(spec.design.labels[name])
-        dims = (*((f"{name}_dim",) if is_labelled(name, spec.design.labels[name]) else ()), *spec.level_dim)
-        variable = prior.declared(name, dims=dims or None)
-        parts.append(variable.reshape((count, len(spec.levels))) if spec.levels else pt.atleast_1d(variable))
-    return pt.concatenate(parts) if parts else None
-
-
-def _intercept(spec: Spec, middle: Any) -> Any:
-    prior, dims = intercept(spec), spec.level_dim or None
-    if "Intercept" in spec.priors:
-        return prior.declared("Intercept", dims=dims)
-    return pm.Normal("Intercept", prior.parameters["mu"] - middle, prior.parameters["sigma"], dims=dims)
 
 
 def _correlation_root(partial: Any, count: int) -> Any:
@@ -192,31 +180,28 @@ def _correlation_root(partial: Any, count: int) -> Any:
     return pt.stack(rows)
 
 
-def _effects(spec: Spec, number: int, data: Mapping[str, Any]) -> Any:
+def _declared(one: Effects, levels: Sequence[str], number: int, data: Mapping[str, Any]) -> Any:
     """Effects that vary by a factor: local, with shared sds and correlations."""
-    group, labels = spec.terms.groups[number], effect_labels(spec, number)
-    names, start = spreads_of(spec, number), tag(group)
-    sd = pt.atleast_1d(sds(spec, number).declared(names[0], dims=f"{start}_effect" if len(labels) > 1 else None))
+    count, dim = len(one.labels), f"{one.name}_effect"
+    sd = pt.atleast_1d(one.sd.declared(f"{one.name}_sd", dims=dim if count > 1 else None))
     root: Any = None
-    if len(names) > 1:
-        partial = partials(spec, number).declared(names[1], dims=f"{start}_pair")
-        root = _correlation_root(partial, len(labels))
-        pairs = zip(*np.tril_indices(len(labels), -1), strict=True)
-        correlations = pt.stack([(root[i] * root[j]).sum() for i, j in pairs])
-        pm.Deterministic(f"{start}_corr", correlations, dims=f"{start}_pair")
+    if one.partial is not None:
+        root = _correlation_root(one.partial.declared(f"{one.name}_partial", dims=f"{one.name}_pair"), count)
+        correlations = pt.stack([(root[i] * root[j]).sum() for i, j in _pairs(count)])
+        pm.Deterministic(f"{one.name}_corr", correlations, dims=f"{one.name}_pair")
 
     def scaled(z: Any) -> Any:  # effects with covariance D R D
         return sd * z if root is None else z @ (sd[:, None] * root).T
 
-    columns, width = data[f"effects_{number}"], len(spec.design.group_labels[number])
-    if len(group.factor) == 1:
-        z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=len(labels))
-        effects = pm.Deterministic(f"{start}_effects", scaled(z), dims=f"{start}_effect")
-        return columns @ (effects.reshape((width, len(spec.levels))) if spec.levels else effects)
-    z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=(data[f"of_{number}"].shape[0], len(labels)))
-    effects = pm.Deterministic(f"{start}_effects", scaled(z))[data[f"row_{number}"]]
-    if spec.levels:
-        return (columns[:, :, None] * effects.reshape((-1, width, len(spec.levels)))).sum(axis=1)
+    columns, width = data[f"effects_{number}"], count // max(len(levels), 1)
+    if one.by_client:
+        z = pm.Normal(f"{one.name}_z", 0.0, 1.0, shape=count)
+        effects = pm.Deterministic(f"{one.name}_effects", scaled(z), dims=dim)
+        return columns @ (effects.reshape((width, len(levels))) if levels else effects)
+    z = pm.Normal(f"{one.name}_z", 0.0, 1.0, shape=(data[f"of_{number}"].shape[0], count))
+    effects = pm.Deterministic(f"{one.name}_effects", scaled(z))[data[f"row_{number}"]]
+    if levels:
+        return (columns[:, :, None] * effects.reshape((-1, width, len(levels)))).sum(axis=1)
     return (columns * effects).sum(axis=1)
 
 
@@ -237,23 +222,23 @@ class Rows(NamedTuple):
 
 def rows_of(spec: Spec, arrays: Mapping[str, Any]) -> Rows:
     """The rows that arrays of the builder were made from."""
-    first = next(iter(arrays.values())) if "outcome" not in arrays else arrays["outcome"]
-    columns = {
-        name: designs.from_plain(name, arrays[f"column_{name}"], spec.design.agreement) for name in spec.terms.columns
-    }
-    groups = {number: arrays[f"row_{number}"] for number, one in enumerate(spec.terms.groups) if len(one.factor) > 1}
-    weights = np.asarray(arrays.get("weights", np.ones(len(first))), dtype=float)
-    return Rows(pd.DataFrame(columns, index=np.arange(len(first))), groups, weights)
+    count, agreed = len(next(iter(arrays.values()))), spec.design.agreement.columns
+    columns = {name: arrays[f"column_{name}"] for name in spec.terms.columns}
+    for name, values in columns.items():
+        if agreed[name].levels:
+            columns[name] = designs.categories(agreed[name], values.astype(int))
+    groups = {number: arrays[f"row_{number}"] for number, one in enumerate(spec.effects) if not one.by_client}
+    weights = np.asarray(arrays.get("weights", np.ones(count)), dtype=float)
+    return Rows(pd.DataFrame(columns, index=np.arange(count)), groups, weights)
 
 
 def at_levels(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: float | None) -> dict[str, Array]:
     """Mean outcome with all rows at each level, or at 0 and 1, and differences from the first; each (S,) or (S, K)."""
-    levels = spec.design.agreement.columns[column].levels
+    agreed = spec.design.agreement.columns[column]
     at_each: dict[str, Any] = {"0": 0.0, "1": 1.0}  # of a column of truths, which are numbers
-    if levels:
-        at_each = {
-            one: pd.Categorical([one] * len(rows.table), categories=list(levels), ordered=True) for one in levels
-        }
+    if agreed.levels:
+        codes = np.zeros(len(rows.table), dtype=int)
+        at_each = {level: designs.categories(agreed, codes + place) for place, level in enumerate(agreed.levels)}
     means = {
         name: averaged(spec, rows._replace(table=rows.table.assign(**{column: values})), draws, at)
         for name, values in at_each.items()
@@ -268,17 +253,16 @@ def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: f
     sd = spec.design.agreement.columns[column].sd
     slopes = derivatives(spec.design.side_by_side, rows.table, column, sd, _WHOSE)
 
-    def of(part: slice) -> Array:
-        places = {number: one[part] for number, one in rows.groups.items()}
-        eta = _eta(spec, columns[part], places, draws) + _intercept_at(spec, draws)
+    def largest(values: Array) -> Array:  # over the predictors: the step is in the direction of their derivatives
+        return np.max(np.abs(values), axis=-1, keepdims=True) if spec.levels else np.abs(values)
+
+    def of(part: slice, places: Mapping[int, Array]) -> Array:
         along = _eta(spec, slopes[part], places, draws)
-        # With several predictors the step is in the direction of their derivatives.
-        size = np.max(np.abs(along), axis=-1, keepdims=True) if spec.levels else np.abs(along)
-        step = _STEP * np.maximum(1.0, np.abs(eta).max(axis=-1, keepdims=True) if spec.levels else np.abs(eta))
-        step = step * along / np.where(size > 0, size, 1.0)
+        eta = _eta(spec, columns[part], places, draws) + _intercept_at(spec, draws)
+        size = largest(along)
+        step = _STEP * np.maximum(1.0, largest(eta)) * along / np.where(size > 0, size, 1.0)
         high, low = (_mean(spec, eta + sign * step, draws, at) for sign in (1.0, -1.0))
-        apart = np.where(size > 0, np.max(np.abs(step), axis=-1, keepdims=True) if spec.levels else np.abs(step), 1.0)
-        rate = size / (2.0 * apart)
+        rate = size / (2.0 * np.where(size > 0, largest(step), 1.0))
         return np.asarray((high - low) * (rate if high.ndim == rate.ndim else rate[..., None]))
 
     return {"slope": _over_rows(spec, rows, draws, of)}
@@ -287,28 +271,33 @@ def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: f
 def averaged(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | None) -> Array:
     """Mean outcome over rows at each draw, (S,), or (S, K) for an outcome with levels."""
     columns = spec.design.side_by_side(rows.table, _WHOSE)
-
-    def of(part: slice) -> Array:
-        places = {number: one[part] for number, one in rows.groups.items()}
-        return _mean(spec, _eta(spec, columns[part], places, draws) + _intercept_at(spec, draws), draws, at)
-
-    return _over_rows(spec, rows, draws, of)
-
-
-def _over_rows(spec: Spec, rows: Rows, draws: Mapping[str, Array], of: Callable[[slice], Array]) -> Array:
-    """Weighted mean over rows of a function that is (S, n, ...) for a part of the rows."""
-    count, size = len(rows.table), len(next(iter(draws.values())))
-    width = max(len(spec.scales.levels), 1) * max(len(spec.scales.cuts), 1)
-    step = max(1, _AT_ONCE // (size * width))
-    parts = [slice(start, start + step) for start in range(0, count, step)]
-    total: Any = sum(np.tensordot(of(part), rows.weights[part], axes=(1, 0)) for part in parts)
-    return np.asarray(total / rows.weights.sum())
+    return _over_rows(spec, rows, draws, lambda part, places: _outcomes(spec, columns[part], places, draws, at))
 
 
 def by_row(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | None) -> Array:
     """Mean outcome of each row at each draw, (S, n), or (S, n, K) for an outcome with levels."""
-    columns = spec.design.side_by_side(rows.table, _WHOSE)
-    return _mean(spec, _eta(spec, columns, rows.groups, draws) + _intercept_at(spec, draws), draws, at)
+    return _outcomes(spec, spec.design.side_by_side(rows.table, _WHOSE), rows.groups, draws, at)
+
+
+def _over_rows(
+    spec: Spec, rows: Rows, draws: Mapping[str, Array], of: Callable[[slice, Mapping[int, Array]], Array]
+) -> Array:
+    """Weighted mean over rows of a function of a part of them and its places in groups, (S, n, ...)."""
+    count, size = len(rows.table), len(next(iter(draws.values())))
+    width = max(len(spec.scales.levels), 1) * max(len(spec.scales.cuts), 1)
+    step = max(1, _AT_ONCE // (size * width))
+    total: Any = 0.0
+    for part in (slice(start, start + step) for start in range(0, count, step)):
+        places = {number: one[part] for number, one in rows.groups.items()}
+        total = total + np.tensordot(of(part, places), rows.weights[part], axes=(1, 0))
+    return np.asarray(total / rows.weights.sum())
+
+
+def _outcomes(
+    spec: Spec, columns: Array, places: Mapping[int, Array], draws: Mapping[str, Array], at: float | None
+) -> Array:
+    """Mean outcomes at columns of `Design.side_by_side`, (S, n) or (S, n, K)."""
+    return _mean(spec, _eta(spec, columns, places, draws) + _intercept_at(spec, draws), draws, at)
 
 
 def _mean(spec: Spec, eta: Array, draws: Mapping[str, Array], at: float | None) -> Array:
@@ -334,11 +323,11 @@ def _eta(spec: Spec, columns: Array, places: Mapping[int, Array], draws: Mapping
         start += width
     if spec.terms.offsets:
         eta, start = eta + columns[:, start], start + 1
-    for number, group in enumerate(spec.terms.groups):
-        width = len(effect_labels(spec, number)) // max(len(spec.levels), 1)
-        own_columns, effects = columns[:, start : start + width], draws[f"{tag(group)}_effects"]
+    for number, one in enumerate(spec.effects):
+        width = len(one.labels) // max(len(spec.levels), 1)
+        own_columns, effects = columns[:, start : start + width], draws[f"{one.name}_effects"]
         start += width
-        if len(group.factor) == 1:
+        if one.by_client:
             eta = eta + _times(own_columns, effects.reshape(size, width, *tail))
         else:
             effects_of_rows = effects[:, places[number]].reshape(size, count, width, *tail)
@@ -379,10 +368,9 @@ def derivatives(
     unknown = ~(error <= _EXACT)
     if np.any(unknown):
         row = int(np.argmax(unknown.any(axis=1)))
-        raise DeclarationError(
-            f"{what}: a function of {column!r} has no finite slope in row {row}, where {column!r} is {x[row]:.6g}; use "
-            "one with a slope everywhere, such as np.log1p, or compare two values by fit.client(id, predict=...)."
-        )
+        where = f"in row {row}, where {column!r} is {x[row]:.6g}"
+        remedy = "use one that has, such as np.log1p, or compare values by fit.client(id, predict=...)"
+        raise DeclarationError(f"{what}: a function of {column!r} has no finite slope {where}; {remedy}.")
     return best
 
 

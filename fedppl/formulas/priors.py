@@ -12,6 +12,7 @@ import pymc as pm
 from pymc.distributions.continuous import PositiveContinuous, UnitContinuous
 from pymc.distributions.distribution import Discrete
 
+from fedppl.settings import shown
 from fedppl.types import DeclarationError
 
 # Parameters that are positive in all of PyMC's continuous distributions.
@@ -50,18 +51,16 @@ class Prior:
         distribution = getattr(pm, name, None) if isinstance(name, str) else None
         if name in ("LKJCholeskyCov", "LKJCorr"):
             raise DeclarationError(
-                f"Prior({name!r}): sds and correlations, LKJ(2) by default, have separate priors; give them by name, "
+                f"Prior({name!r}): sds and correlations have separate priors; pass "
                 '{"site_sd": fedppl.Prior("HalfNormal", sigma=1), "site_partial": fedppl.Prior("Beta", alpha=2, beta=2)'
                 "}, the second of (1 + r) / 2 of partial correlations r: for two effects Beta(eta, eta) is LKJ(eta)."
             )
         if not (isinstance(distribution, type) and issubclass(distribution, pm.Distribution)):
-            raise DeclarationError(
-                f"Prior({getattr(name, '__name__', name)!r}): PyMC has no such distribution; pass one like 'Normal'."
-            )
+            given = getattr(name, "__name__", name)
+            raise DeclarationError(f"Prior({given!r}): PyMC has no such distribution; pass a name like 'Normal'.")
         if values:
-            raise DeclarationError(
-                f'Prior({name!r}, ...) takes {list(values)} by name, such as fedppl.Prior("Normal", mu=0, sigma=1).'
-            )
+            example = 'fedppl.Prior("Normal", mu=0, sigma=1)'
+            raise DeclarationError(f"Prior({name!r}, ...) takes {list(values)} by name, such as {example}.")
         _require_parameters(name, parameters)
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parameters", dict(parameters))
@@ -113,13 +112,13 @@ class Prior:
 def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
     """Refuse parameters that are unknown, not numbers, or negative where they must be positive."""
     for key, value in parameters.items():
-        numbers = np.asarray(value) if _are_numbers(value) else None
-        if isinstance(value, str) or (numbers is not None and numbers.dtype.kind not in "biuf"):
-            raise DeclarationError(f"Prior({name!r}, {key}={value!r}): parameters are numbers or arrays of them.")
-        if numbers is not None and np.any(np.isnan(numbers)):
-            raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}) is not a number; give one.")
-        if numbers is not None and key in _POSITIVE and not np.all(numbers > 0):
-            raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}): {key!r} must be positive.")
+        numbers = np.asarray(value) if _are_numbers(value) else np.zeros(0)  # PyMC judges other objects
+        is_wrong = isinstance(value, str) or numbers.dtype.kind not in "biuf" or bool(np.any(np.isnan(numbers)))
+        if is_wrong or (key in _POSITIVE and not np.all(numbers > 0)):
+            rule = "positive numbers" if key in _POSITIVE else "numbers"
+            raise DeclarationError(
+                f"Prior({name!r}, {key}={shown(value)}): {key!r} takes {rule}; give one, or an array."
+            )
     low, high = parameters.get("lower"), parameters.get("upper")
     if _are_numbers(low) and _are_numbers(high) and not np.all(np.asarray(low) < np.asarray(high)):
         raise DeclarationError(f"Prior({name!r}, lower={_shown(low)}, upper={_shown(high)}): lower is not below upper.")
@@ -130,9 +129,8 @@ def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
     try:
         dist(**{key: value for key, value in parameters.items() if key not in _BESIDE})
     except Exception as error:  # PyMC and PyTensor raise errors of many kinds
-        raise DeclarationError(
-            f"Prior({name!r}, {', '.join(parameters)}) cannot be made: {error}; see the parameters of pm.{name}."
-        ) from error
+        what = f"Prior({name!r}, {', '.join(parameters)}) cannot be made"
+        raise DeclarationError(f"{what}: {error}; see the parameters of pm.{name}.") from error
 
 
 def _are_numbers(value: Any) -> bool:

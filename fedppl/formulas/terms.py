@@ -32,6 +32,11 @@ class Response(NamedTuple):
         """Name of the variable that is observed."""
         return variable(self.columns[0])
 
+    @property
+    def trials(self) -> tuple[str, ...]:
+        """The column of numbers of trials, if there is one."""
+        return self.columns[1:] if self.kind == "proportion" else ()
+
 
 class Group(NamedTuple):
     """Effects that vary by a factor."""
@@ -54,6 +59,11 @@ class Terms(NamedTuple):
     sums: tuple[Sum, ...]  # of the common terms, and of the effects of each group
     trees: Mapping[str, ast.expr]  # syntax trees of factors and offsets, by name
     varying: frozenset[str]  # columns that are read by more than offsets
+
+    @property
+    def nested(self) -> tuple[str, ...]:
+        """Factors of groups within clients."""
+        return tuple(name for group in self.groups for name in group.factor[1:])
 
     @property
     def factors(self) -> dict[str, tuple[str, ...]]:
@@ -87,17 +97,21 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     trees, names, levels = _factors(tokens, constants)
     common = sum_of(formula, pieces.common or [Token("number", "1")], names)
     groups, sums = _groups(formula, pieces.effects, names)
-    summands = [_offset(text, constants) for text in pieces.offsets]
-    if several := [tree for tree in summands if expressions.calls(tree) in expressions.OF_SEVERAL]:
-        text = expressions.written(several[0])
-        raise DeclarationError(f"offset({text}) has several columns, not one number a row; compute a column before.")
-    offsets = {f"offset({expressions.written(tree)})": tree for tree in summands}
+    calls = [expressions.read(text, constants) for text in pieces.offsets]
+    offsets = {expressions.written(call): call.args[0] for call in calls if isinstance(call, ast.Call)}
     terms = [term for one in (common, *sums) for term in one.terms]
     used = {name for term in terms for name in term}
-    varying = {column for name in used for column in expressions.columns(trees[name], constants)}
+    by_name = {name: {*expressions.columns(tree, constants)} for name, tree in trees.items()}
+    varying = {column for name in used for column in by_name[name]}
     read = varying.union(*(expressions.columns(tree, constants) for tree in offsets.values()))
-    client = _client(groups, formula)
-    _require_apart(groups, client, sums, trees, read, constants)
+    clients = sorted({group.factor[0] for group in groups})
+    if len(clients) > 1:
+        raise DeclarationError(f"effects of {formula!r} vary by {clients}; put one within the other, (1 | site/ward).")
+    client = clients[0] if clients else None
+    if client in read:
+        raise DeclarationError(f"{[client]} are factors of effects with coefficients of their own too; leave one out.")
+    for group, own in zip(groups, sums, strict=True):
+        _require_apart(group, {column for term in own.terms for name in term for column in by_name[name]})
     return Terms(
         response,
         tuple(variable(":".join(term)) for term in common.terms if term),
@@ -111,19 +125,6 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
         {name: tree for name, tree in trees.items() if name in used} | offsets,
         frozenset(varying),
     )
-
-
-def _offset(text: str, constants: Collection[str]) -> ast.expr:
-    """The syntax tree of an offset's one argument, which stands in parentheses."""
-    try:
-        tree: ast.expr | None = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # refused below
-        tree = None
-    if isinstance(tree, ast.Tuple):
-        raise DeclarationError(
-            f"offset{expressions.written(tree)} has {len(tree.elts)} arguments, and an offset has one; write offset(x)."
-        )
-    return expressions.read(text, constants)
 
 
 def _factors(
@@ -146,34 +147,23 @@ def _factors(
             raise DeclarationError(f"{name!r} is a column and a computation of the same name; rename the column.")
     computed = {column for tree in trees.values() for column in expressions.columns(tree, constants)}
     if both := sorted(computed & {*levels}):
-        raise DeclarationError(
-            f"{both} are levels in one place, C({both[0]}), and numbers in another; write C({both[0]}) everywhere."
-        )
+        raise DeclarationError(f"{both} are levels in one place and numbers in another; write C({both[0]}) everywhere.")
     return trees | {column: ast.Name(id=quoted(column)) for column in levels}, names, tuple(levels)
 
 
 def _response(left: str) -> Response:
     match = _RESPONSE.match(left)
-    if match is None:
-        raise DeclarationError(
-            f"the response {left.strip()!r} is not valid; give the name of a column, prop(successes, trials), "
-            'Surv(time, event) or Surv(lower, upper, "interval"); what is computed is a column of its own.'
-        )
-    if match["call"] is None:
+    if match is not None and match["call"] is None:
         return Response("plain", (match["name"].strip("`"),))
-    if match["call"] not in _CALLS:
-        raise DeclarationError(
-            f"the response calls {match['call']!r}; known are {sorted(_CALLS)}: compute a column of its own before."
-        )
-    kind = _CALLS[match["call"]]
-    columns = tuple(part.strip() for part in re.findall(r"(?:[^,`]|`[^`]*`)+", match["arguments"]))
+    call, arguments = match.group("call", "arguments") if match is not None else ("", "")
+    kind = _CALLS.get(call, "")
+    columns = tuple(part.strip() for part in re.findall(r"(?:[^,`]|`[^`]*`)+", arguments))
     if kind == "survival" and len(columns) == 3 and columns[2] in ('"interval"', "'interval'"):
         kind, columns = "interval", columns[:2]
-    if len(columns) != 2 or not all(re.fullmatch(_COLUMN, name) for name in columns):
-        raise DeclarationError(
-            f"{match['call']}({match['arguments']}) takes the names of 2 columns"
-            + (': Surv(time, event), or Surv(lower, upper, "interval").' if kind == "survival" else ".")
-        )
+    if not kind or len(columns) != 2 or not all(re.fullmatch(_COLUMN, name) for name in columns):
+        forms = 'prop(successes, trials), Surv(time, event) or Surv(lower, upper, "interval")'
+        rule = f"write the name of a column of its own, or names of 2 columns in {forms}"
+        raise DeclarationError(f"the response {left.strip()!r} is not valid; {rule}.")
     return Response(kind, tuple(name.strip("`") for name in columns))
 
 
@@ -193,10 +183,8 @@ def _groups(
             kept, new = ({*map(frozenset, one.terms)} for one in (before or effects, effects))
             if factor in written & {inner[-1]} or not (kept <= new or new <= kept):
                 shown = ":".join(factor)
-                raise DeclarationError(
-                    f"effects vary by [{shown!r}] in two parentheses; write (1 + x | {shown}), with formula(..., "
-                    f"correlated=False) for independent ones, or (1 | {shown}:group) for groups within it."
-                )
+                remedy = f"(1 + x | {shown}), with correlated=False for independent ones, or (1 | {shown}:group)"
+                raise DeclarationError(f"effects vary by [{shown!r}] in two parentheses; write {remedy}.")
             by_factor[factor] = effects if before is None or len(effects.terms) > len(before.terms) else before
         written.add(inner[-1])
     groups = tuple(
@@ -222,36 +210,13 @@ def _nested(tokens: Sequence[Token]) -> list[tuple[str, ...]]:
     return factors
 
 
-def _client(groups: Sequence[Group], formula: str) -> str | None:
-    """The factor of clients, within which all other factors are."""
-    if not groups:
-        return None
-    outer = {group.factor[0] for group in groups}
-    if len(outer) > 1:
-        raise DeclarationError(
-            f"effects of {formula!r} vary by {sorted(outer)}, and one is to be within the other; write (1 | site/ward)."
-        )
-    return outer.pop()
-
-
-def _require_apart(
-    groups: Sequence[Group],
-    client: str | None,
-    sums: Sequence[Sum],
-    trees: Mapping[str, ast.expr],
-    read: Collection[str],
-    constants: Collection[str],
-) -> None:
-    """Refuse factors of groups that also have coefficients, or effects that vary by themselves."""
-    if client in read:
-        raise DeclarationError(f"{[client]} are factors of effects with coefficients of their own too; leave one out.")
-    for group, own in zip(groups, sums, strict=True):
-        inside, of = {one for term in own.terms for one in term}, ":".join(group.factor)
-        inside = {column for one in inside for column in expressions.columns(trees[one], constants)}
-        if both := sorted(inside & set(group.factor)):
-            raise DeclarationError(f"{both} vary by {of}, within which each is the same; leave it out of (... | {of}).")
-        if len(set(group.factor)) < len(group.factor):
-            raise DeclarationError(f"effects vary by {of}, which names a column twice.")
+def _require_apart(group: Group, columns: Collection[str]) -> None:
+    """Refuse effects of `columns` that vary by themselves."""
+    of = ":".join(group.factor)
+    if both := sorted({*columns} & {*group.factor}):
+        raise DeclarationError(f"{both} vary by {of}, within which each is the same; leave it out of (... | {of}).")
+    if len(set(group.factor)) < len(group.factor):
+        raise DeclarationError(f"effects vary by {of}, which names a column twice.")
 
 
 # The algebra of formulas and the coding of factors, by formulaic: terms and their columns -----------------------------
@@ -269,6 +234,13 @@ class Product(NamedTuple):
     without_reference: tuple[bool, ...]
 
 
+class Coded(NamedTuple):
+    """A term, without factors for the intercept, and its columns as products of its factors' columns."""
+
+    term: tuple[str, ...]
+    products: tuple[Product, ...]
+
+
 class Sum(NamedTuple):
     """A sum of terms."""
 
@@ -276,7 +248,7 @@ class Sum(NamedTuple):
     factors: tuple[str, ...]  # in the order of the placeholders
     terms: tuple[tuple[str, ...], ...]  # factors of the terms in order; none for the intercept
 
-    def products(self, levels: Mapping[str, Sequence[str]]) -> list[tuple[tuple[str, ...], tuple[Product, ...]]]:
+    def products(self, levels: Mapping[str, Sequence[str]]) -> list[Coded]:
         """Terms with the products of their columns, from the levels of factors that have some."""
         table: dict[str, Any] = {}
         rows = max([1, *map(len, levels.values())])
@@ -287,19 +259,13 @@ class Sum(NamedTuple):
         matrix: Any = Formula(self.text).get_model_matrix(
             pd.DataFrame(table, index=range(rows)), ensure_full_rank=True, na_action="ignore", context={}
         )
-        return [
-            (
-                _named(part.term, self.factors),
-                tuple(
-                    Product(
-                        tuple(self.factors[int(one.factor.expr[1:])] for one in scoped.factors),
-                        tuple(bool(one.reduced) for one in scoped.factors),
-                    )
-                    for scoped in part.scoped_terms
-                ),
-            )
-            for part in matrix.model_spec.structure
-        ]
+
+        def product(scoped: Any) -> Product:
+            factors = tuple(self.factors[int(one.factor.expr[1:])] for one in scoped.factors)
+            return Product(factors, tuple(bool(one.reduced) for one in scoped.factors))
+
+        structure = matrix.model_spec.structure
+        return [Coded(_named(part.term, self.factors), tuple(map(product, part.scoped_terms))) for part in structure]
 
 
 def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> Sum:
@@ -315,9 +281,8 @@ def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> S
     except DeclarationError:
         raise
     except Exception as error:  # of any kind, from formulaic
-        raise DeclarationError(
-            f"formula={formula!r} cannot be read: a term is missing; write it like 'y ~ age + arm + (1 | site)'."
-        ) from error
+        remedy = "write it like 'y ~ age + arm + (1 | site)'"
+        raise DeclarationError(f"formula={formula!r} cannot be read: a term is missing; {remedy}.") from error
 
 
 def _named(term: Any, factors: Sequence[str]) -> tuple[str, ...]:
@@ -337,11 +302,9 @@ def _require_numbers(formula: str, tokens: Sequence[Token]) -> None:
             if not (token.text.isdigit() and int(token.text) >= 1):
                 raise DeclarationError(f"formula={formula!r} has the power {token.text}; it is a whole number from 1.")
         elif token.text not in ("0", "1") or not {before, after} <= {"+", "-"}:
-            within = "; 0 and 1 stand outside of parentheses" if depth else ""
-            raise DeclarationError(
-                f"formula={formula!r} has the number {token.text} in place of a column; write I(5*x) for a multiple, "
-                f"0 or 1 for the intercept{within}."
-            )
+            within = " outside of parentheses" if depth else ""
+            remedy = f"write I(5*x) for a multiple, 0 or 1 for the intercept{within}"
+            raise DeclarationError(f"formula={formula!r} has the number {token.text} in place of a column; {remedy}.")
 
 
 def _require_few(formula: str, text: str, factors: int) -> None:
@@ -360,7 +323,5 @@ def _require_few(formula: str, text: str, factors: int) -> None:
             case _:
                 made = sum(below) or 1.0
         if made > _MOST:
-            raise DeclarationError(
-                f"formula={formula!r} has products of more than {_MOST} terms; write the interactions that are meant."
-            )
+            raise DeclarationError(f"formula={formula!r} has products of more than {_MOST} terms; write fewer.")
         sizes[id(node)] = min(made, 2.0 ** min(factors, 60))

@@ -49,7 +49,7 @@ def two(values: Any) -> Any:
     ],
 )
 def test_offsets_of_several_columns_are_refused_and_not_cut_to_the_first(text: str, constants: Any) -> None:
-    with pytest.raises(DeclarationError, match="number a row"):
+    with pytest.raises(DeclarationError, match="number a row|several columns"):
         agreed(f"y ~ x + {text}", constants=constants)
 
 
@@ -182,7 +182,7 @@ def test_names_with_brackets_colons_and_slashes_keep_their_numbers_and_their_mea
 
 @pytest.mark.parametrize("text", ["offset()", "offset(x, w)", "offset(x, `a b`)"])
 def test_an_offset_has_one_argument(text: str) -> None:
-    with pytest.raises(DeclarationError, match="one; write offset") as caught:
+    with pytest.raises(DeclarationError, match="offset takes 1 argument") as caught:
         fedppl.formula(f"y ~ x + {text}")
     assert text in str(caught.value)
 

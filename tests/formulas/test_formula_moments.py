@@ -31,7 +31,7 @@ def _spec(text: str, frame: pd.DataFrame, **more: Any) -> predictor.Spec:
 
 
 def _sd(spec: predictor.Spec, name: str) -> np.ndarray:
-    return np.ravel(predictor.coefficients(spec)[name].parameters["sigma"])
+    return np.ravel(spec.coefficients[name].parameters["sigma"])
 
 
 def test_a_level_of_two_rows_has_a_prior_on_the_scale_of_its_column() -> None:

@@ -109,7 +109,7 @@ ROWS: dict[str, Mistake] = {
     "a number times a column": row(text("y ~ x + 5*z"), "number 5", "I(5*x)"),
     "a smooth of mgcv": row(text("y ~ s(x)"), "'s'", "bs(x", "constants={'s': function}"),
     "a logarithm without np": row(text("y ~ log(x)"), "'log'", "np.log(x)"),
-    "a function that NumPy lacks": row(text("y ~ np.logg(x)"), "'np.logg'", "Compute a column"),
+    "a function that NumPy lacks": row(text("y ~ np.logg(x)"), "'np.logg'", "compute a column"),
     "a quoted column of patsy": row(text("y ~ Q('x')"), "'Q'", "compute a column"),
     "splines of each client": row(text("y ~ bs(x, df=4)"), "knots=", "constants="),
     "splines within a function": row(
@@ -118,7 +118,7 @@ ROWS: dict[str, Mistake] = {
     "polynomials of each client": row(text("y ~ poly(x, 2)"), "raw=True"),
     "a response computed": row(text("np.log(y) ~ x"), "column of its own"),
     "two responses": row(text("y + x ~ z"), "the response 'y + x'", "column"),
-    "cbind": row(text("cbind(k, n) ~ x"), "'cbind'", "'prop'"),
+    "cbind": row(text("cbind(k, n) ~ x"), "'cbind(k, n)'", "prop("),
     "the response on both sides": row(text("y ~ x + y"), "['y']", "both sides", "leave them out"),
     "two factors beside each other": row(text("y ~ (1 | site) + (1 | ward)"), "(1 | site/ward)"),
     "a factor twice": row(text("y ~ site + (1 | site)"), "['site']", "leave one out"),
@@ -215,7 +215,7 @@ ROWS: dict[str, Mistake] = {
     "columns for clients": row(of("y ~ x", data={"x": [1.0, 2.0], "y": [1.0, 2.0]}), "['x', 'y']", "by="),
     "no clients": row(of("y ~ x", data={}), "an empty dict", "id"),
     "a list of frames": row(of("y ~ x", data=[FRAME]), "list", "by="),
-    "a number and its text": row(of("y ~ x", data={1: FRAME[:8], "1": FRAME[8:]}), "[1, '1']", "rename"),
+    "a number and its text": row(of("y ~ x", data={1: FRAME[:8], "1": FRAME[8:]}), "1 and '1'", "rename"),
     "columns of two lengths": row(
         of("y ~ x", data={"a": {"x": [1.0, 2.0, 3.0], "y": [1.0, 2.0]}}), "'x': 3, 'y': 2", "each a row"
     ),

@@ -14,6 +14,7 @@ from scipy.special import expit
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel
+from fedppl.formulas.families import LEVEL, TIME
 from fedppl.results import idata, predicting
 from fedppl.testing import normal_means
 from tests.support.markers import slow_but
@@ -56,7 +57,7 @@ def test_means_are_what_outcomes_are_on_average_at_a_client_without_rows(family:
     known = idata.posterior_dataset(draws, {}, {})
     fit: Any = SimpleNamespace(declaration=model, clients={})
     there = predicting.rows_at(fit, "new", NEW, None)
-    at = 3.0 if spec.family.outcome == "time" else None
+    at = 3.0 if spec.family.outcome is TIME else None
     whole, drawn, inputs = predicting.predicted(there, known, built.shared, 1, "response", None)
     again, expected, _ = predicting.predicted(there, known, built.shared, 1, "mean", at)
     assert whole["site_ward_z"].shape[2:] == (2, width) and set(whole.data_vars) == set(again.data_vars)
@@ -66,7 +67,7 @@ def test_means_are_what_outcomes_are_on_average_at_a_client_without_rows(family:
     outcomes = drawn[of].values[0] / (5 if family == "binomial" else 1)
     if at is not None:
         outcomes = outcomes > at
-    if levels and spec.family.outcome == "level":
+    if levels and spec.family.outcome is LEVEL:
         outcomes = outcomes[..., None] == np.arange(levels)
         assert list(expected[name][f"{of}_level"].values) == list(spec.scales.levels)
     difference = outcomes - expected[name].values[0]
