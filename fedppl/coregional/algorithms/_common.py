@@ -69,17 +69,11 @@ def first_shapes(role: Roles) -> dict[str, tuple[int, ...]]:
 
 def median_kernel(replies: Mapping[str, Message]) -> Array:
     """Start of the kernels: the median of the units' own kernels, weighted by rows."""
-    names = sorted(replies)
-    kernels = np.stack([np.asarray(replies[name]["kernel"], dtype=float) for name in names])
-    return _median(kernels, np.array([float(replies[name]["rows"]) for name in names]))
-
-
-def _median(values: Array, weights: Array) -> Array:
-    """Weighted median of the rows of values (K, p): a unit counts by its number of rows."""
-    order = np.argsort(values, axis=0)
-    share = np.cumsum(weights[order], axis=0) / max(weights.sum(), 1e-300)
+    kernels, rows = (np.array([replies[name][key] for name in sorted(replies)], float) for key in ("kernel", "rows"))
+    order = np.argsort(kernels, axis=0)
+    share = np.cumsum(rows[order], axis=0) / max(rows.sum(), 1e-300)
     place = np.argmax(share >= 0.5, axis=0)
-    return np.asarray(np.take_along_axis(values, np.take_along_axis(order, place[None], axis=0), axis=0)[0])
+    return np.asarray(kernels[order[place, columns := np.arange(len(place))], columns])
 
 
 def reject_negative(reply: Message, *names: str) -> str | None:
@@ -109,15 +103,12 @@ def read(
         return final_message(shared(state), joint(state), has_replied=is_known, point=point)
 
     def drawn(state: Any, count: int, rng: np.random.Generator) -> Array:
-        return sample(state.roles, final(state, ""), count, rng)
-
-    def is_estimate(state: Any) -> Array:
-        return estimated(state.roles)
+        return sample(state.roles, shared(state), joint(state), count, rng)
 
     return Result(
         final,
         draw,
-        Sampler(drawn, is_estimate),
+        Sampler(drawn, lambda state: estimated(state.roles)),
         lambda state: {"inclusion_probability": (("latent",), shared(state).inclusion)},
         tests_convergence=tests_convergence,
     )

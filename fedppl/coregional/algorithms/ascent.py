@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Needs, Received, Replies, Report, sum_replies
 from fedppl.coregional.algorithms import _common, ending
-from fedppl.coregional.bound import Globals, Roles, UnitClientState, bound_of_sums, gradient, joint_covariance, maximise
+from fedppl.coregional.bound import (
+    Globals,
+    Roles,
+    UnitClientState,
+    bound_of_sums,
+    curves,
+    design_slopes,
+    joint_covariance,
+    maximise,
+)
 from fedppl.coregional.unit import best_unit, draw, random_unit, statistics, towards
 from fedppl.coregional.view import roles, unit_of
 from fedppl.settings import between, described, whole
@@ -399,12 +408,12 @@ def update_client(
         state, _ = best_unit(design, shared, unit.noise, start, spread=spread)
         if rows is not None and personal is not None:
             state = towards(personal, state, float(message["rate"]))
-    pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
-    slope = gradient(design, shared, state, unit.noise, unit.roles.log_odds, 0.0, pull).kernel
+    slope = design_slopes(design, shared, state, curves(design, shared.mean, shared.covariance))
     reply = statistics(design, state, unit.noise)
-    packed = gaussian.pack_triangle(reply["precision"])
+    reply["precision"] = gaussian.pack_triangle(reply["precision"])
+    reply["kernel_gradient"] = unit.kernel_gradient(shared.kernel, slope.projection, slope.variance, rows)
     info["noise_sd"] = float(np.exp(state.log_noise_sd))
-    return ClientUpdate(state, {**reply, "precision": packed, "kernel_gradient": slope}, info)
+    return ClientUpdate(state, reply, info)
 
 
 def read_globals(message: Message) -> Globals:
