@@ -243,28 +243,24 @@ class Coefficients(NamedTuple):
     log_noise_sd: float
 
 
-def final_message(shared: Globals, joint: Array, *, has_replied: bool, point: bool = False) -> Message:
-    """What a unit needs when the rounds are over; one that has not replied, such as a new one, is fitted anew."""
-    return {
-        "has_replied": np.array(float(has_replied)),
-        "mean": shared.mean,
-        "joint": gaussian.pack_triangle(joint),
-        "inclusion": shared.inclusion,
-        "kernel": shared.kernel,
-        "log_slab_sd": np.array(shared.log_slab_sd),
-        **({"point": np.array(1.0)} if point else {}),
-    }
+def message_of(shared: Globals, **others: Any) -> Message:
+    """Shared parameters and others as arrays; what is None is left out."""
+    return {name: np.asarray(value) for name, value in {**shared._asdict(), **others}.items() if value is not None}
+
+
+def shared_in(message: Message, covariance: Array) -> Globals:
+    """The shared parameters in a message, with covariances (L, Q, Q) that come in another form."""
+    mean, inclusion, kernel = (np.asarray(message[name], dtype=float) for name in ("mean", "inclusion", "kernel"))
+    return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
 
 
 def unpack(message: Message) -> Fitted:
-    """Read `final_message`."""
-    mean = np.asarray(message["mean"], dtype=float)
-    joint = gaussian.unpack_triangle(np.asarray(message["joint"], dtype=float))
+    """Read the final message."""
+    joint = gaussian.unpack_triangle(message["joint"])
     # The mean field's covariances are inverses of the precision's blocks, smaller than the blocks of `joint`.
-    blocks = np.linalg.inv(diagonal_blocks(np.linalg.inv(joint), len(mean)))
-    inclusion, kernel = (np.asarray(message[name], dtype=float) for name in ("inclusion", "kernel"))
-    shared = Globals(mean, blocks, inclusion, kernel, float(message["log_slab_sd"]))
-    return Fitted(shared, joint, bool(message["has_replied"]), 0.0 if "point" in message else 1.0)
+    blocks = np.linalg.inv(diagonal_blocks(np.linalg.inv(joint), len(message["inclusion"])))
+    has_replied, spread = bool(message["has_replied"]), 0.0 if "point" in message else 1.0
+    return Fitted(shared_in(message, blocks), joint, has_replied, spread)
 
 
 def settled(

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fedppl import gaussian
 from fedppl.contracts import ClientView, Needs, Result, Sampler
 from fedppl.contracts.algorithm import DrawFn
 from fedppl.coregional.bound import Globals, Roles, UnitClientState
-from fedppl.coregional.unit import estimated, final_message, own_fit, random_unit, sample
+from fedppl.coregional.unit import estimated, message_of, own_fit, random_unit, sample
 from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.settings import one_of, whole
 from fedppl.types import Array, Message
@@ -78,10 +79,8 @@ def median_kernel(replies: Mapping[str, Message]) -> Array:
 
 def reject_negative(reply: Message, *names: str) -> str | None:
     """Why sums of squares or counts are rejected that are negative."""
-    for name in names:
-        if np.any(np.asarray(reply[name]) < 0):
-            return f"{name!r} holds {np.min(reply[name]):.3g}, which no data give"
-    return None
+    least = {name: np.min(reply[name]) for name in names}
+    return next((f"{name!r} holds {value:.3g}, which no data give" for name, value in least.items() if value < 0), None)
 
 
 def read(
@@ -100,7 +99,10 @@ def read(
 
     def final(state: Any, client_id: str) -> Message:
         is_known = client_id in state.where and bool(has_replied(state)[state.where[client_id]])
-        return final_message(shared(state), joint(state), has_replied=is_known, point=point)
+        packed = gaussian.pack_triangle(joint(state))  # in place of the mean field's covariances
+        return message_of(
+            shared(state), covariance=None, joint=packed, has_replied=float(is_known), point=1.0 if point else None
+        )
 
     def drawn(state: Any, count: int, rng: np.random.Generator) -> Array:
         return sample(state.roles, shared(state), joint(state), count, rng)

@@ -38,6 +38,11 @@ def info(bound: float, shared: Globals, kernel_change: float, remaining: float =
     return AscentInfo(float(bound), selected, undecided, kernel_change, float(remaining))
 
 
+def largest(changes: Array) -> float:
+    """Largest size of some changes; 0 of none."""
+    return float(np.max(np.abs(changes), initial=0.0))
+
+
 def undecided_functions(inclusion: Array) -> list[int]:
     """Latent functions with γ between 0.01 and 0.99."""
     return [int(place) for place in np.flatnonzero(np.abs(inclusion - 0.5) < 0.49)]
@@ -201,20 +206,27 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
         rest = _judged_step(rest, result)
         if rest.trial is not None or len(rest.trail.values) == 0:
             return rest, None
-    step, rest = _newton(rest, role, result, fixed=fixed)
+    step, curvature = _newton(rest, role, result, fixed=fixed)
     creeping = left_after(rest.trail, rest.ratios)
     # Twice the gain of a quadratic, since the curvature is an estimate.
     gain = float(result.slope @ step)
     rest = rest._replace(values=(*rest.values, result.value))
     # Both estimates miss slow parts beside fast ones, and a curvature that is too large.
     nats = max(creeping.nats + gain, gained_of_late(rest.values))
-    left = Left(nats, float(np.max(np.abs(step), initial=0.0)), creeping.ratio)
+    left = Left(nats, largest(step), creeping.ratio)
     small, count = left.small(tolerance), len(trail.values)
+    if count >= _SETTLED and rest.stand is None:
+        rest = rest._replace(curvature=curvature)
     if count > 4:  # before, there is no ratio of gains
         rest = rest._replace(left=left)
     steady = before is not None and np.max(np.abs(result.slope - before)) <= 0.1 * np.max(np.abs(result.slope))
     if count >= _SETTLED and steady and not small and (gain > creeping.nats or rest.refused):
-        return _stepped(rest, result, step), result.best
+        # A step of the kernels, once all else has converged.
+        trial = result.best._replace(
+            kernel=result.best.kernel + min(1.0, rest.radius / max(largest(step), 1e-300)) * step
+        )
+        rest = _from(rest, trial)._replace(curvature=curvature, reached=np.nan, refused=False)
+        return rest._replace(trial=trial, stand=result, judging=True), result.best
     if count <= _CYCLE:
         return rest, result.best
     arrived = small and result.value - rest.reached < tolerance
@@ -228,27 +240,16 @@ def _from(rest: Rest, shared: Globals) -> Rest:
     return rest._replace(path=(shared,), trail=no_trail(len(shared.kernel)), slope=None, trial=None, judging=False)
 
 
-def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Rest]:
-    """The kernels' step to the maximum by the present estimate of the curvature, which starts from the slope."""
+def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Array | None]:
+    """The kernels' step to the maximum by an estimate of the curvature, which starts from the slope; and that."""
     if fixed:
-        return np.zeros_like(result.slope), rest
+        return np.zeros_like(result.slope), None
     curvature = rest.curvature
     if curvature is None:
         curvature = np.diag(np.maximum(np.abs(result.slope) / _FIRST, np.diag(role.kernel_precision)))
-        rest = rest._replace(curvature=curvature if len(rest.trail.values) >= _SETTLED else None)
     elif rest.stand is not None:
         curvature = _learnt(curvature, result.best.kernel - rest.stand.best.kernel, rest.stand.slope - result.slope)
-    return np.asarray(np.linalg.solve(curvature, result.slope), dtype=float), rest
-
-
-def _stepped(rest: Rest, result: Round, step: Array) -> Rest:
-    """Propose a step of the kernels once all else has converged, and update the curvature by the last step."""
-    if rest.stand is not None and rest.curvature is not None:
-        moved, turned = result.best.kernel - rest.stand.best.kernel, rest.stand.slope - result.slope
-        rest = rest._replace(curvature=_learnt(rest.curvature, moved, turned))
-    length = max(float(np.max(np.abs(step))), 1e-300)
-    trial = result.best._replace(kernel=result.best.kernel + min(1.0, rest.radius / length) * step)
-    return _from(rest, trial)._replace(trial=trial, stand=result, judging=True, reached=np.nan, refused=False)
+    return np.asarray(np.linalg.solve(curvature, result.slope), dtype=float), curvature
 
 
 def _judged_step(rest: Rest, result: Round) -> Rest:
@@ -256,7 +257,7 @@ def _judged_step(rest: Rest, result: Round) -> Rest:
     stand, values = rest.stand, rest.trail.values
     assert stand is not None
     step = result.best.kernel - stand.best.kernel
-    length, expected = float(np.max(np.abs(step))), float(step @ stand.slope)
+    length, expected = largest(step), float(step @ stand.slope)
     if len(values) < _SETTLED:
         return rest._replace(trial=result.best)
     if result.value >= stand.value + 1e-4 * expected:
