@@ -210,10 +210,9 @@ def _negative_evidence(x: Array, unit: CoregionalUnit) -> tuple[float, Array]:
     d_log_sd = np.sum(d_wide * wide, axis=(1, 2)) - 2.0 * missed
     trace = wide.shape[2] - np.trace(inverse, axis1=1, axis2=2)
     d_log_noise = -rows + trace + rate * np.sum(error**2, axis=1) + 2.0 * missed
-    d_conditional = np.broadcast_to((-0.5 * rate * square_sd)[:, None], design.conditional.shape)
-    d_kernel = unit.kernel_gradient(
-        kernel, np.exp(log_sd)[:, None, None] * d_wide, np.ascontiguousarray(d_conditional)
-    ) - precision @ (kernel - mean)
+    d_conditional = np.repeat((-0.5 * rate * square_sd)[:, None], rows, axis=1)
+    d_kernel = unit.kernel_gradient(kernel, np.exp(log_sd)[:, None, None] * d_wide, d_conditional)
+    d_kernel -= precision @ (kernel - mean)
     value -= 0.5 * (kernel - mean) @ precision @ (kernel - mean)
     # The curve is as large as its coefficient, which is not known even where σ_w is fixed.
     size_prior = slab_prior._replace(precision=min(slab_prior.precision, 1.0))

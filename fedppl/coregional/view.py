@@ -113,7 +113,7 @@ class CoregionalUnit:
         return Design(*common.forward(kernel, *(values[name] for name in common.dtypes)), response, 1.0)
 
     def kernel_gradient(self, kernel: Array, projection: Array, conditional: Array, rows: Any = None) -> Array:
-        """Pull gradients with respect to the design's two arrays back to the kernel's parameters, (p,)."""
+        """Pull gradients in the design's two arrays, which are writable, back to the kernel's parameters, (p,)."""
         return np.asarray(self._common.backward(kernel, projection, conditional, *self._inputs(rows))[0])
 
     def _inputs(self, rows: Any) -> tuple[Any, ...]:

@@ -287,7 +287,8 @@ def _collect(state: AscentState, received: Received, settings: Settings, spread:
     if not done:
         message = "not all units have replied yet; raise rounds="
         return state, Report(ending.info(state.bound, state.shared, np.nan), message=message)
-    return _raise_bound(state, totals, totals.pop("kernel_gradient"), settings, spread, noisy=True)
+    slope = totals.pop("kernel_gradient")
+    return _raise_bound(state, totals, slope, settings, spread, noisy=True)
 
 
 def _raise_bound(

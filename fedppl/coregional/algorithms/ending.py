@@ -222,9 +222,8 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
     steady = before is not None and np.max(np.abs(result.slope - before)) <= 0.1 * np.max(np.abs(result.slope))
     if count >= _SETTLED and steady and not small and (gain > creeping.nats or rest.refused):
         # A step of the kernels, once all else has converged.
-        trial = result.best._replace(
-            kernel=result.best.kernel + min(1.0, rest.radius / max(largest(step), 1e-300)) * step
-        )
+        length = min(1.0, rest.radius / max(largest(step), 1e-300))
+        trial = result.best._replace(kernel=result.best.kernel + length * step)
         rest = _from(rest, trial)._replace(curvature=curvature, reached=np.nan, refused=False)
         return rest._replace(trial=trial, stand=result, judging=True), result.best
     if count <= _CYCLE:
