@@ -15,10 +15,7 @@ _HORIZON = 1000.0  # rounds that count: a gain that does not shrink counts so ma
 _KERNELS = 0.05  # change of log length-scales that may remain
 _STILL = 0.02  # nats a round
 _LAST = 9  # rounds that are kept
-_NOTHING = (
-    "bring outputs to mean 0 and unit scale by constants that all units agree on, and give length-scales and "
-    "inducing points that fit the inputs"
-)
+_NOTHING = "bring outputs to mean 0 and unit scale, and choose length-scales and inducing points that fit the inputs"
 
 
 class AscentInfo(NamedTuple):
@@ -283,22 +280,13 @@ def extrapolated(path: Sequence[Globals], role: Roles) -> Globals | None:
     Steps are measured in posterior sds of means and in logs of variances. The kernels are the same throughout, and the
     selection stays, since it follows from the rest.
     """
-    x, scaled = np.stack([flatten(shared) for shared in path]), _scaled_path(path)
+    root, x = np.linalg.cholesky(path[-1].covariance), np.stack([flatten(shared) for shared in path])
+    white = [np.linalg.solve(root, shared.mean[:, :, None]).ravel() for shared in path]
+    sizes = [0.5 * np.log(np.einsum("lqq->lq", shared.covariance)).ravel() for shared in path]
+    scaled = np.column_stack([white, sizes, [shared.log_slab_sd for shared in path]])
     turns = np.diff(scaled, n=2, axis=0)
     weight, *_ = np.linalg.lstsq(turns.T, np.diff(scaled, axis=0)[-1], rcond=1e-8)
     step = -np.diff(x, axis=0)[1:].T @ weight
     if not np.all(np.isfinite(step)) or np.max(np.abs(step)) > _WILD:
         return None
     return unflatten(x[-1] + step, role)._replace(inclusion=path[-1].inclusion, kernel=path[-1].kernel)
-
-
-def _scaled_path(path: Sequence[Globals]) -> Array:
-    """Coordinates (n, d) in which steps are measured."""
-    root = np.linalg.cholesky(path[-1].covariance)
-
-    def scaled(shared: Globals) -> Array:
-        white = np.linalg.solve(root, shared.mean[:, :, None]).ravel()
-        sizes = 0.5 * np.log(np.einsum("lqq->lq", shared.covariance)).ravel()
-        return np.concatenate([white, sizes, [shared.log_slab_sd]])
-
-    return np.stack([scaled(shared) for shared in path])
