@@ -19,7 +19,6 @@ import numpy as np
 from scipy.special import expit, logit, rel_entr
 from scipy.stats import norm
 
-from fedppl import gaussian
 from fedppl.types import Array
 
 _FIXED = 1e6  # precision of a log scale above which no data move the scale by more than about 1e-3 of itself
@@ -199,16 +198,16 @@ def flatten(shared: Globals) -> Array:
     root, diagonal = np.linalg.cholesky(shared.covariance), np.arange(shared.mean.shape[1])
     root[:, diagonal, diagonal] = np.log(root[:, diagonal, diagonal])
     odds = np.clip(logit(shared.inclusion), -_ODDS, _ODDS)
-    packed = gaussian.pack_triangle(root.mT).ravel()
+    packed = root[:, *np.tril_indices(len(diagonal))].ravel()
     return np.concatenate([shared.mean.ravel(), packed, odds, shared.kernel, [shared.log_slab_sd]])
 
 
 def roots(x: Array, role: Roles) -> Array:
     """The roots C (L, Q, Q) in the vector of `flatten`."""
-    latents, points, diagonal = role.latents, role.points, np.arange(role.points)
-    start = latents * points
-    packed = x[start : start + latents * points * (points + 1) // 2].reshape(latents, -1)
-    root = np.tril(gaussian.unpack_triangle(packed))
+    lower, diagonal = np.tril_indices(role.points), np.arange(role.points)
+    root = np.zeros((role.latents, role.points, role.points))
+    start, size = role.latents * role.points, role.latents * len(lower[0])
+    root[:, *lower] = x[start : start + size].reshape(role.latents, -1)
     root[:, diagonal, diagonal] = np.exp(root[:, diagonal, diagonal])
     return root
 

@@ -141,7 +141,7 @@ def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: An
 
     d_mean = (design.projection.mT @ slope.mean[:, :, None])[:, :, 0] - share * shared.mean
     inner = design.projection.mT @ (slope.variance[:, :, None] * design.projection)
-    d_root = np.tril(2.0 * (inner - 0.5 * share * np.eye(role.points)) @ root)
+    d_root = 2.0 * (inner - 0.5 * share * np.eye(role.points)) @ root
     d_root[:, diagonal, diagonal] = d_root[:, diagonal, diagonal] * root[:, diagonal, diagonal] + share
     d_odds = np.zeros(role.latents)
     if not np.all(np.isinf(role.log_odds)):
@@ -158,7 +158,7 @@ def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: An
     d_weight_sd = -rate * gamma * own.variance * total - gamma * (own.variance * slab - 1.0)
     residual = squared_residual(design, curve, gamma, own)
     d_noise = rate * residual - design.scale * len(error) - unit.noise.precision * (own.log_noise_sd - unit.noise.mean)
-    packed = gaussian.pack_triangle(d_root.mT).ravel()
+    packed = d_root[:, *np.tril_indices(role.points)].ravel()
     of_shared = np.concatenate([d_mean.ravel(), packed, d_odds, d_kernel, [0.0 if prior.is_fixed else d_slab]])
     of_unit = np.concatenate([d_weight, d_weight_sd, [d_noise]])
     if not (np.all(np.isfinite(of_shared)) and np.all(np.isfinite(of_unit))):

@@ -168,7 +168,7 @@ class AscentState(NamedTuple):
     where: Mapping[str, int]  # client id to its row
     has_replied: NDArray[np.bool_]  # (K,) whether a unit ever sent statistics
     number: int  # rounds with replies
-    adam: _common.Adam  # moments of the kernels' gradient
+    adam: Array  # (2, p) running first and second moment of the kernels' gradient
     trail: ending.Trail
     totals: Mapping[str, Array] = {}  # sums of the units' statistics; empty before the first
     collecting: bool = True  # whether sums are still of the random coefficients at the start
@@ -223,7 +223,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
         where={client_id: k for k, client_id in enumerate(clients)},
         has_replied=np.zeros(len(clients), dtype=bool),
         number=0 if settings.initial_kernel == "median" else 1,
-        adam=_common.fresh(len(role.kernel)),
+        adam=np.zeros((2, len(role.kernel))),
         trail=ending.no_trail(len(role.kernel)),
     )
 
@@ -318,13 +318,14 @@ def _raise_bound(
     fell = bound < before - 1e-9 * (1.0 + abs(bound))
     lowered = fell and state.age > settings.warmup + 1 and not state.stochastic
     pace = max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST_STEP)
-    adam = state.adam._replace(steps=state.number - 2.0)  # rounds in which sums waited for units count too
-    kernel, adam = _common.adam_step(sent.kernel, slope, adam, settings.kernel_rate * pace)
+    moments = _common.Adam(*state.adam, state.number - 2.0)  # rounds in which sums waited for units count too
+    kernel, moments = _common.adam_step(sent.kernel, slope, moments, settings.kernel_rate * pace)
     change, turned = ending.largest(kernel - sent.kernel), ending.largest(shared.inclusion - sent.inclusion)
     shared, trail = shared._replace(kernel=kernel), ending.longer(state.trail, value, kernel, noisy=noisy)
     calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and ending.nearly_still(trail)
     rest = ending.Rest((shared,), ending.no_trail(len(kernel))) if calm else None
-    state = state._replace(shared=shared, totals=totals, adam=adam, pace=pace, bound=bound, trail=trail, rest=rest)
+    state = state._replace(shared=shared, totals=totals, adam=np.stack(moments[:2]), pace=pace, bound=bound)
+    state = state._replace(trail=trail, rest=rest)
     return state, ending.report(bound, shared, change, ending.left_after(trail), arrived=False, noisy=noisy)
 
 
