@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedppl.storage import codec as _codec
-from fedppl.storage.signed import FORMAT, MOST, decoded, open_to_write, owner_key, pack, partial_path, replace, verified
+from fedppl.storage.signed import (
+    FORMAT,
+    MOST,
+    decoded,
+    open_to_write,
+    owner_key,
+    pack,
+    partial_path,
+    reason,
+    replace,
+    verified,
+)
 from fedppl.types import DeclarationError
 
 _RECORDS = b"fedppl records %d\n" % FORMAT
@@ -48,29 +59,27 @@ _NONE = Kept(0, 0, bytes(32))
 
 def require_writable(checkpoint: str | os.PathLike[str]) -> None:
     """Raise DeclarationError before a run if its checkpoint could not be written or signed."""
-    path, shown = Path(checkpoint), repr(os.fspath(checkpoint))
+    path, shown = Path(checkpoint), f"checkpoint={os.fspath(checkpoint)!r}"
+    partial, records = partial_path(path), _records(path)
     try:
         if not path.parent.is_dir():
-            raise DeclarationError(f"checkpoint={shown}: its folder does not exist; create it first.")
+            raise DeclarationError(f"{shown}: its folder does not exist; create it first.")
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "a device or a pipe"
-            raise DeclarationError(f"checkpoint={shown} is {what}; name a file, such as run.ckpt.")
-        records = _records(path)
+            raise DeclarationError(f"{shown} is {what}; name a file, such as run.ckpt.")
         if records.exists() and not (records.is_file() and _is_ours(records)):
-            what = f"keeps its records in {str(records)!r}, where something else is"
-            raise DeclarationError(f"checkpoint={shown} {what}; choose another.")
-        for file in (partial_path(path), records):
+            where = f"{str(records)!r}, where something else is"
+            raise DeclarationError(f"{shown} keeps its records in {where}; choose another.")
+        for file in (partial, records):
             before = file.exists()
             open_to_write(file, os.O_APPEND).close()
             if not before:
                 file.unlink()
+    except DeclarationError:
+        raise
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
-        if isinstance(error, DeclarationError):
-            raise
-        why = getattr(error, "strerror", None) or str(error)
-        way = f"written by way of {str(partial_path(path))!r} and {str(_records(path))!r}"
-        remedy = "choose a path where files can be made"
-        raise DeclarationError(f"checkpoint={shown}, {way}, cannot be written: {why}; {remedy}.") from error
+        what = f"with {str(partial)!r} and {str(records)!r}, cannot be written: {reason(error)}"
+        raise DeclarationError(f"{shown}, {what}; choose a path where files can be made.") from error
     owner_key(make=True)
 
 
@@ -112,8 +121,10 @@ def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
     with open_to_write(path, os.O_TRUNC if begins else 0) as file:
         length = file.seek(0, os.SEEK_END)
         if length < before.length or (length > before.length and not resumed):
-            remedy = "another run writes to it. Give each run a checkpoint of its own, and stop all but one."
-            raise DeclarationError(f"{str(path)!r} has {length} bytes, and not this run's {before.length}: {remedy}")
+            sizes = f"{length} bytes, and not this run's {before.length}: another run writes to it"
+            raise DeclarationError(
+                f"{str(path)!r} has {sizes}. Give each run a checkpoint of its own, and stop all but one."
+            )
         file.truncate(before.length)
         file.seek(before.length)
         file.write(added)
@@ -135,30 +146,27 @@ def load(path: Path) -> tuple[dict[str, Any], Kept]:
             raise DeclarationError(f"{shown} cannot be read: it is no file; choose another path.")
         with path.open("rb") as file:
             content = verified(file, os.fstat(file.fileno()).st_size, shown, _RUN)
-        wrong = DeclarationError(f"{shown} holds something else; choose another path.")
-        if type(content) is not dict or set(content) != set(CONTENT):
-            raise wrong
-        kept = content["records"]
-        if type(kept) is not tuple or [type(part) for part in kept] != [int, int, bytes]:
-            raise wrong
-        content["records"] = _read_records(_records(path), Kept(*kept), shown)
+        kept = content.get("records") if type(content) is dict and set(content) == set(CONTENT) else None
+        if type(kept) is tuple and [type(part) for part in kept] == [int, int, bytes]:
+            content["records"] = _read_records(_records(path), Kept(*kept), shown)
+            if all(isinstance(content[name], kind) for name, kind in CONTENT.items()):
+                return content, Kept(*kept)
     except OSError as error:
-        raise DeclarationError(f"{shown} cannot be read: {error.strerror or error}; choose another path.") from error
-    if not all(isinstance(content[name], kind) for name, kind in CONTENT.items()):
-        raise wrong
-    return content, Kept(*kept)
+        raise DeclarationError(f"{shown} cannot be read: {reason(error)}; choose another path.") from error
+    raise DeclarationError(f"{shown} holds something else; choose another path.")
 
 
 def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
     """Check the digest of all records that belong to a state, then decode them."""
     remedy = f"restore both from one copy, or delete {shown} to start again."
+    where = f"{shown} needs its records, {str(path)!r}, which are"
     if kept.length == 0:
         return []
     if not path.is_file():
-        raise DeclarationError(f"{shown} needs its records, {str(path)!r}, which are not there; {remedy}")
+        raise DeclarationError(f"{where} not there; {remedy}")
     with path.open("rb") as file:
         if not len(_RECORDS) <= kept.length <= min(MOST, os.fstat(file.fileno()).st_size):
-            raise DeclarationError(f"the records of {shown}, {str(path)!r}, are cut off; {remedy}")
+            raise DeclarationError(f"{where} cut off; {remedy}")
         raw = file.read(kept.length)
     start, digest, bodies = len(_RECORDS), bytes(32), []
     while start + _LENGTH.size <= len(raw):
@@ -168,5 +176,5 @@ def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
         bodies.append(raw[start + _LENGTH.size : stop])
         start = stop
     if raw[: len(_RECORDS)] != _RECORDS or (len(bodies), start, digest) != tuple(kept):
-        raise DeclarationError(f"the records of {shown}, {str(path)!r}, are not those it was written with; {remedy}")
+        raise DeclarationError(f"{where} not those it was written with; {remedy}")
     return [decoded(body, f"a record of {shown}") for body in bodies]
