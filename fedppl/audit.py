@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedppl.storage.signed import read_account, write_account
+from fedppl.storage.signed import read_account, write_account, write_through
 from fedppl.types import DataError, DeclarationError
 
 _START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
@@ -43,9 +43,7 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head |
     with Path(path).open("ab") as file:
         if os.name == "posix":
             os.fchmod(file.fileno(), 0o600)
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        write_through(file, json.dumps(record).encode() + b"\n")
     return Head(before.length + 1, str(record["digest"]))
 
 
@@ -56,8 +54,7 @@ def drop_torn(path: str | os.PathLike[str]) -> int:
         whole = raw.rfind(b"\n") + 1
         if whole < len(raw):
             file.truncate(whole)
-            file.flush()
-            os.fsync(file.fileno())
+            write_through(file, b"")
         return len(raw) - whole
 
 
@@ -68,21 +65,18 @@ def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         for number, raw in enumerate(file, start=1):
             try:
                 line = json.loads(raw)
-                whole = raw.endswith(b"\n") and isinstance(line, dict)
-                digest = line.pop("digest", None) if whole else None
+                known = {name: value for name, value in line.items() if name != "digest"}
                 # Byte by byte as `append` writes it: a key that stands twice would be read by programs only once.
-                follows = whole and raw == json.dumps({**line, "digest": digest}).encode() + b"\n"
-                follows = follows and line.get("before") == before.digest and line.get("line") == number
-                broken = not follows or _digest(line) != digest
-            except (ValueError, RecursionError):
-                broken = True
-            if broken:
-                raise DataError(
-                    f"{str(path)!r} is broken at line {number}: it was changed, or a line before it was taken out or "
-                    "put in, or writing it was cut short. Keep the file as it is, and find out which."
-                )
-            before = Head(number, str(digest))
-            yield {**line, "digest": digest}
+                is_ours = raw == json.dumps({**known, "digest": _digest(known)}).encode() + b"\n"
+                holds = is_ours and (line.get("line"), line.get("before")) == (number, before.digest)
+            except (ValueError, RecursionError, AttributeError):
+                holds = False
+            if not holds:
+                rule = "it was changed, or a line before it was taken out or put in, or writing it was cut short"
+                where = f"{str(path)!r} is broken at line {number}"
+                raise DataError(f"{where}: {rule}. Keep the file as it is, and find out which.")
+            before = Head(number, line["digest"])
+            yield line
 
 
 def head(path: str | os.PathLike[str]) -> Head:
@@ -131,16 +125,19 @@ class _Tally:
 
     def summary(self) -> Iterator[str]:
         """The counts in words."""
-        yield "events: " + (", ".join(f"{count} {name}" for name, count in sorted(self.events.items())) or "none")
+        yield f"events: {_counted(self.events)}"
         yield "refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(self.rules.items())) or "none")
         if self._left_out:
             yield f"points left out by distance or few_rows: {self._left_out}"
-        numbers = ", ".join(f"{count} {name}" for name, count in sorted(self.numbers.items()))
-        yield f"numbers released: {numbers or 'none'}"
+        yield f"numbers released: {_counted(self.numbers)}"
         for site, line in sorted(self._spent.items()):
             yield f"ε so far{f' of {site}' * bool(site)}: {line['epsilon']:.4g} at δ = {line['delta']:g}"
         for site, count in sorted(self.requests.items()):
             yield f"requests answered{f' of {site}' * bool(site)}: {count}"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
 def _begin_anew(path: Path) -> None:
@@ -182,12 +179,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="audit.jsonl in a site's folder; the account beside it is checked too")
     parser.add_argument("--begin-anew", action="store_true", help="move the log aside; the account goes on")
     given = parser.parse_args(argv)
-    path = given.file
-    if not path.is_file():
-        print(f"{str(path)!r} is no file; name audit.jsonl in a site's folder", file=sys.stderr)
-        return 1
     try:
-        _begin_anew(path) if given.begin_anew else _check(path)
+        if not given.file.is_file():
+            raise DataError(f"{str(given.file)!r} is no file; name audit.jsonl in a site's folder")
+        _begin_anew(given.file) if given.begin_anew else _check(given.file)
     except DeclarationError as error:  # of the key, which says nothing about the log
         print(f"not checked: {error}", file=sys.stderr)
         return 1

@@ -13,19 +13,8 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedppl.storage import codec as _codec
-from fedppl.storage.signed import (
-    FORMAT,
-    MOST,
-    decoded,
-    open_to_write,
-    owner_key,
-    pack,
-    partial_path,
-    reason,
-    replace,
-    verified,
-)
+from fedppl.storage import codec, signed
+from fedppl.storage.signed import FORMAT, open_to_write, partial_path, reason
 from fedppl.types import DeclarationError
 
 _RECORDS = b"fedppl records %d\n" % FORMAT
@@ -68,8 +57,7 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
             what = "a folder" if path.is_dir() else "a device or a pipe"
             raise DeclarationError(f"{shown} is {what}; name a file, such as run.ckpt.")
         if records.exists() and not (records.is_file() and _is_ours(records)):
-            where = f"{str(records)!r}, where something else is"
-            raise DeclarationError(f"{shown} keeps its records in {where}; choose another.")
+            raise DeclarationError(f"{shown} keeps its records in {str(records)!r}, where something else is.")
         for file in (partial, records):
             before = file.exists()
             open_to_write(file, os.O_APPEND).close()
@@ -80,7 +68,7 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
         what = f"with {str(partial)!r} and {str(records)!r}, cannot be written: {reason(error)}"
         raise DeclarationError(f"{shown}, {what}; choose a path where files can be made.") from error
-    owner_key(make=True)
+    signed.owner_key(make=True)
 
 
 def _is_ours(records: Path) -> bool:
@@ -104,15 +92,15 @@ def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resu
     frames: list[bytes] = []
     digest = before.digest
     for record in content["records"][before.rounds :]:
-        body = _codec.encode(record, f"record {before.rounds + len(frames) + 1}")
+        body = codec.encode(record, f"record {before.rounds + len(frames) + 1}")
         frames.append(_LENGTH.pack(len(body)) + body)
         digest = hashlib.sha256(digest + frames[-1]).digest()
     added = b"".join([b"" if before.length else _RECORDS, *frames])
     after = Kept(before.rounds + len(frames), before.length + len(added), digest)
-    state = pack({**content, "records": tuple(after)}, _RUN)
+    state = signed.pack({**content, "records": tuple(after)}, _RUN)
     if added:
         _append(_records(path), added, before, resumed)
-    replace(path, state)
+    signed.replace(path, state)
     return after
 
 
@@ -121,15 +109,11 @@ def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
     with open_to_write(path, os.O_TRUNC if begins else 0) as file:
         length = file.seek(0, os.SEEK_END)
         if length < before.length or (length > before.length and not resumed):
-            sizes = f"{length} bytes, and not this run's {before.length}: another run writes to it"
-            raise DeclarationError(
-                f"{str(path)!r} has {sizes}. Give each run a checkpoint of its own, and stop all but one."
-            )
+            rule = f"has {length} bytes, and not this run's {before.length}: another run writes to it"
+            raise DeclarationError(f"{str(path)!r} {rule}. Give each run a checkpoint of its own.")
         file.truncate(before.length)
         file.seek(before.length)
-        file.write(added)
-        file.flush()
-        os.fsync(file.fileno())
+        signed.write_through(file, added)
     if begins and os.name == "posix":  # after a power cut the state must not be there without its records
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -145,7 +129,7 @@ def load(path: Path) -> tuple[dict[str, Any], Kept]:
         if path.exists() and not path.is_file():
             raise DeclarationError(f"{shown} cannot be read: it is no file; choose another path.")
         with path.open("rb") as file:
-            content = verified(file, os.fstat(file.fileno()).st_size, shown, _RUN)
+            content = signed.verified(file, os.fstat(file.fileno()).st_size, shown, _RUN)
         kept = content.get("records") if type(content) is dict and set(content) == set(CONTENT) else None
         if type(kept) is tuple and [type(part) for part in kept] == [int, int, bytes]:
             content["records"] = _read_records(_records(path), Kept(*kept), shown)
@@ -159,14 +143,14 @@ def load(path: Path) -> tuple[dict[str, Any], Kept]:
 def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
     """Check the digest of all records that belong to a state, then decode them."""
     remedy = f"restore both from one copy, or delete {shown} to start again."
-    where = f"{shown} needs its records, {str(path)!r}, which are"
+    records = f"the records of {shown}, {str(path)!r}, are"
     if kept.length == 0:
         return []
     if not path.is_file():
-        raise DeclarationError(f"{where} not there; {remedy}")
+        raise DeclarationError(f"{records} not there; {remedy}")
     with path.open("rb") as file:
-        if not len(_RECORDS) <= kept.length <= min(MOST, os.fstat(file.fileno()).st_size):
-            raise DeclarationError(f"{where} cut off; {remedy}")
+        if not len(_RECORDS) <= kept.length <= min(signed.MOST, os.fstat(file.fileno()).st_size):
+            raise DeclarationError(f"{records} cut off; {remedy}")
         raw = file.read(kept.length)
     start, digest, bodies = len(_RECORDS), bytes(32), []
     while start + _LENGTH.size <= len(raw):
@@ -176,5 +160,5 @@ def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
         bodies.append(raw[start + _LENGTH.size : stop])
         start = stop
     if raw[: len(_RECORDS)] != _RECORDS or (len(bodies), start, digest) != tuple(kept):
-        raise DeclarationError(f"{where} not those it was written with; {remedy}")
-    return [decoded(body, f"a record of {shown}") for body in bodies]
+        raise DeclarationError(f"{records} not those it was written with; {remedy}")
+    return [signed.decoded(body, f"a record of {shown}") for body in bodies]

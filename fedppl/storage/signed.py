@@ -50,10 +50,9 @@ def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
     if version is None:
         raise DeclarationError(f"{name} is not a fedppl checkpoint; choose another path.")
     if int(version[1]) != FORMAT:
-        formats = f"has format {int(version[1])}, and this version of fedppl reads format {FORMAT}"
-        raise DeclarationError(
-            f"{name} {formats}; delete it to start again, or finish it with the version that wrote it."
-        )
+        rule = f"has format {int(version[1])}, and this version of fedppl reads format {FORMAT}"
+        remedy = "delete it to start again, or finish it with the version that wrote it"
+        raise DeclarationError(f"{name} {rule}; {remedy}.")
     damaged = DeclarationError(f"{name} is truncated or damaged; restore it from a copy, or delete it to start again.")
     if not head.startswith(_MAGIC) or len(head) < _START:
         raise damaged
@@ -64,10 +63,8 @@ def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
         raise DeclarationError(f"{name} has {size} bytes, more than the {MOST} that are read; delete it.")
     key = owner_key(make=False)
     if whose != _whose(key):
-        raise DeclarationError(
-            f"{name} is damaged, or signed with another key than that in {str(key_path())!r}; put the key that it was "
-            f"written with there, name it by {VARIABLE}, or delete the file."
-        )
+        rule = f"was signed with another key than that in {str(key_path())!r}, or is damaged"
+        raise DeclarationError(f"{name} {rule}; put the key that wrote it there, name it by {VARIABLE}, or delete it.")
     body = file.read(length)
     if not hmac.compare_digest(signature, _signature(key, about, whose, body)):
         raise damaged
@@ -124,16 +121,12 @@ def owner_key(*, make: bool) -> bytes:
             _make(where)
         return _read(where, shown)
     except FileNotFoundError as error:
-        why = f"{'its folder' if make else 'it'} does not exist"
-        raise DeclarationError(
-            f"{shown}: {why}; set {VARIABLE} to the key that earlier files were written with."
-        ) from error
+        what = f"{shown}: {'its folder' if make else 'it'} does not exist"
+        raise DeclarationError(f"{what}; set {VARIABLE} to the key that wrote earlier files.") from error
     except DeclarationError:
         raise
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
-        raise DeclarationError(
-            f"{shown} cannot be used: {reason(error)}; set {VARIABLE} to a path that can."
-        ) from error
+        raise DeclarationError(f"{shown} cannot be used: {reason(error)}; set {VARIABLE} to another.") from error
 
 
 def reason(error: Exception) -> str:
@@ -157,9 +150,7 @@ def _read(where: Path, shown: str) -> bytes:
         key = file.read(_LONGEST + 1)
     if not _KEY_LENGTH <= len(key) <= _LONGEST:
         size = f"{'more than ' if len(key) > _LONGEST else ''}{min(len(key), _LONGEST)} bytes"
-        raise DeclarationError(
-            f"{shown} has {size}; a key has {_KEY_LENGTH}. Restore it, or delete it to have one made."
-        )
+        raise DeclarationError(f"{shown} has {size}; a key has {_KEY_LENGTH}. Restore it, or delete it for a new one.")
     return key
 
 
@@ -171,9 +162,7 @@ def _make(where: Path) -> None:
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
     try:
         with open(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_LENGTH))
-            file.flush()
-            os.fsync(descriptor)
+            write_through(file, secrets.token_bytes(_KEY_LENGTH))
         with contextlib.suppress(FileExistsError):  # another process was first, and its key is as good
             os.link(beside, where)
     finally:
@@ -195,6 +184,13 @@ def open_to_write(path: Path, how: int) -> IO[bytes]:
     return open(descriptor, "wb")
 
 
+def write_through(file: IO[bytes], raw: bytes) -> None:
+    """Write bytes, which are on the disk when this returns."""
+    file.write(raw)
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def partial_path(path: Path) -> Path:
     """Where a file is written before it takes its place."""
     return path.with_name(path.name + ".partial")
@@ -204,9 +200,7 @@ def replace(path: Path, raw: bytes) -> None:
     """Replace a file in one step; only its owner may read it."""
     partial = partial_path(path)
     with open_to_write(partial, os.O_TRUNC) as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
+        write_through(file, raw)
     partial.replace(path)
 
 
@@ -242,14 +236,11 @@ def read_account(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_bytes())
         signature = bytes.fromhex(content.pop("signature", ""))
     except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"{shown} is no account of a site ({type(error).__name__}); put back what was there."
-        ) from error
+        what = f"{shown} is no account of a site ({type(error).__name__})"
+        raise DataError(f"{what}; put back what was there.") from error
     if not hmac.compare_digest(signature, _account_signature(owner_key(make=False), content)):
-        raise DataError(
-            f"{shown} is not signed with the key in {str(key_path())!r}: it or the key changed. Put back what was "
-            "there; moving the whole folder away grants every limit anew."
-        )
+        rule = f"{shown} is not signed with the key in {str(key_path())!r}: it or the key changed"
+        raise DataError(f"{rule}. Put back what was there; moving the whole folder away grants every limit anew.")
     return content
 
 
