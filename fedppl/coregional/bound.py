@@ -110,11 +110,10 @@ def density(
     return float(value + norm.logpdf(w, 0.0, np.exp(phi[role.slab])).sum() + noise.log_density(log_noise_sd))
 
 
-def curves(design: Design, mean: Array, covariance: Array) -> Curves:
+def curves(design: Design, shared: Globals) -> Curves:
     """Means a and variances s of the latent functions at the rows."""
-    projection = design.projection
-    spread = np.sum((projection @ covariance) * projection, axis=2)
-    return Curves((projection @ mean[:, :, None])[:, :, 0], design.conditional + spread)
+    spread = np.sum((design.projection @ shared.covariance) * design.projection, axis=2)
+    return Curves((design.projection @ shared.mean[:, :, None])[:, :, 0], design.conditional + spread)
 
 
 def squared_residual(design: Design, curve: Curves, inclusion: Array, unit: UnitClientState) -> float:
@@ -159,7 +158,7 @@ def unit_bound(
     design: Design, shared: Globals, unit: UnitClientState, noise: LogScale, log_odds: Array, share: float
 ) -> float:
     """V_m of equation 16, with r_m = share; it includes the prior of log σ_m, and no prior of shared parameters."""
-    square = squared_residual(design, curves(design, shared.mean, shared.covariance), shared.inclusion, unit)
+    square = squared_residual(design, curves(design, shared), shared.inclusion, unit)
     spread = unit.log_noise_sd + 0.5 * np.log(2 * np.pi)
     fit = -len(design.response) * spread - 0.5 * np.exp(-2 * unit.log_noise_sd) * square
     once = divergence_of_selection(shared.inclusion, log_odds) + divergence_of_inducing(shared.mean, shared.covariance)

@@ -301,7 +301,7 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     if not fit.clients:
         raise DeclarationError("there is no client in this process whose model could evaluate the kernels.")
     design = next(iter(fit.clients.values())).view(unit_of).at(shared.kernel, inputs)
-    mean, variance = curves(design, shared.mean, shared.covariance)
+    mean, variance = curves(design, shared)
     return xr.Dataset(
         {
             "mean": (("latent", "row"), mean),

@@ -11,26 +11,8 @@ from scipy.special import logit
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws
-from fedppl.coregional.bound import (
-    Curves,
-    Design,
-    Globals,
-    LogScale,
-    Roles,
-    UnitClientState,
-    by_block,
-    curves,
-    design_slopes,
-    diagonal_blocks,
-    log_variance,
-    roots,
-    scale_mode,
-    slab_divergence,
-    squared_residual,
-    unflatten,
-    unflatten_unit,
-    used_together,
-)
+from fedppl.coregional import bound
+from fedppl.coregional.bound import Curves, Design, Globals, LogScale, Roles, UnitClientState
 from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError, LocalFailure, Message
@@ -59,18 +41,16 @@ def best_unit(
     design: Design, shared: Globals, noise: LogScale, log_noise_sd: float, sweeps: int = 20, *, spread: float = 1.0
 ) -> tuple[UnitClientState, Curves]:
     """ψ_m given the shared parameters: coefficients, with `spread` 0 for point estimates, and noise in turn."""
-    curve = curves(design, shared.mean, shared.covariance)
-    unit = UnitClientState(np.zeros(0), np.zeros(0), log_noise_sd)
+    curve = bound.curves(design, shared)
     for _ in range(sweeps):
-        before = unit.log_noise_sd
+        before = log_noise_sd
         mean, variance = coefficients(design, curve, shared.inclusion, shared.log_slab_sd, before)
         unit = UnitClientState(mean, spread * variance, before)
-        square = squared_residual(design, curve, shared.inclusion, unit)
-        after = scale_mode(design.scale * len(design.response), design.scale * square, noise)
-        unit = unit._replace(log_noise_sd=after)
-        if abs(after - before) < 1e-6:
+        square = bound.squared_residual(design, curve, shared.inclusion, unit)
+        log_noise_sd = bound.scale_mode(design.scale * len(design.response), design.scale * square, noise)
+        if abs(log_noise_sd - before) < 1e-6:
             break
-    return unit, curve
+    return unit._replace(log_noise_sd=log_noise_sd), curve
 
 
 def coefficient_covariance(
@@ -113,11 +93,11 @@ def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[s
     products = rate * np.outer(unit.mean, unit.mean) + np.diag(rate * unit.variance)  # of E w w'
     count, second = design.scale * len(design.response), unit.mean**2 + unit.variance
     return {
-        "precision": by_block(products, design.projection.shape[2]) * (wide.T @ wide),
+        "precision": bound.by_block(products, design.projection.shape[2]) * (wide.T @ wide),
         "linear": rate * unit.mean[:, None] * (design.projection.mT @ design.response),
         "penalty": 0.5 * rate * second * design.conditional.sum(axis=1),
         "second": second,
-        "log_variance": log_variance(unit),
+        "log_variance": bound.log_variance(unit),
         "constant": np.array(
             -count * (unit.log_noise_sd + 0.5 * _LOG_2PI)
             - 0.5 * rate * float(design.response @ design.response)
@@ -129,11 +109,11 @@ def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[s
 
 def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: Any = None) -> tuple[Array, Array]:
     """Gradient of V_m with its share of the priors of shared parameters, in the coordinates of the two vectors."""
-    role, shared, own = unit.roles, unflatten(x, unit.roles), unflatten_unit(unit_x)
-    root, prior, diagonal = roots(x, role), role.slab_prior, np.arange(role.points)
+    role, shared, own = unit.roles, bound.unflatten(x, unit.roles), bound.unflatten_unit(unit_x)
+    root, prior, diagonal = bound.roots(x, role), role.slab_prior, np.arange(role.points)
     design, gamma, slab = unit.design(shared.kernel, rows), shared.inclusion, np.exp(-2 * shared.log_slab_sd)
-    curve = curves(design, shared.mean, shared.covariance)
-    slope = design_slopes(design, shared, own, curve)
+    curve = bound.curves(design, shared)
+    slope = bound.design_slopes(design, shared, own, curve)
     rate, second = design.scale * np.exp(-2 * own.log_noise_sd), own.mean**2 + own.variance
     error = design.response - (gamma * own.mean) @ curve.mean
     fit, square = curve.mean @ error, np.sum(curve.mean**2, axis=1)
@@ -146,7 +126,7 @@ def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: An
     d_odds = np.zeros(role.latents)
     if not np.all(np.isinf(role.log_odds)):
         d_gamma = rate * (own.mean * fit - 0.5 * second * total + gamma * own.mean**2 * square)
-        d_gamma -= slab_divergence(own, shared.log_slab_sd)
+        d_gamma -= bound.slab_divergence(own, shared.log_slab_sd)
         inside = (gamma > 0) & (gamma < 1)
         odds = logit(gamma[inside]) - role.log_odds[inside]
         d_odds[inside] = (gamma * (1.0 - gamma))[inside] * (d_gamma[inside] - share * odds)
@@ -156,7 +136,7 @@ def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: An
 
     d_weight = rate * gamma * (fit - own.mean * total + gamma * own.mean * square) - gamma * own.mean * slab
     d_weight_sd = -rate * gamma * own.variance * total - gamma * (own.variance * slab - 1.0)
-    residual = squared_residual(design, curve, gamma, own)
+    residual = bound.squared_residual(design, curve, gamma, own)
     d_noise = rate * residual - design.scale * len(error) - unit.noise.precision * (own.log_noise_sd - unit.noise.mean)
     packed = d_root[:, *np.tril_indices(role.points)].ravel()
     of_shared = np.concatenate([d_mean.ravel(), packed, d_odds, d_kernel, [0.0 if prior.is_fixed else d_slab]])
@@ -257,7 +237,7 @@ def unpack(message: Message) -> Fitted:
     """Read the final message."""
     joint = gaussian.unpack_triangle(message["joint"])
     # The mean field's covariances are inverses of the precision's blocks, smaller than the blocks of `joint`.
-    blocks = np.linalg.inv(diagonal_blocks(np.linalg.inv(joint), len(message["inclusion"])))
+    blocks = np.linalg.inv(bound.diagonal_blocks(np.linalg.inv(joint), len(message["inclusion"])))
     has_replied, spread = bool(message["has_replied"]), 0.0 if "point" in message else 1.0
     return Fitted(shared_in(message, blocks), joint, has_replied, spread)
 
@@ -316,7 +296,7 @@ def _updated(unit: CoregionalUnit, fitted: Fitted) -> tuple[Fitted, float]:
         sums, noise = statistics(design, state, unit.noise), state.log_noise_sd
         precision = prior + used[:, None] * sums["precision"] * used
         mean = np.linalg.solve(precision, linear + used * sums["linear"].ravel()).reshape(shared.mean.shape)
-        blocks = np.linalg.inv(diagonal_blocks(precision, len(mean)))
+        blocks = np.linalg.inv(bound.diagonal_blocks(precision, len(mean)))
         shared = shared._replace(mean=mean, covariance=blocks)
         if np.max(np.abs(mean - before[0])) < 1e-6 and abs(noise - before[1]) < 1e-6:
             break
@@ -327,11 +307,11 @@ def _updated(unit: CoregionalUnit, fitted: Fitted) -> tuple[Fitted, float]:
 def predictive(design: Design, fitted: Fitted, weights: Coefficients) -> tuple[Array, Array]:
     """Mean and variance (n,) of f at the design's inputs: the law of total variance over w, α, v and the residual."""
     shared, wide = fitted.shared, design.wide
-    curve = curves(design, shared.mean, shared.covariance).mean
+    curve = bound.curves(design, shared).mean
     mean = (shared.inclusion * weights.mean) @ curve
     products = np.outer(weights.mean, weights.mean) + weights.covariance
-    products *= used_together(shared.inclusion)  # E s s'
-    square = np.sum((wide @ (by_block(products, design.projection.shape[2]) * fitted.joint)) * wide, axis=1)
+    products *= bound.used_together(shared.inclusion)  # E s s'
+    square = np.sum((wide @ (bound.by_block(products, design.projection.shape[2]) * fitted.joint)) * wide, axis=1)
     square += np.sum((products @ curve) * curve, axis=0) + np.diag(products) @ design.conditional
     return mean, np.maximum(square - mean**2, 0.0)
 

@@ -332,7 +332,7 @@ def test_the_gradient_of_the_kernels_by_hand() -> None:
         return unit_bound(design, shared._replace(kernel=kernel), own, view.noise, view.roles.log_odds, 0.0)
 
     design = view.design(shared.kernel)
-    slope = design_slopes(design, shared, own, curves(design, shared.mean, shared.covariance))
+    slope = design_slopes(design, shared, own, curves(design, shared))
     found = view.kernel_gradient(shared.kernel, slope.projection, slope.variance)
     assert_allclose(found, difference(value, shared.kernel), rtol=1e-6)
 
@@ -366,6 +366,6 @@ def test_curves_have_the_moments_of_their_draws() -> None:
     v = at.mean + np.einsum("lqp,slp->slq", root, rng.normal(size=(count, LATENTS, POINTS)))
     draws = np.einsum("lnq,slq->sln", design.projection, v)
     draws += np.sqrt(design.conditional) * rng.normal(size=draws.shape)
-    found = curves(design, at.mean, at.covariance)
+    found = curves(design, at)
     assert_allclose((draws.mean(axis=0) - found.mean) / np.sqrt(found.variance), 0, atol=4 / np.sqrt(count))
     assert_allclose(draws.var(axis=0) / found.variance, 1, atol=4 * np.sqrt(2 / count))

@@ -169,7 +169,7 @@ class AscentState(NamedTuple):
     has_replied: NDArray[np.bool_]  # (K,) whether a unit ever sent statistics
     number: int  # rounds with replies
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
-    trail: ending.Trail
+    trail: ending.Trail = ending.Trail()
     totals: Mapping[str, Array] = {}  # sums of the units' statistics; empty before the first
     collecting: bool = True  # whether sums are still of the random coefficients at the start
     age: int = 0  # of those rounds, how many since there are curves
@@ -224,7 +224,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
         has_replied=np.zeros(len(clients), dtype=bool),
         number=0 if settings.initial_kernel == "median" else 1,
         adam=np.zeros((2, len(role.kernel))),
-        trail=ending.no_trail(len(role.kernel)),
     )
 
 
@@ -297,7 +296,7 @@ def _raise_bound(
     role, before, sent = state.roles, state.bound, state.sent
     state = state._replace(age=state.age + 1)
     if noisy and state.rest is not None:  # gains are too uncertain for the end's steps
-        rest, state = state.rest, state._replace(rest=None, trail=ending.no_trail(len(role.kernel)))
+        rest, state = state.rest, state._replace(rest=None, trail=ending.Trail())
         if rest.trial is not None:
             return state, ending.report(before, state.shared, 0.0, rest.left, arrived=False, noisy=True)
     begun = state.age > settings.warmup
@@ -321,9 +320,10 @@ def _raise_bound(
     moments = _common.Adam(*state.adam, state.number - 2.0)  # rounds in which sums waited for units count too
     kernel, moments = _common.adam_step(sent.kernel, slope, moments, settings.kernel_rate * pace)
     change, turned = ending.largest(kernel - sent.kernel), ending.largest(shared.inclusion - sent.inclusion)
-    shared, trail = shared._replace(kernel=kernel), ending.longer(state.trail, value, kernel, noisy=noisy)
+    shared = shared._replace(kernel=kernel)
+    trail = ending.Trail() if noisy else ending.longer(state.trail, value, kernel)  # noisy sums are of other data
     calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and ending.nearly_still(trail)
-    rest = ending.Rest((shared,), ending.no_trail(len(kernel))) if calm else None
+    rest = ending.Rest((shared,)) if calm else None
     state = state._replace(shared=shared, totals=totals, adam=np.stack(moments[:2]), pace=pace, bound=bound)
     state = state._replace(trail=trail, rest=rest)
     return state, ending.report(bound, shared, change, ending.left_after(trail), arrived=False, noisy=noisy)
@@ -390,7 +390,7 @@ def _update_client(
         state, _ = best_unit(design, shared, unit.noise, start, spread=spread)
         if rows is not None and personal is not None:
             state = towards(personal, state, float(message["rate"]))
-    slope = design_slopes(design, shared, state, curves(design, shared.mean, shared.covariance))
+    slope = design_slopes(design, shared, state, curves(design, shared))
     reply = statistics(design, state, unit.noise)
     reply["precision"] = gaussian.pack_triangle(reply["precision"])
     reply["kernel_gradient"] = unit.kernel_gradient(shared.kernel, slope.projection, slope.variance, rows)

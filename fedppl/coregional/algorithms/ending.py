@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class AscentInfo(NamedTuple):
 def info(bound: float, shared: Globals, kernel_change: float, remaining: float = np.nan) -> AscentInfo:
     """Diagnostics from the bound and the shared parameters."""
     gamma = shared.inclusion
-    selected, undecided = int(np.sum(gamma > 0.5)), len(undecided_functions(gamma))
+    selected, undecided = int(np.sum(gamma > 0.5)), len(_undecided(gamma))
     return AscentInfo(float(bound), selected, undecided, kernel_change, float(remaining))
 
 
@@ -40,9 +41,9 @@ def largest(changes: Array) -> float:
     return float(np.max(np.abs(changes), initial=0.0))
 
 
-def undecided_functions(inclusion: Array) -> list[int]:
+def _undecided(inclusion: Array) -> Array:
     """Latent functions with γ between 0.01 and 0.99."""
-    return [int(place) for place in np.flatnonzero(np.abs(inclusion - 0.5) < 0.49)]
+    return np.flatnonzero(np.abs(inclusion - 0.5) < 0.49)
 
 
 def log_prior(role: Roles, kernel: Array) -> float:
@@ -83,20 +84,13 @@ def gained_of_late(values: Sequence[float]) -> float:
 class Trail(NamedTuple):
     """The last rounds that can be compared, which differ by updates alone."""
 
-    values: Array  # (n,) of the bound with the priors of the kernels' parameters
-    kernels: Array  # (n, p) at the end of each
+    values: Sequence[float] = ()  # of the bound with the priors of the kernels' parameters
+    kernels: Sequence[Array] = ()  # at the end of each
 
 
-def no_trail(size: int) -> Trail:
-    """Before any round."""
-    return Trail(np.zeros(0), np.zeros((0, size)))
-
-
-def longer(trail: Trail, value: float, kernel: Array, *, noisy: bool) -> Trail:
-    """The trail with one more round; noisy sums start it anew, since they are of other data."""
-    if noisy:
-        return no_trail(len(kernel))
-    return Trail(np.append(trail.values, value)[-_LAST:], np.vstack([trail.kernels, kernel])[-_LAST:])
+def longer(trail: Trail, value: float, kernel: Array) -> Trail:
+    """The trail with one more round."""
+    return Trail((*trail.values, value)[-_LAST:], (*trail.kernels, kernel)[-_LAST:])
 
 
 def nearly_still(trail: Trail) -> bool:
@@ -112,14 +106,10 @@ class Left(NamedTuple):
     kernels: float  # largest change of a log parameter
     ratio: float  # of a gain to the one before
 
-    def small(self, tolerance: float) -> bool:
-        """Whether both are small enough to stop."""
-        return self.nats < tolerance and self.kernels < _KERNELS
-
 
 def left_after(trail: Trail, ratios: Array | tuple[float, ...] = ()) -> Left:
     """The gain and change that remain, by the largest of several ratios of gains: fast parts hide slow ones."""
-    gains, moves = np.diff(trail.values), np.max(np.abs(np.diff(trail.kernels, axis=0)), axis=1, initial=0.0)
+    gains, moves = np.diff(trail.values), np.array([largest(b - a) for a, b in itertools.pairwise(trail.kernels)])
     ratio = ratio_of(gains)
     return Left(remaining_of(gains, max(ratio, *ratios, 0.0)), remaining_of(moves, ratio_of(moves)), ratio)
 
@@ -137,10 +127,10 @@ def report(bound: float, shared: Globals, change: float, left: Left, *, arrived:
         # In the end phase kernels stay for some rounds, whether they have converged or not.
         where = f"({bound:.6g}, kernels by {change:.2g} a round)" if change > 0 else f"({bound:.6g})"
         return Report(diagnostics, Status.RUNNING, f"the bound moves still {where}: {remaining}; raise rounds=")
-    undecided = undecided_functions(shared.inclusion)
+    undecided = _undecided(shared.inclusion)
     if shared.inclusion.max(initial=0.0) <= 0.5:
         return Report(diagnostics, Status.CONVERGED, f"no latent function is selected: {_NOTHING}")
-    if undecided:
+    if len(undecided):
         each = ", ".join(f"{place} (inclusion probability {shared.inclusion[place]:.2g})" for place in undecided)
         return Report(diagnostics, Status.CONVERGED, f"the data do not decide on latent functions {each}")
     return Report(diagnostics, Status.CONVERGED, "")
@@ -175,7 +165,7 @@ class Rest(NamedTuple):
     """The state of an ascent that hardly moves."""
 
     path: tuple[Globals, ...]  # shared parameters of successive rounds with the same kernels
-    trail: Trail  # their values
+    trail: Trail = Trail()  # their values
     slope: Array | None = None  # in the last of them
     trial: Globals | None = None  # a proposal that units are sent in place of the shared parameters
     stand: Round | None = None  # before the last step of the kernels
@@ -197,7 +187,7 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
         if not result.value >= last - _ROUNDING * (1.0 + abs(last)):
             return _from(rest, rest.path[-1])._replace(refused=True), None
         rest = _from(rest, result.sent)._replace(refused=False)
-    trail = longer(rest.trail, result.value, result.best.kernel, noisy=False)
+    trail = longer(rest.trail, result.value, result.best.kernel)
     before, rest = rest.slope, rest._replace(path=(*rest.path, result.best), trail=trail, slope=result.slope)
     if rest.judging:
         rest = _judged_step(rest, result)
@@ -211,7 +201,7 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
     # Both estimates miss slow parts beside fast ones, and a curvature that is too large.
     nats = max(creeping.nats + gain, gained_of_late(rest.values))
     left = Left(nats, largest(step), creeping.ratio)
-    small, count = left.small(tolerance), len(trail.values)
+    small, count = nats < tolerance and left.kernels < _KERNELS, len(trail.values)
     if count >= _SETTLED and rest.stand is None:
         rest = rest._replace(curvature=curvature)
     if count > 4:  # before, there is no ratio of gains
@@ -233,7 +223,7 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
 
 def _from(rest: Rest, shared: Globals) -> Rest:
     """New rounds from these shared parameters, without a proposal."""
-    return rest._replace(path=(shared,), trail=no_trail(len(shared.kernel)), slope=None, trial=None, judging=False)
+    return rest._replace(path=(shared,), trail=Trail(), slope=None, trial=None, judging=False)
 
 
 def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Array | None]:
