@@ -157,9 +157,7 @@ def _without_rows(client: ClientModel, held_out: ClientModel) -> tuple[Any, Any,
     grows = held_out.local != client.local or (rows == client.rows and any(rows in shape for shape in free))
     if grows or not by_row or not observed <= by_row or not parts.data:
         rule = "the density of held-out rows cannot be separated from that of its local variables"
-        remedy = (
-            "pass a loss=, or use pm.Data, observed arrays of one length and no local variable with an entry per row"
-        )
+        remedy = "pass a loss=, or use pm.Data, observed arrays of one length and no local variable per row"
         raise DeclarationError(f"client {client.client_id!r}: {rule}; {remedy}.")
     values = zip(parts.data, held_out.inputs, strict=False)
     packed: tuple[Any, Any, Any] = pack((*(v[:0] if data.name in by_row else v for data, v in values), *free))
