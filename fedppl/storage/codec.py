@@ -28,13 +28,12 @@ from fedppl.types import DeclarationError
 _PREFIX = struct.Struct("<QQ")  # bytes of JSON, bytes of arrays
 _MOST_JSON = 2**28  # bytes
 _DEEPEST = 64
-_MOST_AXES, _LONGEST_AXIS = 32, 2**48
+_MOST_AXES, _LONGEST = 32, 2**48  # of an array, and its entries
 _DTYPES = frozenset(
     np.dtype(order + kind).str
     for order in "<>"
     for kind in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 )
-_DOUBLE = struct.Struct("<d")
 _OTHER_LENGTH = "its arrays are not as long as their shapes say"
 _REMEDIES = (
     ((set, frozenset), "write a sorted tuple"),
@@ -81,7 +80,7 @@ def _node(value: Any, where: str, depth: int, table: _Table) -> Any:
     if kind is int:
         return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
     if kind is float:
-        return value if math.isfinite(value) else {"float": _DOUBLE.pack(value).hex()}
+        return value if math.isfinite(value) else {"float": struct.pack("<d", value).hex()}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if kind is list:
@@ -168,14 +167,14 @@ def _value(node: Any, depth: int, arrays: list[NDArray[Any]]) -> Any:
     if kind == "int" and type(parts) is str and re.fullmatch("-?0x[0-9a-f]+", parts):
         return int(parts, 16)
     if kind == "float" and type(parts) is str:
-        return _DOUBLE.unpack(_from_hex(parts, _DOUBLE.size))[0]
+        return float(_scalar("<f8", parts))
     if kind == "bytes" and type(parts) is str:
         try:
             return base64.b64decode(parts, validate=True)
         except ValueError as error:
             raise Unreadable(f"bytes are not in base64: {error}") from error
     if kind == "scalar" and _are(parts, str, str):
-        return _arrays([[parts[0], "C", []]], _from_hex(parts[1], _dtype(parts[0]).itemsize), 0)[0][()]
+        return _scalar(*parts)
     if kind == "enum" and _are(parts, str, str, str):
         enumeration = _enumeration(*parts[:2])
         _require(enumeration is not None and parts[2] in enumeration.__members__, f"{_dotted(parts)} is not known here")
@@ -194,11 +193,12 @@ def _arrays(kinds: Any, raw: bytes, start: int) -> list[NDArray[Any]]:
     _require(type(kinds) is list, "its arrays are not declared")
     views = []
     for declared in kinds:
-        _require(_are(declared, str, str, list) and declared[1] in ("C", "F"), "an array is declared wrongly")
-        dtype, order, shape = _dtype(declared[0]), declared[1], tuple(declared[2])
-        _require(len(shape) <= _MOST_AXES, f"an array has {len(shape)} axes, more than {_MOST_AXES}")
-        right = all(type(n) is int and 0 <= n <= _LONGEST_AXIS for n in shape)
-        _require(right and math.prod(max(n, 1) for n in shape) <= _LONGEST_AXIS, f"an array has shape {shape!s:.60}")
+        name, order, shape = declared if _are(declared, str, str, list) else ("", "", [])
+        right = order in ("C", "F") and len(shape) <= _MOST_AXES and all(type(n) is int and n >= 0 for n in shape)
+        right = right and math.prod(max(n, 1) for n in shape) <= _LONGEST
+        _require(right, f"an array is declared as {declared!s:.80}")
+        _require(name in _DTYPES, f"dtype {name[:40]!r} has no place in it")
+        dtype = np.dtype(name)
         stop = start + dtype.itemsize * math.prod(shape)
         _require(stop <= len(raw), _OTHER_LENGTH)
         views.append(np.ndarray(shape, dtype, raw, start, order=order))
@@ -209,9 +209,10 @@ def _arrays(kinds: Any, raw: bytes, start: int) -> list[NDArray[Any]]:
     return [view.copy("K") for view in views]
 
 
-def _dtype(name: str) -> np.dtype[Any]:
-    _require(name in _DTYPES, f"dtype {name[:40]!r} has no place in it")
-    return np.dtype(name)
+def _scalar(dtype: str, text: str) -> Any:
+    """A number of NumPy's, from its bytes in hexadecimal."""
+    _require(re.fullmatch("([0-9a-f]{2})*", text) is not None, "a number is not in hexadecimal")
+    return _arrays([[dtype, "C", []]], bytes.fromhex(text), 0)[0][()]
 
 
 def _named_tuple(module: str, name: str) -> Any:
@@ -250,11 +251,6 @@ def _are(parts: Any, *kinds: type) -> bool:
 
 def _dotted(parts: list[str]) -> str:
     return repr(".".join(part[:40] for part in parts))
-
-
-def _from_hex(text: str, size: int) -> bytes:
-    _require(len(text) == 2 * size and re.fullmatch("[0-9a-f]*", text) is not None, "a number is not in hexadecimal")
-    return bytes.fromhex(text)
 
 
 def _require(holds: bool, rule: str) -> None:

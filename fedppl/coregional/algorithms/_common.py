@@ -71,16 +71,14 @@ def first_shapes(role: Roles) -> dict[str, tuple[int, ...]]:
 def median_kernel(replies: Mapping[str, Message]) -> Array:
     """Start of the kernels: the median of the units' own kernels, weighted by rows."""
     kernels, rows = (np.array([replies[name][key] for name in sorted(replies)], float) for key in ("kernel", "rows"))
-    order = np.argsort(kernels, axis=0)
-    share = np.cumsum(rows[order], axis=0) / max(rows.sum(), 1e-300)
-    place = np.argmax(share >= 0.5, axis=0)
-    return np.asarray(kernels[order[place, columns := np.arange(len(place))], columns])
+    weights = np.maximum(rows, 1e-300)  # one is above 0, whatever is told
+    return np.asarray(np.quantile(kernels, 0.5, axis=0, weights=weights, method="inverted_cdf"))
 
 
 def reject_negative(reply: Message, *names: str) -> str | None:
     """Why sums of squares or counts are rejected that are negative."""
-    least = {name: np.min(reply[name]) for name in names}
-    return next((f"{name!r} holds {value:.3g}, which no data give" for name, value in least.items() if value < 0), None)
+    negative = {name: least for name in names if (least := float(np.min(reply[name]))) < 0}
+    return next((f"{name!r} holds {least:.3g}, which no data give" for name, least in negative.items()), None)
 
 
 def read(
