@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import expit, logit, rel_entr
+from scipy.special import expit, logit, rel_entr, wrightomega
 from scipy.stats import norm
 
 from fedppl.types import Array
@@ -236,17 +236,14 @@ def unflatten_unit(x: Array) -> UnitClientState:
 
 def scale_mode(count: float, square: float, prior: LogScale) -> float:
     """The log σ that maximises −count · log σ − square / (2 σ²) + log p(log σ), a concave function."""
-    x = prior.mean
-    if count > 0 and square > 0:
-        x = (count * 0.5 * np.log(square / count) + prior.precision * prior.mean) / (count + prior.precision)
-    for _ in range(100):
-        pulled = square * np.exp(-2 * x)
-        slope = -count + pulled - prior.precision * (x - prior.mean)
-        step = slope / (2 * pulled + prior.precision)
-        x += float(np.clip(step, -2.0, 2.0))
-        if abs(step) < 1e-12:
-            break
-    return float(x)
+    mean, precision = prior.mean, prior.precision
+    # With u = square / σ², the slope is 0 where u + (precision / 2) log u is known: a value of Wright's omega function.
+    u = 0.0
+    if square > 0:
+        u = 0.5 * precision * wrightomega(np.log(2 * square / precision) + 2 * (count / precision - mean))
+    if u == 0:  # of no residual at all; further down σ⁻² would overflow
+        return mean - min(count / precision, 200.0)
+    return float(0.5 * np.log(square / u))
 
 
 def bound_of_sums(totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:

@@ -87,8 +87,7 @@ def predict(
     --------
     >>> import fedppl
     >>> from fedppl.models import fedlmc_ss
-    >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedlmc_ss.two_curves(), fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> sorted(fedppl.curves.predict(fit, "a", {"X": [0.0, 0.5]}))
     ['ci_high', 'ci_low', 'function_sd', 'mean', 'sd']
 
@@ -101,8 +100,8 @@ def predict(
     ----------
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
-    ci_prob, fixed = between("ci_prob", ci_prob, 0, 1), flag("fixed", fixed)
-    view, q, fitted = _settled_for(fit, unit, latents, fixed=fixed)
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
+    view, q, fitted = _settled_for(fit, unit, latents, fixed=flag("fixed", fixed))
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, q)
     sd = np.sqrt(variance + np.exp(2 * q.log_noise_sd))
     half = norm.ppf(0.5 + ci_prob / 2) * sd
@@ -184,8 +183,7 @@ def selection(fit: Fit) -> xr.Dataset:
     --------
     >>> import fedppl
     >>> from fedppl.models import fedlmc_ss
-    >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedlmc_ss.two_curves(), fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.selection(fit)["selected"].dims
     ('latent',)
 
@@ -232,8 +230,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     --------
     >>> import fedppl
     >>> from fedppl.models import fedlmc_ss
-    >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedlmc_ss.two_curves(), fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.coefficients(fit)["mean"].dims
     ('client', 'latent')
 
@@ -245,19 +242,16 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     """
     a_fit(fit)
     names = list(fit.clients) if clients is None else _ids_of(clients)
-    units = [_settled_for(fit, name) for name in names]
-    if not units:
+    if not names:
         raise DeclarationError("there is no client in this process; its coefficients stay at its site.")
-    mean = np.stack([q.mean for _, q, _ in units])
-    sd = np.stack([np.sqrt(np.diag(q.covariance)) for _, q, _ in units])
-    gamma = np.stack([fitted.shared.inclusion for _, _, fitted in units])  # 0 or 1 at a client that never replied
+    _, own, shared = zip(*(_settled_for(fit, name) for name in names), strict=True)
+    mean = np.stack([q.mean for q in own])
+    sd = np.stack([np.sqrt(np.diag(q.covariance)) for q in own])
+    gamma = np.stack([fitted.shared.inclusion for fitted in shared])  # 0 or 1 at a client that never replied
+    values = {"mean": mean, "sd": sd, "expected": gamma * mean}
     return xr.Dataset(
-        {
-            "mean": (("client", "latent"), mean),
-            "sd": (("client", "latent"), sd),
-            "expected": (("client", "latent"), gamma * mean),
-            "noise_sd": ("client", np.exp([q.log_noise_sd for _, q, _ in units])),
-        },
+        {name: (("client", "latent"), value) for name, value in values.items()}
+        | {"noise_sd": ("client", np.exp([q.log_noise_sd for q in own]))},
         coords={"client": names, "latent": np.arange(mean.shape[1])},
     )
 
@@ -286,8 +280,7 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     --------
     >>> import fedppl
     >>> from fedppl.models import fedlmc_ss
-    >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedlmc_ss.two_curves(), fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims
     ('latent', 'row')
 
@@ -325,9 +318,8 @@ def _fitted(fit: Fit, client_id: str | None = None) -> Fitted:
     a_fit(fit)
     message = fit.algorithm.result.final_message(fit.state, client_id or fit.client_ids[0])
     if "joint" not in message or "inclusion" not in message:
-        raise DeclarationError(
-            f"{fit.algorithm.name} does not fit a linear model of coregionalisation; use fedppl.curves.Ascent()."
-        )
+        what = f"{fit.algorithm.name} does not fit a linear model of coregionalisation"
+        raise DeclarationError(f"{what}; use fedppl.curves.Ascent().")
     return unpack(message)
 
 
@@ -338,9 +330,8 @@ def _settled_for(
     if isinstance(unit, str):
         fitted = _fitted(fit, unit)
         if unit not in fit.clients:
-            raise DeclarationError(
-                f"client {unit!r} is not in this process; here are {some_of(fit.clients)}. Of a new unit pass its data."
-            )
+            where = f"not in this process; here are {some_of(fit.clients)}"
+            raise DeclarationError(f"client {unit!r} is {where}. Of a new unit pass its data.")
         view, personal = fit.clients[unit].view(unit_of), fit.personal.get(unit)
     elif isinstance(unit, Mapping):
         fitted, personal = _fitted(fit, "new unit"), None
