@@ -294,7 +294,7 @@ def diagonal_blocks(matrix: Any, latents: int) -> Any:
 
 def by_block(factor: Array, points: int) -> Array:
     """Factors (L, L) of the blocks of a matrix (LQ, LQ), for each of its entries."""
-    return np.kron(factor, np.ones((points, points)))
+    return np.asarray(np.kron(factor, np.ones((points, points))), dtype=float)
 
 
 def used_together(inclusion: Array) -> Array:

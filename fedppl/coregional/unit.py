@@ -295,7 +295,8 @@ def _updated(unit: CoregionalUnit, fitted: Fitted) -> tuple[Fitted, float]:
         state, _ = best_unit(design, shared, unit.noise, noise, spread=fitted.spread)
         sums, noise = statistics(design, state, unit.noise), state.log_noise_sd
         precision = prior + used[:, None] * sums["precision"] * used
-        mean = np.linalg.solve(precision, linear + used * sums["linear"].ravel()).reshape(shared.mean.shape)
+        solved = np.linalg.solve(precision, linear + used * sums["linear"].ravel())
+        mean = np.asarray(solved, dtype=float).reshape(shared.mean.shape)
         blocks = np.linalg.inv(bound.diagonal_blocks(precision, len(mean)))
         shared = shared._replace(mean=mean, covariance=blocks)
         if np.max(np.abs(mean - before[0])) < 1e-6 and abs(noise - before[1]) < 1e-6:

@@ -102,7 +102,8 @@ class CoregionalUnit:
         """Projection (L, b, Q), conditional variance (L, b) and responses (b,) of all rows, or of some."""
         response = self.response if rows is None else self.response[rows]
         scale = len(self.response) / max(len(response), 1)
-        return Design(*self._common.forward(kernel, *self._inputs(rows)), response, scale)
+        projection, conditional = self._common.forward(kernel, *self._inputs(rows))
+        return Design(projection, conditional, response, scale)
 
     def at(self, kernel: Array, inputs: Mapping[str, Any]) -> Design:
         """The design at new inputs by name, without responses."""
@@ -110,7 +111,8 @@ class CoregionalUnit:
         dtypes = {name: dtype for name, dtype in common.dtypes.items() if name != common.observed}
         values = new_inputs(inputs, dtypes, self._client.arrays, unread=(common.observed,))
         response = values[common.observed] = np.zeros(len(values[next(iter(dtypes))]))
-        return Design(*common.forward(kernel, *(values[name] for name in common.dtypes)), response, 1.0)
+        projection, conditional = common.forward(kernel, *(values[name] for name in common.dtypes))
+        return Design(projection, conditional, response, 1.0)
 
     def kernel_gradient(self, kernel: Array, projection: Array, conditional: Array, rows: Any = None) -> Array:
         """Pull gradients in the design's two arrays, which are writable, back to the kernel's parameters, (p,)."""

@@ -105,10 +105,13 @@ def read(
     def drawn(state: Any, count: int, rng: np.random.Generator) -> Array:
         return sample(state.roles, shared(state), joint(state), count, rng)
 
+    def is_estimate(state: Any) -> Array:
+        return estimated(state.roles)
+
     return Result(
         final,
         draw,
-        Sampler(drawn, lambda state: estimated(state.roles)),
+        Sampler(drawn, is_estimate),
         lambda state: {"inclusion_probability": (("latent",), shared(state).inclusion)},
         tests_convergence=tests_convergence,
     )

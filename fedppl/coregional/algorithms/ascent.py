@@ -317,15 +317,15 @@ def _raise_bound(
     fell = bound < before - 1e-9 * (1.0 + abs(bound))
     lowered = fell and state.age > settings.warmup + 1 and not state.stochastic
     pace = max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST_STEP)
-    moments = _common.Adam(*state.adam, state.number - 2.0)  # rounds in which sums waited for units count too
+    steps = state.number - 2.0  # rounds in which sums waited for units count too
+    moments = _common.Adam(state.adam[0], state.adam[1], steps)
     kernel, moments = _common.adam_step(sent.kernel, slope, moments, settings.kernel_rate * pace)
     change, turned = ending.largest(kernel - sent.kernel), ending.largest(shared.inclusion - sent.inclusion)
     shared = shared._replace(kernel=kernel)
     trail = ending.Trail() if noisy else ending.longer(state.trail, value, kernel)  # noisy sums are of other data
     calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and ending.nearly_still(trail)
-    rest = ending.Rest((shared,)) if calm else None
     state = state._replace(shared=shared, totals=totals, adam=np.stack(moments[:2]), pace=pace, bound=bound)
-    state = state._replace(trail=trail, rest=rest)
+    state = state._replace(trail=trail, rest=ending.Rest((shared,)) if calm else None)
     return state, ending.report(bound, shared, change, ending.left_after(trail), arrived=False, noisy=noisy)
 
 

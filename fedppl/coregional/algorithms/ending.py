@@ -41,9 +41,9 @@ def largest(changes: Array) -> float:
     return float(np.max(np.abs(changes), initial=0.0))
 
 
-def _undecided(inclusion: Array) -> Array:
+def _undecided(inclusion: Array) -> list[int]:
     """Latent functions with γ between 0.01 and 0.99."""
-    return np.flatnonzero(np.abs(inclusion - 0.5) < 0.49)
+    return np.flatnonzero(np.abs(inclusion - 0.5) < 0.49).tolist()
 
 
 def log_prior(role: Roles, kernel: Array) -> float:
@@ -130,7 +130,7 @@ def report(bound: float, shared: Globals, change: float, left: Left, *, arrived:
     undecided = _undecided(shared.inclusion)
     if shared.inclusion.max(initial=0.0) <= 0.5:
         return Report(diagnostics, Status.CONVERGED, f"no latent function is selected: {_NOTHING}")
-    if len(undecided):
+    if undecided:
         each = ", ".join(f"{place} (inclusion probability {shared.inclusion[place]:.2g})" for place in undecided)
         return Report(diagnostics, Status.CONVERGED, f"the data do not decide on latent functions {each}")
     return Report(diagnostics, Status.CONVERGED, "")
@@ -210,9 +210,9 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
     if count >= _SETTLED and steady and not small and (gain > creeping.nats or rest.refused):
         # A step of the kernels, once all else has converged.
         length = min(1.0, rest.radius / max(largest(step), 1e-300))
-        trial = result.best._replace(kernel=result.best.kernel + length * step)
-        rest = _from(rest, trial)._replace(curvature=curvature, reached=np.nan, refused=False)
-        return rest._replace(trial=trial, stand=result, judging=True), result.best
+        proposal = result.best._replace(kernel=result.best.kernel + length * step)
+        rest = _from(rest, proposal)._replace(curvature=curvature, reached=np.nan, refused=False)
+        return rest._replace(trial=proposal, stand=result, judging=True), result.best
     if count <= _CYCLE:
         return rest, result.best
     arrived = small and result.value - rest.reached < tolerance
