@@ -15,7 +15,7 @@ from fedppl.coregional import bound
 from fedppl.coregional.bound import Curves, Design, Globals, LogScale, Roles, UnitClientState
 from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.settings import shown
-from fedppl.types import Array, DeclarationError, LocalFailure, Message
+from fedppl.types import Array, DeclarationError, LocalFailure, Message, Rng
 
 SELECTED = 0.5  # probability above which a function is selected
 _NEW_UNIT_SWEEPS = 50
@@ -66,7 +66,7 @@ def coefficient_covariance(
 
 
 def random_unit(
-    latents: int, log_noise_sd: float, rng: np.random.Generator, *, log_sd: float = 0.0, spread: float = 1.0
+    latents: int, log_noise_sd: float, rng: Rng, *, log_sd: float = 0.0, spread: float = 1.0
 ) -> UnitClientState:
     """Random coefficients of this size at the start, which break the symmetry between latent functions."""
     size = float(np.exp(log_sd))
@@ -317,7 +317,7 @@ def predictive(design: Design, fitted: Fitted, weights: Coefficients) -> tuple[A
     return mean, np.maximum(square - mean**2, 0.0)
 
 
-def sample(role: Roles, shared: Globals, joint: Array, count: int, rng: np.random.Generator) -> Array:
+def sample(role: Roles, shared: Globals, joint: Array, count: int, rng: Rng) -> Array:
     """Draws (count, m) of the shared parameters: q(v), q(α), estimates of kernels and σ_w, equal in all draws."""
     phi = np.zeros((count, len(role.is_binary)))
     root = np.linalg.cholesky(joint + 1e-12 * np.eye(len(joint)))
@@ -342,7 +342,7 @@ def draw(
     message: Message,
     draws: int,
     chains: int,
-    rng: np.random.Generator,
+    rng: Rng,
 ) -> Draws:
     """Draws of the shared and of the unit's own variables from the variational posterior."""
     unit, count = client.view(unit_of), draws * chains

@@ -15,7 +15,7 @@ from fedppl.coregional.bound import Globals, Roles, UnitClientState
 from fedppl.coregional.unit import estimated, message_of, own_fit, random_unit, sample
 from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.settings import one_of, whole
-from fedppl.types import Array, Message
+from fedppl.types import Array, Message, Rng
 
 STARTED = "kernels have a start; raise rounds="  # after the round that collects the units' own kernels
 
@@ -41,14 +41,14 @@ def initial_kernel_rule(value: str) -> str:
     return one_of("initial_kernel", value, ("median", "prior"))
 
 
-def batch(count: int, size: int | None, rng: np.random.Generator) -> Array | None:
+def batch(count: int, size: int | None, rng: Rng) -> Array | None:
     """Rows of a mini-batch, in order; None where all are taken."""
     return None if size is None or size >= count else np.sort(rng.choice(count, size, replace=False))
 
 
 def first_answer(
     unit: CoregionalUnit,
-    rng: np.random.Generator,
+    rng: Rng,
     initial_kernel: str = "median",
     *,
     log_sd: float = 0.0,
@@ -102,7 +102,7 @@ def read(
             shared(state), covariance=None, joint=packed, has_replied=float(is_known), point=1.0 if point else None
         )
 
-    def drawn(state: Any, count: int, rng: np.random.Generator) -> Array:
+    def drawn(state: Any, count: int, rng: Rng) -> Array:
         return sample(state.roles, shared(state), joint(state), count, rng)
 
     def is_estimate(state: Any) -> Array:

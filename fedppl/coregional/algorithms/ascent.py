@@ -25,7 +25,7 @@ from fedppl.coregional.bound import (
 from fedppl.coregional.unit import best_unit, draw, message_of, random_unit, shared_in, statistics, towards
 from fedppl.coregional.view import roles, unit_of
 from fedppl.settings import between, described, whole
-from fedppl.types import Array, Layout, Message
+from fedppl.types import Array, Layout, Message, Rng
 
 
 class Settings(NamedTuple):
@@ -215,7 +215,7 @@ def _ascent(name: str, settings: Settings, needs: Needs, *, spread: float) -> Al
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings) -> AscentState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: Settings) -> AscentState:
     role = roles(layout)
     return AscentState(
         roles=role,
@@ -367,7 +367,7 @@ def _update_client(
     client: ClientView,
     personal: UnitClientState | None,
     message: Message,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     batch_size: int | None,
     spread: float,

@@ -24,9 +24,11 @@ from fedppl.coregional.bound import (
     unit_bound,
 )
 from fedppl.coregional.unit import best_unit, draw, random_unit, slopes
-from fedppl.coregional.view import CoregionalUnit, roles, unit_of
+from fedppl.coregional.view import roles, unit_of
 from fedppl.settings import between, described, positive, shown, whole
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
+
+_SlopesFn = Callable[[Array, Array], tuple[Array, Array]]  # gradient of V_m in the shared and the unit's own vector
 
 
 class GradientClientState(NamedTuple):
@@ -76,16 +78,9 @@ def Gradient(
 
 
 def _one_step(
-    unit: CoregionalUnit,
-    x: Array,
-    personal: GradientClientState,
-    share: float,
-    rate: float,
-    rng: np.random.Generator,
-    settings: Settings,
+    slopes_at: _SlopesFn, x: Array, personal: GradientClientState, rate: float, count: int
 ) -> tuple[GradientClientState, Array]:
-    rows = _common.batch(len(unit.response), settings.batch_size, rng)
-    slope, unit_slope = slopes(unit, x, personal.own, share, rows)
+    slope, unit_slope = slopes_at(x, personal.own)
     return GradientClientState(*_common.adam_step(personal.own, unit_slope, personal.adam, rate)), slope
 
 
@@ -156,25 +151,19 @@ def Averaging(
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
     settings = checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance, _MILESTONES)
-    part = _Unit(lambda state: state, lambda state: state, _several_steps, "x")
+    steps_of = functools.partial(_several_steps, steps=settings.steps)
+    part = _Unit(lambda state: state, lambda state: state, steps_of, "x")
     return _algorithm("curves.Averaging", settings, part, _average)
 
 
 def _several_steps(
-    unit: CoregionalUnit,
-    x: Array,
-    personal: UnitClientState,
-    share: float,
-    rate: float,
-    rng: np.random.Generator,
-    settings: Settings,
+    slopes_at: _SlopesFn, x: Array, personal: UnitClientState, rate: float, count: int, *, steps: int
 ) -> tuple[UnitClientState, Array]:
-    """T Adam steps on V_m; the shared parameters after them, times the rows."""
-    point, count = np.concatenate([x, flatten_unit(personal)]), len(unit.response)
+    """T Adam steps on V_m; the shared parameters after them, times the number of rows."""
+    point = np.concatenate([x, flatten_unit(personal)])
     adam = _common.fresh(len(point))
-    for _ in range(settings.steps):
-        rows = _common.batch(count, settings.batch_size, rng)
-        slope = np.concatenate(slopes(unit, point[: len(x)], point[len(x) :], share, rows))
+    for _ in range(steps):
+        slope = np.concatenate(slopes_at(point[: len(x)], point[len(x) :]))
         point, adam = _common.adam_step(point, slope, adam, rate)
     return unflatten_unit(point[len(x) :]), count * point[: len(x)]
 
@@ -294,23 +283,17 @@ def _algorithm(name: str, settings: Settings, part: _Unit, move: _MoveFn) -> Alg
 
 
 def _update_client(
-    client: ClientView,
-    personal: P | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: Settings,
-    part: _Unit,
+    client: ClientView, personal: P | None, message: Message, rng: Rng, *, settings: Settings, part: _Unit
 ) -> ClientUpdate[P]:
     """The bound at the parameters that the unit was sent, and its steps."""
     unit, stage = client.view(unit_of), float(message["stage"])
-    rows = float(len(unit.response))
-    info = {"rows": rows}
+    count = len(unit.response)
+    info = {"rows": float(count)}
     if stage == 0:
         first, reply = _common.first_answer(unit, rng, settings.initial_kernel)
         return ClientUpdate(part.start(first), reply, info)
     x = np.asarray(message["x"], dtype=float)
-    shared, share = unflatten(x, unit.roles), rows / max(float(message["rows"]), rows, 1.0)
+    shared, share = unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
     design = unit.design(shared.kernel)
     if personal is None and stage < 2:
         personal = part.start(random_unit(unit.roles.latents, unit.noise.mean, rng))
@@ -318,11 +301,15 @@ def _update_client(
         info["blank"] = 1.0
         personal = part.start(best_unit(design, shared, unit.noise, unit.noise.mean)[0])
     value = unit_bound(design, shared, part.own(personal), unit.noise, unit.roles.log_odds, share)
-    personal, sent = part.steps(unit, x, personal, share, float(message["rate"]), rng, settings)
-    return ClientUpdate(personal, {part.reply: sent, "rows": np.array(rows), "bound": np.array(value)}, info)
+
+    def slopes_at(x: Array, own: Array) -> tuple[Array, Array]:
+        return slopes(unit, x, own, share, _common.batch(count, settings.batch_size, rng))
+
+    personal, sent = part.steps(slopes_at, x, personal, float(message["rate"]), count)
+    return ClientUpdate(personal, {part.reply: sent, "rows": np.array(float(count)), "bound": np.array(value)}, info)
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> StepsState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> StepsState:
     """Start from the prior, with γ at π; the first round asks for sizes, and for the units' own kernels."""
     role = roles(layout)
     gamma = expit(np.where(np.isfinite(role.log_odds), role.log_odds, 0.0))
