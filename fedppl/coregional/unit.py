@@ -337,12 +337,7 @@ def estimated(role: Roles) -> Array:
 
 
 def draw(
-    client: ClientView,
-    personal: UnitClientState | None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: Rng,
+    client: ClientView, personal: UnitClientState | None, message: Message, draws: int, chains: int, rng: Rng
 ) -> Draws:
     """Draws of the shared and of the unit's own variables from the variational posterior."""
     unit, count = client.view(unit_of), draws * chains

@@ -47,12 +47,7 @@ def batch(count: int, size: int | None, rng: Rng) -> Array | None:
 
 
 def first_answer(
-    unit: CoregionalUnit,
-    rng: Rng,
-    initial_kernel: str = "median",
-    *,
-    log_sd: float = 0.0,
-    spread: float = 1.0,
+    unit: CoregionalUnit, rng: Rng, initial_kernel: str = "median", *, log_sd: float = 0.0, spread: float = 1.0
 ) -> tuple[UnitClientState, Message]:
     """Coefficients at the start, and the reply: the unit's size, and the kernel of its own Gaussian process."""
     role = unit.roles
