@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Needs, Result, Sampler
-from fedppl.contracts.algorithm import DrawFn
+from fedppl.contracts.algorithm import Details, DrawFn
 from fedppl.coregional.bound import Globals, Roles, UnitClientState
 from fedppl.coregional.unit import estimated, message_of, own_fit, random_unit, sample
 from fedppl.coregional.view import CoregionalUnit, unit_of
@@ -19,7 +18,6 @@ from fedppl.types import Array, Message, Rng
 
 STARTED = "kernels have a start; raise rounds="  # after the round that collects the units' own kernels
 
-S = TypeVar("S")
 P = TypeVar("P")
 
 
@@ -76,40 +74,29 @@ def reject_negative(reply: Message, *names: str) -> str | None:
     return next((f"{name!r} holds {least:.3g}, which no data give" for name, least in negative.items()), None)
 
 
-def read(
-    shared: Callable[[S], Globals],
-    joint: Callable[[S], Array],
-    has_replied: Callable[[S], NDArray[np.bool_]],
-    draw: DrawFn[P],
-    *,
-    tests_convergence: bool = False,
-    point: bool = False,
-) -> Result[S, P]:
-    """How a state is read, from functions of it: shared parameters, cov(v) (LQ, LQ), and which units ever replied (K,).
+def read(draw: DrawFn[P], *, tests_convergence: bool = False, point: bool = False) -> Result[Any, P]:
+    """How a state is read that has `roles`, `where`, `shared`, `joint` (LQ, LQ), the cov(v), and `has_replied` (K,).
 
     `point`: whether coefficients are estimates.
     """
 
     def final(state: Any, client_id: str) -> Message:
-        is_known = client_id in state.where and bool(has_replied(state)[state.where[client_id]])
-        packed = gaussian.pack_triangle(joint(state))  # in place of the mean field's covariances
+        is_known = client_id in state.where and bool(state.has_replied[state.where[client_id]])
+        packed = gaussian.pack_triangle(state.joint)  # in place of the mean field's covariances
         return message_of(
-            shared(state), covariance=None, joint=packed, has_replied=float(is_known), point=1.0 if point else None
+            state.shared, covariance=None, joint=packed, has_replied=float(is_known), point=1.0 if point else None
         )
 
     def drawn(state: Any, count: int, rng: Rng) -> Array:
-        return sample(state.roles, shared(state), joint(state), count, rng)
+        return sample(state.roles, state.shared, state.joint, count, rng)
 
     def is_estimate(state: Any) -> Array:
         return estimated(state.roles)
 
-    return Result(
-        final,
-        draw,
-        Sampler(drawn, is_estimate),
-        lambda state: {"inclusion_probability": (("latent",), shared(state).inclusion)},
-        tests_convergence=tests_convergence,
-    )
+    def details(state: Any) -> Details:
+        return {"inclusion_probability": (("latent",), state.shared.inclusion)}
+
+    return Result(final, draw, Sampler(drawn, is_estimate), details, tests_convergence=tests_convergence)
 
 
 class Adam(NamedTuple):

@@ -183,6 +183,13 @@ class AscentState(NamedTuple):
         """Shared parameters that units are sent: the present ones, or a proposal."""
         return self.shared if self.rest is None or self.rest.trial is None else self.rest.trial
 
+    @property
+    def joint(self) -> Array:
+        """cov(v) (LQ, LQ)."""
+        if not self.totals:
+            return np.eye(self.roles.latents * self.roles.points)
+        return joint_covariance(self.totals, self.shared.inclusion)
+
 
 def _ascent(name: str, settings: Settings, needs: Needs, *, spread: float) -> Algorithm[AscentState, UnitClientState]:
     """An ascent whose coefficients have a posterior, with a `spread` of 1, or are point estimates, with one of 0."""
@@ -203,14 +210,7 @@ def _ascent(name: str, settings: Settings, needs: Needs, *, spread: float) -> Al
         update_client=functools.partial(_update_client, batch_size=settings.batch_size, spread=spread),
         update_server=functools.partial(_update_server, settings=settings, spread=spread),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
-        result=_common.read(
-            lambda state: state.shared,
-            _joint,
-            lambda state: state.has_replied,
-            draw,
-            tests_convergence=True,
-            point=spread == 0,
-        ),
+        result=_common.read(draw, tests_convergence=True, point=spread == 0),
         needs=needs,
     )
 
@@ -355,12 +355,6 @@ def _reject(state: AscentState, reply: Message) -> str | None:
     except np.linalg.LinAlgError:
         return "'precision' is not positive semi-definite, which no data give"
     return None
-
-
-def _joint(state: AscentState) -> Array:
-    if not state.totals:
-        return np.eye(state.roles.latents * state.roles.points)
-    return joint_covariance(state.totals, state.shared.inclusion)
 
 
 def _update_client(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.linalg import block_diag
 from scipy.special import expit
 
@@ -218,6 +219,16 @@ class StepsState(NamedTuple):
         """The shared parameters."""
         return unflatten(self.x, self.roles)
 
+    @property
+    def joint(self) -> Array:
+        """cov(v) (LQ, LQ); latent functions are independent."""
+        return np.asarray(block_diag(*self.shared.covariance))
+
+    @property
+    def has_replied(self) -> NDArray[np.bool_]:
+        """Whether a unit ever replied (K,)."""
+        return self.rows > 0
+
 
 def checked(
     rate: float | Sequence[float],
@@ -270,14 +281,9 @@ def _algorithm(name: str, settings: Settings, part: _Unit, move: _MoveFn) -> Alg
         replies=Replies(
             functools.partial(_shapes, name=part.reply),
             lambda state, reply: _common.reject_negative(reply, "rows"),
-            lambda state: bool(np.all(state.rows > 0)),  # once the size of every unit is known
+            lambda state: bool(np.all(state.has_replied)),  # once the size of every unit is known
         ),
-        result=_common.read(
-            lambda state: state.shared,
-            lambda state: block_diag(*state.shared.covariance),  # latent functions are independent
-            lambda state: state.rows > 0,
-            drawn,
-        ),
+        result=_common.read(drawn),
         needs=_common.NEEDS,
     )
 
