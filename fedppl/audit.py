@@ -72,9 +72,8 @@ def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError, AttributeError):
                 holds = False
             if not holds:
-                rule = "it was changed, or a line before it was taken out or put in, or writing it was cut short"
                 where = f"{str(path)!r} is broken at line {number}"
-                raise DataError(f"{where}: {rule}. Keep the file as it is, and find out which.")
+                raise DataError(f"{where}: it or one before was changed, removed or cut; keep it, and find out which.")
             before = Head(number, line["digest"])
             yield line
 

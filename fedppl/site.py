@@ -47,8 +47,7 @@ def make(folder: Path, name: str) -> str:
     try:
         file = open_to_write(path, os.O_EXCL)
     except FileExistsError as error:
-        rule = "is there, and an identity is made once: the others know it"
-        raise DeclarationError(f"{str(path)!r} {rule}. Move it away to make a new one.") from error
+        raise DeclarationError(f"{str(path)!r} is there, and is made once; move it away to make a new one.") from error
     with file:
         write_through(file, f"{_line(name, made.private_bytes_raw())}\n".encode())
     return _line(name, made.public_key().public_bytes_raw())
@@ -87,17 +86,17 @@ def read(folder: Path) -> Site:
 
 def _private(path: Path) -> str:
     """Content of a file that only its owner may read."""
+    what = f"identity {str(path)!r}"
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         remedy = f"make one by python -m fedppl.site identity {path.parent}"
-        raise DeclarationError(f"identity {str(path)!r} cannot be read ({reason(error)}); {remedy}") from error
+        raise DeclarationError(f"{what} cannot be read ({reason(error)}); {remedy}") from error
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or (os.name == "posix" and status.st_mode & 0o077):
             rule = f"open to others (mode {stat.S_IMODE(status.st_mode):o}), who could take this site's masks off"
-            remedy = "If nobody has read it, chmod 600; else make another, and tell the others."
-            raise DeclarationError(f"identity {str(path)!r} is {rule}. {remedy}")
+            raise DeclarationError(f"{what} is {rule}; chmod 600 if nobody has read it, else make and send another.")
         return file.read(_MOST).decode(errors="replace")
 
 
@@ -122,24 +121,25 @@ def _parsed(line: str, where: str) -> tuple[str, bytes]:
     except ValueError:
         key = b""
     if len(key) != _LENGTH:
-        rule = f"{where} is not a name, a space and {_LENGTH} bytes in base64"
-        raise DeclarationError(f"{rule}; copy the whole line that python -m fedppl.site identity printed.")
+        rule = f"is not a name, a space and {_LENGTH} bytes in base64"
+        raise DeclarationError(f"{where} {rule}; copy the whole line that the site printed.")
     _require_name(name, where)
     return name, key
 
 
 def _require_name(name: str, where: str) -> None:
     if not (0 < len(name) <= _LONGEST and name.isprintable() and name == name.strip() and not name.startswith("#")):
-        rule = f"is empty, longer than {_LONGEST} characters, not printable or begins with #"
-        raise DeclarationError(f"{where} has a name that {rule}; give the site's client-id.")
+        rule = f"1 to {_LONGEST} printable characters, no space at an end and no # in front"
+        raise DeclarationError(f"{where} has a name that is not {rule}; give the site's client-id.")
 
 
 def _require_new(name: str, key: bytes, known: Mapping[str, bytes], where: str) -> None:
     other = name if name in known else next((one for one, its in known.items() if its == key), None)
     if other is not None:
         what = "name" if other == name else "key"
-        rule = f"has the {what} of {other!r} on the roster, and a duplicate would let one site stand for two"
-        raise DeclarationError(f"{where} {rule}: take out the line that is wrong.")
+        raise DeclarationError(
+            f"{where} is a duplicate, with the {what} of {other!r}; take out the line that is wrong."
+        )
 
 
 def _line(name: str, key: bytes) -> str:

@@ -318,8 +318,8 @@ def _fitted(fit: Fit, client_id: str | None = None) -> Fitted:
     a_fit(fit)
     message = fit.algorithm.result.final_message(fit.state, client_id or fit.client_ids[0])
     if "joint" not in message or "inclusion" not in message:
-        what = f"{fit.algorithm.name} does not fit a linear model of coregionalisation"
-        raise DeclarationError(f"{what}; use fedppl.curves.Ascent().")
+        name = fit.algorithm.name
+        raise DeclarationError(f"{name} does not fit a linear model of coregionalisation; use fedppl.curves.Ascent().")
     return unpack(message)
 
 
@@ -330,8 +330,8 @@ def _settled_for(
     if isinstance(unit, str):
         fitted = _fitted(fit, unit)
         if unit not in fit.clients:
-            where = f"not in this process; here are {some_of(fit.clients)}"
-            raise DeclarationError(f"client {unit!r} is {where}. Of a new unit pass its data.")
+            here = some_of(fit.clients)
+            raise DeclarationError(f"client {unit!r} is not in this process, but {here}; of a new unit pass its data.")
         view, personal = fit.clients[unit].view(unit_of), fit.personal.get(unit)
     elif isinstance(unit, Mapping):
         fitted, personal = _fitted(fit, "new unit"), None

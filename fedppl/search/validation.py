@@ -101,8 +101,8 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     losses: dict[str, tuple[float, int]] = {}
     for client_id, data in ((str(k), v) for k, v in validation.items()):
         if client_id not in fit.clients:
-            known = f"which did not take part; clients are {some_of(fit.client_ids)}"
-            raise DeclarationError(f"validation has client {client_id!r}, {known}.")
+            known = some_of(fit.client_ids)
+            raise DeclarationError(f"validation has client {client_id!r}, which did not take part, but {known} did.")
         losses[client_id] = _client_loss(fit, fit.clients[client_id], data, loss, draws)
     totals, rows = zip(*(losses[client_id] for client_id in sorted(losses)), strict=True)
     return ValidationLoss(sum(totals), sum(rows))
@@ -220,8 +220,8 @@ def holdout(
     validation: dict[str, dict[str, Any]] = {}
     for client_id, arrays in checked.items():
         if (split := by_client[client_id]) != usual:
-            lengths = f"{sorted(split)} have one length, at others {sorted(usual)}"
-            raise DataError(f"client {client_id!r}: {lengths}; name some in rows=.")
+            names = f"{sorted(split)} have one length, at others {sorted(usual)}"
+            raise DataError(f"client {client_id!r}: {names}; name some in rows=.")
         count = len(arrays[next(iter(split))])
         if count < 2:
             raise DataError(f"client {client_id!r} has {count} row, which cannot be split; leave the client out.")

@@ -109,8 +109,8 @@ def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
     with open_to_write(path, os.O_TRUNC if begins else 0) as file:
         length = file.seek(0, os.SEEK_END)
         if length < before.length or (length > before.length and not resumed):
-            rule = f"has {length} bytes, and not this run's {before.length}: another run writes to it"
-            raise DeclarationError(f"{str(path)!r} {rule}. Give each run a checkpoint of its own.")
+            where = f"{str(path)!r} has {length} bytes, not {before.length}"
+            raise DeclarationError(f"{where}: another run writes to it. Give each run a checkpoint of its own.")
         file.truncate(before.length)
         file.seek(before.length)
         signed.write_through(file, added)

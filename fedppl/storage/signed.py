@@ -121,8 +121,8 @@ def owner_key(*, make: bool) -> bytes:
             _make(where)
         return _read(where, shown)
     except FileNotFoundError as error:
-        what = f"{shown}: {'its folder' if make else 'it'} does not exist"
-        raise DeclarationError(f"{what}; set {VARIABLE} to the key that wrote earlier files.") from error
+        what = "its folder" if make else "it"
+        raise DeclarationError(f"{shown}: {what} does not exist; set {VARIABLE} to the key file.") from error
     except DeclarationError:
         raise
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
@@ -236,8 +236,8 @@ def read_account(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_bytes())
         signature = bytes.fromhex(content.pop("signature", ""))
     except (ValueError, AttributeError, TypeError) as error:
-        what = f"{shown} is no account of a site ({type(error).__name__})"
-        raise DataError(f"{what}; put back what was there.") from error
+        kind = type(error).__name__
+        raise DataError(f"{shown} is no account of a site ({kind}); put back what was there.") from error
     if not hmac.compare_digest(signature, _account_signature(owner_key(make=False), content)):
         rule = f"{shown} is not signed with the key in {str(key_path())!r}: it or the key changed"
         raise DataError(f"{rule}. Put back what was there; moving the whole folder away grants every limit anew.")
