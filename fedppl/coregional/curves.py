@@ -202,7 +202,8 @@ def selection(fit: Fit) -> xr.Dataset:
     phi = sample(roles(fit.layout), fitted.shared, fitted.joint, 1, np.random.default_rng(0))
     for name, (value,) in fit.reader.constrain(phi).items():
         if name not in ("v", "included"):  # the others are estimates
-            table[name] = (fit.reader.dims.get(name) or (), value)
+            dims = fit.reader.dims.get(name) or [f"{name}_dim_{axis}" for axis in range(np.ndim(value))]
+            table[name] = (dims, value)
     return table
 
 

@@ -127,13 +127,13 @@ def report(bound: float, shared: Globals, change: float, left: Left, *, arrived:
         # In the end phase kernels stay for some rounds, whether they have converged or not.
         where = f"({bound:.6g}, kernels by {change:.2g} a round)" if change > 0 else f"({bound:.6g})"
         return Report(diagnostics, Status.RUNNING, f"the bound moves still {where}: {remaining}; raise rounds=")
-    undecided = _undecided(shared.inclusion)
+    undecided, message = _undecided(shared.inclusion), ""
     if shared.inclusion.max(initial=0.0) <= 0.5:
-        return Report(diagnostics, Status.CONVERGED, f"no latent function is selected: {_NOTHING}")
-    if undecided:
+        message = f"no latent function is selected: {_NOTHING}"
+    elif undecided:
         each = ", ".join(f"{place} (inclusion probability {shared.inclusion[place]:.2g})" for place in undecided)
-        return Report(diagnostics, Status.CONVERGED, f"the data do not decide on latent functions {each}")
-    return Report(diagnostics, Status.CONVERGED, "")
+        message = f"the data do not decide on latent functions {each}"
+    return Report(diagnostics, Status.CONVERGED, message)
 
 
 # The end, once the bound hardly moves: quasi-Newton steps of the kernels, and extrapolation of all else ---------------
