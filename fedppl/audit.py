@@ -192,16 +192,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(path: Path) -> None:
-    tally, account = _Tally(), _account_of(path)
-    last: dict[str, Any] = {"line": 0, "digest": _START}
+    tally, account, last = _Tally(), _account_of(path), Head()
     before = _account(path)  # before the log is read and after it: a site may be writing both
     met = before is None or before[0].length == 0
-    for last in lines(path):
-        met = met or (before is not None and before[0] == (last["line"], last["digest"]))
+    for line in lines(path):
+        last = Head(line["line"], line["digest"])
+        met = met or (before is not None and before[0] == last)
         try:
-            tally.add(last)
+            tally.add(line)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise DataError(f"line {last['line']} is none of a site's ({type(error).__name__})") from error
+            raise DataError(f"line {last.length} is none of a site's ({type(error).__name__})") from error
     after = _account(path)
     if before is not None and not met:
         raise DataError(f"{str(path)!r} lacks line {before[0].length}, which was written: it was cut, or put anew")
@@ -211,14 +211,13 @@ def _check(path: Path) -> None:
         # The log is written first: if a process died in between, it has one request and two lines more.
         if counted > requests + 1:
             raise DataError(f"{name!r} counts {requests} requests, the log {counted}")
-        if last["line"] > known + 2:
-            raise DataError(f"{name!r} knows {known} lines of the log, which has {last['line']}: it is an earlier one")
-    print(f"{last['line']} lines, the chain holds; {len(tally.runs)} runs")
+        if last.length > known + 2:
+            raise DataError(f"{name!r} knows {known} lines of the log, which has {last.length}: it is an earlier one")
+    print(f"{last.length} lines, the chain holds; {len(tally.runs)} runs")
     if after is None:
         print(f"no {account.name} beside it: whether lines were cut off at the end is not known")
-    for line in tally.summary():
-        print(line)
-    print(f"last digest: {last['digest']}")
+    print("\n".join(tally.summary()))
+    print(f"last digest: {last.digest}")
 
 
 if __name__ == "__main__":

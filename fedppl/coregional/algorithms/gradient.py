@@ -13,17 +13,9 @@ from scipy.linalg import block_diag
 from scipy.special import expit
 
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report
+from fedppl.coregional import bound
 from fedppl.coregional.algorithms import _common
-from fedppl.coregional.bound import (
-    Globals,
-    Roles,
-    UnitClientState,
-    flatten,
-    flatten_unit,
-    unflatten,
-    unflatten_unit,
-    unit_bound,
-)
+from fedppl.coregional.bound import Globals, Roles, UnitClientState
 from fedppl.coregional.unit import best_unit, draw, random_unit, slopes
 from fedppl.coregional.view import roles, unit_of
 from fedppl.settings import between, described, positive, shown, whole
@@ -74,7 +66,7 @@ def Gradient(
     """
     settings = checked(learning_rate, milestones, 1, batch_size, initial_kernel, tolerance)
     step = functools.partial(_step, settings=settings)
-    part = _Unit(_from, lambda personal: unflatten_unit(personal.own), _one_step, "slope")
+    part = _Unit(_from, lambda personal: bound.unflatten_unit(personal.own), _one_step, "slope")
     return _algorithm("curves.Gradient", settings, part, step)
 
 
@@ -86,7 +78,7 @@ def _one_step(
 
 
 def _from(start: UnitClientState) -> GradientClientState:
-    x = flatten_unit(start)
+    x = bound.flatten_unit(start)
     return GradientClientState(x, _common.fresh(len(x)))
 
 
@@ -161,12 +153,12 @@ def _several_steps(
     slopes_at: _SlopesFn, x: Array, personal: UnitClientState, rate: float, count: int, *, steps: int
 ) -> tuple[UnitClientState, Array]:
     """T Adam steps on V_m; the shared parameters after them, times the number of rows."""
-    point = np.concatenate([x, flatten_unit(personal)])
+    point = np.concatenate([x, bound.flatten_unit(personal)])
     adam = _common.fresh(len(point))
     for _ in range(steps):
         slope = np.concatenate(slopes_at(point[: len(x)], point[len(x) :]))
         point, adam = _common.adam_step(point, slope, adam, rate)
-    return unflatten_unit(point[len(x) :]), count * point[: len(x)]
+    return bound.unflatten_unit(point[len(x) :]), count * point[: len(x)]
 
 
 def _average(state: StepsState, received: Received, known: int) -> tuple[float, Array, None]:
@@ -217,7 +209,7 @@ class StepsState(NamedTuple):
     @property
     def shared(self) -> Globals:
         """The shared parameters."""
-        return unflatten(self.x, self.roles)
+        return bound.unflatten(self.x, self.roles)
 
     @property
     def joint(self) -> Array:
@@ -299,14 +291,14 @@ def _update_client(
         first, reply = _common.first_answer(unit, rng, settings.initial_kernel)
         return ClientUpdate(part.start(first), reply, info)
     x = np.asarray(message["x"], dtype=float)
-    shared, share = unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
+    shared, share = bound.unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
     design = unit.design(shared.kernel)
     if personal is None and stage < 2:
         personal = part.start(random_unit(unit.roles.latents, unit.noise.mean, rng))
     elif personal is None:
         info["blank"] = 1.0
         personal = part.start(best_unit(design, shared, unit.noise, unit.noise.mean)[0])
-    value = unit_bound(design, shared, part.own(personal), unit.noise, unit.roles.log_odds, share)
+    value = bound.unit_bound(design, shared, part.own(personal), unit.noise, unit.roles.log_odds, share)
 
     def slopes_at(x: Array, own: Array) -> tuple[Array, Array]:
         return slopes(unit, x, own, share, _common.batch(count, settings.batch_size, rng))
@@ -321,7 +313,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> StepsState:
     gamma = expit(np.where(np.isfinite(role.log_odds), role.log_odds, 0.0))
     shared = _common.prior_globals(role)._replace(inclusion=gamma)
     where = {client_id: k for k, client_id in enumerate(clients)}
-    return StepsState(role, flatten(shared), None, where, np.zeros(len(clients)), 0, np.nan, 0)
+    return StepsState(role, bound.flatten(shared), None, where, np.zeros(len(clients)), 0, np.nan, 0)
 
 
 def _broadcast(state: StepsState, client_id: str, *, settings: Settings) -> Message:
@@ -343,16 +335,16 @@ def _update_server(
     for client_id, reply in received.single().items():  # a round brings sums alone only once all are known
         rows[state.where[client_id]] = float(reply["rows"])
     if state.number == 0:
-        x = flatten(state.shared._replace(kernel=_common.median_kernel(received.each)))
+        x = bound.flatten(state.shared._replace(kernel=_common.median_kernel(received.each)))
         state = state._replace(x=x, rows=rows, number=1)
         return state, Report(_info(np.nan, state), message=_common.STARTED)
-    bound, x, adam = move(state, received, int(np.sum(rows > 0)))
-    quiet = state.quiet + 1 if abs(bound - state.bound) < settings.tolerance * (1.0 + abs(bound)) else 0
-    state = state._replace(x=x, adam=adam, rows=rows, number=state.number + 1, bound=bound, quiet=quiet)
+    value, x, adam = move(state, received, int(np.sum(rows > 0)))
+    quiet = state.quiet + 1 if abs(value - state.bound) < settings.tolerance * (1.0 + abs(value)) else 0
+    state = state._replace(x=x, adam=adam, rows=rows, number=state.number + 1, bound=value, quiet=quiet)
     if quiet >= 5 and np.all(rows > 0):
-        return state, Report(_info(bound, state), Status.CONVERGED, "")
-    message = f"the bound moves still ({bound:.6g}); raise rounds=, or change learning_rate="
-    return state, Report(_info(bound, state), message=message)
+        return state, Report(_info(value, state), Status.CONVERGED, "")
+    message = f"the bound moves still ({value:.6g}); raise rounds=, or change learning_rate="
+    return state, Report(_info(value, state), message=message)
 
 
 def _shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
@@ -360,5 +352,5 @@ def _shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
     return {name: state.x.shape, "rows": (), "bound": ()} if state.number else _common.first_shapes(state.roles)
 
 
-def _info(bound: float, state: StepsState) -> StepsInfo:
-    return StepsInfo(bound, int(np.sum(state.shared.inclusion > 0.5)))
+def _info(value: float, state: StepsState) -> StepsInfo:
+    return StepsInfo(value, int(np.sum(state.shared.inclusion > 0.5)))
