@@ -180,9 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         if not given.file.is_file():
-            raise DataError(f"{str(given.file)!r} is no file; name audit.jsonl in a site's folder")
+            raise DeclarationError(f"{str(given.file)!r} is no file; name audit.jsonl in a site's folder")
         _begin_anew(given.file) if given.begin_anew else _check(given.file)
-    except DeclarationError as error:  # of the key, which says nothing about the log
+    except DeclarationError as error:  # of the path or the key, which says nothing about the log
         print(f"not checked: {error}", file=sys.stderr)
         return 1
     except (OSError, DataError) as error:
