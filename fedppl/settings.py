@@ -100,8 +100,8 @@ def form(name: str, value: Any) -> None:
         isinstance(block, tuple | list) and all(isinstance(shared, str) for shared in block) for block in value
     )
     if not blocks and not (isinstance(value, str) and value in ("full", "diagonal")):
-        blocks = '[["mu", "tau"], ["beta"]]'
-        raise DeclarationError(f'{name}={shown(value)} must be "full", "diagonal" or lists of shared names: {blocks}.')
+        example = '[["mu", "tau"], ["beta"]]'
+        raise DeclarationError(f'{name}={shown(value)} must be "full", "diagonal" or lists of names, as {example}.')
 
 
 def chosen(keyword: str, value: Any, known: Sequence[str], what: str) -> list[str]:
