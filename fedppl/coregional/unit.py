@@ -118,7 +118,7 @@ def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: An
     error = design.response - (gamma * own.mean) @ curve.mean
     fit, square = curve.mean @ error, np.sum(curve.mean**2, axis=1)
     total = np.sum(curve.mean**2 + curve.variance, axis=1)
-
+    # Of q(v), q(α), the kernels and σ_w, in the order of `flatten`.
     d_mean = (design.projection.mT @ slope.mean[:, :, None])[:, :, 0] - share * shared.mean
     inner = design.projection.mT @ (slope.variance[:, :, None] * design.projection)
     d_root = 2.0 * (inner - 0.5 * share * np.eye(role.points)) @ root
@@ -133,7 +133,7 @@ def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: An
     d_kernel = unit.kernel_gradient(shared.kernel, slope.projection, slope.variance, rows)
     d_kernel -= share * role.kernel_precision @ (shared.kernel - role.kernel_mean)
     d_slab = gamma @ (second * slab - 1.0) - share * prior.precision * (shared.log_slab_sd - prior.mean)
-
+    # Of the unit's own coefficients and noise.
     d_weight = rate * gamma * (fit - own.mean * total + gamma * own.mean * square) - gamma * own.mean * slab
     d_weight_sd = -rate * gamma * own.variance * total - gamma * (own.variance * slab - 1.0)
     residual = bound.squared_residual(design, curve, gamma, own)
