@@ -79,7 +79,7 @@ def _is_ours(records: Path) -> bool:
 
 
 def _records(path: Path) -> Path:
-    return path.with_name(path.name + ".records")
+    return path.parent / f"{path.name}.records"
 
 
 def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resumed: bool = False) -> Kept:

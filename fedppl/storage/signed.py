@@ -193,7 +193,7 @@ def write_through(file: IO[bytes], raw: bytes) -> None:
 
 def partial_path(path: Path) -> Path:
     """Where a file is written before it takes its place."""
-    return path.with_name(path.name + ".partial")
+    return path.parent / f"{path.name}.partial"  # also of a folder, which is refused later
 
 
 def replace(path: Path, raw: bytes) -> None:
