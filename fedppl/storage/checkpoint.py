@@ -57,7 +57,7 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
             what = "a folder" if path.is_dir() else "a device or a pipe"
             raise DeclarationError(f"{shown} is {what}; name a file, such as run.ckpt.")
         if records.exists() and not (records.is_file() and _is_ours(records)):
-            raise DeclarationError(f"{shown} keeps its records in {str(records)!r}, where something else is.")
+            raise DeclarationError(f"{shown} keeps its records in {str(records)!r}, where something else is; move it.")
         for file in (partial, records):
             before = file.exists()
             open_to_write(file, os.O_APPEND).close()
