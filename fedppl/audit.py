@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedppl.storage.signed import read_account, write_account
+from fedppl.storage.signed import read_account, write_account, write_through
 from fedppl.types import DataError, DeclarationError
 
 _START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
@@ -43,9 +43,7 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head |
     with Path(path).open("ab") as file:
         if os.name == "posix":
             os.fchmod(file.fileno(), 0o600)
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        write_through(file, json.dumps(record).encode() + b"\n")
     return Head(before.length + 1, str(record["digest"]))
 
 
@@ -56,8 +54,7 @@ def drop_torn(path: str | os.PathLike[str]) -> int:
         whole = raw.rfind(b"\n") + 1
         if whole < len(raw):
             file.truncate(whole)
-            file.flush()
-            os.fsync(file.fileno())
+            write_through(file, b"")
         return len(raw) - whole
 
 
@@ -68,21 +65,17 @@ def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         for number, raw in enumerate(file, start=1):
             try:
                 line = json.loads(raw)
-                whole = raw.endswith(b"\n") and isinstance(line, dict)
-                digest = line.pop("digest", None) if whole else None
+                known = {name: value for name, value in line.items() if name != "digest"}
                 # Byte by byte as `append` writes it: a key that stands twice would be read by programs only once.
-                follows = whole and raw == json.dumps({**line, "digest": digest}).encode() + b"\n"
-                follows = follows and line.get("before") == before.digest and line.get("line") == number
-                broken = not follows or _digest(line) != digest
-            except (ValueError, RecursionError):
-                broken = True
-            if broken:
-                raise DataError(
-                    f"{str(path)!r} is broken at line {number}: it was changed, or a line before it was taken out or "
-                    "put in, or writing it was cut short. Keep the file as it is, and find out which."
-                )
-            before = Head(number, str(digest))
-            yield {**line, "digest": digest}
+                is_ours = raw == json.dumps({**known, "digest": _digest(known)}).encode() + b"\n"
+                holds = is_ours and (line.get("line"), line.get("before")) == (number, before.digest)
+            except (ValueError, RecursionError, AttributeError):
+                holds = False
+            if not holds:
+                where = f"{str(path)!r} is broken at line {number}"
+                raise DataError(f"{where}: it or one before was changed, removed or cut; keep it, and find out which.")
+            before = Head(number, line["digest"])
+            yield line
 
 
 def head(path: str | os.PathLike[str]) -> Head:
@@ -131,16 +124,19 @@ class _Tally:
 
     def summary(self) -> Iterator[str]:
         """The counts in words."""
-        yield "events: " + (", ".join(f"{count} {name}" for name, count in sorted(self.events.items())) or "none")
+        yield f"events: {_counted(self.events)}"
         yield "refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(self.rules.items())) or "none")
         if self._left_out:
             yield f"points left out by distance or few_rows: {self._left_out}"
-        numbers = ", ".join(f"{count} {name}" for name, count in sorted(self.numbers.items()))
-        yield f"numbers released: {numbers or 'none'}"
+        yield f"numbers released: {_counted(self.numbers)}"
         for site, line in sorted(self._spent.items()):
             yield f"ε so far{f' of {site}' * bool(site)}: {line['epsilon']:.4g} at δ = {line['delta']:g}"
         for site, count in sorted(self.requests.items()):
             yield f"requests answered{f' of {site}' * bool(site)}: {count}"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
 def _begin_anew(path: Path) -> None:
@@ -182,13 +178,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="audit.jsonl in a site's folder; the account beside it is checked too")
     parser.add_argument("--begin-anew", action="store_true", help="move the log aside; the account goes on")
     given = parser.parse_args(argv)
-    path = given.file
-    if not path.is_file():
-        print(f"{str(path)!r} is no file; name audit.jsonl in a site's folder", file=sys.stderr)
-        return 1
     try:
-        _begin_anew(path) if given.begin_anew else _check(path)
-    except DeclarationError as error:  # of the key, which says nothing about the log
+        if not given.file.is_file():
+            raise DeclarationError(f"{str(given.file)!r} is no file; name audit.jsonl in a site's folder")
+        _begin_anew(given.file) if given.begin_anew else _check(given.file)
+    except DeclarationError as error:  # of the path or the key, which says nothing about the log
         print(f"not checked: {error}", file=sys.stderr)
         return 1
     except (OSError, DataError) as error:
@@ -198,16 +192,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(path: Path) -> None:
-    tally, account = _Tally(), _account_of(path)
-    last: dict[str, Any] = {"line": 0, "digest": _START}
+    tally, account, last = _Tally(), _account_of(path), Head()
     before = _account(path)  # before the log is read and after it: a site may be writing both
     met = before is None or before[0].length == 0
-    for last in lines(path):
-        met = met or (before is not None and before[0] == (last["line"], last["digest"]))
+    for line in lines(path):
+        last = Head(line["line"], line["digest"])
+        met = met or (before is not None and before[0] == last)
         try:
-            tally.add(last)
+            tally.add(line)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise DataError(f"line {last['line']} is none of a site's ({type(error).__name__})") from error
+            raise DataError(f"line {last.length} is none of a site's ({type(error).__name__})") from error
     after = _account(path)
     if before is not None and not met:
         raise DataError(f"{str(path)!r} lacks line {before[0].length}, which was written: it was cut, or put anew")
@@ -217,14 +211,13 @@ def _check(path: Path) -> None:
         # The log is written first: if a process died in between, it has one request and two lines more.
         if counted > requests + 1:
             raise DataError(f"{name!r} counts {requests} requests, the log {counted}")
-        if last["line"] > known + 2:
-            raise DataError(f"{name!r} knows {known} lines of the log, which has {last['line']}: it is an earlier one")
-    print(f"{last['line']} lines, the chain holds; {len(tally.runs)} runs")
+        if last.length > known + 2:
+            raise DataError(f"{name!r} knows {known} lines of the log, which has {last.length}: it is an earlier one")
+    print(f"{last.length} lines, the chain holds; {len(tally.runs)} runs")
     if after is None:
         print(f"no {account.name} beside it: whether lines were cut off at the end is not known")
-    for line in tally.summary():
-        print(line)
-    print(f"last digest: {last['digest']}")
+    print("\n".join(tally.summary()))
+    print(f"last digest: {last.digest}")
 
 
 if __name__ == "__main__":

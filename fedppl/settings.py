@@ -28,9 +28,8 @@ def between(name: str, value: Any, low: float, high: float, ends: str = "()", hi
     1.0
     """
     number = _number(value)
-    above = number is not None and (low <= number if ends[0] == "[" else low < number)
-    below = number is not None and (number <= high if ends[1] == "]" else number < high)
-    if number is None or not above or not below or not np.isfinite(number):
+    at_an_end = (number == low and ends[0] == "[") or (number == high and ends[1] == "]")
+    if not (low < number < high or at_an_end) or not np.isfinite(number):
         raise DeclarationError(f"{name}={shown(value)} must {_interval(low, high, ends)}{_remedy(hint)}.")
     return number
 
@@ -48,10 +47,10 @@ def whole(name: str, value: Any, least: int = 1, hint: str = "", most: int | Non
     >>> whole("rounds", 20)
     20
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise DeclarationError(f"{name}={shown(value)} must be a whole number, at least {least}{_remedy(hint)}.")
-    if most is not None and value > most:
-        raise DeclarationError(f"{name}={shown(value)} must be a whole number from {least} to {most}{_remedy(hint)}.")
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):
+        rule = f", at least {least}" if most is None else f" from {least} to {most}"
+        raise DeclarationError(f"{name}={shown(value)} must be a whole number{rule}{_remedy(hint)}.")
     return int(value)
 
 
@@ -101,10 +100,8 @@ def form(name: str, value: Any) -> None:
         isinstance(block, tuple | list) and all(isinstance(shared, str) for shared in block) for block in value
     )
     if not blocks and not (isinstance(value, str) and value in ("full", "diagonal")):
-        raise DeclarationError(
-            f'{name}={shown(value)} must be "full", "diagonal" or a list of lists of shared names, such as '
-            '[["mu", "tau"], ["beta"]].'
-        )
+        example = '[["mu", "tau"], ["beta"]]'
+        raise DeclarationError(f'{name}={shown(value)} must be "full", "diagonal" or lists of names, as {example}.')
 
 
 def chosen(keyword: str, value: Any, known: Sequence[str], what: str) -> list[str]:
@@ -200,15 +197,13 @@ def _public(function: Any) -> str:
     return ".".join(filter(None, ("fedppl", next(spaces, ""), name)))
 
 
-def _number(value: Any) -> float | None:
-    """A real number as a float; None for anything else, NaN and too large integers included."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        return None
+def _number(value: Any) -> float:
+    """A real number as a float; NaN for anything else, too large integers included."""
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     try:
-        number = float(value)
+        return float(value) if is_number else np.nan
     except OverflowError:
-        return None
-    return None if np.isnan(number) else number
+        return np.nan
 
 
 def _interval(low: float, high: float, ends: str) -> str:

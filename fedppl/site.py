@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import binascii
 import os
 import stat
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fedppl.settings import one_line, shown
-from fedppl.storage.signed import open_to_write, replace
+from fedppl.storage.signed import open_to_write, reason, replace, write_through
 from fedppl.types import DeclarationError
 
 if TYPE_CHECKING:
@@ -48,13 +47,9 @@ def make(folder: Path, name: str) -> str:
     try:
         file = open_to_write(path, os.O_EXCL)
     except FileExistsError as error:
-        raise DeclarationError(
-            f"{str(path)!r} is there, and an identity is made once: the others know it. Move it away to make a new one."
-        ) from error
+        raise DeclarationError(f"{str(path)!r} is there, and is made once; move it away to make a new one.") from error
     with file:
-        file.write(f"{_line(name, made.private_bytes_raw())}\n".encode())
-        file.flush()
-        os.fsync(file.fileno())
+        write_through(file, f"{_line(name, made.private_bytes_raw())}\n".encode())
     return _line(name, made.public_key().public_bytes_raw())
 
 
@@ -64,10 +59,8 @@ def add(folder: Path, line: str) -> str:
     known = _roster(path)
     name, key = _parsed(line, where)
     _require_new(name, key, known, where)
-    before = path.read_bytes() if path.exists() else b""
-    if before and not before.endswith(b"\n"):
-        before += b"\n"
-    replace(path, before + f"{_line(name, key)}\n".encode())
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    replace(path, b"\n".join([*lines, f"{_line(name, key)}\n".encode()]))
     return name
 
 
@@ -93,18 +86,17 @@ def read(folder: Path) -> Site:
 
 def _private(path: Path) -> str:
     """Content of a file that only its owner may read."""
+    what = f"identity {str(path)!r}"
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         remedy = f"make one by python -m fedppl.site identity {path.parent}"
-        raise DeclarationError(f"identity {str(path)!r} cannot be read ({error.strerror}); {remedy}") from error
+        raise DeclarationError(f"{what} cannot be read ({reason(error)}); {remedy}") from error
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or (os.name == "posix" and status.st_mode & 0o077):
-            raise DeclarationError(
-                f"identity {str(path)!r} is open to others (mode {stat.S_IMODE(status.st_mode):o}): whoever has it "
-                "takes this site's masks off. If nobody has read it, chmod 600; else make another, and tell the others."
-            )
+            rule = f"open to others (mode {stat.S_IMODE(status.st_mode):o}), who could take this site's masks off"
+            raise DeclarationError(f"{what} is {rule}; chmod 600 if nobody has read it, else make and send another.")
         return file.read(_MOST).decode(errors="replace")
 
 
@@ -126,23 +118,19 @@ def _parsed(line: str, where: str) -> tuple[str, bytes]:
     name = name.strip()
     try:
         key = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         key = b""
     if len(key) != _LENGTH:
-        raise DeclarationError(
-            f"{where} is not a name, a space and {_LENGTH} bytes in base64; copy the whole line that python -m "
-            "fedppl.site identity printed."
-        )
+        rule = f"is not a name, a space and {_LENGTH} bytes in base64"
+        raise DeclarationError(f"{where} {rule}; copy the whole line that the site printed.")
     _require_name(name, where)
     return name, key
 
 
 def _require_name(name: str, where: str) -> None:
     if not (0 < len(name) <= _LONGEST and name.isprintable() and name == name.strip() and not name.startswith("#")):
-        raise DeclarationError(
-            f"{where} has a name that is empty, longer than {_LONGEST} characters, not printable or begins with #; "
-            "give the site's client-id."
-        )
+        rule = f"1 to {_LONGEST} printable characters, no space at an end and no # in front"
+        raise DeclarationError(f"{where} has a name that is not {rule}; give the site's client-id.")
 
 
 def _require_new(name: str, key: bytes, known: Mapping[str, bytes], where: str) -> None:
@@ -150,8 +138,7 @@ def _require_new(name: str, key: bytes, known: Mapping[str, bytes], where: str) 
     if other is not None:
         what = "name" if other == name else "key"
         raise DeclarationError(
-            f"{where} has the {what} of {other!r} on the roster, and a duplicate would let one site stand for two: "
-            "take out the line that is wrong."
+            f"{where} is a duplicate, with the {what} of {other!r}; take out the line that is wrong."
         )
 
 

@@ -12,11 +12,12 @@ divergence once a unit; the indicators are shared, so here it is counted once in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import expit, logit, rel_entr
+from scipy.special import expit, logit, rel_entr, wrightomega
+from scipy.stats import norm
 
 from fedppl.types import Array
 
@@ -65,6 +66,12 @@ class Design(NamedTuple):
     response: Array  # (n,)
     scale: float  # rows of the unit over rows here: above 1 in a mini-batch
 
+    @property
+    def wide(self) -> Array:
+        """(n, L Q) projections of all latent functions side by side."""
+        latents, rows, points = self.projection.shape
+        return np.moveaxis(self.projection, 0, 1).reshape(rows, latents * points)
+
 
 class Globals(NamedTuple):
     """What all units share: q(v), q(α), and estimates of the kernels' parameters and of σ_w."""
@@ -99,20 +106,14 @@ def density(
     weight = w if role.included is None else w * phi[role.included]
     mean = weight @ np.einsum("lnq,lq->ln", design.projection, v)
     f = mean + np.sqrt(weight**2 @ design.conditional + 1e-12) * residual
-    value = _normal(design.response, f, log_noise_sd) + _normal(w, 0.0, phi[role.slab]) + _normal(residual, 0.0, 0.0)
-    return value + noise.log_density(log_noise_sd)
+    value = norm.logpdf(design.response, f, np.exp(log_noise_sd)).sum() + norm.logpdf(residual).sum()
+    return float(value + norm.logpdf(w, 0.0, np.exp(phi[role.slab])).sum() + noise.log_density(log_noise_sd))
 
 
-def _normal(x: Array, mean: Any, log_sd: float) -> float:
-    """log N(x; mean, sd² I)."""
-    return float(-x.size * (log_sd + 0.5 * np.log(2 * np.pi)) - 0.5 * np.exp(-2 * log_sd) * np.sum((x - mean) ** 2))
-
-
-def curves(design: Design, mean: Array, covariance: Array) -> Curves:
+def curves(design: Design, shared: Globals) -> Curves:
     """Means a and variances s of the latent functions at the rows."""
-    projection = design.projection
-    spread = np.sum((projection @ covariance) * projection, axis=2)
-    return Curves((projection @ mean[:, :, None])[:, :, 0], design.conditional + spread)
+    spread = np.sum((design.projection @ shared.covariance) * design.projection, axis=2)
+    return Curves((design.projection @ shared.mean[:, :, None])[:, :, 0], design.conditional + spread)
 
 
 def squared_residual(design: Design, curve: Curves, inclusion: Array, unit: UnitClientState) -> float:
@@ -157,7 +158,7 @@ def unit_bound(
     design: Design, shared: Globals, unit: UnitClientState, noise: LogScale, log_odds: Array, share: float
 ) -> float:
     """V_m of equation 16, with r_m = share; it includes the prior of log σ_m, and no prior of shared parameters."""
-    square = squared_residual(design, curves(design, shared.mean, shared.covariance), shared.inclusion, unit)
+    square = squared_residual(design, curves(design, shared), shared.inclusion, unit)
     spread = unit.log_noise_sd + 0.5 * np.log(2 * np.pi)
     fit = -len(design.response) * spread - 0.5 * np.exp(-2 * unit.log_noise_sd) * square
     once = divergence_of_selection(shared.inclusion, log_odds) + divergence_of_inducing(shared.mean, shared.covariance)
@@ -169,65 +170,23 @@ def unit_bound(
     )
 
 
-class Gradient(NamedTuple):
-    """Gradient of V_m in unconstrained coordinates."""
+class DesignSlopes(NamedTuple):
+    """Gradient of the expected log likelihood of a unit's rows."""
 
-    mean: Array  # (L, Q)
-    root: Array  # (L, Q, Q) of S = C C', with the diagonal of C on the log scale
-    log_odds: Array  # (L,) of γ
-    kernel: Array  # (p,)
-    log_slab_sd: float
-    unit_mean: Array  # (L,)
-    unit_log_sd: Array  # (L,) of τ
-    log_noise_sd: float
+    mean: Array  # (L, n) in the curves' means a
+    variance: Array  # (L, n) in their variances s, and in the conditional variance
+    projection: Array  # (L, n, Q) in the projection
 
 
-def gradient(
-    design: Design,
-    shared: Globals,
-    unit: UnitClientState,
-    noise: LogScale,
-    log_odds: Array,
-    share: float,
-    pull: Callable[[Array, Array], Array],
-) -> Gradient:
-    """Gradient of `unit_bound`; `pull` takes gradients of the design's arrays back to the kernels' parameters."""
-    projection, response, scale = design.projection, design.response, design.scale
-    a, s = curves(design, shared.mean, shared.covariance)
-    gamma, mu, t = shared.inclusion, unit.mean, unit.mean**2 + unit.variance
-    weight = gamma * mu
-    error = response - weight @ a
-    rate = scale * np.exp(-2 * unit.log_noise_sd)
-    d_a = rate * (weight[:, None] * error - (gamma * t - weight**2)[:, None] * a)
-    d_s = np.broadcast_to((-0.5 * rate * gamma * t)[:, None], a.shape)
-    root = np.linalg.cholesky(shared.covariance)
-    inner = np.swapaxes(projection, 1, 2) @ (d_s[:, :, None] * projection)
-    d_covariance = inner - 0.5 * share * np.eye(shared.mean.shape[1])
-    d_root = np.tril(2.0 * d_covariance @ root)
-    diagonal = np.arange(shared.mean.shape[1])
-    d_root[:, diagonal, diagonal] = d_root[:, diagonal, diagonal] * root[:, diagonal, diagonal] + share
-    d_projection = d_a[:, :, None] * shared.mean[:, None, :] + 2.0 * d_s[:, :, None] * (projection @ shared.covariance)
-    fit, square, total = a @ error, np.sum(a**2, axis=1), np.sum(a**2 + s, axis=1)
-    d_gamma = rate * (mu * fit - 0.5 * t * total + gamma * mu**2 * square) - slab_divergence(unit, shared.log_slab_sd)
-    chance = gamma * (1.0 - gamma)
-    d_odds = np.zeros_like(gamma)
-    if not np.all(np.isinf(log_odds)):
-        inside = chance > 0
-        d_odds[inside] = chance[inside] * (d_gamma[inside] - share * (logit(gamma[inside]) - log_odds[inside]))
-    slab = np.exp(-2 * shared.log_slab_sd)
-    d_mu = rate * (gamma * fit - gamma * mu * total + gamma**2 * mu * square) - gamma * mu * slab
-    d_log_sd = -rate * gamma * unit.variance * total - gamma * (unit.variance * slab - 1.0)
-    residual = squared_residual(design, Curves(a, s), gamma, unit)
-    return Gradient(
-        mean=(np.swapaxes(projection, 1, 2) @ d_a[:, :, None])[:, :, 0] - share * shared.mean,
-        root=d_root,
-        log_odds=d_odds,
-        kernel=pull(d_projection, np.ascontiguousarray(d_s)),
-        log_slab_sd=float(gamma @ (t * slab - 1.0)),
-        unit_mean=d_mu,
-        unit_log_sd=d_log_sd,
-        log_noise_sd=rate * residual - scale * len(response) - noise.precision * (unit.log_noise_sd - noise.mean),
-    )
+def design_slopes(design: Design, shared: Globals, unit: UnitClientState, curve: Curves) -> DesignSlopes:
+    """Gradient of E log p(y | f) in the curves' moments and in the design."""
+    rate, weight = design.scale * np.exp(-2 * unit.log_noise_sd), shared.inclusion * unit.mean
+    second = shared.inclusion * (unit.mean**2 + unit.variance)
+    error = design.response - weight @ curve.mean
+    mean = rate * (weight[:, None] * error - (second - weight**2)[:, None] * curve.mean)
+    variance = np.repeat(-0.5 * rate * second[:, None], len(error), axis=1)
+    spread = 2.0 * variance[:, :, None] * (design.projection @ shared.covariance)
+    return DesignSlopes(mean, variance, mean[:, :, None] * shared.mean[:, None, :] + spread)
 
 
 # The bound's parameters as two flat vectors, shared and a unit's own --------------------------------------------------
@@ -235,25 +194,30 @@ def gradient(
 
 def flatten(shared: Globals) -> Array:
     """m, the roots C of S = C C' with the diagonal on the log scale, logit γ, the kernels' parameters, log σ_w."""
-    points, root = shared.mean.shape[1], np.linalg.cholesky(shared.covariance)
-    lower, diagonal = np.tril_indices(points), np.arange(points)
+    root, diagonal = np.linalg.cholesky(shared.covariance), np.arange(shared.mean.shape[1])
     root[:, diagonal, diagonal] = np.log(root[:, diagonal, diagonal])
-    packed = root[:, lower[0], lower[1]].ravel()
     odds = np.clip(logit(shared.inclusion), -_ODDS, _ODDS)
+    packed = root[:, *np.tril_indices(len(diagonal))].ravel()
     return np.concatenate([shared.mean.ravel(), packed, odds, shared.kernel, [shared.log_slab_sd]])
+
+
+def roots(x: Array, role: Roles) -> Array:
+    """The roots C (L, Q, Q) in the vector of `flatten`."""
+    lower, diagonal = np.tril_indices(role.points), np.arange(role.points)
+    root = np.zeros((role.latents, role.points, role.points))
+    start, size = role.latents * role.points, role.latents * len(lower[0])
+    root[:, *lower] = x[start : start + size].reshape(role.latents, -1)
+    root[:, diagonal, diagonal] = np.exp(root[:, diagonal, diagonal])
+    return root
 
 
 def unflatten(x: Array, role: Roles) -> Globals:
     """The inverse of `flatten`; without selection every γ is 1."""
-    latents, points = role.latents, role.points
-    lower, diagonal = np.tril_indices(points), np.arange(points)
-    sizes = (latents * points, latents * len(lower[0]), latents, len(role.kernel))
-    mean, packed, odds, kernel, slab = np.split(x, np.cumsum(sizes))
-    root = np.zeros((latents, points, points))
-    root[:, lower[0], lower[1]] = packed.reshape(latents, -1)
-    root[:, diagonal, diagonal] = np.exp(root[:, diagonal, diagonal])
+    latents, root = role.latents, roots(x, role)
+    mean = x[: latents * role.points].reshape(latents, role.points)
+    odds, kernel, _ = np.split(x[-latents - len(role.kernel) - 1 :], [latents, -1])
     gamma = np.ones(latents) if role.included is None else expit(odds)
-    return Globals(mean.reshape(latents, points), root @ np.swapaxes(root, 1, 2), gamma, kernel, float(slab[0]))
+    return Globals(mean, root @ root.mT, gamma, kernel, float(x[-1]))
 
 
 def flatten_unit(unit: UnitClientState) -> Array:
@@ -272,17 +236,14 @@ def unflatten_unit(x: Array) -> UnitClientState:
 
 def scale_mode(count: float, square: float, prior: LogScale) -> float:
     """The log σ that maximises −count · log σ − square / (2 σ²) + log p(log σ), a concave function."""
-    x = prior.mean
-    if count > 0 and square > 0:
-        x = (count * 0.5 * np.log(square / count) + prior.precision * prior.mean) / (count + prior.precision)
-    for _ in range(100):
-        pulled = square * np.exp(-2 * x)
-        slope = -count + pulled - prior.precision * (x - prior.mean)
-        step = slope / (2 * pulled + prior.precision)
-        x += float(np.clip(step, -2.0, 2.0))
-        if abs(step) < 1e-12:
-            break
-    return float(x)
+    mean, precision = prior.mean, prior.precision
+    # With u = square / σ², the slope is 0 where u + (precision / 2) log u is known: a value of Wright's omega function.
+    u = 0.0
+    if square > 0:
+        u = 0.5 * precision * wrightomega(np.log(2 * square / precision) + 2 * (count / precision - mean))
+    if u == 0:  # of no residual at all; further down σ⁻² would overflow
+        return mean - min(count / precision, 200.0)
+    return float(0.5 * np.log(square / u))
 
 
 def bound_of_sums(totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
@@ -306,7 +267,7 @@ def selection_terms(totals: Mapping[str, Array], shared: Globals) -> tuple[Array
     slab_cost = totals["units"] * (slab - 0.5) + 0.5 * (np.exp(-2 * slab) * totals["second"] - totals["log_variance"])
     gain = (
         np.sum(shared.mean * totals["linear"], axis=1)
-        - 0.5 * (np.diag(gram) + np.sum(np.einsum("lqlp->lqp", blocks) * shared.covariance, axis=(1, 2)))
+        - 0.5 * (np.diag(gram) + np.sum(diagonal_blocks(totals["precision"], latents) * shared.covariance, axis=(1, 2)))
         - totals["penalty"]
         - slab_cost
     )
@@ -331,13 +292,22 @@ def diagonal_blocks(matrix: Any, latents: int) -> Any:
     return np.einsum("lqlp->lqp", matrix.reshape(latents, points, latents, points))
 
 
+def by_block(factor: Array, points: int) -> Array:
+    """Factors (L, L) of the blocks of a matrix (LQ, LQ), for each of its entries."""
+    return np.asarray(np.kron(factor, np.ones((points, points))), dtype=float)
+
+
+def used_together(inclusion: Array) -> Array:
+    """E α α' (L, L): γ_l γ_k, and γ_l on the diagonal."""
+    pair = np.outer(inclusion, inclusion)
+    np.fill_diagonal(pair, inclusion)
+    return pair
+
+
 def _system(totals: Mapping[str, Array], inclusion: Array) -> Array:
-    """Precision (LQ, LQ) of all of v given the selection: cross products have γ_l γ_k, blocks γ_l."""
-    latents = len(inclusion)
+    """Precision (LQ, LQ) of all of v given the selection."""
     points = totals["linear"].shape[1]
-    factor = np.outer(inclusion, inclusion)
-    np.fill_diagonal(factor, inclusion)
-    return np.asarray(np.kron(factor, np.ones((points, points))) * totals["precision"] + np.eye(latents * points))
+    return by_block(used_together(inclusion), points) * totals["precision"] + np.eye(inclusion.size * points)
 
 
 def inducing(totals: Mapping[str, Array], inclusion: Array) -> tuple[Array, Array]:

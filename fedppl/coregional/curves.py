@@ -14,24 +14,14 @@ import xarray as xr
 from scipy.stats import norm
 
 from fedppl import plots
-from fedppl.contracts import Sampler
 from fedppl.contracts.printed import CI_PROB
 from fedppl.coregional.algorithms.ascent import Ascent, PointAscent
 from fedppl.coregional.algorithms.gradient import Averaging, Gradient
 from fedppl.coregional.bound import UnitClientState, curves
-from fedppl.coregional.unit import (
-    SELECTED,
-    Coefficients,
-    Fitted,
-    predictive,
-    selected_only,
-    settled,
-    unpack,
-    with_latents,
-)
-from fedppl.coregional.view import CoregionalUnit, unit_of
+from fedppl.coregional.unit import SELECTED, Coefficients, Fitted, predictive, sample, settled, unpack
+from fedppl.coregional.view import CoregionalUnit, roles, unit_of
 from fedppl.results.fit import Fit
-from fedppl.settings import between, flag, shown, some_of
+from fedppl.settings import a_fit, between, flag, shown, some_of
 from fedppl.types import DataError, DeclarationError
 
 __all__ = [
@@ -97,8 +87,7 @@ def predict(
     --------
     >>> import fedppl
     >>> from fedppl.models import fedlmc_ss
-    >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedlmc_ss.two_curves(), fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> sorted(fedppl.curves.predict(fit, "a", {"X": [0.0, 0.5]}))
     ['ci_high', 'ci_low', 'function_sd', 'mean', 'sd']
 
@@ -111,9 +100,8 @@ def predict(
     ----------
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
-    ci_prob, fixed = between("ci_prob", ci_prob, 0, 1), flag("fixed", fixed)
-    _require_fit(fit)
-    view, q, fitted = _settled_for(fit, unit, latents, fixed=fixed)
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
+    view, q, fitted = _settled_for(fit, unit, latents, fixed=flag("fixed", fixed))
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, q)
     sd = np.sqrt(variance + np.exp(2 * q.log_noise_sd))
     half = norm.ppf(0.5 + ci_prob / 2) * sd
@@ -195,8 +183,7 @@ def selection(fit: Fit) -> xr.Dataset:
     --------
     >>> import fedppl
     >>> from fedppl.models import fedlmc_ss
-    >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedlmc_ss.two_curves(), fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.selection(fit)["selected"].dims
     ('latent',)
 
@@ -206,18 +193,17 @@ def selection(fit: Fit) -> xr.Dataset:
     with a probability near 1, and another seed may choose the other. Numbers of latent functions have no meaning of
     their own; do not compare them between fits. In a fit that has not converged, γ may still move.
     """
-    _require_fit(fit)
-    fitted, shared = unpack(_final_message(fit, fit.client_ids[0])), fit.algorithm.result.shared
-    phi = shared.draw(fit.state, 1, np.random.default_rng(0)) if isinstance(shared, Sampler) else np.zeros((1, 0))
-    estimates = {name: value[0] for name, value in fit.reader.constrain(phi).items() if name not in ("v", "included")}
+    fitted = _fitted(fit)
     gamma = fitted.shared.inclusion
     table = xr.Dataset(
         {"inclusion_probability": ("latent", gamma), "selected": ("latent", gamma > SELECTED)},
         coords={"latent": np.arange(len(gamma))},
     )
-    for name, value in estimates.items():
-        dims = fit.reader.dims.get(name) or ()
-        table[name] = (dims, value) if len(dims) == np.ndim(value) else ((), value)
+    phi = sample(roles(fit.layout), fitted.shared, fitted.joint, 1, np.random.default_rng(0))
+    for name, (value,) in fit.reader.constrain(phi).items():
+        if name not in ("v", "included"):  # the others are estimates
+            dims = fit.reader.dims.get(name) or [f"{name}_dim_{axis}" for axis in range(np.ndim(value))]
+            table[name] = (dims, value)
     return table
 
 
@@ -245,8 +231,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     --------
     >>> import fedppl
     >>> from fedppl.models import fedlmc_ss
-    >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedlmc_ss.two_curves(), fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.coefficients(fit)["mean"].dims
     ('client', 'latent')
 
@@ -256,21 +241,18 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     a fit, not signs between fits. An ``sd`` is given that l is used: where γ_l is near 0.5, it leaves out that l may
     not be. A client that never replied is fitted on its own rows with the selected functions alone: its γ is 0 or 1.
     """
-    _require_fit(fit)
+    a_fit(fit)
     names = list(fit.clients) if clients is None else _ids_of(clients)
-    units = [_settled_for(fit, name) for name in names]
-    if not units:
+    if not names:
         raise DeclarationError("there is no client in this process; its coefficients stay at its site.")
-    mean = np.stack([q.mean for _, q, _ in units])
-    sd = np.stack([np.sqrt(np.diag(q.covariance)) for _, q, _ in units])
-    gamma = np.stack([fitted.shared.inclusion for _, _, fitted in units])  # 0 or 1 at a client that never replied
+    _, own, shared = zip(*(_settled_for(fit, name) for name in names), strict=True)
+    mean = np.stack([q.mean for q in own])
+    sd = np.stack([np.sqrt(np.diag(q.covariance)) for q in own])
+    gamma = np.stack([fitted.shared.inclusion for fitted in shared])  # 0 or 1 at a client that never replied
+    values = {"mean": mean, "sd": sd, "expected": gamma * mean}
     return xr.Dataset(
-        {
-            "mean": (("client", "latent"), mean),
-            "sd": (("client", "latent"), sd),
-            "expected": (("client", "latent"), gamma * mean),
-            "noise_sd": ("client", np.exp([q.log_noise_sd for _, q, _ in units])),
-        },
+        {name: (("client", "latent"), value) for name, value in values.items()}
+        | {"noise_sd": ("client", np.exp([q.log_noise_sd for q in own]))},
         coords={"client": names, "latent": np.arange(mean.shape[1])},
     )
 
@@ -299,8 +281,7 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     --------
     >>> import fedppl
     >>> from fedppl.models import fedlmc_ss
-    >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(*fedlmc_ss.two_curves(), fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims
     ('latent', 'row')
 
@@ -310,12 +291,11 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     selected has little more than its prior. Sign and scale are known only together with the coefficients,
     and the mean field leaves out how latent functions depend on each other, so that ``sd`` is too small.
     """
-    _require_fit(fit)
+    shared = _fitted(fit).shared
     if not fit.clients:
         raise DeclarationError("there is no client in this process whose model could evaluate the kernels.")
-    shared = unpack(_final_message(fit, fit.client_ids[0])).shared
     design = next(iter(fit.clients.values())).view(unit_of).at(shared.kernel, inputs)
-    mean, variance = curves(design, shared.mean, shared.covariance)
+    mean, variance = curves(design, shared)
     return xr.Dataset(
         {
             "mean": (("latent", "row"), mean),
@@ -326,11 +306,6 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     )
 
 
-def _require_fit(fit: Any) -> None:
-    if not isinstance(fit, Fit):
-        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a linear model of coregionalisation.")
-
-
 def _ids_of(clients: Any) -> list[str]:
     names: list[Any] = [None] if isinstance(clients, str) or not isinstance(clients, Iterable) else list(clients)
     if not all(isinstance(name, str) for name in names):
@@ -339,14 +314,14 @@ def _ids_of(clients: Any) -> list[str]:
     return names
 
 
-def _final_message(fit: Fit, client_id: str) -> Mapping[str, Any]:
-    """The final message to a client, where the fit is of a linear model of coregionalisation."""
-    message = fit.algorithm.result.final_message(fit.state, client_id)
+def _fitted(fit: Fit, client_id: str | None = None) -> Fitted:
+    """The end of a fit as a client is told it: the first one, or another, old or new."""
+    a_fit(fit)
+    message = fit.algorithm.result.final_message(fit.state, client_id or fit.client_ids[0])
     if "joint" not in message or "inclusion" not in message:
-        raise DeclarationError(
-            f"{fit.algorithm.name} does not fit a linear model of coregionalisation; use fedppl.curves.Ascent()."
-        )
-    return message
+        name = fit.algorithm.name
+        raise DeclarationError(f"{name} does not fit a linear model of coregionalisation; use fedppl.curves.Ascent().")
+    return unpack(message)
 
 
 def _settled_for(
@@ -354,23 +329,18 @@ def _settled_for(
 ) -> tuple[CoregionalUnit, Coefficients, Fitted]:
     """A unit's view of its model, its own parameters, and the shared ones as it uses them."""
     if isinstance(unit, str):
-        fitted = unpack(_final_message(fit, unit))
+        fitted = _fitted(fit, unit)
         if unit not in fit.clients:
-            raise DeclarationError(
-                f"client {unit!r} is not in this process; here are {some_of(fit.clients)}. Of a new unit pass its data."
-            )
+            here = some_of(fit.clients)
+            raise DeclarationError(f"client {unit!r} is not in this process, but {here}; of a new unit pass its data.")
         view, personal = fit.clients[unit].view(unit_of), fit.personal.get(unit)
     elif isinstance(unit, Mapping):
-        fitted, personal = unpack(_final_message(fit, "new unit")), None
+        fitted, personal = _fitted(fit, "new unit"), None
         client = fit.declaration.enrol({"new unit": unit}, kernel=False)["new unit"]
         if client.layout.fingerprint != fit.layout.fingerprint:
             raise DataError("the new unit's shared variables differ from the fit's; give it the same columns.")
         view = client.view(unit_of)
     else:
         raise DeclarationError(f"unit is {type(unit).__name__}; pass a client's id, or the data of a new unit by name.")
-    if latents is not None:
-        fitted = with_latents(fitted, latents)
-    elif not fitted.has_replied:
-        fitted = selected_only(fitted)
     start = personal.log_noise_sd if isinstance(personal, UnitClientState) else None
-    return view, *settled(view, fitted, start, fixed=fixed)
+    return view, *settled(view, fitted, start, latents, fixed=fixed)

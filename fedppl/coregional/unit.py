@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
+from scipy.special import logit
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws
-from fedppl.coregional.bound import (
-    Curves,
-    Design,
-    Globals,
-    LogScale,
-    Roles,
-    UnitClientState,
-    curves,
-    diagonal_blocks,
-    gradient,
-    log_variance,
-    scale_mode,
-    squared_residual,
-    unflatten,
-    unflatten_unit,
-)
+from fedppl.coregional import bound
+from fedppl.coregional.bound import Curves, Design, Globals, LogScale, Roles, UnitClientState
 from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.settings import shown
-from fedppl.types import Array, DeclarationError, LocalFailure, Message
+from fedppl.types import Array, DeclarationError, LocalFailure, Message, Rng
 
 SELECTED = 0.5  # probability above which a function is selected
 _NEW_UNIT_SWEEPS = 50
 _LOG_2PI = float(np.log(2 * np.pi))
-_NO_GRADIENT = "the bound has no finite gradient; lower learning_rate="
 
 
 def coefficients(
@@ -56,18 +41,16 @@ def best_unit(
     design: Design, shared: Globals, noise: LogScale, log_noise_sd: float, sweeps: int = 20, *, spread: float = 1.0
 ) -> tuple[UnitClientState, Curves]:
     """ψ_m given the shared parameters: coefficients, with `spread` 0 for point estimates, and noise in turn."""
-    curve = curves(design, shared.mean, shared.covariance)
-    unit = UnitClientState(np.zeros(0), np.zeros(0), log_noise_sd)
+    curve = bound.curves(design, shared)
     for _ in range(sweeps):
-        before = unit.log_noise_sd
+        before = log_noise_sd
         mean, variance = coefficients(design, curve, shared.inclusion, shared.log_slab_sd, before)
         unit = UnitClientState(mean, spread * variance, before)
-        square = squared_residual(design, curve, shared.inclusion, unit)
-        after = scale_mode(design.scale * len(design.response), design.scale * square, noise)
-        unit = unit._replace(log_noise_sd=after)
-        if abs(after - before) < 1e-6:
+        square = bound.squared_residual(design, curve, shared.inclusion, unit)
+        log_noise_sd = bound.scale_mode(design.scale * len(design.response), design.scale * square, noise)
+        if abs(log_noise_sd - before) < 1e-6:
             break
-    return unit, curve
+    return unit._replace(log_noise_sd=log_noise_sd), curve
 
 
 def coefficient_covariance(
@@ -75,16 +58,15 @@ def coefficient_covariance(
 ) -> Array:
     """Covariance (L, L) of w given that all L functions are used, as in a regression on uncertain curves."""
     # The mean field leaves it out; where curves are alike on a unit's rows it is most of the uncertainty elsewhere.
-    latents, rows, points = design.projection.shape
-    rate = design.scale * np.exp(-2 * log_noise_sd)
+    latents, _, points = design.projection.shape
+    rate, wide = design.scale * np.exp(-2 * log_noise_sd), design.wide
     second = curve.mean @ curve.mean.T + np.diag(design.conditional.sum(axis=1))
-    wide = np.moveaxis(design.projection, 0, 1).reshape(rows, latents * points)
     second += ((wide.T @ wide) * joint).reshape(latents, points, latents, points).sum(axis=(1, 3))
     return np.linalg.inv(rate * second + np.exp(-2 * log_slab_sd) * np.eye(latents))
 
 
 def random_unit(
-    latents: int, log_noise_sd: float, rng: np.random.Generator, *, log_sd: float = 0.0, spread: float = 1.0
+    latents: int, log_noise_sd: float, rng: Rng, *, log_sd: float = 0.0, spread: float = 1.0
 ) -> UnitClientState:
     """Random coefficients of this size at the start, which break the symmetry between latent functions."""
     size = float(np.exp(log_sd))
@@ -107,21 +89,15 @@ def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[s
     ``precision`` (LQ, LQ) and ``linear`` (L, Q) are of v, without the factors γ; ``penalty`` (L,) is the cost of a used
     function beside them, ``second`` (L,) is μ² + τ², ``log_variance`` (L,) is log τ², ``constant`` the rest.
     """
-    latents, rows, points = design.projection.shape
-    rate = design.scale * np.exp(-2 * unit.log_noise_sd)
-    weighted = np.moveaxis(unit.mean[:, None, None] * design.projection, 0, 1).reshape(rows, latents * points)
-    precision = rate * (weighted.T @ weighted)
-    blocks = precision.reshape(latents, points, latents, points)
-    for place, projection in enumerate(design.projection):
-        blocks[place, :, place, :] += rate * unit.variance[place] * (projection.T @ projection)
-    linear = rate * unit.mean[:, None] * (np.swapaxes(design.projection, 1, 2) @ design.response)
+    rate, wide = design.scale * np.exp(-2 * unit.log_noise_sd), design.wide
+    products = rate * np.outer(unit.mean, unit.mean) + np.diag(rate * unit.variance)  # of E w w'
     count, second = design.scale * len(design.response), unit.mean**2 + unit.variance
     return {
-        "precision": precision,
-        "linear": linear,
+        "precision": bound.by_block(products, design.projection.shape[2]) * (wide.T @ wide),
+        "linear": rate * unit.mean[:, None] * (design.projection.mT @ design.response),
         "penalty": 0.5 * rate * second * design.conditional.sum(axis=1),
         "second": second,
-        "log_variance": log_variance(unit),
+        "log_variance": bound.log_variance(unit),
         "constant": np.array(
             -count * (unit.log_noise_sd + 0.5 * _LOG_2PI)
             - 0.5 * rate * float(design.response @ design.response)
@@ -133,25 +109,41 @@ def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[s
 
 def slopes(unit: CoregionalUnit, x: Array, unit_x: Array, share: float, rows: Any = None) -> tuple[Array, Array]:
     """Gradient of V_m with its share of the priors of shared parameters, in the coordinates of the two vectors."""
-    role = unit.roles
-    shared, state = unflatten(x, role), unflatten_unit(unit_x)
-    pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
-    design = unit.design(shared.kernel, rows)
-    try:
-        slope = gradient(design, shared, state, unit.noise, role.log_odds, share, pull)
-    except np.linalg.LinAlgError as error:
-        raise LocalFailure(_NO_GRADIENT) from error
-    lower = np.tril_indices(role.points)
-    kernel = slope.kernel - share * role.kernel_precision @ (shared.kernel - role.kernel_mean)
-    prior = role.slab_prior
-    slab = 0.0 if prior.is_fixed else slope.log_slab_sd - share * prior.precision * (shared.log_slab_sd - prior.mean)
-    odds = np.zeros(role.latents) if role.included is None else slope.log_odds
-    root = slope.root[:, lower[0], lower[1]].ravel()
-    shared_slope = np.concatenate([slope.mean.ravel(), root, odds, kernel, np.array([slab])])
-    unit_slope = np.concatenate([slope.unit_mean, slope.unit_log_sd, np.array([slope.log_noise_sd])])
-    if not (np.all(np.isfinite(shared_slope)) and np.all(np.isfinite(unit_slope))):
-        raise LocalFailure(_NO_GRADIENT)
-    return shared_slope, unit_slope
+    role, shared, own = unit.roles, bound.unflatten(x, unit.roles), bound.unflatten_unit(unit_x)
+    root, prior, diagonal = bound.roots(x, role), role.slab_prior, np.arange(role.points)
+    design, gamma, slab = unit.design(shared.kernel, rows), shared.inclusion, np.exp(-2 * shared.log_slab_sd)
+    curve = bound.curves(design, shared)
+    slope = bound.design_slopes(design, shared, own, curve)
+    rate, second = design.scale * np.exp(-2 * own.log_noise_sd), own.mean**2 + own.variance
+    error = design.response - (gamma * own.mean) @ curve.mean
+    fit, square = curve.mean @ error, np.sum(curve.mean**2, axis=1)
+    total = np.sum(curve.mean**2 + curve.variance, axis=1)
+    # Of q(v), q(α), the kernels and σ_w, in the order of `flatten`.
+    d_mean = (design.projection.mT @ slope.mean[:, :, None])[:, :, 0] - share * shared.mean
+    inner = design.projection.mT @ (slope.variance[:, :, None] * design.projection)
+    d_root = 2.0 * (inner - 0.5 * share * np.eye(role.points)) @ root
+    d_root[:, diagonal, diagonal] = d_root[:, diagonal, diagonal] * root[:, diagonal, diagonal] + share
+    d_odds = np.zeros(role.latents)
+    if not np.all(np.isinf(role.log_odds)):
+        d_gamma = rate * (own.mean * fit - 0.5 * second * total + gamma * own.mean**2 * square)
+        d_gamma -= bound.slab_divergence(own, shared.log_slab_sd)
+        inside = (gamma > 0) & (gamma < 1)
+        odds = logit(gamma[inside]) - role.log_odds[inside]
+        d_odds[inside] = (gamma * (1.0 - gamma))[inside] * (d_gamma[inside] - share * odds)
+    d_kernel = unit.kernel_gradient(shared.kernel, slope.projection, slope.variance, rows)
+    d_kernel -= share * role.kernel_precision @ (shared.kernel - role.kernel_mean)
+    d_slab = gamma @ (second * slab - 1.0) - share * prior.precision * (shared.log_slab_sd - prior.mean)
+    # Of the unit's own coefficients and noise.
+    d_weight = rate * gamma * (fit - own.mean * total + gamma * own.mean * square) - gamma * own.mean * slab
+    d_weight_sd = -rate * gamma * own.variance * total - gamma * (own.variance * slab - 1.0)
+    residual = bound.squared_residual(design, curve, gamma, own)
+    d_noise = rate * residual - design.scale * len(error) - unit.noise.precision * (own.log_noise_sd - unit.noise.mean)
+    packed = d_root[:, *np.tril_indices(role.points)].ravel()
+    of_shared = np.concatenate([d_mean.ravel(), packed, d_odds, d_kernel, [0.0 if prior.is_fixed else d_slab]])
+    of_unit = np.concatenate([d_weight, d_weight_sd, [d_noise]])
+    if not (np.all(np.isfinite(of_shared)) and np.all(np.isfinite(of_unit))):
+        raise LocalFailure("the bound has no finite gradient; lower learning_rate=")
+    return of_shared, of_unit
 
 
 def own_fit(unit: CoregionalUnit) -> tuple[Array, float]:
@@ -198,10 +190,9 @@ def _negative_evidence(x: Array, unit: CoregionalUnit) -> tuple[float, Array]:
     d_log_sd = np.sum(d_wide * wide, axis=(1, 2)) - 2.0 * missed
     trace = wide.shape[2] - np.trace(inverse, axis1=1, axis2=2)
     d_log_noise = -rows + trace + rate * np.sum(error**2, axis=1) + 2.0 * missed
-    d_conditional = np.broadcast_to((-0.5 * rate * square_sd)[:, None], design.conditional.shape)
-    d_kernel = unit.kernel_gradient(
-        kernel, np.exp(log_sd)[:, None, None] * d_wide, np.ascontiguousarray(d_conditional)
-    ) - precision @ (kernel - mean)
+    d_conditional = np.repeat((-0.5 * rate * square_sd)[:, None], rows, axis=1)
+    d_kernel = unit.kernel_gradient(kernel, np.exp(log_sd)[:, None, None] * d_wide, d_conditional)
+    d_kernel -= precision @ (kernel - mean)
     value -= 0.5 * (kernel - mean) @ precision @ (kernel - mean)
     # The curve is as large as its coefficient, which is not known even where σ_w is fixed.
     size_prior = slab_prior._replace(precision=min(slab_prior.precision, 1.0))
@@ -231,130 +222,110 @@ class Coefficients(NamedTuple):
     log_noise_sd: float
 
 
-def final_message(shared: Globals, joint: Array, *, has_replied: bool, point: bool = False) -> Message:
-    """What a unit needs when the rounds are over; one that has not replied, such as a new one, is fitted anew."""
-    return {
-        "has_replied": np.array(float(has_replied)),
-        "mean": shared.mean,
-        "joint": gaussian.pack_triangle(joint),
-        "inclusion": shared.inclusion,
-        "kernel": shared.kernel,
-        "log_slab_sd": np.array(shared.log_slab_sd),
-        **({"point": np.array(1.0)} if point else {}),
-    }
+def message_of(shared: Globals, **others: Any) -> Message:
+    """Shared parameters and others as arrays; what is None is left out."""
+    return {name: np.asarray(value) for name, value in {**shared._asdict(), **others}.items() if value is not None}
+
+
+def shared_in(message: Message, covariance: Array) -> Globals:
+    """The shared parameters in a message, with covariances (L, Q, Q) that come in another form."""
+    mean, inclusion, kernel = (np.asarray(message[name], dtype=float) for name in ("mean", "inclusion", "kernel"))
+    return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
 
 
 def unpack(message: Message) -> Fitted:
-    """Read `final_message`."""
-    mean = np.asarray(message["mean"], dtype=float)
-    joint = gaussian.unpack_triangle(np.asarray(message["joint"], dtype=float))
+    """Read the final message."""
+    joint = gaussian.unpack_triangle(message["joint"])
     # The mean field's covariances are inverses of the precision's blocks, smaller than the blocks of `joint`.
-    blocks = np.linalg.inv(diagonal_blocks(np.linalg.inv(joint), len(mean)))
-    inclusion, kernel = (np.asarray(message[name], dtype=float) for name in ("inclusion", "kernel"))
-    shared = Globals(mean, blocks, inclusion, kernel, float(message["log_slab_sd"]))
-    return Fitted(shared, joint, bool(message["has_replied"]), 0.0 if "point" in message else 1.0)
-
-
-def selected_only(fitted: Fitted) -> Fitted:
-    """The model of a new unit: the selected functions with probability 1, the others with 0."""
-    shared = fitted.shared
-    return fitted._replace(shared=shared._replace(inclusion=np.where(shared.inclusion > SELECTED, 1.0, 0.0)))
-
-
-def with_latents(fitted: Fitted, latents: Iterable[int]) -> Fitted:
-    """The model that uses these latent functions with probability 1, and no others."""
-    numbers = list(latents) if isinstance(latents, Iterable) else [None]
-    shared, count = fitted.shared, len(fitted.shared.inclusion)
-    are_numbers = all(np.asarray(number).dtype.kind in "iuf" and not np.ndim(number) for number in numbers)
-    chosen = {float(number) for number in numbers} if are_numbers else set()
-    if not chosen or not chosen <= set(range(count)):
-        raise DeclarationError(
-            f"latents={shown(latents)} must be some of the numbers 0 to {count - 1}; of a mask, np.flatnonzero(mask)."
-        )
-    return fitted._replace(shared=shared._replace(inclusion=np.isin(np.arange(count), list(chosen)).astype(float)))
+    blocks = np.linalg.inv(bound.diagonal_blocks(np.linalg.inv(joint), len(message["inclusion"])))
+    has_replied, spread = bool(message["has_replied"]), 0.0 if "point" in message else 1.0
+    return Fitted(shared_in(message, blocks), joint, has_replied, spread)
 
 
 def settled(
-    unit: CoregionalUnit, fitted: Fitted, log_noise_sd: float | None, *, fixed: bool = False
+    unit: CoregionalUnit,
+    fitted: Fitted,
+    log_noise_sd: float | None,
+    latents: Iterable[int] | None = None,
+    *,
+    fixed: bool = False,
 ) -> tuple[Coefficients, Fitted]:
-    """A unit's own parameters from its rows, and the shared ones as it uses them."""
-    if not fitted.has_replied:
-        return settle_new(unit, fitted, fixed=fixed)
-    return _settle(unit, fitted, unit.noise.mean if log_noise_sd is None else log_noise_sd), fitted
+    """A unit's own parameters from its rows, and the shared ones as it uses them.
 
-
-def _settle(unit: CoregionalUnit, fitted: Fitted, log_noise_sd: float) -> Coefficients:
-    """A unit's own parameters given the shared ones, from this start of the noise."""
-    shared = fitted.shared
-    design = unit.design(shared.kernel)
-    state, curve = best_unit(design, shared, unit.noise, log_noise_sd, spread=fitted.spread)
-    covariance = coefficient_covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
-    return Coefficients(state.mean, fitted.spread * covariance, state.log_noise_sd)
-
-
-def settle_new(unit: CoregionalUnit, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
-    """Parameters of a unit that took no part, from its own rows and the shared functions (section 4.3).
-
-    `fixed` is equation 17, where these stay as they are; else q(v) of the others is the unit's prior of v. Coefficients
-    have their prior and a posterior, where equation 17 has parameters.
+    `latents` alone are used, with probability 1; by default, at a unit that took no part, those that are selected. Its
+    rows update q(v), unless the latent functions are `fixed`, as in equation 17.
     """
-    if fixed:
-        return _settle(unit, fitted, unit.noise.mean), fitted
+    noise, shared = unit.noise.mean, fitted.shared
+    if latents is not None:
+        shared = shared._replace(inclusion=_asked_for(latents, len(shared.inclusion)))
+    elif not fitted.has_replied:
+        shared = shared._replace(inclusion=(shared.inclusion > SELECTED).astype(float))
+    fitted = fitted._replace(shared=shared)
+    if not (fitted.has_replied or fixed):
+        fitted, noise = _updated(unit, fitted)
+    elif fitted.has_replied and log_noise_sd is not None:
+        noise = log_noise_sd
+    shared, design = fitted.shared, unit.design(fitted.shared.kernel)
+    state, curve = best_unit(design, shared, unit.noise, noise, spread=fitted.spread)
+    covariance = coefficient_covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
+    return Coefficients(state.mean, fitted.spread * covariance, state.log_noise_sd), fitted
+
+
+def _asked_for(latents: Iterable[int], count: int) -> Array:
+    """Which latent functions these numbers name, 0 or 1 each (L,)."""
+    numbers = [np.asarray(one) for one in latents] if isinstance(latents, Iterable) else []
+    if not numbers or not all(one.ndim == 0 and one.dtype.kind in "iuf" and one in range(count) for one in numbers):
+        raise DeclarationError(
+            f"latents={shown(latents)} must be some of the numbers 0 to {count - 1}; of a mask, np.flatnonzero(mask)."
+        )
+    return np.isin(np.arange(count), numbers).astype(float)
+
+
+def _updated(unit: CoregionalUnit, fitted: Fitted) -> tuple[Fitted, float]:
+    """q(v) with the rows of a unit that took no part, whose prior of v is q(v) of the others, and log σ (section 4.3).
+
+    Coefficients have their prior and a posterior, where equation 17 has parameters.
+    """
     shared, noise = fitted.shared, unit.noise.mean
-    latents, points = shared.mean.shape
-    design = unit.design(shared.kernel)
-    used = np.repeat(shared.inclusion, points)
+    design, used = unit.design(shared.kernel), np.repeat(shared.inclusion, shared.mean.shape[1])
     prior = np.linalg.inv(fitted.joint)
     linear, precision = prior @ shared.mean.ravel(), prior
     for _ in range(_NEW_UNIT_SWEEPS):
+        before = shared.mean, noise
         state, _ = best_unit(design, shared, unit.noise, noise, spread=fitted.spread)
-        sums = statistics(design, state, unit.noise)
+        sums, noise = statistics(design, state, unit.noise), state.log_noise_sd
         precision = prior + used[:, None] * sums["precision"] * used
         solved = np.linalg.solve(precision, linear + used * sums["linear"].ravel())
-        mean: Array = np.asarray(solved, dtype=float).reshape(latents, points)
-        blocks = np.linalg.inv(diagonal_blocks(precision, latents))
-        has_converged = np.max(np.abs(mean - shared.mean)) < 1e-6 and abs(state.log_noise_sd - noise) < 1e-6
-        shared, noise = shared._replace(mean=mean, covariance=blocks), state.log_noise_sd
-        if has_converged:
+        mean = np.asarray(solved, dtype=float).reshape(shared.mean.shape)
+        blocks = np.linalg.inv(bound.diagonal_blocks(precision, len(mean)))
+        shared = shared._replace(mean=mean, covariance=blocks)
+        if np.max(np.abs(mean - before[0])) < 1e-6 and abs(noise - before[1]) < 1e-6:
             break
     joint = np.linalg.inv(precision)
-    fitted = fitted._replace(shared=shared, joint=(joint + joint.T) / 2, has_replied=True)
-    return _settle(unit, fitted, noise), fitted
+    return fitted._replace(shared=shared, joint=(joint + joint.T) / 2, has_replied=True), noise
 
 
 def predictive(design: Design, fitted: Fitted, weights: Coefficients) -> tuple[Array, Array]:
     """Mean and variance (n,) of f at the design's inputs: the law of total variance over w, α, v and the residual."""
-    shared = fitted.shared
-    latents, rows, points = design.projection.shape
-    curve, gamma = curves(design, shared.mean, shared.covariance), shared.inclusion
-    mean = (gamma * weights.mean) @ curve.mean
-    pair = np.outer(gamma, gamma)
-    np.fill_diagonal(pair, gamma)
-    product = pair * (np.outer(weights.mean, weights.mean) + weights.covariance)  # E s s'
-    variance = np.zeros(rows)
-    blocks = fitted.joint.reshape(latents, points, latents, points)
-    for first in range(latents):
-        for second in range(first, latents):
-            if product[first, second] == 0.0:
-                continue
-            cross = design.projection[first] @ blocks[first, :, second, :]
-            across = np.sum(cross * design.projection[second], axis=1)
-            term = product[first, second] * (across + curve.mean[first] * curve.mean[second])
-            variance += term if first == second else 2.0 * term
-    variance += np.diag(product) @ design.conditional
-    return mean, np.maximum(variance - mean**2, 0.0)
+    shared, wide = fitted.shared, design.wide
+    curve = bound.curves(design, shared).mean
+    mean = (shared.inclusion * weights.mean) @ curve
+    products = np.outer(weights.mean, weights.mean) + weights.covariance
+    products *= bound.used_together(shared.inclusion)  # E s s'
+    square = np.sum((wide @ (bound.by_block(products, design.projection.shape[2]) * fitted.joint)) * wide, axis=1)
+    square += np.sum((products @ curve) * curve, axis=0) + np.diag(products) @ design.conditional
+    return mean, np.maximum(square - mean**2, 0.0)
 
 
-def sample(role: Roles, message: Message, count: int, rng: np.random.Generator) -> Array:
+def sample(role: Roles, shared: Globals, joint: Array, count: int, rng: Rng) -> Array:
     """Draws (count, m) of the shared parameters: q(v), q(α), estimates of kernels and σ_w, equal in all draws."""
-    fitted = unpack(message)
     phi = np.zeros((count, len(role.is_binary)))
-    root = np.linalg.cholesky(fitted.joint + 1e-12 * np.eye(len(fitted.joint)))
-    phi[:, role.v] = fitted.shared.mean.ravel() + rng.normal(size=(count, len(root))) @ root.T
+    root = np.linalg.cholesky(joint + 1e-12 * np.eye(len(joint)))
+    phi[:, role.v] = shared.mean.ravel() + rng.normal(size=(count, len(root))) @ root.T
     if role.included is not None:
-        phi[:, role.included] = rng.random((count, role.latents)) < fitted.shared.inclusion
-    phi[:, role.kernel] = fitted.shared.kernel
-    phi[:, role.slab] = fitted.shared.log_slab_sd
+        phi[:, role.included] = rng.random((count, role.latents)) < shared.inclusion
+    phi[:, role.kernel] = shared.kernel
+    phi[:, role.slab] = shared.log_slab_sd
     return phi
 
 
@@ -366,20 +337,14 @@ def estimated(role: Roles) -> Array:
 
 
 def draw(
-    client: ClientView,
-    personal: UnitClientState | None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
+    client: ClientView, personal: UnitClientState | None, message: Message, draws: int, chains: int, rng: Rng
 ) -> Draws:
     """Draws of the shared and of the unit's own variables from the variational posterior."""
     unit, count = client.view(unit_of), draws * chains
     fitted = unpack(message)
-    fitted = fitted if fitted.has_replied else selected_only(fitted)
     q, fitted = settled(unit, fitted, None if personal is None else personal.log_noise_sd)
     shared, role = fitted.shared, unit.roles
-    phi = sample(role, final_message(shared, fitted.joint, has_replied=True), count, rng)
+    phi = sample(role, shared, fitted.joint, count, rng)
     used = np.ones((count, role.latents)) if role.included is None else phi[:, role.included]
     w = np.broadcast_to(q.mean, (count, role.latents))
     if fitted.spread:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytensor.tensor as pt
@@ -19,7 +19,7 @@ from fedppl.model import interpreted
 from fedppl.model.checks import new_inputs
 from fedppl.model.client import ClientModel
 from fedppl.model.compiled import inlined, unpacked_function, without_notices
-from fedppl.model.same import graph_key, same_computations
+from fedppl.model.same import graph_key
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable
 
@@ -29,12 +29,12 @@ _CACHED = 16
 _SPREADS = 3.0  # of the prior of log σ_m, below which outputs are constant
 _FAR = 5.0  # prior sds: of log σ_w, or of a curve at the median of σ_w
 _UNSEEN = 0.9  # of a latent function's variance, 1, that remains when all of v is known
-_compiled: list[tuple[tuple[Any, tuple[Any, ...], list[Any]], tuple[Callable[..., Any], Callable[..., Any]]]] = []
+_compiled: dict[str | None, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # by a digest of the design's graph
 _NOT_OF_KERNELS = ("v", "slab_sd", "included")
 _PARTS = ("projection", "conditional_variance")
 _CONTRACT = (
     "a model of coregionalisation declares v, w, noise_sd, residual and slab_sd, and adds its tensors `projection` and "
-    "`conditional_variance` by name (models/fedlmc_ss.py in fedppl's repository, which the wheel leaves out, does so)"
+    "`conditional_variance` by name, as fedppl.models.fedlmc_ss does"
 )
 
 
@@ -43,39 +43,34 @@ def roles(layout: Layout) -> Roles:
     variables, places = {variable.name: variable for variable in layout.variables}, layout.slices
     v, slab, included = (variables.get(name) for name in ("v", "slab_sd", "included"))
     if v is None or slab is None or len(v.shape) != 2 or slab.shape != () or slab.transform != "log":
-        found = {name: (variable.shape, variable.transform) for name, variable in variables.items()}
+        shapes = {name: variable.shape for name, variable in variables.items()}
         raise DeclarationError(
-            f"the shared variables {found} are not v of shape (latent, inducing), slab_sd () on the log scale, kernel "
-            'parameters and, for a selection, included; share them, for example shared=["v", "lengthscale", "slab_sd"].'
+            f"the shared variables {shapes} are not v of shape (latent, inducing), a log-scale slab_sd of shape () and "
+            'kernel parameters; share these, for example shared=["v", "lengthscale", "slab_sd"].'
         )
     if included is not None and (included.shape != v.shape[:1] or not included.binary):
         raise DeclarationError(f"included has shape {included.shape}, and must be {v.shape[0]} Bernoulli variables.")
     if not layout.prior_is_gaussian:
-        raise DeclarationError(
-            "the shared prior is not Gaussian on the unconstrained space; give v a standard Normal, all else LogNormal."
-        )
-    precision, linear = layout.prior.precision, layout.prior.linear
-    white = np.eye(layout.size)[places["v"]]
-    if not np.allclose(precision[places["v"]], white, atol=1e-8) or not np.allclose(linear[places["v"]], 0, atol=1e-8):
-        raise DeclarationError(
-            'the prior of v is not standard Normal; declare v = pm.Normal("v", 0, 1, dims=("latent", "inducing")).'
-        )
-    every = np.arange(layout.size)
-    taken = {name: every[places[name]] for name in _NOT_OF_KERNELS if name in places}
-    kernel = np.setdiff1d(every, np.concatenate(list(taken.values())))
-    log_odds = np.full(v.shape[0], np.inf)
+        raise DeclarationError("the shared prior is not Gaussian on the unconstrained space; give v a standard Normal.")
+    precision, linear, every = layout.prior.precision, layout.prior.linear, np.arange(layout.size)
+    of_v = every[places["v"]]
+    if not np.allclose(precision[of_v], np.eye(layout.size)[of_v], atol=1e-8) or np.any(np.abs(linear[of_v]) > 1e-8):
+        raise DeclarationError('the prior of v is not standard Normal; declare v = pm.Normal("v", 0, 1, dims=...).')
+    chosen, log_odds = None, np.full(v.shape[0], np.inf)
     if included is not None:
-        log_odds = logit(linear[taken["included"]] / np.diag(precision)[taken["included"]])
+        chosen = every[places["included"]]
+        log_odds = logit(linear[chosen] / np.diag(precision)[chosen])
     slab = places["slab_sd"].start
+    kernel = np.delete(every, np.r_[of_v, slab, [] if chosen is None else chosen].astype(int))
     kernel_precision = precision[np.ix_(kernel, kernel)]
     return Roles(
         latents=v.shape[0],
         points=v.shape[1],
-        v=taken["v"],
-        included=taken.get("included"),
+        v=of_v,
+        included=chosen,
         slab=slab,
         kernel=kernel,
-        is_binary=np.isin(every, taken.get("included", ())),
+        is_binary=np.isin(every, () if chosen is None else chosen),
         log_odds=log_odds,
         kernel_mean=np.asarray(np.linalg.solve(kernel_precision, linear[kernel]), dtype=float),
         kernel_precision=kernel_precision,
@@ -83,60 +78,64 @@ def roles(layout: Layout) -> Roles:
     )
 
 
+class _Design(NamedTuple):
+    """What clients of one template have in common."""
+
+    dtypes: dict[str, str]  # of the data, in the order of the functions' inputs
+    observed: str  # name of the output
+    noise: LogScale
+    forward: Callable[..., Any]  # of the kernels' parameters and the data
+    backward: Callable[..., Any]  # of the kernels' parameters, slopes of the design, and the data
+
+
 class CoregionalUnit:
     """One unit's side of a linear model of coregionalisation: the design of its rows and the priors it needs."""
 
-    def __init__(self, client: ClientModel) -> None:
-        self._client = client
-        cache = client.template.functions  # shared by the template's clients
-        with _lock:
-            if "coregional" not in cache:
-                cache["coregional"] = _compile(client)
-        self._functions: dict[str, Any] = cache["coregional"]
+    def __init__(self, client: ClientModel, common: _Design) -> None:
+        self._client, self._common = client, common
         self.roles: Roles = roles(client.layout)
-        self.noise: LogScale = self._functions["noise"]  # prior of log σ_m
-        self.response: Array = np.asarray(client.arrays[self._functions["observed"]], dtype=float)  # y (n,)
+        self.noise: LogScale = common.noise  # prior of log σ_m
+        self.response: Array = np.asarray(client.arrays[common.observed], dtype=float)  # y (n,)
 
     def design(self, kernel: Array, rows: Any = None) -> Design:
         """Projection (L, b, Q), conditional variance (L, b) and responses (b,) of all rows, or of some."""
         response = self.response if rows is None else self.response[rows]
         scale = len(self.response) / max(len(response), 1)
-        projection, conditional = self._functions["forward"](kernel, *self._inputs(rows))
+        projection, conditional = self._common.forward(kernel, *self._inputs(rows))
         return Design(projection, conditional, response, scale)
 
     def at(self, kernel: Array, inputs: Mapping[str, Any]) -> Design:
         """The design at new inputs by name, without responses."""
-        names, observed = self._functions["names"], self._functions["observed"]
-        dtypes = {name: self._functions["dtypes"][name] for name in names if name != observed}
-        values = new_inputs(inputs, dtypes, self._client.arrays, unread=(observed,))
-        values[observed] = np.zeros(len(values[next(iter(dtypes))]))
-        projection, conditional = self._functions["forward"](kernel, *(values[name] for name in names))
-        return Design(projection, conditional, values[observed], 1.0)
+        common = self._common
+        dtypes = {name: dtype for name, dtype in common.dtypes.items() if name != common.observed}
+        values = new_inputs(inputs, dtypes, self._client.arrays, unread=(common.observed,))
+        response = values[common.observed] = np.zeros(len(values[next(iter(dtypes))]))
+        projection, conditional = common.forward(kernel, *(values[name] for name in common.dtypes))
+        return Design(projection, conditional, response, 1.0)
 
     def kernel_gradient(self, kernel: Array, projection: Array, conditional: Array, rows: Any = None) -> Array:
-        """Pull gradients with respect to the design's two arrays back to the kernel's parameters, (p,)."""
-        # Copies in one memory layout: for another one the function would be compiled again.
-        cotangents = np.array(projection, order="C"), np.array(conditional, order="C")
-        return np.asarray(self._functions["backward"](kernel, *cotangents, *self._inputs(rows)))
+        """Pull gradients in the design's two arrays, which are writable, back to the kernel's parameters, (p,)."""
+        return np.asarray(self._common.backward(kernel, projection, conditional, *self._inputs(rows))[0])
 
     def _inputs(self, rows: Any) -> tuple[Any, ...]:
-        inputs = self._client.inputs[: len(self._functions["names"])]
+        inputs = self._client.inputs[: len(self._common.dtypes)]
         return inputs if rows is None else tuple(value[rows] for value in inputs)
 
 
 def unit_of(client: ClientModel) -> CoregionalUnit:
     """What the numerics need of a client, once its declared density agrees with theirs."""
-    unit = CoregionalUnit(client)
     cache = client.template.functions
-    if "coregional checked" not in cache:  # a template's clients differ in their data alone
-        _require_same_density(client, unit)
-        cache["coregional checked"] = True
+    with _lock:
+        unit = CoregionalUnit(client, cache["coregional"] if "coregional" in cache else _read(client))
+        if "coregional" not in cache:  # a template's clients differ in their data alone
+            _require_same_density(client, unit)
+            cache["coregional"] = unit._common
     _require_scale(client, unit)
     _require_coverage(client, unit)
     return unit
 
 
-def _compile(client: ClientModel) -> dict[str, Any]:
+def _read(client: ClientModel) -> _Design:
     who, parts, model = f"client {client.client_id!r}", client.template.parts, client.template.parts.model
     missing = [name for name in _PARTS if name not in model.named_vars]
     if missing:
@@ -144,23 +143,13 @@ def _compile(client: ClientModel) -> dict[str, Any]:
     if len(model.observed_RVs) != 1:
         raise DeclarationError(f"{who}: the model observes {len(model.observed_RVs)} variables, not one.")
     observed = model.rvs_to_values[model.observed_RVs[0]].name
-    names = [variable.name for variable in parts.data]
-    if observed not in names:
+    dtypes = {variable.name: variable.type.dtype for variable in parts.data}
+    if observed not in dtypes:
         raise DeclarationError(f"{who}: the output is not observed through a pm.Data container.")
-    forward, backward = _design_functions(parts, client.layout.variables)
-    return {
-        "names": names,
-        "dtypes": {v.name: v.type.dtype for v in parts.data},
-        "observed": observed,
-        "noise": _log_scale(client, "noise_sd"),
-        "forward": forward,
-        "backward": backward,
-    }
+    return _Design(dtypes, observed, _log_scale(client, "noise_sd"), *_functions(parts, client.layout.variables))
 
 
-def _design_functions(
-    parts: _graph.Parts, variables: tuple[Variable, ...]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _functions(parts: _graph.Parts, variables: tuple[Variable, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The design and the way back through it, as functions of the kernels' parameters and the data."""
     model = parts.model
     x = pt.vector("kernel")
@@ -174,23 +163,16 @@ def _design_functions(
             values[value] = pt.zeros(variable.shape, dtype=value.type.dtype)
     outputs = model.replace_rvs_by_values([model[name] for name in _PARTS])
     projection, conditional = clone_replace(outputs, {**replace, **values})
-    for (cached_x, cached_inputs, cached), functions in _compiled:  # of another builder, or with another selection
-        same_types = [v.type for v in cached_inputs] == [v.type for v in inputs]
-        if same_types and same_computations(
-            cached, [projection, conditional], [cached_x, *cached_inputs], [x, *inputs]
-        ):
-            return functions
-    cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
-    cost = pt.sum(cotangents[0] * projection) + pt.sum(cotangents[1] * conditional)
-    forward = _compiled_function([x, *inputs], [projection, conditional])
-    gradient = _compiled_function([x, *cotangents, *inputs], [pt.grad(cost, x, disconnected_inputs="ignore")])
-
-    def backward(*values: Any) -> Any:
-        return gradient(*values)[0]
-
-    _compiled.append(((x, inputs, [projection, conditional]), (forward, backward)))
-    del _compiled[:-_CACHED]
-    return forward, backward
+    key = graph_key([x, *inputs], [projection, conditional])
+    if key is None or key not in _compiled:
+        cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
+        cost = pt.sum(cotangents[0] * projection) + pt.sum(cotangents[1] * conditional)
+        slope = pt.grad(cost, x, disconnected_inputs="ignore")
+        if len(_compiled) >= _CACHED:
+            del _compiled[next(iter(_compiled))]
+        forward = _compiled_function([x, *inputs], [projection, conditional])
+        _compiled[key] = forward, _compiled_function([x, *cotangents, *inputs], [slope])
+    return _compiled[key]
 
 
 def _compiled_function(inputs: list[Any], outputs: list[Any]) -> Callable[..., Any]:
@@ -206,14 +188,12 @@ def _log_scale(client: ClientModel, name: str) -> LogScale:
     matches = [(variable, rv) for variable, rv in zip(client.local, parts.local, strict=True) if variable.name == name]
     if not matches or matches[0][0].shape != () or matches[0][0].transform != "log":
         raise DeclarationError(f"{who}: {name!r} must be a local scalar on the log scale, a pm.LogNormal; {_CONTRACT}.")
-    value = parts.model.rvs_to_values[matches[0][1]]
-    places = {other.name for other in parts.model.value_vars}
-    point = pt.vector("point")
-    (logp,) = clone_replace([parts.model.logp(vars=[matches[0][1]], sum=True)], {value: point[0]})
-    if any(node.owner is None and node.name in places for node in ancestors([logp]) if node is not point):
+    model, rv = parts.model, matches[0][1]
+    value, log_prior = model.rvs_to_values[rv], model.logp(vars=[rv], sum=True)
+    if (set(model.value_vars) - {value}) & set(ancestors([log_prior])):
         raise DeclarationError(f"{who}: the prior of {name!r} depends on another variable.")
-    gradient = interpreted.python_function([point], pt.grad(logp, point))
-    prior = gaussian_prior(lambda z: np.asarray(gradient(z)), np.zeros(1))
+    gradient = interpreted.python_function([value], pt.grad(log_prior, value))
+    prior = gaussian_prior(lambda z: np.atleast_1d(gradient(z[0])), np.zeros(1))
     if prior is None:
         raise DeclarationError(f"{who}: the prior of {name!r} is not LogNormal; its mode has a closed form then.")
     return LogScale(float(prior.linear[0] / prior.precision[0, 0]), float(prior.precision[0, 0]))
@@ -227,8 +207,8 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
         raise DeclarationError(f"{who}: local variables are {places}; {_CONTRACT}, one w for each latent function.")
     prior_mean = client.layout.prior.linear / np.diag(client.layout.prior.precision)
     for _ in range(2):
-        phi = np.where(unit.roles.is_binary, rng.integers(0, 2, client.shared_size), prior_mean)
-        phi += np.where(unit.roles.is_binary, 0.0, 0.3 * rng.normal(size=client.shared_size))
+        indicators, apart = rng.integers(0, 2, client.shared_size), 0.3 * rng.normal(size=client.shared_size)
+        phi = np.where(unit.roles.is_binary, indicators, prior_mean + apart)
         local = {name: 0.5 * rng.normal(size=size) for name, size in places.items()}
         theta = np.concatenate([local[variable.name] for variable in client.local])
         declared = client.log_density(phi, theta)
@@ -236,44 +216,35 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
         ours = density(design, unit.roles, phi, local["w"], float(local["noise_sd"][0]), local["residual"], unit.noise)
         if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
             raise DeclarationError(
-                f"{who}: the declared log density is {declared:.8g} where a linear model of "
-                f"coregionalisation has {ours:.8g}; {_CONTRACT}, with y ~ Normal(Σ w included projection v + "
-                "residual √Σ (w included)² conditional_variance, noise_sd). For other models use fedppl.EP()."
+                f"{who}: the declared log density is {declared:.8g}, and the family's {ours:.8g}; {_CONTRACT}, with "
+                "y ~ Normal(Σ w included projection v + residual √Σ (w included)² conditional_variance, noise_sd). For "
+                "other models use fedppl.EP()."
             )
 
 
 def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
     """Refuse outputs whose scale is not that of the priors, and constant ones: a dead sensor outweighs all others."""
-    y, noise, slab = unit.response, unit.noise, unit.roles.slab_prior
+    y, noise, slab, who = unit.response, unit.noise, unit.roles.slab_prior, f"client {client.client_id!r}"
     least = float(np.exp(noise.mean - _SPREADS / np.sqrt(noise.precision)))
     spread = np.exp(_FAR / np.sqrt(slab.precision))  # next to 1 where σ_w is fixed
     most = float(np.exp(slab.mean) * max(spread, _FAR * np.sqrt(unit.roles.latents)))
     remedy = "bring outputs to mean 0 and unit scale by constants that all units agree on"
     if len(y) > 2 and np.std(y) < least:
-        raise DataError(
-            f"client {client.client_id!r}: the {len(y)} outputs vary by sd {np.std(y):.3g}, below what the prior of "
-            f"noise_sd allows, {least:.3g}. Leave a dead sensor out, {remedy}, or declare a smaller noise_sd."
-        )
+        rule = f"the {len(y)} outputs vary by sd {np.std(y):.3g}, below what the prior of noise_sd allows, {least:.3g}"
+        raise DataError(f"{who}: {rule}. Leave a dead sensor out, {remedy}, or declare a smaller noise_sd.")
     size = float(np.sqrt(np.mean(y**2))) if len(y) else 0.0
     if size > most:
-        raise DataError(
-            f"client {client.client_id!r}: the outputs' root mean square is {size:.3g}, and latent functions reach "
-            f"{most:.3g} by their prior; {remedy}."
-        )
+        rule = f"the outputs' root mean square is {size:.3g}, and latent functions reach {most:.3g} by their prior"
+        raise DataError(f"{who}: {rule}; {remedy}.")
 
 
 def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
     """Refuse a unit most of whose rows are far from all inducing points, and warn where some are."""
     open_variance = unit.design(unit.roles.kernel_mean).conditional.min(axis=0)
     rows, unseen = len(open_variance), int(np.sum(open_variance > _UNSEEN))
+    where = "rows lie where the inducing points say next to nothing; spread inducing= over the inputs' range"
     if unseen > rows / 2:
-        raise DataError(
-            f"client {client.client_id!r}: {unseen} of {rows} rows lie where the inducing points say next to nothing. "
-            "Spread inducing= over the inputs' range, closer than the prior's median length-scale."
-        )
+        of = f"{unseen} of {rows}"
+        raise DataError(f"client {client.client_id!r}: {of} {where}, closer than the prior's median length-scale.")
     if unseen > rows / 10:
-        logger.warning(
-            "client %s: %d of %d rows lie where the inducing points say next to nothing; noise takes what they miss. "
-            "Spread inducing= over the range of the inputs",
-            *(client.client_id, unseen, rows),
-        )
+        logger.warning("client %s: %d of %d %s; noise takes what they miss", client.client_id, unseen, rows, where)

@@ -20,7 +20,8 @@ from pymc.logprob.utils import CheckParameterValue
 from pytensor import scalar
 from pytensor.compile.mode import get_mode
 from pytensor.configdefaults import config
-from pytensor.graph.basic import Constant
+from pytensor.graph.basic import Apply, Constant
+from pytensor.graph.op import Op
 from pytensor.graph.rewriting.basic import in2out, node_rewriter, out2in
 from pytensor.link.numba import cache
 from pytensor.tensor.basic import Alloc, MakeVector, ScalarFromTensor, Split, tensor_copy
@@ -118,8 +119,26 @@ class _OfShape(SpecifyShape):  # type: ignore[misc]
     """`SpecifyShape` whose compiled error has no numbers, which would take seconds to compile."""
 
 
-class _View(DimShuffle):  # type: ignore[misc]
-    """`DimShuffle` by indexing: views by strides take longer to compile."""
+class _View(Op):  # type: ignore[misc]
+    """`DimShuffle` by indexing: views by strides take longer to compile.
+
+    Not a subclass: PyTensor reads C code from the folder of an Op's class.
+    """
+
+    __props__ = ("input_ndim", "new_order")
+    view_map = {0: [0]}
+
+    def __init__(self, input_ndim: int, new_order: tuple[Any, ...]) -> None:
+        self.input_ndim, self.new_order = input_ndim, new_order
+        self.same = DimShuffle(input_ndim=input_ndim, new_order=new_order)
+
+    def make_node(self, x: Any) -> Any:
+        """Output of the same type."""
+        return Apply(self, [x], [self.same(x).type()])
+
+    def perform(self, node: Any, inputs: Any, outputs: Any) -> None:
+        """As `DimShuffle` does."""
+        self.same.perform(node, inputs, outputs)
 
 
 class _Full(Alloc):  # type: ignore[misc]
@@ -160,10 +179,10 @@ def _code_of_view(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
     """Numba code of `_View`: axes of length one are dropped, then new ones are added."""
     if not op.input_ndim:  # a scalar in Numba
         return _function("dimshuffle(x)", f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
-    lines = [f"assert x.shape[{axis}] == 1, '{_OTHER_SHAPE}'" for axis in op.drop]
-    if op.drop:
-        lines += [f"x = x[{', '.join('0' if axis in op.drop else ':' for axis in range(op.input_ndim))}]"]
-    if not op.shuffle:
+    lines = [f"assert x.shape[{axis}] == 1, '{_OTHER_SHAPE}'" for axis in op.same.drop]
+    if op.same.drop:
+        lines += [f"x = x[{', '.join('0' if axis in op.same.drop else ':' for axis in range(op.input_ndim))}]"]
+    if not op.same.shuffle:
         return _function("dimshuffle(x)", *lines, f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
     if tuple(op.new_order) == _TRANSPOSE:
         return _function("dimshuffle(x)", "return np.ascontiguousarray(x.T)")

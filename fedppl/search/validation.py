@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import logsumexp
 
-from fedppl.contracts import sum_replies
 from fedppl.data.frames import require_clients
 from fedppl.model.checks import as_arrays
 from fedppl.model.client import ClientModel
@@ -19,7 +18,7 @@ from fedppl.results.fit import Fit
 from fedppl.results.records import require_arrived
 from fedppl.run.loop import seed_of
 from fedppl.settings import a_fit, between, shown, some_of, takes, whole
-from fedppl.types import DataError, DeclarationError, Message
+from fedppl.types import DataError, DeclarationError
 
 Clients = Mapping[str, Mapping[str, Any]]
 Loss = Callable[[Any, Mapping[str, Any]], float]
@@ -99,30 +98,26 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     if not fit.clients:
         raise DeclarationError("the fit's clients are sites of their own; search on clients in this process.")
     require_arrived(fit, "fedppl.search.validation_loss")
-    losses: dict[str, Message] = {}
+    losses: dict[str, tuple[float, int]] = {}
     for client_id, data in ((str(k), v) for k, v in validation.items()):
         if client_id not in fit.clients:
-            raise DeclarationError(
-                f"validation has client {client_id!r}, which did not take part; clients are {some_of(fit.client_ids)}."
-            )
-        value, rows = _client_loss(fit, fit.clients[client_id], data, loss, draws)
-        losses[client_id] = {"total": np.array(value), "rows": np.array(float(rows))}
-    total = sum_replies(losses)
-    return ValidationLoss(float(total["total"]), int(total["rows"]))
+            known = some_of(fit.client_ids)
+            raise DeclarationError(f"validation has client {client_id!r}, which did not take part, but {known} did.")
+        losses[client_id] = _client_loss(fit, fit.clients[client_id], data, loss, draws)
+    totals, rows = zip(*(losses[client_id] for client_id in sorted(losses)), strict=True)
+    return ValidationLoss(sum(totals), sum(rows))
 
 
 def _client_loss(
     fit: Fit, client: ClientModel, data: Mapping[str, Any], loss: Loss | None, draws: int
 ) -> tuple[float, int]:
-    """One client's reply: the sum of losses over its held-out rows, and their number."""
+    """The sum of losses over one client's held-out rows, and their number, which alone leave it."""
     client_id = client.client_id
     require_rows(client, "held-out data")
     arrays = as_arrays(client_id, data)
     if set(arrays) != set(client.arrays):
-        raise DataError(
-            f"client {client_id!r}: validation data have keys {sorted(arrays)}, training data {sorted(client.arrays)}; "
-            "hold out rows of all that have rows, and repeat the rest."
-        )
+        keys = f"validation data have keys {sorted(arrays)}, training data {sorted(client.arrays)}"
+        raise DataError(f"client {client_id!r}: {keys}; hold out rows of all that have rows, and repeat the rest.")
     held_out = fit.declaration.with_data(client, client_id, arrays, kernel=fit.algorithm.needs.kernel)
     if loss is not None:
         value: Any = loss(fit.client(client_id, draws=draws, chains=1)["posterior"], arrays)
@@ -161,11 +156,9 @@ def _without_rows(client: ClientModel, held_out: ClientModel) -> tuple[Any, Any,
     free = held_out.inputs[len(parts.data) :]
     grows = held_out.local != client.local or (rows == client.rows and any(rows in shape for shape in free))
     if grows or not by_row or not observed <= by_row or not parts.data:
-        raise DeclarationError(
-            f"client {client.client_id!r}: the density of held-out rows cannot be separated from that of its local "
-            "variables, which needs pm.Data containers, observed arrays of one length, and no local variable with an "
-            "entry per row. Pass a loss=."
-        )
+        rule = "the density of held-out rows cannot be separated from that of its local variables"
+        remedy = "pass a loss=, or use pm.Data, observed arrays of one length and no local variable per row"
+        raise DeclarationError(f"client {client.client_id!r}: {rule}; {remedy}.")
     values = zip(parts.data, held_out.inputs, strict=False)
     packed: tuple[Any, Any, Any] = pack((*(v[:0] if data.name in by_row else v for data, v in values), *free))
     return packed
@@ -227,14 +220,11 @@ def holdout(
     validation: dict[str, dict[str, Any]] = {}
     for client_id, arrays in checked.items():
         if (split := by_client[client_id]) != usual:
-            raise DataError(
-                f"client {client_id!r}: {sorted(split)} have one length, at others {sorted(usual)}; name some in rows=."
-            )
+            names = f"{sorted(split)} have one length, at others {sorted(usual)}"
+            raise DataError(f"client {client_id!r}: {names}; name some in rows=.")
         count = len(arrays[next(iter(split))])
         if count < 2:
-            raise DataError(
-                f"client {client_id!r} has {count} row, which cannot be split in two; leave the client out."
-            )
+            raise DataError(f"client {client_id!r} has {count} row, which cannot be split; leave the client out.")
         size = min(max(round(fraction * count), 1), count - 1)
         order = stream((seed, 3, *client_id.encode())).permutation(count)
         for part, chosen in ((training, np.sort(order[size:])), (validation, np.sort(order[:size]))):
@@ -243,19 +233,17 @@ def holdout(
 
 
 def _split_names(client_id: str, arrays: Mapping[str, Any], rows: Sequence[str] | None) -> set[str]:
-    lengths = {name: len(array) for name, array in arrays.items() if np.ndim(array)}
+    """Names of a client's arrays that have a row per observation: `rows`, or those of the most frequent length."""
     shapes = {name: np.shape(array) for name, array in arrays.items()}
+    lengths = {name: shape[0] for name, shape in shapes.items() if shape}
     if rows is not None:
-        named_lengths = {lengths.get(name) for name in rows}
-        if len(named_lengths) != 1 or None in named_lengths:
-            found = {name: shapes.get(name, "absent") for name in sorted(set(rows))}
-            raise DataError(f"client {client_id!r}: rows={list(found)} must name arrays of one length, not {found}.")
+        named = {name: shapes.get(name, "absent") for name in sorted(set(rows))}
+        if len({lengths.get(name) for name in rows}) != 1 or not set(rows) <= set(lengths):
+            raise DataError(f"client {client_id!r}: rows={list(named)} must name arrays of one length, not {named}.")
         return set(rows)
     by_length = {n: {name for name in lengths if lengths[name] == n} for n in lengths.values()}
     by_size = sorted(by_length.values(), key=len, reverse=True)
     if not by_size or (len(by_size) > 1 and len(by_size[0]) == len(by_size[1])):
-        raise DataError(
-            f"client {client_id!r}: arrays of shapes {shapes} do not show which have a row per observation; "
-            "name those in rows=[...]."
-        )
+        rule = f"arrays of shapes {shapes} do not show which have a row per observation"
+        raise DataError(f"client {client_id!r}: {rule}; name those in rows=[...].")
     return by_size[0]

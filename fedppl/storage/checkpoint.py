@@ -13,8 +13,8 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedppl.storage import codec as _codec
-from fedppl.storage.signed import FORMAT, MOST, decoded, open_to_write, owner_key, pack, partial_path, replace, verified
+from fedppl.storage import codec, signed
+from fedppl.storage.signed import FORMAT, open_to_write, partial_path, reason
 from fedppl.types import DeclarationError
 
 _RECORDS = b"fedppl records %d\n" % FORMAT
@@ -48,30 +48,27 @@ _NONE = Kept(0, 0, bytes(32))
 
 def require_writable(checkpoint: str | os.PathLike[str]) -> None:
     """Raise DeclarationError before a run if its checkpoint could not be written or signed."""
-    path, shown = Path(checkpoint), repr(os.fspath(checkpoint))
+    path, shown = Path(checkpoint), f"checkpoint={os.fspath(checkpoint)!r}"
+    partial, records = partial_path(path), _records(path)
     try:
         if not path.parent.is_dir():
-            raise DeclarationError(f"checkpoint={shown}: its folder does not exist; create it first.")
+            raise DeclarationError(f"{shown}: its folder does not exist; create it first.")
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "a device or a pipe"
-            raise DeclarationError(f"checkpoint={shown} is {what}; name a file, such as run.ckpt.")
-        records = _records(path)
+            raise DeclarationError(f"{shown} is {what}; name a file, such as run.ckpt.")
         if records.exists() and not (records.is_file() and _is_ours(records)):
-            what = f"keeps its records in {str(records)!r}, where something else is"
-            raise DeclarationError(f"checkpoint={shown} {what}; choose another.")
-        for file in (partial_path(path), records):
+            raise DeclarationError(f"{shown} keeps its records in {str(records)!r}, where something else is; move it.")
+        for file in (partial, records):
             before = file.exists()
             open_to_write(file, os.O_APPEND).close()
             if not before:
                 file.unlink()
+    except DeclarationError:
+        raise
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
-        if isinstance(error, DeclarationError):
-            raise
-        why = getattr(error, "strerror", None) or str(error)
-        way = f"written by way of {str(partial_path(path))!r} and {str(_records(path))!r}"
-        remedy = "choose a path where files can be made"
-        raise DeclarationError(f"checkpoint={shown}, {way}, cannot be written: {why}; {remedy}.") from error
-    owner_key(make=True)
+        what = f"with {str(partial)!r} and {str(records)!r}, cannot be written: {reason(error)}"
+        raise DeclarationError(f"{shown}, {what}; choose a path where files can be made.") from error
+    signed.owner_key(make=True)
 
 
 def _is_ours(records: Path) -> bool:
@@ -82,7 +79,7 @@ def _is_ours(records: Path) -> bool:
 
 
 def _records(path: Path) -> Path:
-    return path.with_name(path.name + ".records")
+    return path.parent / f"{path.name}.records"
 
 
 def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resumed: bool = False) -> Kept:
@@ -95,15 +92,15 @@ def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resu
     frames: list[bytes] = []
     digest = before.digest
     for record in content["records"][before.rounds :]:
-        body = _codec.encode(record, f"record {before.rounds + len(frames) + 1}")
+        body = codec.encode(record, f"record {before.rounds + len(frames) + 1}")
         frames.append(_LENGTH.pack(len(body)) + body)
         digest = hashlib.sha256(digest + frames[-1]).digest()
     added = b"".join([b"" if before.length else _RECORDS, *frames])
     after = Kept(before.rounds + len(frames), before.length + len(added), digest)
-    state = pack({**content, "records": tuple(after)}, _RUN)
+    state = signed.pack({**content, "records": tuple(after)}, _RUN)
     if added:
         _append(_records(path), added, before, resumed)
-    replace(path, state)
+    signed.replace(path, state)
     return after
 
 
@@ -112,13 +109,11 @@ def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
     with open_to_write(path, os.O_TRUNC if begins else 0) as file:
         length = file.seek(0, os.SEEK_END)
         if length < before.length or (length > before.length and not resumed):
-            remedy = "another run writes to it. Give each run a checkpoint of its own, and stop all but one."
-            raise DeclarationError(f"{str(path)!r} has {length} bytes, and not this run's {before.length}: {remedy}")
+            where = f"{str(path)!r} has {length} bytes, not {before.length}"
+            raise DeclarationError(f"{where}: another run writes to it. Give each run a checkpoint of its own.")
         file.truncate(before.length)
         file.seek(before.length)
-        file.write(added)
-        file.flush()
-        os.fsync(file.fileno())
+        signed.write_through(file, added)
     if begins and os.name == "posix":  # after a power cut the state must not be there without its records
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -134,31 +129,28 @@ def load(path: Path) -> tuple[dict[str, Any], Kept]:
         if path.exists() and not path.is_file():
             raise DeclarationError(f"{shown} cannot be read: it is no file; choose another path.")
         with path.open("rb") as file:
-            content = verified(file, os.fstat(file.fileno()).st_size, shown, _RUN)
-        wrong = DeclarationError(f"{shown} holds something else; choose another path.")
-        if type(content) is not dict or set(content) != set(CONTENT):
-            raise wrong
-        kept = content["records"]
-        if type(kept) is not tuple or [type(part) for part in kept] != [int, int, bytes]:
-            raise wrong
-        content["records"] = _read_records(_records(path), Kept(*kept), shown)
+            content = signed.verified(file, os.fstat(file.fileno()).st_size, shown, _RUN)
+        kept = content.get("records") if type(content) is dict and set(content) == set(CONTENT) else None
+        if type(kept) is tuple and [type(part) for part in kept] == [int, int, bytes]:
+            content["records"] = _read_records(_records(path), Kept(*kept), shown)
+            if all(isinstance(content[name], kind) for name, kind in CONTENT.items()):
+                return content, Kept(*kept)
     except OSError as error:
-        raise DeclarationError(f"{shown} cannot be read: {error.strerror or error}; choose another path.") from error
-    if not all(isinstance(content[name], kind) for name, kind in CONTENT.items()):
-        raise wrong
-    return content, Kept(*kept)
+        raise DeclarationError(f"{shown} cannot be read: {reason(error)}; choose another path.") from error
+    raise DeclarationError(f"{shown} holds something else; choose another path.")
 
 
 def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
     """Check the digest of all records that belong to a state, then decode them."""
     remedy = f"restore both from one copy, or delete {shown} to start again."
+    records = f"the records of {shown}, {str(path)!r}, are"
     if kept.length == 0:
         return []
     if not path.is_file():
-        raise DeclarationError(f"{shown} needs its records, {str(path)!r}, which are not there; {remedy}")
+        raise DeclarationError(f"{records} not there; {remedy}")
     with path.open("rb") as file:
-        if not len(_RECORDS) <= kept.length <= min(MOST, os.fstat(file.fileno()).st_size):
-            raise DeclarationError(f"the records of {shown}, {str(path)!r}, are cut off; {remedy}")
+        if not len(_RECORDS) <= kept.length <= min(signed.MOST, os.fstat(file.fileno()).st_size):
+            raise DeclarationError(f"{records} cut off; {remedy}")
         raw = file.read(kept.length)
     start, digest, bodies = len(_RECORDS), bytes(32), []
     while start + _LENGTH.size <= len(raw):
@@ -168,5 +160,5 @@ def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
         bodies.append(raw[start + _LENGTH.size : stop])
         start = stop
     if raw[: len(_RECORDS)] != _RECORDS or (len(bodies), start, digest) != tuple(kept):
-        raise DeclarationError(f"the records of {shown}, {str(path)!r}, are not those it was written with; {remedy}")
-    return [decoded(body, f"a record of {shown}") for body in bodies]
+        raise DeclarationError(f"{records} not those it was written with; {remedy}")
+    return [signed.decoded(body, f"a record of {shown}") for body in bodies]

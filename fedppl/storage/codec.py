@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from enum import Enum, EnumMeta
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +28,13 @@ from fedppl.types import DeclarationError
 _PREFIX = struct.Struct("<QQ")  # bytes of JSON, bytes of arrays
 _MOST_JSON = 2**28  # bytes
 _DEEPEST = 64
-_MOST_AXES, _LONGEST_AXIS = 32, 2**48
+_MOST_AXES, _LONGEST = 32, 2**48  # of an array, and its entries
 _DTYPES = frozenset(
     np.dtype(order + kind).str
     for order in "<>"
     for kind in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 )
-_DOUBLE = struct.Struct("<d")
+_OTHER_LENGTH = "its arrays are not as long as their shapes say"
 _REMEDIES = (
     ((set, frozenset), "write a sorted tuple"),
     (dict, "write a plain dict"),
@@ -48,21 +48,7 @@ class Unreadable(ValueError):
     """Bytes that `encode` did not write; the text names the rule that they break."""
 
 
-class _Table(NamedTuple):
-    """The arrays of a state, each once, in the order in which they were found."""
-
-    arrays: list[NDArray[Any]]
-    places: dict[int, int]  # by id
-
-
-class _Place(NamedTuple):
-    """Place, type and shape of an array's bytes."""
-
-    start: int
-    stop: int
-    dtype: np.dtype[Any]
-    order: str
-    shape: tuple[int, ...]
+_Table = dict[int, tuple[int, NDArray[Any]]]  # place and array, by id: each once, in the order of their places
 
 
 def encode(content: Any, name: str = "state") -> bytes:
@@ -71,17 +57,16 @@ def encode(content: Any, name: str = "state") -> bytes:
     >>> decode(encode({"a": (1, float("inf")), "b": np.arange(2)}))
     {'a': (1, inf), 'b': array([0, 1])}
     """
-    table = _Table([], {})
+    table: _Table = {}
     tree = _node(content, name, 0, table)
-    kinds = [[array.dtype.str, _order(array), list(array.shape)] for array in table.arrays]
+    arrays = [array for _, array in table.values()]
+    kinds = [[array.dtype.str, _order(array), list(array.shape)] for array in arrays]
     text = json.dumps({"arrays": kinds, "content": tree}, allow_nan=False, separators=(",", ":")).encode("ascii")
     if len(text) > _MOST_JSON:
-        size = f"{len(text):.3g} bytes beside its arrays, more than {_MOST_JSON}"
-        raise DeclarationError(f"{name} takes {size}; put numbers into arrays.")
-    flat: list[Any] = [
-        np.ascontiguousarray(a if _order(a) == "C" else a.T).reshape(-1).view(np.uint8) for a in table.arrays
-    ]
-    return b"".join([_PREFIX.pack(len(text), sum(a.nbytes for a in flat)), text, *flat])
+        size = f"{len(text):.3g} bytes beside its arrays"
+        raise DeclarationError(f"{name} takes {size}, more than {_MOST_JSON}; put numbers into arrays.")
+    flat: list[Any] = [np.ascontiguousarray(array if _order(array) == "C" else array.T) for array in arrays]
+    return b"".join([_PREFIX.pack(len(text), sum(array.nbytes for array in flat)), text, *flat])
 
 
 def _node(value: Any, where: str, depth: int, table: _Table) -> Any:
@@ -95,7 +80,7 @@ def _node(value: Any, where: str, depth: int, table: _Table) -> Any:
     if kind is int:
         return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
     if kind is float:
-        return value if math.isfinite(value) else {"float": _DOUBLE.pack(value).hex()}
+        return value if math.isfinite(value) else {"float": struct.pack("<d", value).hex()}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if kind is list:
@@ -108,7 +93,7 @@ def _node(value: Any, where: str, depth: int, table: _Table) -> Any:
                 raise DeclarationError(f"{where} has the key {key!r} of type {type(key).__name__}; use str keys.")
         return {"dict": {key: _node(one, f"{where}[{key!r}]", deeper, table) for key, one in value.items()}}
     if kind is np.ndarray and value.dtype.str in _DTYPES:
-        return {"array": _placed(value, table)}
+        return {"array": table.setdefault(id(value), (len(table), value))[0]}
     if isinstance(value, np.str_):
         return str(value)
     if isinstance(value, np.generic) and value.dtype.str in _DTYPES:
@@ -119,13 +104,6 @@ def _node(value: Any, where: str, depth: int, table: _Table) -> Any:
         fields = zip(kind._fields, value, strict=True)
         return {"named": [*_name(kind), {k: _node(one, f"{where}.{k}", deeper, table) for k, one in fields}]}
     raise DeclarationError(f"{where} is of type {_shown(value)}, which cannot be written to a file; {_remedy(value)}.")
-
-
-def _placed(array: NDArray[Any], table: _Table) -> int:
-    if id(array) not in table.places:
-        table.places[id(array)] = len(table.arrays)
-        table.arrays.append(array)
-    return table.places[id(array)]
 
 
 def _order(array: NDArray[Any]) -> str:
@@ -164,17 +142,15 @@ def decode(raw: bytes) -> Any:
     except ValueError as error:
         raise Unreadable(f"its JSON is wrong: {error}") from error
     _require(type(tree) is dict and set(tree) == {"arrays", "content"}, "its JSON holds something else")
-    places = _places(tree["arrays"], start)
-    _require((places[-1].stop if places else start) == len(raw), "its arrays are not as long as their shapes say")
-    return _value(tree["content"], 0, raw, places, {})
+    return _value(tree["content"], 0, _arrays(tree["arrays"], raw, start))
 
 
-def _value(node: Any, depth: int, raw: bytes, places: list[_Place], made: dict[int, Any]) -> Any:
+def _value(node: Any, depth: int, arrays: list[NDArray[Any]]) -> Any:
     """The value of a JSON node."""
     _require(depth <= _DEEPEST, f"it is nested more than {_DEEPEST} deep")
 
     def within(one: Any) -> Any:
-        return _value(one, depth + 1, raw, places, made)
+        return _value(one, depth + 1, arrays)
 
     if type(node) is list:
         return [within(one) for one in node]
@@ -186,21 +162,19 @@ def _value(node: Any, depth: int, raw: bytes, places: list[_Place], made: dict[i
         return tuple(within(one) for one in parts)
     if kind == "dict" and type(parts) is dict:
         return {key: within(one) for key, one in parts.items()}
-    if kind == "array" and type(parts) is int and 0 <= parts < len(places):
-        if parts not in made:
-            made[parts] = _array(raw, places[parts])
-        return made[parts]
+    if kind == "array" and type(parts) is int and 0 <= parts < len(arrays):
+        return arrays[parts]
     if kind == "int" and type(parts) is str and re.fullmatch("-?0x[0-9a-f]+", parts):
         return int(parts, 16)
     if kind == "float" and type(parts) is str:
-        return _DOUBLE.unpack(_from_hex(parts, _DOUBLE.size))[0]
+        return float(_scalar("<f8", parts))
     if kind == "bytes" and type(parts) is str:
         try:
             return base64.b64decode(parts, validate=True)
         except ValueError as error:
             raise Unreadable(f"bytes are not in base64: {error}") from error
     if kind == "scalar" and _are(parts, str, str):
-        return _array(_from_hex(parts[1], _dtype(parts[0]).itemsize), _places([[parts[0], "C", []]], 0)[0])[()]
+        return _scalar(*parts)
     if kind == "enum" and _are(parts, str, str, str):
         enumeration = _enumeration(*parts[:2])
         _require(enumeration is not None and parts[2] in enumeration.__members__, f"{_dotted(parts)} is not known here")
@@ -214,34 +188,31 @@ def _value(node: Any, depth: int, raw: bytes, places: list[_Place], made: dict[i
     raise Unreadable(f"a value of kind {kind[:40]!r} cannot be read")
 
 
-def _places(kinds: Any, start: int) -> list[_Place]:
-    """Places of the declared arrays; nothing is allocated."""
+def _arrays(kinds: Any, raw: bytes, start: int) -> list[NDArray[Any]]:
+    """Arrays of the declared kinds, whose bytes begin at `start`; all is checked before one is allocated."""
     _require(type(kinds) is list, "its arrays are not declared")
-    places: list[_Place] = []
+    views = []
     for declared in kinds:
-        _require(_are(declared, str, str, list) and declared[1] in ("C", "F"), "an array is declared wrongly")
-        name, order, shape = declared[0], declared[1], tuple(declared[2])
-        _require(len(shape) <= _MOST_AXES, f"an array has {len(shape)} axes, more than {_MOST_AXES}")
-        right = all(type(n) is int and 0 <= n <= _LONGEST_AXIS for n in shape)
-        _require(right and math.prod(max(n, 1) for n in shape) <= _LONGEST_AXIS, f"an array has shape {shape!s:.60}")
-        dtype = _dtype(name)
+        name, order, shape = declared if _are(declared, str, str, list) else ("", "", [])
+        right = order in ("C", "F") and len(shape) <= _MOST_AXES and all(type(n) is int and n >= 0 for n in shape)
+        right = right and math.prod(max(n, 1) for n in shape) <= _LONGEST
+        _require(right, f"an array is declared as {declared!s:.80}")
+        _require(name in _DTYPES, f"dtype {name[:40]!r} has no place in it")
+        dtype = np.dtype(name)
         stop = start + dtype.itemsize * math.prod(shape)
-        places.append(_Place(start, stop, dtype, order, shape))
+        _require(stop <= len(raw), _OTHER_LENGTH)
+        views.append(np.ndarray(shape, dtype, raw, start, order=order))
         start = stop
-    return places
+    _require(start == len(raw), _OTHER_LENGTH)
+    for view in views:  # NumPy's functions are undefined for a bool that is neither 0 nor 1
+        _require(view.dtype.kind != "b" or not np.any(view.view(np.uint8) > 1), "a bool is neither 0 nor 1")
+    return [view.copy("K") for view in views]
 
 
-def _array(raw: bytes, place: _Place) -> NDArray[Any]:
-    """Copy an array out of bytes that are known to be long enough."""
-    flat = np.frombuffer(memoryview(raw)[place.start : place.stop], dtype=place.dtype).copy()
-    # NumPy's functions are undefined for a bool that is neither 0 nor 1.
-    _require(flat.dtype.kind != "b" or not np.any(flat.view(np.uint8) > 1), "a bool is neither 0 nor 1")
-    return flat.reshape(place.shape, order="F" if place.order == "F" else "C")
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    _require(name in _DTYPES, f"dtype {name[:40]!r} has no place in it")
-    return np.dtype(name)
+def _scalar(dtype: str, text: str) -> Any:
+    """A number of NumPy's, from its bytes in hexadecimal."""
+    _require(re.fullmatch("([0-9a-f]{2})*", text) is not None, "a number is not in hexadecimal")
+    return _arrays([[dtype, "C", []]], bytes.fromhex(text), 0)[0][()]
 
 
 def _named_tuple(module: str, name: str) -> Any:
@@ -280,11 +251,6 @@ def _are(parts: Any, *kinds: type) -> bool:
 
 def _dotted(parts: list[str]) -> str:
     return repr(".".join(part[:40] for part in parts))
-
-
-def _from_hex(text: str, size: int) -> bytes:
-    _require(len(text) == 2 * size and re.fullmatch("[0-9a-f]*", text) is not None, "a number is not in hexadecimal")
-    return bytes.fromhex(text)
 
 
 def _require(holds: bool, rule: str) -> None:

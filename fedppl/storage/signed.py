@@ -50,9 +50,9 @@ def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
     if version is None:
         raise DeclarationError(f"{name} is not a fedppl checkpoint; choose another path.")
     if int(version[1]) != FORMAT:
+        rule = f"has format {int(version[1])}, and this version of fedppl reads format {FORMAT}"
         remedy = "delete it to start again, or finish it with the version that wrote it"
-        reads = f"and this version of fedppl reads format {FORMAT}"
-        raise DeclarationError(f"{name} has format {int(version[1])}, {reads}; {remedy}.")
+        raise DeclarationError(f"{name} {rule}; {remedy}.")
     damaged = DeclarationError(f"{name} is truncated or damaged; restore it from a copy, or delete it to start again.")
     if not head.startswith(_MAGIC) or len(head) < _START:
         raise damaged
@@ -63,9 +63,8 @@ def verified(file: IO[bytes], size: int, name: str, about: str) -> Any:
         raise DeclarationError(f"{name} has {size} bytes, more than the {MOST} that are read; delete it.")
     key = owner_key(make=False)
     if whose != _whose(key):
-        remedy = f"put the key that it was written with there, name it by {VARIABLE}, or delete the file"
-        key_of = f"another key than that in {str(key_path())!r}"
-        raise DeclarationError(f"{name} was signed with {key_of}, or is damaged; {remedy}.")
+        rule = f"was signed with another key than that in {str(key_path())!r}, or is damaged"
+        raise DeclarationError(f"{name} {rule}; put the key that wrote it there, name it by {VARIABLE}, or delete it.")
     body = file.read(length)
     if not hmac.compare_digest(signature, _signature(key, about, whose, body)):
         raise damaged
@@ -77,8 +76,8 @@ def decoded(body: bytes, name: str) -> Any:
     try:
         return _codec.decode(body)
     except _codec.Unreadable as error:
-        what = f"{name} was not written by this version of fedppl and this program ({error})"
-        raise DeclarationError(f"{what}; delete it to start again.") from error
+        what = f"{name} was not written by this version of fedppl and this program ({error}); delete it to start again."
+        raise DeclarationError(what) from error
 
 
 def _whose(key: bytes) -> bytes:
@@ -122,35 +121,36 @@ def owner_key(*, make: bool) -> bytes:
             _make(where)
         return _read(where, shown)
     except FileNotFoundError as error:
-        why = "its folder does not exist; create it" if make else "it does not exist"
-        remedy = f"set {VARIABLE} to the key file that earlier files were written with"
-        raise DeclarationError(f"{shown}: {why}, or {remedy}.") from error
+        what = "its folder" if make else "it"
+        raise DeclarationError(f"{shown}: {what} does not exist; set {VARIABLE} to the key file.") from error
+    except DeclarationError:
+        raise
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
-        if isinstance(error, DeclarationError):
-            raise
-        why = getattr(error, "strerror", None) or str(error)
-        raise DeclarationError(f"{shown} cannot be used: {why}; set {VARIABLE} to a path that can be.") from error
+        raise DeclarationError(f"{shown} cannot be used: {reason(error)}; set {VARIABLE} to another.") from error
+
+
+def reason(error: Exception) -> str:
+    """What the operating system says, where it says something."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _read(where: Path, shown: str) -> bytes:
     # A pipe would wait for a writer.
     descriptor = os.open(where, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        mode = stat.S_IMODE(status.st_mode)
+        if not stat.S_ISREG(status.st_mode):
             raise DeclarationError(f"{shown} is no plain file; set {VARIABLE} to the path of one.")
-        if os.name == "posix":
-            if found.st_mode & 0o077:
-                remedy = "If nobody has read it, chmod 600; else delete it and what it signed."
-                mode = f"{stat.S_IMODE(found.st_mode):o}"
-                raise DeclarationError(f"{shown} is open to others (mode {mode}), who could sign files. {remedy}")
-            if found.st_uid not in (os.geteuid(), 0):
-                raise DeclarationError(f"{shown} belongs to another user; set {VARIABLE} to a key file of your own.")
+        if os.name == "posix" and mode & 0o077:
+            remedy = "chmod 600 if nobody has read it; else delete it and what it signed"
+            raise DeclarationError(f"{shown} is open to others (mode {mode:o}), who could sign files; {remedy}.")
+        if os.name == "posix" and status.st_uid not in (os.geteuid(), 0):
+            raise DeclarationError(f"{shown} belongs to another user; set {VARIABLE} to a key file of your own.")
         key = file.read(_LONGEST + 1)
     if not _KEY_LENGTH <= len(key) <= _LONGEST:
-        has = f"{'more than ' if len(key) > _LONGEST else ''}{min(len(key), _LONGEST)} bytes"
-        remedy = "Restore it, or delete it and a new one is made."
-        raise DeclarationError(f"{shown} has {has}; a key has {_KEY_LENGTH} random ones. {remedy}")
+        size = f"{'more than ' if len(key) > _LONGEST else ''}{min(len(key), _LONGEST)} bytes"
+        raise DeclarationError(f"{shown} has {size}; a key has {_KEY_LENGTH}. Restore it, or delete it for a new one.")
     return key
 
 
@@ -162,9 +162,7 @@ def _make(where: Path) -> None:
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
     try:
         with open(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_LENGTH))
-            file.flush()
-            os.fsync(descriptor)
+            write_through(file, secrets.token_bytes(_KEY_LENGTH))
         with contextlib.suppress(FileExistsError):  # another process was first, and its key is as good
             os.link(beside, where)
     finally:
@@ -186,18 +184,23 @@ def open_to_write(path: Path, how: int) -> IO[bytes]:
     return open(descriptor, "wb")
 
 
+def write_through(file: IO[bytes], raw: bytes) -> None:
+    """Write bytes, which are on the disk when this returns."""
+    file.write(raw)
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def partial_path(path: Path) -> Path:
     """Where a file is written before it takes its place."""
-    return path.with_name(path.name + ".partial")
+    return path.parent / f"{path.name}.partial"  # also of a folder, which is refused later
 
 
 def replace(path: Path, raw: bytes) -> None:
     """Replace a file in one step; only its owner may read it."""
     partial = partial_path(path)
     with open_to_write(partial, os.O_TRUNC) as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
+        write_through(file, raw)
     partial.replace(path)
 
 
@@ -233,11 +236,11 @@ def read_account(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_bytes())
         signature = bytes.fromhex(content.pop("signature", ""))
     except (ValueError, AttributeError, TypeError) as error:
-        what = f"{shown} is no account of a site ({type(error).__name__})"
-        raise DataError(f"{what}. Put back what was there.") from error
+        kind = type(error).__name__
+        raise DataError(f"{shown} is no account of a site ({kind}); put back what was there.") from error
     if not hmac.compare_digest(signature, _account_signature(owner_key(make=False), content)):
-        remedy = "Put back what was there; moving the whole folder away grants every limit anew."
-        raise DataError(f"{shown} is not signed with the key in {str(key_path())!r}: it or the key changed. {remedy}")
+        rule = f"{shown} is not signed with the key in {str(key_path())!r}: it or the key changed"
+        raise DataError(f"{rule}. Put back what was there; moving the whole folder away grants every limit anew.")
     return content
 
 

@@ -18,16 +18,7 @@ import fedppl
 from fedppl import curves
 from fedppl.coregional.bound import Globals, unit_bound
 from fedppl.coregional.bound import curves as moments
-from fedppl.coregional.unit import (
-    Coefficients,
-    Fitted,
-    best_unit,
-    coefficient_covariance,
-    predictive,
-    selected_only,
-    settle_new,
-    unpack,
-)
+from fedppl.coregional.unit import Coefficients, Fitted, best_unit, coefficient_covariance, predictive, settled, unpack
 from fedppl.coregional.view import unit_of
 from fedppl.models import fedlmc_ss
 from fedppl.types import DataError, DeclarationError
@@ -89,7 +80,8 @@ def test_the_covariance_of_coefficients_is_that_of_a_regression_on_curves_that_a
     joint, mean = 0.5 * root @ root.T, rng.normal(size=(LATENTS, POINTS))
     design = units()["8 rows"].view(unit_of).design(np.log([0.2, 0.3, 0.5]))
     blocks = np.einsum("lqlp->lqp", joint.reshape(LATENTS, POINTS, LATENTS, POINTS))
-    found = coefficient_covariance(design, moments(design, mean, blocks), joint, 0.3, -0.7)
+    shared = Globals(mean, blocks, np.ones(LATENTS), np.log([0.2, 0.3, 0.5]), 0.3)
+    found = coefficient_covariance(design, moments(design, shared), joint, 0.3, -0.7)
     v = rng.multivariate_normal(mean.ravel(), joint, size=count).reshape(count, LATENTS, POINTS)
     h = np.einsum("lnq,slq->sln", design.projection, v)
     h += np.sqrt(design.conditional) * rng.normal(size=h.shape)
@@ -167,9 +159,9 @@ def test_fixed_functions_are_those_of_the_fit() -> None:
 def test_a_new_units_own_rows_have_their_say_as_data_beside_a_prior() -> None:
     """q(v) of the others is the prior: the mean it ends at is highest for the unit's likelihood with that prior."""
     message = fitted().algorithm.result.final_message(fitted().state, "new unit")
-    before = selected_only(unpack(message))
+    before = unpack(message)
     view = problems.coregional()[0].enrol({"new unit": newcomer()})["new unit"].view(unit_of)
-    own, after = settle_new(view, before, fixed=False)
+    own, after = settled(view, before, None)
     design, precision = view.design(before.shared.kernel), np.linalg.inv(before.joint)
     state, _ = best_unit(design, after.shared, view.noise, own.log_noise_sd, 500)
 
@@ -395,7 +387,7 @@ def test_what_is_no_fit_has_no_curves() -> None:
         lambda: curves.coefficients(None),  # type: ignore[arg-type]
         lambda: curves.latent_curves(None, {"X": NEW}),  # type: ignore[arg-type]
     ):
-        with pytest.raises(DeclarationError, match="fit is NoneType; pass the fit"):
+        with pytest.raises(DeclarationError, match="fit is NoneType; pass what fedppl.fit returned"):
             read()
 
 

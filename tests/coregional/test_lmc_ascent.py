@@ -660,7 +660,7 @@ def test_a_fit_that_ends_without_any_latent_function_says_so() -> None:
 def test_rows_that_no_inducing_point_sees_are_refused_before_any_round() -> None:
     """All of a unit's rows beyond the grid, or a grid that lies elsewhere altogether."""
     good = problems.coregional()[1]
-    with pytest.raises(DataError, match="client 'far': 15 of 15 rows .*Spread inducing="):
+    with pytest.raises(DataError, match="client 'far': 15 of 15 rows .*spread inducing="):
         fitted({**good, "far": {"X": X + 30, "y": WAVE}})
 
 

@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import curves
-from fedppl.coregional.algorithms.ending import Left, gained_of_late, left_after, log_prior, longer, no_trail, report
+from fedppl.coregional.algorithms.ending import Left, Trail, gained_of_late, left_after, log_prior, longer, report
 from fedppl.coregional.bound import Globals
 from fedppl.coregional.view import unit_of
 from fedppl.models import fedlmc_ss
@@ -147,9 +147,9 @@ def test_a_unit_of_the_outputs_changes_neither_the_stop_nor_the_numbers() -> Non
 
 
 def trail_of(values: Any) -> Any:
-    trail = no_trail(1)
+    trail = Trail()
     for value in values:
-        trail = longer(trail, float(value), np.zeros(1), noisy=False)
+        trail = longer(trail, float(value), np.zeros(1))
     return trail
 
 
@@ -174,9 +174,12 @@ def test_of_a_gain_like_a_power_what_is_left_is_not_hidden(power: float) -> None
     assert left_after(trail_of(values)).nats > 0
 
 
+@problems.few_rounds
 def test_noisy_sums_say_nothing_of_what_is_left() -> None:
-    trail = longer(trail_of(np.arange(10.0)), 10.0, np.zeros(1), noisy=True)
-    assert np.isnan(left_after(trail).nats)
+    model, algorithm = fitted("one").declaration, curves.PointAscent(batch_size=10)
+    fit = fedppl.fit(model, case("1").data, algorithm, rounds=4, progressbar=False, random_seed=1)
+    assert np.isnan(fit.records[-1].info["remaining"]) and fit.state.trail == Trail()
+    assert np.isnan(left_after(Trail()).nats)
 
 
 @problems.few_rounds

@@ -125,7 +125,7 @@ def test_no_crafted_file_runs_code_or_changes_a_class(tmp_path: Path) -> None:
         ("a bit of its arrays", "truncated or damaged"),
         ("another's key", "signed with another key than that in .*FEDPPL_KEY_FILE"),
         ("a personal state", "truncated or damaged"),
-        ("records missing", "needs its records, .*evil.ckpt.records', which are not there; restore both"),
+        ("records missing", "the records of .*evil.ckpt.records', are not there; restore both"),
         ("records cut", "are cut off; restore both from one copy, or delete"),
         ("a bit of the records at 40", "not those it was written with; restore both"),
         ("named: a function", "'os.system' is no named tuple"),

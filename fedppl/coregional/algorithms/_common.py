@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedppl import gaussian
 from fedppl.contracts import ClientView, Needs, Result, Sampler
-from fedppl.contracts.algorithm import DrawFn
+from fedppl.contracts.algorithm import Details, DrawFn
 from fedppl.coregional.bound import Globals, Roles, UnitClientState
-from fedppl.coregional.unit import estimated, final_message, own_fit, random_unit, sample
+from fedppl.coregional.unit import estimated, message_of, own_fit, random_unit, sample
 from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.settings import one_of, whole
-from fedppl.types import Array, Message
+from fedppl.types import Array, Message, Rng
 
 STARTED = "kernels have a start; raise rounds="  # after the round that collects the units' own kernels
 
-S = TypeVar("S")
 P = TypeVar("P")
 
 
@@ -40,18 +39,13 @@ def initial_kernel_rule(value: str) -> str:
     return one_of("initial_kernel", value, ("median", "prior"))
 
 
-def batch(count: int, size: int | None, rng: np.random.Generator) -> Array | None:
+def batch(count: int, size: int | None, rng: Rng) -> Array | None:
     """Rows of a mini-batch, in order; None where all are taken."""
     return None if size is None or size >= count else np.sort(rng.choice(count, size, replace=False))
 
 
 def first_answer(
-    unit: CoregionalUnit,
-    rng: np.random.Generator,
-    initial_kernel: str = "median",
-    *,
-    log_sd: float = 0.0,
-    spread: float = 1.0,
+    unit: CoregionalUnit, rng: Rng, initial_kernel: str = "median", *, log_sd: float = 0.0, spread: float = 1.0
 ) -> tuple[UnitClientState, Message]:
     """Coefficients at the start, and the reply: the unit's size, and the kernel of its own Gaussian process."""
     role = unit.roles
@@ -69,58 +63,40 @@ def first_shapes(role: Roles) -> dict[str, tuple[int, ...]]:
 
 def median_kernel(replies: Mapping[str, Message]) -> Array:
     """Start of the kernels: the median of the units' own kernels, weighted by rows."""
-    names = sorted(replies)
-    kernels = np.stack([np.asarray(replies[name]["kernel"], dtype=float) for name in names])
-    return _median(kernels, np.array([float(replies[name]["rows"]) for name in names]))
-
-
-def _median(values: Array, weights: Array) -> Array:
-    """Weighted median of the rows of values (K, p): a unit counts by its number of rows."""
-    order = np.argsort(values, axis=0)
-    share = np.cumsum(weights[order], axis=0) / max(weights.sum(), 1e-300)
-    place = np.argmax(share >= 0.5, axis=0)
-    return np.asarray(np.take_along_axis(values, np.take_along_axis(order, place[None], axis=0), axis=0)[0])
+    kernels, rows = (np.array([replies[name][key] for name in sorted(replies)], float) for key in ("kernel", "rows"))
+    weights = np.maximum(rows, 1e-300)  # one is above 0, whatever is told
+    return np.asarray(np.quantile(kernels, 0.5, axis=0, weights=weights, method="inverted_cdf"))
 
 
 def reject_negative(reply: Message, *names: str) -> str | None:
     """Why sums of squares or counts are rejected that are negative."""
-    for name in names:
-        if np.any(np.asarray(reply[name]) < 0):
-            return f"{name!r} holds {np.min(reply[name]):.3g}, which no data give"
-    return None
+    negative = {name: least for name in names if (least := float(np.min(reply[name]))) < 0}
+    return next((f"{name!r} holds {least:.3g}, which no data give" for name, least in negative.items()), None)
 
 
-def read(
-    shared: Callable[[S], Globals],
-    joint: Callable[[S], Array],
-    has_replied: Callable[[S], NDArray[np.bool_]],
-    draw: DrawFn[P],
-    *,
-    tests_convergence: bool = False,
-    point: bool = False,
-) -> Result[S, P]:
-    """How a state is read, from functions of it: shared parameters, cov(v) (LQ, LQ), and which units ever replied (K,).
+def read(draw: DrawFn[P], *, tests_convergence: bool = False, point: bool = False) -> Result[Any, P]:
+    """How a state is read that has `roles`, `where`, `shared`, `joint` (LQ, LQ), the cov(v), and `has_replied` (K,).
 
     `point`: whether coefficients are estimates.
     """
 
     def final(state: Any, client_id: str) -> Message:
-        is_known = client_id in state.where and bool(has_replied(state)[state.where[client_id]])
-        return final_message(shared(state), joint(state), has_replied=is_known, point=point)
+        is_known = client_id in state.where and bool(state.has_replied[state.where[client_id]])
+        packed = gaussian.pack_triangle(state.joint)  # in place of the mean field's covariances
+        return message_of(
+            state.shared, covariance=None, joint=packed, has_replied=float(is_known), point=1.0 if point else None
+        )
 
-    def drawn(state: Any, count: int, rng: np.random.Generator) -> Array:
-        return sample(state.roles, final(state, ""), count, rng)
+    def drawn(state: Any, count: int, rng: Rng) -> Array:
+        return sample(state.roles, state.shared, state.joint, count, rng)
 
     def is_estimate(state: Any) -> Array:
         return estimated(state.roles)
 
-    return Result(
-        final,
-        draw,
-        Sampler(drawn, is_estimate),
-        lambda state: {"inclusion_probability": (("latent",), shared(state).inclusion)},
-        tests_convergence=tests_convergence,
-    )
+    def details(state: Any) -> Details:
+        return {"inclusion_probability": (("latent",), state.shared.inclusion)}
+
+    return Result(final, draw, Sampler(drawn, is_estimate), details, tests_convergence=tests_convergence)
 
 
 class Adam(NamedTuple):

@@ -12,11 +12,20 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Needs, Received, Replies, Report, sum_replies
 from fedppl.coregional.algorithms import _common, ending
-from fedppl.coregional.bound import Globals, Roles, UnitClientState, bound_of_sums, gradient, joint_covariance, maximise
-from fedppl.coregional.unit import best_unit, draw, random_unit, statistics, towards
+from fedppl.coregional.bound import (
+    Globals,
+    Roles,
+    UnitClientState,
+    bound_of_sums,
+    curves,
+    design_slopes,
+    joint_covariance,
+    maximise,
+)
+from fedppl.coregional.unit import best_unit, draw, message_of, random_unit, shared_in, statistics, towards
 from fedppl.coregional.view import roles, unit_of
 from fedppl.settings import between, described, whole
-from fedppl.types import Array, Layout, Message
+from fedppl.types import Array, Layout, Message, Rng
 
 
 class Settings(NamedTuple):
@@ -29,19 +38,6 @@ class Settings(NamedTuple):
     forgetting: float
     tolerance: float
     initial_kernel: str
-
-
-def checked(settings: Settings) -> Settings:
-    """Settings in range."""
-    return Settings(
-        between("kernel_rate", settings.kernel_rate, 0, 1, "[)", "0 fixes the kernels"),
-        whole("warmup", settings.warmup, 0),
-        whole("sweeps", settings.sweeps),
-        _common.batch_size_rule(settings.batch_size),
-        between("forgetting", settings.forgetting, 0.5, 1, "(]", "or the sums do not settle"),
-        between("tolerance", settings.tolerance, 0, 1),
-        _common.initial_kernel_rule(settings.initial_kernel),
-    )
 
 
 def PointAscent(
@@ -84,7 +80,7 @@ def PointAscent(
     .. [1] Gao and Chung, section 5, the models FedLMC and LMC; eq. 17 has coefficients as parameters too.
     """
     settings = Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
-    return ascent("curves.PointAscent", settings, _common.NEEDS_NO_SELECTION, spread=0.0)
+    return _ascent("curves.PointAscent", settings, _common.NEEDS_NO_SELECTION, spread=0.0)
 
 
 # Federated coordinate ascent for coregionalised Gaussian processes that select their latent functions (FedLMC-SS) -----
@@ -156,7 +152,7 @@ def Ascent(
     .. [4] Sidi (2017), Vector Extrapolation Methods with Applications, SIAM, section 2.
     """
     settings = Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
-    return ascent("curves.Ascent", settings, _common.NEEDS, spread=1.0)
+    return _ascent("curves.Ascent", settings, _common.NEEDS, spread=1.0)
 
 
 # Rounds of the coordinate ascents that send all products of their latent functions: state, sums, the server's part ----
@@ -173,7 +169,7 @@ class AscentState(NamedTuple):
     has_replied: NDArray[np.bool_]  # (K,) whether a unit ever sent statistics
     number: int  # rounds with replies
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
-    trail: ending.Trail
+    trail: ending.Trail = ending.Trail()
     totals: Mapping[str, Array] = {}  # sums of the units' statistics; empty before the first
     collecting: bool = True  # whether sums are still of the random coefficients at the start
     age: int = 0  # of those rounds, how many since there are curves
@@ -182,31 +178,44 @@ class AscentState(NamedTuple):
     bound: float = np.nan
     rest: ending.Rest | None = None  # once the bound and the kernels are nearly at rest
 
+    @property
+    def sent(self) -> Globals:
+        """Shared parameters that units are sent: the present ones, or a proposal."""
+        return self.shared if self.rest is None or self.rest.trial is None else self.rest.trial
 
-def ascent(name: str, settings: Settings, needs: Needs, *, spread: float) -> Algorithm[AscentState, UnitClientState]:
+    @property
+    def joint(self) -> Array:
+        """cov(v) (LQ, LQ)."""
+        if not self.totals:
+            return np.eye(self.roles.latents * self.roles.points)
+        return joint_covariance(self.totals, self.shared.inclusion)
+
+
+def _ascent(name: str, settings: Settings, needs: Needs, *, spread: float) -> Algorithm[AscentState, UnitClientState]:
     """An ascent whose coefficients have a posterior, with a `spread` of 1, or are point estimates, with one of 0."""
-    settings = checked(settings)
+    settings = Settings(
+        between("kernel_rate", settings.kernel_rate, 0, 1, "[)", "0 fixes the kernels"),
+        whole("warmup", settings.warmup, 0),
+        whole("sweeps", settings.sweeps),
+        _common.batch_size_rule(settings.batch_size),
+        between("forgetting", settings.forgetting, 0.5, 1, "(]", "or the sums do not settle"),
+        between("tolerance", settings.tolerance, 0, 1),
+        _common.initial_kernel_rule(settings.initial_kernel),
+    )
     return Algorithm[AscentState, UnitClientState](
         name=name,
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=functools.partial(_broadcast, settings=settings),
-        update_client=functools.partial(update_client, batch_size=settings.batch_size, spread=spread),
+        update_client=functools.partial(_update_client, batch_size=settings.batch_size, spread=spread),
         update_server=functools.partial(_update_server, settings=settings, spread=spread),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
-        result=_common.read(
-            lambda state: state.shared,
-            _joint,
-            lambda state: state.has_replied,
-            draw,
-            tests_convergence=True,
-            point=spread == 0,
-        ),
+        result=_common.read(draw, tests_convergence=True, point=spread == 0),
         needs=needs,
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings) -> AscentState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: Settings) -> AscentState:
     role = roles(layout)
     return AscentState(
         roles=role,
@@ -215,28 +224,19 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
         has_replied=np.zeros(len(clients), dtype=bool),
         number=0 if settings.initial_kernel == "median" else 1,
         adam=np.zeros((2, len(role.kernel))),
-        trail=ending.no_trail(len(role.kernel)),
     )
 
 
 def _broadcast(state: AscentState, client_id: str, *, settings: Settings) -> Message:
     """The shared parameters, or a proposal; its stage asks for kernels (0), a start (1) or statistics (2)."""
     stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
-    shared = _sent(state)
-    return {
-        "mean": shared.mean,
-        "covariance": gaussian.pack_triangle(shared.covariance),
-        "inclusion": shared.inclusion,
-        "kernel": shared.kernel,
-        "log_slab_sd": np.array(shared.log_slab_sd),
-        "stage": np.array(stage),
-        "rate": np.array(noisy_rate(state.stochastic, settings)),
-    }
+    packed = gaussian.pack_triangle(state.sent.covariance)
+    return message_of(state.sent, covariance=packed, stage=stage, rate=_noisy_rate(state, settings))
 
 
-def _sent(state: AscentState) -> Globals:
-    """Shared parameters that units are sent: the present ones, or a proposal."""
-    return state.shared if state.rest is None or state.rest.trial is None else state.rest.trial
+def _noisy_rate(state: AscentState, settings: Settings) -> float:
+    """The weight of a noisy estimate in this round."""
+    return float((1.0 + state.stochastic) ** -settings.forgetting)
 
 
 def _update_server(
@@ -248,8 +248,10 @@ def _update_server(
     first, state = state.number == 0, state._replace(number=state.number + 1)
     if first:
         kernel = _common.median_kernel(received.each)
-        change = float(np.max(np.abs(kernel - state.shared.kernel), initial=0.0))
-        report = Report(ending.info(state.bound, state.shared, change), message=_common.STARTED)
+        report = Report(
+            ending.info(state.bound, state.shared, ending.largest(kernel - state.shared.kernel)),
+            message=_common.STARTED,
+        )
         return state._replace(shared=state.shared._replace(kernel=kernel)), report
     if state.collecting:
         return _collect(state, received, settings, spread)
@@ -257,7 +259,7 @@ def _update_server(
     has_replied[[state.where[client_id] for client_id in received.single()]] = True
     share = received.clients / has_replied.sum()
     noisy = bool(share < 1) or settings.batch_size is not None
-    rate = min(share, noisy_rate(state.stochastic, settings)) if noisy else 1.0
+    rate = min(share, _noisy_rate(state, settings)) if noisy else 1.0
     sums = _unpacked(received.sums())
     slope = sums.pop("kernel_gradient") / share
     totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
@@ -275,12 +277,10 @@ def _collect(state: AscentState, received: Received, settings: Settings, spread:
     From the start of one unit alone all latent functions would take the shape of one curve.
     """
     new = {name: reply for name, reply in received.each.items() if not state.has_replied[state.where[name]]}
-    has_replied = state.has_replied.copy()
+    has_replied, totals = state.has_replied.copy(), dict(state.totals)
     has_replied[[state.where[name] for name in new]] = True
-    totals = dict(state.totals)
     if new:
-        sums = _unpacked(sum_replies(new))
-        totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
+        totals = {name: totals.get(name, 0.0) + value for name, value in _unpacked(sum_replies(new)).items()}
     done = bool(np.all(has_replied)) or state.number - 1 > settings.warmup
     state = state._replace(has_replied=has_replied, totals=totals, collecting=not done)
     if not done:
@@ -293,41 +293,39 @@ def _collect(state: AscentState, received: Received, settings: Settings, spread:
 def _raise_bound(
     state: AscentState, totals: Mapping[str, Array], slope: Array, settings: Settings, spread: float, *, noisy: bool
 ) -> tuple[AscentState, Report]:
-    role, before, age, sent = state.roles, state.bound, state.age + 1, _sent(state)
+    role, before, sent = state.roles, state.bound, state.sent
+    state = state._replace(age=state.age + 1)
     if noisy and state.rest is not None:  # gains are too uncertain for the end's steps
-        trying, remaining = state.rest.trial is not None, state.rest.left
-        state = state._replace(rest=None, trail=ending.no_trail(len(role.kernel)))
-        if trying:
-            return state._replace(age=age), ending.report(
-                state.bound, state.shared, 0.0, remaining, arrived=False, noisy=True
-            )
-    begun = age > settings.warmup
-    best, shared = maximise(totals, sent, role, sweeps=settings.sweeps, select=begun, spread=spread)
-    bound = bound_of_sums(best, shared, role.log_odds if begun else np.full(role.latents, np.inf))
+        rest, state = state.rest, state._replace(rest=None, trail=ending.Trail())
+        if rest.trial is not None:
+            return state, ending.report(before, state.shared, 0.0, rest.left, arrived=False, noisy=True)
+    begun = state.age > settings.warmup
+    totals, shared = maximise(totals, sent, role, sweeps=settings.sweeps, select=begun, spread=spread)
+    bound = bound_of_sums(totals, shared, role.log_odds if begun else np.full(role.latents, np.inf))
     bound += role.slab_prior.log_density(shared.log_slab_sd)
     value = bound + ending.log_prior(role, sent.kernel)
+    slope = slope - role.kernel_precision @ (sent.kernel - role.kernel_mean)
     if state.rest is not None:
-        slope = slope - role.kernel_precision @ (sent.kernel - role.kernel_mean)
         result, fixed = ending.Round(sent, shared, value, slope), settings.kernel_rate == 0
         rest, reached = ending.polished(state.rest, role, result, settings.tolerance, fixed=fixed)
-        change = 0.0
+        state, change = state._replace(rest=rest), 0.0
         if reached is not None:
-            change = float(np.max(np.abs(reached.kernel - state.shared.kernel), initial=0.0))
-            state = state._replace(shared=reached, totals=best, bound=bound)
-        state = state._replace(age=age, rest=rest)
+            change = ending.largest(reached.kernel - state.shared.kernel)
+            state = state._replace(shared=reached, totals=totals, bound=bound)
         return state, ending.report(state.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
     # Steps of one length would oscillate around the maximum. Noise and the selection's start lower the bound too.
     fell = bound < before - 1e-9 * (1.0 + abs(bound))
-    lowered = fell and age > settings.warmup + 1 and not state.stochastic
+    lowered = fell and state.age > settings.warmup + 1 and not state.stochastic
     pace = max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST_STEP)
-    rate, number = settings.kernel_rate * pace, max(state.number - 1, 1)
-    kernel, adam, change = kernel_step(role, shared.kernel, state.adam, slope, rate, number)
+    steps = state.number - 2.0  # rounds in which sums waited for units count too
+    moments = _common.Adam(state.adam[0], state.adam[1], steps)
+    kernel, moments = _common.adam_step(sent.kernel, slope, moments, settings.kernel_rate * pace)
+    change, turned = ending.largest(kernel - sent.kernel), ending.largest(shared.inclusion - sent.inclusion)
     shared = shared._replace(kernel=kernel)
-    trail = ending.longer(state.trail, value, kernel, noisy=noisy)
-    turned = float(np.max(np.abs(shared.inclusion - sent.inclusion), initial=0.0))
+    trail = ending.Trail() if noisy else ending.longer(state.trail, value, kernel)  # noisy sums are of other data
     calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and ending.nearly_still(trail)
-    state = state._replace(shared=shared, totals=best, age=age, adam=adam, pace=pace, bound=bound, trail=trail)
-    state = state._replace(rest=ending.Rest((shared,), ending.no_trail(len(kernel))) if calm else None)
+    state = state._replace(shared=shared, totals=totals, adam=np.stack(moments[:2]), pace=pace, bound=bound)
+    state = state._replace(trail=trail, rest=ending.Rest((shared,)) if calm else None)
     return state, ending.report(bound, shared, change, ending.left_after(trail), arrived=False, noisy=noisy)
 
 
@@ -359,25 +357,11 @@ def _reject(state: AscentState, reply: Message) -> str | None:
     return None
 
 
-def _joint(state: AscentState) -> Array:
-    if not state.totals:
-        return np.eye(state.roles.latents * state.roles.points)
-    return joint_covariance(state.totals, state.shared.inclusion)
-
-
-# A unit's part, and a step of the kernels -----------------------------------------------------------------------------
-
-
-def noisy_rate(stochastic: int, settings: Settings) -> float:
-    """The weight of a noisy estimate in this round."""
-    return float((1.0 + stochastic) ** -settings.forgetting)
-
-
-def update_client(
+def _update_client(
     client: ClientView,
     personal: UnitClientState | None,
     message: Message,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     batch_size: int | None,
     spread: float,
@@ -388,7 +372,8 @@ def update_client(
     info = {"rows": float(count)}
     if float(message["stage"]) == 0:
         return ClientUpdate(*_common.first_answer(unit, rng, log_sd=size, spread=spread), info)
-    shared, rows = read_globals(message), _common.batch(count, batch_size, rng)
+    shared = shared_in(message, gaussian.unpack_triangle(message["covariance"]))
+    rows = _common.batch(count, batch_size, rng)
     design = unit.design(shared.kernel, rows)
     if float(message["stage"]) == 1:
         state = personal or random_unit(unit.roles.latents, unit.noise.mean, rng, log_sd=size, spread=spread)
@@ -399,27 +384,9 @@ def update_client(
         state, _ = best_unit(design, shared, unit.noise, start, spread=spread)
         if rows is not None and personal is not None:
             state = towards(personal, state, float(message["rate"]))
-    pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
-    slope = gradient(design, shared, state, unit.noise, unit.roles.log_odds, 0.0, pull).kernel
+    slope = design_slopes(design, shared, state, curves(design, shared))
     reply = statistics(design, state, unit.noise)
-    packed = gaussian.pack_triangle(reply["precision"])
+    reply["precision"] = gaussian.pack_triangle(reply["precision"])
+    reply["kernel_gradient"] = unit.kernel_gradient(shared.kernel, slope.projection, slope.variance, rows)
     info["noise_sd"] = float(np.exp(state.log_noise_sd))
-    return ClientUpdate(state, {**reply, "precision": packed, "kernel_gradient": slope}, info)
-
-
-def read_globals(message: Message) -> Globals:
-    """The shared parameters in a message."""
-    mean, packed, inclusion, kernel = (
-        np.asarray(message[name], dtype=float) for name in ("mean", "covariance", "inclusion", "kernel")
-    )
-    covariance = gaussian.unpack_triangle(packed)
-    return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
-
-
-def kernel_step(
-    role: Roles, kernel: Array, moments: Array, slope: Array, rate: float, rounds: int
-) -> tuple[Array, Array, float]:
-    """One Adam step uphill with the prior of the kernels' parameters, Adam's moments, and the largest change."""
-    slope = slope - role.kernel_precision @ (kernel - role.kernel_mean)
-    after, (first, second, _) = _common.adam_step(kernel, slope, _common.Adam(moments[0], moments[1], rounds - 1), rate)
-    return after, np.stack([first, second]), float(np.max(np.abs(after - kernel), initial=0.0))
+    return ClientUpdate(state, reply, info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,10 +16,7 @@ _HORIZON = 1000.0  # rounds that count: a gain that does not shrink counts so ma
 _KERNELS = 0.05  # change of log length-scales that may remain
 _STILL = 0.02  # nats a round
 _LAST = 9  # rounds that are kept
-_NOTHING = (
-    "bring outputs to mean 0 and unit scale by constants that all units agree on, and give length-scales and "
-    "inducing points that fit the inputs"
-)
+_NOTHING = "bring outputs to mean 0 and unit scale, and choose length-scales and inducing points that fit the inputs"
 
 
 class AscentInfo(NamedTuple):
@@ -34,13 +32,18 @@ class AscentInfo(NamedTuple):
 def info(bound: float, shared: Globals, kernel_change: float, remaining: float = np.nan) -> AscentInfo:
     """Diagnostics from the bound and the shared parameters."""
     gamma = shared.inclusion
-    selected, undecided = int(np.sum(gamma > 0.5)), len(undecided_functions(gamma))
+    selected, undecided = int(np.sum(gamma > 0.5)), len(_undecided(gamma))
     return AscentInfo(float(bound), selected, undecided, kernel_change, float(remaining))
 
 
-def undecided_functions(inclusion: Array) -> list[int]:
+def largest(changes: Array) -> float:
+    """Largest size of some changes; 0 of none."""
+    return float(np.max(np.abs(changes), initial=0.0))
+
+
+def _undecided(inclusion: Array) -> list[int]:
     """Latent functions with γ between 0.01 and 0.99."""
-    return [int(place) for place in np.flatnonzero(np.abs(inclusion - 0.5) < 0.49)]
+    return np.flatnonzero(np.abs(inclusion - 0.5) < 0.49).tolist()
 
 
 def log_prior(role: Roles, kernel: Array) -> float:
@@ -81,20 +84,13 @@ def gained_of_late(values: Sequence[float]) -> float:
 class Trail(NamedTuple):
     """The last rounds that can be compared, which differ by updates alone."""
 
-    values: Array  # (n,) of the bound with the priors of the kernels' parameters
-    kernels: Array  # (n, p) at the end of each
+    values: Sequence[float] = ()  # of the bound with the priors of the kernels' parameters
+    kernels: Sequence[Array] = ()  # at the end of each
 
 
-def no_trail(size: int) -> Trail:
-    """Before any round."""
-    return Trail(np.zeros(0), np.zeros((0, size)))
-
-
-def longer(trail: Trail, value: float, kernel: Array, *, noisy: bool) -> Trail:
-    """The trail with one more round; noisy sums start it anew, since they are of other data."""
-    if noisy:
-        return no_trail(len(kernel))
-    return Trail(np.append(trail.values, value)[-_LAST:], np.vstack([trail.kernels, kernel])[-_LAST:])
+def longer(trail: Trail, value: float, kernel: Array) -> Trail:
+    """The trail with one more round."""
+    return Trail((*trail.values, value)[-_LAST:], (*trail.kernels, kernel)[-_LAST:])
 
 
 def nearly_still(trail: Trail) -> bool:
@@ -110,14 +106,10 @@ class Left(NamedTuple):
     kernels: float  # largest change of a log parameter
     ratio: float  # of a gain to the one before
 
-    def small(self, tolerance: float) -> bool:
-        """Whether both are small enough to stop."""
-        return self.nats < tolerance and self.kernels < _KERNELS
-
 
 def left_after(trail: Trail, ratios: Array | tuple[float, ...] = ()) -> Left:
     """The gain and change that remain, by the largest of several ratios of gains: fast parts hide slow ones."""
-    gains, moves = np.diff(trail.values), np.max(np.abs(np.diff(trail.kernels, axis=0)), axis=1, initial=0.0)
+    gains, moves = np.diff(trail.values), np.array([largest(b - a) for a, b in itertools.pairwise(trail.kernels)])
     ratio = ratio_of(gains)
     return Left(remaining_of(gains, max(ratio, *ratios, 0.0)), remaining_of(moves, ratio_of(moves)), ratio)
 
@@ -135,13 +127,13 @@ def report(bound: float, shared: Globals, change: float, left: Left, *, arrived:
         # In the end phase kernels stay for some rounds, whether they have converged or not.
         where = f"({bound:.6g}, kernels by {change:.2g} a round)" if change > 0 else f"({bound:.6g})"
         return Report(diagnostics, Status.RUNNING, f"the bound moves still {where}: {remaining}; raise rounds=")
-    undecided = undecided_functions(shared.inclusion)
+    undecided, message = _undecided(shared.inclusion), ""
     if shared.inclusion.max(initial=0.0) <= 0.5:
-        return Report(diagnostics, Status.CONVERGED, f"no latent function is selected: {_NOTHING}")
-    if undecided:
+        message = f"no latent function is selected: {_NOTHING}"
+    elif undecided:
         each = ", ".join(f"{place} (inclusion probability {shared.inclusion[place]:.2g})" for place in undecided)
-        return Report(diagnostics, Status.CONVERGED, f"the data do not decide on latent functions {each}")
-    return Report(diagnostics, Status.CONVERGED, "")
+        message = f"the data do not decide on latent functions {each}"
+    return Report(diagnostics, Status.CONVERGED, message)
 
 
 # The end, once the bound hardly moves: quasi-Newton steps of the kernels, and extrapolation of all else ---------------
@@ -173,7 +165,7 @@ class Rest(NamedTuple):
     """The state of an ascent that hardly moves."""
 
     path: tuple[Globals, ...]  # shared parameters of successive rounds with the same kernels
-    trail: Trail  # their values
+    trail: Trail = Trail()  # their values
     slope: Array | None = None  # in the last of them
     trial: Globals | None = None  # a proposal that units are sent in place of the shared parameters
     stand: Round | None = None  # before the last step of the kernels
@@ -195,26 +187,32 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
         if not result.value >= last - _ROUNDING * (1.0 + abs(last)):
             return _from(rest, rest.path[-1])._replace(refused=True), None
         rest = _from(rest, result.sent)._replace(refused=False)
-    trail = longer(rest.trail, result.value, result.best.kernel, noisy=False)
+    trail = longer(rest.trail, result.value, result.best.kernel)
     before, rest = rest.slope, rest._replace(path=(*rest.path, result.best), trail=trail, slope=result.slope)
     if rest.judging:
         rest = _judged_step(rest, result)
         if rest.trial is not None or len(rest.trail.values) == 0:
             return rest, None
-    step, rest = _newton(rest, role, result, fixed=fixed)
+    step, curvature = _newton(rest, role, result, fixed=fixed)
     creeping = left_after(rest.trail, rest.ratios)
     # Twice the gain of a quadratic, since the curvature is an estimate.
     gain = float(result.slope @ step)
     rest = rest._replace(values=(*rest.values, result.value))
     # Both estimates miss slow parts beside fast ones, and a curvature that is too large.
     nats = max(creeping.nats + gain, gained_of_late(rest.values))
-    left = Left(nats, float(np.max(np.abs(step), initial=0.0)), creeping.ratio)
-    small, count = left.small(tolerance), len(trail.values)
+    left = Left(nats, largest(step), creeping.ratio)
+    small, count = nats < tolerance and left.kernels < _KERNELS, len(trail.values)
+    if count >= _SETTLED and rest.stand is None:
+        rest = rest._replace(curvature=curvature)
     if count > 4:  # before, there is no ratio of gains
         rest = rest._replace(left=left)
     steady = before is not None and np.max(np.abs(result.slope - before)) <= 0.1 * np.max(np.abs(result.slope))
     if count >= _SETTLED and steady and not small and (gain > creeping.nats or rest.refused):
-        return _stepped(rest, result, step), result.best
+        # A step of the kernels, once all else has converged.
+        length = min(1.0, rest.radius / max(largest(step), 1e-300))
+        proposal = result.best._replace(kernel=result.best.kernel + length * step)
+        rest = _from(rest, proposal)._replace(curvature=curvature, reached=np.nan, refused=False)
+        return rest._replace(trial=proposal, stand=result, judging=True), result.best
     if count <= _CYCLE:
         return rest, result.best
     arrived = small and result.value - rest.reached < tolerance
@@ -225,30 +223,19 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
 
 def _from(rest: Rest, shared: Globals) -> Rest:
     """New rounds from these shared parameters, without a proposal."""
-    return rest._replace(path=(shared,), trail=no_trail(len(shared.kernel)), slope=None, trial=None, judging=False)
+    return rest._replace(path=(shared,), trail=Trail(), slope=None, trial=None, judging=False)
 
 
-def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Rest]:
-    """The kernels' step to the maximum by the present estimate of the curvature, which starts from the slope."""
+def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Array | None]:
+    """The kernels' step to the maximum by an estimate of the curvature, which starts from the slope; and that."""
     if fixed:
-        return np.zeros_like(result.slope), rest
+        return np.zeros_like(result.slope), None
     curvature = rest.curvature
     if curvature is None:
         curvature = np.diag(np.maximum(np.abs(result.slope) / _FIRST, np.diag(role.kernel_precision)))
-        rest = rest._replace(curvature=curvature if len(rest.trail.values) >= _SETTLED else None)
     elif rest.stand is not None:
         curvature = _learnt(curvature, result.best.kernel - rest.stand.best.kernel, rest.stand.slope - result.slope)
-    return np.asarray(np.linalg.solve(curvature, result.slope), dtype=float), rest
-
-
-def _stepped(rest: Rest, result: Round, step: Array) -> Rest:
-    """Propose a step of the kernels once all else has converged, and update the curvature by the last step."""
-    if rest.stand is not None and rest.curvature is not None:
-        moved, turned = result.best.kernel - rest.stand.best.kernel, rest.stand.slope - result.slope
-        rest = rest._replace(curvature=_learnt(rest.curvature, moved, turned))
-    length = max(float(np.max(np.abs(step))), 1e-300)
-    trial = result.best._replace(kernel=result.best.kernel + min(1.0, rest.radius / length) * step)
-    return _from(rest, trial)._replace(trial=trial, stand=result, judging=True, reached=np.nan, refused=False)
+    return np.asarray(np.linalg.solve(curvature, result.slope), dtype=float), curvature
 
 
 def _judged_step(rest: Rest, result: Round) -> Rest:
@@ -256,7 +243,7 @@ def _judged_step(rest: Rest, result: Round) -> Rest:
     stand, values = rest.stand, rest.trail.values
     assert stand is not None
     step = result.best.kernel - stand.best.kernel
-    length, expected = float(np.max(np.abs(step))), float(step @ stand.slope)
+    length, expected = largest(step), float(step @ stand.slope)
     if len(values) < _SETTLED:
         return rest._replace(trial=result.best)
     if result.value >= stand.value + 1e-4 * expected:
@@ -283,22 +270,13 @@ def extrapolated(path: Sequence[Globals], role: Roles) -> Globals | None:
     Steps are measured in posterior sds of means and in logs of variances. The kernels are the same throughout, and the
     selection stays, since it follows from the rest.
     """
-    x, scaled = np.stack([flatten(shared) for shared in path]), _scaled_path(path)
+    root, x = np.linalg.cholesky(path[-1].covariance), np.stack([flatten(shared) for shared in path])
+    white = [np.linalg.solve(root, shared.mean[:, :, None]).ravel() for shared in path]
+    sizes = [0.5 * np.log(np.einsum("lqq->lq", shared.covariance)).ravel() for shared in path]
+    scaled = np.column_stack([white, sizes, [shared.log_slab_sd for shared in path]])
     turns = np.diff(scaled, n=2, axis=0)
     weight, *_ = np.linalg.lstsq(turns.T, np.diff(scaled, axis=0)[-1], rcond=1e-8)
     step = -np.diff(x, axis=0)[1:].T @ weight
     if not np.all(np.isfinite(step)) or np.max(np.abs(step)) > _WILD:
         return None
     return unflatten(x[-1] + step, role)._replace(inclusion=path[-1].inclusion, kernel=path[-1].kernel)
-
-
-def _scaled_path(path: Sequence[Globals]) -> Array:
-    """Coordinates (n, d) in which steps are measured."""
-    root = np.linalg.cholesky(path[-1].covariance)
-
-    def scaled(shared: Globals) -> Array:
-        white = np.linalg.solve(root, shared.mean[:, :, None]).ravel()
-        sizes = 0.5 * np.log(np.einsum("lqq->lq", shared.covariance)).ravel()
-        return np.concatenate([white, sizes, [shared.log_slab_sd]])
-
-    return np.stack([scaled(shared) for shared in path])

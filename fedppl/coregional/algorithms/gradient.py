@@ -8,24 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.linalg import block_diag
+from scipy.special import expit
 
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report
+from fedppl.coregional import bound
 from fedppl.coregional.algorithms import _common
-from fedppl.coregional.bound import (
-    Globals,
-    Roles,
-    UnitClientState,
-    flatten,
-    flatten_unit,
-    unflatten,
-    unflatten_unit,
-    unit_bound,
-)
+from fedppl.coregional.bound import Globals, Roles, UnitClientState
 from fedppl.coregional.unit import best_unit, draw, random_unit, slopes
-from fedppl.coregional.view import CoregionalUnit, roles, unit_of
+from fedppl.coregional.view import roles, unit_of
 from fedppl.settings import between, described, positive, shown, whole
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
+
+_SlopesFn = Callable[[Array, Array], tuple[Array, Array]]  # gradient of V_m in the shared and the unit's own vector
 
 
 class GradientClientState(NamedTuple):
@@ -70,26 +66,19 @@ def Gradient(
     """
     settings = checked(learning_rate, milestones, 1, batch_size, initial_kernel, tolerance)
     step = functools.partial(_step, settings=settings)
-    part = _Unit(_from, lambda personal: unflatten_unit(personal.own), _one_step, "slope")
+    part = _Unit(_from, lambda personal: bound.unflatten_unit(personal.own), _one_step, "slope")
     return _algorithm("curves.Gradient", settings, part, step)
 
 
 def _one_step(
-    unit: CoregionalUnit,
-    x: Array,
-    personal: GradientClientState,
-    share: float,
-    rate: float,
-    rng: np.random.Generator,
-    settings: Settings,
+    slopes_at: _SlopesFn, x: Array, personal: GradientClientState, rate: float, count: int
 ) -> tuple[GradientClientState, Array]:
-    rows = _common.batch(len(unit.response), settings.batch_size, rng)
-    slope, unit_slope = slopes(unit, x, personal.own, share, rows)
+    slope, unit_slope = slopes_at(x, personal.own)
     return GradientClientState(*_common.adam_step(personal.own, unit_slope, personal.adam, rate)), slope
 
 
 def _from(start: UnitClientState) -> GradientClientState:
-    x = flatten_unit(start)
+    x = bound.flatten_unit(start)
     return GradientClientState(x, _common.fresh(len(x)))
 
 
@@ -98,7 +87,7 @@ def _step(
 ) -> tuple[float, Array, _common.Adam]:
     """One step of Adam along the sum, scaled up where not all units replied."""
     total, share = received.sums(), received.clients / max(known, 1)
-    rate = learning_rate(state.number, settings)
+    rate = settings.rate(state.number)
     adam = _common.fresh(len(state.x)) if state.adam is None else state.adam
     return float(total["bound"] / share), *_common.adam_step(state.x, total["slope"] / share, adam, rate)
 
@@ -155,27 +144,21 @@ def Averaging(
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
     settings = checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance, _MILESTONES)
-    part = _Unit(lambda state: state, lambda state: state, _several_steps, "x")
+    steps_of = functools.partial(_several_steps, steps=settings.steps)
+    part = _Unit(lambda state: state, lambda state: state, steps_of, "x")
     return _algorithm("curves.Averaging", settings, part, _average)
 
 
 def _several_steps(
-    unit: CoregionalUnit,
-    x: Array,
-    personal: UnitClientState,
-    share: float,
-    rate: float,
-    rng: np.random.Generator,
-    settings: Settings,
+    slopes_at: _SlopesFn, x: Array, personal: UnitClientState, rate: float, count: int, *, steps: int
 ) -> tuple[UnitClientState, Array]:
-    """T Adam steps on V_m; the shared parameters after them, times the rows."""
-    point, count = np.concatenate([x, flatten_unit(personal)]), len(unit.response)
+    """T Adam steps on V_m; the shared parameters after them, times the number of rows."""
+    point = np.concatenate([x, bound.flatten_unit(personal)])
     adam = _common.fresh(len(point))
-    for _ in range(settings.steps):
-        rows = _common.batch(count, settings.batch_size, rng)
-        slope = np.concatenate(slopes(unit, point[: len(x)], point[len(x) :], share, rows))
+    for _ in range(steps):
+        slope = np.concatenate(slopes_at(point[: len(x)], point[len(x) :]))
         point, adam = _common.adam_step(point, slope, adam, rate)
-    return unflatten_unit(point[len(x) :]), count * point[: len(x)]
+    return bound.unflatten_unit(point[len(x) :]), count * point[: len(x)]
 
 
 def _average(state: StepsState, received: Received, known: int) -> tuple[float, Array, None]:
@@ -206,6 +189,10 @@ class Settings(NamedTuple):
     tolerance: float
     initial_kernel: str
 
+    def rate(self, number: int) -> float:
+        """The learning rate of the round after this many."""
+        return self.learning_rate[sum(number + 1 >= place for place in self.milestones)]
+
 
 class StepsState(NamedTuple):
     """What the next round needs."""
@@ -219,6 +206,21 @@ class StepsState(NamedTuple):
     bound: float
     quiet: int  # rounds in a row with little change
 
+    @property
+    def shared(self) -> Globals:
+        """The shared parameters."""
+        return bound.unflatten(self.x, self.roles)
+
+    @property
+    def joint(self) -> Array:
+        """cov(v) (LQ, LQ); latent functions are independent."""
+        return np.asarray(block_diag(*self.shared.covariance))
+
+    @property
+    def has_replied(self) -> NDArray[np.bool_]:
+        """Whether a unit ever replied (K,)."""
+        return self.rows > 0
+
 
 def checked(
     rate: float | Sequence[float],
@@ -230,15 +232,14 @@ def checked(
     usual: tuple[int, ...] = (),
 ) -> Settings:
     """Settings in range; `usual` are the default milestones, which do not count where there is one learning rate."""
-    rates = _each(positive, "learning_rate", rate, "positive and finite, one or a tuple of them")
-    empty = isinstance(milestones, tuple | list) and not milestones
-    places = () if empty else _each(whole, "milestones", milestones, "a tuple of rounds, from 1 on")
-    if any(b <= a for a, b in itertools.pairwise(places)):
-        raise DeclarationError(f"milestones={places} must be increasing rounds.")
+    rates, places = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in (rate, milestones))
+    rates = tuple(positive(f"learning_rate={shown(rate)}: a rate", x) for x in rates)
+    places = tuple(whole(f"milestones={shown(milestones)}: a round", x) for x in places)
     if len(rates) == 1 and places == usual:
         places = ()
-    if len(places) != len(rates) - 1:
-        raise DeclarationError(f"milestones={places} must be one less than the rates, learning_rate={shown(rate)}.")
+    if len(places) != len(rates) - 1 or any(b <= a for a, b in itertools.pairwise(places)):
+        rule = f"must be one less than the rates, learning_rate={shown(rate)}, and increase"
+        raise DeclarationError(f"milestones={places} {rule}.")
     return Settings(
         rates,
         places,
@@ -247,14 +248,6 @@ def checked(
         between("tolerance", tolerance, 0, 1),
         _common.initial_kernel_rule(initial_kernel),
     )
-
-
-def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) -> tuple[Any, ...]:
-    """A value, or each of several, by its rule; errors show all."""
-    try:
-        return tuple(rule(name, x) for x in (value if isinstance(value, tuple | list) and value else (value,)))
-    except DeclarationError:
-        raise DeclarationError(f"{name}={shown(value)} must be {words}.") from None
 
 
 class _Unit(NamedTuple):
@@ -273,81 +266,63 @@ def _algorithm(name: str, settings: Settings, part: _Unit, move: _MoveFn) -> Alg
     return Algorithm[StepsState, P](
         name=name,
         settings=described(settings),
-        init=init,
-        broadcast=functools.partial(asked, settings=settings),
+        init=_init,
+        broadcast=functools.partial(_broadcast, settings=settings),
         update_client=functools.partial(_update_client, settings=settings, part=part),
-        update_server=functools.partial(update_server, settings=settings, move=move),
+        update_server=functools.partial(_update_server, settings=settings, move=move),
         replies=Replies(
-            functools.partial(shapes, name=part.reply),
+            functools.partial(_shapes, name=part.reply),
             lambda state, reply: _common.reject_negative(reply, "rows"),
-            lambda state: bool(np.all(state.rows > 0)),  # once the size of every unit is known
+            lambda state: bool(np.all(state.has_replied)),  # once the size of every unit is known
         ),
-        result=_common.read(  # latent functions are independent
-            shared_of, lambda state: block_diag(*shared_of(state).covariance), lambda state: state.rows > 0, drawn
-        ),
+        result=_common.read(drawn),
         needs=_common.NEEDS,
     )
 
 
 def _update_client(
-    client: ClientView,
-    personal: P | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: Settings,
-    part: _Unit,
+    client: ClientView, personal: P | None, message: Message, rng: Rng, *, settings: Settings, part: _Unit
 ) -> ClientUpdate[P]:
     """The bound at the parameters that the unit was sent, and its steps."""
     unit, stage = client.view(unit_of), float(message["stage"])
-    rows = float(len(unit.response))
-    info = {"rows": rows}
+    count = len(unit.response)
+    info = {"rows": float(count)}
     if stage == 0:
         first, reply = _common.first_answer(unit, rng, settings.initial_kernel)
         return ClientUpdate(part.start(first), reply, info)
-    x, shared, share = task(unit, message)
-    if personal is None:
-        if stage < 2:
-            own = random_unit(unit.roles.latents, unit.noise.mean, rng)
-        else:
-            own, info["blank"] = best_unit(unit.design(shared.kernel), shared, unit.noise, unit.noise.mean)[0], 1.0
-        personal = part.start(own)
-    value = unit_bound(unit.design(shared.kernel), shared, part.own(personal), unit.noise, unit.roles.log_odds, share)
-    personal, sent = part.steps(unit, x, personal, share, float(message["rate"]), rng, settings)
-    return ClientUpdate(personal, {part.reply: sent, "rows": np.array(rows), "bound": np.array(value)}, info)
+    x = np.asarray(message["x"], dtype=float)
+    shared, share = bound.unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
+    design = unit.design(shared.kernel)
+    if personal is None and stage < 2:
+        personal = part.start(random_unit(unit.roles.latents, unit.noise.mean, rng))
+    elif personal is None:
+        info["blank"] = 1.0
+        personal = part.start(best_unit(design, shared, unit.noise, unit.noise.mean)[0])
+    value = bound.unit_bound(design, shared, part.own(personal), unit.noise, unit.roles.log_odds, share)
+
+    def slopes_at(x: Array, own: Array) -> tuple[Array, Array]:
+        return slopes(unit, x, own, share, _common.batch(count, settings.batch_size, rng))
+
+    personal, sent = part.steps(slopes_at, x, personal, float(message["rate"]), count)
+    return ClientUpdate(personal, {part.reply: sent, "rows": np.array(float(count)), "bound": np.array(value)}, info)
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> StepsState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> StepsState:
     """Start from the prior, with γ at π; the first round asks for sizes, and for the units' own kernels."""
     role = roles(layout)
-    gamma = 1.0 / (1.0 + np.exp(-np.where(np.isfinite(role.log_odds), role.log_odds, 0.0)))
+    gamma = expit(np.where(np.isfinite(role.log_odds), role.log_odds, 0.0))
     shared = _common.prior_globals(role)._replace(inclusion=gamma)
     where = {client_id: k for k, client_id in enumerate(clients)}
-    return StepsState(role, flatten(shared), None, where, np.zeros(len(clients)), 0, np.nan, 0)
+    return StepsState(role, bound.flatten(shared), None, where, np.zeros(len(clients)), 0, np.nan, 0)
 
 
-def learning_rate(number: int, settings: Settings) -> float:
-    """The rate of the round after this many."""
-    return settings.learning_rate[sum(number + 1 >= place for place in settings.milestones)]
-
-
-def asked(state: StepsState, client_id: str, *, settings: Settings) -> Message:
+def _broadcast(state: StepsState, client_id: str, *, settings: Settings) -> Message:
     """Shared parameters, Σ n_k of the units that ever replied, which gives r_m, and the learning rate."""
-    return {
-        "x": state.x,
-        "rows": np.array(state.rows.sum()),
-        "stage": np.array(float(min(state.number, 2))),
-        "rate": np.array(learning_rate(state.number, settings)),
-    }
+    stage, rate = float(min(state.number, 2)), settings.rate(state.number)
+    return {"x": state.x, "rows": np.array(state.rows.sum()), "stage": np.array(stage), "rate": np.array(rate)}
 
 
-def task(unit: CoregionalUnit, message: Message) -> tuple[Array, Globals, float]:
-    """Read a message: x, the shared parameters in it, and r_m, the unit's share of the terms that count once."""
-    x, count = np.asarray(message["x"], dtype=float), len(unit.response)
-    return x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
-
-
-def update_server(
+def _update_server(
     state: StepsState, received: Received, *, settings: Settings, move: _MoveFn
 ) -> tuple[StepsState, Report]:
     """Note the units' sizes, start the kernels at the median of their own, and then in every round `move`.
@@ -355,34 +330,27 @@ def update_server(
     `move` gives the bound, the next x and Adam's moments from the sums and the number of units that ever replied.
     """
     if not received.clients:
-        return state, Report(info(np.nan, state))
+        return state, Report(_info(np.nan, state))
     rows = state.rows.copy()
     for client_id, reply in received.single().items():  # a round brings sums alone only once all are known
         rows[state.where[client_id]] = float(reply["rows"])
     if state.number == 0:
-        x = flatten(shared_of(state)._replace(kernel=_common.median_kernel(received.each)))
+        x = bound.flatten(state.shared._replace(kernel=_common.median_kernel(received.each)))
         state = state._replace(x=x, rows=rows, number=1)
-        return state, Report(info(np.nan, state), message=_common.STARTED)
-    bound, x, adam = move(state, received, int(np.sum(rows > 0)))
-    quiet = state.quiet + 1 if abs(bound - state.bound) < settings.tolerance * (1.0 + abs(bound)) else 0
-    status = Status.RUNNING
-    message = f"the bound moves still ({bound:.6g}); raise rounds=, or change learning_rate="
+        return state, Report(_info(np.nan, state), message=_common.STARTED)
+    value, x, adam = move(state, received, int(np.sum(rows > 0)))
+    quiet = state.quiet + 1 if abs(value - state.bound) < settings.tolerance * (1.0 + abs(value)) else 0
+    state = state._replace(x=x, adam=adam, rows=rows, number=state.number + 1, bound=value, quiet=quiet)
     if quiet >= 5 and np.all(rows > 0):
-        status, message = Status.CONVERGED, ""
-    state = state._replace(x=x, adam=adam, rows=rows, number=state.number + 1, bound=bound, quiet=quiet)
-    return state, Report(info(bound, state), status, message)
+        return state, Report(_info(value, state), Status.CONVERGED, "")
+    message = f"the bound moves still ({value:.6g}); raise rounds=, or change learning_rate="
+    return state, Report(_info(value, state), message=message)
 
 
-def shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
+def _shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
     """Shapes of the replies; after the first, `name` is an array of the shared parameters' shape."""
     return {name: state.x.shape, "rows": (), "bound": ()} if state.number else _common.first_shapes(state.roles)
 
 
-def shared_of(state: StepsState) -> Globals:
-    """The shared parameters."""
-    return unflatten(state.x, state.roles)
-
-
-def info(bound: float, state: StepsState) -> StepsInfo:
-    """Diagnostics from the bound and the shared parameters."""
-    return StepsInfo(bound, int(np.sum(shared_of(state).inclusion > 0.5)))
+def _info(value: float, state: StepsState) -> StepsInfo:
+    return StepsInfo(value, int(np.sum(state.shared.inclusion > 0.5)))
