@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, SharedReader
 from fedppl.flower import site_agreement as _site
-from fedppl.flower.decode import Malformed, brief, checked_name, one_text, reading
-from fedppl.flower.messages import AGREE, HELLO, Letter, Post, content_of, from_content, texts_of, trouble
+from fedppl.flower.decode import brief, checked_name, one_text
+from fedppl.flower.messages import AGREE, HELLO, Letter, Post, from_content, read_letter, texts_of
 from fedppl.flower.wire import Hello, Terms, labels, unpack_hello, unpack_terms, unpack_told
 from fedppl.formulas.agreement import Told
 from fedppl.formulas.exchange import asked
@@ -62,15 +64,17 @@ def identity(node_id: int, authenticated: str, texts: Mapping[str, str]) -> tupl
 class _Awaited(Generic[T]):
     """Clients that a server waits for, and why it refuses some."""
 
-    doing, verdict = "", ""  # what they have to do, and what happened to those that may not, in words
+    kind = ""  # of the messages by which they are called
+    doing, verdict, cannot = "", "", ""  # what they have to do, that they may not, and that an answer is malformed
 
-    def __init__(self, post: Post, expected: int | tuple[str, ...], wait: float) -> None:
+    def __init__(self, post: Post, expected: int | tuple[str, ...], wait: float, question: Mapping[str, str]) -> None:
         self._post = post
         self._expected = expected
         self._wait = wait
+        self._question = question
         self.answers: dict[str, T] = {}  # by client
         self._calls: dict[str, int] = {}  # message id of a call not answered yet, to its node
-        self._retries: dict[int, float] = {}  # nodes that have answered, and when to call them again
+        self._due: dict[int, float] = {}  # nodes that have answered, and when to call them again
         self._refused: dict[str, str] = {}
 
     def _until_complete(self, step: Callable[[], object]) -> None:
@@ -87,11 +91,6 @@ class _Awaited(Generic[T]):
         if isinstance(self._expected, int):
             return len(self.answers) >= self._expected
         return set(self._expected) <= set(self.answers)
-
-    def _unexpected(self, client_id: str) -> str | None:
-        if isinstance(self._expected, int) or client_id in self._expected:
-            return None
-        return f"it is not among the expected clients {list(self._expected)}"
 
     def _missing(self) -> str:
         """An error text: missing and refused sites."""
@@ -111,11 +110,64 @@ class _Awaited(Generic[T]):
             extra = {"client": client_id, "status": "refused"}
             logger.error("client %s refused: %s", client_id, reason, extra=extra)
 
+    def _call(self, nodes: Mapping[int, str]) -> None:
+        """Call the connected nodes (with their authenticated names) that are due, and read what has arrived."""
+        now = time.monotonic()
+        self._calls = {message_id: node_id for message_id, node_id in self._calls.items() if node_id in nodes}
+        self._due = {node_id: due for node_id, due in self._due.items() if node_id in nodes}
+        called = set(self._calls.values())
+        ready = [node_id for node_id in sorted(nodes) if node_id not in called and self._due.get(node_id, 0.0) <= now]
+        for node_id in ready[: max(0, _CALLS_AT_ONCE - len(called))]:
+            if message_id := self._post.push(node_id, self.kind, ({}, self._question), self._wait):
+                self._calls[message_id] = node_id
+        for message_id, letter in self._post.pull(self._calls, singly=True):
+            self._receive(self._calls.pop(message_id), nodes, letter)
+
+    def _receive(self, node_id: int, nodes: Mapping[int, str], letter: Letter) -> None:
+        """Read a node's answer and take it, or refuse it and log why."""
+        self._due[node_id] = time.monotonic() + _POLLS_TO_RETRY * self._post.poll
+        authenticated = nodes.get(node_id, "")
+        client_id = one_line(authenticated, 200) or f"node {node_id}"
+
+        def read(content: RecordDict) -> T | str:
+            nonlocal client_id
+            texts = texts_of(content)
+            client_id, why = identity(node_id, authenticated, texts)
+            if why:
+                return why
+            if not isinstance(self._expected, int) and client_id not in self._expected:
+                self._due[node_id] = math.inf
+                return f"it is not among the expected clients {list(self._expected)}"
+            for said in ("error", "refused"):
+                if said in texts:
+                    return one_line(texts[said])
+            ours, theirs = version("fedppl"), one_text(texts, "version", 200)
+            if theirs != ours:  # first, since it decides how the rest is written
+                return f"it runs fedppl {brief(theirs)}, {SERVER} runs {ours}; install one version everywhere"
+            return self._read(content, {**texts, "client_id": client_id})
+
+        found = read_letter(letter, read, self.cannot)
+        if not isinstance(found, str):
+            found = self._take(node_id, client_id, found, nodes)
+        if isinstance(found, str):
+            self._refuse(client_id, found)
+        else:
+            self._due[node_id] = math.inf
+
+    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> T | str:
+        """The answer in a message, or why it is refused."""
+        raise NotImplementedError
+
+    def _take(self, node_id: int, client_id: str, answer: T, nodes: Mapping[int, str]) -> str | None:
+        """Keep an answer, or say why not."""
+        raise NotImplementedError
+
 
 class Roll(_Awaited[Hello]):
     """Enrolled clients, their introductions and their nodes."""
 
-    doing, verdict = "enrolled", " was refused"
+    kind = HELLO
+    doing, verdict, cannot = "enrolled", " was refused", "its introduction cannot be read"
 
     def __init__(
         self,
@@ -126,14 +178,12 @@ class Roll(_Awaited[Hello]):
         server: ServerModel,
         greeting: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(post, expected, wait)
-        self._texts = dict(greeting or {})  # to every site that is called
+        super().__init__(post, expected, wait, greeting or {})
         coords = labels(server.reader.coords)
         self._server = Hello(SERVER, version("fedppl"), algorithm.settings, server.layout, coords)
         self.nodes: dict[str, int] = {}  # client id to node id
-        self._known: set[int] = set()  # nodes that were called
         self._rivals: dict[int, Hello] = {}  # live nodes that claim the id of another live node
-        self._listed: tuple[float, dict[int, str]] | None = None  # when, and node ids with their names
+        self._listed: tuple[float, dict[int, str]] = -math.inf, {}  # when, and node ids with their names
 
     def enrol(self) -> None:
         """Call every node until the expected clients are enrolled."""
@@ -145,83 +195,41 @@ class Roll(_Awaited[Hello]):
 
         The list of nodes is fetched anew when it is older than `max_age` seconds.
         """
-        if self._listed is None or time.monotonic() - self._listed[0] > max_age:
+        if time.monotonic() - self._listed[0] > max_age:
             self._listed = (time.monotonic(), self._post.nodes())
-        names = self._listed[1]
-        alive = set(names)
-        for node_id in self._rivals.keys() - alive:
-            del self._rivals[node_id]
-        now, called = time.monotonic(), set(self._calls.values())
-        due_again = {node_id for node_id, due in self._retries.items() if due <= now and node_id not in called}
-        for node_id in sorted(alive - (self._known - due_again))[: max(0, _CALLS_AT_ONCE - len(self._calls))]:
-            if message_id := self._post.push(node_id, HELLO, ({}, self._texts), self._wait):
-                self._calls[message_id] = node_id
-                self._known.add(node_id)
-                self._retries.pop(node_id, None)
-        self._known &= alive
-        self._calls = {message_id: node_id for message_id, node_id in self._calls.items() if node_id in alive}
-        for message_id, message in self._post.pull(self._calls, singly=True):
-            node_id = self._calls.pop(message_id)
-            self._meet(node_id, names.get(node_id, ""), message, alive)
+        nodes = self._listed[1]
+        self._rivals = {node_id: hello for node_id, hello in self._rivals.items() if node_id in nodes}
+        self._call(nodes)
         for node_id, hello in list(self._rivals.items()):
-            if self.nodes[hello.client_id] not in alive:
+            if self.nodes[hello.client_id] not in nodes:
                 del self._rivals[node_id]
                 self._bind(node_id, hello)
-        return alive
+        return set(nodes)
 
-    def _meet(self, node_id: int, authenticated: str, message: Letter, alive: set[int]) -> None:
-        """Read a node's introduction and enrol it, or refuse it and log why."""
-        client_id = one_line(authenticated, 200) or f"node {node_id}"
-        self._retries[node_id] = time.monotonic() + _POLLS_TO_RETRY * self._post.poll
-        if why := trouble(message):
-            return self._refuse(client_id, why)
-        try:
-            with reading("it"):
-                texts = texts_of(content_of(message))
-                client_id, why = identity(node_id, authenticated, texts)
-                if why:
-                    return self._refuse(client_id, why)
-                if "error" in texts:
-                    return self._refuse(client_id, one_line(texts["error"]))
-                if reason := self._unexpected(client_id):
-                    del self._retries[node_id]
-                    return self._refuse(client_id, reason)
-                if reason := self._other_terms(texts):
-                    return self._refuse(client_id, reason)
-                arrays, _ = from_content(content_of(message), self._shapes_of_hello(), "it")
-                hello = unpack_hello(arrays, {**texts, "client_id": client_id})
-        except Malformed as error:
-            return self._refuse(client_id, f"its introduction cannot be read: {one_line(error)}")
-        return self._admit(node_id, hello, alive)
-
-    def _other_terms(self, texts: Mapping[str, str]) -> str | None:
-        """Where a site's terms differ; its version is compared first, since it decides how the rest is written."""
-        ours, theirs = self._server.version, one_text(texts, "version", 200)
-        if theirs != ours:
-            return f"it runs fedppl {brief(theirs)}, {SERVER} runs {ours}; install one version everywhere"
-        return other_terms(self._server.terms, unpack_terms(texts))
-
-    def _shapes_of_hello(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of an introduction's arrays."""
+    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> Hello | str:
+        if reason := other_terms(self._server.terms, unpack_terms(texts)):
+            return reason
         layout = self._server.layout
         size = layout.size
         precision = size * (size + 1) // 2 if layout.prior.precision.ndim == 2 else size
-        return {"prior_linear": (size,), "prior_precision": (precision,), "prior_density": (len(layout.density),)}
+        shapes = {"prior_linear": (size,), "prior_precision": (precision,), "prior_density": (len(layout.density),)}
+        return unpack_hello(from_content(content, shapes, "it")[0], texts)
 
-    def _admit(self, node_id: int, hello: Hello, alive: set[int]) -> None:
-        """Enrol a node that agrees with the server, or refuse it."""
-        client_id = hello.client_id
-        if reason := difference(self._server, hello):
-            return self._refuse(client_id, reason)
-        self._retries.pop(node_id, None)
-        known = client_id in self.answers
-        if not known and self._complete():
-            return self._refuse(client_id, "the run has begun with other clients; it can enrol in the next run")
-        if known and self.nodes[client_id] in alive and self.nodes[client_id] != node_id:
-            self._rivals[node_id] = hello
-            both = f"nodes {self.nodes[client_id]} and {node_id}"
-            return self._refuse(client_id, f"{both} are both live with this id; stop one of them")
-        return self._bind(node_id, hello)
+    def _take(self, node_id: int, client_id: str, answer: Hello, nodes: Mapping[int, str]) -> str | None:
+        """Enrol a node that agrees with the server."""
+        if reason := difference(self._server, answer):
+            return reason
+        if client_id not in self.answers:
+            if self._complete():
+                return "the run has begun with other clients; it can enrol in the next run"
+        elif self.nodes[client_id] in nodes and self.nodes[client_id] != node_id:
+            self._rivals[node_id] = answer
+            self._refuse(
+                client_id, f"nodes {self.nodes[client_id]} and {node_id} are both live with this id; stop one of them"
+            )
+            return None
+        self._bind(node_id, answer)
+        return None
 
     def _bind(self, node_id: int, hello: Hello) -> None:
         client_id = hello.client_id
@@ -379,59 +387,31 @@ def agree(
     positive("wait", wait, "it is in seconds"), positive("poll", poll, "it is in seconds")
     expected = expected_clients(clients)
     logger.info("sites whose policy has a file for approval know this question as the run %r", _site.named(model))
-    asking = _Asking(Post(grid, poll, _GRACE), expected, wait)
-    return of_told(model, asking.summaries(asked(model.builder).names, min_count), withheld, believed=False)  # type: ignore[arg-type]
+    asking = _Asking(Post(grid, poll, _GRACE), expected, wait, {"min_count": str(min_count)})
+    told = asking.summaries(asked(model.builder).names)  # type: ignore[arg-type]
+    return of_told(model, told, withheld, believed=False)
 
 
 class _Asking(_Awaited[dict[str, Told]]):
     """Summaries of columns by client id, and the sites that still owe theirs."""
 
-    doing = "told what clients have to agree on"
+    kind = AGREE
+    doing, cannot = "told what clients have to agree on", "what it tells cannot be read"
+    names: Sequence[str] = ()  # of the columns
 
-    def summaries(self, names: Sequence[str], min_count: int) -> dict[str, dict[str, Told]]:
+    def summaries(self, names: Sequence[str]) -> dict[str, dict[str, Told]]:
         """Ask until all expected clients have answered."""
-        self._until_complete(lambda: self._ask(names, {"min_count": str(min_count)}))
-        return {client_id: self.answers[client_id] for client_id in sorted(self.answers)}
+        self.names = names
+        self._until_complete(lambda: self._call(self._post.nodes()))
+        return dict(sorted(self.answers.items()))
 
-    def _ask(self, names: Sequence[str], question: dict[str, str]) -> None:
-        """Ask every node that has not answered, and read what has arrived."""
-        nodes = self._post.nodes()
-        self._calls = {k: node for k, node in self._calls.items() if node in nodes}
-        for node_id in sorted(nodes.keys() - set(self._calls.values())):
-            if self._retries.get(node_id, 0.0) > time.monotonic():
-                continue
-            if message_id := self._post.push(node_id, AGREE, ({}, question), self._wait):
-                self._calls[message_id] = node_id
-        for message_id, letter in self._post.pull(self._calls, singly=True):
-            node_id = self._calls.pop(message_id)
-            if not self._complete():
-                self._receive(node_id, nodes.get(node_id, ""), letter, names)
+    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> dict[str, Told]:
+        return unpack_told(texts, self.names)
 
-    def _receive(self, node_id: int, authenticated: str, letter: Letter, names: Sequence[str]) -> None:
-        """Read a node's summary, or log why it is refused."""
-        self._retries[node_id] = time.monotonic() + _POLLS_TO_RETRY * self._post.poll
-        client_id, why = one_line(authenticated, 200) or f"node {node_id}", trouble(letter)
-        try:
-            if not why:
-                with reading("it"):
-                    texts = texts_of(content_of(letter))
-                    client_id, why = identity(node_id, authenticated, texts)
-                    why = why or self._why_not(client_id, texts)
-                    if not why:
-                        self.answers[client_id] = unpack_told(texts, names)
-        except Malformed as error:
-            why = f"what it tells cannot be read: {one_line(error)}"
-        if why:
-            return self._refuse(client_id, why)
-        self._retries[node_id] = float("inf")
-        self._refused.pop(client_id, None)
+    def _take(self, node_id: int, client_id: str, answer: dict[str, Told], nodes: Mapping[int, str]) -> str | None:
+        if client_id in self.answers:
+            return "another site has told under this id"
+        if not self._complete():
+            self.answers[client_id] = answer
+            self._refused.pop(client_id, None)
         return None
-
-    def _why_not(self, client_id: str, texts: Mapping[str, str]) -> str | None:
-        """Why a site's summary is not read, or None."""
-        if texts.get("version", "") != version("fedppl"):
-            return f"it runs fedppl {brief(texts.get('version', ''))}, the server {version('fedppl')}"
-        if "refused" in texts:
-            return one_line(texts["refused"])
-        known = "another site has told under this id" if client_id in self.answers else None
-        return self._unexpected(client_id) or known

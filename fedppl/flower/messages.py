@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
@@ -16,11 +16,14 @@ from flwr.clientapp import ClientApp
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from fedppl.flower import decode as _decode
-from fedppl.flower.decode import Parcel, require
+from fedppl.flower.decode import Malformed, Parcel
+from fedppl.settings import one_line
 from fedppl.types import Message
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
+
+T = TypeVar("T")
 
 # Message types: category and action.
 HELLO, AGREE, ASK, CONCLUDE = "query.fedppl_hello", "query.fedppl_agree", "train.fedppl", "evaluate.fedppl"
@@ -183,24 +186,27 @@ class Post:
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
 
 
-def content_of(message: Letter) -> RecordDict:
-    """Content of a message that could be unpacked."""
-    require(not isinstance(message, str), "no message")
-    return message.content  # type: ignore[union-attr]
+_ERRORS = {
+    1: "the site's app could not be loaded",
+    2: "the site's app raised an exception; see the site's log",
+    3: "the message was not available any more",
+    4: "the reply was not available any more",
+    5: "the site is not reachable",
+    8: "the site's app crashed",
+}
 
 
-def trouble(message: Letter) -> str | None:
-    """Why a message is no answer, or None; Flower's own details are left out, since they may quote the site's data."""
-    if isinstance(message, str):
-        return message
-    if not message.has_error():
-        return None
-    meanings = {
-        1: "the site's app could not be loaded",
-        2: "the site's app raised an exception; see the site's log",
-        3: "the message was not available any more",
-        4: "the reply was not available any more",
-        5: "the site is not reachable",
-        8: "the site's app crashed",
-    }
-    return meanings.get(message.error.code, f"Flower error {message.error.code}")
+def read_letter(letter: Letter, read: Callable[[RecordDict], T], cannot: str) -> T | str:
+    """What `read` makes of a message's content, or why it is no answer: by `cannot` and a rule where it is malformed.
+
+    Flower's own details are left out, since they may quote the site's data.
+    """
+    if isinstance(letter, str):
+        return letter
+    if letter.has_error():
+        return _ERRORS.get(letter.error.code, f"Flower error {letter.error.code}")
+    try:
+        with _decode.reading("it"):
+            return read(letter.content)
+    except Malformed as error:
+        return f"{cannot}: {one_line(error)}"
