@@ -7,7 +7,6 @@ import hmac
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
     """A guard whose account lies in a folder, under a client's own name. The caller holds the site's lock."""
     # The log is written before the ledger: if a process dies in between, nothing has left under the last line.
     account = _Account(folder, name)
-    return Guard(rules, nullcontext, account.read, account.write)
+    return Guard(rules, account.read, account.write)
 
 
 class _Account:
