@@ -6,24 +6,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
-from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, SharedReader
 from fedppl.flower import site_agreement as _site
-from fedppl.flower.decode import brief, checked_name, one_text
+from fedppl.flower.decode import checked_name
 from fedppl.flower.messages import AGREE, HELLO, Letter, Post, from_content, read_letter, texts_of
-from fedppl.flower.wire import Hello, Terms, labels, unpack_hello, unpack_terms, unpack_told
+from fedppl.flower.wire import Terms, other_model, other_terms, other_version, shapes_of_hello, unpack_told
 from fedppl.formulas.agreement import Told
 from fedppl.formulas.exchange import asked
 from fedppl.formulas.formula import Agreed, of_told
 from fedppl.model.declaration import FederatedModel
-from fedppl.settings import one_line, one_of, positive, shown, some_of, whole
+from fedppl.settings import one_line, one_of, positive, shown, whole
 from fedppl.types import DeclarationError, Layout
 
 logger = logging.getLogger(__name__)
@@ -141,10 +138,7 @@ class _Awaited(Generic[T]):
             for said in ("error", "refused"):
                 if said in texts:
                     return one_line(texts[said])
-            ours, theirs = version("fedppl"), one_text(texts, "version", 200)
-            if theirs != ours:  # first, since it decides how the rest is written
-                return f"it runs fedppl {brief(theirs)}, {SERVER} runs {ours}; install one version everywhere"
-            return self._read(content, {**texts, "client_id": client_id})
+            return other_version(texts) or self._read(content, texts)
 
         found = read_letter(letter, read, self.cannot)
         if not isinstance(found, str):
@@ -163,8 +157,8 @@ class _Awaited(Generic[T]):
         raise NotImplementedError
 
 
-class Roll(_Awaited[Hello]):
-    """Enrolled clients, their introductions and their nodes."""
+class Roll(_Awaited[None]):
+    """Enrolled clients and their nodes."""
 
     kind = HELLO
     doing, verdict, cannot = "enrolled", " was refused", "its introduction cannot be read"
@@ -179,10 +173,9 @@ class Roll(_Awaited[Hello]):
         greeting: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(post, expected, wait, greeting or {})
-        coords = labels(server.reader.coords)
-        self._server = Hello(SERVER, version("fedppl"), algorithm.settings, server.layout, coords)
+        self._terms = Terms(algorithm.settings, server.layout, server.reader.coords)
         self.nodes: dict[str, int] = {}  # client id to node id
-        self._rivals: dict[int, Hello] = {}  # live nodes that claim the id of another live node
+        self._rivals: dict[int, str] = {}  # live nodes that claim the id of another live node
         self._listed: tuple[float, dict[int, str]] = -math.inf, {}  # when, and node ids with their names
 
     def enrol(self) -> None:
@@ -198,115 +191,40 @@ class Roll(_Awaited[Hello]):
         if time.monotonic() - self._listed[0] > max_age:
             self._listed = (time.monotonic(), self._post.nodes())
         nodes = self._listed[1]
-        self._rivals = {node_id: hello for node_id, hello in self._rivals.items() if node_id in nodes}
+        self._rivals = {node_id: client_id for node_id, client_id in self._rivals.items() if node_id in nodes}
         self._call(nodes)
-        for node_id, hello in list(self._rivals.items()):
-            if self.nodes[hello.client_id] not in nodes:
+        for node_id, client_id in list(self._rivals.items()):
+            if self.nodes[client_id] not in nodes:
                 del self._rivals[node_id]
-                self._bind(node_id, hello)
+                self._bind(node_id, client_id)
         return set(nodes)
 
-    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> Hello | str:
-        if reason := other_terms(self._server.terms, unpack_terms(texts)):
+    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> str | None:
+        """Where an introduction differs from the server's own."""
+        if reason := other_terms(self._terms, texts):
             return reason
-        layout = self._server.layout
-        size = layout.size
-        precision = size * (size + 1) // 2 if layout.prior.precision.ndim == 2 else size
-        shapes = {"prior_linear": (size,), "prior_precision": (precision,), "prior_density": (len(layout.density),)}
-        return unpack_hello(from_content(content, shapes, "it")[0], texts)
+        arrays, _ = from_content(content, shapes_of_hello(self._terms.layout), "it")
+        return other_model(self._terms, arrays, texts)
 
-    def _take(self, node_id: int, client_id: str, answer: Hello, nodes: Mapping[int, str]) -> str | None:
+    def _take(self, node_id: int, client_id: str, answer: None, nodes: Mapping[int, str]) -> str | None:
         """Enrol a node that agrees with the server."""
-        if reason := difference(self._server, answer):
-            return reason
         if client_id not in self.answers:
             if self._complete():
                 return "the run has begun with other clients; it can enrol in the next run"
         elif self.nodes[client_id] in nodes and self.nodes[client_id] != node_id:
-            self._rivals[node_id] = answer
-            self._refuse(
-                client_id, f"nodes {self.nodes[client_id]} and {node_id} are both live with this id; stop one of them"
-            )
+            self._rivals[node_id] = client_id
+            both = f"nodes {self.nodes[client_id]} and {node_id}"
+            self._refuse(client_id, f"{both} are both live with this id; stop one of them")
             return None
-        self._bind(node_id, answer)
+        self._bind(node_id, client_id)
         return None
 
-    def _bind(self, node_id: int, hello: Hello) -> None:
-        client_id = hello.client_id
+    def _bind(self, node_id: int, client_id: str) -> None:
         what, extra = "is back" if client_id in self.nodes else "enrolled", {"client": client_id, "status": "enrolled"}
         self.nodes[client_id] = node_id
-        self.answers.setdefault(client_id, hello)
+        self.answers[client_id] = None
         self._refused.pop(client_id, None)
         logger.info("client %s %s as node %d", client_id, what, node_id, extra=extra)
-
-
-# Comparison of sites' declarations with the server's ------------------------------------------------------------------
-
-SERVER = "the server"
-
-
-def other_terms(ours: Terms, theirs: Terms) -> str | None:
-    """The first difference between the server's terms and a site's, or None."""
-    if other := _changed(ours.settings, theirs.settings):
-        return f"its algorithm has {other}"
-    names, others = ([v.name for v in terms.variables] for terms in (ours, theirs))
-    if names != others:
-        return f"it shares {some_of(others)}, {SERVER} shares {some_of(names)}"
-    for a, b in zip(ours.variables, theirs.variables, strict=True):
-        for field in a._fields:
-            mine, other_value = getattr(a, field), getattr(b, field)
-            if mine != other_value:
-                return f"its shared variable {b.name!r} has {field} {other_value}, at {SERVER} it has {mine}"
-    return None
-
-
-def difference(ours: Hello, theirs: Hello) -> str | None:
-    """The first difference between the server's introduction and a site's, or None."""
-    if reason := other_terms(ours.terms, theirs.terms):
-        return reason
-    if ours.layout.fingerprint != theirs.layout.fingerprint:
-        return (
-            f"its shared prior is another than at {SERVER} ({_other_prior(ours.layout, theirs.layout)}): constants of "
-            "the prior must be the same everywhere, and not depend on data"
-        )
-    return _other_labels(ours, theirs)
-
-
-def _changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    changes = [f"{brief(name)} {brief(theirs.get(name))} instead of {brief(ours.get(name))}" for name in names[:5]]
-    return "; ".join(changes)
-
-
-def _other_prior(ours: Layout, theirs: Layout) -> str:
-    """Where two priors of one shape differ most, in words."""
-    if ours.prior_is_gaussian != theirs.prior_is_gaussian:
-        return "one of them is Gaussian"
-    (mean, sd), (others, other_sd) = (
-        (gaussian.mean(layout.prior), gaussian.standard_deviations(layout.prior)) for layout in (ours, theirs)
-    )
-    apart = np.abs(others - mean) / sd + np.abs(np.log(other_sd / sd))
-    if not apart.max() > 1e-6:
-        return "in correlations, or in its density about one mean and covariance"
-    k = int(np.argmax(apart))
-    return f"{ours.labels[k]} has mean {others[k]:.4g} and sd {other_sd[k]:.4g}, there {mean[k]:.4g} and {sd[k]:.4g}"
-
-
-def _other_labels(ours: Hello, theirs: Hello) -> str | None:
-    """The first shared dim whose labels differ, in words; dims without labels are not compared."""
-    for dim in sorted({dim for variable in ours.layout.variables for dim in variable.dims or () if dim}):
-        if dim not in ours.coords or dim not in theirs.coords:
-            continue
-        mine, other = list(ours.coords[dim]), list(theirs.coords[dim])
-        if mine != other:
-            shorter = min(len(mine), len(other))
-            k = next((i for i in range(shorter) if mine[i] != other[i]), shorter)
-            theirs_at, ours_at = (repr(brief(values[k])) if k < len(values) else "none" for values in (other, mine))
-            return (
-                f"its dim {dim!r} has label {theirs_at} in place {k}, at {SERVER} it is {ours_at} ({len(other)} "
-                f"labels, there {len(mine)}): give the columns of the data one order, and coords one order, everywhere"
-            )
-    return None
 
 
 # Before a run by a formula: the server asks every site, once, for a summary of its columns ----------------------------

@@ -207,7 +207,8 @@ def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapp
     try:
         with _account_of(node, config) as guard:
             client = _introduced(node, config, memory, texts, guard)
-        return _wire.pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())
+        terms = _wire.Terms(node.algorithm.settings, client.layout, client.reader().coords)
+        return _wire.pack_hello(name, terms)
     except Exception as error:
         _say_refused("client %s cannot take part", name)
         reason = str(error) if isinstance(error, DeclarationError) else "the reason is in the site's own log"

@@ -181,7 +181,7 @@ def broken(y: Any) -> pm.Model:
 REFUSED: dict[str, tuple[Any, str]] = {
     "settings": (lambda m, d: site_app(m, d, fedppl.EP(damping=0.5)), "damping 0.5 instead of 1.0"),
     "prior": (lambda m, d: site_app(FederatedModel(other_prior, ["mu"]), d), "its shared prior is another"),
-    "shape": (lambda m, d: site_app(FederatedModel(other_shape, ["mu"]), d), r"'mu' has shape \(2,\), at"),
+    "shape": (lambda m, d: site_app(FederatedModel(other_shape, ["mu"]), d), r"'mu' has shape \[2\], at"),
     "names": (lambda m, d: site_app(FederatedModel(other_prior, ["theta"]), d), "another|shares|DeclarationError"),
     "builder": (lambda m, d: site_app(FederatedModel(broken, ["mu"]), d), "DataError: the reason is in the site's own"),
 }
