@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -112,7 +112,6 @@ def unpack_reply(arrays: Message, texts: Mapping[str, str]) -> Reply | Failure:
 # What it says is held against the server's own, and not used.
 
 SERVER = "the server"
-_IMPLAUSIBLE = 1e100  # no honest sum is as large, and its square would overflow
 _NAMES = 1_000  # of dims, settings or columns
 
 
@@ -249,7 +248,6 @@ def _mapping(mapping: Any, field: str) -> dict[str, Any]:
 
 _LEVELS = 1_000  # of one column
 _ROUNDING = 1e-9  # relative, of sums that are added in another order
-_ROWS = 2**53
 
 
 def pack_told(columns: Mapping[str, Told]) -> str:
@@ -267,15 +265,10 @@ def unpack_told(texts: Mapping[str, str], names: Sequence[str]) -> dict[str, Tol
 
 
 def _told(given: Any, field: str) -> Told:
-    require(type(given) is list and len(given) == len(Told._fields), f"{field} is no list of {len(Told._fields)}")
-    rows, total, squares, levels, withheld, text = given
-    kinds = type(levels) is dict and type(withheld) is bool and type(text) is bool
-    require(kinds, f"{field} has no levels, or no kind")
-    for what, count in {"rows": rows, **{brief(level): n for level, n in levels.items()}}.items():
-        require(type(count) is int and 0 <= count < _ROWS, f"{field} has {brief(count)} for {what!r}, no count")
-    for what, number in {"total": total, "squares": squares}.items():
-        _require_number(number, f"{field}, {what!r}")
+    kinds = ("count", "number", "number", "mapping", "flag", "flag")
+    rows, total, squares, levels, withheld, text = _row(given, kinds, field)
     _require_levels(list(levels), field)
+    _row(list(levels.values()), ["count"] * len(levels), field)
     if text:
         require(sum(levels.values()) <= rows, f"{field} has levels of {sum(levels.values())} rows, and {rows} rows")
         require(not total and not squares, f"{field} has levels, and sums too")
@@ -285,7 +278,7 @@ def _told(given: Any, field: str) -> Told:
         require(not idle or (not total and not squares), f"{field} has sums of rows that it does not tell")
         possible = idle or total**2 / rows <= squares * (1 + _ROUNDING)
         require(bool(possible), f"{field} has a sum of squares that is less than its sum allows")
-    return Told(rows, float(total), float(squares), dict(levels), withheld, text)
+    return Told(rows, float(total), float(squares), levels, withheld, text)
 
 
 def pack_agreement(agreement: Agreement) -> str:
@@ -301,21 +294,16 @@ def unpack_agreement(texts: Mapping[str, str], names: Sequence[str]) -> Agreemen
     """Read an agreement on these columns."""
     parts = parsed(texts, "agreement", LABELS_LENGTH)
     _require_names(parts, ("columns", "rows", "others"), "agreement")
-    rows, others, columns = parts["rows"], parts["others"], parts["columns"]
-    require(type(rows) is int and 0 <= rows < _ROWS, f"'rows' is {brief(rows)}, no count")
-    require(type(others) is bool, "'others' is neither true nor false")
-    _require_names(columns, names, "columns")
-    return Agreement({name: _column(columns[name], f"column {name!r}") for name in names}, rows, others)
+    rows, others = _row([parts["rows"], parts["others"]], ("count", "flag"), "'rows' or 'others'")
+    _require_names(parts["columns"], names, "columns")
+    return Agreement({name: _column(parts["columns"][name], f"column {name!r}") for name in names}, rows, others)
 
 
 def _column(given: Any, field: str) -> Column:
-    require(type(given) is list and len(given) == len(Column._fields), f"{field} is no list of {len(Column._fields)}")
-    levels, shares, mean, sd = given
-    require(type(levels) is list and type(shares) is list, f"{field} has no levels, or no shares")
+    levels, shares, mean, sd = _row(given, ("list", "list", "number", "number"), field)
     _require_levels(levels, field)
     require(len(levels) != 1 and len(shares) == len(levels), f"{field} has {len(levels)} levels, {len(shares)} shares")
-    for number in (*shares, mean, sd):
-        _require_number(number, field)
+    _row(shares, ["number"] * len(shares), field)
     require(sd > 0 and sd**2 > 0, f"{field} has the sd {brief(sd)}, expected one above 0")
     parts = all(0 <= share <= 1 for share in shares) and (not shares or math.isclose(sum(shares), 1, abs_tol=1e-6))
     require(parts, f"{field} has shares that are no parts of 1")
@@ -341,6 +329,18 @@ def _require_levels(levels: Sequence[Any], field: str) -> None:
     require(len(set(levels)) == len(levels), f"{field} has one level twice")
 
 
-def _require_number(number: Any, field: str) -> None:
-    plausible = type(number) in (int, float) and abs(number) < _IMPLAUSIBLE
-    require(plausible, f"{field} has {brief(number)}, expected a number below {_IMPLAUSIBLE:g}")
+_IS: Mapping[str, Callable[[Any], bool]] = {
+    "count": lambda value: type(value) is int and 0 <= value < 2**53,
+    "flag": lambda value: type(value) is bool,
+    "list": lambda value: type(value) is list,
+    "mapping": lambda value: type(value) is dict,
+    "number": lambda value: type(value) in (int, float) and abs(value) < 1e100,  # whose square does not overflow
+}
+
+
+def _row(values: Any, kinds: Sequence[str], field: str) -> list[Any]:
+    """A list of values of these kinds."""
+    require(type(values) is list and len(values) == len(kinds), f"{field} is no list of {len(kinds)}")
+    for value, kind in zip(values, kinds, strict=True):
+        require(_IS[kind](value), f"{field} has {brief(value)}, expected a {kind}")
+    return list(values)
