@@ -34,7 +34,7 @@ from fedppl.engine import secure as _secure
 from fedppl.engine.answer import require_fit, take_sum
 from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Parcel, require
+from fedppl.flower.decode import Parcel, require_few
 from fedppl.flower.enrolment import Roll, ServerModel, agree, expected_clients
 from fedppl.flower.messages import ASK, CONCLUDE, GREET, Post, from_content, read_letter, texts_of
 from fedppl.flower.node import MOST_BYTES, read_told
@@ -170,7 +170,7 @@ class GridEngine:
             reply = _wire.unpack_reply(*from_content(content, shapes, "reply"))
             if isinstance(reply, Reply):
                 names = self._diagnostics.get(client_id, set()) | set(reply.info)
-                require(len(names) <= MOST_INFOS, f"'info' has {len(names)} names over the run, expected {MOST_INFOS}")
+                require_few(len(names), MOST_INFOS, "names in 'info' over the run")
                 self._diagnostics[client_id] = names
             return reply
 
@@ -339,17 +339,11 @@ def grid(
     live sites with one id: the second is refused until the first has gone. Where sums are secure, a round in which a
     site is missing, or refuses, has no sum, and the next asks all again.
     """
-    expected = expected_clients(clients)
-    for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
-        positive(name, value, "it is in seconds")
-    _require_secure(secure, expected)
-    _require_example(model, example_data)
+    expected = _checked(model, example_data, clients, secure, wait=wait, deadline=deadline, poll=poll, grace=grace)
     greeting: dict[str, str] = {}
     if is_formula(model):
         if waits(model):
-            raise DeclarationError(
-                "model= is a formula that clients have not agreed on: pass the model of fedppl.Flower.agree(grid, ...)."
-            )
+            raise DeclarationError("clients have not agreed on model=: pass that of fedppl.Flower.agree(grid, ...).")
         built: Any = model.builder
         example_data = example(built) if example_data is None else example_data
         greeting = {"agreement": _wire.pack_agreement(built.design.agreement)}
@@ -366,17 +360,19 @@ def grid(
     return factory
 
 
-def _require_secure(secure: Any, expected: int | tuple[str, ...]) -> None:
+def _checked(model: Any, example_data: Any, clients: Any, secure: Any, **seconds: float) -> int | tuple[str, ...]:
+    """Check settings of a grid; return the clients that it waits for."""
+    expected = expected_clients(clients)
+    for name, value in seconds.items():
+        positive(name, value, "it is in seconds")
     if flag("secure", secure):
         _secure.require_enough(expected if isinstance(expected, int) else len(expected))
-
-
-def _require_example(model: Any, example_data: Any) -> None:
     if not isinstance(model, FederatedModel):
         raise DeclarationError(f"model is {type(model).__name__}; pass the FederatedModel that sites declare.")
     if not isinstance(example_data, Mapping) and not (example_data is None and is_formula(model)):
         remedy = "pass a mapping from the builder's names to arrays, of a few rows"
         raise DeclarationError(f"example_data={shown(example_data)} must be made-up data like sites'; {remedy}.")
+    return expected
 
 
 def server_app(
@@ -435,14 +431,11 @@ def server_app(
     *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
     all the same). A server that was killed goes on from `checkpoint` in a new run.
     """
-    _require_secure(secure, expected_clients(clients))
-    for name, value in {"wait": wait, "deadline": deadline}.items():
-        positive(name, value, "it is in seconds")
     require_declared(federated_model, algorithm)
+    _checked(federated_model, example_data, clients, secure, wait=wait, deadline=deadline)
     if secure and waits(federated_model):
         remedy = "Pass the model of fedppl.agree on made-up tables with all levels, here and at the sites."
         raise DeclarationError(f"secure=True: a formula is agreed on in the clear, and this one is not yet. {remedy}")
-    _require_example(federated_model, example_data)
     whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
     require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
     seed_of(random_seed)
@@ -453,16 +446,16 @@ def server_app(
 
     @app.main()
     def main(flower_grid: Grid, context: Context) -> None:
-        chosen: dict[str, Any] = {"rounds": rounds, "participation": participation, "checkpoint": checkpoint}
-        chosen |= {"deadline": deadline, "random_seed": random_seed}
-        chosen |= {name: context.run_config[name] for name in chosen if name in context.run_config}
-        expected: Any = context.run_config.get("clients", clients)
-        patience, model = float(context.run_config.get("wait", wait)), federated_model
+        own = {"rounds": rounds, "participation": participation, "checkpoint": checkpoint, "deadline": deadline}
+        own |= {"random_seed": random_seed, "clients": clients, "wait": wait}
+        chosen: dict[str, Any] = {name: context.run_config.get(name, value) for name, value in own.items()}
+        expected, patience, model = chosen.pop("clients"), float(chosen.pop("wait")), federated_model
         if waits(model):
             found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)
             expected, model = found.clients, found.model
-        sites: dict[str, Any] = {"clients": expected, "model": model, "wait": patience, "secure": secure}
-        engine = grid(flower_grid, example_data=example_data, **sites)
+        engine = grid(
+            flower_grid, clients=expected, model=model, example_data=example_data, wait=patience, secure=secure
+        )
         options = Options(engine=engine, **{**chosen, "checkpoint": chosen["checkpoint"] or None})
         fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
         if on_fit is not None:

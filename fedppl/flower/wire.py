@@ -29,6 +29,7 @@ from fedppl.flower.decode import (
     parsed,
     reading,
     require,
+    require_few,
     whole_number,
 )
 from fedppl.formulas.agreement import Agreement, Column, Told
@@ -323,7 +324,7 @@ def _require_names(mapping: Any, names: Sequence[str], field: str) -> None:
 
 
 def _require_levels(levels: Sequence[Any], field: str) -> None:
-    require(len(levels) <= _LEVELS, f"{field} has {len(levels)} levels, expected {_LEVELS} at most")
+    require_few(len(levels), _LEVELS, f"levels of {field}")
     for level in levels:
         checked_name(level, f"a level of {field}", NAME_LENGTH)
     require(len(set(levels)) == len(levels), f"{field} has one level twice")

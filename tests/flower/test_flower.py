@@ -712,6 +712,9 @@ def test_an_app_without_a_folder_needs_a_policy_without_rules() -> None:
             site_app(model, clients, policy=policy)
     with pytest.raises(DeclarationError, match="policy=3 must be a fedppl.Policy, the path"):
         site_app(model, clients, policy=3)
+    nowhere = site_app(model, clients, policy=fedppl.Policy(rows=1), folder=lambda config: None)
+    with pytest.raises(DeclarationError, match="'client 0' was refused|node 1' was refused: the site's app raised"):
+        fit(FakeGrid({1: node(nowhere, 1, **{"client-id": "client 0"})}), model, 1)
 
 
 @problems.few_rounds
