@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.settings import one_line
+from fedppl.settings import one_line, some_of
 from fedppl.types import Message
 
 Parcel = tuple[Message, dict[str, str]]  # arrays, and texts by name
@@ -78,10 +78,10 @@ def brief(value: object) -> str:
     return one_line(value, SHOWN)
 
 
-def checked_name(value: Any, field: str, longest: int = NAME_LENGTH) -> str:
+def checked_name(value: Any, field: str) -> str:
     """Return a name if it is a printable text, not empty and not too long."""
     require(type(value) is str, f"{field} is of type {type(value).__name__}, expected a text")
-    require(0 < len(value) <= longest, f"{field} has {len(value)} characters, expected 1 to {longest}")
+    require(0 < len(value) <= NAME_LENGTH, f"{field} has {len(value)} characters, expected 1 to {NAME_LENGTH}")
     require(value.isprintable(), f"{field} {brief(value)!r} has characters that cannot be printed")
     return str(value)
 
@@ -153,16 +153,13 @@ def _require_shallow(value: str, field: str) -> None:
 
 
 def arrays(
-    raw: Mapping[Any, Any],
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    what: str = "reply",
-    most: int = ARRAYS_BYTES,
+    raw: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]] | None = None, most: int = ARRAYS_BYTES
 ) -> dict[str, Any]:
     """Arrays from their bytes: exactly those of `shapes` where these are known, else `most` bytes in all."""
     with reading("'arrays'"):
-        if shapes is not None and set(raw) != set(shapes):
-            raise Malformed(f"{what} holds {_listed(raw)}, expected {_listed(shapes)}")
         require_few(len(raw), ARRAYS, "arrays")
+        if shapes is not None and set(raw) != set(shapes):
+            raise Malformed(f"it holds {_listed(raw)}, expected {_listed(shapes)}")
         for key, data in raw.items():
             checked_name(key, "an array's name")
             require(type(data) is bytes, f"{key!r} is of type {type(data).__name__}, expected bytes")
@@ -202,5 +199,4 @@ def _array(data: bytes, dtype: str, shape: tuple[int, ...], start: int) -> Any:
 
 
 def _listed(names: Any) -> str:
-    shown = sorted(one_line(name, 30) for name in list(names)[:12])
-    return f"{shown}" + (f" and {len(names) - 12} others" if len(names) > 12 else "")
+    return some_of(sorted(one_line(name, 30) for name in names))

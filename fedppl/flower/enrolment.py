@@ -62,7 +62,7 @@ class _Awaited(Generic[T]):
     """Clients that a server waits for, and why it refuses some."""
 
     kind = ""  # of the messages by which they are called
-    doing, verdict, cannot = "", "", ""  # what they have to do, that they may not, and that an answer is malformed
+    doing, cannot = "", ""  # what they have to do, and that an answer is malformed, in words
 
     def __init__(self, post: Post, expected: int | tuple[str, ...], wait: float, question: Mapping[str, str]) -> None:
         self._post = post
@@ -95,7 +95,7 @@ class _Awaited(Generic[T]):
         if isinstance(count, tuple):
             clients += f"; missing {sorted(set(count) - set(self.answers))}"
             count = len(count)
-        refused = "".join(f"; {client_id!r}{self.verdict}: {why}" for client_id, why in self._refused.items())
+        refused = "".join(f"; {client_id!r} was refused: {why}" for client_id, why in self._refused.items())
         return (
             f"only {len(self.answers)} of {count} sites {self.doing} within {self._wait:g} s ({clients}){refused}. "
             "Start the missing sites and look at their logs, or raise wait=."
@@ -161,7 +161,7 @@ class Roll(_Awaited[None]):
     """Enrolled clients and their nodes."""
 
     kind = HELLO
-    doing, verdict, cannot = "enrolled", " was refused", "its introduction cannot be read"
+    doing, cannot = "enrolled", "its introduction cannot be read"
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class Roll(_Awaited[None]):
         """Where an introduction differs from the server's own."""
         if reason := other_terms(self._terms, texts):
             return reason
-        arrays, _ = from_content(content, shapes_of_hello(self._terms.layout), "it")
+        arrays, _ = from_content(content, shapes_of_hello(self._terms.layout))
         return other_model(self._terms, arrays, texts)
 
     def _take(self, node_id: int, client_id: str, answer: None, nodes: Mapping[int, str]) -> str | None:

@@ -167,7 +167,7 @@ class GridEngine:
 
         def read(client_id: str, content: RecordDict) -> Reply | Failure:
             shapes = {} if "failure" in texts_of(content) else requests[client_id].shapes
-            reply = _wire.unpack_reply(*from_content(content, shapes, "reply"))
+            reply = _wire.unpack_reply(*from_content(content, shapes))
             if isinstance(reply, Reply):
                 names = self._diagnostics.get(client_id, set()) | set(reply.info)
                 require_few(len(names), MOST_INFOS, "names in 'info' over the run")

@@ -57,10 +57,7 @@ def texts_of(content: RecordDict) -> dict[str, str]:
 
 
 def from_content(
-    content: RecordDict,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    what: str = "message",
-    most: int = _decode.ARRAYS_BYTES,
+    content: RecordDict, shapes: Mapping[str, tuple[int, ...]] | None = None, most: int = _decode.ARRAYS_BYTES
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Arrays and texts of a Flower message, or `Malformed`; `shapes` and `most` as in `decode.arrays`.
 
@@ -70,7 +67,7 @@ def from_content(
     with _decode.reading("'arrays'"):
         record = _record(content, "arrays", ArrayRecord)
         plain = {name: value.data if value.stype == "numpy.ndarray" else None for name, value in record.items()}
-    return _decode.arrays(plain, shapes, what, most), texts
+    return _decode.arrays(plain, shapes, most), texts
 
 
 def _record(content: RecordDict, name: str, kind: type) -> Mapping[str, Any]:

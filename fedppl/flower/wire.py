@@ -326,7 +326,7 @@ def _require_names(mapping: Any, names: Sequence[str], field: str) -> None:
 def _require_levels(levels: Sequence[Any], field: str) -> None:
     require_few(len(levels), _LEVELS, f"levels of {field}")
     for level in levels:
-        checked_name(level, f"a level of {field}", NAME_LENGTH)
+        checked_name(level, f"a level of {field}")
     require(len(set(levels)) == len(levels), f"{field} has one level twice")
 
 

@@ -318,7 +318,7 @@ FAULTS = {
     "crashed": Strike(8, "the site's app crashed"),
     "NaN": Strike(with_array("gradient", [np.nan]), "'gradient' is not all finite"),
     "shape": Strike(with_array("hessian", np.eye(2)), "'hessian' has shape"),
-    "extra": Strike(with_array("rows", np.ones(3)), "reply holds"),
+    "extra": Strike(with_array("rows", np.ones(3)), "it holds"),
     "fingerprint": Strike(with_text("fingerprint", "beef"), "fingerprint beef differs"),
     "nonce": Strike(with_text("nonce", "7"), "reply to request 7, but the latest is"),
     "client": Strike(with_text("client_id", "client 1"), "reply of client 'client 1'"),

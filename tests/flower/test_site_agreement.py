@@ -333,7 +333,7 @@ def test_sites_of_very_different_sizes_agree_on_what_they_have() -> None:
 
 def test_a_column_that_a_site_lacks_is_named(tmp_path: Path) -> None:
     data = {name: {k: v for k, v in rows.items() if (name, k) != ("west", "arm")} for name, rows in sites().items()}
-    with pytest.raises(DeclarationError, match=r"'west': .*lacks the columns \['arm'\]"):
+    with pytest.raises(DeclarationError, match=r"'west' was refused: .*lacks the columns \['arm'\]"):
         agree(FakeGrid(nodes_of(data, tmp_path)))
 
 
@@ -638,7 +638,7 @@ def test_sites_that_cannot_be_believed_are_named(tmp_path: Path) -> None:
 
     with pytest.raises(DeclarationError) as caught:
         agree(FakeGrid(nodes_of(DATA, tmp_path), changed))
-    for part in ("only 1 of 3 sites", "'north': it runs fedppl 0.0", "'south': what it tells cannot be read"):
+    for part in ("only 1 of 3 sites", "'north' was refused: it runs fedppl 0.0", "'south' was refused: what it tells"):
         assert part in str(caught.value)
 
 
