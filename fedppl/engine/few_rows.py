@@ -184,9 +184,8 @@ def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> s
     if np.isnan(share):
         return "few_rows: what single rows say cannot be computed there; few_rows = 0 in the policy does not look"
     return (
-        f"few_rows: {rules.few_rows} rows or fewer make up {share:.4g} of a direction of what is shared there, "
-        f"less than {rules.few_rows_share:g} wanted; merge rare levels, take bounds of a spline nearer to the data, "
-        "fewer knots or a natural spline, leave those rows out, or allow it in the policy"
+        f"few_rows: {rules.few_rows} rows or fewer have {share:.4g} of a direction of what is shared there, less than "
+        f"{rules.few_rows_share:g} wanted; merge rare levels, take fewer or nearer knots, leave rows out, or allow it"
     )
 
 
@@ -413,10 +412,7 @@ def _share_between(client: Any, ends: Sequence[Any], x: Array, paths: Array, few
 
 def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, bool]]:
     """For each shared variable the remaining curvatures (n, columns), and the sizes of the parts split off."""
-    place = 0
-    for variable in client.layout.variables:
-        here = slice(place, place + int(np.prod(variable.shape, dtype=int)))
-        place = here.stop
+    for here in client.layout.slices.values():
         row_slopes, changes = slopes[here], bends[:, here]
         if len(row_slopes) == 1:
             yield changes[:, 0].T.copy(), False
@@ -435,12 +431,11 @@ def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, 
 
 def _of_scalars(client: Any, slopes: Array, bends: Array) -> Array:
     """Curvatures (n, columns) between scalar variables that are not of one linear predictor."""
-    sizes = [int(np.prod(variable.shape, dtype=int)) for variable in client.layout.variables]
-    scalars = [place for place, size in zip(np.cumsum([0, *sizes]), sizes, strict=False) if size == 1]
-    found = [
+    scalars = [here.start for here in client.layout.slices.values() if here.stop - here.start == 1]
+    columns = [
         bends[i, j] for i in scalars for j in scalars if j < i and not are_multiples(slopes[[i, j]], bends, (i, j))
     ]
-    return np.stack(found, axis=1) if found else np.zeros((slopes.shape[1], 0))
+    return np.stack(columns, axis=1) if columns else np.zeros((slopes.shape[1], 0))
 
 
 def _ends(client: Any) -> list[list[Any]]:
@@ -516,12 +511,10 @@ def _slopes_at(read: Reading, client: Any, x: Array, paths: Array) -> Callable[[
         inputs = read.inputs and read.inputs(arrays)
         if inputs is None:
             return None
-        rows = by_length(row_scores(read.client).elsewhere, x, paths, inputs)
-        rest = np.zeros(len(paths))
+        rows, rest = by_length(row_scores(read.client).elsewhere, x, paths, inputs), np.zeros(len(paths))
         if client.local_size:
-            rest = paths @ read.client.kernel(x, *pack(inputs))[1:] - sum(
-                np.sum(part, axis=0) for part in rows.values()
-            )
+            whole = paths @ read.client.kernel(x, *pack(inputs))[1:]
+            rest = whole - sum(np.sum(part, axis=0) for part in rows.values())
         return _Slopes(rows, rest)
 
     return at

@@ -36,7 +36,7 @@ from fedppl.model.client import reader_of
 from fedppl.model.interpreted import set_back, settings
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.numerics.streams import stream
-from fedppl.settings import shown, whole
+from fedppl.settings import flag, shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 
@@ -314,9 +314,7 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None, secur
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     if policy is not None and not isinstance(policy, Policy):
         raise DeclarationError(f"policy={shown(policy)} must be a fedppl.Policy, such as fedppl.policy.read(path).")
-    if not isinstance(secure, bool):
-        raise DeclarationError(f"secure={shown(secure)} must be True or False.")
-    return Threads(count, policy, secure)
+    return Threads(count, policy, flag("secure", secure))
 
 
 class Threads(NamedTuple):

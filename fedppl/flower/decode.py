@@ -80,9 +80,8 @@ def brief(value: object) -> str:
 
 def checked_name(value: Any, field: str) -> str:
     """Return a name if it is a printable text, not empty and not too long."""
-    require(type(value) is str, f"{field} is of type {type(value).__name__}, expected a text")
-    require(0 < len(value) <= NAME_LENGTH, f"{field} has {len(value)} characters, expected 1 to {NAME_LENGTH}")
-    require(value.isprintable(), f"{field} {brief(value)!r} has characters that cannot be printed")
+    is_name = type(value) is str and 0 < len(value) <= NAME_LENGTH and value.isprintable()
+    require(is_name, f"{field} is {brief(value)!r}, expected a printable text of 1 to {NAME_LENGTH} characters")
     return str(value)
 
 

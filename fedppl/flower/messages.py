@@ -73,9 +73,9 @@ def from_content(
 def _record(content: RecordDict, name: str, kind: type) -> Mapping[str, Any]:
     """One of the two records of a message."""
     with _decode.reading(f"the message's record {name!r}"):
-        _decode.require(len(content) == 2, f"a message of {len(content)} records, expected 'arrays' and 'texts'")
         record = content.get(name)
-        _decode.require(type(record) is kind, f"the message has no record {name!r}")
+        is_one_of_two = type(record) is kind and len(content) == 2
+        _decode.require(is_one_of_two, "a message that is not of the records 'arrays' and 'texts'")
         return dict(record or {})
 
 

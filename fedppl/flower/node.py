@@ -23,23 +23,8 @@ from fedppl.contracts import AnyAlgorithm, Failure, LogEvidence, Request
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.data import frames
 from fedppl.engine import account as _account
+from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
-from fedppl.engine.guard import (
-    REFUSED,
-    Guard,
-    admit_algorithm,
-    admit_declaration,
-    concluded,
-    digest,
-    let_out,
-    named,
-    note,
-    refuse_data,
-    refuse_rows,
-    reopen,
-    replayed,
-    tells,
-)
 from fedppl.engine.policy import NO_RULES, Policy
 from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _agreements
@@ -150,7 +135,7 @@ def _seal(data: Mapping[str, Any]) -> bytes:
 
 
 @contextmanager
-def _account_of(node: Node, config: Mapping[str, Any]) -> Iterator[Guard | None]:
+def _account_of(node: Node, config: Mapping[str, Any]) -> Iterator[_guard.Guard | None]:
     """The policy with its account, locked over all processes; None without a folder, see `client_app`."""
     if node.folder is None:
         yield None
@@ -159,12 +144,12 @@ def _account_of(node: Node, config: Mapping[str, Any]) -> Iterator[Guard | None]
         yield _account.in_folder(node.policy, node.folder, node.client_id(config))
 
 
-def _refuse(guard: Guard | None, about: Mapping[str, Any], rule: str) -> None:
+def _refuse(guard: _guard.Guard | None, about: Mapping[str, Any], rule: str) -> None:
     """Log the rule by which a message is refused."""
     if guard is None:
         logger.warning("%s refused: %s", about["event"], rule)
     else:
-        note(guard, rule, **about)
+        _guard.note(guard, rule, **about)
 
 
 def _say_refused(what: str, name: str) -> None:
@@ -175,7 +160,7 @@ def _say_refused(what: str, name: str) -> None:
 def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
     """Answer with the summary of columns by which clients agree on a formula, as far as the policy allows it."""
     name = node.client_id(config)
-    answer = {"refused": REFUSED}
+    answer = {"refused": _guard.REFUSED}
     try:
         with _account_of(node, config) as guard:
             if node.secure is None:
@@ -197,7 +182,7 @@ def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Pa
         answer = _masks.greet(node.secure, node.folder, texts)
     except Exception:
         _say_refused("client %s greets nobody", name)
-        answer = {"refused": REFUSED}
+        answer = {"refused": _guard.REFUSED}
     return {}, {"client_id": name, **answer}
 
 
@@ -217,13 +202,13 @@ def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapp
 
 
 def _introduced(
-    node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str], guard: Guard | None
+    node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str], guard: _guard.Guard | None
 ) -> ClientModel:
     """The client as it introduces itself; the text of a DeclarationError may leave the site."""
     name, loaded = node.client_id(config), node.load_data(config)
     node = node._replace(load_data=lambda config: loaded)
     withheld = DeclarationError(f"{f'client {name!r}' if name else 'it'} {_WITHHELD}")
-    few = guard is not None and refuse_rows(guard, _most_rows(loaded))
+    few = guard is not None and _guard.refuse_rows(guard, _most_rows(loaded))
     if few or not _declaration_admitted(node, guard):
         raise withheld
     _agreements.accept(node.model, lambda: loaded, name, texts, memory, guard)
@@ -234,18 +219,18 @@ def _introduced(
             raise
         raise DataError(str(error)) from error  # its text may quote rows
     if guard is not None:
-        admit_algorithm(guard, node.algorithm, here.client)
+        _guard.admit_algorithm(guard, node.algorithm, here.client)
         versions = functools.partial(data_versions, memory, name, here.columns, node.policy)
-        if refuse_data(guard, here.client, node.algorithm, lambda: versions()[0]):
+        if _guard.refuse_data(guard, here.client, node.algorithm, lambda: versions()[0]):
             raise withheld
     return here.client
 
 
-def _declaration_admitted(node: Node, guard: Guard | None) -> bool:
+def _declaration_admitted(node: Node, guard: _guard.Guard | None) -> bool:
     if guard is None or node.policy == NO_RULES:
         return True
     key = "; ".join(f"{kind}: {code_key(builder)}" for kind, builder in node.model.builders.items())
-    return admit_declaration(guard, hashlib.sha256(key.encode()).hexdigest()[:32])
+    return _guard.admit_declaration(guard, hashlib.sha256(key.encode()).hexdigest()[:32])
 
 
 def _most_rows(loaded: Any) -> int | None:
@@ -267,11 +252,11 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel
             answered = _answered(node, config, memory, parcel, guard)
     except Exception:
         _say_refused("client %s refuses a request", client_id)
-    refusal = Failure(client_id, int(nonce) if nonce.isdecimal() else 0, REFUSED)
+    refusal = Failure(client_id, int(nonce) if nonce.isdecimal() else 0, _guard.REFUSED)
     return answered or _wire.pack_reply(refusal)
 
 
-def _understood(node: Node, parcel: Parcel, guard: Guard | None) -> tuple[Request, _masks.Place | None] | None:
+def _understood(node: Node, parcel: Parcel, guard: _guard.Guard | None) -> tuple[Request, _masks.Place | None] | None:
     """A request and the site's place in its cohort; None where they are refused and the log says why."""
     try:
         request = _wire.unpack_request(*parcel)
@@ -285,18 +270,18 @@ def _understood(node: Node, parcel: Parcel, guard: Guard | None) -> tuple[Reques
     try:
         return request, _masks.joined(node.secure, node.folder, guard, request, parcel[1])
     except DeclarationError as error:
-        _refuse(guard, named("request", request), f"sums: {error}")
+        _refuse(guard, _guard.named("request", request), f"sums: {error}")
         return None
 
 
 def _answered(
-    node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: Guard | None
+    node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard | None
 ) -> Parcel | None:
     """The answer to a request, or None where it is refused and the log says why."""
     if (understood := _understood(node, parcel, guard)) is None:
         return None
     request, place = understood
-    own_id, about = node.client_id(config), named("request", request)
+    own_id, about = node.client_id(config), _guard.named("request", request)
     algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
     try:
         if not _declaration_admitted(node, guard):
@@ -307,13 +292,13 @@ def _answered(
         name = name_of_kept(algorithm, own_id, request.run, request.client_id)
         kept = recalled(algorithm, memory, name, request.client_id)
         # The digest differs where the site admitted this request and died before it answered.
-        if guard is not None and replayed(guard, request):
+        if guard is not None and _guard.replayed(guard, request):
             is_masked = set(kept.arrays) == {_masks.WORDS}
-            if kept.digest == digest(request) and (place is None or is_masked):
-                note(guard, None, **about, repeated=True)
+            if kept.digest == _guard.digest(request) and (place is None or is_masked):
+                _guard.note(guard, None, **about, repeated=True)
                 return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
             if place is not None:  # a round of a cohort has all answers or none: this one is computed after all
-                reopen(guard, request)
+                _guard.reopen(guard, request)
         if changed:
             _refuse(guard, about, changed)
             return None
@@ -329,7 +314,7 @@ def _answered(
     if place is not None:
         reply = _masks.hidden(place, request, reply)
     answered = _wire.pack_reply(reply)
-    if isinstance(reply, Failure) and reply.reason == REFUSED:
+    if isinstance(reply, Failure) and reply.reason == _guard.REFUSED:
         return answered  # nothing is stored: a server could make up any number of names
     for file, raw in {**seal, **versions}.items():
         memory.keep(file, raw)
@@ -337,7 +322,7 @@ def _answered(
         _masks.fix(guard, place, request)
     # State and answer are one file, replaced in one step: no answer leaves that the state does not know of.
     if guard is not None:
-        memory.keep(name, pack((after, digest(request), dict(answered[0]), dict(answered[1])), name))
+        memory.keep(name, pack((after, _guard.digest(request), dict(answered[0]), dict(answered[1])), name))
     elif after is not None:
         memory.keep(name, pack((after,), name))
     return answered
@@ -360,13 +345,13 @@ def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parc
     return summaries, {"client_id": name}
 
 
-def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: Guard) -> Message:
+def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard) -> Message:
     try:
         client_id, run, seed, status = _wire.unpack_conclusion(parcel[1])
     except Malformed as error:
         _refuse(guard, {"event": "conclusion"}, f"malformed: {error}"[:200])
         return {}
-    if not concluded(guard, run):
+    if not _guard.concluded(guard, run):
         logger.warning("client %s was told before that run %s is over", client_id, run)
         return {}
     here = enrolled(node, config, memory, client_id)
@@ -384,10 +369,10 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
     partial.chmod(0o600)  # a library may make the file anew
     partial.replace(path)
     logger.info("client %s: posterior written to %s", client_id, path)
-    names = tells(guard, node.algorithm, here.client, request) if node.secure is None else ()
+    names = _guard.tells(guard, node.algorithm, here.client, request) if node.secure is None else ()
     if not names:
         return {}
-    return let_out(guard, here.client, request, tell(names, node.algorithm, here, parcel[0], result, seed))
+    return _guard.let_out(guard, here.client, request, tell(names, node.algorithm, here, parcel[0], result, seed))
 
 
 # What a node stores between two requests: personal state, the last answer, and digests of the data --------------------

@@ -271,8 +271,9 @@ def _told(given: Any, field: str) -> Told:
     _require_levels(list(levels), field)
     _row(list(levels.values()), ["count"] * len(levels), field)
     if text:
-        require(sum(levels.values()) <= rows, f"{field} has levels of {sum(levels.values())} rows, and {rows} rows")
-        require(not total and not squares, f"{field} has levels, and sums too")
+        told = sum(levels.values())
+        plausible = told <= rows and not total and not squares
+        require(plausible, f"{field} has levels of {told} rows, and {rows} rows, or sums too")
     else:
         require(not levels, f"{field} has numbers, and levels too")
         idle = not rows or withheld
