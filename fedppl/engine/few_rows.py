@@ -74,12 +74,12 @@ def _once(look: Callable[..., float], rules: Policy, client: Any, point: Array, 
         if len(known) >= _KEPT:
             known.clear()
         try:
-            known[key] = float(look(rules, client, point, *more))
+            known[key] = look(rules, client, point, *more)
         except (
             Exception
         ):  # no slopes, or no density there: it depends on rows too, and counts as a refusal by this rule
             known[key] = np.nan
-    return known[key]
+    return float(known[key])
 
 
 def _shares(_: Any) -> dict[Any, float]:

@@ -187,7 +187,7 @@ class Policy:
             raise DeclarationError(f"conclusions={conclusions} have no known ε, as epsilon= wants; leave one out.")
         object.__setattr__(self, "conclusions", tuple(dict.fromkeys(conclusions)))
         approval = self.approval
-        if not (approval is None or callable(approval) or isinstance(approval, str | os.PathLike)):
+        if approval is not None and not callable(approval) and not isinstance(approval, str | os.PathLike):
             shown = settings.shown(approval)
             raise DeclarationError(f"approval={shown} must be a function, the path of a file, or None.")
 

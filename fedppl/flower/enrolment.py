@@ -68,7 +68,7 @@ class _Awaited(Generic[T]):
         self._post = post
         self._expected = expected
         self._wait = wait
-        self._question = question
+        self._question = dict(question)
         self.answers: dict[str, T] = {}  # by client
         self._calls: dict[str, int] = {}  # message id of a call not answered yet, to its node
         self._due: dict[int, float] = {}  # nodes that have answered, and when to call them again
@@ -141,12 +141,11 @@ class _Awaited(Generic[T]):
             return other_version(texts) or self._read(content, texts)
 
         found = read_letter(letter, read, self.cannot)
-        if not isinstance(found, str):
-            found = self._take(node_id, client_id, found, nodes)
-        if isinstance(found, str):
-            self._refuse(client_id, found)
-        else:
+        why = found if isinstance(found, str) else self._take(node_id, client_id, found, nodes)
+        if why is None:
             self._due[node_id] = math.inf
+        else:
+            self._refuse(client_id, why)
 
     def _read(self, content: RecordDict, texts: Mapping[str, str]) -> T | str:
         """The answer in a message, or why it is refused."""

@@ -446,9 +446,9 @@ def server_app(
 
     @app.main()
     def main(flower_grid: Grid, context: Context) -> None:
-        own = {"rounds": rounds, "participation": participation, "checkpoint": checkpoint, "deadline": deadline}
-        own |= {"random_seed": random_seed, "clients": clients, "wait": wait}
-        chosen: dict[str, Any] = {name: context.run_config.get(name, value) for name, value in own.items()}
+        chosen: dict[str, Any] = {"rounds": rounds, "participation": participation, "checkpoint": checkpoint}
+        chosen |= {"deadline": deadline, "random_seed": random_seed, "clients": clients, "wait": wait}
+        chosen = {name: context.run_config.get(name, value) for name, value in chosen.items()}
         expected, patience, model = chosen.pop("clients"), float(chosen.pop("wait")), federated_model
         if waits(model):
             found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)

@@ -206,7 +206,7 @@ def other_model(terms: Terms, arrays: Message, texts: Mapping[str, str]) -> str 
         prior = Gaussian(linear, gaussian.unpack_triangle(precision) if is_matrix else precision)
         require(bool(gaussian.is_proper(prior)), "'prior_precision' is not positive definite")
         said = one_text(texts, "fingerprint", NAME_LENGTH)
-        found = fingerprint(layout.variables, prior, is_gaussian, density)
+        found = fingerprint(layout.variables, prior, is_gaussian, list(density))
         require(said == found, f"'fingerprint' is {brief(said)}, but what its 'prior_...' arrays say has {found}")
         if found != layout.fingerprint:
             where = "one of them is Gaussian" if is_gaussian != layout.prior_is_gaussian else _apart(layout, prior)
