@@ -75,9 +75,7 @@ def _once(look: Callable[..., float], rules: Policy, client: Any, point: Array, 
             known.clear()
         try:
             known[key] = look(rules, client, point, *more)
-        except (
-            Exception
-        ):  # no slopes, or no density there: it depends on rows too, and counts as a refusal by this rule
+        except Exception:  # no slopes there, or no density: it depends on rows too, and counts as a refusal
             known[key] = np.nan
     return float(known[key])
 

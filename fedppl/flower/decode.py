@@ -97,9 +97,9 @@ def texts(record: Mapping[Any, Any]) -> dict[str, str]:
         return named
 
 
-def one_text(record: Mapping[str, str], field: str, longest: int = LINE_LENGTH, default: str | None = None) -> str:
+def one_text(record: Mapping[str, str], field: str, longest: int = LINE_LENGTH) -> str:
     """One of the texts."""
-    value = record.get(field, default)
+    value = record.get(field)
     if type(value) is not str:
         raise Malformed(f"{field!r} is missing")
     require_few(len(value), longest, f"characters of {field!r}")

@@ -58,7 +58,7 @@ def unpack_request(arrays: Message, texts: Mapping[str, str]) -> Request:
     seed = parsed(texts, "seed")
     valid = type(seed) is list and len(seed) <= 8 and all(type(number) is int and number >= 0 for number in seed)
     require(valid, f"'seed' is {brief(seed)}, expected whole numbers")
-    report = one_text(texts, "report", default="1")
+    report = one_text(texts, "report")
     require(report in ("0", "1"), f"'report' is {brief(report)!r}, expected 0 or 1")
     return Request(
         client_id=checked_name(one_text(texts, "client_id"), "'client_id'"),
@@ -105,7 +105,7 @@ def unpack_reply(arrays: Message, texts: Mapping[str, str]) -> Reply | Failure:
     info = {name: float(value) for name, value in infos.items()}
     if reason := why_no_info(info):
         raise Malformed(reason)
-    reason = one_line(one_text(texts, "reason", default=""), LINE_LENGTH)
+    reason = one_line(one_text(texts, "reason"), LINE_LENGTH)
     return Reply(client_id, nonce, one_text(texts, "fingerprint", NAME_LENGTH), arrays, info, reason)
 
 
