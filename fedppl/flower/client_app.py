@@ -132,8 +132,6 @@ def client_app(
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         chosen = policy(config) if callable(policy) else policy
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
-        if path is None and rules != NO_RULES:
-            raise DeclarationError("folder= gave None for this node config, and without a folder no policy holds.")
         kind_here = kind(config) if callable(kind) else kind
         files = secure(config) if callable(secure) else secure
         its_files = None if secure is None else Path(files or "no folder")  # never in the clear because of a typo

@@ -138,6 +138,8 @@ def _seal(data: Mapping[str, Any]) -> bytes:
 def _account_of(node: Node, config: Mapping[str, Any]) -> Iterator[_guard.Guard | None]:
     """The policy with its account, locked over all processes; None without a folder, see `client_app`."""
     if node.folder is None:
+        if node.policy != NO_RULES:
+            raise LocalFailure("folder= gave None for this node config, and without a folder no policy holds")
         yield None
         return
     with FileLock(node.folder / "site.lock", timeout=_PATIENCE, mode=0o600):
