@@ -6,12 +6,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
-from fedppl.contracts import AnyAlgorithm, SharedReader
 from fedppl.flower import site_agreement as _site
 from fedppl.flower.decode import checked_name
 from fedppl.flower.messages import AGREE, HELLO, Letter, Post, from_content, read_letter, texts_of
@@ -21,20 +20,13 @@ from fedppl.formulas.exchange import asked
 from fedppl.formulas.formula import Agreed, of_told
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import one_line, one_of, positive, shown, whole
-from fedppl.types import DeclarationError, Layout
+from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CALLS_AT_ONCE = 64  # that wait for an answer: Flower's simulation looks through all messages for every node
 _POLLS_TO_RETRY = 120  # after which a site that was refused is called again: it may have been corrected
-
-
-class ServerModel(NamedTuple):
-    """The model by the server's own declaration."""
-
-    layout: Layout
-    reader: SharedReader
 
 
 def expected_clients(clients: Any) -> int | tuple[str, ...]:
@@ -165,14 +157,13 @@ class Roll(_Awaited[None]):
     def __init__(
         self,
         post: Post,
-        algorithm: AnyAlgorithm,
         expected: int | tuple[str, ...],
         wait: float,
-        server: ServerModel,
+        terms: Terms,
         greeting: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(post, expected, wait, greeting or {})
-        self._terms = Terms(algorithm.settings, server.layout, server.reader.coords)
+        self._terms = terms
         self.nodes: dict[str, int] = {}  # client id to node id
         self._rivals: dict[int, str] = {}  # live nodes that claim the id of another live node
         self._listed: tuple[float, dict[int, str]] = -math.inf, {}  # when, and node ids with their names

@@ -35,7 +35,7 @@ from fedppl.engine.answer import require_fit, take_sum
 from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Parcel, require_few
-from fedppl.flower.enrolment import Roll, ServerModel, agree, expected_clients
+from fedppl.flower.enrolment import Roll, agree, expected_clients
 from fedppl.flower.messages import ASK, CONCLUDE, GREET, Post, from_content, read_letter, texts_of
 from fedppl.flower.node import MOST_BYTES, read_told
 from fedppl.flower.site_agreement import waits
@@ -66,6 +66,13 @@ class GridSettings(NamedTuple):
     secure: bool = False  # whether sums under masks are all that the server gets
 
 
+class ServerModel(NamedTuple):
+    """The model by the server's own declaration."""
+
+    layout: Layout
+    reader: SharedReader
+
+
 class _Busy(NamedTuple):
     """A request that was not answered in time."""
 
@@ -89,7 +96,8 @@ class GridEngine:
         self._algorithm = algorithm.name
         self._server = server
         self._post = Post(grid, settings.poll, settings.grace)
-        self._roll = Roll(self._post, algorithm, settings.clients, settings.wait, server, greeting)
+        terms = _wire.Terms(algorithm.settings, server.layout, server.reader.coords)
+        self._roll = Roll(self._post, settings.clients, settings.wait, terms, greeting)
         self._busy: dict[str, _Busy] = {}  # by message
         self._diagnostics: dict[str, set[str]] = {}  # names of those that each client has sent
         self._greetings: dict[tuple[str, str], _secure.Greeting] = {}  # by run and client, where sums are secure
