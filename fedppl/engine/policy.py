@@ -188,8 +188,7 @@ class Policy:
         object.__setattr__(self, "conclusions", tuple(dict.fromkeys(conclusions)))
         approval = self.approval
         if approval is not None and not callable(approval) and not isinstance(approval, str | os.PathLike):
-            shown = settings.shown(approval)
-            raise DeclarationError(f"approval={shown} must be a function, the path of a file, or None.")
+            raise DeclarationError(f"approval={settings.shown(approval)} must be a function, a file's path or None.")
 
 
 NO_RULES = Policy(
