@@ -340,7 +340,7 @@ def refused(declared: Any, data: Mapping[str, Any], *, rules: Policy | None = No
         own.write(ledger, {})
         entries.extend([str(entry["refused"])] if entry.get("refused") else [])
 
-    guard, algorithm = Guard(own.policy, own.lock, own.read, write), fedppl.EP()
+    guard, algorithm = Guard(own.policy, own.read, write), fedppl.EP()
     client = declared.enrol({"a": data}, kernel=False)["a"]
     if refuse_data(guard, client, algorithm):
         return entries[0].partition(":")[0]

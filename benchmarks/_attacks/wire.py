@@ -123,8 +123,11 @@ def _bare(kind: str, case: Any) -> str | None:
     try:
         texts = _decode.texts(case.texts)
         if kind == "introduction":
-            _wire.unpack_hello(_decode.arrays(case.arrays), texts)
-            return None
+            terms = malformed.terms(_settings())
+            arrays = _decode.arrays(case.arrays, _wire.shapes_of_hello(terms.layout))
+            other = _wire.other_version(texts) or _wire.other_terms(terms, texts)
+            other = other or _wire.other_model(terms, arrays, texts)
+            return other and f"bad: {other}"
         shapes = {} if "failure" in texts else malformed.SHAPES
         reply = _wire.unpack_reply(_decode.arrays(case.arrays, shapes), texts)
     except _wire.Malformed as error:

@@ -7,7 +7,6 @@ import hmac
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
     """A guard whose account lies in a folder, under a client's own name. The caller holds the site's lock."""
     # The log is written before the ledger: if a process dies in between, nothing has left under the last line.
     account = _Account(folder, name)
-    return Guard(rules, nullcontext, account.read, account.write)
+    return Guard(rules, account.read, account.write)
 
 
 class _Account:
@@ -78,8 +77,8 @@ class _Account:
         if self._path.exists():
             account = read_account(self._path)
         elif self._log.exists() and self._head is None:
-            remedy = "Put it back, or move the log away, which grants every limit anew."
-            raise DataError(f"{str(self._log)!r} has no {self._path.name} beside it. {remedy}")
+            remedy = "put it back, or move the log away, which grants every limit anew"
+            raise DataError(f"{str(self._log)!r} has no {self._path.name} beside it; {remedy}.")
         else:
             account = {"clients": {}, "lines": 0, "head": audit.Head().digest, "idle": 0}
         if self._head is None:
@@ -97,12 +96,12 @@ class _Account:
             raise DataError(f"{str(self._log)!r} lacks line {count}, which was written: it was cut or replaced.")
         # A line is written before the ledger knows of it, and one more where half a line was dropped.
         if head.length > count + 2:
-            more = f"knows {count} lines of the log, which has {head.length}"
-            raise DataError(f"{str(self._path)!r} {more}. Put the last one back.")
-        if torn:
-            dropped = {"site": self._name, "event": "half a line was dropped", "bytes": torn}
-            head = audit.append(self._log, dropped, head)
-        return head
+            raise DataError(
+                f"{str(self._path)!r} knows {count} of {head.length} lines of the log. Put the last one back."
+            )
+        if not torn:
+            return head
+        return audit.append(self._log, {"site": self._name, "event": "half a line was dropped", "bytes": torn}, head)
 
 
 # By how many rows a client's data differ from those of earlier answers, by keyed digests of their cells ---------------
@@ -145,11 +144,10 @@ def changed_rows(before: Version, after: Version, fewest: float) -> int:
     >>> changed_rows(version_of(rows, b"key"), now, 10), changed_rows(version_of(rows, b"key"), now, 1)
     (1, 0)
     """
-    names = [name for name in after if name in before]
     tables: dict[tuple[int, int], list[str]] = {}
-    for name in names:
-        tables.setdefault((len(after[name]), len(before[name])), []).append(name)
-    counts = []
+    for name in after:
+        if name in before:
+            tables.setdefault((len(after[name]), len(before[name])), []).append(name)
     for sizes, together in sorted(tables.items(), reverse=True):
         counts = [max(_apart(*(_rows([version[name] for name in together]) for version in (before, after))))]
         if counts == [0]:
@@ -158,20 +156,20 @@ def changed_rows(before: Version, after: Version, fewest: float) -> int:
             added, removed = _apart(before[name], after[name])
             # In a column of few values two cohorts have similar counts by chance, but seldom all counts grow.
             grown = sizes[0] != sizes[1] and min(added, removed) == 0
-            distinct = min(len(np.unique(one)) / max(len(one), 1) for one in (before[name], after[name]))
+            distinct = min(len(np.unique(cells)) / max(len(cells), 1) for cells in (before[name], after[name]))
             if grown or distinct > 0.5:
                 counts.append(max(added, removed))
-        break  # only the longest table that changed: shorter ones are of groups, or computed from rows
-    return min((count for count in counts if 0 < count < fewest), default=0)
+        # Only the longest table that changed: shorter ones are of groups, or computed from rows.
+        return min((count for count in counts if 0 < count < fewest), default=0)
+    return 0
 
 
 def refuse_version(earlier: Sequence[Version], present: Version, fewest: float) -> str | None:
     """The rule that data break which differ by few rows from those of an earlier answer, or None."""
     for number, before in enumerate(earlier, start=1):
         if count := changed_rows(before, present, fewest):
-            since = f"since version {number} of {len(earlier)} that was answered about"
-            remedy = "wait for more, or give the site those data again"
-            return f"changed_rows: {count} {since}, at least {fewest:g} wanted, or none; {remedy}"
+            since = f"since version {number} of {len(earlier)} that was answered about, at least {fewest:g} wanted"
+            return f"changed_rows: {count} {since}, or none; wait for more, or give the site those data again"
     return None
 
 

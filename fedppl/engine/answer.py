@@ -35,10 +35,9 @@ def require_fit(algorithm: AnyAlgorithm, client: ClientView) -> None:
     """Raise DeclarationError before any round when the algorithm cannot use the client's model."""
     layout = client.layout
     if layout.binary and not algorithm.needs.indicators:
-        raise DeclarationError(
-            f"shared variables {list(layout.binary)} are discrete, and {algorithm.name} needs continuous parameters. "
-            "Sum them out (pm.Mixture), or use an algorithm for models with indicators that select."
-        )
+        remedy = "Sum them out (pm.Mixture), or use an algorithm for models with indicators that select"
+        why = f"shared variables {list(layout.binary)} are discrete, and {algorithm.name} needs continuous parameters"
+        raise DeclarationError(f"{why}. {remedy}.")
     if layout.prior.precision.ndim == 1 and not algorithm.needs.diagonal_prior:
         remedy = "Share fewer, or use an algorithm that keeps their prior by coordinate"
         why = f"the model shares {layout.size} coordinates, and {algorithm.name} keeps matrices of them"

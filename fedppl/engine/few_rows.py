@@ -47,14 +47,14 @@ def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str
             f"joint: {', '.join(map(repr, names))} may read any of the rows at once, so that nobody knows on how few "
             "they depend; declare outcomes of rows as observed variables, or set joint to true in the policy"
         )
-    mean = gaussian.mean(client.layout.prior)
-    return _refuse(rules, client, mean, by_row) or _refuse_others(rules, client, mean, by_row)
+    return _refuse_at(rules, client, gaussian.mean(client.layout.prior), by_row)
 
 
-def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
-    """The rule by curvatures, and by terms that read several rows; of neither does anything leave at spare points."""
-    if not rules.few_rows or by_row is not None:
-        return None
+def _refuse_at(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
+    """The rule that rows break at a point at which more than values may leave."""
+    rule = _refuse(rules, client, point, by_row)
+    if rule or not rules.few_rows or by_row is not None:
+        return rule
     for look, what in ((_share_beside, "terms of others"), (_share_bent, "curvatures")):
         share = _once(look, rules, client, point)
         if np.isnan(share):
@@ -67,39 +67,36 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
 
 
 def _once(look: Callable[..., float], rules: Policy, client: Any, point: Array, *more: Any) -> float:
-    """A share at a point, cached for requests at the same point."""
+    """A share at a point, cached for requests at the same point; NaN where it cannot be computed."""
     known = client.view(_shares)
     key = (look, rules.few_rows, rules.few_rows_share, *more, point.tobytes())
     if key not in known:
         if len(known) >= _KEPT:
             known.clear()
-        known[key] = look(rules, client, point, *more)
+        try:
+            known[key] = look(rules, client, point, *more)
+        except Exception:  # no slopes there, or no density: it depends on rows too, and counts as a refusal
+            known[key] = np.nan
     return float(known[key])
 
 
-def _shares(_: Any) -> dict[Any, Any]:
+def _shares(_: Any) -> dict[Any, float]:
     return {}
 
 
 def _share_beside(rules: Policy, client: Any, point: Array) -> float:
     """The largest share that few rows have in terms that read several rows, or that the builder computed from rows."""
-    try:
-        if client.view(_rows_apart):
-            return 0.0
-        # Differences lose digits, so that this point is farther from where slopes may vanish.
-        phi = np.ascontiguousarray(point + _FARTHER * client.view(probes_of).aside)
-        return share_in_others(client, *_at_modes(client, phi), rules.few_rows, rules.few_rows_share)
-    except Exception:  # it depends on rows too, and counts as a refusal by this rule
-        return np.nan
+    if client.view(_rows_apart):
+        return 0.0
+    # Differences lose digits, so that this point is farther from where slopes may vanish.
+    phi = np.ascontiguousarray(point + _FARTHER * client.view(probes_of).aside)
+    return share_in_others(client, *_at_modes(client, phi), rules.few_rows, rules.few_rows_share)
 
 
 def _share_bent(rules: Policy, client: Any, point: Array) -> float:
     """The largest share of a curvature by outcomes that few rows have."""
-    try:
-        along, model = _along_modes(client, point), reading(client).client
-        return max(_share_between(model, ends, *along, rules.few_rows, rules.few_rows_share) for ends in _ends(model))
-    except Exception:  # as above
-        return np.nan
+    along, model = _along_modes(client, point), reading(client).client
+    return max(_share_between(model, ends, *along, rules.few_rows, rules.few_rows_share) for ends in _ends(model))
 
 
 def _rows_apart(client: Any) -> bool:
@@ -120,12 +117,9 @@ def refuse_points(
         return None, allowed
     ends = [place for q, cavity in asked.targets for place in (gaussian.mean(q), reached(client.layout, cavity))]
     for point in [*asked.points, *ends]:
-        rule = _refuse(rules, client, point, by_row) or _refuse_others(rules, client, point, by_row)
-        if rule:
+        if rule := _refuse_at(rules, client, point, by_row):
             return rule, allowed
-    if not np.any(allowed):
-        return None, allowed
-    return _spare(rules, client, asked.spare, allowed, by_row)
+    return _spare(rules, client, asked.spare, allowed, by_row) if np.any(allowed) else (None, allowed)
 
 
 def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: ByRow | None) -> tuple[str | None, Array]:
@@ -133,8 +127,7 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
     sd = gaussian.standard_deviations(client.layout.prior)
     away = np.max(np.abs(points - points[0]) / sd, axis=1, initial=0.0)
     order = np.flatnonzero(allowed)[np.argsort(away[allowed], kind="stable")]
-    first = points[order[0]]  # here more than values may leave
-    if rule := _refuse(rules, client, first, by_row) or _refuse_others(rules, client, first, by_row):
+    if rule := _refuse_at(rules, client, points[order[0]], by_row):
         return rule, allowed
     good, bad = 0, len(order)
     probe = bad - 1
@@ -189,28 +182,24 @@ def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> s
     if np.isnan(share):
         return "few_rows: what single rows say cannot be computed there; few_rows = 0 in the policy does not look"
     return (
-        f"few_rows: {rules.few_rows} rows or fewer make up {share:.4g} of a direction of what is shared there, "
-        f"less than {rules.few_rows_share:g} wanted; merge rare levels, take bounds of a spline nearer to the data, "
-        "fewer knots or a natural spline, leave those rows out, or allow it in the policy"
+        f"few_rows: {rules.few_rows} rows or fewer have {share:.4g} of a direction of what is shared there, less than "
+        f"{rules.few_rows_share:g} wanted; merge rare levels, take fewer or nearer knots, leave rows out, or allow it"
     )
 
 
 def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> float:
     """The largest share of a direction that `few_rows` rows have at a point; NaN where it cannot be computed."""
     few, enough = rules.few_rows, rules.few_rows_share
-    try:
-        if by_row is not None:
-            return share_of_units(by_row(client, point), few, enough)
-        share = 0.0
-        for vectors in _vectors(reading(client).client, point):
-            if not np.all(np.isfinite(vectors)):
-                return np.nan
-            share = max(share, largest_share(vectors, few, enough))
-        if share < enough and np.array_equal(point, gaussian.mean(client.layout.prior)):
-            # Here codes of levels show as such; which columns rows have together depends on the point in few models.
-            share = max(share, share_in_entries(reading(client).client, point, enough))
-    except Exception:  # the model has no such slopes, or no density at the point
-        return np.nan
+    if by_row is not None:
+        return share_of_units(by_row(client, point), few, enough)
+    model, share = reading(client).client, 0.0
+    for vectors in _vectors(model, point):
+        if not np.all(np.isfinite(vectors)):
+            return np.nan
+        share = max(share, largest_share(vectors, few, enough))
+    if share < enough and np.array_equal(point, gaussian.mean(client.layout.prior)):
+        # Here codes of levels show as such; which columns rows have together depends on the point in few models.
+        share = max(share, share_in_entries(model, point, enough))
     return share
 
 
@@ -421,10 +410,7 @@ def _share_between(client: Any, ends: Sequence[Any], x: Array, paths: Array, few
 
 def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, bool]]:
     """For each shared variable the remaining curvatures (n, columns), and the sizes of the parts split off."""
-    place = 0
-    for variable in client.layout.variables:
-        here = slice(place, place + int(np.prod(variable.shape, dtype=int)))
-        place = here.stop
+    for here in client.layout.slices.values():
         row_slopes, changes = slopes[here], bends[:, here]
         if len(row_slopes) == 1:
             yield changes[:, 0].T.copy(), False
@@ -443,12 +429,11 @@ def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, 
 
 def _of_scalars(client: Any, slopes: Array, bends: Array) -> Array:
     """Curvatures (n, columns) between scalar variables that are not of one linear predictor."""
-    sizes = [int(np.prod(variable.shape, dtype=int)) for variable in client.layout.variables]
-    scalars = [place for place, size in zip(np.cumsum([0, *sizes]), sizes, strict=False) if size == 1]
-    found = [
+    scalars = [here.start for here in client.layout.slices.values() if here.stop - here.start == 1]
+    columns = [
         bends[i, j] for i in scalars for j in scalars if j < i and not are_multiples(slopes[[i, j]], bends, (i, j))
     ]
-    return np.stack(found, axis=1) if found else np.zeros((slopes.shape[1], 0))
+    return np.stack(columns, axis=1) if columns else np.zeros((slopes.shape[1], 0))
 
 
 def _ends(client: Any) -> list[list[Any]]:
@@ -524,12 +509,10 @@ def _slopes_at(read: Reading, client: Any, x: Array, paths: Array) -> Callable[[
         inputs = read.inputs and read.inputs(arrays)
         if inputs is None:
             return None
-        rows = by_length(row_scores(read.client).elsewhere, x, paths, inputs)
-        rest = np.zeros(len(paths))
+        rows, rest = by_length(row_scores(read.client).elsewhere, x, paths, inputs), np.zeros(len(paths))
         if client.local_size:
-            rest = paths @ read.client.kernel(x, *pack(inputs))[1:] - sum(
-                np.sum(part, axis=0) for part in rows.values()
-            )
+            whole = paths @ read.client.kernel(x, *pack(inputs))[1:]
+            rest = whole - sum(np.sum(part, axis=0) for part in rows.values())
         return _Slopes(rows, rest)
 
     return at

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -48,24 +46,34 @@ class Ledger(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """A policy and its account."""
+    """A policy and its account; of one client, which answers one request at a time."""
 
     policy: Policy
-    lock: Callable[[], AbstractContextManager[Any]]  # under which nobody else reads or writes
     read: Callable[[], Ledger]
     write: Callable[[Ledger, Mapping[str, Any]], None]  # the ledger, and a line for the log, which comes first
 
 
 def in_memory(rules: Policy, client_id: str) -> Guard:
     """A guard whose account ends with the process; refusals go to Python's log."""
-    lock, ledger = threading.RLock(), [Ledger()]
+    ledger = [Ledger()]
 
     def write(after: Ledger, entry: Mapping[str, Any]) -> None:
         ledger[0] = after
         if entry.get("refused"):
             logger.warning("client %s refuses a request by %s", client_id, entry["refused"])
 
-    return Guard(rules, lambda: lock, lambda: ledger[0], write)
+    return Guard(rules, lambda: ledger[0], write)
+
+
+def note(guard: Guard, rule: str | None, **entry: Any) -> None:
+    """Log what costs nothing, and the rule that refuses it, if one does."""
+    _written(guard, guard.read(), rule, **entry)
+
+
+def _written(guard: Guard, ledger: Ledger, rule: str | None, **entry: Any) -> bool:
+    """Write the ledger and a line for the log; whether no rule refuses."""
+    guard.write(ledger, {**entry, "refused": rule})
+    return rule is None
 
 
 def digest(request: Request) -> str:
@@ -82,8 +90,7 @@ def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> None:
     if rule is None and (refused := policy.refuse_algorithm(guard.policy, algorithm)):
         rule = public = refused
     if rule is not None:
-        with guard.lock():
-            guard.write(guard.read(), {**_introduction(client), "refused": rule})
+        note(guard, rule, **_introduction(client))
         raise DeclarationError(public)
 
 
@@ -91,10 +98,9 @@ def refuse_data(
     guard: Guard, client: Any, algorithm: AnyAlgorithm, changed: Callable[[], str | None] = lambda: None
 ) -> str | None:
     """The rule that the client's data break, or their changes since answers; its text must not leave the site."""
-    with guard.lock():
-        rule = _of_data(guard.policy, algorithm, client) or changed()
-        guard.write(guard.read(), {**_introduction(client), "refused": rule})
-        return rule
+    rule = _of_data(guard.policy, algorithm, client) or changed()
+    note(guard, rule, **_introduction(client))
+    return rule
 
 
 def _of_data(rules: Policy, algorithm: AnyAlgorithm, client: Any) -> str | None:
@@ -116,7 +122,7 @@ def reopen(guard: Guard, request: Request) -> None:
     """Let a request be admitted, and counted, once more where the process was killed before any answer to it left."""
     ledger = guard.read()
     last = ledger.runs[request.run]
-    guard.write(ledger._replace(runs={**ledger.runs, request.run: last._replace(round=last.round - 1)}), {})
+    guard.write(_with_run(ledger, request.run, last._replace(round=last.round - 1)), {})
 
 
 def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) -> Request | None:
@@ -124,29 +130,31 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
 
     Its cost is counted here, before anything is computed: a reply that gets lost was a release.
     """
-    with guard.lock():
-        ledger = guard.read()
-        entry = {**named("request", request), "asked": _sizes(request.message), "report": request.report}
-        entry["bytes"] = int(sum(np.asarray(value).nbytes for value in request.message.values()))
-        entry["request_digest"] = digest(request)
-        # Names of arrays that `checked` adds: a server's own arrays under them are dropped.
-        request = request._replace(message={k: v for k, v in request.message.items() if k not in _OWN})
-        rule, request, points = checked(guard.policy, ledger, algorithm, client, request)
-        if rule is not None:
-            guard.write(_after_refusal(ledger, rule), {**entry, "refused": rule})
-            return None
-        runs = {**ledger.runs, request.run: Run(request.round, entry["request_digest"])}
-        after = _charged(ledger, algorithm.disclosure.noise_multiplier)
-        after = after._replace(points=ledger.points + points, runs=runs)
-        inside = np.asarray(request.message.get("inside", np.ones(0, dtype=bool)))
-        left_out = int(np.sum(~inside))
-        guard.write(after, {**entry, "refused": None, "left_out": left_out})
-        if left_out:
-            few = left_out <= _FEW_LEFT_OUT * inside.size
-            what = "nothing is to be done" if few else "few remain: look at the columns' scales and at rows far out"
-            text = "client %s leaves out %d of %d points that it is asked at, by distance and few_rows; %s"
-            logger.log(logging.INFO if few else logging.WARNING, text, request.client_id, left_out, inside.size, what)
-        return request
+    ledger = guard.read()
+    entry = {**named("request", request), "asked": _sizes(request.message), "report": request.report}
+    entry["bytes"] = int(sum(np.asarray(value).nbytes for value in request.message.values()))
+    entry["request_digest"] = digest(request)
+    # Names of arrays that `checked` adds: a server's own arrays under them are dropped.
+    request = request._replace(message={k: v for k, v in request.message.items() if k not in _OWN})
+    rule, request, points = checked(guard.policy, ledger, algorithm, client, request)
+    if rule is not None:
+        _written(guard, _after_refusal(ledger, rule), rule, **entry)
+        return None
+    after = _charged(ledger, algorithm.disclosure.noise_multiplier)._replace(points=ledger.points + points)
+    inside = np.asarray(request.message.get("inside", np.ones(0, dtype=bool)))
+    left_out = int(np.sum(~inside))
+    run = Run(request.round, entry["request_digest"])
+    _written(guard, _with_run(after, request.run, run), None, **entry, left_out=left_out)
+    if left_out:
+        few = left_out <= _FEW_LEFT_OUT * inside.size
+        what = "nothing is to be done" if few else "few remain: look at the columns' scales and at rows far out"
+        text = "client %s leaves out %d of %d points that it is asked at, by distance and few_rows; %s"
+        logger.log(logging.INFO if few else logging.WARNING, text, request.client_id, left_out, inside.size, what)
+    return request
+
+
+def _with_run(ledger: Ledger, name: str, run: Run) -> Ledger:
+    return ledger._replace(runs={**ledger.runs, name: run})
 
 
 def _charged(ledger: Ledger, noise: float | None = None, requests: int = 1) -> Ledger:
@@ -226,19 +234,14 @@ def not_approved(rules: Policy, request: Request) -> str | None:
 
 def released(guard: Guard, noise: float | None, request: Request, reply: Reply | Failure) -> bool:
     """Log a reply before it leaves; False where it must not leave. `noise` is the multiplier that it was charged by."""
-    entry = named("reply", request)
-    with guard.lock():
-        ledger = guard.read()
-        if rule := _not_released(guard.policy, request, reply):
-            guard.write(_charged(ledger, noise, -1), {**entry, "refused": rule})
-            return False
-        if isinstance(reply, Failure):
-            guard.write(ledger, {**entry, "failed": reply.reason, "refused": None})
-            return True
-        entry |= {"released": _sizes(reply.message), "diagnostics": sorted(reply.info), "delta": guard.policy.delta}
-        entry["epsilon"] = None if ledger.unknown else privacy.epsilon_at(entry["delta"], 2.0 * np.sqrt(ledger.spent))
-        guard.write(ledger, {**entry, "refused": None})
-        return True
+    entry, ledger = named("reply", request), guard.read()
+    if rule := _not_released(guard.policy, request, reply):
+        return _written(guard, _charged(ledger, noise, -1), rule, **entry)
+    if isinstance(reply, Failure):
+        return _written(guard, ledger, None, **entry, failed=reply.reason)
+    entry |= {"released": _sizes(reply.message), "diagnostics": sorted(reply.info), "delta": guard.policy.delta}
+    entry["epsilon"] = None if ledger.unknown else privacy.epsilon_at(entry["delta"], 2.0 * np.sqrt(ledger.spent))
+    return _written(guard, ledger, None, **entry)
 
 
 def _not_released(rules: Policy, request: Request, reply: Reply | Failure) -> str | None:
@@ -270,15 +273,12 @@ _OF_POINTS = ("points", "weights", "joins")  # of a posterior
 
 def concluded(guard: Guard, run: str) -> bool:
     """Log that a run is over; False where it was over already, or the client has answered enough."""
-    with guard.lock():
-        ledger = guard.read()
-        is_new, last = run not in ledger.runs, ledger.runs.get(run, Run())
-        rule = _too_many(guard.policy, ledger) if is_new else "conclusion: this run is over" if last.concluded else None
-        if rule is None:
-            runs = {**ledger.runs, run: last._replace(concluded=True)}
-            ledger = ledger._replace(requests=ledger.requests + is_new, runs=runs)
-        guard.write(ledger, {"event": "conclusion", "run": run, "refused": rule})
-        return rule is None
+    ledger = guard.read()
+    is_new, last = run not in ledger.runs, ledger.runs.get(run, Run())
+    rule = _too_many(guard.policy, ledger) if is_new else "conclusion: this run is over" if last.concluded else None
+    if rule is None:
+        ledger = _with_run(ledger, run, last._replace(concluded=True))._replace(requests=ledger.requests + is_new)
+    return _written(guard, ledger, rule, event="conclusion", run=run)
 
 
 def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Request) -> tuple[str, ...]:
@@ -289,21 +289,18 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
     names = guard.policy.conclusions
     if not names:
         return ()
-    with guard.lock():
-        ledger = guard.read()
-        last = ledger.runs.get(request.run, Run())
-        concludes = algorithm.disclosure.concludes
-        rule = "conclusion: no request of this run was answered" if not last.round else None
-        rule = rule or ("conclusion: the algorithm does not say where it draws" if concludes is None else None)
-        target = {name: value for name, value in request.message.items() if name not in _OF_POINTS}
-        as_asked = request._replace(round=last.round + 1, message=target)
-        concluding = algorithm._replace(disclosure=algorithm.disclosure._replace(asks=concludes))
-        rule = rule or checked(guard.policy, ledger, concluding, client, as_asked)[0]
-        rule = rule or _elsewhere(guard, ledger, client, request)
-        ledger = _after_refusal(ledger, rule) if rule else _charged(ledger)
-        entry = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}
-        guard.write(ledger, {**entry, "refused": rule})
-        return () if rule else names
+    ledger, concludes = guard.read(), algorithm.disclosure.concludes
+    last = ledger.runs.get(request.run, Run())
+    rule = "conclusion: no request of this run was answered" if not last.round else None
+    rule = rule or ("conclusion: the algorithm does not say where it draws" if concludes is None else None)
+    target = {name: value for name, value in request.message.items() if name not in _OF_POINTS}
+    as_asked = request._replace(round=last.round + 1, message=target)
+    concluding = algorithm._replace(disclosure=algorithm.disclosure._replace(asks=concludes))
+    rule = rule or checked(guard.policy, ledger, concluding, client, as_asked)[0]
+    rule = rule or _elsewhere(guard, ledger, client, request)
+    ledger = _after_refusal(ledger, rule) if rule else _charged(ledger)
+    entry = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}
+    return names if _written(guard, ledger, rule, **entry) else ()
 
 
 def _elsewhere(guard: Guard, ledger: Ledger, client: ClientView, request: Request) -> str | None:
@@ -340,81 +337,57 @@ def admit_declaration(guard: Guard, key: str) -> bool:
 
     Whether it can be built may tell a bit of a row: each but the first counts as a request, and a total ε allows none.
     """
-    name = f"{_DECLARATION}{key}"
-    with guard.lock():
-        ledger = guard.read()
-        if name in ledger.runs:
-            return True
-        runs = {**ledger.runs, name: Run(1, key, concluded=True)}
-        if not any(known_name.startswith(_DECLARATION) for known_name in ledger.runs):
-            guard.write(ledger._replace(runs=runs), {})  # costs nothing, and has no line
-            return True
-        rule = _ONE_DECLARATION if guard.policy.epsilon is not None else _too_many(guard.policy, ledger)
-        after = ledger if rule else _charged(ledger)._replace(runs=runs)
-        guard.write(after, {"event": "request", "run": name, "asked": {}, "refused": rule})
-        return rule is None
+    name, ledger = f"{_DECLARATION}{key}", guard.read()
+    if name in ledger.runs:
+        return True
+    after = _with_run(ledger, name, Run(1, key, concluded=True))
+    if not any(known_name.startswith(_DECLARATION) for known_name in ledger.runs):
+        guard.write(after, {})  # costs nothing, and has no line
+        return True
+    rule = _ONE_DECLARATION if guard.policy.epsilon is not None else _too_many(guard.policy, ledger)
+    return _written(guard, ledger if rule else _charged(after), rule, event="request", run=name, asked={})
 
 
 def refuse_rows(guard: Guard, rows: int | None) -> bool:
     """Whether there are certainly fewer rows than the policy wants, so that nothing may be computed from them."""
     if rows is None or rows >= guard.policy.rows:
         return False
-    with guard.lock():
-        rule = f"rows: {rows} at most, at least {guard.policy.rows} wanted"
-        guard.write(guard.read(), {"event": "introduction", "refused": rule})
+    note(guard, f"rows: {rows} at most, at least {guard.policy.rows} wanted", event="introduction")
     return True
 
 
-def admit_telling(guard: Guard, name: str, client_id: str, columns: Mapping[str, int]) -> bool:
-    """Count a client's first summary of columns (name to count of numbers); False where a rule refuses it."""
+def may_tell(guard: Guard, name: str, client_id: str, columns: Mapping[str, int], arrays: Message) -> bool:
+    """Count a client's first summary of columns (name to count of numbers), and log it; False where a rule refuses."""
+    ledger, request = guard.read(), Request(client_id, 0, 1, (), {}, name)
+    rule = _too_many(guard.policy, ledger) or not_approved(guard.policy, request)
     entry = {"event": "request", "run": name, "client": client_id, "asked": dict(columns)}
-    with guard.lock():
-        ledger = guard.read()
-        rule = _too_many(guard.policy, ledger) or not_approved(guard.policy, Request(client_id, 0, 1, (), {}, name))
-        guard.write(ledger if rule else _charged(ledger), {**entry, "refused": rule})
-        return rule is None
-
-
-def let_tell(guard: Guard, name: str, client_id: str, arrays: Message) -> bool:
-    """Log a first summary of columns before it leaves; False without approval."""
-    return released(guard, None, Request(client_id, 0, 1, (), {}, name), Reply(client_id, 0, "", arrays, {}))
-
-
-def note(guard: Guard, name: str, client_id: str, **more: Any) -> None:
-    """Log a summary that tells nothing new, or one that is refused."""
-    with guard.lock():
-        guard.write(guard.read(), {"event": "agreement", "run": name, "client": client_id, "refused": None, **more})
+    admitted = _written(guard, ledger if rule else _charged(ledger), rule, **entry)
+    return admitted and released(guard, None, request, Reply(client_id, 0, "", arrays, {}))
 
 
 def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
     """Count an agreement that a client is sent, once each, since each may tell a bit of rows; False where refused."""
-    name = f"{_AGREEMENT}{digest}"
-    with guard.lock():
-        ledger = guard.read()
-        if name in ledger.runs:
-            return ledger.runs[name].digest != _NO_PART
-        rule = _too_many(guard.policy, ledger)
-        earlier = [run for key, run in ledger.runs.items() if key.startswith(_AGREEMENT)]
-        if sum(run.digest == _NO_PART for run in earlier) >= _MOST_NO_PARTS:
-            rule = f"agreements: {_MOST_NO_PARTS} did not go with the rows here, and each more could tell of one row"
-        if guard.policy.epsilon is not None and earlier:
-            rule = "epsilon: one agreement, since whether rows go with another is not paid for"
-        after = ledger
-        if rule is None:
-            unknown = ledger.unknown + (guard.policy.epsilon is None)  # under a total nothing is looked at
-            runs = {**ledger.runs, name: Run(1, digest, concluded=True)}
-            after = ledger._replace(requests=ledger.requests + 1, unknown=unknown, runs=runs)
-        guard.write(after, {"event": "request", "run": name, "client": client_id, "asked": {}, "refused": rule})
-        return rule is None
+    name, ledger = f"{_AGREEMENT}{digest}", guard.read()
+    if name in ledger.runs:
+        return ledger.runs[name].digest != _NO_PART
+    rule = _too_many(guard.policy, ledger)
+    earlier = [run for key, run in ledger.runs.items() if key.startswith(_AGREEMENT)]
+    if sum(run.digest == _NO_PART for run in earlier) >= _MOST_NO_PARTS:
+        rule = f"agreements: {_MOST_NO_PARTS} did not go with the rows here, and each more could tell of one row"
+    if guard.policy.epsilon is not None and earlier:
+        rule = "epsilon: one agreement, since whether rows go with another is not paid for"
+    if rule is None:
+        unknown = ledger.unknown + (guard.policy.epsilon is None)  # under a total nothing is looked at
+        ledger = ledger._replace(requests=ledger.requests + 1, unknown=unknown)
+        ledger = _with_run(ledger, name, Run(1, digest, concluded=True))
+    return _written(guard, ledger, rule, event="request", run=name, client=client_id, asked={})
 
 
 def refuse_agreement(guard: Guard, digest: str, client_id: str, why: str) -> None:
     """Log that an agreement contradicts the client's rows; this tells of them, so that `admit_agreement` bounds it."""
     name = f"{_AGREEMENT}{digest}"
-    with guard.lock():
-        ledger = guard.read()
-        after = ledger._replace(runs={**ledger.runs, name: Run(1, _NO_PART, concluded=True)})
-        guard.write(after, {"event": "agreement", "run": name, "client": client_id, "refused": f"agreement: {why}"})
+    after = _with_run(guard.read(), name, Run(1, _NO_PART, concluded=True))
+    _written(guard, after, f"agreement: {why}", event="agreement", run=name, client=client_id)
 
 
 # The numbers of rows and events of a client's observed variables. A thin edge to PyMC ---------------------------------

@@ -36,7 +36,7 @@ from fedppl.model.client import reader_of
 from fedppl.model.interpreted import set_back, settings
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.numerics.streams import stream
-from fedppl.settings import shown, whole
+from fedppl.settings import flag, shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 
@@ -137,14 +137,15 @@ class InProcessEngine:
         replies: dict[str, Reply | Failure] = {}
         for client_id, request in requests.items():
             future = futures.get(client_id)
-            if future is not None and not future.cancelled() and client_id not in late:
-                replies[client_id] = future.result()[client_id]
-                continue
-            reason = f"no reply within the deadline of {deadline} s"
             if future is None:
                 reason = "it is still busy with an earlier request"
             elif future.cancelled():
                 reason = f"not asked within the deadline of {deadline} s, since others took all workers={self._workers}"
+            elif client_id in late:
+                reason = f"no reply within the deadline of {deadline} s"
+            else:
+                replies[client_id] = future.result()[client_id]
+                continue
             replies[client_id] = Failure(client_id, request.nonce, reason)
         return replies
 
@@ -237,30 +238,35 @@ class InProcessEngine:
             return [(request,) for request in requests.values()]
         for report in (True, False):
             reported = [request for request in requests.values() if request.report == report]
-            if not reported or (not report and batch.unreported_together is None):
-                continue
-            try:
-                groups = batch.groups([self._models[request.client_id] for request in reported])
-                grouped += [tuple(reported[place] for place in group) for group in groups]
-            except Exception as error:
-                self._say_alone(error, "no batches in this round")
+            if reported and (report or batch.unreported_together is not None):
+                try:
+                    groups = batch.groups([self._models[request.client_id] for request in reported])
+                    grouped += [tuple(reported[place] for place in group) for group in groups]
+                except Exception as error:
+                    self._say_alone(error, "no batches in this round")
         taken = {request.client_id for group in grouped for request in group}
         return [*grouped, *((request,) for client_id, request in requests.items() if client_id not in taken)]
 
     def _some(self, requests: tuple[Request, ...]) -> dict[str, Reply | Failure]:
+        """Answer a group of requests, and keep the clients' personal states."""
+        replies: dict[str, Reply | Failure] = {}
         try:
-            if len(requests) > 1:
-                answers = _answers(self._algorithm, self._models, self._personal, requests)
-            else:
-                client_id = requests[0].client_id
-                before, guard = self._personal.get(client_id), self._guards.get(client_id)
-                answers = {client_id: answer(self._algorithm, self._models[client_id], before, requests[0], guard)}
+            together = len(requests) > 1
+            updates = _updates(self._algorithm, self._models, self._personal, requests) if together else [None]
+            for request, update in zip(requests, updates, strict=True):
+                client_id = request.client_id
+                client, before = self._models[client_id], self._personal.get(client_id)
+                if update is None:  # alone, or the batch leaves it out
+                    guard = self._guards.get(client_id)
+                    personal, replies[client_id] = answer(self._algorithm, client, before, request, guard)
+                else:
+                    given = functools.partial(_given, update)
+                    personal, replies[client_id] = checked(self._algorithm, client, before, request, given)
+                if personal is not None:
+                    self._personal[client_id] = personal
         finally:  # also in a thread that is late, or was left behind by an interrupt
             set_back(self._settings)
-        for client_id, (personal, _) in answers.items():
-            if personal is not None:
-                self._personal[client_id] = personal
-        return {client_id: reply for client_id, (_, reply) in answers.items()}
+        return replies
 
 
 def InProcess(*, workers: int | None = None, policy: Policy | None = None, secure: bool = False) -> EngineFactory:
@@ -308,9 +314,7 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None, secur
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     if policy is not None and not isinstance(policy, Policy):
         raise DeclarationError(f"policy={shown(policy)} must be a fedppl.Policy, such as fedppl.policy.read(path).")
-    if not isinstance(secure, bool):
-        raise DeclarationError(f"secure={shown(secure)} must be True or False.")
-    return Threads(count, policy, secure)
+    return Threads(count, policy, flag("secure", secure))
 
 
 class Threads(NamedTuple):
@@ -326,21 +330,6 @@ class Threads(NamedTuple):
 
 
 logger = logging.getLogger(__name__)
-
-
-def _answers(
-    algorithm: AnyAlgorithm, clients: Mapping[str, Any], personal: Mapping[str, Any], requests: Sequence[Request]
-) -> dict[str, tuple[Any, Reply | Failure]]:
-    """Personal state and reply of each client of a group. A client that the batch leaves out is asked alone."""
-    updates = _updates(algorithm, clients, personal, requests)
-    answers = {}
-    for request, update in zip(requests, updates, strict=True):
-        client, before = clients[request.client_id], personal.get(request.client_id)
-        if update is None:
-            answers[request.client_id] = answer(algorithm, client, before, request)
-        else:
-            answers[request.client_id] = checked(algorithm, client, before, request, functools.partial(_given, update))
-    return answers
 
 
 def _given(update: ClientUpdate[Any]) -> ClientUpdate[Any]:

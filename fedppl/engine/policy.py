@@ -25,6 +25,15 @@ _LOWER = "; a policy with another limit allows it, see docs/privacy.md"
 _AS_TOML = "; TOML has true, false and inf, texts in quotes and lists in brackets"
 
 CONCLUSIONS = ("loo", "conflict")
+_WHOLE = (  # limits that are whole numbers, with their least values; those from 1 on may be inf
+    ("rows", 0, "0 allows any number"),
+    ("events", 0, "0 allows any number"),
+    ("points", 0, "0 allows no log densities at points"),
+    ("few_rows", 0, "0 does not look at it"),
+    ("requests", 1, "inf allows any number"),
+    ("agreement", 1, "inf tells nothing of the rows"),
+    ("changed_rows", 1, "inf allows the same data alone"),
+)
 
 
 class Release(NamedTuple):
@@ -155,18 +164,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        settings.whole("rows", self.rows, 0, "0 allows any number")
-        settings.whole("events", self.events, 0, "0 allows any number")
-        if self.requests != np.inf:
-            settings.whole("requests", self.requests, 1, "inf allows any number")
-        settings.whole("points", self.points, 0, "0 allows no log densities at points")
-        settings.whole("few_rows", self.few_rows, 0, "0 does not look at it")
+        for name, least, hint in _WHOLE:
+            if least == 0 or getattr(self, name) != np.inf:
+                settings.whole(name, getattr(self, name), least, hint)
         settings.between("few_rows_share", self.few_rows_share, 0, 1, "(]")
         settings.flag("joint", self.joint)
-        if self.agreement != np.inf:
-            settings.whole("agreement", self.agreement, 1, "inf tells nothing of the rows")
-        if self.changed_rows != np.inf:
-            settings.whole("changed_rows", self.changed_rows, 1, "inf allows the same data alone")
         for name in ("parameters_per_row", "distance", "cavity"):
             if getattr(self, name) != np.inf:
                 settings.positive(name, getattr(self, name), "inf switches the rule off")
@@ -186,9 +188,7 @@ class Policy:
         object.__setattr__(self, "conclusions", tuple(dict.fromkeys(conclusions)))
         approval = self.approval
         if approval is not None and not callable(approval) and not isinstance(approval, str | os.PathLike):
-            raise DeclarationError(
-                f"approval={settings.shown(approval)} must be a function, the path of a file, or None."
-            )
+            raise DeclarationError(f"approval={settings.shown(approval)} must be a function, a file's path or None.")
 
 
 NO_RULES = Policy(

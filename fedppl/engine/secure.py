@@ -95,10 +95,10 @@ def greeting(key: RunKey) -> Greeting:
 
 def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, bytes]) -> Member:
     """A client's place in a cohort: of its own greeting, and others that identities on its roster signed."""
-    names = [one.name for one in greetings]
-    if len(names) < FEWEST_SITES or len(set(names)) < len(names):
-        wanted = f"and at least {FEWEST_SITES} are wanted. Wait until more sites take part"
-        raise DeclarationError(f"a cohort of {len(set(names))} sites, {wanted}.")
+    names = {one.name for one in greetings}
+    if len(names) < max(FEWEST_SITES, len(greetings)):
+        wanted = f"at least {FEWEST_SITES} different ones are wanted; wait until more sites take part"
+        raise DeclarationError(f"a cohort of {len(names)} sites, and {wanted}.")
     if greeting(key) not in greetings:
         raise DeclarationError(f"the cohort {sorted(names)} lacks the key of this site, {key.name!r}.")
     for one in greetings:
@@ -224,8 +224,7 @@ def require_same(messages: Sequence[Message], algorithm: str) -> None:
     """Raise DeclarationError where clients are not asked the same, so that their masks would not cancel."""
     first = messages[0]
     for other in messages[1:]:
-        same = set(other) == set(first) and all(np.array_equal(other[k], first[k], equal_nan=True) for k in first)
-        if not same:
+        if set(other) != set(first) or not all(np.array_equal(other[k], first[k], equal_nan=True) for k in first):
             raise DeclarationError(f"{algorithm} asks each client another thing, and sums are secure: {_SUMMED}")
 
 

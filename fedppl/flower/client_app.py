@@ -112,28 +112,18 @@ def client_app(
         if not (value is None or callable(value) or valid):
             raise DeclarationError(f"{name}={shown(value)} must be {wanted}, or a function from the node config to it.")
     if folder is None:
-        lasting = "give client_app a folder= that lasts"
-        if algorithm.persistent:
-            raise DeclarationError(f"{algorithm.name} counts what a site has released over all runs; {lasting}.")
-        if secure is not None:
-            raise DeclarationError(f"secure= without folder=: cohorts and last answers are kept in it; {lasting}.")
-        if policy != NO_RULES:
-            why = "a policy counts requests over all runs and keeps an audit log"
-            other = "policy=fedppl.policy.NO_RULES where the data need no protection"
-            raise DeclarationError(f"folder=None: {why}; {lasting}, or {other}.")
+        _require_no_account(algorithm, policy, secure)
     draws, chains = whole("draws", draws), whole("chains", chains)
     id_of = client_id or (lambda config: str(config.get("client-id", "")))
     token = secrets.token_hex(8)
+    given: tuple[Any, ...] = (folder, policy, kind, secure)
 
     def node(config: Mapping[str, Any]) -> Node:
-        given_folder = folder(config) if callable(folder) else folder
-        path = None if given_folder is None else Path(given_folder)
+        here, chosen, kind_here, files = (each(config) if callable(each) else each for each in given)
+        path = None if here is None else Path(here)
         if path is not None:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        chosen = policy(config) if callable(policy) else policy
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
-        kind_here = kind(config) if callable(kind) else kind
-        files = secure(config) if callable(secure) else secure
         its_files = None if secure is None else Path(files or "no folder")  # never in the clear because of a typo
         return Node(
             token, federated_model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here, its_files
@@ -151,6 +141,18 @@ def client_app(
     register(app, reply)
     declared[app] = node
     return app
+
+
+def _require_no_account(algorithm: AnyAlgorithm, policy: Any, secure: Any) -> None:
+    """Raise DeclarationError where a site needs a folder and has none."""
+    lasting = "give client_app a folder= that lasts"
+    if algorithm.persistent:
+        raise DeclarationError(f"{algorithm.name} counts what a site has released over all runs; {lasting}.")
+    if secure is not None:
+        raise DeclarationError(f"secure= without folder=: cohorts and last answers are kept in it; {lasting}.")
+    if policy != NO_RULES:
+        other = "policy=fedppl.policy.NO_RULES where the data need no protection"
+        raise DeclarationError(f"folder=None: a policy counts requests and keeps an audit log; {lasting}, or {other}.")
 
 
 def _context_memory(context: Context) -> Memory:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.settings import one_line
+from fedppl.settings import one_line, some_of
 from fedppl.types import Message
 
 Parcel = tuple[Message, dict[str, str]]  # arrays, and texts by name
@@ -57,6 +57,11 @@ def require(holds: bool, rule: str) -> None:
         raise Malformed(rule)
 
 
+def require_few(count: int, most: int, what: str) -> None:
+    """Raise `Malformed` if there are too many of something."""
+    require(count <= most, f"{what}: {count}, expected {most} at most")
+
+
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Turn every exception inside into `Malformed`, a parser's exhausted stack included."""
@@ -73,33 +78,31 @@ def brief(value: object) -> str:
     return one_line(value, SHOWN)
 
 
-def checked_name(value: Any, field: str, longest: int = NAME_LENGTH) -> str:
+def checked_name(value: Any, field: str) -> str:
     """Return a name if it is a printable text, not empty and not too long."""
-    require(type(value) is str, f"{field} is of type {type(value).__name__}, expected a text")
-    require(0 < len(value) <= longest, f"{field} has {len(value)} characters, expected 1 to {longest}")
-    require(value.isprintable(), f"{field} {brief(value)!r} has characters that cannot be printed")
+    is_name = type(value) is str and 0 < len(value) <= NAME_LENGTH and value.isprintable()
+    require(is_name, f"{field} is {brief(value)!r}, expected a printable text of 1 to {NAME_LENGTH} characters")
     return str(value)
 
 
 def texts(record: Mapping[Any, Any]) -> dict[str, str]:
     """Return texts by name if they are few and short enough."""
     with reading("'texts'"):
-        require(len(record) <= TEXTS, f"{len(record)} texts, expected {TEXTS} at most")
+        require_few(len(record), TEXTS, "texts")
         named = dict(record)
         for key, value in named.items():
             checked_name(key, "a text's name")
             require(type(value) is str, f"{key!r} is of type {type(value).__name__}, expected a text")
-        total = sum(map(len, named.values()))
-        require(total <= TEXTS_LENGTH, f"texts of {total} characters, expected {TEXTS_LENGTH} at most")
+        require_few(sum(map(len, named.values())), TEXTS_LENGTH, "characters of texts")
         return named
 
 
-def one_text(record: Mapping[str, str], field: str, longest: int = LINE_LENGTH, default: str | None = None) -> str:
+def one_text(record: Mapping[str, str], field: str, longest: int = LINE_LENGTH) -> str:
     """One of the texts."""
-    value = record.get(field, default)
+    value = record.get(field)
     if type(value) is not str:
         raise Malformed(f"{field!r} is missing")
-    require(len(value) <= longest, f"{field!r} has {len(value)} characters, expected {longest} at most")
+    require_few(len(value), longest, f"characters of {field!r}")
     return value
 
 
@@ -115,11 +118,11 @@ def parsed(record: Mapping[str, str], field: str, longest: int = JSON_LENGTH, *,
     value = one_text(record, field, longest)
 
     def integer(digits: str) -> int:
-        require(len(digits) <= INTEGER_DIGITS, f"{field!r} has a number of {len(digits)} digits")
+        require_few(len(digits), INTEGER_DIGITS, f"digits in {field!r}")
         return int(digits)
 
     def real(digits: str) -> float:
-        require(len(digits) <= NUMBER_LENGTH, f"{field!r} has a number of {len(digits)} digits")
+        require_few(len(digits), NUMBER_LENGTH, f"digits in {field!r}")
         return special(digits) if math.isinf(float(digits)) else float(digits)
 
     def special(word: str) -> float:
@@ -128,8 +131,7 @@ def parsed(record: Mapping[str, str], field: str, longest: int = JSON_LENGTH, *,
 
     with reading(repr(field)):
         for marks, most in ((",", JSON_VALUES), ("[{", JSON_BRACKETS)):
-            count = sum(map(value.count, marks))
-            require(count <= most, f"{field!r} has {count} of {marks!r}, expected {most} at most")
+            require_few(sum(map(value.count, marks)), most, f"{marks!r} in {field!r}")
         _require_shallow(value, field)
         return json.loads(value, parse_int=integer, parse_float=real, parse_constant=special)
 
@@ -150,21 +152,18 @@ def _require_shallow(value: str, field: str) -> None:
 
 
 def arrays(
-    raw: Mapping[Any, Any],
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    what: str = "reply",
-    most: int = ARRAYS_BYTES,
+    raw: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]] | None = None, most: int = ARRAYS_BYTES
 ) -> dict[str, Any]:
     """Arrays from their bytes: exactly those of `shapes` where these are known, else `most` bytes in all."""
     with reading("'arrays'"):
+        require_few(len(raw), ARRAYS, "arrays")
         if shapes is not None and set(raw) != set(shapes):
-            raise Malformed(f"{what} holds {_listed(raw)}, expected {_listed(shapes)}")
-        require(len(raw) <= ARRAYS, f"{len(raw)} arrays, expected {ARRAYS} at most")
+            raise Malformed(f"it holds {_listed(raw)}, expected {_listed(shapes)}")
         for key, data in raw.items():
             checked_name(key, "an array's name")
             require(type(data) is bytes, f"{key!r} is of type {type(data).__name__}, expected bytes")
-        total = sum(map(len, raw.values()))
-        require(shapes is not None or total <= most, f"arrays of {total} bytes, expected {most} at most")
+        if shapes is None:
+            require_few(sum(map(len, raw.values())), most, "bytes of arrays")
         # All are checked before the first is allocated.
         declared = {key: _declared(key, data, None if shapes is None else shapes[key]) for key, data in raw.items()}
         return {key: _array(raw[key], *declared[key]) for key in raw}
@@ -174,7 +173,7 @@ def _declared(field: str, data: bytes, expected: tuple[int, ...] | None) -> tupl
     """Type and shape of an array, and where its numbers begin, as NumPy's format (1.0) declares them."""
     require(data.startswith(_MAGIC) and len(data) > 10, f"{field!r} is no array in NumPy's format 1.0")
     start = 10 + int.from_bytes(data[8:10], "little")
-    require(start <= HEADER_LENGTH, f"{field!r} has a header of {start} bytes, expected {HEADER_LENGTH} at most")
+    require_few(start, HEADER_LENGTH, f"bytes of the header of {field!r}")
     match = _HEADER.fullmatch(data[10:start])
     if match is None:
         raise Malformed(f"{field!r} has no header of a plain array in C order")
@@ -183,8 +182,8 @@ def _declared(field: str, data: bytes, expected: tuple[int, ...] | None) -> tupl
     require(dtype in DTYPES, f"{field!r} is of type {dtype}, expected one of {sorted(DTYPES)}")
     if expected is not None:
         require(shape == tuple(expected), f"{field!r} has shape {shape}, expected {tuple(expected)}")
-    require(len(shape) <= DIMENSIONS, f"{field!r} has {len(shape)} dimensions, expected {DIMENSIONS} at most")
-    require(max(shape, default=0) < 2**31, f"{field!r} has shape {shape}, expected less than 2**31 each way")
+    require_few(len(shape), DIMENSIONS, f"dimensions of {field!r}")
+    require_few(max(shape, default=0), 2**31 - 1, f"length of {field!r}")
     size = math.prod(shape) * int(dtype[2])
     require(size == len(data) - start, f"{field!r} declares {size} bytes and holds {len(data) - start}")
     return dtype, shape, start
@@ -199,5 +198,4 @@ def _array(data: bytes, dtype: str, shape: tuple[int, ...], start: int) -> Any:
 
 
 def _listed(names: Any) -> str:
-    shown = sorted(one_line(name, 30) for name in list(names)[:12])
-    return f"{shown}" + (f" and {len(names) - 12} others" if len(names) > 12 else "")
+    return some_of(sorted(one_line(name, 30) for name in names))

@@ -5,14 +5,15 @@ No message of a site ends a run: what cannot be read is refused, with the client
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from fedppl.contracts import (
@@ -33,9 +34,9 @@ from fedppl.engine import secure as _secure
 from fedppl.engine.answer import require_fit, take_sum
 from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, reading, require
-from fedppl.flower.enrolment import Roll, ServerModel, agree, expected_clients
-from fedppl.flower.messages import ASK, CONCLUDE, GREET, Letter, Post, content_of, from_content, texts_of, trouble
+from fedppl.flower.decode import Parcel, require_few
+from fedppl.flower.enrolment import Roll, agree, expected_clients
+from fedppl.flower.messages import ASK, CONCLUDE, GREET, Post, from_content, read_letter, texts_of
 from fedppl.flower.node import MOST_BYTES, read_told
 from fedppl.flower.site_agreement import waits
 from fedppl.formulas.exchange import example
@@ -46,10 +47,12 @@ from fedppl.run import loop
 from fedppl.run.loop import Options, require_callback, require_declared, require_settings, seed_of
 from fedppl.run.one_round import MOST_INFOS, Round
 from fedppl.run.progress import Participation
-from fedppl.settings import flag, one_line, one_of, positive, shown, takes, whole
+from fedppl.settings import flag, one_of, positive, shown, takes, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class GridSettings(NamedTuple):
@@ -63,10 +66,17 @@ class GridSettings(NamedTuple):
     secure: bool = False  # whether sums under masks are all that the server gets
 
 
-class _Busy(NamedTuple):
-    """A message that was not answered in time."""
+class ServerModel(NamedTuple):
+    """The model by the server's own declaration."""
 
-    message_id: str
+    layout: Layout
+    reader: SharedReader
+
+
+class _Busy(NamedTuple):
+    """A request that was not answered in time."""
+
+    client_id: str
     node_id: int
     expiry: float
 
@@ -86,8 +96,9 @@ class GridEngine:
         self._algorithm = algorithm.name
         self._server = server
         self._post = Post(grid, settings.poll, settings.grace)
-        self._roll = Roll(self._post, algorithm, settings.clients, settings.wait, server, greeting)
-        self._busy: dict[str, _Busy] = {}  # by client
+        terms = _wire.Terms(algorithm.settings, server.layout, server.reader.coords)
+        self._roll = Roll(self._post, settings.clients, settings.wait, terms, greeting)
+        self._busy: dict[str, _Busy] = {}  # by message
         self._diagnostics: dict[str, set[str]] = {}  # names of those that each client has sent
         self._greetings: dict[tuple[str, str], _secure.Greeting] = {}  # by run and client, where sums are secure
         self._roll.enrol()
@@ -128,34 +139,30 @@ class GridEngine:
         shapes = first.shapes or {}
         of_words = {name: request._replace(shapes=_masks.shapes_of(shapes)) for name, request in made.items()}
         answers, fingerprint = self._asked(of_words, deadline, heard, cohort), self._server.layout.fingerprint
-        parts = {name: _masks.words_of(request, answers.get(name), fingerprint) for name, request in made.items()}
+        parts = {name: _masks.words_of(request, answers[name], fingerprint) for name, request in made.items()}
         if failures := {name: part for name, part in parts.items() if isinstance(part, str)}:
             return _secure.void(failures)
         return _secure.summed({name: part for name, part in parts.items() if not isinstance(part, str)}, shapes)
 
     def _greeted(self, run: str, deadline: float | None) -> dict[str, str]:
         """Collect the sites' greetings for a run, once; why those are missing that are, or are not connected."""
-        limit, alive = deadline or self._settings.deadline, self._roll.welcome()
+
+        def read(client_id: str, content: RecordDict) -> _secure.Greeting:
+            return _masks.unpack_greeting(texts_of(content), client_id)
+
+        alive = self._roll.welcome()
         missing = {name: why for name in self.clients() if (why := self._why_not_ask(name, alive))}
-        sent: dict[str, str] = {}
-        for client_id in self.clients():
-            if client_id in missing or (run, client_id) in self._greetings:
-                continue
-            question = _masks.ask(client_id, run)
-            if message_id := self._post.push(self._roll.nodes[client_id], GREET, ({}, question), limit):
-                sent[message_id] = client_id
+        parcels: dict[str, Parcel] = {
+            name: ({}, _masks.ask(name, run))
+            for name in self.clients()
+            if name not in missing and (run, name) not in self._greetings
+        }
+        for name, answer in self._answers(GREET, parcels, deadline, read, "its greeting cannot be used").items():
+            if isinstance(answer, str):
+                missing[name] = answer
             else:
-                missing[client_id] = "the question for its greeting could not be sent"
-        for client_id, letter in self._letters(sent, limit):
-            if why := trouble(letter):
-                missing[client_id] = why
-                continue
-            try:
-                with reading("it"):
-                    self._greetings[run, client_id] = _masks.unpack_greeting(texts_of(content_of(letter)), client_id)
-            except Malformed as error:
-                missing[client_id] = f"its greeting cannot be used: {one_line(error)}"
-        return missing | dict.fromkeys(sent.values(), f"no greeting within the deadline of {limit:g} s")
+                self._greetings[run, name] = answer
+        return missing
 
     def _asked(
         self,
@@ -165,62 +172,78 @@ class GridEngine:
         cohort: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Reply | Failure]:
         """Answers to every request; texts of the cohort go with each."""
-        limit = deadline or self._settings.deadline
-        alive = self._roll.welcome()
-        self._drop_late()
-        answers: dict[str, Reply | Failure] = {}
-        waiting: dict[str, str] = {}  # clients by message
-        for client_id, request in requests.items():
-            reason = self._why_not_ask(client_id, alive)
-            message_id = None
-            if not reason:
-                arrays, texts = _wire.pack_request(request)
-                message_id = self._post.push(self._roll.nodes[client_id], ASK, (arrays, {**texts, **cohort}), limit)
-            if message_id is None:
-                answers[client_id] = Failure(client_id, request.nonce, reason or "its request could not be sent")
-            else:
-                waiting[message_id] = client_id
-                expiry = time.monotonic() + limit + self._settings.grace
-                self._busy[client_id] = _Busy(message_id, self._roll.nodes[client_id], expiry)
-        for client_id, reply in self._letters(waiting, limit):
-            self._busy.pop(client_id, None)
-            answers[client_id] = self._read(reply, requests[client_id])
-            heard(client_id)
-        for client_id in waiting.values():
-            reason = f"no reply within the deadline of {limit:g} s"
-            answers[client_id] = Failure(client_id, requests[client_id].nonce, reason)
-        return answers
 
-    def _letters(self, sent: dict[str, str], limit: float) -> Iterator[tuple[str, Letter]]:
-        """Replies by client to the messages that were sent (id to client), taken out of these as they come."""
-        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
-        for message_id, letter in self._post.replies(nodes, limit):
-            yield sent.pop(message_id), letter
+        def read(client_id: str, content: RecordDict) -> Reply | Failure:
+            shapes = {} if "failure" in texts_of(content) else requests[client_id].shapes
+            reply = _wire.unpack_reply(*from_content(content, shapes))
+            if isinstance(reply, Reply):
+                names = self._diagnostics.get(client_id, set()) | set(reply.info)
+                require_few(len(names), MOST_INFOS, "names in 'info' over the run")
+                self._diagnostics[client_id] = names
+            return reply
+
+        parcels: dict[str, Parcel] = {}
+        for client_id, request in requests.items():
+            arrays, texts = _wire.pack_request(request)
+            parcels[client_id] = arrays, {**texts, **cohort}
+        answers = self._answers(ASK, parcels, deadline, read, "its reply cannot be read", heard)
+        return {
+            client_id: Failure(client_id, requests[client_id].nonce, answer) if isinstance(answer, str) else answer
+            for client_id, answer in answers.items()
+        }
+
+    def _answers(
+        self,
+        kind: str,
+        parcels: Mapping[str, Parcel],
+        deadline: float | None,
+        read: Callable[[str, RecordDict], T],
+        cannot: str,
+        heard: Heard = unheard,
+    ) -> dict[str, T | str]:
+        """Send each client its parcel; return what `read` makes of its answer, or why there is none."""
+        limit, nodes, alive = deadline or self._settings.deadline, self._roll.nodes, self._roll.welcome()
+        if kind == ASK:
+            self._drop_late()
+        answers: dict[str, T | str] = {}
+        sent: dict[str, str] = {}  # clients by message
+        for client_id, parcel in parcels.items():
+            if why := self._why_not_ask(client_id, alive):
+                answers[client_id] = why
+            elif message_id := self._post.push(nodes[client_id], kind, parcel, limit):
+                sent[message_id] = client_id
+                if kind == ASK:
+                    expiry = time.monotonic() + limit + self._settings.grace
+                    self._busy[message_id] = _Busy(client_id, nodes[client_id], expiry)
+            else:
+                answers[client_id] = "its message could not be sent"
+        asked = {message_id: nodes[client_id] for message_id, client_id in sent.items()}
+        for message_id, letter in self._post.replies(asked, limit):
+            client_id = sent.pop(message_id)
+            self._busy.pop(message_id, None)
+            answers[client_id] = read_letter(letter, functools.partial(read, client_id), cannot)
+            heard(client_id)
+        return answers | dict.fromkeys(sent.values(), f"no reply within the deadline of {limit:g} s")
 
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
     ) -> dict[str, Message]:
         """Send every site its final message, by which it draws its own posterior; return what policies let out."""
-        alive, told, limit = self._roll.welcome(), {}, self._settings.deadline
+
+        def read(_: str, content: RecordDict) -> Message:
+            return read_told(from_content(content, most=MOST_BYTES)[0])
+
         texts = {"run": run, "seed": str(seed), "status": status.value}
-        sent: dict[str, str] = {}
-        for client_id in self.clients():
-            if self._why_not_ask(client_id, alive):
-                continue
-            parcel = final_message(client_id), {"client_id": client_id, **texts}
-            if message_id := self._post.push(self._roll.nodes[client_id], CONCLUDE, parcel, limit):
-                sent[message_id] = client_id
-        for client_id, reply in self._letters(sent, limit):
-            if why := trouble(reply):
-                logger.warning("client %s could not draw its posterior: %s", client_id, why)
-                continue
-            try:
-                with reading("it"):
-                    told[client_id] = read_told(from_content(content_of(reply), most=MOST_BYTES)[0])
-            except Malformed as error:
-                logger.warning("client %s: what it told of its rows cannot be used: %s", client_id, one_line(error))
-        for client_id in sent.values():
-            logger.warning("client %s did not say whether it drew its posterior", client_id)
+        parcels: dict[str, Parcel] = {
+            client_id: (final_message(client_id), {"client_id": client_id, **texts}) for client_id in self.clients()
+        }
+        told: dict[str, Message] = {}
+        answers = self._answers(CONCLUDE, parcels, None, read, "what it told of its rows cannot be used")
+        for client_id, answer in answers.items():
+            if isinstance(answer, str):
+                logger.warning("end of the run, client %s: %s", client_id, answer)
+            else:
+                told[client_id] = answer
         return told
 
     def has_sites(self) -> bool:
@@ -249,33 +272,17 @@ class GridEngine:
         while self._busy:
             now, nodes = time.monotonic(), self._roll.nodes
             # A client whose node has changed does not answer the request to the earlier one.
-            self._busy = {k: busy for k, busy in self._busy.items() if busy.expiry > now and nodes[k] == busy.node_id}
-            late = {busy.message_id: client_id for client_id, busy in self._busy.items()}
-            for message_id, message in self._post.pull({busy.message_id: busy.node_id for busy in self._busy.values()}):
-                client_id = late[message_id]
-                what = "its request has expired" if trouble(message) else "a late reply was dropped"
-                logger.info("client %s: %s", client_id, what, extra={"client": client_id, "status": "late"})
-                del self._busy[client_id]
+            self._busy = {
+                message_id: busy
+                for message_id, busy in self._busy.items()
+                if busy.expiry > now and nodes[busy.client_id] == busy.node_id
+            }
+            for message_id, _ in self._post.pull({key: busy.node_id for key, busy in self._busy.items()}):
+                client_id = self._busy.pop(message_id).client_id
+                extra = {"client": client_id, "status": "late"}
+                logger.info("client %s: a late reply was dropped", client_id, extra=extra)
             if self._busy:
                 time.sleep(self._settings.poll)
-
-    def _read(self, message: Letter, request: Request) -> Reply | Failure:
-        """Read a site's reply, or say what is wrong with it."""
-        client_id = request.client_id
-        if why := trouble(message):
-            return Failure(client_id, request.nonce, why)
-        try:
-            with reading("it"):
-                content = content_of(message)
-                shapes = {} if "failure" in texts_of(content) else request.shapes
-                reply = _wire.unpack_reply(*from_content(content, shapes, "reply"))
-            if isinstance(reply, Reply):
-                names = self._diagnostics.get(client_id, set()) | set(reply.info)
-                require(len(names) <= MOST_INFOS, f"'info' has {len(names)} names over the run, expected {MOST_INFOS}")
-                self._diagnostics[client_id] = names
-            return reply
-        except Malformed as error:
-            return Failure(client_id, request.nonce, f"its reply cannot be read: {one_line(error)}")
 
 
 # The public functions -------------------------------------------------------------------------------------------------
@@ -340,17 +347,11 @@ def grid(
     live sites with one id: the second is refused until the first has gone. Where sums are secure, a round in which a
     site is missing, or refuses, has no sum, and the next asks all again.
     """
-    expected = expected_clients(clients)
-    for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
-        positive(name, value, "it is in seconds")
-    _require_secure(secure, expected)
-    _require_example(model, example_data)
+    expected = _checked(model, example_data, clients, secure, wait=wait, deadline=deadline, poll=poll, grace=grace)
     greeting: dict[str, str] = {}
     if is_formula(model):
         if waits(model):
-            raise DeclarationError(
-                "model= is a formula that clients have not agreed on: pass the model of fedppl.Flower.agree(grid, ...)."
-            )
+            raise DeclarationError("clients have not agreed on model=: pass that of fedppl.Flower.agree(grid, ...).")
         built: Any = model.builder
         example_data = example(built) if example_data is None else example_data
         greeting = {"agreement": _wire.pack_agreement(built.design.agreement)}
@@ -367,17 +368,19 @@ def grid(
     return factory
 
 
-def _require_secure(secure: Any, expected: int | tuple[str, ...]) -> None:
+def _checked(model: Any, example_data: Any, clients: Any, secure: Any, **seconds: float) -> int | tuple[str, ...]:
+    """Check settings of a grid; return the clients that it waits for."""
+    expected = expected_clients(clients)
+    for name, value in seconds.items():
+        positive(name, value, "it is in seconds")
     if flag("secure", secure):
         _secure.require_enough(expected if isinstance(expected, int) else len(expected))
-
-
-def _require_example(model: Any, example_data: Any) -> None:
     if not isinstance(model, FederatedModel):
         raise DeclarationError(f"model is {type(model).__name__}; pass the FederatedModel that sites declare.")
     if not isinstance(example_data, Mapping) and not (example_data is None and is_formula(model)):
         remedy = "pass a mapping from the builder's names to arrays, of a few rows"
         raise DeclarationError(f"example_data={shown(example_data)} must be made-up data like sites'; {remedy}.")
+    return expected
 
 
 def server_app(
@@ -436,14 +439,11 @@ def server_app(
     *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
     all the same). A server that was killed goes on from `checkpoint` in a new run.
     """
-    _require_secure(secure, expected_clients(clients))
-    for name, value in {"wait": wait, "deadline": deadline}.items():
-        positive(name, value, "it is in seconds")
     require_declared(federated_model, algorithm)
+    _checked(federated_model, example_data, clients, secure, wait=wait, deadline=deadline)
     if secure and waits(federated_model):
         remedy = "Pass the model of fedppl.agree on made-up tables with all levels, here and at the sites."
         raise DeclarationError(f"secure=True: a formula is agreed on in the clear, and this one is not yet. {remedy}")
-    _require_example(federated_model, example_data)
     whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
     require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
     seed_of(random_seed)
@@ -455,15 +455,15 @@ def server_app(
     @app.main()
     def main(flower_grid: Grid, context: Context) -> None:
         chosen: dict[str, Any] = {"rounds": rounds, "participation": participation, "checkpoint": checkpoint}
-        chosen |= {"deadline": deadline, "random_seed": random_seed}
-        chosen |= {name: context.run_config[name] for name in chosen if name in context.run_config}
-        expected: Any = context.run_config.get("clients", clients)
-        patience, model = float(context.run_config.get("wait", wait)), federated_model
+        chosen |= {"deadline": deadline, "random_seed": random_seed, "clients": clients, "wait": wait}
+        chosen = {name: context.run_config.get(name, value) for name, value in chosen.items()}
+        expected, patience, model = chosen.pop("clients"), float(chosen.pop("wait")), federated_model
         if waits(model):
             found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)
             expected, model = found.clients, found.model
-        sites: dict[str, Any] = {"clients": expected, "model": model, "wait": patience, "secure": secure}
-        engine = grid(flower_grid, example_data=example_data, **sites)
+        engine = grid(
+            flower_grid, clients=expected, model=model, example_data=example_data, wait=patience, secure=secure
+        )
         options = Options(engine=engine, **{**chosen, "checkpoint": chosen["checkpoint"] or None})
         fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
         if on_fit is not None:

@@ -47,7 +47,7 @@ def greet(files: Path, folder: Path, texts: Mapping[str, str]) -> dict[str, str]
     require(number < MOST_COHORTS, f"'number' is {number}, expected less than {MOST_COHORTS}")
     here = site.read(files)
     greeting = secure.greeting(secure.derived_key(here.identity, here.name, run, number, _place(folder)))
-    return {"name": greeting.name, "public": _text(greeting.public), "signature": _text(greeting.signature)}
+    return dict(zip(secure.Greeting._fields, _packed(greeting), strict=True))
 
 
 def joined(files: Path, folder: Path, guard: Guard, request: Request, texts: Mapping[str, str]) -> Place:
@@ -127,15 +127,14 @@ def ask(client_id: str, run: str) -> dict[str, str]:
 def unpack_greeting(texts: Mapping[str, str], client_id: str) -> secure.Greeting:
     """Read a site's greeting, or `Malformed`."""
     require("refused" not in texts, "it has no identity, or refuses; see secure= of its client_app, and its log")
-    name = one_text(texts, "name", 200)
-    require(name == client_id, f"its identity is of {brief(name)!r}; make one with its client-id as --name")
-    return secure.Greeting(name, _bytes(texts.get("public"), 32), _bytes(texts.get("signature"), 64))
+    greeting = _unpacked([texts.get(field) for field in secure.Greeting._fields])
+    require(greeting.name == client_id, f"its identity is of {greeting.name!r}; make one with its client-id as --name")
+    return greeting
 
 
 def pack_cohort(greetings: Sequence[secure.Greeting]) -> dict[str, str]:
     """Texts that go with each request of a cohort."""
-    members = [[one.name, _text(one.public), _text(one.signature)] for one in greetings]
-    return {"cohort": json.dumps(members), "number": "0"}
+    return {"cohort": json.dumps([_packed(greeting) for greeting in greetings]), "number": "0"}
 
 
 def unpack_cohort(texts: Mapping[str, str]) -> tuple[list[secure.Greeting], int]:
@@ -143,11 +142,7 @@ def unpack_cohort(texts: Mapping[str, str]) -> tuple[list[secure.Greeting], int]
     members, number = parsed(texts, "cohort", LABELS_LENGTH), whole_number(texts, "number")
     require(number < MOST_COHORTS, f"cohort {number + 1} of a run, and at most {MOST_COHORTS} are answered")
     require(type(members) is list and all(type(one) is list and len(one) == 3 for one in members), "'cohort' is none")
-    greetings = [
-        secure.Greeting(checked_name(name, "a name in 'cohort'"), _bytes(public, 32), _bytes(signature, 64))
-        for name, public, signature in members
-    ]
-    return greetings, number
+    return [_unpacked(member) for member in members], number
 
 
 def shapes_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -167,8 +162,13 @@ def words_of(request: Request, reply: Reply | Failure | None, fingerprint: str) 
     return words.view(np.uint64) if words.dtype == np.int64 else f"words of type {words.dtype}, expected int64"
 
 
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
+def _packed(greeting: secure.Greeting) -> list[str]:
+    return [greeting.name, *(base64.b64encode(key).decode() for key in (greeting.public, greeting.signature))]
+
+
+def _unpacked(parts: Sequence[Any]) -> secure.Greeting:
+    name, public, signature = parts
+    return secure.Greeting(checked_name(name, "a site's name"), _bytes(public, 32), _bytes(signature, 64))
 
 
 def _bytes(text: Any, length: int) -> bytes:

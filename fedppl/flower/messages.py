@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
@@ -16,11 +16,14 @@ from flwr.clientapp import ClientApp
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from fedppl.flower import decode as _decode
-from fedppl.flower.decode import Parcel, require
+from fedppl.flower.decode import Malformed, Parcel
+from fedppl.settings import one_line
 from fedppl.types import Message
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
+
+T = TypeVar("T")
 
 # Message types: category and action.
 HELLO, AGREE, ASK, CONCLUDE = "query.fedppl_hello", "query.fedppl_agree", "train.fedppl", "evaluate.fedppl"
@@ -54,10 +57,7 @@ def texts_of(content: RecordDict) -> dict[str, str]:
 
 
 def from_content(
-    content: RecordDict,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    what: str = "message",
-    most: int = _decode.ARRAYS_BYTES,
+    content: RecordDict, shapes: Mapping[str, tuple[int, ...]] | None = None, most: int = _decode.ARRAYS_BYTES
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Arrays and texts of a Flower message, or `Malformed`; `shapes` and `most` as in `decode.arrays`.
 
@@ -67,15 +67,15 @@ def from_content(
     with _decode.reading("'arrays'"):
         record = _record(content, "arrays", ArrayRecord)
         plain = {name: value.data if value.stype == "numpy.ndarray" else None for name, value in record.items()}
-    return _decode.arrays(plain, shapes, what, most), texts
+    return _decode.arrays(plain, shapes, most), texts
 
 
 def _record(content: RecordDict, name: str, kind: type) -> Mapping[str, Any]:
     """One of the two records of a message."""
     with _decode.reading(f"the message's record {name!r}"):
-        _decode.require(len(content) == 2, f"a message of {len(content)} records, expected 'arrays' and 'texts'")
         record = content.get(name)
-        _decode.require(type(record) is kind, f"the message has no record {name!r}")
+        is_one_of_two = type(record) is kind and len(content) == 2
+        _decode.require(is_one_of_two, "a message that is not of the records 'arrays' and 'texts'")
         return dict(record or {})
 
 
@@ -183,24 +183,27 @@ class Post:
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
 
 
-def content_of(message: Letter) -> RecordDict:
-    """Content of a message that could be unpacked."""
-    require(not isinstance(message, str), "no message")
-    return message.content  # type: ignore[union-attr]
+_ERRORS = {
+    1: "the site's app could not be loaded",
+    2: "the site's app raised an exception; see the site's log",
+    3: "the message was not available any more",
+    4: "the reply was not available any more",
+    5: "the site is not reachable",
+    8: "the site's app crashed",
+}
 
 
-def trouble(message: Letter) -> str | None:
-    """Why a message is no answer, or None; Flower's own details are left out, since they may quote the site's data."""
-    if isinstance(message, str):
-        return message
-    if not message.has_error():
-        return None
-    meanings = {
-        1: "the site's app could not be loaded",
-        2: "the site's app raised an exception; see the site's log",
-        3: "the message was not available any more",
-        4: "the reply was not available any more",
-        5: "the site is not reachable",
-        8: "the site's app crashed",
-    }
-    return meanings.get(message.error.code, f"Flower error {message.error.code}")
+def read_letter(letter: Letter, read: Callable[[RecordDict], T], cannot: str) -> T | str:
+    """What `read` makes of a message's content, or why it is no answer: by `cannot` and a rule where it is malformed.
+
+    Flower's own details are left out, since they may quote the site's data.
+    """
+    if isinstance(letter, str):
+        return letter
+    if letter.has_error():
+        return _ERRORS.get(letter.error.code, f"Flower error {letter.error.code}")
+    try:
+        with _decode.reading("it"):
+            return read(letter.content)
+    except Malformed as error:
+        return f"{cannot}: {one_line(error)}"

@@ -9,8 +9,8 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,22 +23,8 @@ from fedppl.contracts import AnyAlgorithm, Failure, LogEvidence, Request
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.data import frames
 from fedppl.engine import account as _account
+from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
-from fedppl.engine.guard import (
-    REFUSED,
-    Guard,
-    admit_algorithm,
-    admit_declaration,
-    concluded,
-    digest,
-    let_out,
-    named,
-    refuse_data,
-    refuse_rows,
-    reopen,
-    replayed,
-    tells,
-)
 from fedppl.engine.policy import NO_RULES, Policy
 from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _agreements
@@ -79,29 +65,30 @@ class Node(NamedTuple):
     secure: Path | None = None  # folder of identity and roster, where it answers under masks alone
 
 
-class _Loaded(NamedTuple):
-    """A client, and the rows of which it is."""
+class Enrolled(NamedTuple):
+    """A client, its declaration, and the rows of which it is."""
 
     client: ClientModel
+    declaration: FederatedModel  # with all that is compiled
     seal: tuple[str, bytes]  # its kind, and a digest of its data
     columns: Mapping[str, Any]  # of the rows as they were loaded
 
 
-_clients: dict[tuple[str, str, str], _Loaded] = {}  # of this process, by app, node config and agreement
+_clients: dict[tuple[str, str, str], Enrolled] = {}  # of this process, by app, node config and agreement
 _declarations: dict[tuple[str, str], FederatedModel] = {}  # by app and agreement
 _first: dict[Any, dict[str, Mapping[str, Any]]] = {}  # the first client with such columns, by app
 _UNNAMED = "not named yet"  # a site that the server will call by its authenticated name
 _lock = threading.Lock()
 
 
-def enrolled(node: Node, config: Mapping[str, Any], memory: Memory, called: str | None = None) -> ClientModel:
+def enrolled(node: Node, config: Mapping[str, Any], memory: Memory, called: str | None = None) -> Enrolled:
     """Load the data and check them against the declaration, unless they are those of the request before.
 
     `called` is the client id in a request, by which a site without an id is named: random streams depend on it.
     """
     name = node.client_id(config)
     model, agreement = _agreements.declared(node.model, memory, name)
-    key = _key(node, config, agreement)
+    key = node.token, json.dumps(dict(config), sort_keys=True, default=str), agreement
     with _lock:
         for other in [other for other in _clients if other[:2] == key[:2] and other != key]:
             del _clients[other]  # of an earlier agreement
@@ -116,10 +103,10 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory, called: str 
         client = before.client if before and is_same else _enrol(node, declaration, name, kind, data, agreement)
         if not client.client_id and called is not None:
             client = dataclasses.replace(client, client_id=called)
-        _clients[key] = _Loaded(client, seal, _agreements.columns(declaration, loaded, data))
+        _clients[key] = Enrolled(client, declaration, seal, _agreements.columns(declaration, loaded, data))
         if called not in (None, client.client_id):
             raise LocalFailure(f"a request for client {called!r} came to client {client.client_id!r}")
-        return client
+        return _clients[key]
 
 
 def _enrol(
@@ -147,41 +134,44 @@ def _seal(data: Mapping[str, Any]) -> bytes:
     return secrets.token_bytes(32) if hidden else codec.seal(arrays, bytes(16))
 
 
-def _key(node: Node, config: Mapping[str, Any], agreement: str) -> tuple[str, str, str]:
-    return node.token, json.dumps(dict(config), sort_keys=True, default=str), agreement
+@contextmanager
+def _account_of(node: Node, config: Mapping[str, Any]) -> Iterator[_guard.Guard | None]:
+    """The policy with its account, locked over all processes; None without a folder, see `client_app`."""
+    if node.folder is None:
+        if node.policy != NO_RULES:
+            raise LocalFailure("folder= gave None for this node config, and without a folder no policy holds")
+        yield None
+        return
+    with FileLock(node.folder / "site.lock", timeout=_PATIENCE, mode=0o600):
+        yield _account.in_folder(node.policy, node.folder, node.client_id(config))
 
 
-def _versions(node: Node, config: Mapping[str, Any], memory: Memory) -> tuple[str | None, dict[str, Any]]:
-    """Compare the site's loaded data with those of its earlier answers, as `data_versions` does."""
-    site_id = node.client_id(config)
-    agreement = _agreements.declared(node.model, memory, site_id)[1]
-    return data_versions(memory, site_id, _clients[_key(node, config, agreement)].columns, node.policy)
+def _refuse(guard: _guard.Guard | None, about: Mapping[str, Any], rule: str) -> None:
+    """Log the rule by which a message is refused."""
+    if guard is None:
+        logger.warning("%s refused: %s", about["event"], rule)
+    else:
+        _guard.note(guard, rule, **about)
 
 
-def _locked(node: Node) -> AbstractContextManager[Any]:
-    """The lock under which a request reads and writes the site's account, one at a time over all processes."""
-    return nullcontext() if node.folder is None else FileLock(node.folder / "site.lock", timeout=_PATIENCE, mode=0o600)
-
-
-def _guard(node: Node, config: Mapping[str, Any]) -> Guard | None:
-    """The policy with its account in the site's folder; None without a folder, see `client_app`."""
-    return None if node.folder is None else _account.in_folder(node.policy, node.folder, node.client_id(config))
+def _say_refused(what: str, name: str) -> None:
+    """Log the present exception, which stays at the site."""
+    logger.exception(what, name, extra={"client": name, "status": "refused"})
 
 
 def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
     """Answer with the summary of columns by which clients agree on a formula, as far as the policy allows it."""
     name = node.client_id(config)
+    answer = {"refused": _guard.REFUSED}
     try:
-        with _locked(node):
-            guard = _guard(node, config)
-            if node.secure is not None:
-                _note(guard, {"event": "agreement", "refused": "sums: a summary of columns would leave in the clear"})
-                raise LocalFailure("a site with secure= tells nothing of its columns")
-            load = functools.partial(node.load_data, config)
-            answer = _agreements.tell(node.model, load, name, texts, memory, guard)
+        with _account_of(node, config) as guard:
+            if node.secure is None:
+                load = functools.partial(node.load_data, config)
+                answer = _agreements.tell(node.model, load, name, texts, memory, guard)
+            else:
+                _refuse(guard, {"event": "agreement"}, "sums: a summary of columns would leave in the clear")
     except Exception:
-        logger.exception("client %s tells nothing", name, extra={"client": name, "status": "refused"})
-        answer = {"refused": REFUSED}
+        _say_refused("client %s tells nothing", name)
     return {}, {"client_id": name, "version": version("fedppl"), **answer}
 
 
@@ -193,8 +183,8 @@ def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Pa
             raise LocalFailure("client_app has no secure=")
         answer = _masks.greet(node.secure, node.folder, texts)
     except Exception:
-        logger.exception("client %s greets nobody", name, extra={"client": name, "status": "refused"})
-        answer = {"refused": REFUSED}
+        _say_refused("client %s greets nobody", name)
+        answer = {"refused": _guard.REFUSED}
     return {}, {"client_id": name, **answer}
 
 
@@ -202,43 +192,47 @@ def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapp
     """Answer the server's first call: the layout, or why this site cannot take part; rules on data come first."""
     name = node.client_id(config)
     try:
-        with _locked(node):
-            guard = _guard(node, config)
-            loaded = node.load_data(config)
-            node = node._replace(load_data=lambda config: loaded)
-            withheld = DeclarationError(f"{f'client {name!r}' if name else 'it'} {_WITHHELD}")
-            few = guard is not None and refuse_rows(guard, _most_rows(loaded))
-            if few or not _declaration_admitted(node, guard):
-                raise withheld
-            _agreements.accept(node.model, functools.partial(node.load_data, config), name, texts, memory, guard)
-            client = _enrolled_privately(node, config, memory)
-            if guard is not None:
-                admit_algorithm(guard, node.algorithm, client)
-                if refuse_data(guard, client, node.algorithm, lambda: _versions(node, config, memory)[0]):
-                    raise withheld
-        return _wire.pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())
+        with _account_of(node, config) as guard:
+            client = _introduced(node, config, memory, texts, guard)
+        terms = _wire.Terms(node.algorithm.settings, client.layout, client.reader().coords)
+        return _wire.pack_hello(name, terms)
     except Exception as error:
-        logger.exception("client %s cannot take part", name, extra={"client": name, "status": "refused"})
+        _say_refused("client %s cannot take part", name)
         reason = str(error) if isinstance(error, DeclarationError) else "the reason is in the site's own log"
         kind = type(error) if type(error).__module__ in _KNOWN_ERRORS else Exception
         return {}, {"client_id": name, "error": f"{kind.__name__}: {reason}"}
 
 
-def _declaration_admitted(node: Node, guard: Guard | None) -> bool:
-    if guard is None or node.policy == NO_RULES:
-        return True
-    key = "; ".join(f"{kind}: {code_key(builder)}" for kind, builder in node.model.builders.items())
-    return admit_declaration(guard, hashlib.sha256(key.encode()).hexdigest()[:32])
-
-
-def _enrolled_privately(node: Node, config: Mapping[str, Any], memory: Memory) -> ClientModel:
-    """Enrol; the text of an error, which may quote rows, stays here, unless the data need no protection."""
+def _introduced(
+    node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str], guard: _guard.Guard | None
+) -> ClientModel:
+    """The client as it introduces itself; the text of a DeclarationError may leave the site."""
+    name, loaded = node.client_id(config), node.load_data(config)
+    node = node._replace(load_data=lambda config: loaded)
+    withheld = DeclarationError(f"{f'client {name!r}' if name else 'it'} {_WITHHELD}")
+    few = guard is not None and _guard.refuse_rows(guard, _most_rows(loaded))
+    if few or not _declaration_admitted(node, guard):
+        raise withheld
+    _agreements.accept(node.model, lambda: loaded, name, texts, memory, guard)
     try:
-        return enrolled(node, config, memory)
+        here = enrolled(node, config, memory)
     except DeclarationError as error:
         if node.policy == NO_RULES:
             raise
-        raise DataError(str(error)) from error
+        raise DataError(str(error)) from error  # its text may quote rows
+    if guard is not None:
+        _guard.admit_algorithm(guard, node.algorithm, here.client)
+        versions = functools.partial(data_versions, memory, name, here.columns, node.policy)
+        if _guard.refuse_data(guard, here.client, node.algorithm, lambda: versions()[0]):
+            raise withheld
+    return here.client
+
+
+def _declaration_admitted(node: Node, guard: _guard.Guard | None) -> bool:
+    if guard is None or node.policy == NO_RULES:
+        return True
+    key = "; ".join(f"{kind}: {code_key(builder)}" for kind, builder in node.model.builders.items())
+    return _guard.admit_declaration(guard, hashlib.sha256(key.encode()).hexdigest()[:32])
 
 
 def _most_rows(loaded: Any) -> int | None:
@@ -253,81 +247,68 @@ def _most_rows(loaded: Any) -> int | None:
 
 def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
     """Run the client's part of the algorithm, then store personal state; whatever is wrong is refused by one text."""
-    client_id, nonce = _addressed(parcel)
-    refusal = _wire.pack_reply(Failure(client_id, nonce, REFUSED))
+    client_id, nonce = str(parcel[1].get("client_id", ""))[:200], str(parcel[1].get("nonce", ""))[:20]
+    answered = None
     try:
-        with _locked(node):
-            guard = _guard(node, config)
-            try:
-                request = _wire.unpack_request(*parcel)
-            except Exception as error:  # no message of a server may end this process
-                _note(guard, {"event": "request", "refused": f"malformed: {type(error).__name__}: {error}"[:200]})
-                return refusal
-            if node.secure is None:
-                return _answered(node, config, memory, request, guard)
-            if node.folder is None or guard is None:  # where a function of the node config gave none
-                raise LocalFailure("sums: secure= without a folder")
-            try:
-                place = _masks.joined(node.secure, node.folder, guard, request, parcel[1])
-            except DeclarationError as error:
-                _note(guard, {**named("request", request), "refused": f"sums: {error}"})
-                return refusal
-            return _answered(node, config, memory, request, guard, place)
+        with _account_of(node, config) as guard:
+            answered = _answered(node, config, memory, parcel, guard)
     except Exception:
-        logger.exception("client %s refuses a request", client_id, extra={"client": client_id, "status": "refused"})
-        return refusal
+        _say_refused("client %s refuses a request", client_id)
+    refusal = Failure(client_id, int(nonce) if nonce.isdecimal() else 0, _guard.REFUSED)
+    return answered or _wire.pack_reply(refusal)
 
 
-def _addressed(parcel: Parcel) -> tuple[str, int]:
-    """Client id and nonce of a request, as far as they can be read."""
-    texts = parcel[1]
-    nonce = str(texts.get("nonce", ""))[:20]
-    return str(texts.get("client_id", ""))[:200], int(nonce) if nonce.isdecimal() else 0
-
-
-def _note(guard: Guard | None, entry: Mapping[str, Any]) -> None:
-    if guard is None:
-        logger.warning("%s refused: %s", entry["event"], entry["refused"])
-    else:
-        guard.write(guard.read(), entry)
+def _understood(node: Node, parcel: Parcel, guard: _guard.Guard | None) -> tuple[Request, _masks.Place | None] | None:
+    """A request and the site's place in its cohort; None where they are refused and the log says why."""
+    try:
+        request = _wire.unpack_request(*parcel)
+    except Exception as error:  # no message of a server may end this process
+        _refuse(guard, {"event": "request"}, f"malformed: {type(error).__name__}: {error}"[:200])
+        return None
+    if node.secure is None:
+        return request, None
+    if node.folder is None or guard is None:  # where a function of the node config gave none
+        raise LocalFailure("sums: secure= without a folder")
+    try:
+        return request, _masks.joined(node.secure, node.folder, guard, request, parcel[1])
+    except DeclarationError as error:
+        _refuse(guard, _guard.named("request", request), f"sums: {error}")
+        return None
 
 
 def _answered(
-    node: Node,
-    config: Mapping[str, Any],
-    memory: Memory,
-    request: Request,
-    guard: Guard | None,
-    place: _masks.Place | None = None,
-) -> Parcel:
-    name = name_of_kept(node.algorithm, node.client_id(config), request.run, request.client_id)
-    about = named("request", request)
-    refusal = _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
+    node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard | None
+) -> Parcel | None:
+    """The answer to a request, or None where it is refused and the log says why."""
+    if (understood := _understood(node, parcel, guard)) is None:
+        return None
+    request, place = understood
+    own_id, about = node.client_id(config), _guard.named("request", request)
+    algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
     try:
         if not _declaration_admitted(node, guard):
-            return refusal
-        client = enrolled(node, config, memory, request.client_id)
-        seal = same_data(memory, client, request.run)
-        changed, versions = (None, {}) if guard is None else _versions(node, config, memory)
-        kept = recalled(node.algorithm, memory, name, request.client_id)
+            return None
+        here = enrolled(node, config, memory, request.client_id)
+        seal = same_data(memory, here.client, request.run)
+        changed, versions = (None, {}) if guard is None else data_versions(memory, own_id, here.columns, node.policy)
+        name = name_of_kept(algorithm, own_id, request.run, request.client_id)
+        kept = recalled(algorithm, memory, name, request.client_id)
         # The digest differs where the site admitted this request and died before it answered.
-        if guard is not None and replayed(guard, request):
+        if guard is not None and _guard.replayed(guard, request):
             is_masked = set(kept.arrays) == {_masks.WORDS}
-            if kept.digest == digest(request) and (place is None or is_masked):
-                guard.write(guard.read(), {**about, "repeated": True, "refused": None})
+            if kept.digest == _guard.digest(request) and (place is None or is_masked):
+                _guard.note(guard, None, **about, repeated=True)
                 return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
             if place is not None:  # a round of a cohort has all answers or none: this one is computed after all
-                reopen(guard, request)
+                _guard.reopen(guard, request)
         if changed:
-            _note(guard, {**about, "refused": changed})
-            return refusal
+            _refuse(guard, about, changed)
+            return None
     except Exception as error:
-        why = str(error) if isinstance(error, LocalFailure) else type(error).__name__
         logger.debug("client %s cannot answer", request.client_id, exc_info=True)
-        _note(guard, {**about, "refused": f"site: {why}"})
-        return refusal
-    algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
-    after, reply = answer(algorithm, client, kept.personal, request, guard)
+        _refuse(guard, about, f"site: {error if isinstance(error, LocalFailure) else type(error).__name__}")
+        return None
+    after, reply = answer(algorithm, here.client, kept.personal, request, guard)
     if isinstance(reply, Failure):
         extra = {"round": request.round, "client": request.client_id, "status": "failed"}
         numbers = request.round, request.client_id, reply.reason, reply.private
@@ -335,17 +316,17 @@ def _answered(
     if place is not None:
         reply = _masks.hidden(place, request, reply)
     answered = _wire.pack_reply(reply)
-    if isinstance(reply, Failure) and reply.reason == REFUSED:
+    if isinstance(reply, Failure) and reply.reason == _guard.REFUSED:
         return answered  # nothing is stored: a server could make up any number of names
-    for file, raw in {**seal, **{file: pack(content, file) for file, content in versions.items()}}.items():
+    for file, raw in {**seal, **versions}.items():
         memory.keep(file, raw)
     if place is not None and guard is not None:
         _masks.fix(guard, place, request)
     # State and answer are one file, replaced in one step: no answer leaves that the state does not know of.
-    if guard is None and after is None:
-        return answered
-    done = Kept(after) if guard is None else Kept(after, digest(request), dict(answered[0]), dict(answered[1]))
-    memory.keep(name, pack(tuple(done), name))
+    if guard is not None:
+        memory.keep(name, pack((after, _guard.digest(request), dict(answered[0]), dict(answered[1])), name))
+    elif after is not None:
+        memory.keep(name, pack((after,), name))
     return answered
 
 
@@ -355,37 +336,35 @@ def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parc
     The answer holds only what the policy lets out by name. It does not show whether the data are those of the run or
     whether drawing failed, since both depend on the data and the server may ask any number of times.
     """
-    name = _addressed(parcel)[0]
+    name = str(parcel[1].get("client_id", ""))[:200]
     summaries: Message = {}
     try:
-        with _locked(node):
-            summaries = _conclude(node, config, memory, parcel)
+        with _account_of(node, config) as guard:
+            if guard is not None:
+                summaries = _conclude(node, config, memory, parcel, guard)
     except Exception:
         logger.exception("client %s drew no posterior", name, extra={"client": name, "status": "failed"})
     return summaries, {"client_id": name}
 
 
-def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Message:
-    guard = _guard(node, config)
-    if node.folder is None or guard is None:
-        return {}
+def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard) -> Message:
     try:
         client_id, run, seed, status = _wire.unpack_conclusion(parcel[1])
     except Malformed as error:
-        _note(guard, {"event": "conclusion", "refused": f"malformed: {error}"[:200]})
+        _refuse(guard, {"event": "conclusion"}, f"malformed: {error}"[:200])
         return {}
-    if not concluded(guard, run):
+    if not _guard.concluded(guard, run):
         logger.warning("client %s was told before that run %s is over", client_id, run)
         return {}
-    client = enrolled(node, config, memory, client_id)
-    for file, raw in same_data(memory, client, run).items():
+    here = enrolled(node, config, memory, client_id)
+    for file, raw in same_data(memory, here.client, run).items():
         memory.keep(file, raw)
-    personal = recalled(
-        node.algorithm, memory, name_of_kept(node.algorithm, node.client_id(config), run, client_id), client_id
-    ).personal
+    name = name_of_kept(node.algorithm, node.client_id(config), run, client_id)
+    personal = recalled(node.algorithm, memory, name, client_id).personal
     request = Request(client_id, 0, 0, (seed,), parcel[0], run)
     drawing = node.draws, node.chains, seed
-    result = idata.from_groups(client_posterior(node.algorithm, client, personal, parcel[0], drawing, status))
+    result = idata.from_groups(client_posterior(node.algorithm, here.client, personal, parcel[0], drawing, status))
+    assert node.folder is not None
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
     replace(partial, b"")  # sets the file's mode before it holds rows
@@ -393,13 +372,10 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
     partial.chmod(0o600)  # a library may make the file anew
     partial.replace(path)
     logger.info("client %s: posterior written to %s", client_id, path)
-    names = tells(guard, node.algorithm, client, request) if node.secure is None else ()
+    names = _guard.tells(guard, node.algorithm, here.client, request) if node.secure is None else ()
     if not names:
         return {}
-    agreement = _agreements.declared(node.model, memory, node.client_id(config))[1]
-    declaration = _declarations[node.token, agreement]  # with all that is compiled
-    summaries = tell(names, node.algorithm, declaration, client, parcel[0], result, seed)
-    return let_out(guard, client, request, summaries)
+    return _guard.let_out(guard, here.client, request, tell(names, node.algorithm, here, parcel[0], result, seed))
 
 
 # What a node stores between two requests: personal state, the last answer, and digests of the data --------------------
@@ -431,7 +407,7 @@ def same_data(memory: Memory, client: ClientModel, run: str) -> dict[str, bytes]
 
 def data_versions(
     memory: Memory, site_id: str, columns: Mapping[str, Any], rules: Policy
-) -> tuple[str | None, dict[str, Any]]:
+) -> tuple[str | None, dict[str, bytes]]:
     """The rule that a client's data break by their difference to those of earlier answers, and what to store of them.
 
     That is under the site's own name, not one that the server chooses; nothing where the data are known already.
@@ -446,7 +422,7 @@ def data_versions(
     cells = _account.version_of(columns, owner_key(make=True))
     before = [version["cells"] for version in earlier]
     refused = _account.refuse_version(before, cells, rules.changed_rows)
-    return refused, {name: [*earlier, {"seal": codec.seal(columns), "cells": cells}]}
+    return refused, {name: pack([*earlier, {"seal": codec.seal(columns), "cells": cells}], name)}
 
 
 def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str) -> Kept:
@@ -471,29 +447,22 @@ MOST_BYTES = 4096  # of all summaries of a site
 
 
 def tell(
-    names: Sequence[str],
-    algorithm: AnyAlgorithm,
-    declaration: FederatedModel,
-    client: ClientModel,
-    message: Message,
-    drawn: Any,
-    seed: int,
+    names: Sequence[str], algorithm: AnyAlgorithm, here: Enrolled, message: Message, drawn: Any, seed: int
 ) -> Message:
     """Compute the summaries that the policy names; one that fails is left out, and the site's log says why."""
     results: dict[str, Array] = {}
     computed: dict[str, Callable[[], Array]] = {
-        "loo": functools.partial(_loo, client, drawn),
-        "conflict": functools.partial(_conflict, algorithm, declaration, client, message, seed),
+        "loo": lambda: _loo(here.client, drawn),
+        "conflict": lambda: _conflict(algorithm, here, message, seed),
     }
     for name in names:
         try:
             value = computed[name]()
             if not np.all(np.isfinite(value)):
                 raise ValueError("it is not finite")
-        except Exception:  # any part of a user's model may fail; the other summaries are sent all the same
-            logger.warning("client %s has no %r to tell", client.client_id, name, exc_info=True)
-        else:
             results[name] = value
+        except Exception:  # any part of a user's model may fail; the other summaries are sent all the same
+            logger.warning("client %s has no %r to tell", here.client.client_id, name, exc_info=True)
     return results
 
 
@@ -506,17 +475,15 @@ def _loo(client: ClientModel, drawn: Any) -> Array:
     return np.array(sums_of(rows_of(densities)))
 
 
-def _conflict(
-    algorithm: AnyAlgorithm, declaration: FederatedModel, client: ClientModel, message: Message, seed: int
-) -> Array:
+def _conflict(algorithm: AnyAlgorithm, here: Enrolled, message: Message, seed: int) -> Array:
     """P-value and statistic, of q without the client, which the final message must hold."""
     concludes = algorithm.disclosure.concludes
     if concludes is None or knows_cavities(algorithm) is None:
         raise ValueError(f"{algorithm.name} has no posterior of the shared variables without each client")
-    ((_, cavity),) = concludes(client.layout, message).targets
-    rng = stream((seed, 4, *client.client_id.encode()))
+    ((_, cavity),) = concludes(here.client.layout, message).targets
+    rng = stream((seed, 4, *here.client.client_id.encode()))
     others = WithoutClient(cavity, None, LogEvidence(np.nan, np.nan))
-    return np.array(tested(declaration, client, others, FEWEST, rng))
+    return np.array(tested(here.declaration, here.client, others, FEWEST, rng))
 
 
 def read_told(arrays: Message) -> Message:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedppl.data import frames
 from fedppl.engine import policy
-from fedppl.engine.guard import REFUSED, Guard, admit_agreement, admit_telling, let_tell, note, refuse_agreement
+from fedppl.engine.guard import REFUSED, Guard, admit_agreement, may_tell, note, refuse_agreement
 from fedppl.flower.decode import Malformed, whole_number
 from fedppl.flower.wire import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.formulas import exchange
@@ -52,7 +52,7 @@ def columns(model: FederatedModel, loaded: Any, data: Any) -> Mapping[str, Any]:
     """The data that tell rows apart: a formula's columns as loaded, else the builder's arrays; empty for a summary."""
     if not is_formula(model):
         return data if isinstance(data, Mapping) else {}
-    if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
+    if not _is_table(loaded):
         return {}
     table = frames.of_formula(loaded, "this site")
     names = [name for name in _built(model).columns if name in table.names]
@@ -63,9 +63,7 @@ def columns(model: FederatedModel, loaded: Any, data: Any) -> Mapping[str, Any]:
 def without_rare(model: FederatedModel, loaded: Any, rules: policy.Policy, site_id: str) -> Any:
     """The rows, without those of levels outside the agreement where these are too few to be told of."""
     fewest = policy.fewest(rules, 1)
-    if not is_formula(model) or model.agreement is None or fewest <= 1:
-        return loaded
-    if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
+    if not is_formula(model) or model.agreement is None or fewest <= 1 or not _is_table(loaded):
         return loaded
     built = _built(model)
     wanted = built.columns if built.terms.client is None else (*built.columns, built.terms.client)
@@ -76,11 +74,15 @@ def without_rare(model: FederatedModel, loaded: Any, rules: policy.Policy, site_
     return rows
 
 
+def _is_table(loaded: Any) -> bool:
+    return isinstance(loaded, Mapping) or frames.is_frame(loaded)
+
+
 def tell(
     model: FederatedModel, data: Any, site_id: str, texts: Mapping[str, str], memory: Memory, guard: Guard | None
 ) -> dict[str, str]:
     """Summarise the formula's columns for the server; each column once, and the same summary ever after."""
-    run = named(model)
+    about = {"event": "agreement", "run": named(model), "client": site_id}
     try:
         if not waits(model):
             raise Malformed("this site declares no formula that clients have to agree on")
@@ -89,55 +91,46 @@ def tell(
             raise Malformed(f"'min_count' is {min_count}")
     except Malformed as error:
         if guard is not None:
-            note(guard, run, site_id, refused=f"malformed: {error}"[:200])
+            note(guard, f"malformed: {error}"[:200], **about)
         return {"refused": REFUSED}
-    fewest = float(min_count) if guard is None else policy.fewest(guard.policy, min_count)
     built = _built(model)
     try:
         rows = rows_of(built, data(), "this site")
     except DeclarationError as error:  # its text names columns of the declaration, which the server has too
         logger.error("%s", error)
         return {"refused": str(error)}
-    if guard is not None and len(next(iter(rows.values()))) < guard.policy.rows:
-        fewest = np.inf  # it will take no part, and this tells no more than that
-    summary = _told(built, rows, site_id, run, fewest, memory, guard)
-    return {"refused": REFUSED} if summary is None else {"told": pack_told(summary)}
-
-
-def _told(
-    built: Formula,
-    rows: Mapping[str, Array],
-    site_id: str,
-    run: str,
-    fewest: float,
-    memory: Memory,
-    guard: Guard | None,
-) -> dict[str, Told] | None:
-    question, file = asked(built), _name(site_id, "told")
-    if guard is None or fewest == np.inf:
-        if guard is not None:
-            note(guard, run, site_id, told="nothing of the rows")
-        return answered(built, rows, fewest)
+    if guard is None:
+        return {"told": pack_told(answered(built, rows, float(min_count)))}
+    fewest = policy.fewest(guard.policy, min_count)
+    if fewest == np.inf or len(next(iter(rows.values()))) < guard.policy.rows:
+        # With fewer rows it will take no part, and this tells no more than that.
+        note(guard, None, **about, told="nothing of the rows")
+        return {"told": pack_told(answered(built, rows, np.inf))}
+    # Not the server's number: who asks first must not decide what is stored.
+    summary, site_fewest, file = asked(built), policy.fewest(guard.policy, 1), _name(site_id, "told")
+    keys = {name: f"{name}, {_told_as(built, name)}" for name in summary.names}
     kept = _recalled(memory, file)
-    site_fewest = policy.fewest(guard.policy, 1)  # not the server's: who asks first must not decide what is stored
-    keys = {name: f"{name}, {_told_as(built, name)}" for name in question.names}
-    fresh = [name for name in question.names if keys[name] not in kept]
-    if fresh:
+    if fresh := [name for name in summary.names if keys[name] not in kept]:
         new = {name: column for name, column in answered(built, rows, site_fewest).items() if name in fresh}
-        pack_told(new)  # levels that cannot be written are refused before they are counted
-        released: dict[str, Array] = {}
-        for name, column in new.items():
-            released[name] = np.array([column.rows, column.total, column.squares, column.withheld])
-            released |= {f"{name}[{level}]": np.array(count) for level, count in column.levels.items()}
-        sizes = {name: 4 + len(column.levels) for name, column in new.items()}
-        if not (admit_telling(guard, run, site_id, sizes) and let_tell(guard, run, site_id, released)):
-            return None
-        texts = {keys[name]: json.dumps([site_fewest, *column], allow_nan=False) for name, column in new.items()}
-        kept = {**kept, **texts}
+        if not _may_tell(guard, site_id, named(model), new):
+            return {"refused": REFUSED}
+        kept |= {keys[name]: json.dumps([site_fewest, *column], allow_nan=False) for name, column in new.items()}
         memory.keep(file, pack(kept, file))
     else:
-        note(guard, run, site_id, told="what was told before")
-    return {name: _again(json.loads(kept[keys[name]]), site_fewest, fewest) for name in question.names}
+        note(guard, None, **about, told="what was told before")
+    again = {name: _again(json.loads(kept[keys[name]]), site_fewest, fewest) for name in summary.names}
+    return {"told": pack_told(again)}
+
+
+def _may_tell(guard: Guard, site_id: str, run: str, columns: Mapping[str, Told]) -> bool:
+    """Count and log summaries of columns that were not told before; False where a rule refuses them."""
+    pack_told(columns)  # levels that cannot be written are refused before they are counted
+    released: dict[str, Array] = {}
+    for name, column in columns.items():
+        released[name] = np.array([column.rows, column.total, column.squares, column.withheld])
+        released |= {f"{name}[{level}]": np.array(count) for level, count in column.levels.items()}
+    sizes = {name: 4 + len(column.levels) for name, column in columns.items()}
+    return may_tell(guard, run, site_id, sizes, released)
 
 
 def _told_as(built: Formula, name: str) -> str:
@@ -164,10 +157,10 @@ def accept(
     """Check and store the agreement that the server sent; DeclarationError where it contradicts this site's rows."""
     if not waits(model) or "agreement" not in texts:
         return
-    file = _name(site_id, "agreement")
+    built, rules = _built(model), None if guard is None else guard.policy
     refused = DeclarationError("this site takes no part with that agreement; the reason is in the site's own log")
     try:
-        agreement = unpack_agreement(texts, asked(_built(model)).names)
+        agreement = unpack_agreement(texts, asked(built).names)
     except Malformed as error:
         logger.error("what clients agreed on cannot be read: %s", error)
         raise refused from None
@@ -176,15 +169,16 @@ def accept(
         return
     if guard is not None and not admit_agreement(guard, key, site_id):
         raise refused
-    if guard is None or guard.policy.epsilon is None:
-        why = _why_not(model, agreement, data, site_id, None if guard is None else guard.policy)
+    if rules is not None and rules.epsilon is not None:
+        why = _odd_levels(built, agreement)
     else:
-        why = _odd_levels(_built(model), agreement)
+        why = _why_not(model, agreement, data, site_id, rules)
     if why:
         logger.error("what clients agreed on is not used: %s", why)
         if guard is not None:
             refuse_agreement(guard, key, site_id, why)
         raise refused
+    file = _name(site_id, "agreement")
     memory.keep(file, pack({"agreement": pack_agreement(agreement)}, file))
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.contracts import Failure, Reply, Request, SharedReader
+from fedppl.contracts import Failure, Reply, Request
 from fedppl.flower.decode import (
     LABELS_LENGTH,
     LINE_LENGTH,
@@ -27,14 +29,14 @@ from fedppl.flower.decode import (
     parsed,
     reading,
     require,
+    require_few,
     whole_number,
 )
 from fedppl.formulas.agreement import Agreement, Column, Told
 from fedppl.gaussian import Gaussian
-from fedppl.model.checks import PROBES, fingerprint
-from fedppl.numerics.prior import DENSE
+from fedppl.model.checks import fingerprint
 from fedppl.run.one_round import why_no_info
-from fedppl.settings import one_line
+from fedppl.settings import one_line, plain, some_of
 from fedppl.types import Layout, Message, Status, Variable
 
 
@@ -56,7 +58,7 @@ def unpack_request(arrays: Message, texts: Mapping[str, str]) -> Request:
     seed = parsed(texts, "seed")
     valid = type(seed) is list and len(seed) <= 8 and all(type(number) is int and number >= 0 for number in seed)
     require(valid, f"'seed' is {brief(seed)}, expected whole numbers")
-    report = one_text(texts, "report", default="1")
+    report = one_text(texts, "report")
     require(report in ("0", "1"), f"'report' is {brief(report)!r}, expected 0 or 1")
     return Request(
         client_id=checked_name(one_text(texts, "client_id"), "'client_id'"),
@@ -103,46 +105,28 @@ def unpack_reply(arrays: Message, texts: Mapping[str, str]) -> Reply | Failure:
     info = {name: float(value) for name, value in infos.items()}
     if reason := why_no_info(info):
         raise Malformed(reason)
-    reason = one_line(one_text(texts, "reason", default=""), LINE_LENGTH)
+    reason = one_line(one_text(texts, "reason"), LINE_LENGTH)
     return Reply(client_id, nonce, one_text(texts, "fingerprint", NAME_LENGTH), arrays, info, reason)
 
 
 # How a site introduces itself: its version, settings, shared variables and prior, but no data -------------------------
+# What it says is held against the server's own, and not used.
 
-_IMPLAUSIBLE = 1e100  # no honest mean, sd or sum is as large, and its square would overflow
-_VARIABLES = 1_000  # and as many deterministics, dims and settings
-_COORDINATES = 10**7  # of shared networks; 16 bytes each in an introduction
+SERVER = "the server"
+_NAMES = 1_000  # of dims, settings or columns
 
 
 class Terms(NamedTuple):
-    """What two sides must have in common, checked before any array is read."""
+    """What a server expects of every site's introduction."""
 
-    client_id: str
-    version: str
-    settings: Mapping[str, str]
-    variables: tuple[Variable, ...]
-
-
-class Hello(NamedTuple):
-    """A site's introduction. It holds no data."""
-
-    client_id: str
-    version: str
-    settings: Mapping[str, str]
+    settings: Mapping[str, str]  # of the algorithm
     layout: Layout
-    coords: Mapping[str, Sequence[Any]]
-
-    @property
-    def terms(self) -> Terms:
-        """The part that holds no arrays."""
-        return Terms(self.client_id, self.version, self.settings, self.layout.variables)
+    coords: Mapping[str, Sequence[Any]]  # labels of dims
 
 
-def pack_hello(
-    client_id: str, version: str, settings: Mapping[str, str], layout: Layout, reader: SharedReader
-) -> Parcel:
+def pack_hello(client_id: str, terms: Terms) -> Parcel:
     """Write a site's introduction."""
-    precision = layout.prior.precision
+    layout, precision = terms.layout, terms.layout.prior.precision
     arrays = {
         "prior_linear": layout.prior.linear,
         "prior_precision": precision if precision.ndim == 1 else gaussian.pack_triangle(precision),
@@ -150,136 +134,121 @@ def pack_hello(
     }
     texts = {
         "client_id": client_id,
-        "version": version,
-        "settings": json.dumps(dict(settings)),
-        "variables": json.dumps([tuple(variable) for variable in layout.variables]),
+        "version": version("fedppl"),
+        "settings": json.dumps(dict(terms.settings)),
+        "variables": json.dumps(layout.variables),
         "prior_is_gaussian": json.dumps(layout.prior_is_gaussian),
         "fingerprint": layout.fingerprint,
-        "coords": json.dumps(labels(reader.coords)),
+        "coords": json.dumps(_labels(terms.coords)),
     }
     return arrays, texts
 
 
-def labels(coords: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+def shapes_of_hello(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Shapes of an introduction's arrays."""
+    size = layout.size
+    precision = size * (size + 1) // 2 if layout.prior.precision.ndim == 2 else size
+    return {"prior_linear": (size,), "prior_precision": (precision,), "prior_density": (len(layout.density),)}
+
+
+def _labels(coords: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """Labels of dims as JSON can hold them."""
-    return {name: [_plain(value) for value in values] for name, values in coords.items()}
+    return {
+        name: [value if isinstance(value, str | int | float) else str(value) for value in map(plain, values)]
+        for name, values in coords.items()
+    }
 
 
-def _plain(value: Any) -> Any:
-    scalar = value.item() if isinstance(value, np.generic) else value
-    return scalar if isinstance(scalar, str | int | float) else str(scalar)
-
-
-def unpack_terms(texts: Mapping[str, str]) -> Terms:
-    """Read the part of an introduction that holds no arrays."""
-    with reading("'variables'"):
-        rows = parsed(texts, "variables")
-        require(type(rows) is list and 0 < len(rows) <= _VARIABLES, f"'variables' is no list of 1 to {_VARIABLES}")
-        variables = tuple(_variable(row) for row in rows)
-        names = [variable.name for variable in variables]
-        require(len({*names}) == len(names), "'variables' has one name twice")
-        size = sum(variable.size for variable in variables)
-        require(0 < size <= _COORDINATES, f"'variables' has {size} coordinates, expected {_COORDINATES} at most")
-    settings = _mapping(texts, "settings")
-    for name, value in settings.items():
-        require(type(value) is str and len(value) <= LINE_LENGTH, f"'settings': {name!r} is no line of text")
-    client_id, version = (one_text(texts, field, NAME_LENGTH) for field in ("client_id", "version"))
-    return Terms(client_id, version, settings, variables)
-
-
-def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
-    """Read a site's introduction; its prior must be proper, and its fingerprint that of its variables and prior."""
-    client_id, version, settings, variables = unpack_terms(texts)
-    is_gaussian = parsed(texts, "prior_is_gaussian")
-    require(type(is_gaussian) is bool, "'prior_is_gaussian' is neither true nor false")
-    prior, density = _prior(arrays, sum(variable.size for variable in variables))
-    digest = one_text(texts, "fingerprint", NAME_LENGTH)
-    with reading("'fingerprint'"):
-        expected = fingerprint(variables, prior, is_gaussian, density)
-    require(digest == expected, f"'fingerprint' is {brief(digest)}, but what it says of its model has {expected}")
-    coords = _mapping(texts, "coords", LABELS_LENGTH)
-    for name, values in coords.items():
-        _require_labels(name, values)
-    for variable in variables:
-        for dim, length in zip(variable.dims or (), variable.shape, strict=False):
-            # A simplex has one entry more than free coordinates.
-            fits = dim not in coords or len(coords[dim]) - length in (0, 1)
-            require(fits, f"'coords' of {dim!r} do not have the length of {variable.name!r}, {length}")
-    return Hello(client_id, version, settings, Layout(variables, prior, is_gaussian, expected, density), coords)
-
-
-def _mapping(texts: Mapping[str, str], field: str, *longest: int) -> dict[str, Any]:
-    mapping = parsed(texts, field, *longest)
-    require(
-        type(mapping) is dict and len(mapping) <= _VARIABLES, f"{field!r} is no mapping of {_VARIABLES} names at most"
-    )
-    return {checked_name(name, f"a name in {field!r}"): value for name, value in mapping.items()}
-
-
-def _variable(row: Any) -> Variable:
-    require(type(row) is list and len(row) == len(Variable._fields), "'variables' holds no variable")
-    name, shape, transform, dims, binary = row
-    field = "a name in 'variables'"
-    field = f"'variables' {checked_name(name, field)!r}"
-    lengths = type(shape) is list and len(shape) <= 8 and all(type(n) is int and 0 <= n <= _COORDINATES for n in shape)
-    require(lengths, f"{field} has shape {brief(shape)}, expected lengths")
-    require(type(transform) is str and transform.isprintable(), f"{field} has no transform")
-    require(len(transform) <= NAME_LENGTH and type(binary) is bool, f"{field} has no transform, or no kind")
-    dims_of = _dims(dims, f"{field} in 'dims'")
-    require(dims_of is None or len(dims_of) == len(shape), f"{field} has dims {brief(dims)} and shape {brief(shape)}")
-    return Variable(name, tuple(shape), transform, dims_of, binary)  # type: ignore[arg-type]
-
-
-def _dims(names: Any, field: str) -> tuple[str | None, ...] | None:
-    if names is None:
+def other_version(texts: Mapping[str, str]) -> str | None:
+    """Whether a site runs another version, or None; asked first, since the version decides how the rest is written."""
+    ours, theirs = version("fedppl"), one_text(texts, "version", NAME_LENGTH)
+    if theirs == ours:
         return None
-    require(type(names) is list and len(names) <= 8, f"{field} is {brief(names)}, expected names of dims")
-    return tuple(None if name is None else checked_name(name, field) for name in names)
+    return f"it runs fedppl {brief(theirs)}, {SERVER} runs {ours}; install one version everywhere"
 
 
-def _require_labels(dim: str, values: Any) -> None:
-    require(dim not in ("chain", "draw"), f"'coords' has the dim {dim!r}, which draws have")
-    require(type(values) is list, f"'coords' of {dim!r} is of type {type(values).__name__}, expected labels")
-    for value in values:
-        kind = type(value)
-        require(kind in (str, int, float, bool), f"'coords' of {dim!r} has a label of type {kind.__name__}")
-        require(kind is not str or _writable(value), f"'coords' of {dim!r} has a label that cannot be written")
-        require(kind is not int or abs(value) < 2**63, f"'coords' of {dim!r} has an integer of more than 63 bits")
+def other_terms(terms: Terms, texts: Mapping[str, str]) -> str | None:
+    """Where a site's settings or shared variables differ from the server's, or None."""
+    ours, theirs = terms.settings, _mapping(parsed(texts, "settings"), "settings")
+    require(all(type(value) is str for value in theirs.values()), "'settings' are not texts by name")
+    changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if changed:
+        changes = (
+            f"{brief(name)} {brief(theirs.get(name))} instead of {brief(ours.get(name))}" for name in changed[:5]
+        )
+        return f"its algorithm has {'; '.join(changes)}: 'settings' must be the same everywhere"
+    rows, their_rows = json.loads(json.dumps(terms.layout.variables)), parsed(texts, "variables")
+    if their_rows == rows:
+        return None
+    with reading("'variables'"):
+        names, their_names = ([brief(row[0]) for row in each] for each in (rows, their_rows))
+        if names != their_names:
+            return f"it shares {some_of(their_names)}, {SERVER} shares {some_of(names)}"
+        fields = [
+            (name, *parts)
+            for name, row, their_row in zip(names, rows, their_rows, strict=True)
+            for parts in zip(Variable._fields, row, their_row, strict=True)
+        ]
+        name, field, mine, other = next(each for each in fields if each[2] != each[3])
+        return f"its shared variable {name!r} has {field} {brief(other)}, at {SERVER} it has {brief(mine)}"
 
 
-def _writable(value: str) -> bool:
-    return len(value) <= LINE_LENGTH and not any("\ud800" <= c <= "\udfff" or c == "\0" for c in value)
-
-
-def _prior(arrays: Message, size: int) -> tuple[Gaussian, tuple[float, ...]]:
-    """Read the shared prior and its probed densities; the precision must be positive definite."""
-    names = ("prior_linear", "prior_precision", "prior_density")
-    require(set(arrays) == {*names}, f"it holds {[brief(name) for name in sorted(arrays)[:8]]}, expected {list(names)}")
-    for name in names:
-        kind, shape = arrays[name].dtype, arrays[name].shape
-        require(kind == np.float64 and len(shape) == 1, f"{name!r} is of type {kind} and shape {shape}, not a vector")
-    linear, precision, density = (arrays[name] for name in names)
-    require(len(linear) == size, f"'prior_linear' has length {len(linear)}, its variables {size} coordinates")
-    expected = size * (size + 1) // 2 if size <= DENSE else size  # a triangle, or by coordinate
-    require(len(precision) == expected, f"'prior_precision' has length {len(precision)}, expected {expected}")
-    require(len(density) == 2 * PROBES and not np.isnan(density).any(), f"'prior_density' is not {2 * PROBES} numbers")
+def other_model(terms: Terms, arrays: Message, texts: Mapping[str, str]) -> str | None:
+    """Where a site's prior or labels differ from the server's, or None; its fingerprint must be of what it says."""
+    layout, is_gaussian = terms.layout, parsed(texts, "prior_is_gaussian")
+    require(type(is_gaussian) is bool, "'prior_is_gaussian' is neither true nor false")
+    for name, value in arrays.items():
+        wrong = np.isnan(value) if name == "prior_density" else ~np.isfinite(value)
+        require(value.dtype == np.float64 and not wrong.any(), f"{name!r} is not finite, or of type {value.dtype}")
     with reading("'prior_precision'"):
-        for name, value in (("prior_linear", linear), ("prior_precision", precision)):
-            require(bool(np.isfinite(value).all()), f"{name!r} is not all finite")
-        prior = Gaussian(linear, gaussian.unpack_triangle(precision) if size <= DENSE else precision)
+        linear, precision, density = (arrays[name] for name in shapes_of_hello(layout))
+        is_matrix = layout.prior.precision.ndim == 2
+        prior = Gaussian(linear, gaussian.unpack_triangle(precision) if is_matrix else precision)
         require(bool(gaussian.is_proper(prior)), "'prior_precision' is not positive definite")
-        mean, sd = gaussian.mean(prior), gaussian.standard_deviations(prior)
-        plausible = np.all(np.abs(mean) < _IMPLAUSIBLE) and np.all((sd > 1 / _IMPLAUSIBLE) & (sd < _IMPLAUSIBLE))
-        require(bool(plausible), f"'prior_linear' and 'prior_precision' have means or sds beyond {_IMPLAUSIBLE:g}")
-    return prior, tuple(float(value) for value in density)
+        said = one_text(texts, "fingerprint", NAME_LENGTH)
+        found = fingerprint(layout.variables, prior, is_gaussian, list(density))
+        require(said == found, f"'fingerprint' is {brief(said)}, but what its 'prior_...' arrays say has {found}")
+        if found != layout.fingerprint:
+            where = "one of them is Gaussian" if is_gaussian != layout.prior_is_gaussian else _apart(layout, prior)
+            remedy = "constants of the prior must be the same everywhere, and not depend on data"
+            return f"its shared prior is another than at {SERVER} ({where}): {remedy}"
+    return _other_labels(layout, _labels(terms.coords), _mapping(parsed(texts, "coords", LABELS_LENGTH), "coords"))
+
+
+def _apart(layout: Layout, prior: Gaussian) -> str:
+    """Where two priors of one shape differ most, in words."""
+    (mean, sd), (others, other_sd) = (
+        (gaussian.mean(each), gaussian.standard_deviations(each)) for each in (layout.prior, prior)
+    )
+    apart = np.abs(others - mean) / sd + np.abs(np.log(other_sd / sd))
+    if not apart.max() > 1e-6:
+        return "in correlations, or in its density about one mean and covariance"
+    k = int(np.argmax(apart))
+    return f"{layout.labels[k]} has mean {others[k]:.4g} and sd {other_sd[k]:.4g}, there {mean[k]:.4g} and {sd[k]:.4g}"
+
+
+def _other_labels(layout: Layout, ours: Mapping[str, list[Any]], theirs: Mapping[str, Any]) -> str | None:
+    """The first shared dim whose labels differ, in words; dims without labels are not compared."""
+    require(not {"chain", "draw"} & set(theirs), "'coords' has a dim that draws have")
+    for dim in sorted({dim for variable in layout.variables for dim in variable.dims or () if dim}):
+        if dim in ours and dim in theirs and ours[dim] != theirs[dim]:
+            with reading("'coords'"):
+                pairs = enumerate(zip_longest(ours[dim], theirs[dim], fillvalue="nothing"))
+                k, mine, other = next((k, brief(mine), brief(other)) for k, (mine, other) in pairs if mine != other)
+            remedy = "give the columns of the data one order, and coords one order, everywhere"
+            return f"its dim {dim!r} has label {other!r} in place {k}, at {SERVER} it is {mine!r}: {remedy}"
+    return None
+
+
+def _mapping(mapping: Any, field: str) -> dict[str, Any]:
+    require(type(mapping) is dict and len(mapping) <= _NAMES, f"{field!r} is no mapping of {_NAMES} names at most")
+    return {checked_name(name, f"a name in {field!r}"): value for name, value in mapping.items()}
 
 
 # Before a run by a formula: a site's summary of its columns, and the agreement of all. As JSON ------------------------
 
 _LEVELS = 1_000  # of one column
-_COLUMNS = 1_000
 _ROUNDING = 1e-9  # relative, of sums that are added in another order
-_ROWS = 2**53
 
 
 def pack_told(columns: Mapping[str, Told]) -> str:
@@ -297,25 +266,21 @@ def unpack_told(texts: Mapping[str, str], names: Sequence[str]) -> dict[str, Tol
 
 
 def _told(given: Any, field: str) -> Told:
-    require(type(given) is list and len(given) == len(Told._fields), f"{field} is no list of {len(Told._fields)}")
-    rows, total, squares, levels, withheld, text = given
-    kinds = type(levels) is dict and type(withheld) is bool and type(text) is bool
-    require(kinds, f"{field} has no levels, or no kind")
-    for what, count in {"rows": rows, **{brief(level): n for level, n in levels.items()}}.items():
-        require(type(count) is int and 0 <= count < _ROWS, f"{field} has {brief(count)} for {what!r}, no count")
-    for what, number in {"total": total, "squares": squares}.items():
-        _require_number(number, f"{field}, {what!r}")
+    kinds = ("count", "number", "number", "mapping", "flag", "flag")
+    rows, total, squares, levels, withheld, text = _row(given, kinds, field)
     _require_levels(list(levels), field)
+    _row(list(levels.values()), ["count"] * len(levels), field)
     if text:
-        require(sum(levels.values()) <= rows, f"{field} has levels of {sum(levels.values())} rows, and {rows} rows")
-        require(not total and not squares, f"{field} has levels, and sums too")
+        told = sum(levels.values())
+        plausible = told <= rows and not total and not squares
+        require(plausible, f"{field} has levels of {told} rows, and {rows} rows, or sums too")
     else:
         require(not levels, f"{field} has numbers, and levels too")
         idle = not rows or withheld
         require(not idle or (not total and not squares), f"{field} has sums of rows that it does not tell")
         possible = idle or total**2 / rows <= squares * (1 + _ROUNDING)
         require(bool(possible), f"{field} has a sum of squares that is less than its sum allows")
-    return Told(rows, float(total), float(squares), dict(levels), withheld, text)
+    return Told(rows, float(total), float(squares), levels, withheld, text)
 
 
 def pack_agreement(agreement: Agreement) -> str:
@@ -331,21 +296,16 @@ def unpack_agreement(texts: Mapping[str, str], names: Sequence[str]) -> Agreemen
     """Read an agreement on these columns."""
     parts = parsed(texts, "agreement", LABELS_LENGTH)
     _require_names(parts, ("columns", "rows", "others"), "agreement")
-    rows, others, columns = parts["rows"], parts["others"], parts["columns"]
-    require(type(rows) is int and 0 <= rows < _ROWS, f"'rows' is {brief(rows)}, no count")
-    require(type(others) is bool, "'others' is neither true nor false")
-    _require_names(columns, names, "columns")
-    return Agreement({name: _column(columns[name], f"column {name!r}") for name in names}, rows, others)
+    rows, others = _row([parts["rows"], parts["others"]], ("count", "flag"), "'rows' or 'others'")
+    _require_names(parts["columns"], names, "columns")
+    return Agreement({name: _column(parts["columns"][name], f"column {name!r}") for name in names}, rows, others)
 
 
 def _column(given: Any, field: str) -> Column:
-    require(type(given) is list and len(given) == len(Column._fields), f"{field} is no list of {len(Column._fields)}")
-    levels, shares, mean, sd = given
-    require(type(levels) is list and type(shares) is list, f"{field} has no levels, or no shares")
+    levels, shares, mean, sd = _row(given, ("list", "list", "number", "number"), field)
     _require_levels(levels, field)
     require(len(levels) != 1 and len(shares) == len(levels), f"{field} has {len(levels)} levels, {len(shares)} shares")
-    for number in (*shares, mean, sd):
-        _require_number(number, field)
+    _row(shares, ["number"] * len(shares), field)
     require(sd > 0 and sd**2 > 0, f"{field} has the sd {brief(sd)}, expected one above 0")
     parts = all(0 <= share <= 1 for share in shares) and (not shares or math.isclose(sum(shares), 1, abs_tol=1e-6))
     require(parts, f"{field} has shares that are no parts of 1")
@@ -358,19 +318,31 @@ def digest(agreement: Agreement) -> str:
 
 
 def _require_names(mapping: Any, names: Sequence[str], field: str) -> None:
-    require(type(mapping) is dict and len(mapping) <= _COLUMNS, f"{field!r} is no mapping of {_COLUMNS} names at most")
+    require(type(mapping) is dict and len(mapping) <= _NAMES, f"{field!r} is no mapping of {_NAMES} names at most")
     if set(mapping) != set(names):
         shown = [brief(name) for name in sorted(mapping)[:8]]
         raise Malformed(f"{field!r} is of {shown}, expected {sorted(names)[:8]}")
 
 
 def _require_levels(levels: Sequence[Any], field: str) -> None:
-    require(len(levels) <= _LEVELS, f"{field} has {len(levels)} levels, expected {_LEVELS} at most")
+    require_few(len(levels), _LEVELS, f"levels of {field}")
     for level in levels:
-        checked_name(level, f"a level of {field}", NAME_LENGTH)
+        checked_name(level, f"a level of {field}")
     require(len(set(levels)) == len(levels), f"{field} has one level twice")
 
 
-def _require_number(number: Any, field: str) -> None:
-    plausible = type(number) in (int, float) and abs(number) < _IMPLAUSIBLE
-    require(plausible, f"{field} has {brief(number)}, expected a number below {_IMPLAUSIBLE:g}")
+_IS: Mapping[str, Callable[[Any], bool]] = {
+    "count": lambda value: type(value) is int and 0 <= value < 2**53,
+    "flag": lambda value: type(value) is bool,
+    "list": lambda value: type(value) is list,
+    "mapping": lambda value: type(value) is dict,
+    "number": lambda value: type(value) in (int, float) and abs(value) < 1e100,  # whose square does not overflow
+}
+
+
+def _row(values: Any, kinds: Sequence[str], field: str) -> list[Any]:
+    """A list of values of these kinds."""
+    require(type(values) is list and len(values) == len(kinds), f"{field} is no list of {len(kinds)}")
+    for value, kind in zip(values, kinds, strict=True):
+        require(_IS[kind](value), f"{field} has {brief(value)}, expected a {kind}")
+    return list(values)

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,14 +201,9 @@ def _serve(connection: Connection, door: Door, node_of: Any, folder: Path) -> No
 
 def _loaded(node: Any, config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
     """Load the site's data now; return a function that gives them, or raises the error of loading."""
+    loading: Future[Any] = Future()
     try:
-        data = node.load_data(config)
+        loading.set_result(node.load_data(config))
     except Exception as error:
-        failure = error
-    else:
-        return lambda config: data
-
-    def load(config: Mapping[str, Any]) -> Any:
-        raise failure
-
-    return load
+        loading.set_exception(error)
+    return lambda config: loading.result()

@@ -24,6 +24,7 @@ pytest.importorskip("flwr")
 import fedppl
 from fedppl import audit, gaussian
 from fedppl.gaussian import Gaussian
+from fedppl.storage import checkpoint as checkpoints
 from tests.support import problems
 
 # In one worker: both tests use the same SuperLink, and ports are taken one after the other.
@@ -187,7 +188,8 @@ def test_a_killed_server_goes_on_in_a_new_run(deployment: Deployment, reference:
 
 
 def _rounds(checkpoint: Path) -> int:
-    return len(fedppl.storage.checkpoint.load(checkpoint)[0]["records"]) if checkpoint.exists() else 0
+    assert fedppl.fit and fedppl.EP  # they load the tuples that the checkpoint holds
+    return len(checkpoints.load(checkpoint)[0]["records"]) if checkpoint.exists() else 0
 
 
 def _kill_west_in_mid_round(deployment: Deployment, results: Path, checkpoint: Path) -> int:

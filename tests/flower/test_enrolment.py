@@ -9,32 +9,37 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedppl.flower import decode as _decode
-from fedppl.flower import wire as _wire
-from fedppl.flower.enrolment import difference
+from fedppl.flower.wire import other_model, other_terms, shapes_of_hello
+from fedppl.model.checks import fingerprint
+from fedppl.types import Layout
 from tests.support import malformed
 
+SETTINGS = {"damping": "1.0"}
 
-def hello(client_id: str, labels: tuple[str, ...] = ("dose", "age"), **prior: Any) -> _wire.Hello:
+
+def difference(settings: Any = None, labels: tuple[str, ...] = ("dose", "age"), **prior: Any) -> str | None:
     arrays, texts = malformed.hello(
-        client_id, layout=malformed.layout(**prior), reader=malformed.reader(labels), settings={"damping": "1.0"}
+        "b", settings or SETTINGS, layout=malformed.layout(**prior), reader=malformed.reader(labels)
     )
-    return _wire.unpack_hello(_decode.arrays(arrays), texts)
+    ours = malformed.terms(SETTINGS)
+    return other_terms(ours, texts) or other_model(ours, _decode.arrays(arrays, shapes_of_hello(ours.layout)), texts)
 
 
 def test_what_differs_is_named() -> None:
-    a = hello("a")
-    assert difference(a, hello("b")) is None
-    assert "mu[0] has mean 100 and sd 0.01, there 0 and 10" in str(difference(a, hello("b", mean=100.0, sd=0.01)))
-    turned = str(difference(a, hello("b", labels=("age", "dose"))))
+    assert difference() is None
+    assert "mu[0] has mean 100 and sd 0.01, there 0 and 10" in str(difference(mean=100.0, sd=0.01))
+    turned = str(difference(labels=("age", "dose")))
     assert "its dim 'predictor' has label 'age' in place 0, at the server it is 'dose'" in turned
-    assert "mu" in str(difference(a, hello("b", dims=False))) and "dims" in str(difference(a, hello("b", dims=False)))
-    other = hello("b")._replace(settings={"damping": "0.5"})
-    assert difference(a, other) == "its algorithm has damping 0.5 instead of 1.0"
-    denser = hello("b")
-    moved = denser._replace(layout=type(denser.layout)(*_fields(denser.layout, fingerprint="x")))
-    assert "correlations, or in its density" in str(difference(a, moved))
+    assert "'b' in place 1, at the server it is 'age'" in str(difference(labels=("dose", "b")))
+    assert "shared variable 'mu' has dims None" in str(difference(dims=False))
+    assert "its algorithm has damping 0.5 instead of 1.0" in str(difference({"damping": "0.5"}))
 
 
-def _fields(layout: Any, **changes: Any) -> list[Any]:
-    names = ("variables", "prior", "prior_is_gaussian", "fingerprint", "density")
-    return [changes.get(name, getattr(layout, name)) for name in names]
+def test_priors_of_one_mean_and_covariance_are_told_apart() -> None:
+    ours, prior = malformed.terms(SETTINGS), malformed.layout().prior
+    moved = malformed.layout()
+    density = tuple(value + 1.0 for value in moved.density)
+    told = fingerprint(moved.variables, prior, True, density)
+    arrays, texts = malformed.hello("b", SETTINGS, layout=Layout(moved.variables, prior, True, told, density))
+    found = other_model(ours, _decode.arrays(arrays, shapes_of_hello(ours.layout)), texts)
+    assert "correlations, or in its density" in str(found)

@@ -181,7 +181,7 @@ def broken(y: Any) -> pm.Model:
 REFUSED: dict[str, tuple[Any, str]] = {
     "settings": (lambda m, d: site_app(m, d, fedppl.EP(damping=0.5)), "damping 0.5 instead of 1.0"),
     "prior": (lambda m, d: site_app(FederatedModel(other_prior, ["mu"]), d), "its shared prior is another"),
-    "shape": (lambda m, d: site_app(FederatedModel(other_shape, ["mu"]), d), r"'mu' has shape \(2,\), at"),
+    "shape": (lambda m, d: site_app(FederatedModel(other_shape, ["mu"]), d), r"'mu' has shape \[2\], at"),
     "names": (lambda m, d: site_app(FederatedModel(other_prior, ["theta"]), d), "another|shares|DeclarationError"),
     "builder": (lambda m, d: site_app(FederatedModel(broken, ["mu"]), d), "DataError: the reason is in the site's own"),
 }
@@ -318,7 +318,7 @@ FAULTS = {
     "crashed": Strike(8, "the site's app crashed"),
     "NaN": Strike(with_array("gradient", [np.nan]), "'gradient' is not all finite"),
     "shape": Strike(with_array("hessian", np.eye(2)), "'hessian' has shape"),
-    "extra": Strike(with_array("rows", np.ones(3)), "reply holds"),
+    "extra": Strike(with_array("rows", np.ones(3)), "it holds"),
     "fingerprint": Strike(with_text("fingerprint", "beef"), "fingerprint beef differs"),
     "nonce": Strike(with_text("nonce", "7"), "reply to request 7, but the latest is"),
     "client": Strike(with_text("client_id", "client 1"), "reply of client 'client 1'"),
@@ -395,7 +395,7 @@ def test_a_request_for_another_client_is_not_answered() -> None:
     one = node(app, 1, **{"client-id": "client 0"})
     parcel = (
         {"point": np.zeros(1), "prior_share": np.array(0.0)},
-        {"client_id": "client 1", "nonce": "1", "round": "1", "seed": "[1]", "run": "x"},
+        {"client_id": "client 1", "nonce": "1", "round": "1", "seed": "[1]", "run": "x", "report": "1"},
     )
     message = FlowerMessage(to_content(*parcel), dst_node_id=1, message_type=ASK, ttl=9.0)
     assert from_content(app(message, one.context).content)[1]["failure"] == (
@@ -712,6 +712,9 @@ def test_an_app_without_a_folder_needs_a_policy_without_rules() -> None:
             site_app(model, clients, policy=policy)
     with pytest.raises(DeclarationError, match="policy=3 must be a fedppl.Policy, the path"):
         site_app(model, clients, policy=3)
+    nowhere = site_app(model, clients, policy=fedppl.Policy(rows=1), folder=lambda config: None)
+    with pytest.raises(DeclarationError, match="'client 0' was refused: LocalFailure: the reason is in the site's own"):
+        fit(FakeGrid({1: node(nowhere, 1, **{"client-id": "client 0"})}), model, 1)
 
 
 @problems.few_rounds

@@ -333,7 +333,7 @@ def test_sites_of_very_different_sizes_agree_on_what_they_have() -> None:
 
 def test_a_column_that_a_site_lacks_is_named(tmp_path: Path) -> None:
     data = {name: {k: v for k, v in rows.items() if (name, k) != ("west", "arm")} for name, rows in sites().items()}
-    with pytest.raises(DeclarationError, match=r"'west': .*lacks the columns \['arm'\]"):
+    with pytest.raises(DeclarationError, match=r"'west' was refused: .*lacks the columns \['arm'\]"):
         agree(FakeGrid(nodes_of(data, tmp_path)))
 
 
@@ -495,7 +495,7 @@ BROKEN = [
     ("[" * 9, "nested"),
     (json.dumps({"columns": {}, "rows": 1, "others": False}), "columns"),
     (wire.pack_agreement(agreement(age=Column((), (), math.inf, 1.0))), "finite"),
-    (wire.pack_agreement(agreement(age=Column((), (), 1e200, 1.0))), "number below"),
+    (wire.pack_agreement(agreement(age=Column((), (), 1e200, 1.0))), "expected a number"),
     (wire.pack_agreement(agreement(age=Column((), (), 0.0, 0.0))), "above 0"),
     (wire.pack_agreement(agreement(arm=Column(("a", "a"), (0.5, 0.5), 0.0, 1.0))), "twice"),
     (wire.pack_agreement(agreement(arm=Column(("a",), (1.0,), 0.0, 1.0))), "1 levels"),
@@ -524,16 +524,16 @@ def test_what_is_written_is_read() -> None:
 IMPOSSIBLE = [
     ([7, 10.0, 1.0, {}, False, False], "sum of squares"),
     ([7, math.nan, 1.0, {}, False, False], "finite"),
-    ([-7, 1.0, 1.0, {}, False, False], "no count"),
-    ([7.5, 1.0, 1.0, {}, False, False], "no count"),
-    ([True, 1.0, 1.0, {}, False, False], "no count"),
+    ([-7, 1.0, 1.0, {}, False, False], "expected a count"),
+    ([7.5, 1.0, 1.0, {}, False, False], "expected a count"),
+    ([True, 1.0, 1.0, {}, False, False], "expected a count"),
     ([0, 1.0, 1.0, {}, False, False], "does not tell"),
     ([7, 1.0, 1.0, {"a": 1}, False, False], "levels too"),
-    ([7, 1.0, 1.0, {}, 0, False], "no kind"),
+    ([7, 1.0, 1.0, {}, 0, False], "expected a flag"),
     ([7, 0.0, 0.0, {"a": 5, "b": 3}, False, True], "7 rows"),
     ([7, 1.0, 1.0, {"a": 7}, False, True], "sums too"),
     ([7, 0.0, 0.0, {"": 7}, False, True], "characters"),
-    ([7, 0.0, 0.0, {"a": "x"}, False, True], "no count"),
+    ([7, 0.0, 0.0, {"a": "x"}, False, True], "expected a count"),
     ([7, 0.0], "no list"),
     ("7", "no list"),
 ]
@@ -638,7 +638,7 @@ def test_sites_that_cannot_be_believed_are_named(tmp_path: Path) -> None:
 
     with pytest.raises(DeclarationError) as caught:
         agree(FakeGrid(nodes_of(DATA, tmp_path), changed))
-    for part in ("only 1 of 3 sites", "'north': it runs fedppl 0.0", "'south': what it tells cannot be read"):
+    for part in ("only 1 of 3 sites", "'north' was refused: it runs fedppl 0.0", "'south' was refused: what it tells"):
         assert part in str(caught.value)
 
 

@@ -311,10 +311,10 @@ def test_data_are_enrolled_anew_where_they_have_changed(tmp_path: Path) -> None:
         "t", model, fedppl.EP(), lambda config: {**data}, lambda config: "a", None, 10, 1, fedppl.policy.NO_RULES
     )
     memory = sites.Memory(lambda name: None, lambda name, raw: None)
-    first = sites.enrolled(here, {}, memory)
-    assert sites.enrolled(here, {}, memory) is first
+    first = sites.enrolled(here, {}, memory).client
+    assert sites.enrolled(here, {}, memory).client is first
     data["y"][0] = 9.0  # in place
-    second = sites.enrolled(here, {}, memory)
+    second = sites.enrolled(here, {}, memory).client
     assert second is not first and second.arrays["y"][0] == 9.0 and second.kernel is first.kernel
     data["y"] = np.arange(7.0)
     sites.enrolled(here, {}, memory)

@@ -91,7 +91,10 @@ def test_diagnostics_of_ever_new_names_are_refused() -> None:
     moving = engine({1: site(1, inventive)}, 1)
     answers = [moving.exchange({"bad": malformed.request()}, 1.0)["bad"] for _ in range(5)]
     assert [isinstance(answer, Reply) for answer in answers] == [True, True, True, False, False]
-    assert isinstance(answers[3], Failure) and f"80 names over the run, expected {MOST_INFOS}" in answers[3].reason
+    assert (
+        isinstance(answers[3], Failure)
+        and f"names in 'info' over the run: 80, expected {MOST_INFOS}" in answers[3].reason
+    )
 
 
 class OddGrid(FakeGrid):

@@ -58,12 +58,12 @@ def raw(parcel: tuple[Mapping[str, Any], Mapping[str, str]]) -> Raw:
 
 def hello(client_id: str = "bad", settings: Mapping[str, str] | None = None, **changes: Any) -> Raw:
     """An honest introduction."""
-    import fedppl
+    return raw(_wire.pack_hello(client_id, terms(settings, **changes)))
 
-    parcel = _wire.pack_hello(
-        client_id, fedppl.__version__, settings or {}, changes.get("layout", layout()), changes.get("reader", reader())
-    )
-    return raw(parcel)
+
+def terms(settings: Mapping[str, str] | None = None, **changes: Any) -> _wire.Terms:
+    """What a server expects of an introduction."""
+    return _wire.Terms(settings or {}, changes.get("layout", layout()), changes.get("reader", reader()).coords)
 
 
 SHAPES: dict[str, tuple[int, ...]] = {"mean": (3,), "precision": (6,), "count": ()}
