@@ -275,7 +275,7 @@ def test_noise_scatters_and_a_drift_does_not(kind: str, rng: np.random.Generator
     for t in range(60):
         proposal = {"noise": rng.normal(size=2), "drift": site + 1.0, "fixed": np.ones(2)}[kind]
         step = max(1 / (t + 2), 0.1)
-        moves = _trust.followed(moves, [0], (proposal - site)[None], np.array([step]))
+        moves = _trust.followed(moves, [0], (proposal - site)[None], step)
         site = site + step * (proposal - site)
     drift, allowed = float(np.abs(moves.mean).max()), 3 * np.sqrt(_trust.backed_variance(moves, noise))
     if kind == "noise":
@@ -291,8 +291,8 @@ def test_one_odd_reply_weighs_no_more_after_averaging_has_begun_anew() -> None:
     for forget in (lambda moves: moves, _trust.averaged_anew):
         moves = _trust.no_moves(1, 1)
         for _ in range(6):
-            moves = _trust.followed(moves, [0], np.zeros((1, 2)), np.ones(1))
-        scatter.append(_trust.followed(forget(moves), [0], np.full((1, 2), 10.0), np.ones(1)).scatter[0])
+            moves = _trust.followed(moves, [0], np.zeros((1, 2)), 1.0)
+        scatter.append(_trust.followed(forget(moves), [0], np.full((1, 2), 10.0), 1.0).scatter[0])
     assert_allclose(scatter, 50.0 / 6)
 
 

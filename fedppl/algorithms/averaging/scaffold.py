@@ -11,21 +11,25 @@ from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging.fedavg import (
+    POINT,
     KeptLocal,
     LocalClientState,
     client_loss,
+    descended,
     draw,
-    kept_local,
+    final_message,
     reject,
     relative_change,
+    report,
     tolerance_rule,
     weight_of,
     weights_rule,
 )
 from fedppl.contracts import Asked, ClientUpdate, ClientView, Received, Report
-from fedppl.local.gradient_steps import Descent, check_batches, checked, descend
+from fedppl.local.gradient_steps import Descent, check_batches, checked
+from fedppl.local.target import at_points
 from fedppl.settings import described, positive
-from fedppl.types import Array, Layout, Message, Rng, Status
+from fedppl.types import Array, Layout, Message, Rng
 
 
 class ScaffoldState(NamedTuple):
@@ -112,9 +116,7 @@ def SCAFFOLD(
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
         update_server=functools.partial(_update_server, descent=descent, rate=server_rate, tolerance=rule),
         replies=contracts.Replies(lambda state: {"phi": state.phi.shape, "weight": (), "local_change": ()}, reject),
-        result=contracts.Result(
-            lambda state, client_id: {"phi": state.phi}, draw, contracts.Point(lambda state: state.phi)
-        ),
+        result=contracts.Result(final_message, draw, POINT),
         needs=contracts.Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
         disclosure=contracts.Disclosure(functools.partial(_asks, descent=descent)),
     )
@@ -141,11 +143,9 @@ def _broadcast(state: ScaffoldState, client_id: str) -> Message:
 
 def _asks(layout: Layout, message: Message, *, descent: Descent) -> Asked:
     """Where the steps begin, and where the correction, which the server chooses, would lead them by itself."""
-    phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
-    if phi.shape != (layout.size,):
-        raise ValueError(f"'phi' has shape {phi.shape}")
-    ends = phi + descent.learning_rate * descent.steps * added * np.array([[-1.0], [0.0], [1.0]])
-    return Asked(ends, np.zeros((0, layout.size)))
+    start, added = at_points(layout, message, "phi"), np.asarray(message["correction"], dtype=float)
+    length = descent.learning_rate * descent.steps
+    return start._replace(points=start.points + length * added * np.array([[-1.0], [0.0], [1.0]]))
 
 
 def _update_client(
@@ -153,16 +153,11 @@ def _update_client(
 ) -> ClientUpdate[LocalClientState]:
     """T corrected steps from φ."""
     phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
-    local, info = kept_local(client, personal and personal.local)
     objective = client_loss(client, float(message["prior_share"]))
     objective = objective._replace(linear=objective.linear - added)
-    x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
-    reply = {
-        "phi": x[: len(phi)],
-        "weight": np.array(weight_of(client, weights)),
-        "local_change": np.array(relative_change(local, x[len(phi) :])),
-    }
-    return ClientUpdate(LocalClientState(x[len(phi) :]), reply, info)
+    after, kept, moved, info = descended(client, personal and personal.local, phi, objective, descent, rng)
+    reply = {"phi": after, "weight": np.array(weight_of(client, weights)), "local_change": np.array(moved)}
+    return ClientUpdate(kept, reply, info)
 
 
 def _update_server(
@@ -177,13 +172,12 @@ def _update_server(
         moved = relative_change(state.phi, np.asarray(reply["phi"], dtype=float))
         drifts[state.where[client_id]] = max(moved, float(reply["local_change"]))
     phi = state.phi + rate * (ends.weights @ (ends.phi - state.phi)) / ends.weights.sum()
-    done = bool(np.all(drifts < tolerance))
-    message = "" if done else "some clients have not replied yet; raise rounds="
-    if not done and np.all(controls.weights > 0):
+    message = "some clients have not replied yet; raise rounds="
+    if np.all(controls.weights > 0):
         message = f"clients moved by up to {drifts.max():.2g} in a round; raise rounds=, or change learning_rate="
-    status = Status.CONVERGED if done else Status.RUNNING
     info = ScaffoldInfo(relative_change(state.phi, phi), float(drifts[ends.rows].max()))
-    return state._replace(phi=phi, controls=controls, drifts=drifts), Report(info, status, message)
+    after = state._replace(phi=phi, controls=controls, drifts=drifts)
+    return after, report(info, bool(np.all(drifts < tolerance)), message)
 
 
 # SCAFFOLD's control variates c_k in the server's ledger, with their weighted mean c -----------------------------------

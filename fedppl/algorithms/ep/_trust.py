@@ -306,8 +306,8 @@ def moves_of(q: Gaussian, d_linear: Array, d_precision: Array) -> Array:
     return np.concatenate([means, log_sds], axis=1)
 
 
-def followed(moves: Moves, rows: list[int], new: Array, step: Array) -> Moves:
-    """Add the moves (R, 2 m) of a round's replies, of which the shares `step` (R,) were taken."""
+def followed(moves: Moves, rows: list[int], new: Array, step: float) -> Moves:
+    """Add the moves (R, 2 m) of a round's replies, of which the share `step` was taken."""
     replies, mean, share = moves.replies.copy(), moves.mean.copy(), moves.share.copy()
     remaining, scatter = moves.remaining.copy(), moves.scatter.copy()
     # A reply less the remaining move of the one before is the difference of the two proposals.
@@ -323,7 +323,7 @@ def followed(moves: Moves, rows: list[int], new: Array, step: Array) -> Moves:
     weight = np.maximum(1.0 / replies[rows], LEAST)
     mean[rows] += weight[:, None] * (new - mean[rows])
     share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
-    remaining[rows] = (1 - step)[:, None] * new
+    remaining[rows] = (1 - step) * new
     return Moves(replies, mean, share, has_replied, pairs, remaining, scatter)
 
 

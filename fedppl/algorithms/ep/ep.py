@@ -27,9 +27,7 @@ from fedppl.algorithms.ep._rounds import (
     look_for_modes,
     mark_unseen,
     newton_round,
-    refuse_lone_pull,
-    refuse_several_modes,
-    refuse_skewed,
+    refused,
     reported,
 )
 from fedppl.algorithms.ep.sites import say_if_large
@@ -44,7 +42,7 @@ from fedppl.numerics.importance import normalise
 from fedppl.numerics.reweighting import MOST_LOST, MOST_NOISE
 from fedppl.numerics.streams import standard_normal, stream_of
 from fedppl.numerics.student_t import SCRAMBLES
-from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng
 
 _STARTS = 4  # of "auto"
 _AWAY, _AXES = 2.0, 8  # posterior sds from q's mean at which clients look for modes, and number of its axes
@@ -297,12 +295,7 @@ def _update_server(
     if state.warm_start is not None:
         return reported(newton_round(state, state.warm_start, received.each, trust))
     outcome = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
-    outcome = look_for_modes(state, outcome, received.each)
-    if outcome.status is Status.CONVERGED:
-        outcome = refuse_several_modes(outcome)
-    if outcome.status is Status.CONVERGED:
-        outcome = refuse_skewed(outcome)
-    return reported(refuse_lone_pull(outcome, trust))
+    return reported(refused(look_for_modes(state, outcome, received.each), trust))
 
 
 def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:

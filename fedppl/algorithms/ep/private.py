@@ -287,7 +287,7 @@ def private_step(
     linear, packed = unwhiten(frame_of(sites.q, sites.structure, weight), vectors)
     damping = _damping(counts, rows, fresh / weight * float(np.sqrt(2 * m)), mechanism.releases, largest)
     # A step below the shortest leaves q as it is.
-    outcome = Outcome(state.ep, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mechanism.sd, 0.0))
+    outcome = Outcome(state.ep, EPInfo("EP", damping=0.0))
     if damping >= shortest_step(len(counts)):
         outcome = damped_step(
             state.ep._replace(steps=state.ep.steps._replace(damping=damping)),

@@ -71,6 +71,11 @@ def structure_of(form: str | Sequence[Sequence[str]], layout: Layout) -> Structu
     return structure.block(layout.size, blocks)
 
 
+def is_full(form: Structure) -> bool:
+    """Whether precisions have all entries."""
+    return form.blocks is not None and len(form.blocks) == 1
+
+
 def empty(layout: Layout, clients: tuple[str, ...], form: Structure) -> Sites:
     """Flat sites, so that q is the prior."""
     count = len(clients)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.fedavg import not_positive, tolerance_rule, weighted
+from fedppl.algorithms.averaging.fedavg import not_positive, report, tolerance_rule, weighted
 from fedppl.algorithms.ep.sites import say_if_large
 from fedppl.algorithms.one_shot.separate import near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
@@ -17,7 +17,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.local.target import at_points, local_inference
 from fedppl.settings import between, described, flag, positive, shown
-from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng
 
 # Confidences τ_j of clients around a latent centre w, and the sums that give w ----------------------------------------
 
@@ -293,13 +293,12 @@ def _update_server(
     mean = weight / summed
     change = float(np.sqrt(np.mean((w - state.w) ** 2) * mean))
     steady = abs(mean - state.confidence) <= settings.tolerance * mean and change <= settings.tolerance
-    done = summed == len(state.where) and steady
-    moved = f"w moved by {change:.2g} of the clients' spread in the last round"
-    remedy = "raise rounds=, or strength= if the confidence of a client grows without end"
-    message = "" if done else f"{moved}; {remedy}"
-    status = Status.CONVERGED if done else Status.RUNNING
+    message = (
+        f"w moved by {change:.2g} of the clients' spread in the last round; raise rounds=, or strength= if the "
+        "confidence of a client grows without end"
+    )
     after = state._replace(w=w, ledger=ledger, confidence=mean)
-    return after, Report(ConfidenceInfo(change, mean), status, message)
+    return after, report(ConfidenceInfo(change, mean), summed == len(state.where) and steady, message)
 
 
 def _draw(

@@ -122,9 +122,8 @@ def HM1(
         raise DeclarationError(f'report={settings.shown(report)} must be a list of names, such as ["sigma"].')
     chosen = exchangeable() if structure is None else structure
     if not isinstance(chosen, Covariance):
-        raise DeclarationError(
-            f"structure={settings.shown(chosen)} must be one that is built, like fedppl.covariance.low_rank(2)."
-        )
+        built = "must be one that is built, like fedppl.covariance.low_rank(2)."
+        raise DeclarationError(f"structure={settings.shown(chosen)} {built}")
     inference = local_inference("local", local, NestedLaplace())
     if inference.expand is None:
         raise DeclarationError(
@@ -157,14 +156,12 @@ def _check(client: ClientView, *, local: LocalInference, report: tuple[str, ...]
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Covariance) -> HM1State:
     count, m = len(clients), layout.size
-    omega, mean = structure.start(count), np.zeros((count, m))
+    omega = structure.start(count)
     if (rank := int(structure.settings.get("rank", 0))) >= m:
         raise DeclarationError(
             f"{structure.describe()} needs more than {rank} coordinates of θ, and there are {m}; use a smaller rank, "
             "or fedppl.covariance.exchangeable()."
         )
-    # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such factors.
-    weights = np.full(count, _ALONE)
     return HM1State(
         where={client_id: k for k, client_id in enumerate(clients)},
         frame=frame_of(layout),
@@ -172,10 +169,11 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Cova
         precision=np.zeros((count, m, m)),
         has_replied=np.zeros(count, dtype=bool),
         omega=omega,
-        mean=mean,
+        mean=np.zeros((count, m)),
         covariance=np.broadcast_to(np.eye(m), (count, m, m)).copy(),
         pulls=np.zeros((count, m)),
-        weights=weights,
+        # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such ones.
+        weights=np.full(count, _ALONE),
     )
 
 
@@ -250,18 +248,9 @@ def _update_server(
     message = _overfitted(omega, precision, structure)
     if not done:
         message = f"θ moved by {change:.2g} sd and Ω by {change_omega:.2g} in the last round; raise rounds="
-    state = state._replace(
-        linear=linear,
-        precision=precision,
-        has_replied=has_replied,
-        omega=omega,
-        mean=coupled.mean,
-        covariance=coupled.covariance,
-        pulls=pulls,
-        weights=weights,
-    )
-    status = Status.CONVERGED if done else Status.RUNNING
-    return state, Report(HM1Info(change, change_omega), status, message)
+    mean, covariance, _ = coupled
+    after = HM1State(state.where, state.frame, linear, precision, has_replied, omega, mean, covariance, pulls, weights)
+    return after, Report(HM1Info(change, change_omega), Status.CONVERGED if done else Status.RUNNING, message)
 
 
 def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:

@@ -13,17 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.fedavg import (
-    KeptLocal,
-    LocalClientState,
-    draw_point,
-    fitting_local,
-    kept_local,
-    not_positive,
-)
-from fedppl.contracts import ClientUpdate, ClientView, Draws, Expansion, LocalInference, Received, Report
+from fedppl.algorithms.averaging.fedavg import KeptLocal, LocalClientState, descended, draw, not_positive, report
+from fedppl.contracts import ClientUpdate, ClientView, Expansion, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
-from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked, descend
+from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked
 from fedppl.local.target import at_points, local_mode
 from fedppl.numerics.pairs import difference_hessian
 from fedppl.settings import between, described, one_of, positive
@@ -123,7 +116,7 @@ def HM1Gradient(
         replies=contracts.Replies(
             lambda state: {"theta": state.center.shape, "step": ()}, lambda state, reply: not_positive(reply, "step")
         ),
-        result=contracts.Result(_final_message, _draw, details=_details),
+        result=contracts.Result(_final_message, functools.partial(draw, name="theta"), details=_details),
         needs=contracts.Needs(functools.partial(_check, descent=descent)),
         disclosure=contracts.Disclosure(functools.partial(at_points, name="theta")),
     )
@@ -147,12 +140,10 @@ def _start(layout: Layout) -> tuple[Array, float]:
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> HM1GradientState:
-    count = len(clients)
     center, variance = _start(layout)
     where = {client_id: k for k, client_id in enumerate(clients)}
-    theta = np.tile(center, (count, 1))
-    omega = variance * np.eye(count)
-    return HM1GradientState(where, center, theta, omega, np.zeros_like(theta))
+    theta = np.tile(center, (len(clients), 1))
+    return HM1GradientState(where, center, theta, variance * np.eye(len(clients)), np.zeros_like(theta))
 
 
 def _broadcast(state: HM1GradientState, client_id: str) -> Message:
@@ -166,15 +157,13 @@ def _update_client(
 ) -> ClientUpdate[LocalClientState]:
     """T data steps, then the shrinkage."""
     theta, pull = (np.asarray(message[name], dtype=float) for name in ("theta", "pull"))
-    local, info = kept_local(client, personal and personal.local)
     m, rows = len(theta), client.rows
     share = min(descent.batch_size or rows, rows) / rows  # a batch's gradient comes weighted by its inverse
-    scale = 2.0 * share if explicit else 2.0 / rows
-    objective = Objective(scale, np.zeros((m, m)), np.zeros(m))
-    x = descend(client, np.concatenate([theta, local]), objective, descent, rng)
-    moved = x[:m] - 2.0 * descent.learning_rate * pull
+    objective = Objective(2.0 * share if explicit else 2.0 / rows, np.zeros((m, m)), np.zeros(m))
+    after, kept, _, info = descended(client, personal and personal.local, theta, objective, descent, rng)
     step = descent.learning_rate * descent.steps / rows  # S_kk
-    return ClientUpdate(LocalClientState(x[m:]), {"theta": moved, "step": np.array(step)}, info)
+    reply = {"theta": after - 2.0 * descent.learning_rate * pull, "step": np.array(step)}
+    return ClientUpdate(kept, reply, info)
 
 
 def _update_server(
@@ -196,20 +185,13 @@ def _update_server(
     theta = state.center + eta
     pulls = np.linalg.solve(omega, eta) if explicit else np.zeros_like(eta)
     change = float(np.max(np.abs(theta - state.theta)))
-    done = change < tolerance
-    message = "" if done else f"θ moved by {change:.2g} in the last round; raise rounds="
-    status = Status.CONVERGED if done else Status.RUNNING
+    message = f"θ moved by {change:.2g} in the last round; raise rounds="
     info = HM1GradientInfo(change, float(np.linalg.eigvalsh(omega)[0]))
-    return state._replace(theta=theta, omega=omega, pulls=pulls), Report(info, status, message)
+    return state._replace(theta=theta, omega=omega, pulls=pulls), report(info, change < tolerance, message)
 
 
 def _final_message(state: HM1GradientState, client_id: str) -> Message:
     return {"theta": state.theta[row_of(state.where, client_id)]}
-
-
-def _draw(client: ClientView, personal: KeptLocal, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
-    theta = np.asarray(message["theta"], dtype=float)
-    return draw_point(client, theta, fitting_local(client, personal and personal.local), draws, chains)
 
 
 def _details(state: HM1GradientState) -> contracts.Details:
@@ -264,8 +246,11 @@ def mode_given(
     """
     assert local.expand is not None
     frame = frame_of(client.layout)
-    eta = start
-    expansion = local.expand(client, frame.center + frame.root @ eta, 0.0)
+
+    def height(expansion: Expansion, eta: Array) -> float:
+        return expansion.value + float(pull @ eta) - 0.5 * weight * float(eta @ eta)
+
+    eta, expansion = start, local.expand(client, frame.center + frame.root @ start, 0.0)
     for taken in itertools.count():
         gradient = frame.root.T @ expansion.gradient
         curvature = -frame.root.T @ expansion.hessian @ frame.root
@@ -278,22 +263,19 @@ def mode_given(
             break
         if taken == limit:
             raise LocalFailure(f"{limit} Newton steps did not reach the mode; are the data enough for the model?")
-        here = expansion.value + float(pull @ eta) - 0.5 * weight * float(eta @ eta)
-        length = 1.0
+        here, length = height(expansion, eta), 1.0
         while length > 1e-8:
             trial = eta + length * step
             there = _attempt(client, local, frame.center + frame.root @ trial)
-            if there is not None:
-                gain = there.value + float(pull @ trial) - 0.5 * weight * float(trial @ trial) - here
-                if gain >= 1e-4 * length * decrement - 1e-10 * (1.0 + abs(here)):
-                    break
+            slack = 1e-4 * length * decrement - 1e-10 * (1.0 + abs(here))
+            if there is not None and height(there, trial) - here >= slack:
+                eta, expansion = trial, there
+                break
             length /= 2
         else:
             if decrement < 1e-6:
                 break
             raise LocalFailure(f"no step improves the client's posterior (Newton decrement {decrement:.3g})")
-        assert there is not None
-        eta, expansion = trial, there
     phi = frame.center + frame.root @ eta
     given_local = frame.root.T @ _curvature_given_local(client, phi) @ frame.root
     precision, raised = _no_less_than(curvature, given_local)
