@@ -207,8 +207,7 @@ def _reply(about: Array, along: Array, ray: Array) -> Message:
     """Value, gradient and Hessian from values at the stencil of these steps (m, m)."""
     m = len(along)
     if not np.all(np.isfinite(about)):
-        nothing = np.zeros((m, m))
-        return _warm_start.reply_of(Expansion(NO_VALUE, nothing[0], nothing, {}), ray)
+        return _warm_start.reply_of(_warm_start.no_expansion(m), ray)
     middle, high, low = about[0], about[1 : 1 + m], about[1 + m : 1 + 2 * m]
     hessian = np.diag(high - 2.0 * middle + low)
     for n, (i, j) in enumerate(itertools.combinations(range(m), 2)):
