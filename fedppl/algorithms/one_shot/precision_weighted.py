@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian, structure
+from fedppl.algorithms.averaging.fedavg import report
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep.sites import Sites
+from fedppl.algorithms.ep.sites import Sites, indefinite
 from fedppl.algorithms.one_shot.separate import alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, unpack_target
-from fedppl.types import Layout, Message, Rng, Status
+from fedppl.types import Layout, Message, Rng
 
 
 class PrecisionWeightedState(NamedTuple):
@@ -116,7 +117,7 @@ def _natural(reply: Message) -> Gaussian:
 def _reject(state: PrecisionWeightedState, reply: Message) -> str | None:
     """A posterior has a positive definite precision."""
     posterior = _natural(reply)
-    return None if gaussian.is_proper(posterior) else _sites.indefinite("precision", posterior.precision)
+    return None if gaussian.is_proper(posterior) else indefinite("precision", posterior.precision)
 
 
 def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[PrecisionWeightedState, Report]:
@@ -129,10 +130,9 @@ def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[P
             site = gaussian.quotient(_natural(reply), part)
             linear[k], precision[k] = site.linear, _sites.in_structure(site.precision, sites.structure)
             has_replied[k] = True
-    done, count = bool(np.all(has_replied)), int(np.sum(has_replied))
+    count = int(np.sum(has_replied))
     if np.array_equal(has_replied, state.has_replied):
         return state, Report(PrecisionWeightedInfo(count))
-    message = "" if done else f"q has the data of {count} of {len(has_replied)} clients; raise rounds="
-    status = Status.CONVERGED if done else Status.RUNNING
-    state = state._replace(sites=_sites.update(sites, linear, precision), has_replied=has_replied)
-    return state, Report(PrecisionWeightedInfo(count), status, message)
+    message = f"q has the data of {count} of {len(has_replied)} clients; raise rounds="
+    after = state._replace(sites=_sites.update(sites, linear, precision), has_replied=has_replied)
+    return after, report(PrecisionWeightedInfo(count), bool(np.all(has_replied)), message)
