@@ -30,10 +30,9 @@ from fedppl.algorithms.ep._rounds import (
     refused,
     reported,
 )
-from fedppl.algorithms.ep.sites import say_if_large
+from fedppl.algorithms.ep.sites import Sites, say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, LogEvidence, Received, Report
 from fedppl.contracts.algorithm import WithoutClient
-from fedppl.gaussian import Gaussian
 from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
@@ -159,7 +158,11 @@ def EP(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
-    searches, by_number = _searches(starts, warm, trust), not isinstance(starts, str)
+    by_number, alone = not isinstance(starts, str), trust is not None or not warm
+    searches = _warm_start.number_of(starts, 1 if alone else _STARTS)
+    if searches > 1 and alone:
+        why = f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them"
+        raise DeclarationError(f"starts={starts} compares clients' log densities, {why}; leave one of the two out.")
     return contracts.Algorithm[EPState, None](
         name="EP",
         settings=settings.described(matching, warm_start=warm, starts=starts, trust=trust),
@@ -197,18 +200,6 @@ def checked(
     return Matching(local_inference("local", local, NestedLaplace()), tolerance, damping, structure)
 
 
-def _searches(starts: int | str, warm: bool, trust: float | None) -> int:
-    alone = trust is not None or not warm  # several searches cannot be compared
-    searches = _warm_start.number_of(starts, 1 if alone else _STARTS)
-    if searches > 1 and alone:
-        raise DeclarationError(
-            f"starts={starts} compares clients' log densities, "
-            + (f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them")
-            + "; leave one of the two out."
-        )
-    return searches
-
-
 def _at_sites(state: EPState, *, searches: bool) -> EPState:
     """Where clients are at sites of their own, several warm starts have to be asked for by their number."""
     return state._replace(starts=state.starts if searches else None)
@@ -228,30 +219,15 @@ def init(
     stream = int(rng.integers(2**31))
     say_if_large(layout, "EP")
     count, m = len(clients), layout.size
+    none, nobody = np.zeros(count), np.zeros(count, dtype=bool)
     return EPState(
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / count,
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, count) if warm else None,
         starts=_warm_start.begin_several(layout, starts, stream, asked_for) if starts > 1 else None,
-        steps=Steps(
-            damping=matching.damping,
-            falls=0,
-            change=np.inf,
-            heading=np.zeros(2 * m),
-            last_change=np.full(m, np.nan),
-            averaging=0,
-            has_replied=np.zeros(count, dtype=bool),
-            sweep_change=0.0,
-        ),
-        skewed=Skewed(total=np.zeros(m), by=np.zeros(m, dtype=np.int64), without=np.zeros(m)),
-        clients=OfClients(
-            held=np.zeros(count),
-            pull=np.zeros((count, m)),
-            errors=np.zeros(count),
-            noise=np.zeros(count),
-            moves=_trust.no_moves(count, m),
-            unseen=np.zeros(count, dtype=bool),
-        ),
+        steps=Steps(matching.damping, 0, np.inf, np.zeros(2 * m), np.full(m, np.nan), 0, nobody, 0.0),
+        skewed=Skewed(np.zeros(m), np.zeros(m, dtype=np.int64), np.zeros(m)),
+        clients=OfClients(none, np.zeros((count, m)), none, none, _trust.no_moves(count, m), nobody),
         look=int(Look.NOW if warm else Look.LATER if matching.local.look is not None else Look.DONE),
     )
 
@@ -372,18 +348,14 @@ _POINTS = 256  # of a scramble of q, for each client
 
 def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     """From the clients that are in this process."""
-    absent = [name for name in state.sites.where if name not in clients]
-    if absent:
+    sites = state.sites
+    if absent := [name for name in sites.where if name not in clients]:
         raise DeclarationError(
             f"EP's evidence needs the data of all clients in this process, and those of {absent[:5]} are not here: "
             "give fedppl.load(..., clients=) the data of all; where clients are sites of their own, use fedppl.Sums()."
         )
-    sites = state.sites
     require_known(all(client.has_proper_prior for client in clients.values()))
-    ratios = []
-    for client_id in sorted(clients):
-        site = _sites.site(sites, sites.where[client_id])
-        ratios.append(_of_client(clients[client_id], sites.q, site, state.prior_share))
+    ratios = [_of_client(clients[client_id], sites, state.prior_share) for client_id in sorted(clients)]
     # Errors that clients have alike add up with their signs, others by their squares.
     shift, unknown = sum(ratio.shift for ratio in ratios), float(np.sqrt(sum(ratio.unknown for ratio in ratios)))
     worst = max(unknown, abs(shift))
@@ -403,14 +375,13 @@ def require_known(is_proper: bool, off: float = 0.0) -> None:
     """Refuse priors without a normalising constant, and constants that may be off by too much."""
     if not is_proper:
         raise DeclarationError(
-            "a prior has no normalising constant that is known, so that there is no evidence: a pm.Potential, pm.Flat "
-            "or pm.HalfFlat, pm.CAR or pm.ICAR, a pm.CustomDist with logp=, or a transform that cuts off a part of a "
-            "density. Declare priors that integrate to one."
+            "a prior has no known normalising constant, and so there is no evidence: a pm.Potential, pm.Flat, pm.CAR, a "
+            "pm.CustomDist with logp=, or a transform that cuts off density. Declare priors that integrate to one."
         )
     if off > MOST_NOISE:
         raise NotConvergedError(
-            f"what tails of clients' own variables leave out of the log evidence may be {off:.2g}, though it moves no "
-            "moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
+            f"tails of clients' own variables leave up to {off:.2g} out of the log evidence, though no shared moment "
+            "depends on it: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
         )
 
 
@@ -423,9 +394,10 @@ class _Ratio(NamedTuple):
     unknown: float  # mean square of these errors
 
 
-def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: float) -> _Ratio:
+def _of_client(client: ClientView, sites: Sites, prior_share: float) -> _Ratio:
     """By points of independent scrambles, not whitened: whitening narrows the spread of distances."""
-    mean, root = gaussian.affine(q)
+    site = _sites.site(sites, sites.where[client.client_id])
+    mean, root = gaussian.affine(sites.q)
     points = mean + standard_normal(len(mean), _POINTS, stream_of(client.client_id), SCRAMBLES) @ root.T
     try:
         of_client = factor(client, points, mean, prior_share)
@@ -436,10 +408,8 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
     k = importance.pareto_k(ratio) if lost <= MOST_LOST else np.inf
     if not k <= importance.limit(len(ratio)):
         why = f"Pareto k {k:.2f}" if lost <= MOST_LOST else f"{lost:.0%} of the points of q are without a value"
-        raise NotConvergedError(
-            f"client {client.client_id!r} is too far from its Gaussian site for EP's evidence ({why}); use "
-            "fedppl.Sums()."
-        )
+        far = f"client {client.client_id!r} is too far from its Gaussian site for EP's evidence"
+        raise NotConvergedError(f"{far} ({why}); use fedppl.Sums().")
     ratio = np.where(np.isfinite(ratio), ratio, -np.inf)
     each = logsumexp(ratio.reshape(SCRAMBLES, -1), axis=1)
     value = float(logsumexp(each) - np.log(len(ratio)))

@@ -30,13 +30,6 @@ class PrivateEPClientState(NamedTuple):
     releases: int
 
 
-class _Settings(NamedTuple):
-    local: LocalInference
-    mechanism: Mechanism
-    structure: str | Sequence[Sequence[str]]
-    normals: Callable[[int], Array]
-
-
 def PrivateEP(
     *,
     clip: float,
@@ -117,10 +110,8 @@ def PrivateEP(
         settings=settings.described(matching, **mechanism._asdict()),
         init=functools.partial(_init, matching=matching),
         broadcast=functools.partial(_broadcast, mechanism=mechanism),
-        update_client=functools.partial(_update_client, private=_Settings(inference, mechanism, structure, _normals)),
-        update_server=functools.partial(
-            private_step, mechanism=mechanism, tolerance=matching.tolerance, largest=matching.damping
-        ),
+        update_client=functools.partial(_update_client, matching=matching, mechanism=mechanism, normals=_normals),
+        update_server=functools.partial(private_step, mechanism=mechanism, matching=matching),
         replies=contracts.Replies(
             lambda state: {"site": (length(state.sites.structure),)}, functools.partial(_reject, mechanism=mechanism)
         ),
@@ -154,22 +145,29 @@ def _broadcast(state: PrivateEPState, client_id: str, *, mechanism: Mechanism) -
 
 
 def _update_client(
-    client: ClientView, personal: PrivateEPClientState | None, message: Message, rng: Rng, *, private: _Settings
+    client: ClientView,
+    personal: PrivateEPClientState | None,
+    message: Message,
+    rng: Rng,
+    *,
+    matching: ep.Matching,
+    mechanism: Mechanism,
+    normals: Callable[[int], Array],
 ) -> ClientUpdate[PrivateEPClientState]:
     """Release one noised vector."""
-    local, mechanism, structure, normals = private
     spent = 0 if personal is None else personal.releases
     if spent >= mechanism.releases:
         raise LocalFailure(
             f"all releases={mechanism.releases} of this client are used up; a larger number would cost more privacy"
         )
     target = unpack_target(client, message)
-    form = _sites.structure_of(structure, client.layout)
+    form = _sites.structure_of(matching.structure, client.layout)
     weight = float(message["precision_weight"])
     if not (gaussian.is_proper(target.global_) and 0 < weight < np.inf):  # by the server: this discloses no data
         raise LocalFailure("the q that came is not positive definite, or its 'precision_weight' is not positive")
-    site = privacy.clipped(_site(target, frame_of(target.global_, form, weight), local, rng), mechanism.clip)
-    return ClientUpdate(PrivateEPClientState(spent + 1), {"site": site + mechanism.sd * normals(len(site))})
+    site = _site(target, frame_of(target.global_, form, weight), matching.local, rng)
+    noised = privacy.clipped(site, mechanism.clip) + mechanism.sd * normals(len(site))
+    return ClientUpdate(PrivateEPClientState(spent + 1), {"site": noised})
 
 
 def _final_message(state: PrivateEPState, client_id: str) -> Message:
@@ -197,9 +195,8 @@ def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> s
     """A clipped vector with noise has a bounded norm, but for a probability below 10⁻²⁰."""
     norm = float(np.linalg.norm(reply["site"]))
     limit = mechanism.clip + 12 * mechanism.sd * np.sqrt(length(state.sites.structure))
-    if norm > limit:
-        return f"'site' has norm {norm:.3g}, above clip + 12 noise sds √length = {limit:.3g}: it was not clipped"
-    return None
+    was_not = f"'site' has norm {norm:.3g}, above clip + 12 noise sds √length = {limit:.3g}: it was not clipped"
+    return was_not if norm > limit else None
 
 
 # The server's part of private EP: noised sites, and the covariance of their noise in q --------------------------------
@@ -272,9 +269,10 @@ def widened(g: Gaussian, state: PrivateEPState) -> Gaussian:
 
 
 def private_step(
-    state: PrivateEPState, received: Received, *, mechanism: Mechanism, tolerance: float, largest: float
+    state: PrivateEPState, received: Received, *, mechanism: Mechanism, matching: ep.Matching
 ) -> tuple[PrivateEPState, Report]:
     """Replace or average the sites of the clients that replied, with the noise and ε so far."""
+    tolerance, largest = matching.tolerance, matching.damping
     replies, sites, rounds, counts = received.each, state.sites, state.rounds + 1, state.replies.copy()
     spent = privacy.epsilon(mechanism.noise_multiplier, min(rounds, mechanism.releases), mechanism.delta)
     if not replies:
