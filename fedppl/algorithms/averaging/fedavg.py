@@ -153,16 +153,17 @@ def weight_of(client: ClientView, weights: str) -> float:
 
 def draw_point(client: ClientView, phi: Array, local: Array | None, draws: int, chains: int) -> Draws:
     """Equal draws of one point; θ is the mode of p(θ | y, φ) if it is not given."""
-    if local is None:
-        arrived, local = local_mode(client, phi)
-        if not arrived:
-            raise LocalFailure("no mode of the local variables was found at the shared estimate; look at the data")
-    shape = (chains, draws)
-    return Draws(
-        np.broadcast_to(phi, (*shape, len(phi))).copy(),
-        np.broadcast_to(local, (*shape, client.local_size)).copy(),
-        {"point_estimate": 1.0},
-    )
+    local = local_mode_at(client, phi) if local is None else local
+    shared, own = (np.tile(point, (chains, draws, 1)) for point in (phi, local))
+    return Draws(shared, own, {"point_estimate": 1.0})
+
+
+def local_mode_at(client: ClientView, phi: Array) -> Array:
+    """The mode of p(θ | y, φ)."""
+    arrived, theta = local_mode(client, phi)
+    if not arrived:
+        raise LocalFailure("no mode of the local variables was found at the shared estimate; look at the data")
+    return theta
 
 
 # FedAvg and FedProx ---------------------------------------------------------------------------------------------------

@@ -79,27 +79,25 @@ def EP(
         Largest move of a mean in posterior sds, and of an sd as a fraction, over a sweep of all clients with which
         the fit has converged. Where clients report a larger Monte Carlo error, rounds are averaged until that error
         is at most 0.2 posterior sds over the whole of q, and the clients' moves, averaged with their signs, are below
-        three times it; there the largest of the clients' errors counts no more than the scatter of that client's
-        replies.
+        three times it; the largest of the clients' errors counts no more than that client's replies scatter.
     damping
         Largest δ; halved in a round until the global precision and every cavity are positive definite.
     warm_start
         Whether federated Newton rounds come first, where the local inference offers expansions. They have a budget of
         their own, 25 expansions a client, and do not count towards ``rounds=``. The point moves when every client has
-        answered there, which takes many rounds where few are asked in each.
+        answered there.
     starts
-        Number of warm starts, at most 1000, one after the other, each with a budget of its own: the first from the
-        prior mean, two from images of its mode (about the prior mean, and with variables of equal priors, or the
-        elements of a vector, in reversed order), the others from quasi-random points of the prior. EP goes on from the
-        mode with the most mass. Where others have more than a thousandth of the mass, they are named, and the fit is
-        not called converged. "auto" is 4 where clients are in this process and all of them answer in a round, with
-        `warm_start` and without `trust`, and else 1, since searches cost a site queries; where the first does not
-        arrive, there are no others.
+        Number of warm starts, at most 1000: the first from the prior mean, two from images of its mode (about the
+        prior mean, and with variables of equal priors, or the elements of a vector, in reversed order), the others
+        from quasi-random points of the prior. EP goes on from the mode with the most mass; where others have more than
+        a thousandth of the mass, they are named, and the fit is not called converged. "auto" is 4 where clients are in
+        this process and all answer in a round, with `warm_start` and without `trust`, and else 1; where the first
+        search does not arrive, there are no others.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
         Bound c on how far one client may pull the shared mean over the whole run, in sds of what the others know (see
-        Notes), or None. It does not bound a client alone.
+        Notes), or None.
 
     Returns
     -------
@@ -116,10 +114,8 @@ def EP(
     add up to is reported (``fit.idata["fit"]["skewness"]``); above about 1, distrust sd and tails of that margin.
     Nor can it follow the heavy tails of a mean of few clients: by how much sds may be too small is estimated
     (``fit.summary().attrs["sd_shortfall"]``) and reported from 5 % on. From 10 % on, or with a skewness of 0.3 that
-    several clients make, the estimate itself is not to be trusted, and the fit not called converged: `Sums` gives the
-    posterior itself.
-    Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
-    `damping`.
+    several clients make, the fit is not called converged: `Sums` gives the posterior itself. Sites of rough local
+    moments (few NUTS draws) can oscillate: raise `draws` or lower `damping`.
 
     Where a client's rows are not in this process, as at a site of its own or with a summary, and it pulls a mean by
     more than 20 sds of what all others know, the fit is not called converged without `trust`.
@@ -129,22 +125,19 @@ def EP(
     .. math:: |\mu - \mu_{-k}|_i \le c\, \mathrm{sd}_{-k,i}, \qquad
               \Vert \mu - \mu_{-k} \Vert_{Q_{-k}} \le \chi_m(c)
 
-    for every client k and coordinate i, where -k is q without the client's whole site (its cavity) and χ_m(c) is the
-    quantile of χ with m degrees of freedom that has the two-sided tail of c sds (c for m = 1). Under the model honest
-    clients stay within that with the probability of c sds or better, however many of the rows they have. A client whose
-    site is drawn in is named, with where it pulls, and meanwhile nothing is called converged: look at its data. An
-    outlier is held back too, and so is a client with nearly all rows, where the prior is far off.
-    ``fit.idata["fit"]["pull"]`` has every client's pull, with or without `trust`, and ``fit.idata["rounds"]`` the
-    largest of each round. In the warm start the clients' log densities, which have no bound, are not compared.
+    for every client k and coordinate i, where -k is q without the client's site (its cavity) and χ_m(c) is the quantile
+    of χ with m degrees of freedom that has the two-sided tail of c sds. Under the model honest clients stay within that
+    with the probability of c sds or better, however many of the rows they have. A client whose site is drawn in stays
+    held back until later replies have replaced what was drawn in; it is named, and meanwhile nothing is called
+    converged: look at its data. Clients that pull by nearly c are named, too. An outlier is held back as well, and so
+    is a client with nearly all rows, where the prior is far off. ``fit.idata["fit"]["pull"]`` has every client's pull,
+    and ``fit.idata["rounds"]`` the largest of each round. In the warm start the clients' log densities, which have no
+    bound, are not compared.
 
-    A client stays held back until later replies have replaced what was drawn in. While a run goes on, clients that pull
-    by nearly c are named, too.
-
-    `trust` does not protect from a client that pulls by less than c (such a client that moves q on and on is named only
-    where rounds are averaged), from clients that lie together, or from one that keeps q from converging. Of two
-    clients, it holds back the one whose data disagree with the prior more. It does not protect q's variances: a
-    client's precision is cut only at 10¹⁰ times that of all others and the prior, and ignored where it takes away more
-    than half of theirs. Nor does it protect `Fit.log_evidence`, which a client may change without moving a moment.
+    `trust` does not protect from a client that pulls by less than c, from clients that lie together, or from one that
+    keeps q from converging. It does not bound a client alone; of two, it holds back the one whose data disagree with
+    the prior more. It does not protect q's variances: a client's precision is cut only at 10¹⁰ times that of all others
+    and the prior, and ignored where it takes away more than half of theirs. Nor does it protect `Fit.log_evidence`.
 
     References
     ----------
@@ -375,7 +368,7 @@ def require_known(is_proper: bool, off: float = 0.0) -> None:
     """Refuse priors without a normalising constant, and constants that may be off by too much."""
     if not is_proper:
         raise DeclarationError(
-            "a prior has no known normalising constant, and so there is no evidence: a pm.Potential, pm.Flat, pm.CAR, a "
+            "a prior has no known normalising constant, and so there is no evidence: a pm.Potential, pm.Flat, pm.CAR, "
             "pm.CustomDist with logp=, or a transform that cuts off density. Declare priors that integrate to one."
         )
     if off > MOST_NOISE:

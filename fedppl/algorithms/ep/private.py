@@ -82,17 +82,16 @@ def PrivateEP(
     **equal seeds do not give equal numbers here**.
 
     The count of releases is the client's personal state. At a site of Flower's it lies in the site's folder and counts
-    over all runs; who deletes it grants the budget anew, and budgets on the same data add up. In one process it counts
-    one run, and lies in that run's checkpoint: an earlier checkpoint that is put back grants again, with fresh noise,
-    what was released since, and nothing notices. A reply that is lost on the way was a release.
-    ``fit.idata["rounds"]["epsilon"]`` takes every client to have released once in every round so far, and never more
-    than `releases` times.
+    over all runs; who deletes it grants the budget anew. In one process it counts one run, and lies in that run's
+    checkpoint: an earlier checkpoint that is put back grants again what was released since. A reply that is lost on the
+    way was a release. ``fit.idata["rounds"]["epsilon"]`` takes every client to have released once in every round so
+    far, and never more than `releases` times.
 
     The noise widens the posterior: its variance in the means, ``fit.idata["fit"]["noise_sd"]`` squared, is part of
     q's. What the noise does to q's precision is not, and stays below half of it in a round.
 
-    *When this fails.* With few clients the noise swamps the data. Where ``clip`` binds to the end, sites are too weak:
-    q is then too wide. It begins at the prior without a warm start, and a prior that is very wide costs releases.
+    *When this fails.* With few clients the noise swamps the data. Where ``clip`` binds to the end, q is too wide. It
+    begins at the prior without a warm start, and a prior that is very wide costs releases.
 
     References
     ----------

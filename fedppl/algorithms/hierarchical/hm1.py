@@ -101,15 +101,14 @@ def HM1(
     The server's part costs of the order of (K d)³ operations, or K d³ + (q d)³ where Ω has q factors.
 
     Standard errors take Ω as known, and a client's likelihood for Gaussian, which draws of `Fit.client` do not: with 15
-    rows for 3 coefficients and an unknown noise they were a sixth too small, with 60 rows they agree with NUTS. An
-    unknown noise makes a client's likelihood of θ bend outwards far from its own estimate; there a fifth of the
-    curvature at a fixed noise is used, and diagnostic `raised` counts such directions. At the end there should be none.
+    rows for 3 coefficients and an unknown noise they were a sixth too small. There a client's likelihood of θ bends
+    outwards far from its own estimate, and a fifth of the curvature at a fixed noise is used; diagnostic `raised`
+    counts such directions. At the end there should be none.
 
     *When this fails.* A parameter that a client's data alone hardly identify, a variance of its effects for example,
     has a likelihood that is far from quadratic: clients then fail, or Ω grows; leave such parameters local or share
-    them by `EP`. The prior is not invariant to the basis: unit variance for coefficients of raw powers is another prior
-    than for those of orthogonal polynomials. Choose the basis, or the declared A, with care. Clients that did not take
-    part have no posterior: use `EP`.
+    them by `EP`. The prior is not invariant to the basis: choose the basis, or the declared A, with care. Clients that
+    did not take part have no posterior: use `EP`.
 
     References
     ----------
@@ -265,18 +264,16 @@ def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:
     if omega.remainder > _REMAINDER * mean and omega.remainder > _UNRESOLVED * given_rows:
         return ""
     return (
-        f"standard errors may be far too small: {structure.describe()} leaves clients a variance of "
-        f"{omega.remainder:.2g} of their own, {omega.remainder / mean:.1g} of the mean, so that its factors may have "
-        "fitted noise. Use HM1(structure=fedppl.covariance.exchangeable()), or compare ranks by "
-        "fedppl.search.validation_loss"
+        f"standard errors may be far too small: {structure.describe()} leaves clients {omega.remainder / mean:.1g} of "
+        "the mean variance, and may have fitted noise. Use HM1(structure=fedppl.covariance.exchangeable())"
     )
 
 
 _STALLED = Report(
     HM1Info(np.inf, np.inf),
     Status.STALLED,
-    "Ω grew without bound; look at the clients' replies in `rounds`, scale the data so that parameters are of the size "
-    "of their prior, or choose a structure with fewer parameters, such as exchangeable",
+    "Ω grew without bound; scale the data so that parameters are of the size of their prior, or choose "
+    "structure=fedppl.covariance.exchangeable()",
 )
 
 

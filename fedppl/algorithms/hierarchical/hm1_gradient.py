@@ -13,11 +13,19 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.fedavg import KeptLocal, LocalClientState, descended, draw, not_positive, report
+from fedppl.algorithms.averaging.fedavg import (
+    KeptLocal,
+    LocalClientState,
+    descended,
+    draw,
+    local_mode_at,
+    not_positive,
+    report,
+)
 from fedppl.contracts import ClientUpdate, ClientView, Expansion, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked
-from fedppl.local.target import at_points, local_mode
+from fedppl.local.target import at_points
 from fedppl.numerics.pairs import difference_hessian
 from fedppl.settings import between, described, one_of, positive
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
@@ -133,8 +141,8 @@ def _start(layout: Layout) -> tuple[Array, float]:
     variance = float(frame.root[0, 0] ** 2)
     if not np.allclose(frame.root, frame.root[0, 0] * np.eye(layout.size), rtol=1e-9, atol=1e-12):
         raise DeclarationError(
-            "Algorithm 1 needs shared variables with one sd and without correlation, as pm.Normal(0, 1) has. Declare "
-            "them so and scale the predictors instead, or use fedppl.HM1()."
+            "Algorithm 1 needs shared variables with one sd and without correlation. Declare pm.Normal(0, 1) and scale "
+            "the predictors instead, or use fedppl.HM1()."
         )
     return frame.center, variance
 
@@ -220,8 +228,8 @@ def frame_of(layout: Layout) -> Frame:
     """Read the frame off the declared prior, which must be Gaussian."""
     if not layout.prior_is_gaussian:
         raise DeclarationError(
-            f"the prior of {[v.name for v in layout.variables]} is not Gaussian on the unconstrained space, and HM1 "
-            "couples clients by a matrix normal prior. Declare pm.Normal, pm.MvNormal or pm.LogNormal."
+            f"the prior of {[v.name for v in layout.variables]} is not Gaussian on the unconstrained space, as HM1's is. "
+            "Declare pm.Normal, pm.MvNormal or pm.LogNormal."
         )
     root = np.linalg.cholesky(gaussian.covariance(layout.prior)).astype(np.float64)
     return Frame(gaussian.mean(layout.prior), root)
@@ -231,8 +239,7 @@ def row_of(where: Mapping[str, int], client_id: str) -> int:
     """The place of a client that took part; others have no parameters."""
     if client_id not in where:
         raise DeclarationError(
-            f"client {client_id!r} did not take part, and HM1 has no parameters of it; fit again with it, or use "
-            "fedppl.EP() with a hierarchical prior."
+            f"client {client_id!r} did not take part, and HM1 has no parameters of it; fit again with it, or use EP."
         )
     return where[client_id]
 
@@ -285,7 +292,7 @@ def mode_given(
 
 def _curvature_given_local(client: ClientView, phi: Array) -> Array:
     """−∂² log p(y, θ | φ) / ∂φ² at φ and the mode of the local variables θ there, which are fixed."""
-    x = np.concatenate([phi, _mode_there(client, phi)])
+    x = np.concatenate([phi, local_mode_at(client, phi)])
     m = len(phi)
     return np.asarray(-difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m])
 
@@ -307,13 +314,6 @@ def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
     return (precision + precision.T) / 2, int(np.sum(relative < _LEAST))
 
 
-def _mode_there(client: ClientView, phi: Array) -> Array:
-    arrived, theta = local_mode(client, phi)
-    if not arrived:
-        raise LocalFailure("no mode of the local variables was found")
-    return theta
-
-
 def _attempt(client: ClientView, local: LocalInference, phi: Array) -> Expansion | None:
     """The expansion, or None where there is none, so that a shorter step is tried."""
     assert local.expand is not None
@@ -326,7 +326,7 @@ def _attempt(client: ClientView, local: LocalInference, phi: Array) -> Expansion
 
 def reported(client: ClientView, names: tuple[str, ...], phi: Array, theta: Array | None) -> dict[str, float]:
     """Scalar local variables and deterministics by name, at φ and at the mode of θ there."""
-    at = _mode_there(client, phi) if theta is None else theta
+    at = local_mode_at(client, phi) if theta is None else theta
     values = client.constrain(phi[None], at[None])
     for name in names:
         if name not in values or np.size(values[name]) != 1:

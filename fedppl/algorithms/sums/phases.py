@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import student_t, surrogate
 from fedppl.numerics.coordinates import Coordinates, declared, log_slope, to_phi
-from fedppl.numerics.importance import jackknife, normalise, weighted_moments
+from fedppl.numerics.importance import jackknife, normalise, second_derivatives, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.surrogate import Drawn, Surrogate
@@ -182,6 +182,13 @@ def values_of_batch(state: Weighing) -> Array:
     """Log densities, in the coordinates of the surrogate, of the batch that was evaluated last."""
     count = len(state.batch.phi)
     return np.asarray(state.evaluated.values[-count:] + log_slope(state.batch.phi, state.shape.coordinates))
+
+
+def gaussian_of(coefficients: Array, center: Array, root: Array) -> Gaussian:
+    """The Gaussian whose log kernel is a quadratic with these coefficients in z, at points center + root z."""
+    inverse, m = np.linalg.inv(root), len(center)
+    precision = -inverse.T @ second_derivatives(coefficients, m) @ inverse
+    return Gaussian(inverse.T @ coefficients[1 : 1 + m] + precision @ center, (precision + precision.T) / 2)
 
 
 def all_scales(state: Weighing, u: Array) -> Array:

@@ -22,7 +22,7 @@ from fedppl.algorithms.ep.ep import require_known
 from fedppl.algorithms.ep.sites import implausible_values, say_if_large
 from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
-from fedppl.algorithms.sums.phases import Integrated, Rule, Weighed, Weighing
+from fedppl.algorithms.sums.phases import Integrated, Rule, Weighed, Weighing, gaussian_of
 from fedppl.algorithms.sums.search import Search
 from fedppl.algorithms.sums.weigh import Answer
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
@@ -34,7 +34,7 @@ from fedppl.local.integrate import Stacked
 from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import pack_target
-from fedppl.numerics import importance, student_t
+from fedppl.numerics import student_t
 from fedppl.numerics.coordinates import of_phi
 from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness
 from fedppl.numerics.proposals import has_heavy_tails, whitened
@@ -71,9 +71,9 @@ class SumsInfo(NamedTuple):
     phase: str
     log_posterior: float  # log marginal posterior at the point of the search
     points: int  # so far
-    ess: float  # effective points
-    pareto_k: float
-    mc_error: float  # largest standard error of a mean or of an sd, in posterior sds
+    ess: float = np.nan  # effective points
+    pareto_k: float = np.nan
+    mc_error: float = np.nan  # largest standard error of a mean or of an sd, in posterior sds
 
 
 def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> contracts.Algorithm[SumsState, None]:
@@ -118,9 +118,8 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
     Notes
     -----
     *When this fails.* A client that is missing makes a round void, and the third one in a row is the end. Beyond some
-    twenty shared coordinates few points have all the weight, and the status says so: use `EP`. Nobody is said to pull
-    further than others: that is what `Fit.influence` is for, which, as `conflict`, computes clients' own factors once
-    it is called. Of sites of their own it cannot: use `EP`.
+    twenty shared coordinates few points have all the weight, and the status says so: use `EP`. Who pulls further than
+    others `Fit.influence` tells, from clients' own factors; of sites of their own it cannot: use `EP`.
 
     References
     ----------
@@ -218,10 +217,8 @@ def _update_client(client: ClientView, personal: None, message: Message, rng: Rn
         raise LocalFailure(reason)
     lost, kept = np.asarray(summed.total["values_lost"]), np.asarray(message.get("inside", True), dtype=bool)
     info: dict[str, float | str] = {"values_lost": float(np.mean(lost > 0)) if len(lost) else 0.0}
-    if not np.all(kept):
-        info["reason"] = (
-            f"{int(np.sum(~kept))} of {len(kept)} points lie farther from the prior's mean than distance= of its policy"
-        )
+    if count := int(np.sum(~kept)):
+        info["reason"] = f"{count} of {len(kept)} points are farther from the prior's mean than its policy's distance="
     return ClientUpdate(None, summed.total, info)
 
 
@@ -290,13 +287,12 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         if void < _VOID and isinstance(phase, Search) and np.any(phase.newton.move):
             nothing = np.full(len(_search.points(phase)), np.nan)
             return _searched(state._replace(void=void), phase, nothing, pilot, None)
-        missing = f"sums need all {count} clients, and {received.clients} answered"
-        remedy = (
-            "mend what fit.records[-1].failures says of the others, and ask all, without participation=, reporting= or "
-            "a short deadline=; or use fedppl.EP(), which keeps the site of who is missing"
+        message = (
+            f"sums need all {count} clients, and {received.clients} answered: mend what fit.records[-1].failures says, "
+            "ask all, without participation=, reporting= or a short deadline=, or use fedppl.EP(), which keeps sites"
         )
         status = Status.STALLED if void >= _VOID else Status.RUNNING
-        return state._replace(void=void), Report(_info(phase), status, f"{missing}: {remedy}")
+        return state._replace(void=void), Report(_info(phase), status, message)
     sums = received.sums()
     state = state._replace(void=0)
     if isinstance(phase, Search):
@@ -325,11 +321,11 @@ def _integrated(sums: Message, points: Array) -> Integrated:
 
 def _info(phase: Search | Weighing | Weighed) -> SumsInfo:
     if isinstance(phase, Search):
-        return SumsInfo("search", phase.newton.objective, 0, np.nan, np.nan, np.nan)
-    posterior = phase.posterior if isinstance(phase, Weighed) else None
-    nothing = (np.nan, np.nan, np.nan)
-    diagnostics = nothing if posterior is None else (posterior.ess, posterior.pareto_k, posterior.error)
-    return SumsInfo("weighing", np.nan, len(phase.evaluated.points), *diagnostics)
+        return SumsInfo("search", phase.newton.objective, 0)
+    points, posterior = len(phase.evaluated.points), phase.posterior if isinstance(phase, Weighed) else None
+    if posterior is None:
+        return SumsInfo("weighing", np.nan, points)
+    return SumsInfo("weighing", np.nan, points, posterior.ess, posterior.pareto_k, posterior.error)
 
 
 def _searched(
@@ -374,15 +370,14 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
         return state._replace(phase=again), Report(_info(again), message=varies)
     few = _points_of(count, points)
     each = max(64, few // 4) if phase.rule == Rule.EVERYWHERE else few
-    remedy = f"fedppl.Sums(points={4 * points})"
-    judged = _weigh.next_stage(*taken, each, state.stream, remedy)
-    after, info = state._replace(phase=judged.phase), _info(judged.phase)
-    if isinstance(judged.phase, Weighing):
+    phase, problems = _weigh.next_stage(*taken, each, state.stream, f"fedppl.Sums(points={4 * points})")
+    after, info = state._replace(phase=phase), _info(phase)
+    if isinstance(phase, Weighing):
         return after, Report(info, message=f"the weights are not trusted yet: {more}")
-    if not judged.phase.trusted:
-        cause = hardly_a_prior(phase.about.labels, gaussian.standard_deviations(state.prior))
-        return after, Report(info, Status.STALLED, "; ".join(filter(None, (judged.message, cause))))
-    return after, Report(info, Status.CONVERGED, "")
+    if phase.trusted:
+        return after, Report(info, Status.CONVERGED, "")
+    cause = hardly_a_prior(phase.about.labels, gaussian.standard_deviations(state.prior))
+    return after, Report(info, Status.STALLED, "; ".join(filter(None, (problems, cause))))
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -415,9 +410,8 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     """By values of all clients at points of the posterior, where these are not too many; else by its Gaussian."""
     if absent := sorted(set(client_ids) - set(clients)):
         raise DeclarationError(
-            f"the posterior without clients {absent[:5]} is computed from their data, since sums keep nothing of "
-            "single clients, and these are not here. Of a fit from a file, give them: fedppl.load(path, model, "
-            "clients=...). Where clients are sites of their own, use fedppl.EP(), which keeps a site of each."
+            f"the posterior without clients {absent[:5]} needs their data, which are not here: give them to "
+            "fedppl.load(path, model, clients=...), or, where they are sites of their own, use fedppl.EP()."
         )
     phase, q = state.phase, _q(state)
     center = gaussian.mean(q)
@@ -533,16 +527,12 @@ def _factor(client: ClientView, points: Array, center: Array) -> Factor:
 def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian:
     """The quadratic in φ that is nearest to log f_k under the weights, as EP's site is nearly."""
     center, root = gaussian.affine(q)
-    m = len(center)
-    z = whitened(points, center, root)
-    design = quadratic_terms(z)
+    design = quadratic_terms(whitened(points, center, root))
     flat = (normalise(power * _log(weights)) for power in _FLATTENED)
     counted = next((power for power in flat if effective_size(power) >= 2 * design.shape[1]), weights)
     scale = np.sqrt(counted)
-    terms = np.asarray(np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0], dtype=float)
-    inverse = np.linalg.inv(root)
-    precision = -inverse.T @ importance.second_derivatives(terms, m) @ inverse
-    return Gaussian(inverse.T @ terms[1 : 1 + m] + precision @ center, precision)
+    coefficients = np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0]
+    return gaussian_of(coefficients, center, root)
 
 
 def _spread(logs: tuple[Array, Array, Array, Array], scramble: NDArray[np.intp]) -> float:

@@ -58,8 +58,7 @@ _EVEN = 0.95  # effective share of points whose weights have no tail to speak of
 _NOTHING, _FAR_OUT = 1e-20, 100.0  # weight of a draw that adds to no moment; of φ, whose exponential is 1e43
 _FAR_OFF = 50.0  # log units by which a surrogate's integral may exceed the largest weight; no converged fit comes near
 _MOVED = 0.05  # posterior sds by which errors of clients' values may move a mean or a log sd
-_SMOOTH = "the model so that it has a smooth density everywhere"
-_BY_NUTS = "fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
+_BY_NUTS = "take a Gaussian by fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
 
 
 class _Weights(NamedTuple):
@@ -127,12 +126,20 @@ def judged(
         error, by_draws = _with_declared(errors.error, errors.on_declared), chance_of_draws(posterior)
     lost = float(np.mean(~np.isfinite(values_of_batch(state))))
     weighted = _reweighted(state, posterior, weights, max(error, by_draws), tail)
-    problems = [
-        "" if trusted else _not_known(state, posterior, weights, weighted, errors.grown, remedy),
-        _unreached(lost) if lost > MOST_LOST else "",
-        "" if is_told else _uncertain(noise, moved),
-    ]
-    message = "; ".join(filter(None, problems))
+    problems = (
+        (trusted, _not_known(state, posterior, weights, weighted, errors.grown, remedy)),
+        (
+            lost <= MOST_LOST,
+            f"at {lost:.1%} of the points (at most {MOST_LOST:.0%}) a client has no log density, so that means and sds "
+            f"may be wrong: declare the model so that it has a smooth density everywhere, or {_BY_NUTS}",
+        ),
+        (
+            is_told,
+            f"means and sds may be off by up to {moved:.2g} sds, as clients' log densities are uncertain by "
+            f"{noise:.2g}: declare their own variables closer to normal, or integrate them out, or {_BY_NUTS}",
+        ),
+    )
+    message = "; ".join(text for is_well, text in problems if not is_well)
     about = state.about
     if trusted or max(error, by_draws) <= _WORTH:
         about = about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
@@ -207,7 +214,7 @@ def nowhere(state: Weighing) -> Judged:
     return Judged(
         Weighed(state.about, state.evaluated, state.shape, None, False, False),
         "about the mode too few points have a log density at all clients, or tails are too heavy, to tell means and "
-        f"sds: declare {_SMOOTH} and priors with lighter tails, or take a Gaussian by {_BY_NUTS}",
+        f"sds: declare a smooth density everywhere and priors with lighter tails, or {_BY_NUTS}",
     )
 
 
@@ -318,13 +325,8 @@ def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: flo
 def with_weight(of: Drawn, phi: Array) -> Drawn:
     """Draws but those far out without weight, whose scales may be beyond all numbers, and so is nothing times these."""
     some = (of.weights > _NOTHING) | np.all(np.abs(phi) < _FAR_OUT, axis=1)
-    return of._replace(
-        u=of.u[some],
-        log_proposal=of.log_proposal[some],
-        log_density=of.log_density[some],
-        weights=of.weights[some] / of.weights[some].sum(),
-        scramble=of.scramble[some],
-    )
+    u, log_proposal, log_density, weights, scramble = (part[some] for part in of[:5])
+    return Drawn(u, log_proposal, log_density, weights / weights.sum(), scramble, *of[5:])
 
 
 def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
@@ -382,40 +384,21 @@ def _not_known(
     moved = np.abs(posterior.mean - state.draws.posterior.mean) / np.sqrt(np.diag(posterior.covariance))
     name, most = as_declared(state.about.labels[int(np.argmax(moved))]), _most_error(state)
     most_k = importance.limit(len(weights.posterior))
-    reasons = [
-        f"few points decide alone (Pareto k {weights.pareto_k:.2f}, at most {most_k:.2f})"
-        if not weights.pareto_k <= most_k
-        else "",
-        f"tails are not reached (Pareto k {weighted.second_k:.2f}, at most {MOST_SECOND_K:g})"
-        if not weighted.second_k <= MOST_SECOND_K
-        else "",
-        f"an error of {weighted.error:.2g} sds (at most {most:g})" if not weighted.error <= most else "",
-        f"{weights.effective:.0%} of the points are effective (at least {_LEAST:.0%})"
-        if weights.effective < _LEAST
-        else "",
-        f"an sd that last changed by {np.expm1(grown):.0%}, along a heavy tail" if grown > most else "",
-    ]
-    return (
-        f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} on a scale where "
-        f"it is closer to normal, or give it a prior that says more. Of {len(state.evaluated.points)} points: "
-        + ", ".join(filter(None, reasons))
+    checks = (
+        (
+            weights.pareto_k <= most_k,
+            f"few points decide alone (Pareto k {weights.pareto_k:.2f}, at most {most_k:.2f})",
+        ),
+        (
+            weighted.second_k <= MOST_SECOND_K,
+            f"tails are not reached (Pareto k {weighted.second_k:.2f}, at most {MOST_SECOND_K:g})",
+        ),
+        (weighted.error <= most, f"an error of {weighted.error:.2g} sds (at most {most:g})"),
+        (weights.effective >= _LEAST, f"{weights.effective:.0%} of the points are effective (at least {_LEAST:.0%})"),
+        (grown <= most, f"an sd that last changed by {np.expm1(grown):.0%}, along a heavy tail"),
     )
-
-
-def _unreached(share: float) -> str:
-    """A client has no value at a share of the points."""
+    reasons = ", ".join(text for is_well, text in checks if not is_well)
     return (
-        f"means and sds may be wrong: at {share:.1%} of the points (at most {MOST_LOST:.0%}) a client has no log "
-        f"density, or no integral over its own variables. Declare {_SMOOTH}, with no bound of an outcome's support "
-        f"among the shared variables; or take a Gaussian by {_BY_NUTS}"
-    )
-
-
-def _uncertain(noise: float, moved: float) -> str:
-    """Errors of clients' values move moments too far."""
-    return (
-        f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
-        "all, since their own variables are far from normal given the shared ones. Declare them closer to normal, "
-        "and standardised, z = (θ − μ) / τ, where data say little; integrate them out, as pm.BetaBinomial does with a "
-        f"pm.Beta; or take a Gaussian by {_BY_NUTS}"
+        f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} closer to normal, "
+        f"or give it a prior that says more. Of {len(state.evaluated.points)} points: {reasons}"
     )

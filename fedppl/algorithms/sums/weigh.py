@@ -35,6 +35,7 @@ from fedppl.algorithms.sums.phases import (
     chance_of_draws,
     draws_of,
     effort_of,
+    gaussian_of,
     unit_of,
     values_of_batch,
     widens,
@@ -278,18 +279,12 @@ def _as_normal(state: Weighing) -> Weighed | None:
         return None
     scale = 1.0 / (1.0 + np.sum(z**2, axis=1))  # far points have large values, and large rounding
     coefficients = np.linalg.lstsq(terms * scale[:, None], values * scale, rcond=None)[0]
-    residuals = (terms @ coefficients - values) * scale
-    if not np.max(np.abs(residuals)) <= _NORMAL:
+    off = float(np.max(np.abs((terms @ coefficients - values) * scale)))
+    q = gaussian_of(coefficients, center, root)
+    if not off <= _NORMAL or not gaussian.is_proper(q):
         return None
-    m = len(center)
-    precision = -importance.second_derivatives(coefficients, m)
-    if np.linalg.eigvalsh(precision)[0] <= 0:
-        return None
-    inverse = np.linalg.inv(root)
-    whole = inverse.T @ precision @ inverse
-    q = Gaussian(inverse.T @ coefficients[1 : 1 + m] + whole @ center, (whole + whole.T) / 2)
     mean, colour = gaussian.affine(q)
-    draws = mean + standard_normal(m, _NORMALS, 0, student_t.SCRAMBLES) @ colour.T
+    draws = mean + standard_normal(len(mean), _NORMALS, 0, student_t.SCRAMBLES) @ colour.T
     equal = np.full(len(draws), 1.0 / len(draws))
     posterior = Reweighted(
         points=draws,
@@ -300,7 +295,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
         covariance=gaussian.covariance(q),
         log_ratio=float(np.median(values - gaussian.log_kernel(q, points))),  # what q's kernel leaves of the density
         error=0.0,
-        log_ratio_error=float(np.max(np.abs(residuals))),
+        log_ratio_error=off,
         ess=float(len(draws)),
         pareto_k=-np.inf,
         second_k=-np.inf,
