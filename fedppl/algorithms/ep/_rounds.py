@@ -210,12 +210,9 @@ def _targets(form: Structure, replies: Mapping[str, Message]) -> tuple[Array, Ar
     precisions = gaussian.unpack_triangle(np.stack([reply["precision"] for reply in replies.values()]))
     if _sites.is_full(form):
         return np.einsum("kij,kj->ki", precisions, means), structure.pack_precision(precisions, form)
-    projected = [
-        structure.project(mean, np.linalg.inv(precision), form)
-        for mean, precision in zip(means, precisions, strict=True)
-    ]
-    packed = [structure.pack_precision(g.precision, form) for g in projected]
-    return np.stack([g.linear for g in projected]), np.stack(packed)
+    projected = [_sites.in_family(*pair, form) for pair in zip(means, np.linalg.inv(precisions), strict=True)]
+    packed = _sites.in_structure(np.stack([g.precision for g in projected]), form)
+    return np.stack([g.linear for g in projected]), packed
 
 
 def damped_step(
@@ -247,9 +244,8 @@ def damped_step(
     if moved is None:
         outcome = Outcome(state, EPInfo("EP", damping=0.0, mc_error=mc_error, skewness=skewed))
         outcome = hold_back(outcome, [], bounded, trust, 0.0)
-        # A client that is held back may be why others lack precision.
-        least = [] if np.any(outcome.state.clients.held) else _least_known(sites, rows, d_packed)
-        return with_names(outcome._replace(message=_no_step(least, noisy=mc_error > tolerance)), trust)
+        message = _no_step(outcome.state, rows, d_packed, noisy=mc_error > tolerance)
+        return with_names(outcome._replace(message=message), trust)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
     heading = np.concatenate([(gaussian.mean(moved.q) - gaussian.mean(q)) / sd, np.log(new_sd / sd)]) / delta
     turned = bool(heading @ state.steps.heading <= 0)
@@ -296,21 +292,18 @@ def _backtracked(
     return delta, None, bounded
 
 
-def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:
-    """Clients that take away most precision."""
-    _, root = gaussian.affine(sites.q)
-    lost = [float(np.linalg.eigvalsh(root.T @ _sites.dense(packed, sites.structure) @ root)[0]) for packed in d_packed]
-    names = list(sites.where)
-    return [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
-
-
-def _no_step(least: list[str], noisy: bool) -> str:
+def _no_step(state: EPState, rows: list[int], d_packed: Array, noisy: bool) -> str:
     """No step keeps q proper: the clients that take away more precision than there is, and what helps."""
-    who = f"clients {least[:5]} take more precision than there is" if least else "too much precision is taken"
+    sites, who = state.sites, "too much precision is taken"
+    if not np.any(state.clients.held):  # a client that is held back may be why others lack precision
+        _, root = gaussian.affine(sites.q)
+        lost = np.linalg.eigvalsh(root.T @ _sites.dense(d_packed, sites.structure) @ root)[:, 0]
+        names = list(sites.where)
+        least = [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
+        who = f"clients {least[:5]} take more precision than there is" if least else who
     return (
-        f"no step leads on to a posterior with variances: {who}, as where a client's likelihood is flat or nearly so. "
-        "Declare priors that hold every scale, shared and local (not Gamma(.001, .001)), or "
-        + (LESS_NOISE if noisy else "use local=fedppl.local.NUTS(draws=4000)")
+        f"no step leads on to a posterior with variances: {who}. Declare priors that hold every scale, shared and "
+        f"local (not Gamma(.001, .001)), or {LESS_NOISE if noisy else 'use local=fedppl.local.NUTS(draws=4000)'}"
     )
 
 
@@ -327,12 +320,12 @@ def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, toleran
     moves are small enough does not depend on them alone: moves are averaged with their signs, so that noise cancels,
     and compared with the errors of all but the client that reports most, and with the scatter of that one's replies.
     """
-    state, mc_error = outcome.state, outcome.info.mc_error
+    state, mc_error, moves = outcome.state, outcome.info.mc_error, outcome.state.clients.moves
     change = max(outcome.info.change_mean, outcome.info.change_sd)
-    noisy = mc_error > tolerance
-    drift = state.clients.moves.mean.sum(axis=0)
-    limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(state.clients.moves, state.clients.noise)))
-    seen = state.steps.averaging + 1 >= _ROUNDS and bool(np.all(state.clients.moves.replies >= _REPLIES))
+    noisy, held = mc_error > tolerance, bool(np.any(state.clients.held))
+    drift = moves.mean.sum(axis=0)
+    limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(moves, state.clients.noise)))
+    seen = state.steps.averaging + 1 >= _ROUNDS and bool(np.all(moves.replies >= _REPLIES))
     drifts = bool(noisy and seen and np.abs(drift).max() > 2 * limit)
     few = 3 * max(fresh, tolerance)
     after = _next_damping(state, change, few, turned=turned, noisy=noisy, drifts=drifts, largest=largest)
@@ -341,22 +334,21 @@ def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, toleran
     swept = bool(np.all(has_replied))
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
     quiet = swept and not noisy and sweep_change < tolerance
-    averaged = seen and np.abs(drift).max() < limit
-    error = float(np.sqrt(state.clients.noise.sum()))
-    if (quiet or (swept and noisy and averaged)) and error <= _MOST_ERROR_LEFT and not np.any(state.clients.held):
+    averaged = swept and noisy and seen and np.abs(drift).max() < limit
+    error, status = float(np.sqrt(state.clients.noise.sum())), Status.RUNNING
+    if (quiet or averaged) and error <= _MOST_ERROR_LEFT and not held:
         status = Status.CONVERGED
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
         message = _joined(message, far_off(state), skewed, _uncoupled(state))
+    elif noisy and after.steps.averaging and np.all(moves.replies):
+        message = _noisy(state, drift, limit, error)
     else:
-        status, done = Status.RUNNING, f"{int(has_replied.sum())} of {len(has_replied)}"
-        remedy = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
+        done = f"{int(has_replied.sum())} of {len(has_replied)}"
         sweep = "the last sweep" if swept else f"a sweep of which {done} clients are done"
         message = f"{sweep} moved the posterior by {sweep_change:.2g} of its sds (tolerance {tolerance:g})"
-        if sweep_change >= tolerance or not np.any(state.clients.held):  # else no number of rounds helps
-            message = f"{message}; {remedy}"
-        if noisy and after.steps.averaging and bool(np.all(state.clients.moves.replies)):
-            message = _noisy(state, state.clients.moves.mean, drift, limit, error)
+        if sweep_change >= tolerance or not held:  # else no number of rounds helps
+            message = f"{message}; raise rounds={f', or {LESS_NOISE}' if noisy else ''}"
     steps = after.steps._replace(
         change=change,
         has_replied=np.zeros_like(has_replied) if swept else has_replied,
@@ -395,9 +387,9 @@ def _next_damping(
     return state._replace(steps=steps, clients=state.clients._replace(moves=moves))
 
 
-def _noisy(state: EPState, moves: Array, drift: Array, limit: float, error: float) -> str:
+def _noisy(state: EPState, drift: Array, limit: float, error: float) -> str:
     """Why rounds that are averaged are not converged: too much error, too few rounds, or moves that go one way."""
-    names, m = list(state.sites.where), len(state.sites.labels)
+    names, m, moves = list(state.sites.where), len(state.sites.labels), state.clients.moves.mean
     worst = int(np.argmax(np.abs(drift)))
     if abs(drift[worst]) < limit:
         return (
@@ -407,9 +399,8 @@ def _noisy(state: EPState, moves: Array, drift: Array, limit: float, error: floa
     who = int(np.argmax(np.abs(moves[:, worst])))
     label = ("" if worst < m else "the sd of ") + as_declared(state.sites.labels[worst % m])
     return (
-        f"rounds are averaged, but what the clients move {label} by does not cancel: {drift[worst]:+.2g} posterior sds "
-        f"a round (at most {limit:.2g}), of which client {names[who]} {moves[who, worst]:+.2g}; raise rounds=, look at "
-        f"that client's data if it stays, or {LESS_NOISE}"
+        f"what clients move {label} by does not cancel: {drift[worst]:+.2g} posterior sds a round (at most "
+        f"{limit:.2g}), of which client {names[who]} {moves[who, worst]:+.2g}; look at its data, or {LESS_NOISE}"
     )
 
 
@@ -584,7 +575,7 @@ def _pulls_unseen(state: EPState) -> str:
     if abs(pull) <= _ALONE:
         return ""
     return (
-        f"moments are matched, but client {who}, whose rows nobody here can look at, pulls {label} by {pull:+.2g} sds "
-        f"of what all others know (at most {_ALONE:g} is called converged): have its data looked at, the units first. "
-        f"EP(trust=3) holds it back; where it is right, EP(trust={np.ceil(1.5 * abs(pull)):g}) takes it as it is"
+        f"client {who}, whose rows nobody here can look at, pulls {label} by {pull:+.2g} sds of what all others know "
+        f"(at most {_ALONE:g}): have its data looked at, or EP(trust=3) hold it back; where it is right, "
+        f"EP(trust={np.ceil(1.5 * abs(pull)):g}) takes it as it is"
     )

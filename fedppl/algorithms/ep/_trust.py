@@ -106,15 +106,14 @@ def bound(sites: Sites, trust: float) -> Bounded:
     if drawn is None:
         drawn = _drawn_in(sites, _left_out(sites, linear, precision, limits), precision, precisions, limits)
     if drawn is None:
-        ratio = float(_ratios(_measured(sites, linear, precisions), limits).max())
         centres = precision @ gaussian.mean(sites.prior)
-        drawn = centres + min(1.0, _AIM / ratio) * (linear - centres)
+        drawn = centres + min(1.0, _AIM / float(_ratios(before, limits).max())) * (linear - centres)
     unknown = ~precisions.proper & np.any(precisions.proper)
-    held, reshaped = np.any(drawn != linear, axis=1) | takes | gives, takes | gives
+    held = np.any(drawn != linear, axis=1) | takes | gives
     if not np.any(held):
         return Bounded(sites, before.along, held, takes, gives, _ratios(before, limits) > _NEAR, unknown)
     # Sites that are not changed stay to the last bit.
-    packed = np.where(reshaped[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
+    packed = np.where((takes | gives)[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
     # Beside a changed site, others are not near the bound: their pulls may be its effect.
     return Bounded(_sites.update(sites, drawn, packed), before.along, held, takes, gives, held, unknown)
 
@@ -122,9 +121,8 @@ def bound(sites: Sites, trust: float) -> Bounded:
 def _precisions(sites: Sites, precision: Array) -> _Precisions:
     """Cavities are sums over the others: a difference would lose them beside a site of 10^14 times their precision."""
     q, cavities = sites.prior.precision + precision.sum(axis=0), sites.prior.precision + _others(precision)
-    nowhere = np.zeros(cavities.shape[:2])
-    proper = np.atleast_1d(gaussian.is_proper(Gaussian(nowhere, cavities)))
-    if not gaussian.is_proper(Gaussian(nowhere[0], q)):
+    proper = _are_proper(cavities)
+    if not _are_proper(q[None])[0]:
         q, proper = np.eye(len(q)), np.zeros_like(proper)
     safe = np.where(proper[:, None, None], cavities, np.eye(len(q)))
     covariances = np.linalg.inv(safe)
@@ -171,15 +169,10 @@ def _left_out(sites: Sites, linear: Array, precision: Array, limits: tuple[float
         ratios = _ratios(_measured(sites, r, _precisions(sites, q)), limits)
         if not np.any(ratios > 1 + _ROUNDING):
             break
-        k = _odd_one(sites, r, q, ratios, limits, {})
-        kept[k] = 0.0
-    others = Gaussian(
-        sites.prior.linear + (kept * linear).sum(axis=0),
-        sites.prior.precision + (kept[..., None] * precision).sum(axis=0),
-    )
-    if not gaussian.is_proper(others):
-        return linear
-    return np.where(kept > 0, linear, precision @ gaussian.mean(others))
+        kept[_odd_one(sites, r, q, ratios, limits, {})] = 0.0
+    r = sites.prior.linear + (kept * linear).sum(axis=0)
+    others = Gaussian(r, sites.prior.precision + (kept[..., None] * precision).sum(axis=0))
+    return np.where(kept > 0, linear, precision @ gaussian.mean(others)) if gaussian.is_proper(others) else linear
 
 
 def _odd_one(
@@ -239,20 +232,21 @@ def _bases(sites: Sites, linear: Array, precision: Array) -> tuple[Array, Array]
     They are those of the cavities; for one that is not proper, as far from the mode, the sizes of others' curvatures.
     """
     base = sites.prior.precision + _others(precision)
-    cavities = sites.prior.linear + _others(linear)
-    proper = np.atleast_1d(gaussian.is_proper(Gaussian(cavities, base)))
+    proper = _are_proper(base)
     if not np.all(proper):
-        base = np.where(proper[:, None, None], base, sites.prior.precision + _others(_sizes(sites, precision)))
+        root = np.linalg.cholesky(sites.prior.precision)
+        inverse = np.linalg.inv(root)
+        values, vectors = np.linalg.eigh(inverse @ precision @ inverse.T)
+        axes = root @ vectors
+        sizes = (axes * np.abs(values)[:, None, :]) @ np.swapaxes(axes, 1, 2)
+        base = np.where(proper[:, None, None], base, sites.prior.precision + _others(sizes))
+    cavities = sites.prior.linear + _others(linear)
     return base, np.asarray(np.linalg.solve(base, cavities[..., None])[..., 0])
 
 
-def _sizes(sites: Sites, precision: Array) -> Array:
-    """Precisions with eigenvalues, in prior sds, replaced by their sizes: (K, m, m)."""
-    root = np.linalg.cholesky(sites.prior.precision)
-    inverse = np.linalg.inv(root)
-    values, vectors = np.linalg.eigh(inverse @ precision @ inverse.T)
-    axes = root @ vectors
-    return np.asarray((axes * np.abs(values)[:, None, :]) @ np.swapaxes(axes, 1, 2))
+def _are_proper(precisions: Array) -> NDArray[np.bool_]:
+    """Which precisions (K, m, m) are positive definite."""
+    return np.atleast_1d(gaussian.is_proper(Gaussian(np.zeros(precisions.shape[:2]), precisions)))
 
 
 def _others(values: Array) -> Array:
@@ -287,9 +281,8 @@ class Moves(NamedTuple):
 
 def no_moves(clients: int, size: int) -> Moves:
     """Before any reply."""
-    none, nowhere = np.zeros(clients), np.zeros((clients, 2 * size))
-    nothing: Array = np.zeros(clients, dtype=np.int64)
-    return Moves(nothing, nowhere, none, np.zeros(clients, dtype=bool), nothing, nowhere, none)
+    none, nowhere, never = np.zeros(clients), np.zeros((clients, 2 * size)), np.zeros(clients, dtype=np.int64)
+    return Moves(never, nowhere, none, np.zeros(clients, dtype=bool), never, nowhere, none)
 
 
 def averaged_anew(moves: Moves) -> Moves:
@@ -308,14 +301,10 @@ def moves_of(q: Gaussian, d_linear: Array, d_precision: Array) -> Array:
 
 def followed(moves: Moves, rows: list[int], new: Array, step: float) -> Moves:
     """Add the moves (R, 2 m) of a round's replies, of which the share `step` was taken."""
-    replies, mean, share = moves.replies.copy(), moves.mean.copy(), moves.share.copy()
-    remaining, scatter = moves.remaining.copy(), moves.scatter.copy()
+    replies, mean, share, has_replied, pairs, remaining, scatter = (part.copy() for part in moves)
     # A reply less the remaining move of the one before is the difference of the two proposals.
-    differences = new - remaining[rows]
-    known, has_replied = moves.has_replied[rows], moves.has_replied.copy()
+    square, known = 0.5 * np.mean(np.square(new - remaining[rows]), axis=1), moves.has_replied[rows]
     has_replied[rows] = True
-    square = 0.5 * np.mean(np.square(differences), axis=1)
-    pairs = moves.pairs.copy()
     pairs[rows] += known
     weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), LEAST)
     scatter[rows] += np.where(known, (square - scatter[rows]) * weight, 0.0)

@@ -310,15 +310,15 @@ def _resume(first: EPState, last: EPState) -> EPState:
     if last.warm_start is not None:
         return first
     linear, precision = new.linear.copy(), new.precision.copy()
-    for client_id in new.where.keys() & old.where.keys():
-        k, before = new.where[client_id], old.where[client_id]
-        linear[k], precision[k] = old.linear[before], old.precision[before]
+    both = [client_id for client_id in new.where if client_id in old.where]
+    rows, before = _sites.indices(new, both), _sites.indices(old, both)
+    linear[rows], precision[rows] = old.linear[before], old.precision[before]
     sites = _sites.update(new, linear, precision)
     if not gaussian.is_proper(sites.q):
         return first
-    if last.starts is not None and _warm_start.are_several(last.starts.modes):  # the mode may be another now
-        return first
-    return first._replace(sites=sites, warm_start=None)
+    modes = () if last.starts is None else last.starts.modes
+    several = any(_warm_start.are_apart(modes[0], mode) for mode in modes)  # the mode may be another now
+    return first if several else first._replace(sites=sites, warm_start=None)
 
 
 def _without(state: EPState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:

@@ -250,21 +250,18 @@ def precision_weight(sites: Sites, mechanism: Mechanism) -> float:
     return float(np.clip(2 * mechanism.sd * np.sqrt(2 * m * count), 1.0, np.sqrt(count)))
 
 
-def _noise_covariance(g: Gaussian, state: PrivateEPState) -> Array:
-    covariance = gaussian.covariance(g)
-    return np.asarray(covariance @ state.noise @ covariance)
-
-
 def noise_sd(state: PrivateEPState) -> Array:
     """Sd of each mean of q through the clients' noise."""
-    return np.asarray(np.sqrt(np.diagonal(_noise_covariance(state.sites.q, state))))
+    covariance = gaussian.covariance(state.sites.q)
+    return np.asarray(np.sqrt(np.diagonal(covariance @ state.noise @ covariance)))
 
 
 def widened(g: Gaussian, state: PrivateEPState) -> Gaussian:
     """Add the variance of the mean by the noise; an improper g stays."""
     if not gaussian.is_proper(g):
         return g
-    return gaussian.from_moments(gaussian.mean(g), gaussian.covariance(g) + _noise_covariance(g, state))
+    covariance = gaussian.covariance(g)
+    return gaussian.from_moments(gaussian.mean(g), covariance + covariance @ state.noise @ covariance)
 
 
 def private_step(
@@ -282,7 +279,11 @@ def private_step(
     fresh = mechanism.sd * float(np.sqrt(len(rows)))  # noise of this round in a mean, in posterior sds
     vectors = np.stack([np.asarray(reply["site"], dtype=float) for reply in replies.values()])
     linear, packed = unwhiten(frame_of(sites.q, sites.structure, weight), vectors)
-    damping = _damping(counts, rows, fresh / weight * float(np.sqrt(2 * m)), mechanism.releases, largest)
+    # Sites are replaced in the first half of the releases, and averaged with their noise in the second. A round's noise
+    # takes at most half of q's precision.
+    late = max(float(counts[rows].mean()) - max(mechanism.releases // 2, 1), 0.0)
+    averaging = max(1 / (1 + late), shortest_step(len(counts)))
+    damping = min(largest, averaging, 0.5 * weight / (fresh * float(np.sqrt(2 * m))))
     # A step below the shortest leaves q as it is.
     outcome = Outcome(state.ep, EPInfo("EP", damping=0.0))
     if damping >= shortest_step(len(counts)):
@@ -305,16 +306,6 @@ def private_step(
     return after, Report(info, *_judge(after, info, arrived, mechanism))
 
 
-def _damping(counts: Array, rows: list[int], precision_noise: float, releases: int, largest: float) -> float:
-    """The damping: sites are replaced in the first half of the releases, and averaged in the second, with their noise.
-
-    A round's noise takes at most half of q's precision.
-    """
-    late = max(float(counts[rows].mean()) - max(releases // 2, 1), 0.0)
-    averaging = max(1 / (1 + late), shortest_step(len(counts)))
-    return min(largest, averaging, 0.5 / precision_noise)
-
-
 def _relative(state: PrivateEPState) -> float:
     """Largest sd of a mean through the noise, in posterior sds."""
     return float(np.max(noise_sd(state) / gaussian.standard_deviations(state.sites.q)))
@@ -323,20 +314,18 @@ def _relative(state: PrivateEPState) -> float:
 def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism: Mechanism) -> tuple[Status, str]:
     """Status and message: done when the releases are used up, converged if q has arrived as far as the noise shows."""
     spent = f"ε = {info.epsilon:.3g} at δ = {mechanism.delta:g} so far for all the data of one client"
-    change = max(info.change_mean, info.change_sd)
+    change, end = max(info.change_mean, info.change_sd), Status.STALLED
     if info.damping == 0:
         message = "no damped step keeps q positive definite: too much noise for so few clients; lower clip="
     elif arrived and info.noise > 1:
         message = f"the noise, {info.noise:.2g} posterior sds, hides whether q arrived; enrol more clients"
     elif arrived:
-        message = f"to the clients' noise, {info.noise:.2g} posterior sds of a mean"
+        message, end = f"to the clients' noise, {info.noise:.2g} posterior sds of a mean", Status.CONVERGED
     else:
         message = f"the last round moved sds or means by {change:.2g} sds; raise rounds= and releases=, or clip="
-    if np.any(state.replies < mechanism.releases):
-        return Status.RUNNING, f"{message}; {spent}"
-    if info.damping > 0 and arrived and info.noise <= 1:
-        return Status.CONVERGED, f"{message}; {spent}"
-    return Status.STALLED, f"every client has used up releases={mechanism.releases}: {message}; {spent}"
+    status = Status.RUNNING if np.any(state.replies < mechanism.releases) else end
+    used_up = f"every client has used up releases={mechanism.releases}: " if status is Status.STALLED else ""
+    return status, f"{used_up}{message}; {spent}"
 
 
 # Changes of natural parameters as vectors, in coordinates in which q is standard normal -------------------------------

@@ -429,15 +429,10 @@ def next_search(starts: Starts, sites: Sites, new: Mode | None) -> tuple[Starts,
     if not modes:
         return starts, sites, None
     most = max(modes, key=lambda mode: mode.log_mass)
-    best = next(mode for mode in modes if not _are_apart(mode, most))  # the first search that found it
+    best = next(mode for mode in modes if not are_apart(mode, most))  # the first search that found it
     kept = tuple(mode._replace(linear=mode.linear[:0], precision=mode.precision[:0]) for mode in modes)
     ended = starts._replace(left=remaining, modes=kept, said=_several(best, modes, sites.labels))
     return ended, update(sites, best.linear, best.precision), None
-
-
-def are_several(modes: tuple[Mode, ...]) -> bool:
-    """Whether searches found other modes than the first did, whatever their mass."""
-    return any(_are_apart(modes[0], mode) for mode in modes[1:])
 
 
 def far_apart(one: Array, other: Array, sd: Array) -> bool:
@@ -445,7 +440,8 @@ def far_apart(one: Array, other: Array, sd: Array) -> bool:
     return float(np.max(np.abs(one - other) / sd)) > _APART
 
 
-def _are_apart(one: Mode, other: Mode) -> bool:
+def are_apart(one: Mode, other: Mode) -> bool:
+    """Whether two modes differ."""
     return far_apart(one.point, other.point, np.maximum(one.sd, other.sd))
 
 
@@ -453,7 +449,7 @@ def _several(best: Mode, modes: tuple[Mode, ...], labels: tuple[str, ...]) -> st
     """Where the modes are whose share of the posterior matters, and their shares; empty where there is one."""
     distinct = [best]
     for mode in sorted(modes, key=lambda mode: -mode.log_mass):
-        if all(_are_apart(mode, other) for other in distinct):
+        if all(are_apart(mode, other) for other in distinct):
             distinct.append(mode)
     total = logsumexp([mode.log_mass for mode in distinct])
     others = [mode for mode in distinct[1:] if mode.log_mass - total > np.log(MATTERS)]

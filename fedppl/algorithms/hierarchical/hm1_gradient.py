@@ -228,7 +228,7 @@ def frame_of(layout: Layout) -> Frame:
     """Read the frame off the declared prior, which must be Gaussian."""
     if not layout.prior_is_gaussian:
         raise DeclarationError(
-            f"the prior of {[v.name for v in layout.variables]} is not Gaussian on the unconstrained space, as HM1's is. "
+            f"the prior of {[v.name for v in layout.variables]} is not Gaussian on the unconstrained space. "
             "Declare pm.Normal, pm.MvNormal or pm.LogNormal."
         )
     root = np.linalg.cholesky(gaussian.covariance(layout.prior)).astype(np.float64)

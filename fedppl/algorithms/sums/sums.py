@@ -428,39 +428,34 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     scaled = of_phi(points, whole.shape.coordinates)
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
     has_prior = np.isfinite(ratio)  # elsewhere others have no density either
-    left = []
-    for name in client_ids:
-        values = np.where(has_prior, factors[name].values - np.where(has_prior, ratio, 0.0), -np.inf)
-        own = factors[name]._replace(values=values)
-        left.append(_without_one(clients[name], own, q, posterior, points, scaled))
-    return left
+    ratio = np.where(has_prior, ratio, np.inf)
+    return [
+        _without_one(clients[name], one._replace(values=one.values - ratio), q, posterior, points, scaled)
+        for name, one in ((name, factors[name]) for name in client_ids)
+    ]
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:
     """q, and points of the posterior, from which a client draws its own."""
     q, posterior = _q(state), _weighted_points(state)
+    points, weights = _of_gaussian(q), np.full(_DRAWN, 1.0 / _DRAWN)
     if posterior is not None:
         is_some = posterior.weights > 0
         points, weights = posterior.points[is_some], posterior.weights[is_some]
-    else:
-        points, weights = _of_gaussian(q), np.full(_DRAWN, 1.0 / _DRAWN)
     joins = np.array(float(client_id not in state.clients))
     return {**pack_target(q, q, 0.0), "points": points, "weights": weights, "joins": joins}
 
 
 def _of_gaussian(q: Gaussian) -> Array:
-    if not gaussian.is_proper(q):
-        q, _ = gaussian.repair(q, 1e-6)
-    mean, root = gaussian.affine(q)
+    mean, root = gaussian.affine(q if gaussian.is_proper(q) else gaussian.repair(q, 1e-6)[0])
     return np.asarray(mean + whitened_points(len(mean), _DRAWN, 0)[:_DRAWN] @ root.T)
 
 
 def _details(state: SumsState) -> contracts.Details:
-    phase = state.phase
-    if not isinstance(phase, Weighed) or phase.posterior is None:
+    posterior = state.phase.posterior if isinstance(state.phase, Weighed) else None
+    if posterior is None:
         return {}
-    skewed = skewness(phase.posterior.points, phase.posterior.weights, _MADE_UP)
-    return {"skewness": (("rows",), skewed)}
+    return {"skewness": (("rows",), skewness(posterior.points, posterior.weights, _MADE_UP))}
 
 
 # The posterior without one client, from weighted points of the whole posterior and the client's log f_k there ---
@@ -482,13 +477,10 @@ def _without_one(
     Weights of weighted points are those of all clients' values, exact in the tails too. `scaled` are the points with
     scales in place of their logarithms where these have long left tails.
     """
-    nothing = WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
-    if not gaussian.is_proper(q):
-        return nothing
     weights = np.full(len(points), 1.0 / len(points)) if posterior is None else posterior.weights
     has_value = np.isfinite(values.values)
-    if weights @ has_value < 1.0 - MOST_LOST:
-        return nothing
+    if not gaussian.is_proper(q) or weights @ has_value < 1.0 - MOST_LOST:
+        return WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
     cavity = gaussian.quotient(q, _site(q, points[has_value], weights[has_value], values.values[has_value]))
     if posterior is None:
         return WithoutClient(cavity, None, _UNKNOWN)
