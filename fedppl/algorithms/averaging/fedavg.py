@@ -39,16 +39,11 @@ def average(total: Message) -> Array:
 
 def not_positive(reply: Message, name: str) -> str | None:
     """Why a reply is rejected, where a number is not positive, or None."""
-    value = float(reply[name])
-    return None if value > 0 else f"{name!r} is {value:.3g}, and must be positive"
+    return None if float(reply[name]) > 0 else f"{name!r} is {float(reply[name]):.3g}, and must be positive"
 
 
 def not_counted(reply: Message, *names: str) -> str | None:
-    """Why a reply is rejected, where a number of rows, clients or steps is implausible, or None.
-
-    >>> not_counted({"weight": np.array(0.5)}, "weight")
-    "'weight' is 0.5, and must be a whole number from 1 to 1e+12"
-    """
+    """Why a reply is rejected, where a number of rows, clients or steps is implausible, or None."""
     for name in names:
         value = float(reply[name])
         if not 1.0 <= value <= _MOST or value != np.round(value):
@@ -58,8 +53,7 @@ def not_counted(reply: Message, *names: str) -> str | None:
 
 def negative(reply: Message, name: str) -> str | None:
     """Why a reply is rejected, where a distance is negative, or None."""
-    value = float(reply[name])
-    return None if value >= 0 else f"{name!r} is {value:.3g}, and must not be negative"
+    return None if float(reply[name]) >= 0 else f"{name!r} is {float(reply[name]):.3g}, and must not be negative"
 
 
 def relative_change(before: Array, after: Array) -> float:

@@ -222,8 +222,7 @@ def ends_of(received: Received, where: Mapping[str, int]) -> Ends:
 def entered(controls: Controls, ends: Ends, phi: Array, length: float | Array) -> Controls:
     """The ledger with c_k = (φ − φ_k) / (T η) − (c − c_k) of the clients that replied.
 
-    `length` is T η, one number or one for each of them, (R,). The first term is the mean of the corrected gradient
-    along a client's path. c is the mean of the whole ledger, computed anew.
+    `length` is T η, one number or (R,). The first term is the mean of the corrected gradient along a client's path.
     """
     each, weights = controls.each.copy(), controls.weights.copy()
     added = np.stack([correction(controls, row) for row in ends.rows])

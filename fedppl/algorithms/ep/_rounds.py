@@ -316,9 +316,8 @@ def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, toleran
     """Set the next damping, and decide whether q has converged.
 
     The change has `turned` where it opposes that of the round before; `fresh` is the error of this round's replies.
-    The clients' own errors start the averaging of rounds, and keep q from converging where they are too large. Whether
-    moves are small enough does not depend on them alone: moves are averaged with their signs, so that noise cancels,
-    and compared with the errors of all but the client that reports most, and with the scatter of that one's replies.
+    The clients' own errors start the averaging of rounds, and keep q from converging where they are too large. Moves
+    are averaged with their signs, so that noise cancels, and compared with errors that no client can raise alone.
     """
     state, mc_error, moves = outcome.state, outcome.info.mc_error, outcome.state.clients.moves
     change = max(outcome.info.change_mean, outcome.info.change_sd)

@@ -6,9 +6,8 @@ v_k = μ − μ_{-k} = Q⁻¹ u_k with u_k = r_k − Q_k μ_{-k}. `bound` return
     |v_k|_i ≤ c sd_{-k,i} for every coordinate i     and     ‖v_k‖_{Q_{-k}} ≤ the χ_m quantile with c's two-sided tail.
 
 The units are the cavity's, since the model itself bounds v_k there: given φ ~ the cavity, the law of total variance
-gives v_k the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many rows the client has. In q's units a client with
-nearly all rows would stand out. The norm of v_k is about χ_m, so that a plain c would hold back honest clients in many
-coordinates.
+gives v_k the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many rows the client has. The norm of v_k is about χ_m,
+so that a plain c would hold back honest clients in many coordinates.
 
 Proof. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
 keeps both bounds. That changes others' cavities: all are evaluated anew until all bounds hold, for `_SWEEPS` changes.
@@ -261,8 +260,7 @@ def _others(values: Array) -> Array:
 # Moves of q by single replies, and their scatter: the clients' noise as the server sees it ---------------------------
 
 # A reply proposes a site; its move is the change of q's means and log sds, in posterior sds, if that site replaced the
-# old one. While rounds are averaged, moves of honest clients are Monte Carlo error, and cancel. A client whose moves do
-# not cancel moves q on and on, whatever error it reports.
+# old one. While rounds are averaged, moves of honest clients are Monte Carlo error, and cancel.
 
 LEAST = 0.1  # weight of a reply, and of a step, below which it does not fall
 

@@ -1,10 +1,9 @@
 """The warm start: federated Newton rounds to the mode, from several points, and why a search has not arrived.
 
 The server maximises the sum of the clients' quadratic expansions. These are sites already: r_k = g_k − H_k x,
-Q_k = −H_k. At the mode of the marginal posterior they give its Laplace approximation, with θ marginalised, and EP goes
-on from there. With each expansion clients send log f_k at `LENGTHS` times the step that led to the point: sums of these
-say, within the round, whether the step was too long or too short, so that a start many prior sds away takes a handful
-of rounds.
+Q_k = −H_k. At the mode of the marginal posterior they give its Laplace approximation, and EP goes on from there. With
+each expansion clients send log f_k at `LENGTHS` times the step that led to the point, whose sums say whether the step
+was too long or too short: a start many prior sds away takes a handful of rounds.
 """
 
 from __future__ import annotations
@@ -225,10 +224,7 @@ def _bounded_step(
 
 
 def _move_within(q: Gaussian, prior: Gaussian, x: Array) -> tuple[Array, bool]:
-    """Newton step on |eigenvalues| in prior units, no axis longer than the radius, and whether it was cut.
-
-    For steps without an objective: it climbs whatever the curvature.
-    """
+    """Newton step on |eigenvalues|, which climbs whatever the curvature: no steps are compared; whether it was cut."""
     inverse = np.linalg.inv(np.linalg.cholesky(prior.precision))
     values, vectors = np.linalg.eigh(inverse @ q.precision @ inverse.T)
     move = (vectors.T @ (inverse @ (q.linear - q.precision @ x))) / np.maximum(np.abs(values), 1.0)
@@ -367,8 +363,7 @@ def number_of(starts: int | str, default: int) -> int:
 def begin_several(layout: Layout, starts: int, stream: int, asked_for: bool) -> Starts:
     """The first search begins at the prior mean, the others at quasi-random points of the prior, some further out.
 
-    The Gaussian of a prior with heavy tails lacks them, and modes may lie far from its middle. Images of the first mode
-    take the places of the last of these points; images of a better mode that is found later are added.
+    Images of the first mode take the places of the last of these points.
     """
     sd = gaussian.standard_deviations(layout.prior)
     z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
@@ -410,10 +405,7 @@ def arrived_at(sites: Sites, search: WarmStart) -> Mode:
 
 
 def next_search(starts: Starts, sites: Sites, new: Mode | None) -> tuple[Starts, Sites, WarmStart | None]:
-    """Begin the next search; after the last one return the sites of the mode with the most mass, and no search.
-
-    Where no search has arrived, the sites stay.
-    """
+    """Begin the next search; after the last one return the sites of the mode with the most mass, and no search."""
     modes = starts.modes if new is None else (*starts.modes, new)
     remaining, middle = starts.left, gaussian.mean(sites.prior)
     if new is not None and all(new.log_mass > mode.log_mass + 1.0 for mode in starts.modes):

@@ -27,8 +27,7 @@ TERMS = ("uncertainty", "deviation")
 def terms_rule(terms: Any) -> tuple[str, ...]:
     """Check the keyword `terms`."""
     given = (terms,) if isinstance(terms, str) else tuple(terms) if isinstance(terms, tuple | list) else ()
-    words = all(isinstance(term, str) for term in given)
-    if not given or not words or set(given) - set(TERMS) or len(set(given)) < len(given):
+    if not given or any(term not in TERMS or given.count(term) > 1 for term in given):
         raise DeclarationError(f"terms={shown(terms)} must be one or both of {TERMS}.")
     return given
 
@@ -168,8 +167,8 @@ def Confidence(
 
     *When this fails.* A client whose rows agree with w_j = w has no finite τ_j: its confidence grows without end, and w
     ends at the client with the *least* data. The fit then does not converge; give a ``strength`` of some coordinates,
-    or use `EP` with a declared prior for the spread. With few coordinates τ_j is a variance estimated from few numbers.
-    Mean-field variances are too small where coordinates are correlated.
+    or use `EP` with a declared prior for the spread. Mean-field variances are too small where coordinates are
+    correlated.
 
     References
     ----------
@@ -211,10 +210,8 @@ def Confidence(
 def _check(client: ClientView, *, settings: _Settings) -> None:
     settings.local.check(client)
     if settings.prior and not client.layout.prior_is_gaussian:
-        raise DeclarationError(
-            "prior=True needs a Gaussian prior of the shared variables. Declare pm.Normal or pm.MvNormal, or leave w "
-            "its flat prior by prior=False."
-        )
+        remedy = "Declare pm.Normal or pm.MvNormal, or leave w its flat prior by prior=False."
+        raise DeclarationError(f"prior=True needs a Gaussian prior of the shared variables. {remedy}")
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Settings) -> ConfidenceState:

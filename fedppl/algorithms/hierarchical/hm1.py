@@ -253,10 +253,7 @@ def _update_server(
 
 
 def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:
-    """A warning where factors have taken up nearly all variance, so that δ is all but zero.
-
-    δ is compared with the mean variance, and with that of θ given a client's rows, however far θ is from its prior.
-    """
+    """A warning where δ is all but zero next to the mean variance, or that of θ given a client's rows."""
     if "rank" not in structure.settings:  # an exchangeable Ω has one direction, which no data choose
         return ""
     mean = float(np.trace(omega.matrix)) / len(omega.matrix)
@@ -332,10 +329,7 @@ def _dense(linear: Array, precision: Array, omega: Array) -> Coupled:
 
 
 def _low_rank(linear: Array, precision: Array, omega: Omega) -> Coupled:
-    """By the common factors: θ_k = Z u_k + e_k, Z (d, q) standard normal, e_k ~ N(0, δ I).
-
-    Given Z the clients are independent: only K matrices of size d and one of size q d are inverted.
-    """
+    """By common factors: θ_k = Z u_k + e_k, Z (d, q) standard normal, e_k ~ N(0, δ I); independent given Z."""
     count, size = linear.shape
     delta, U = omega.remainder, omega.factor
     given = np.linalg.inv(precision + np.eye(size) / delta)  # covariances of θ_k given Z

@@ -29,13 +29,10 @@ _FAR = 20.0  # log units below the highest value, and one for each coordinate, f
 
 
 class Estimate(NamedTuple):
-    """First and second moments (2 M,) of the posterior in fixed units, and without each scramble, (scrambles, 2 M).
+    """First and second moments of the posterior on all scales in fixed units, and without each scramble."""
 
-    They are on all scales: of the m coordinates, and then on the scales that variables are declared on.
-    """
-
-    moments: Array
-    without: Array
+    moments: Array  # (2 M,)
+    without: Array  # (scrambles, 2 M)
     points: float  # effective ones
 
 
@@ -141,13 +138,6 @@ class Weighed(NamedTuple):
     posterior: Reweighted | None
     is_normal: bool  # q is the posterior
     trusted: bool
-
-
-class Judged(NamedTuple):
-    """The outcome of a stage."""
-
-    phase: Weighing | Weighed
-    message: str = ""
 
 
 class Effort(NamedTuple):

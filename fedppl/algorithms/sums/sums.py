@@ -24,7 +24,6 @@ from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
 from fedppl.algorithms.sums.phases import Integrated, Rule, Weighed, Weighing, gaussian_of
 from fedppl.algorithms.sums.search import Search
-from fedppl.algorithms.sums.weigh import Answer
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
 from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.gaussian import Gaussian
@@ -357,13 +356,9 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     state = state._replace(looked=True)
     alike, by_chance = np.asarray(sums["constants"], dtype=float)
     in_common = 1.0 + (count - 1.0) / STREAMS  # of many clients some have their random points in common
-    answer = Answer(
-        _of_sums(sums, "values"),
-        _integrated(sums, phase.batch.phi[_weigh.places_integrated(phase)]),
-        np.array([alike, np.sqrt(in_common * by_chance)]),
-        float(sums["improper"]) < 0.5,
-    )
-    taken = _weigh.taken_in(phase, answer)
+    integrated = _integrated(sums, phase.batch.phi[_weigh.places_integrated(phase)])
+    constants = np.array([alike, np.sqrt(in_common * by_chance)])
+    taken = _weigh.taken_in(phase, _of_sums(sums, "values"), integrated, constants, float(sums["improper"]) < 0.5)
     if taken is None:
         again = _weigh.with_more_integrated(phase)
         varies = f"integrals over clients' own variables vary: {more}"

@@ -17,8 +17,8 @@ from fedppl import gaussian
 from fedppl.algorithms.sums.phases import (
     BY_CHANCE,
     MOST_DRAWS,
+    Draws,
     Estimate,
-    Judged,
     Unit,
     Weighed,
     Weighing,
@@ -70,6 +70,7 @@ class _Weights(NamedTuple):
     pareto_k: float
     logs: Array  # (S,) of the posterior, not normalised
     control_logs: Array  # (S,)
+    last: Draws  # of the surrogate that the batch came from
 
 
 class _Off(NamedTuple):
@@ -93,12 +94,11 @@ class _Errors(NamedTuple):
 
 def judged(
     state: Weighing, through: Surrogate, posterior: Drawn, signed: Array, squares: Array, stream: int, remedy: str
-) -> Judged:
+) -> tuple[Weighing | Weighed, str]:
     """Compare draws of a surrogate through all values with what the last surrogate and its weights say.
 
     Another stage where the errors are not small enough yet; else the end, with a message that says what is not known.
     """
-    assert state.draws is not None
     weights = _weights(state)
     of_stage = _estimate(state, weights)
     state = state._replace(shape=state.shape._replace(estimates=(*state.shape.estimates, of_stage)))
@@ -118,7 +118,7 @@ def judged(
     is_near = largest <= _NEAR * most and chance <= _NEAR * MOST_ERROR and weights.effective >= _LEAST
     more_would_do = not trusted and is_told and is_near
     if not enough and state.stage < (_MORE_STAGES if more_would_do else _STAGES):
-        return Judged(state)
+        return state, ""
     if trusted:
         posterior, error, by_draws = _put_right(state, through, posterior, errors, stream)
         trusted = max(error, by_draws) <= MOST_ERROR
@@ -143,8 +143,7 @@ def judged(
     about = state.about
     if trusted or max(error, by_draws) <= _WORTH:
         about = about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
-    end = Weighed(about, state.evaluated, state.shape, weighted, False, not message)
-    return Judged(end, message)
+    return Weighed(about, state.evaluated, state.shape, weighted, False, not message), message
 
 
 def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
@@ -167,7 +166,7 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
     return _Errors(
         estimate,
         heavy,
-        _grown(state, posterior, estimate) if heavy else 0.0,
+        _grown(state, posterior, weights.last.posterior, estimate) if heavy else 0.0,
         differ,
         differ if differ > may_be_off else chance,
         is_off,
@@ -209,13 +208,13 @@ def _tilted(state: Weighing, of: Drawn, estimate: Estimate) -> Drawn | None:
     return None
 
 
-def nowhere(state: Weighing) -> Judged:
+def nowhere(state: Weighing) -> tuple[Weighed, str]:
     """The end of a fit whose posterior was not found about the mode."""
-    return Judged(
-        Weighed(state.about, state.evaluated, state.shape, None, False, False),
+    message = (
         "about the mode too few points have a log density at all clients, or tails are too heavy, to tell means and "
-        f"sds: declare a smooth density everywhere and priors with lighter tails, or {_BY_NUTS}",
+        f"sds: declare a smooth density everywhere and priors with lighter tails, or {_BY_NUTS}"
     )
+    return Weighed(state.about, state.evaluated, state.shape, None, False, False), message
 
 
 def _weights(state: Weighing) -> _Weights:
@@ -235,7 +234,7 @@ def _weights(state: Weighing) -> _Weights:
     posterior = normalise(logs)
     effective = 1.0 / float(np.sum(posterior[is_drawn] ** 2 / batch.times[is_drawn])) / float(batch.times.sum())
     control_logs = np.where(is_drawn, batch.log_surrogate - mixture + log_times, -np.inf)
-    return _Weights(posterior, normalise(control_logs), effective, shape, logs, control_logs)
+    return _Weights(posterior, normalise(control_logs), effective, shape, logs, control_logs, state.draws)
 
 
 def _spread(residuals: Array, weights: Array) -> float:
@@ -252,8 +251,7 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
 
     The surrogate is a control variate: where it is good β is 1, and less where its tails are not the posterior's.
     """
-    assert state.draws is not None
-    posterior = state.draws.posterior
+    posterior = weights.last.posterior
     of_surrogate, of_batch = (features(all_scales(state, u), state.shape.unit) for u in (posterior.u, state.batch.u))
     coefficients = importance.control_coefficients(of_batch, weights.posterior, weights.control)
 
@@ -281,16 +279,13 @@ def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[_O
     return _Off(*map(float, own)), _Off(*map(float, declared))
 
 
-def _grown(state: Weighing, posterior: Drawn, last: Estimate) -> float:
+def _grown(state: Weighing, posterior: Drawn, before: Drawn, last: Estimate) -> float:
     """Growth of a log sd since the stage before, where points reach farther into a tail each time."""
-    assert state.draws is not None
-    drawn = [
-        moments_of(all_scales(state, of.u), of.weights, state.shape.unit) for of in (state.draws.posterior, posterior)
-    ]
-    before = [drawn[0], *(estimate.moments for estimate in state.shape.estimates[-2:-1])]
+    drawn = [moments_of(all_scales(state, of.u), of.weights, state.shape.unit) for of in (before, posterior)]
+    earlier = [drawn[0], *(estimate.moments for estimate in state.shape.estimates[-2:-1])]
     m, count = posterior.u.shape[1], len(state.shape.unit.center)
     of_sds = slice(count, count + m)
-    return float(max(np.max(np.abs(sizes(new, old)[of_sds])) for new in (drawn[1], last.moments) for old in before))
+    return float(max(np.max(np.abs(sizes(new, old)[of_sds])) for new in (drawn[1], last.moments) for old in earlier))
 
 
 def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: float, tail: float) -> Reweighted:
@@ -336,8 +331,7 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
 
     The surrogate, whose integral is known, is a control variate.
     """
-    assert state.draws is not None
-    times, of = state.batch.times, state.draws
+    times, of = state.batch.times, weights.last
     shift = max(float(np.max(logs)) for logs in (weights.logs, weights.control_logs))
     each = np.stack([np.exp(logs - shift) for logs in (weights.logs, weights.control_logs)]) / np.maximum(times, 1.0)
     w, c = each - (each @ times / times.sum())[:, None]
@@ -358,8 +352,7 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
 def _moved(state: Weighing, weights: _Weights, signed: Array, squares: Array) -> float:
     """Largest shift of a mean or a log sd, in posterior sds, that errors of log f_k may cause.
 
-    Errors that clients have alike add up as they are; errors of any sign add up as squares, by the inequality of Cauchy
-    and Schwarz.
+    Errors that clients have alike add up as they are, others as squares, by the inequality of Cauchy and Schwarz.
     """
     u = state.batch.u
     moments = weighted_moments(u, weights.posterior)
@@ -380,8 +373,7 @@ def _not_known(
     state: Weighing, posterior: Drawn, weights: _Weights, weighted: Reweighted, grown: float, remedy: str
 ) -> str:
     """Which diagnostics are out of bounds, and of which coordinate above all."""
-    assert state.draws is not None
-    moved = np.abs(posterior.mean - state.draws.posterior.mean) / np.sqrt(np.diag(posterior.covariance))
+    moved = np.abs(posterior.mean - weights.last.posterior.mean) / np.sqrt(np.diag(posterior.covariance))
     name, most = as_declared(state.about.labels[int(np.argmax(moved))]), _most_error(state)
     most_k = importance.limit(len(weights.posterior))
     checks = (

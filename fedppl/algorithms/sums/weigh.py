@@ -25,7 +25,6 @@ from fedppl.algorithms.sums.phases import (
     Effort,
     Evaluated,
     Integrated,
-    Judged,
     Rule,
     Shape,
     Unit,
@@ -84,15 +83,6 @@ class Tails(NamedTuple):
     variances: Array
 
 
-class Answer(NamedTuple):
-    """Sums of clients' values at the points of a batch."""
-
-    values: Array  # (S,) NaN where a client has none
-    integrated: Integrated
-    constants: Array  # (2,)
-    is_proper: bool
-
-
 # Values in -----------------------------------------------------------------------------------------------------------
 
 
@@ -109,7 +99,7 @@ def begin(
         _nothing(m),
         Shape(plain(), (), (), Unit(mean, gaussian.standard_deviations(q)), ()),
         _of_candidates(mean, covariance, plain(), count, stream, (MANY if many else FEW).wide),
-        draws=None,
+        None,
         stage=0,
         pilots=0,
         rule=Rule.AT_FEW,
@@ -147,28 +137,27 @@ def places_integrated(state: Weighing) -> NDArray[np.intp]:
     return some_of(count, count if state.rule == Rule.EVERYWHERE else some)
 
 
-def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] | None:
-    """The state with an exchange's sums, signed errors of the batch (S,), and their squares.
+def taken_in(
+    state: Weighing, values: Array, new: Integrated, constants: Array, is_proper: bool
+) -> tuple[Weighing, Array, Array] | None:
+    """The state with sums of values (S,), NaN where a client has none, signed errors of the batch (S,), and squares.
 
     None where the residuals of Laplace's approximation are not smooth enough to be predicted.
     """
     at = state.batch.phi
-    pairs = zip(state.evaluated.integrated, answer.integrated, strict=True)
-    integrated = Integrated(*(np.concatenate(pair) for pair in pairs))
+    integrated = Integrated(*map(np.concatenate, zip(state.evaluated.integrated, new, strict=True)))
     points = np.concatenate([state.evaluated.points, at])
-    laplace = np.concatenate([state.evaluated.laplace, answer.values + gaussian.log_kernel(state.about.prior, at)])
+    laplace = np.concatenate([state.evaluated.laplace, values + gaussian.log_kernel(state.about.prior, at)])
     residuals, signed, squares = np.zeros((3, len(points)))
     if state.rule == Rule.EVERYWHERE:
         residuals, signed, squares = integrated.residuals, integrated.errors, integrated.squares
     elif np.any(integrated.residuals) or np.any(integrated.squares):
         effort = effort_of(state)
-        enough = effort.predicted if state.stage else effort.rough
-        predicted = _predicted(points, laplace, integrated, effort, enough)
+        predicted = _predicted(points, laplace, integrated, effort, effort.predicted if state.stage else effort.rough)
         if predicted is None:
             return None
         residuals, signed, squares = predicted
-    constants = np.maximum(state.evaluated.constants, answer.constants)
-    is_proper = state.evaluated.is_proper and answer.is_proper
+    constants, is_proper = np.maximum(state.evaluated.constants, constants), state.evaluated.is_proper and is_proper
     after = state._replace(evaluated=Evaluated(points, laplace, laplace + residuals, integrated, constants, is_proper))
     return after, np.nan_to_num(signed[-len(at) :]), np.nan_to_num(squares[-len(at) :])
 
@@ -203,10 +192,7 @@ def _predicted(
 
 
 def with_more_integrated(state: Weighing) -> Weighing:
-    """The same batch, with a cheap rule at all points; after that a quarter of it, with θ integrated at every point.
-
-    A cheap rule misses far less than Laplace's approximation, and few points predict its residuals.
-    """
+    """The same batch, with a cheap rule at all points; after that a quarter of it, with θ integrated at every point."""
     evaluated = _nothing(len(state.about.labels))
     evaluated = evaluated._replace(constants=state.evaluated.constants, is_proper=state.evaluated.is_proper)
     if state.rule == Rule.AT_FEW:
@@ -218,17 +204,18 @@ def with_more_integrated(state: Weighing) -> Weighing:
 # Stages --------------------------------------------------------------------------------------------------------------
 
 
-def next_stage(state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str) -> Judged:
-    """The next stage, or the end, once a batch was evaluated."""
+def next_stage(
+    state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str
+) -> tuple[Weighing | Weighed, str]:
+    """The next stage, or the end with what is not known, once a batch was evaluated."""
     if not np.any(np.isfinite(state.evaluated.values)):
         return nowhere(state)
     normal = _as_normal(state)
     if normal is not None:
-        return Judged(normal)
-    if state.stage == 0:
+        return normal, ""
+    if state.draws is None:
         state, mean, covariance = _after_pilot(state)
     else:
-        assert state.draws is not None
         mean, covariance = state.draws.posterior.mean, state.draws.posterior.covariance
     through = _through(state, mean, covariance)
     if through is None:  # a wider t, about the moments so far
@@ -238,10 +225,10 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     if effective_size(posterior.weights) < importance.EACH_TELLS * len(mean):
         return _again(state, mean, covariance, count, stream)
     if state.stage:
-        outcome = judged(state, through, posterior, signed, squares, stream, remedy)
-        if isinstance(outcome.phase, Weighed):
-            return outcome
-        state = outcome.phase
+        outcome, problems = judged(state, through, posterior, signed, squares, stream, remedy)
+        if isinstance(outcome, Weighed):
+            return outcome, problems
+        state = outcome
     refolded = _folded_anew(state, posterior, stream)
     if refolded is not None:
         state, through, posterior = refolded
@@ -255,17 +242,15 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     if _are_copies(candidates):
         drawn = surrogate.walked(through, posterior, folded, _STEPS // 4, another)
     count *= 2 ** max(0, state.stage - 1)
-    parts = (
-        _chosen(state, candidates, drawn, by, tails, count),
-        _probes(posterior, state.shape.coordinates, effort_of(state).probes),
-    )
+    probes = _probes(posterior, state.shape.coordinates, effort_of(state).probes)
+    parts = _chosen(state, candidates, drawn, by, tails, count), probes
     after = state._replace(
         shape=state.shape._replace(outer=outer, farther=farther),
-        batch=Batch(*(np.concatenate(pair) for pair in zip(*parts, strict=True))),
+        batch=Batch(*map(np.concatenate, zip(*parts, strict=True))),
         draws=Draws(posterior, candidates.log_integral, candidates.log_integral_error),
         stage=state.stage + 1,
     )
-    return Judged(after)
+    return after, ""
 
 
 def _as_normal(state: Weighing) -> Weighed | None:
@@ -365,10 +350,7 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
 
 
 def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighing, Surrogate, Drawn] | None:
-    """The same values in coordinates with more scales, or stretched otherwise; None where they should stay.
-
-    A pilot's weights may not show a tail that a surrogate has.
-    """
+    """The same values in coordinates with more scales, or stretched otherwise; None where they should stay."""
     phi = to_phi(posterior.u, state.shape.coordinates)
     folded, stretch = _scales(state, phi, posterior.weights), state.shape.coordinates.stretch
     if state.stage < _LATE:
@@ -398,13 +380,13 @@ def _through(state: Weighing, mean: Array, covariance: Array) -> Surrogate | Non
     return surrogate.fitted(u, values, mean, covariance, heavy=bool(state.shape.outer))
 
 
-def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> Judged:
+def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> tuple[Weighing | Weighed, str]:
     """Another pilot about the moments so far."""
     if state.pilots >= _PILOTS:
         return nowhere(state)
     per_scramble = max(2, count // student_t.SCRAMBLES)
     batch = _of_candidates(mean, covariance, state.shape.coordinates, per_scramble, stream + _APART + state.pilots)
-    return Judged(state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1))
+    return state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1), ""
 
 
 def _tails(state: Weighing, of: Drawn) -> Tails:
