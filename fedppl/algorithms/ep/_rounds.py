@@ -391,10 +391,8 @@ def _noisy(state: EPState, drift: Array, limit: float, error: float) -> str:
     names, m, moves = list(state.sites.where), len(state.sites.labels), state.clients.moves.mean
     worst = int(np.argmax(np.abs(drift)))
     if abs(drift[worst]) < limit:
-        return (
-            f"averaged to a Monte Carlo error of {error:.2g} posterior sds (at most {_MOST_ERROR_LEFT:g} is called "
-            f"converged); raise rounds=, or {LESS_NOISE}"
-        )
+        averaged = f"averaged to a Monte Carlo error of {error:.2g} posterior sds (at most {_MOST_ERROR_LEFT:g})"
+        return f"{averaged}; raise rounds=, or {LESS_NOISE}"
     who = int(np.argmax(np.abs(moves[:, worst])))
     label = ("" if worst < m else "the sd of ") + as_declared(state.sites.labels[worst % m])
     return (
@@ -435,10 +433,8 @@ def _uncoupled(state: EPState) -> str:
     if form.size == 1 or _sites.is_full(form):
         return ""
     kind = "diagonal structure" if form.blocks is None else "structure of blocks"
-    return (
-        f"sds may be far too small where shared variables are correlated, which a {kind} leaves out: "
-        f'EP(structure="full") has that, and {_exact(state)} the posterior itself'
-    )
+    remedy = f'EP(structure="full") has that, and {_exact(state)} the posterior itself'
+    return f"sds may be far too small where shared variables are correlated, which a {kind} leaves out: {remedy}"
 
 
 def _exact(state: EPState) -> str:

@@ -343,20 +343,16 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     """From the clients that are in this process."""
     sites = state.sites
     if absent := [name for name in sites.where if name not in clients]:
-        raise DeclarationError(
-            f"EP's evidence needs the data of all clients in this process, and those of {absent[:5]} are not here: "
-            "give fedppl.load(..., clients=) the data of all; where clients are sites of their own, use fedppl.Sums()."
-        )
+        remedy = "give them to fedppl.load(..., clients=), or, of sites of their own, use fedppl.Sums()"
+        raise DeclarationError(f"EP's evidence needs the data of all clients, and {absent[:5]} are not here: {remedy}.")
     require_known(all(client.has_proper_prior for client in clients.values()))
     ratios = [_of_client(clients[client_id], sites, state.prior_share) for client_id in sorted(clients)]
     # Errors that clients have alike add up with their signs, others by their squares.
     shift, unknown = sum(ratio.shift for ratio in ratios), float(np.sqrt(sum(ratio.unknown for ratio in ratios)))
     worst = max(unknown, abs(shift))
     if worst > MOST_NOISE:
-        raise NotConvergedError(
-            f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's evidence would be: declare the "
-            "model so that few local variables depend on each other, or with lighter tails."
-        )
+        off = f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's evidence would be"
+        raise NotConvergedError(f"{off}: declare fewer local variables that depend on each other, or lighter tails.")
     squares = sum(ratio.variance for ratio in ratios) + max(shift**2, unknown**2)
     # A prior that is not Gaussian is in the clients' shares, with its constant.
     of_prior = 0.0 if state.prior_share else gaussian.log_integral(sites.prior)
@@ -372,10 +368,8 @@ def require_known(is_proper: bool, off: float = 0.0) -> None:
             "pm.CustomDist with logp=, or a transform that cuts off density. Declare priors that integrate to one."
         )
     if off > MOST_NOISE:
-        raise NotConvergedError(
-            f"tails of clients' own variables leave up to {off:.2g} out of the log evidence, though no shared moment "
-            "depends on it: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
-        )
+        left_out = f"tails of clients' own variables may leave {off:.2g} out of the log evidence"
+        raise NotConvergedError(f"{left_out}: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4).")
 
 
 class _Ratio(NamedTuple):

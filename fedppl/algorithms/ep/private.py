@@ -156,9 +156,7 @@ def _update_client(
     """Release one noised vector."""
     spent = 0 if personal is None else personal.releases
     if spent >= mechanism.releases:
-        raise LocalFailure(
-            f"all releases={mechanism.releases} of this client are used up; a larger number would cost more privacy"
-        )
+        raise LocalFailure(f"all releases={mechanism.releases} of this client are used up; more would cost privacy")
     target = unpack_target(client, message)
     form = _sites.structure_of(matching.structure, client.layout)
     weight = float(message["precision_weight"])

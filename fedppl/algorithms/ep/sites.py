@@ -58,8 +58,7 @@ def structure_of(form: str | Sequence[Sequence[str]], layout: Layout) -> Structu
     places = {name: range(part.start, part.stop) for name, part in layout.slices.items()}
     if sorted(name for names in form for name in names) != sorted(places) or not all(form):
         raise DeclarationError(
-            f"structure={form!r} must have every shared name once, in blocks that are not empty; the shared variables "
-            f"are {list(places)}."
+            f"structure={form!r} must have each of {list(places)} once, in blocks that are not empty."
         )
     return structure.block(layout.size, [[i for name in names for i in places[name]] for names in form])
 

@@ -355,7 +355,7 @@ def number_of(starts: int | str, default: int) -> int:
         return settings.whole("starts", starts, most=_MOST_STARTS)
     if starts != "auto":
         raise DeclarationError(
-            f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to {_MOST_STARTS}.'
+            f'starts={settings.shown(starts)} must be "auto", or a whole number up to {_MOST_STARTS}.'
         )
     return default
 
@@ -492,10 +492,8 @@ def pulls_alone(sites: Sites, x: Array) -> str:
     others = max(float(np.median(np.delete(slopes.max(axis=1), k))), 1.0)
     if slopes[k, i] <= _ALONE * others:
         return ""
-    return (
-        f"client {list(sites.where)[k]} pulls {as_declared(sites.labels[i])} alone: {slopes[k, i] / others:.2g} times "
-        "as hard as the median of the others at the last point; look at its data"
-    )
+    who, times = list(sites.where)[k], f"{slopes[k, i] / others:.2g} times as hard as the median of the others"
+    return f"client {who} pulls {as_declared(sites.labels[i])} alone: {times} at the last point; look at its data"
 
 
 def _cause(sites: Sites, state: WarmStart) -> str:
@@ -522,8 +520,7 @@ def _saddle(sites: Sites, point: Array) -> str:
         return ""
     return (
         f"at {_at(sites.labels, point, vectors[:, 0])} the density is level, but rises on both sides, and has several "
-        "modes: by sign, label, threshold or heavy tails. Declare it so that one is left: "
-        f"{_ONE_MODE}, or with lighter tails"
+        f"modes. Declare it so that one is left: {_ONE_MODE}, or with lighter tails"
     )
 
 
@@ -538,12 +535,11 @@ def _collapse(sites: Sites, point: Array, away: Array, least: float) -> str:
     label, is_log = sites.labels[worst], _LOG in sites.labels[worst]
     to_zero = away[worst] < 0 or not is_log
     end, remedy = ("0", "pm.InverseGamma") if to_zero else ("infinity", "pm.Gamma(2, ...)")
-    variable = label.partition("[")[0].removesuffix(_LOG)
+    scale = ("" if is_log else "the scale behind ") + label.partition("[")[0].removesuffix(_LOG)
     return (
         f"{_spoken(label)} has gone to {point[worst]:.3g}, {abs(away[worst]):.2g} prior sds from its prior mean, and "
-        f"pins {as_declared(sites.labels[pinned])} (precision {known[pinned]:.0e} times its prior's): "
-        f"{'' if is_log else 'the scale behind '}{variable} goes to {end}, as where outcomes are constant, or an exact "
-        f"function of what predicts them. Check them, or declare a prior that keeps it from {end}, such as {remedy}"
+        f"pins {as_declared(sites.labels[pinned])} (precision {known[pinned]:.0e} times its prior's): {scale} goes to "
+        f"{end}, as of constant outcomes. Check them, or declare a prior that keeps it from {end}, such as {remedy}"
     )
 
 
@@ -561,10 +557,8 @@ def _far(labels: tuple[str, ...], away: Array) -> str:
     worst = int(np.argmax(np.abs(away)))
     if abs(away[worst]) < _MANY_PRIOR_SDS:
         return ""
-    return (
-        f"the data pull {as_declared(labels[worst])} {abs(away[worst]):.2g} prior sds from its prior mean: rescale "
-        "the outcome or its column, or widen its prior"
-    )
+    pulled = f"the data pull {as_declared(labels[worst])} {abs(away[worst]):.2g} prior sds from its prior mean"
+    return f"{pulled}: rescale the outcome or its column, or widen its prior"
 
 
 def _convex(sites: Sites, point: Array) -> str:
@@ -575,10 +569,8 @@ def _convex(sites: Sites, point: Array) -> str:
     axis = root.T @ vectors[:, 0]
     curvature = np.einsum("kij,i,j->k", dense(sites.precision, sites.structure), axis, axis)
     clients = [client_id for client_id, k in sites.where.items() if curvature[k] < 0.1 * curvature.min()]
-    return (
-        f"at {_at(sites.labels, point, vectors[:, 0])} the density curves upward, at {_who(clients)} the most: it has "
-        f"several modes, or {_sites.SHOOTS_UP}"
-    )
+    where = f"at {_at(sites.labels, point, vectors[:, 0])} the density curves upward, at {_who(clients)} the most"
+    return f"{where}: it has several modes, or {_sites.SHOOTS_UP}"
 
 
 def _axes(sites: Sites) -> tuple[Array, Array, Array]:

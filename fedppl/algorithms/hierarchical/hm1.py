@@ -126,7 +126,7 @@ def HM1(
     inference = local_inference("local", local, NestedLaplace())
     if inference.expand is None:
         raise DeclarationError(
-            f"HM1 needs a local inference with expansions, and {inference.name} has none; use local=NestedLaplace()."
+            f"HM1 needs a local inference with expansions, as NestedLaplace(); {inference.name} has none."
         )
     return contracts.Algorithm[HM1State, None](
         name="HM1",
@@ -157,10 +157,8 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Cova
     count, m = len(clients), layout.size
     omega = structure.start(count)
     if (rank := int(structure.settings.get("rank", 0))) >= m:
-        raise DeclarationError(
-            f"{structure.describe()} needs more than {rank} coordinates of θ, and there are {m}; use a smaller rank, "
-            "or fedppl.covariance.exchangeable()."
-        )
+        needs = f"{structure.describe()} needs more than {rank} coordinates of θ, and there are {m}"
+        raise DeclarationError(f"{needs}; use a smaller rank, or fedppl.covariance.exchangeable().")
     return HM1State(
         where={client_id: k for k, client_id in enumerate(clients)},
         frame=frame_of(layout),

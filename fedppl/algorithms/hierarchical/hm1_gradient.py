@@ -140,10 +140,8 @@ def _start(layout: Layout) -> tuple[Array, float]:
     frame = frame_of(layout)
     variance = float(frame.root[0, 0] ** 2)
     if not np.allclose(frame.root, frame.root[0, 0] * np.eye(layout.size), rtol=1e-9, atol=1e-12):
-        raise DeclarationError(
-            "Algorithm 1 needs shared variables with one sd and without correlation. Declare pm.Normal(0, 1) and scale "
-            "the predictors instead, or use fedppl.HM1()."
-        )
+        needs = "Algorithm 1 needs shared variables with one sd and without correlation"
+        raise DeclarationError(f"{needs}: declare pm.Normal(0, 1) and scale predictors, or use fedppl.HM1().")
     return frame.center, variance
 
 
@@ -227,10 +225,8 @@ class Frame(NamedTuple):
 def frame_of(layout: Layout) -> Frame:
     """Read the frame off the declared prior, which must be Gaussian."""
     if not layout.prior_is_gaussian:
-        raise DeclarationError(
-            f"the prior of {[v.name for v in layout.variables]} is not Gaussian on the unconstrained space. "
-            "Declare pm.Normal, pm.MvNormal or pm.LogNormal."
-        )
+        names = [variable.name for variable in layout.variables]
+        raise DeclarationError(f"the prior of {names} is not Gaussian on the unconstrained space: declare pm.Normal.")
     root = np.linalg.cholesky(gaussian.covariance(layout.prior)).astype(np.float64)
     return Frame(gaussian.mean(layout.prior), root)
 
@@ -238,9 +234,7 @@ def frame_of(layout: Layout) -> Frame:
 def row_of(where: Mapping[str, int], client_id: str) -> int:
     """The place of a client that took part; others have no parameters."""
     if client_id not in where:
-        raise DeclarationError(
-            f"client {client_id!r} did not take part, and HM1 has no parameters of it; fit again with it, or use EP."
-        )
+        raise DeclarationError(f"client {client_id!r} did not take part; fit HM1 again with it, or use fedppl.EP().")
     return where[client_id]
 
 
@@ -292,8 +286,7 @@ def mode_given(
 
 def _curvature_given_local(client: ClientView, phi: Array) -> Array:
     """−∂² log p(y, θ | φ) / ∂φ² at φ and the mode of the local variables θ there, which are fixed."""
-    x = np.concatenate([phi, local_mode_at(client, phi)])
-    m = len(phi)
+    x, m = np.concatenate([phi, local_mode_at(client, phi)]), len(phi)
     return np.asarray(-difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m])
 
 

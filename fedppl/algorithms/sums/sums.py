@@ -404,10 +404,8 @@ def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidenc
 def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
     """By values of all clients at points of the posterior, where these are not too many; else by its Gaussian."""
     if absent := sorted(set(client_ids) - set(clients)):
-        raise DeclarationError(
-            f"the posterior without clients {absent[:5]} needs their data, which are not here: give them to "
-            "fedppl.load(path, model, clients=...), or, where they are sites of their own, use fedppl.EP()."
-        )
+        remedy = "give them to fedppl.load(path, model, clients=...), or, of sites of their own, use fedppl.EP()"
+        raise DeclarationError(f"the posterior without clients {absent[:5]} needs their data, not here: {remedy}.")
     phase, q = state.phase, _q(state)
     center = gaussian.mean(q)
     whole = phase if isinstance(phase, Weighed) and phase.trusted and set(state.clients) <= set(clients) else None
