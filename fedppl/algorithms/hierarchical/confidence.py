@@ -262,10 +262,8 @@ def _update_client(
     """Find q_j, and reply τ_j μ_j and τ_j."""
     w = np.asarray(message["w"], dtype=float)
     q, moments = _step(client, personal, w, rng, settings)
-    confidence = _confidence(q, w, settings)
-    info = {**moments.diagnostics, "confidence": confidence, "deviation": float(np.mean((q.mean - w) ** 2))}
-    if personal is None:
-        info["blank"] = 1.0
+    confidence, blank = _confidence(q, w, settings), {"blank": 1.0} if personal is None else {}
+    info = {**moments.diagnostics, "confidence": confidence, "deviation": float(np.mean((q.mean - w) ** 2)), **blank}
     return ClientUpdate(q, weighted(q.mean, confidence), info)
 
 

@@ -227,15 +227,15 @@ def _update_server(
     linear, precision, has_replied = state.linear.copy(), state.precision.copy(), state.has_replied.copy()
     for client_id, reply in received.each.items():
         k = state.where[client_id]
-        linear[k] = reply["linear"]
+        linear[k], has_replied[k] = reply["linear"], True
         precision[k] = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
-        has_replied[k] = True
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             omega, coupled = estimate(linear, precision, state.omega, structure, tolerance=1e-3 * tolerance)
+        is_finite = all(np.all(np.isfinite(value)) for value in (*coupled, omega.matrix))
     except np.linalg.LinAlgError:
-        return state, _STALLED
-    if not all(np.all(np.isfinite(value)) for value in (*coupled, omega.matrix)):
+        is_finite = False
+    if not is_finite:
         return state, _STALLED
     sd = np.sqrt(np.diagonal(coupled.covariance, axis1=1, axis2=2))
     change = float(np.max(np.abs(coupled.mean - state.mean) / sd))

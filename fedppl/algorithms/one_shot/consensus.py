@@ -11,7 +11,7 @@ import numpy as np
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging.fedavg import report
 from fedppl.algorithms.ep.sites import indefinite
-from fedppl.algorithms.one_shot.separate import alone, near_posterior
+from fedppl.algorithms.one_shot.separate import Heard, alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Received, Report
 from fedppl.contracts.algorithm import sum_replies
 from fedppl.gaussian import Gaussian
@@ -39,12 +39,6 @@ class ConsensusState(NamedTuple):
         if not self.included:
             return np.zeros((0, self.weighted.shape[1]))
         return np.asarray(np.linalg.solve(gaussian.unpack_triangle(self.weight), self.weighted.T).T)
-
-
-class ConsensusInfo(NamedTuple):
-    """Diagnostics of this round."""
-
-    heard: float  # clients in the sums so far
 
 
 class ConsensusClientState(NamedTuple):
@@ -176,7 +170,7 @@ def _update_server(state: ConsensusState, received: Received) -> tuple[Consensus
     """Add the replies of clients that have not replied before, in the order of their ids, so that digits are equal."""
     new = [name for name in sorted(received.each) if name not in state.replied]
     if not new:
-        return state, Report(ConsensusInfo(state.included))
+        return state, Report(Heard(state.included))
     total = sum_replies({client_id: received.each[client_id] for client_id in new})
     included, expected = state.included + float(total["count"]), len(state.clients)
     after = state._replace(
@@ -186,7 +180,7 @@ def _update_server(state: ConsensusState, received: Received) -> tuple[Consensus
         weight=state.weight + total["weight"],
     )
     message = f"the draws are of {included:g} of {expected} clients; raise rounds="
-    return after, report(ConsensusInfo(included), included >= expected, message)
+    return after, report(Heard(included), included >= expected, message)
 
 
 def _posterior(state: ConsensusState) -> Gaussian:

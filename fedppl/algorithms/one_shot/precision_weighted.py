@@ -12,7 +12,7 @@ from fedppl import contracts, gaussian, structure
 from fedppl.algorithms.averaging.fedavg import report
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.sites import Sites, indefinite
-from fedppl.algorithms.one_shot.separate import alone, near_posterior
+from fedppl.algorithms.one_shot.separate import Heard, alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
@@ -26,12 +26,6 @@ class PrecisionWeightedState(NamedTuple):
     sites: Sites  # client's reply / p(φ)^(1/K); zero for a client that has not replied yet
     has_replied: NDArray[np.bool_]  # (K,)
     prior_share: float
-
-
-class PrecisionWeightedInfo(NamedTuple):
-    """Diagnostics of this round."""
-
-    heard: int  # clients that have answered so far
 
 
 def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algorithm[PrecisionWeightedState, None]:
@@ -132,7 +126,7 @@ def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[P
             has_replied[k] = True
     count = int(np.sum(has_replied))
     if np.array_equal(has_replied, state.has_replied):
-        return state, Report(PrecisionWeightedInfo(count))
+        return state, Report(Heard(count))
     message = f"q has the data of {count} of {len(has_replied)} clients; raise rounds="
     after = state._replace(sites=_sites.update(sites, linear, precision), has_replied=has_replied)
-    return after, report(PrecisionWeightedInfo(count), bool(np.all(has_replied)), message)
+    return after, report(Heard(count), bool(np.all(has_replied)), message)

@@ -42,10 +42,10 @@ class SeparateState(NamedTuple):
     has_replied: NDArray[np.bool_]  # (K,)
 
 
-class SeparateInfo(NamedTuple):
+class Heard(NamedTuple):
     """Diagnostics of this round."""
 
-    heard: int  # clients that have answered so far
+    heard: float  # clients that have answered so far
 
 
 def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[SeparateState, None]:
@@ -146,7 +146,7 @@ def _update_server(state: SeparateState, received: Received) -> tuple[SeparateSt
     has_replied[[state.where[client_id] for client_id in received.each]] = True
     count = int(np.sum(has_replied))
     message = f"{count} of {len(has_replied)} clients have answered; raise rounds="
-    return state._replace(has_replied=has_replied), report(SeparateInfo(count), bool(np.all(has_replied)), message)
+    return state._replace(has_replied=has_replied), report(Heard(count), bool(np.all(has_replied)), message)
 
 
 def _draw(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.algorithms.sums.phases import (
@@ -255,19 +254,17 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
     of_surrogate, of_batch = (features(all_scales(state, u), state.shape.unit) for u in (posterior.u, state.batch.u))
     coefficients = importance.control_coefficients(of_batch, weights.posterior, weights.control)
 
-    def by(drawn: NDArray[np.bool_], evaluated: NDArray[np.bool_]) -> Array:
-        before, added, control = (
-            np.where(kept, part, 0.0)
-            for kept, part in ((drawn, posterior.weights), (evaluated, weights.posterior), (evaluated, weights.control))
+    def without(scramble: int) -> Array:
+        before, kept = (
+            np.where(posterior.scramble != scramble, posterior.weights, 0.0),
+            state.batch.scramble != scramble,
         )
+        added, control = (np.where(kept, part, 0.0) for part in (weights.posterior, weights.control))
         expected = before / before.sum() @ of_surrogate - control / control.sum() @ of_batch
         return np.asarray(added / added.sum() @ of_batch + coefficients * expected)
 
-    without = [
-        by(posterior.scramble != scramble, state.batch.scramble != scramble) for scramble in range(student_t.SCRAMBLES)
-    ]
-    whole = by(np.ones(len(posterior.weights), dtype=bool), np.ones(len(weights.posterior), dtype=bool))
-    return Estimate(whole, np.stack(without), weights.effective * float(state.batch.times.sum()))
+    each = np.stack([without(scramble) for scramble in range(student_t.SCRAMBLES)])
+    return Estimate(without(-1), each, weights.effective * float(state.batch.times.sum()))  # without none
 
 
 def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[_Off, _Off]:
