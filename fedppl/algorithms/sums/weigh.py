@@ -217,13 +217,10 @@ def next_stage(
         state, mean, covariance = _after_pilot(state)
     else:
         mean, covariance = state.draws.posterior.mean, state.draws.posterior.covariance
-    through = _through(state, mean, covariance)
-    if through is None:  # a wider t, about the moments so far
+    fitted, mean, covariance = _fitted(state, mean, covariance, stream)
+    if fitted is None:  # a wider t, about the moments so far
         return _again(state, mean, covariance, count, stream)
-    mean, covariance = surrogate.moments_of(through, mean, covariance, state.shape.coordinates.folded, stream)
-    posterior = _draws(state, through, mean, covariance, stream)
-    if effective_size(posterior.weights) < importance.EACH_TELLS * len(mean):
-        return _again(state, mean, covariance, count, stream)
+    through, posterior = fitted
     if state.stage:
         outcome, problems = judged(state, through, posterior, signed, squares, stream, remedy)
         if isinstance(outcome, Weighed):
@@ -364,20 +361,25 @@ def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighi
     u = of_phi(phi, coordinates)
     moments = weighted_moments(u, posterior.weights)
     after = _with_shape(state, coordinates, u, posterior.weights, ())
-    through = _through(after, moments.mean, moments.covariance)
-    if through is None:
-        return None
-    mean, covariance = surrogate.moments_of(through, moments.mean, moments.covariance, folded, stream)
-    again = _draws(after, through, mean, covariance, stream)
-    return (after, through, again) if effective_size(again.weights) >= importance.EACH_TELLS * len(mean) else None
+    fitted, _, _ = _fitted(after, moments.mean, moments.covariance, stream)
+    return None if fitted is None else (after, *fitted)
 
 
-def _through(state: Weighing, mean: Array, covariance: Array) -> Surrogate | None:
-    is_finite = np.isfinite(state.evaluated.values)
+def _fitted(
+    state: Weighing, mean: Array, covariance: Array, stream: int
+) -> tuple[tuple[Surrogate, Drawn] | None, Array, Array]:
+    """A surrogate through all values with its draws, None where few of them have all weight, and its moments."""
+    coordinates, is_finite = state.shape.coordinates, np.isfinite(state.evaluated.values)
     points = state.evaluated.points[is_finite]
-    values = state.evaluated.values[is_finite] + log_slope(points, state.shape.coordinates)
-    u = of_phi(points, state.shape.coordinates)
-    return surrogate.fitted(u, values, mean, covariance, heavy=bool(state.shape.outer))
+    values = state.evaluated.values[is_finite] + log_slope(points, coordinates)
+    u, heavy = of_phi(points, coordinates), bool(state.shape.outer)
+    through = surrogate.fitted(u, values, mean, covariance, heavy=heavy)
+    if through is None:
+        return None, mean, covariance
+    mean, covariance = surrogate.moments_of(through, mean, covariance, coordinates.folded, stream)
+    drawn = _draws(state, through, mean, covariance, stream)
+    is_told = effective_size(drawn.weights) >= importance.EACH_TELLS * len(mean)
+    return (through, drawn) if is_told else None, mean, covariance
 
 
 def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> tuple[Weighing | Weighed, str]:
@@ -403,9 +405,8 @@ def _farther(state: Weighing, tails: Tails, of: Drawn) -> tuple[Proposal, ...]:
     """A t about the draws weighted by squares along heavy tails: where most of an sd comes from."""
     if not len(tails.places):
         return ()
-    moments = weighted_moments(
-        of.u, normalise(np.log(np.maximum(of.weights, 1e-300)) + _log_squares(state, tails, of.u))
-    )
+    logs = np.log(np.maximum(of.weights, 1e-300)) + _log_squares(state, tails, of.u)
+    moments = weighted_moments(of.u, normalise(logs))
     covariance = moments.covariance + _CLOSE * of.covariance  # few draws have most of the squares
     return (propose(moments.mean, surrogate.ROOM * covariance, 1),)
 
