@@ -14,22 +14,10 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.ep import _trust
+from fedppl.algorithms.ep import _rounds, _trust
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
-from fedppl.algorithms.ep._rounds import (
-    EPState,
-    Look,
-    OfClients,
-    Skewed,
-    Steps,
-    ep_round,
-    look_for_modes,
-    mark_unseen,
-    newton_round,
-    refused,
-    reported,
-)
+from fedppl.algorithms.ep._rounds import EPState, Look
 from fedppl.algorithms.ep.sites import Sites, say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, LogEvidence, Received, Report
 from fedppl.contracts.algorithm import WithoutClient
@@ -177,7 +165,7 @@ def EP(
         disclosure=contracts.Disclosure(
             functools.partial(_asks, local=inference),
             at_sites=functools.partial(_at_sites, searches=by_number),
-            unseen=mark_unseen,
+            unseen=_rounds.mark_unseen,
             concludes=at_target,
         ),
     )
@@ -218,9 +206,9 @@ def init(
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, count) if warm else None,
         starts=_warm_start.begin_several(layout, starts, stream, asked_for) if starts > 1 else None,
-        steps=Steps(matching.damping, 0, np.inf, np.zeros(2 * m), np.full(m, np.nan), 0, nobody, 0.0),
-        skewed=Skewed(np.zeros(m), np.zeros(m, dtype=np.int64), np.zeros(m)),
-        clients=OfClients(none, np.zeros((count, m)), none, none, _trust.no_moves(count, m), nobody),
+        steps=_rounds.Steps(matching.damping, 0, np.inf, np.zeros(2 * m), np.full(m, np.nan), 0, nobody, 0.0),
+        skewed=_rounds.Skewed(np.zeros(m), np.zeros(m, dtype=np.int64), np.zeros(m)),
+        clients=_rounds.OfClients(none, np.zeros((count, m)), none, none, _trust.no_moves(count, m), nobody),
         look=int(Look.NOW if warm else Look.LATER if matching.local.look is not None else Look.DONE),
     )
 
@@ -262,9 +250,9 @@ def _update_server(
 ) -> tuple[EPState, Report]:
     """A round of the warm start, or of matching moments."""
     if state.warm_start is not None:
-        return reported(newton_round(state, state.warm_start, received.each, trust))
-    outcome = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
-    return reported(refused(look_for_modes(state, outcome, received.each), trust))
+        return _rounds.reported(_rounds.newton_round(state, state.warm_start, received.each, trust))
+    outcome = _rounds.ep_round(state, received.each, matching.tolerance, matching.damping, trust)
+    return _rounds.reported(_rounds.refused(_rounds.look_for_modes(state, outcome, received.each), trust))
 
 
 def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:

@@ -205,6 +205,11 @@ def moments_of(x: Array, weights: Array, unit: Unit) -> Array:
     return np.asarray(weights @ features(x, unit))
 
 
+def moments_of_draws(state: Weighing, of: Drawn) -> Array:
+    """The same of draws, on all scales."""
+    return moments_of(all_scales(state, of.u), of.weights, state.shape.unit)
+
+
 def features(x: Array, unit: Unit) -> Array:
     """What moments are means of, (S, 2 M): points (S, M) in these units, and their squares."""
     z = (x - unit.center) / unit.length

@@ -13,27 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.sums.phases import (
-    BY_CHANCE,
-    MOST_DRAWS,
-    Draws,
-    Estimate,
-    Unit,
-    Weighed,
-    Weighing,
-    all_scales,
-    chance_of,
-    chance_of_draws,
-    chances,
-    draws_of,
-    effort_of,
-    features,
-    moments_of,
-    pooled,
-    sizes,
-    tilted,
-    values_of_batch,
-)
+from fedppl.algorithms.sums import phases
+from fedppl.algorithms.sums.phases import BY_CHANCE, MOST_DRAWS, Draws, Estimate, Unit, Weighed, Weighing
 from fedppl.numerics import importance, student_t, surrogate
 from fedppl.numerics.coordinates import log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
@@ -122,8 +103,8 @@ def judged(
         posterior, error, by_draws = _put_right(state, through, posterior, errors, stream)
         trusted = max(error, by_draws) <= MOST_ERROR
     else:
-        error, by_draws = _with_declared(errors.error, errors.on_declared), chance_of_draws(posterior)
-    lost = float(np.mean(~np.isfinite(values_of_batch(state))))
+        error, by_draws = _with_declared(errors.error, errors.on_declared), phases.chance_of_draws(posterior)
+    lost = float(np.mean(~np.isfinite(phases.values_of_batch(state))))
     weighted = _reweighted(state, posterior, weights, max(error, by_draws), tail)
     problems = (
         (trusted, _not_known(state, posterior, weights, weighted, errors.grown, remedy)),
@@ -151,10 +132,10 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
     heavy = has_heavy_tails(posterior.u, posterior.weights) and (
         not state.shape.outer or has_heavy_tails(state.batch.u, weights.posterior)
     )
-    last, together = state.shape.estimates[-1], pooled(state.shape.estimates)
+    last, together = state.shape.estimates[-1], phases.pooled(state.shape.estimates)
     # Each stage reaches farther into a heavy tail. The sum of many clients has no tails that the last stage may have
     # missed, and its first surrogates may be so rough that their estimates add nothing.
-    estimate = last if heavy or (state.about.many and chance_of(last) < chance_of(together)) else together
+    estimate = last if heavy or (state.about.many and phases.chance_of(last) < phases.chance_of(together)) else together
     (chance, differ), on_declared = off = _compared(state, posterior, estimate)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
     is_off = any(
@@ -177,10 +158,10 @@ def _put_right(
     state: Weighing, through: Surrogate, posterior: Drawn, errors: _Errors, stream: int
 ) -> tuple[Drawn, float, float]:
     """Draws with the moments of the estimate, their error, and what of it is their number's."""
-    by_draws, error, on_declared = chance_of_draws(posterior), errors.error, errors.on_declared
+    by_draws, error, on_declared = phases.chance_of_draws(posterior), errors.error, errors.on_declared
     if by_draws > BY_DRAWS:
-        more = draws_of(state, through, posterior.mean, posterior.covariance, MOST_DRAWS, stream)
-        pairs = (posterior, by_draws), (more, chance_of_draws(more))
+        more = phases.draws_of(state, through, posterior.mean, posterior.covariance, MOST_DRAWS, stream)
+        pairs = (posterior, by_draws), (more, phases.chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
     if errors.is_off:
         tilt = _tilted(state, posterior, errors.estimate)
@@ -198,10 +179,10 @@ def _with_declared(error: float, on_declared: _Off) -> float:
 
 def _tilted(state: Weighing, of: Drawn, estimate: Estimate) -> Drawn | None:
     """Draws with the moments of an estimate on all scales, or else of coordinates alone; None where there are none."""
-    x, unit, m = all_scales(state, of.u), state.shape.unit, of.u.shape[1]
+    x, unit, m = phases.all_scales(state, of.u), state.shape.unit, of.u.shape[1]
     for count in (x.shape[1], m):
         target = np.concatenate([part[:count] for part in np.split(estimate.moments, 2)])
-        tilt = tilted(of, x[:, :count], target, Unit(unit.center[:count], unit.length[:count]))
+        tilt = phases.tilted(of, x[:, :count], target, Unit(unit.center[:count], unit.length[:count]))
         if tilt is not None:
             return tilt
     return None
@@ -219,7 +200,7 @@ def nowhere(state: Weighing) -> tuple[Weighed, str]:
 def _weights(state: Weighing) -> _Weights:
     """Weights of the batch, against the mixture of surrogate and candidates that its points come from."""
     assert state.draws is not None
-    batch, values = state.batch, values_of_batch(state)
+    batch, values = state.batch, phases.values_of_batch(state)
     mixture = np.logaddexp(
         np.log(1.0 - DEFENCE) + batch.log_drawn - state.draws.log_integral, np.log(DEFENCE) + batch.log_density
     )
@@ -227,7 +208,7 @@ def _weights(state: Weighing) -> _Weights:
     raw = np.where(is_drawn & np.isfinite(values), values - mixture, -np.inf)
     log_times = np.log(np.where(is_drawn, batch.times, 1.0))
     logs, shape = importance.smoothed(raw)
-    if _spread(values - batch.log_surrogate, normalise(raw + log_times)) <= effort_of(state).close:
+    if _spread(values - batch.log_surrogate, normalise(raw + log_times)) <= phases.effort_of(state).close:
         logs, shape = raw, -np.inf
     logs = np.where(is_drawn, logs + log_times, -np.inf)
     posterior = normalise(logs)
@@ -251,7 +232,8 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
     The surrogate is a control variate: where it is good β is 1, and less where its tails are not the posterior's.
     """
     posterior = weights.last.posterior
-    of_surrogate, of_batch = (features(all_scales(state, u), state.shape.unit) for u in (posterior.u, state.batch.u))
+    scales = (phases.all_scales(state, u) for u in (posterior.u, state.batch.u))
+    of_surrogate, of_batch = (phases.features(x, state.shape.unit) for x in scales)
     coefficients = importance.control_coefficients(of_batch, weights.posterior, weights.control)
 
     def without(scramble: int) -> Array:
@@ -269,20 +251,18 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
 
 def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[_Off, _Off]:
     """Standard errors of an estimate, and what draws differ from it by: of coordinates, and on declared scales."""
-    of_draws = moments_of(all_scales(state, posterior.u), posterior.weights, state.shape.unit)
-    errors, m = np.stack([chances(estimate), np.abs(sizes(estimate.moments, of_draws))]), posterior.u.shape[1]
-    errors = errors.reshape(2, 2, -1)  # of means and of sds
+    off, m = phases.sizes(estimate.moments, phases.moments_of_draws(state, posterior)), posterior.u.shape[1]
+    errors = np.stack([phases.chances(estimate), np.abs(off)]).reshape(2, 2, -1)  # of means and of sds
     own, declared = (np.max(part, axis=(1, 2), initial=0.0) for part in (errors[..., :m], errors[..., m:]))
     return _Off(*map(float, own)), _Off(*map(float, declared))
 
 
 def _grown(state: Weighing, posterior: Drawn, before: Drawn, last: Estimate) -> float:
     """Growth of a log sd since the stage before, where points reach farther into a tail each time."""
-    drawn = [moments_of(all_scales(state, of.u), of.weights, state.shape.unit) for of in (before, posterior)]
-    earlier = [drawn[0], *(estimate.moments for estimate in state.shape.estimates[-2:-1])]
+    earlier = [phases.moments_of_draws(state, before), *(one.moments for one in state.shape.estimates[-2:-1])]
+    later = [phases.moments_of_draws(state, posterior), last.moments]
     m, count = posterior.u.shape[1], len(state.shape.unit.center)
-    of_sds = slice(count, count + m)
-    return float(max(np.max(np.abs(sizes(new, old)[of_sds])) for new in (drawn[1], last.moments) for old in earlier))
+    return float(max(np.max(np.abs(phases.sizes(new, old)[count : count + m])) for new in later for old in earlier))
 
 
 def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: float, tail: float) -> Reweighted:

@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from fedppl import gaussian
+from fedppl.algorithms.sums import phases
 from fedppl.algorithms.sums.phases import (
-    FEW,
-    MANY,
-    MOST_DRAWS,
     About,
     Batch,
     Draws,
@@ -30,14 +28,6 @@ from fedppl.algorithms.sums.phases import (
     Unit,
     Weighed,
     Weighing,
-    all_scales,
-    chance_of_draws,
-    draws_of,
-    effort_of,
-    gaussian_of,
-    unit_of,
-    values_of_batch,
-    widens,
 )
 from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
 from fedppl.gaussian import Gaussian
@@ -98,7 +88,7 @@ def begin(
         About(q, prior, labels, many),
         _nothing(m),
         Shape(plain(), (), (), Unit(mean, gaussian.standard_deviations(q)), ()),
-        _of_candidates(mean, covariance, plain(), count, stream, (MANY if many else FEW).wide),
+        _of_candidates(mean, covariance, plain(), count, stream, (phases.MANY if many else phases.FEW).wide),
         None,
         stage=0,
         pilots=0,
@@ -131,7 +121,7 @@ def with_integrated(state: Weighing, integrated: Integrated, laplace: Array) -> 
 def places_integrated(state: Weighing) -> NDArray[np.intp]:
     """Points of the batch at which θ is to be integrated, some of each scramble."""
     count, size = state.batch.phi.shape
-    effort = effort_of(state)
+    effort = phases.effort_of(state)
     some = max(effort.integrated, effort.integrated_each * (size + 3))
     some //= 1 if state.stage < effort.later[0] else effort.later[1]
     return some_of(count, count if state.rule == Rule.EVERYWHERE else some)
@@ -152,7 +142,7 @@ def taken_in(
     if state.rule == Rule.EVERYWHERE:
         residuals, signed, squares = integrated.residuals, integrated.errors, integrated.squares
     elif np.any(integrated.residuals) or np.any(integrated.squares):
-        effort = effort_of(state)
+        effort = phases.effort_of(state)
         predicted = _predicted(points, laplace, integrated, effort, effort.predicted if state.stage else effort.rough)
         if predicted is None:
             return None
@@ -239,7 +229,7 @@ def next_stage(
     if _are_copies(candidates):
         drawn = surrogate.walked(through, posterior, folded, _STEPS // 4, another)
     count *= 2 ** max(0, state.stage - 1)
-    probes = _probes(posterior, state.shape.coordinates, effort_of(state).probes)
+    probes = _probes(posterior, state.shape.coordinates, phases.effort_of(state).probes)
     parts = _chosen(state, candidates, drawn, by, tails, count), probes
     after = state._replace(
         shape=state.shape._replace(outer=outer, farther=farther),
@@ -262,7 +252,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
     scale = 1.0 / (1.0 + np.sum(z**2, axis=1))  # far points have large values, and large rounding
     coefficients = np.linalg.lstsq(terms * scale[:, None], values * scale, rcond=None)[0]
     off = float(np.max(np.abs((terms @ coefficients - values) * scale)))
-    q = gaussian_of(coefficients, center, root)
+    q = phases.gaussian_of(coefficients, center, root)
     if not off <= _NORMAL or not gaussian.is_proper(q):
         return None
     mean, colour = gaussian.affine(q)
@@ -288,7 +278,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
 
 def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     """Choose which scales are coordinates themselves, and moments to begin with."""
-    points, values = state.batch.phi, values_of_batch(state)
+    points, values = state.batch.phi, phases.values_of_batch(state)
     logs = np.where(np.isfinite(values), values, -np.inf) - state.batch.log_density
     if not np.any(np.isfinite(logs)):
         return state, gaussian.mean(state.about.q), gaussian.covariance(state.about.q)
@@ -309,23 +299,24 @@ def _with_shape(
 ) -> Weighing:
     """The state in other coordinates; estimates so far may be in other units, and go."""
     moved = state._replace(shape=Shape(coordinates, outer, (), state.shape.unit, ()))
-    return moved._replace(shape=moved.shape._replace(unit=unit_of(all_scales(moved, u), weights)))
+    return moved._replace(shape=moved.shape._replace(unit=phases.unit_of(phases.all_scales(moved, u), weights)))
 
 
 def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, stream: int) -> Drawn:
     """Draws of a surrogate, as many as its moments need: their error is part of every estimate."""
-    by, count = functools.partial(draws_of, state, through, mean, covariance, stream=stream), effort_of(state).draws
+    by = functools.partial(phases.draws_of, state, through, mean, covariance, stream=stream)
+    count = phases.effort_of(state).draws
     few = by(count)
     is_short = state.stage >= _LATE or effective_size(few.weights) < importance.EACH_TELLS * len(mean)
     if is_short and _are_copies(few):
-        many = by(MOST_DRAWS)
+        many = by(phases.MOST_DRAWS)
         if effective_size(many.weights) >= 2.0 * len(mean):  # fewer draws lie in a plane, and stay there
             return surrogate.walked(through, many, state.shape.coordinates.folded, _STEPS, stream)
-    off = 0.0 if state.stage < _LATE or count == MOST_DRAWS else chance_of_draws(few)
+    off = 0.0 if state.stage < _LATE or count == phases.MOST_DRAWS else phases.chance_of_draws(few)
     if off <= BY_DRAWS:
         return few
     # NaN where one scramble has all the weight
-    return by(int(np.fmin(count * (off / BY_DRAWS) ** 2, MOST_DRAWS)))
+    return by(int(np.fmin(count * (off / BY_DRAWS) ** 2, phases.MOST_DRAWS)))
 
 
 def _are_copies(of: Drawn) -> bool:
@@ -341,7 +332,7 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     """
     folded, skewed = state.shape.coordinates.folded, skewness(points, weights)
     others = [i for i, label in enumerate(state.about.labels) if "_log__" in label and i not in folded]
-    added = [i for i in others if skewed[i] < _SKEWED and not widens(points, weights, i)]
+    added = [i for i in others if skewed[i] < _SKEWED and not phases.widens(points, weights, i)]
     most_skewed = sorted(added, key=lambda i: skewed[i])[: surrogate.MOST_FOLDED - len(folded)]
     return np.sort(np.array([*folded, *most_skewed], dtype=np.intp))
 
@@ -393,7 +384,7 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
 
 def _tails(state: Weighing, of: Drawn) -> Tails:
     """Which coordinates and declared scales have heavy tails, of a surrogate."""
-    x = all_scales(state, of.u)
+    x = phases.all_scales(state, of.u)
     center = of.weights @ x
     squares = (x - center) ** 2
     variances = np.maximum(of.weights @ squares, 1e-300)
@@ -423,7 +414,7 @@ def _log_tilt(state: Weighing, tails: Tails, u: Array) -> Array:
 
 def _log_squares(state: Weighing, tails: Tails, u: Array) -> Array:
     """Log of the mean squared distance along heavy tails, in variances."""
-    x = all_scales(state, u)[:, tails.places]
+    x = phases.all_scales(state, u)[:, tails.places]
     squares = (x - tails.center[tails.places]) ** 2 / tails.variances[tails.places]
     return np.asarray(np.log(np.maximum(np.mean(squares, axis=1), 1e-300)))
 
