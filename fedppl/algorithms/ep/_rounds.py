@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special
 
 from fedppl import gaussian, structure
@@ -403,7 +402,7 @@ def _noisy(state: EPState, drift: Array, limit: float, error: float) -> str:
 
 def far_off(state: EPState) -> str:
     """The client that pulls a mean further than by chance, given what the others know; empty where none does."""
-    who, label, pull = _strongest(state.sites, np.ones(len(state.sites.where), dtype=bool))
+    who, label, pull = _strongest(state.sites, np.ones(len(state.sites.where)))
     if abs(pull) <= -special.ndtri(0.5 * _BY_CHANCE / state.clients.pull.size):
         return ""
     return (
@@ -418,7 +417,7 @@ def mark_unseen(state: EPState, clients: Collection[str]) -> EPState:
     return state._replace(clients=state.clients._replace(unseen=unseen))
 
 
-def _strongest(sites: Sites, among: NDArray[np.bool_]) -> tuple[str, str, float]:
+def _strongest(sites: Sites, among: Array) -> tuple[str, str, float]:
     """Client and coordinate of the largest pull in size, and its value, among some clients; 0 of a client alone."""
     if len(sites.where) < 2:
         return "", "", 0.0

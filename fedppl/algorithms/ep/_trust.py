@@ -279,7 +279,8 @@ class Moves(NamedTuple):
 
 def no_moves(clients: int, size: int) -> Moves:
     """Before any reply."""
-    none, nowhere, never = np.zeros(clients), np.zeros((clients, 2 * size)), np.zeros(clients, dtype=np.int64)
+    none, nowhere = np.zeros(clients), np.zeros((clients, 2 * size))
+    never: Array = np.zeros(clients, dtype=np.int64)
     return Moves(never, nowhere, none, np.zeros(clients, dtype=bool), never, nowhere, none)
 
 

@@ -121,8 +121,7 @@ def HM1(
         raise DeclarationError(f'report={settings.shown(report)} must be a list of names, such as ["sigma"].')
     chosen = exchangeable() if structure is None else structure
     if not isinstance(chosen, Covariance):
-        built = "must be one that is built, like fedppl.covariance.low_rank(2)."
-        raise DeclarationError(f"structure={settings.shown(chosen)} {built}")
+        raise DeclarationError(f"structure={settings.shown(chosen)} must be one that is built, like exchangeable().")
     inference = local_inference("local", local, NestedLaplace())
     if inference.expand is None:
         raise DeclarationError(

@@ -365,11 +365,11 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
         return state._replace(phase=again), Report(_info(again), message=varies)
     few = _points_of(count, points)
     each = max(64, few // 4) if phase.rule == Rule.EVERYWHERE else few
-    phase, problems = _weigh.next_stage(*taken, each, state.stream, f"fedppl.Sums(points={4 * points})")
-    after, info = state._replace(phase=phase), _info(phase)
-    if isinstance(phase, Weighing):
+    following, problems = _weigh.next_stage(*taken, each, state.stream, f"fedppl.Sums(points={4 * points})")
+    after, info = state._replace(phase=following), _info(following)
+    if isinstance(following, Weighing):
         return after, Report(info, message=f"the weights are not trusted yet: {more}")
-    if phase.trusted:
+    if following.trusted:
         return after, Report(info, Status.CONVERGED, "")
     cause = hardly_a_prior(phase.about.labels, gaussian.standard_deviations(state.prior))
     return after, Report(info, Status.STALLED, "; ".join(filter(None, (problems, cause))))
@@ -517,7 +517,7 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
     counted = next((power for power in flat if effective_size(power) >= 2 * design.shape[1]), weights)
     scale = np.sqrt(counted)
     coefficients = np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0]
-    return gaussian_of(coefficients, center, root)
+    return gaussian_of(np.asarray(coefficients, dtype=float), center, root)
 
 
 def _spread(logs: tuple[Array, Array, Array, Array], scramble: NDArray[np.intp]) -> float:

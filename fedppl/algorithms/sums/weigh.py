@@ -233,7 +233,7 @@ def next_stage(
     parts = _chosen(state, candidates, drawn, by, tails, count), probes
     after = state._replace(
         shape=state.shape._replace(outer=outer, farther=farther),
-        batch=Batch(*map(np.concatenate, zip(*parts, strict=True))),
+        batch=Batch(*(np.concatenate(pair) for pair in zip(*parts, strict=True))),
         draws=Draws(posterior, candidates.log_integral, candidates.log_integral_error),
         stage=state.stage + 1,
     )
