@@ -191,9 +191,8 @@ def FedAvg(
               \phi \leftarrow \frac{\sum_k n_k \phi_k}{\sum_k n_k}, \qquad
               F_k = -\frac{\log p(y_k \mid \phi) + \frac1K \log p(\phi)}{n_k}
 
-    Averaged with weights n_k, the F_k are the log posterior per row: with one full-gradient step (``steps=1``) this is
-    gradient descent on it, and its fixed point the posterior's mode. Local variables take their steps along with φ,
-    and stay at the client.
+    With one full-gradient step (``steps=1``) this is gradient descent on the log posterior, and its fixed point the
+    mode. Local variables take their steps along with φ, and stay at the client.
 
     Parameters
     ----------
@@ -219,8 +218,7 @@ def FedAvg(
     Notes
     -----
     *When this fails.* With T > 1 and clients that differ, the fixed point is not the posterior's mode: clients drift
-    to their own modes between averages. A learning rate above 2 / λ_max diverges, and the client says so. The clients
-    differ in truth: one φ for all is then wrong for each of them; see `EP` and `HM1`.
+    to their own modes between averages. A learning rate above 2 / λ_max diverges, and the client says so.
 
     References
     ----------
@@ -262,8 +260,7 @@ def FedProx(
 
     Notes
     -----
-    *When this fails.* μ makes the clients' drift smaller, not zero: with T > 1 and clients that differ, the fixed point
-    still is not the posterior's mode (`SCAFFOLD`'s is), and a large μ is slow.
+    *When this fails.* μ makes the clients' drift smaller, not zero (`SCAFFOLD` does), and a large μ is slow.
 
     References
     ----------

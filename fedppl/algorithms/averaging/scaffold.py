@@ -64,14 +64,12 @@ def SCAFFOLD(
               c_k \leftarrow c_k - c + \frac{\phi - y_k}{T \eta}, \qquad c = \frac{\sum_k w_k c_k}{\sum_k w_k}, \qquad
               \phi \leftarrow \phi + \eta_g \frac{\sum_k w_k (y_k - \phi)}{\sum_k w_k}
 
-    The sums that move φ run over the clients that replied, those of c over all that ever did. c_k is the mean gradient
-    along the client's path, so that at the fixed point of full-gradient steps Σ w_k ∇F_k = 0, whatever T and however
-    the clients differ: with weights n_k this is the posterior's mode.
+    The sums that move φ run over the clients that replied, those of c over all that ever did. At the fixed point of
+    full-gradient steps Σ w_k ∇F_k = 0, whatever T and however the clients differ: with weights n_k the posterior's mode.
 
     The server keeps the c_k, which clients do in the paper, and computes them from the y_k. So c is the mean of the c_k
-    in every round, whatever replies are lost, late or sent twice, and clients need no memory. In return the server has
-    to read single replies; their sum is not enough. A client that is asked for the first time takes plain steps, as if
-    its c_k were c.
+    in every round, whatever replies are lost, late or sent twice; in return the server has to read single replies. A
+    client that is asked for the first time takes plain steps, as if its c_k were c.
 
     Parameters
     ----------
@@ -97,8 +95,8 @@ def SCAFFOLD(
     Notes
     -----
     *When this fails.* Few clients a round make c stale: lower `server_rate` or `learning_rate` if φ oscillates. With
-    batches φ settles in a neighbourhood of the optimum only, and the status stays "max_rounds". Local variables are
-    followed by gradient steps and are no part of the correction: where they lag, c_k does.
+    batches φ settles in a neighbourhood of the optimum only, and the status stays "max_rounds". Local variables are no
+    part of the correction: where they lag, c_k does.
 
     References
     ----------

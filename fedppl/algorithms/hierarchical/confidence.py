@@ -113,9 +113,9 @@ def Confidence(
               \tau_j = \frac{d}{\mathrm{tr}\,\Sigma_j + \lVert \mu_j - w \rVert^2}, \qquad
               w = \frac{\sum_j \tau_j \mu_j}{\sum_j \tau_j}
 
-    The shared variables of the declared model are each client's own copy w_j of the latent w. A client finds
-    q_j = N(μ_j, Σ_j), its variational posterior under N(w, I / τ_j) and its data, and replies τ_j μ_j and τ_j. With all
-    clients in every round this is coordinate ascent on the evidence lower bound (eq. 5).
+    The shared variables are each client's own copy w_j of the latent w. A client finds q_j = N(μ_j, Σ_j), its
+    variational posterior under N(w, I / τ_j) and its data, and replies τ_j μ_j and τ_j. With all clients in every round
+    this is coordinate ascent on the evidence lower bound (eq. 5).
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def Confidence(
         Standard deviation ρ_j = τ_j^(-1/2) with which clients start, on the unconstrained space.
     strength
         Strength ν of the pull of τ_j towards spread^-2, counted in coordinates: τ_j = (d + ν) / (tr Σ_j + ‖μ_j − w‖² +
-        ν spread²), the mode under an inverse-gamma prior of ρ_j². 0, as published, leaves it free.
+        ν spread²). 0, as published, leaves it free.
     prior
         Whether the declared prior of the shared variables is the prior of w. By default w has a flat one, as published.
     remember

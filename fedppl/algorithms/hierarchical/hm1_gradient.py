@@ -65,15 +65,14 @@ def HM1Gradient(
               \theta_k &\leftarrow \theta_k - 2\eta \sum_i \theta_i \Omega^{-1}_{ik} \\
               \Omega &\leftarrow (1 - \alpha)\, \Omega + \alpha\, \Theta^\top \Theta / d
 
-    With a declared noise of 1 and a standard normal prior these are the paper's lines, since
-    :math:`\partial \log p = X^\top (y - X\theta)`. Everybody's θ_i in the shrinkage is that of the round's start. A
-    declared prior N(μ₀, s² I) shifts θ by μ₀ and lets Ω start at s² I.
+    With a declared noise of 1 and a standard normal prior these are the paper's lines. A declared prior N(μ₀, s² I)
+    shifts θ by μ₀ and lets Ω start at s² I.
 
     Parameters
     ----------
     learning_rate
         Learning rate η for the *summed* −2 log p with ``prior_step="explicit"``, for the mean over a client's rows with
-        "proximal". Local variables of the declaration take the same steps and stay at the client.
+        "proximal". Local variables take the same steps and stay at the client.
     steps
         Number T of local gradient steps a round.
     batch_size
@@ -100,10 +99,9 @@ def HM1Gradient(
 
     Notes
     -----
-    *When this fails.* Often, with ``prior_step="explicit"``. There is one shrinkage step for T data steps, and σ² is in
-    neither, so that the fixed point is no posterior mode: it shrinks too much where noise is small. The shrinkage is
-    stable only while η is below the smallest eigenvalue of Ω, which goes to zero like (1 − α)^C when K is larger than
-    d. `HM1` has neither problem. A run that diverges ends as "stalled" and says which setting to change.
+    *When this fails.* Often, with ``prior_step="explicit"``. There is one shrinkage step for T data steps, so that the
+    fixed point shrinks too much where noise is small. The shrinkage is stable only while η is below the smallest
+    eigenvalue of Ω, which goes to zero when K is larger than d. `HM1` has neither problem.
 
     References
     ----------
@@ -293,8 +291,7 @@ def _curvature_given_local(client: ClientView, phi: Array) -> Array:
 def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
     """Raise curvature to at least `_LEAST` of the reference in every direction, and count the raised ones.
 
-    An unknown noise gives tails like those of Student's t, which bend outwards away from the client's own estimate. A
-    factor without positive curvature would pull without end.
+    An unknown noise gives a likelihood that bends outwards, and a factor without positive curvature pulls without end.
     """
     values, axes = np.linalg.eigh(reference)
     scale = float(np.abs(values).max())

@@ -64,10 +64,8 @@ def ConsensusMonteCarlo(
     .. math:: \phi_s = \Big(\sum_k W_k\Big)^{-1} \sum_k W_k\, \phi_{k,s}, \qquad
               \phi_{k,s} \sim f_k(\phi)\, p(\phi)^{1/K}, \qquad W_k = \widehat{\mathrm{Cov}}(\phi_{k,\cdot})^{-1}
 
-    Exact up to Monte Carlo error where every f_k is Gaussian. The server reads each reply, since a client counts once,
-    and keeps their sums only. Draws of clients are independent, so that the φ_s have covariance (Σ W_k)⁻¹:
-    ``fit.posterior`` has it, with the draws' mean. The φ_s are ``fit.state.draws``, and their skewness is
-    ``fit.idata["fit"]["skewness"]``.
+    Exact up to Monte Carlo error where every f_k is Gaussian. The server keeps sums only. The φ_s, which have covariance
+    (Σ W_k)⁻¹ as ``fit.posterior`` has, are ``fit.state.draws``, and their skewness ``fit.idata["fit"]["skewness"]``.
 
     Parameters
     ----------
@@ -91,8 +89,8 @@ def ConsensusMonteCarlo(
     has p(φ)^(1/K) in the place of each; the combined draws lack it.
 
     *When this fails.* An average of draws is a draw of the product only for Gaussians: skewed or bounded posteriors of
-    single clients (a scale τ, a rare event) are averaged to something too symmetric and in the wrong place, and modes
-    are averaged away. Clients with few rows leave p(φ)^(1/K) alone, which may be very wide. Compare with `EP`.
+    single clients (a scale τ, a rare event) are averaged to something too symmetric and in the wrong place. Clients with
+    few rows leave p(φ)^(1/K) alone, which may be very wide. Compare with `EP`.
 
     References
     ----------

@@ -53,8 +53,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
 
     *When this fails.* A client with few data has a wide posterior, often skewed and far from the joint one, and a
     Gaussian matched there is wrong where the joint posterior lies: so with scale parameters (τ) of small clients.
-    `EP` matches it in the right place. With a prior that is not Gaussian its K-th root may be far from its Gaussian
-    part.
+    `EP` matches it in the right place.
 
     References
     ----------
