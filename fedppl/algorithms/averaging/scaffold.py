@@ -65,7 +65,7 @@ def SCAFFOLD(
               \phi \leftarrow \phi + \eta_g \frac{\sum_k w_k (y_k - \phi)}{\sum_k w_k}
 
     The sums that move φ run over the clients that replied, those of c over all that ever did. At the fixed point of
-    full-gradient steps Σ w_k ∇F_k = 0, whatever T and however the clients differ: with weights n_k the posterior's mode.
+    full-gradient steps Σ w_k ∇F_k = 0, whatever T and however the clients differ: with weights n_k the mode.
 
     The server keeps the c_k, which clients do in the paper, and computes them from the y_k. So c is the mean of the c_k
     in every round, whatever replies are lost, late or sent twice; in return the server has to read single replies. A

@@ -64,8 +64,8 @@ def ConsensusMonteCarlo(
     .. math:: \phi_s = \Big(\sum_k W_k\Big)^{-1} \sum_k W_k\, \phi_{k,s}, \qquad
               \phi_{k,s} \sim f_k(\phi)\, p(\phi)^{1/K}, \qquad W_k = \widehat{\mathrm{Cov}}(\phi_{k,\cdot})^{-1}
 
-    Exact up to Monte Carlo error where every f_k is Gaussian. The server keeps sums only. The φ_s, which have covariance
-    (Σ W_k)⁻¹ as ``fit.posterior`` has, are ``fit.state.draws``, and their skewness ``fit.idata["fit"]["skewness"]``.
+    Exact up to Monte Carlo error where every f_k is Gaussian. The server keeps sums only. The φ_s, with covariance
+    (Σ W_k)⁻¹ as ``fit.posterior``, are ``fit.state.draws``, and their skewness ``fit.idata["fit"]["skewness"]``.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def ConsensusMonteCarlo(
     has p(φ)^(1/K) in the place of each; the combined draws lack it.
 
     *When this fails.* An average of draws is a draw of the product only for Gaussians: skewed or bounded posteriors of
-    single clients (a scale τ, a rare event) are averaged to something too symmetric and in the wrong place. Clients with
+    single clients (as of a scale τ) are averaged to something too symmetric and in the wrong place. Clients with
     few rows leave p(φ)^(1/K) alone, which may be very wide. Compare with `EP`.
 
     References
