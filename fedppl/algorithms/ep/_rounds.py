@@ -187,7 +187,7 @@ def ep_round(
     sites, q, form = state.sites, state.sites.q, state.sites.structure
     target_linear, target_packed = _targets(form, replies)
     # A prior with correlations puts q outside a smaller family: its projection takes its place.
-    inside = q if _sites.is_full(form) else _sites.in_family(gaussian.mean(q), gaussian.covariance(q), form)
+    inside = q if _sites.is_full(form) else structure.project(gaussian.mean(q), gaussian.covariance(q), form)
     # Cumulants of log factors add, so the small skewnesses of K tilted distributions make the posterior's.
     skewness = np.stack([reply["skewness"] for reply in replies.values()]) * len(sites.where) / len(replies)
     return damped_step(
@@ -209,7 +209,7 @@ def _targets(form: Structure, replies: Mapping[str, Message]) -> tuple[Array, Ar
     precisions = gaussian.unpack_triangle(np.stack([reply["precision"] for reply in replies.values()]))
     if _sites.is_full(form):
         return np.einsum("kij,kj->ki", precisions, means), structure.pack_precision(precisions, form)
-    projected = [_sites.in_family(*pair, form) for pair in zip(means, np.linalg.inv(precisions), strict=True)]
+    projected = [structure.project(*pair, form) for pair in zip(means, np.linalg.inv(precisions), strict=True)]
     packed = _sites.in_structure(np.stack([g.precision for g in projected]), form)
     return np.stack([g.linear for g in projected]), packed
 
@@ -257,7 +257,7 @@ def damped_step(
     noise[rows] = np.where(noise[rows] > 0, averaged, mc_errors**2)
     moves = state.clients.moves
     if state.steps.averaging:
-        new = _trust.moves_of(q, d_linear, _sites.dense(d_packed, sites.structure))
+        new = _trust.moves_of(q, d_linear, structure.unpack_precision(d_packed, sites.structure))
         moves = _trust.followed(moves, rows, new, delta)
     without = total - np.take_along_axis(skewness, by[None], axis=0)[0]
     state = state._replace(
@@ -296,7 +296,7 @@ def _no_step(state: EPState, rows: list[int], d_packed: Array, noisy: bool) -> s
     sites, who = state.sites, "too much precision is taken"
     if not np.any(state.clients.held):  # a client that is held back may be why others lack precision
         _, root = gaussian.affine(sites.q)
-        lost = np.linalg.eigvalsh(root.T @ _sites.dense(d_packed, sites.structure) @ root)[:, 0]
+        lost = np.linalg.eigvalsh(root.T @ structure.unpack_precision(d_packed, sites.structure) @ root)[:, 0]
         names = list(sites.where)
         least = [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
         who = f"clients {least[:5]} take more precision than there is" if least else who
@@ -429,9 +429,9 @@ def _strongest(sites: Sites, among: Array) -> tuple[str, str, float]:
 def _uncoupled(state: EPState) -> str:
     """A precision without some of its entries has no correlations there; empty where it has all entries."""
     form = state.sites.structure
-    if form.size == 1 or _sites.is_full(form):
+    if _sites.is_full(form):
         return ""
-    kind = "diagonal structure" if form.blocks is None else "structure of blocks"
+    kind = "diagonal structure" if structure.packed_size(form) == form.size else "structure of blocks"
     remedy = f'EP(structure="full") has that, and {_exact(state)} the posterior itself'
     return f"sds may be far too small where shared variables are correlated, which a {kind} leaves out: {remedy}"
 

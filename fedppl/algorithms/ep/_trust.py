@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from fedppl import gaussian
+from fedppl import gaussian, structure
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.gaussian import Gaussian
@@ -89,7 +89,9 @@ def largest_norm(trust: float, size: int) -> float:
 
 def pulls(sites: Sites) -> Array:
     """Each client's pull, μ − μ_{-k} in sds of its cavity: (K, m); NaN where that is not proper."""
-    return _measured(sites, sites.linear, _precisions(sites, _sites.dense(sites.precision, sites.structure))).along
+    return _measured(
+        sites, sites.linear, _precisions(sites, structure.unpack_precision(sites.precision, sites.structure))
+    ).along
 
 
 def bound(sites: Sites, trust: float) -> Bounded:
@@ -202,7 +204,7 @@ def _odd_one(
 
 def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_]]:
     """Natural parameters of sites that neither take nor give too much precision, and which sites took or gave it."""
-    linear, precision = sites.linear.copy(), _sites.dense(sites.precision, sites.structure)
+    linear, precision = sites.linear.copy(), structure.unpack_precision(sites.precision, sites.structure)
     takes, gives = np.zeros((2, len(linear)), dtype=bool)
     for _ in range(2 * len(linear)):
         base, centre = _bases(sites, linear, precision)
@@ -219,7 +221,7 @@ def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[n
         # u_k stays, as far as precision is left, where precision is cut; it is 0 where the site takes too much.
         u = np.linalg.solve(axes, linear[k] - precision[k] @ centre[k])
         u = axes @ (u * np.where(values[k] > kept, kept / values[k], 1.0)) * (not taking)
-        precision[k] += _sites.dense(_sites.in_structure(back, sites.structure), sites.structure)
+        precision[k] += structure.unpack_precision(_sites.in_structure(back, sites.structure), sites.structure)
         linear[k] = precision[k] @ centre[k] + u
         takes[k], gives[k] = takes[k] or taking, gives[k] or not taking
     return linear, precision, takes, gives

@@ -180,7 +180,7 @@ def _site(target: Target, frame: Frame, local: LocalInference, rng: Rng) -> Arra
     try:
         moments = local.tilted(target, rng)
         covariance = np.asarray(np.linalg.inv(moments.precision), dtype=np.float64)
-        tilted = _sites.in_family(moments.mean, covariance, frame.form)
+        tilted = structure.project(moments.mean, covariance, frame.form)
         return old + whiten(frame, tilted.linear - frame.q.linear, tilted.precision - frame.q.precision)
     except Exception:  # any: failing depends on the data, and a refusal would disclose it
         logger.warning("client %s: local computation failed, its old site is sent with noise", target.client.client_id)
@@ -347,7 +347,7 @@ def length(form: Structure) -> int:
 def frame_of(q: Gaussian, form: Structure, weight: float = 1.0) -> Frame:
     """Coordinates of a proper q, precisions scaled by `weight`; server and clients find the same ones."""
     mean = gaussian.mean(q)
-    inside = _sites.in_family(mean, gaussian.covariance(q), form)
+    inside = structure.project(mean, gaussian.covariance(q), form)
     weights = _sites.in_structure(np.where(np.eye(form.size, dtype=bool), 1.0, np.sqrt(2.0)), form)
     factor = np.asarray(np.linalg.cholesky(inside.precision), dtype=np.float64)
     return Frame(form, inside, mean, factor, weight * weights)
@@ -364,6 +364,6 @@ def whiten(frame: Frame, d_linear: Array, d_precision: Array) -> Array:
 def unwhiten(frame: Frame, vectors: Array) -> tuple[Array, Array]:
     """Changes of linear (R, m) and packed precision (R, p) from vectors (R, m + p)."""
     m, factor = frame.form.size, frame.factor
-    precision = factor @ _sites.dense(vectors[:, m:] / frame.weights, frame.form) @ factor.T
+    precision = factor @ structure.unpack_precision(vectors[:, m:] / frame.weights, frame.form) @ factor.T
     linear = vectors[:, :m] @ factor.T + precision @ frame.mean
     return linear, _sites.in_structure(precision, frame.form)

@@ -54,7 +54,7 @@ def structure_of(form: str | Sequence[Sequence[str]], layout: Layout) -> Structu
     if form == "full":
         return structure.full(layout.size)
     if form == "diagonal":
-        return structure.diagonal(layout.size)
+        return structure.block(layout.size, [[i] for i in range(layout.size)])
     places = {name: range(part.start, part.stop) for name, part in layout.slices.items()}
     if sorted(name for names in form for name in names) != sorted(places) or not all(form):
         raise DeclarationError(
@@ -65,7 +65,7 @@ def structure_of(form: str | Sequence[Sequence[str]], layout: Layout) -> Structu
 
 def is_full(form: Structure) -> bool:
     """Whether precisions have all entries."""
-    return form.blocks is not None and len(form.blocks) == 1
+    return structure.packed_size(form) == form.size * (form.size + 1) // 2
 
 
 def empty(layout: Layout, clients: tuple[str, ...], form: Structure) -> Sites:
@@ -100,43 +100,20 @@ def indices(sites: Sites, clients: Iterable[str]) -> list[int]:
 
 def update(sites: Sites, linear: Array, precision: Array) -> Sites:
     """Replace the ledger and q, summed anew each time, so that rounding does not add up."""
-    summed = dense(precision.sum(axis=0), sites.structure)
+    summed = structure.unpack_precision(precision.sum(axis=0), sites.structure)
     q = Gaussian(sites.prior.linear + linear.sum(axis=0), sites.prior.precision + summed)
     return sites._replace(linear=linear, precision=precision, q=q)
 
 
-def dense(packed: Array, form: Structure) -> Array:
-    """Packed precisions (..., p) as matrices (..., m, m)."""
-    precision = structure.unpack_precision(packed, form)
-    if form.blocks is not None:
-        return precision
-    matrices = np.zeros((*precision.shape, form.size))
-    diagonal = np.arange(form.size)
-    matrices[..., diagonal, diagonal] = precision
-    return matrices
-
-
-def in_family(mean: Array, covariance: Array, form: Structure) -> Gaussian:
-    """The Gaussian of the family with these moments; its precision as a matrix for every family."""
-    projected = structure.project(mean, covariance, form)
-    return projected if form.blocks is not None else Gaussian(projected.linear, np.diag(projected.precision))
-
-
 def in_structure(matrices: Array, form: Structure) -> Array:
     """Symmetric matrices (..., m, m) packed, without entries outside the family: (..., p)."""
-    if form.blocks is None:
-        return np.asarray(np.einsum("...ii->...i", matrices)).copy()
-    if len(form.blocks) > 1:
-        kept = np.zeros(matrices.shape[-2:], dtype=bool)
-        for block in form.blocks:
-            kept[np.ix_(block, block)] = True
-        matrices = np.where(kept, matrices, 0.0)
-    return structure.pack_precision(matrices, form)
+    is_inside = structure.unpack_precision(np.ones(structure.packed_size(form)), form) > 0
+    return structure.pack_precision(np.where(is_inside, matrices, 0.0), form)
 
 
 def site(sites: Sites, k: int) -> Gaussian:
     """The site of the client in row k, with a full precision."""
-    return Gaussian(sites.linear[k], dense(sites.precision[k], sites.structure))
+    return Gaussian(sites.linear[k], structure.unpack_precision(sites.precision[k], sites.structure))
 
 
 def cavity(sites: Sites, client_id: str) -> Gaussian:
@@ -153,7 +130,7 @@ def conclusion(sites: Sites, client_id: str, prior_share: float) -> Message:
 
 def improper_cavities(sites: Sites) -> int:
     """How many clients' cavities are not positive definite."""
-    cavities = sites.q.precision - dense(sites.precision, sites.structure)
+    cavities = sites.q.precision - structure.unpack_precision(sites.precision, sites.structure)
     return int(np.sum(~np.asarray(gaussian.is_proper(Gaussian(sites.q.linear - sites.linear, cavities)))))
 
 

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from fedppl import gaussian, settings
+from fedppl import gaussian, settings, structure
 from fedppl.algorithms.ep import _trust
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep.sites import NO_VALUE, Sites, dense, implausible_expansion, in_structure, indices, update
+from fedppl.algorithms.ep.sites import NO_VALUE, Sites, implausible_expansion, in_structure, indices, update
 from fedppl.contracts import Asked, ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import whitened_points
@@ -240,7 +240,7 @@ def _replaced(sites: Sites, replies: Mapping[str, Message], x: Array) -> Sites:
     gradient = np.stack([reply["gradient"] for reply in replies.values()])
     hessian = gaussian.unpack_triangle(np.stack([reply["hessian"] for reply in replies.values()]))
     precision[rows] = in_structure(-hessian, sites.structure)
-    linear[rows] = gradient + dense(precision[rows], sites.structure) @ x
+    linear[rows] = gradient + structure.unpack_precision(precision[rows], sites.structure) @ x
     return update(sites, linear, precision)
 
 
@@ -486,7 +486,7 @@ def pulls_alone(sites: Sites, x: Array) -> str:
     """The client whose slope at x is far beyond the others', where q is improper and has no sds to measure pulls in."""
     if len(sites.where) < 3:
         return ""
-    slopes = np.abs(sites.linear - dense(sites.precision, sites.structure) @ x)
+    slopes = np.abs(sites.linear - structure.unpack_precision(sites.precision, sites.structure) @ x)
     slopes = slopes * gaussian.standard_deviations(sites.prior)
     k, i = np.unravel_index(int(np.argmax(slopes)), slopes.shape)
     others = max(float(np.median(np.delete(slopes.max(axis=1), k))), 1.0)
@@ -567,7 +567,7 @@ def _convex(sites: Sites, point: Array) -> str:
     if values[0] >= 0:
         return ""
     axis = root.T @ vectors[:, 0]
-    curvature = np.einsum("kij,i,j->k", dense(sites.precision, sites.structure), axis, axis)
+    curvature = np.einsum("kij,i,j->k", structure.unpack_precision(sites.precision, sites.structure), axis, axis)
     clients = [client_id for client_id, k in sites.where.items() if curvature[k] < 0.1 * curvature.min()]
     where = f"at {_at(sites.labels, point, vectors[:, 0])} the density curves upward, at {_who(clients)} the most"
     return f"{where}: it has several modes, or {_sites.SHOOTS_UP}"
