@@ -354,11 +354,11 @@ def _update_server(state: AverageState, received: Received, *, tolerance: float)
     if not received.clients:
         return state, Report(AverageInfo(np.nan, np.nan))
     total, phi = received.total, average(received.total)
-    change, local_change = relative_change(state.phi, phi), float(total["local_change"] / total["weight"])
-    moved = f"φ moved by {change:.2g}, local variables by {local_change:.2g} in the last round"
-    done = change < tolerance and local_change < tolerance
-    message = f"{moved}; raise rounds=, or change learning_rate="
-    return state._replace(phi=phi), report(AverageInfo(change, local_change), done, message)
+    info = AverageInfo(relative_change(state.phi, phi), float(total["local_change"] / total["weight"]))
+    moved = f"φ moved by {info.change:.2g}, local variables by {info.local_change:.2g} in the last round"
+    return state._replace(phi=phi), report(
+        info, max(info) < tolerance, f"{moved}; raise rounds=, or change learning_rate="
+    )
 
 
 def final_message(state: Any, client_id: str) -> Message:

@@ -167,10 +167,7 @@ def _searched(outcome: Outcome, search: WarmStart) -> Outcome:
 
 _MOST_CLAIMED = 0.5  # Monte Carlo error in posterior sds at which a client's own figure is cut
 _MOST_ERROR_LEFT = 0.2  # Monte Carlo error of the means, in posterior sds after averaging, with which a fit converges
-LESS_NOISE = (
-    "take more draws or points, as in local=fedppl.local.NUTS(draws=4000) or "
-    "local=fedppl.local.NestedLaplace(points=1024)"
-)
+LESS_NOISE = "take more draws or points: local=fedppl.local.NUTS(draws=4000), or NestedLaplace(points=1024)"
 _SKEWED = 0.5  # skewness with which tail quantiles under a Gaussian are off by a few tenths of an sd
 _ROUNDS, _REPLIES = 4, 2  # averaged rounds, and replies of every client, from which the mean move is judged
 _BY_CHANCE = 1e-3  # probability that any client of an honest run has such a pull

@@ -9,19 +9,16 @@ The units are the cavity's, since the model itself bounds v_k there: given φ ~ 
 gives v_k the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many rows the client has. The norm of v_k is about χ_m,
 so that a plain c would hold back honest clients in many coordinates.
 
-Proof. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
-keeps both bounds. That changes others' cavities: all are evaluated anew until all bounds hold, for `_SWEEPS` changes.
-Where these do not suffice, as with several clients that lie, clients are left out until the rest agree, and get
-u_k = 0: r_k = Q_k m with the rest's mean m, so that μ = m. If the bounds still do not hold after as many changes, all
-sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. The prior is Q_0 μ_0: μ − μ_0 =
-t Q⁻¹ Σ (r_j − Q_j μ_0), likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once. A
-client whose cavity is not positive definite, as where the others' tails are heavy and it is sure of a place in them,
-cannot be left out: its pull is not measured, and nothing is called converged.
+1. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
+   keeps both bounds. That changes others' cavities: it is repeated until all bounds hold, `_SWEEPS` times at most.
+2. Else, as with several clients that lie, clients are left out until the rest agree, and get u_k = 0.
+3. Else all sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. Then μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0),
+   likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once.
 
-Variances are not protected, and precisions stay, but for two cases. A site that takes more than half of its cavity's
-precision in a direction gets none there, and u_k = 0, or one client could make q improper. One that gives more than
-`_GIVES` times the cavity's is cut to that, with u_k as it is there: beyond, rounding would leave nothing of the others'
-sites, which are updated by differences to q.
+A client whose cavity is not positive definite cannot be left out: its pull is not measured, and nothing is called
+converged. Variances are not protected, but for two cases. A site that takes more than half of its cavity's precision in
+a direction gets none there, and u_k = 0, or one client could make q improper. One that gives more than `_GIVES` times
+the cavity's is cut to that, with u_k as it is there: beyond, rounding would leave nothing of the others' sites.
 """
 
 from __future__ import annotations

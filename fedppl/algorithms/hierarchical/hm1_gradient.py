@@ -276,16 +276,13 @@ def mode_given(
                 break
             raise LocalFailure(f"no step improves the client's posterior (Newton decrement {decrement:.3g})")
     phi = frame.center + frame.root @ eta
-    given_local = frame.root.T @ _curvature_given_local(client, phi) @ frame.root
+    # Curvature at local variables that are fixed at their mode.
+    x, m = np.concatenate([phi, local_mode_at(client, phi)]), len(phi)
+    fixed = -difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m]
+    given_local = frame.root.T @ fixed @ frame.root
     precision, raised = _no_less_than(curvature, given_local)
     info = {"newton_steps": float(taken), "raised": float(raised)}
     return gradient + precision @ eta, precision, phi, info
-
-
-def _curvature_given_local(client: ClientView, phi: Array) -> Array:
-    """−∂² log p(y, θ | φ) / ∂φ² at φ and the mode of the local variables θ there, which are fixed."""
-    x, m = np.concatenate([phi, local_mode_at(client, phi)]), len(phi)
-    return np.asarray(-difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m])
 
 
 def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
