@@ -22,7 +22,7 @@ from fedppl.algorithms.ep.ep import require_known
 from fedppl.algorithms.ep.sites import implausible_values, say_if_large
 from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
-from fedppl.algorithms.sums.phases import Integrated, Rule, Weighed, Weighing, gaussian_of
+from fedppl.algorithms.sums.phases import About, Integrated, Rule, Weighed, Weighing, gaussian_of
 from fedppl.algorithms.sums.search import Search
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
 from fedppl.contracts.algorithm import WithoutClient, always
@@ -337,11 +337,9 @@ def _searched(
         return after, Report(info, Status.STALLED, searched.stuck)
     if not searched.arrived:
         return after, Report(info, message=searched.message)
-    few, sites = _points_of(len(state.clients), pilot), searched.search.sites
-    many = len(state.clients) > _MANY
-    weighing = _weigh.begin(sites.q, sites.prior, sites.labels, few, state.stream, many=many)
-    if stencil is not None:
-        weighing = _weigh.with_integrated(weighing, *stencil)
+    sites, count = searched.search.sites, len(state.clients)
+    about = About(sites.q, sites.prior, sites.labels, count > _MANY)
+    weighing = _weigh.begin(about, _points_of(count, pilot), state.stream, stencil)
     return after._replace(phase=weighing), Report(info, message="nothing is weighed yet: raise rounds=")
 
 

@@ -30,7 +30,6 @@ from fedppl.algorithms.sums.phases import (
     Weighing,
 )
 from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
-from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance, student_t, surrogate
 from fedppl.numerics.coordinates import (
     Coordinates,
@@ -76,19 +75,22 @@ class Tails(NamedTuple):
 # Values in -----------------------------------------------------------------------------------------------------------
 
 
-def begin(
-    q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, stream: int, *, many: bool = False
-) -> Weighing:
-    """The pilot about a Gaussian; with `many` clients θ is integrated at few points."""
-    m = len(q.linear)
+def begin(about: About, count: int, stream: int, stencil: tuple[Integrated, Array] | None) -> Weighing:
+    """The pilot about a Gaussian, with points of the search, at which the sum of Laplace's values is known, (T,)."""
+    m, evaluated = len(about.labels), _nothing(len(about.labels))
+    if stencil is not None:
+        integrated, laplace = stencil
+        laplace = laplace + gaussian.log_kernel(about.prior, integrated.points)
+        values = laplace + integrated.residuals
+        evaluated = evaluated._replace(points=integrated.points, laplace=laplace, values=values, integrated=integrated)
     # its values have to tell a quadratic in all coordinates
     count = -(-max(count, (m + 1) * (m + 2)) // student_t.SCRAMBLES)
-    mean, covariance = gaussian.mean(q), gaussian.covariance(q)
+    mean, covariance = gaussian.mean(about.q), gaussian.covariance(about.q)
     return Weighing(
-        About(q, prior, labels, many),
-        _nothing(m),
-        Shape(plain(), (), (), Unit(mean, gaussian.standard_deviations(q)), ()),
-        _of_candidates(mean, covariance, plain(), count, stream, (phases.MANY if many else phases.FEW).wide),
+        about,
+        evaluated,
+        Shape(plain(), (), (), Unit(mean, gaussian.standard_deviations(about.q)), ()),
+        _of_candidates(mean, covariance, plain(), count, stream, (phases.MANY if about.many else phases.FEW).wide),
         None,
         stage=0,
         pilots=0,
@@ -107,15 +109,6 @@ def _of_candidates(
     at = surrogate.candidates(surrogate.mixture(mean, covariance, per_scramble, wide), coordinates.folded, stream)
     ones = np.ones(len(at.u))
     return Batch(to_phi(at.u, coordinates), at.u, at.log_density, np.nan * ones, at.log_density, ones, at.scramble)
-
-
-def with_integrated(state: Weighing, integrated: Integrated, laplace: Array) -> Weighing:
-    """The state with points of the search, at which the sum of Laplace's values is `laplace`, (T,)."""
-    values = laplace + gaussian.log_kernel(state.about.prior, integrated.points)
-    evaluated = state.evaluated._replace(
-        points=integrated.points, laplace=values, values=values + integrated.residuals, integrated=integrated
-    )
-    return state._replace(evaluated=evaluated)
 
 
 def places_integrated(state: Weighing) -> NDArray[np.intp]:
