@@ -39,7 +39,6 @@ class ScaffoldState(NamedTuple):
     where: Mapping[str, int]  # client id to its row
     controls: Controls
     drifts: Array  # (K,) last distance of a client from φ and its local variables, |Δ| / (1 + |value|)
-    prior_share: float  # of log p(φ) in each client's loss, 1 / K
 
 
 class ScaffoldInfo(NamedTuple):
@@ -121,21 +120,15 @@ def SCAFFOLD(
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
-    count = len(clients)
-    return ScaffoldState(
-        phi=gaussian.mean(layout.prior),
-        where={client_id: k for k, client_id in enumerate(clients)},
-        controls=no_controls(count, layout.size),
-        drifts=np.full(count, np.inf),
-        prior_share=1.0 / count,
-    )
+    where, count = {client_id: k for k, client_id in enumerate(clients)}, len(clients)
+    return ScaffoldState(gaussian.mean(layout.prior), where, no_controls(count, layout.size), np.full(count, np.inf))
 
 
 def _broadcast(state: ScaffoldState, client_id: str) -> Message:
     return {
         "phi": state.phi,
         "correction": correction(state.controls, state.where[client_id]),
-        "prior_share": np.array(state.prior_share),
+        "prior_share": np.array(1.0 / len(state.where)),
     }
 
 

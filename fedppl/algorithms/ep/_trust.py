@@ -69,7 +69,7 @@ class _Precisions(NamedTuple):
 class _Pulls(NamedTuple):
     mean: Array  # (K, m) of the cavities
     along: Array  # (K, m) v_k in the cavity's sds
-    norm: Array  # (K,) in the cavity's precision
+    ratios: Array  # (K,) of v_k to its bound, 0 where it cannot be measured
 
 
 def largest_norm(trust: float, size: int) -> float:
@@ -86,9 +86,8 @@ def largest_norm(trust: float, size: int) -> float:
 
 def pulls(sites: Sites) -> Array:
     """Each client's pull, μ − μ_{-k} in sds of its cavity: (K, m); NaN where that is not proper."""
-    return _measured(
-        sites, sites.linear, _precisions(sites, structure.unpack_precision(sites.precision, sites.structure))
-    ).along
+    precision = structure.unpack_precision(sites.precision, sites.structure)
+    return _measured(sites, sites.linear, _precisions(sites, precision), (np.inf, np.inf)).along
 
 
 def bound(sites: Sites, trust: float) -> Bounded:
@@ -99,17 +98,17 @@ def bound(sites: Sites, trust: float) -> Bounded:
         return Bounded(sites, np.full((1, m), np.nan), nobody, nobody, nobody, nobody, nobody)
     linear, precision, takes, gives = _of_a_size(sites)
     precisions, limits = _precisions(sites, precision), (trust, largest_norm(trust, m))
-    before = _measured(sites, linear, precisions)
+    before = _measured(sites, linear, precisions, limits)
     drawn = _drawn_in(sites, linear, precision, precisions, limits)
     if drawn is None:
         drawn = _drawn_in(sites, _left_out(sites, linear, precision, limits), precision, precisions, limits)
     if drawn is None:
         centres = precision @ gaussian.mean(sites.prior)
-        drawn = centres + min(1.0, _AIM / float(_ratios(before, limits).max())) * (linear - centres)
+        drawn = centres + min(1.0, _AIM / float(before.ratios.max())) * (linear - centres)
     unknown = ~precisions.proper & np.any(precisions.proper)
     held = np.any(drawn != linear, axis=1) | takes | gives
     if not np.any(held):
-        return Bounded(sites, before.along, held, takes, gives, _ratios(before, limits) > _NEAR, unknown)
+        return Bounded(sites, before.along, held, takes, gives, before.ratios > _NEAR, unknown)
     # Sites that are not changed stay to the last bit.
     packed = np.where((takes | gives)[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
     # Beside a changed site, others are not near the bound: their pulls may be its effect.
@@ -127,20 +126,17 @@ def _precisions(sites: Sites, precision: Array) -> _Precisions:
     return _Precisions(np.linalg.inv(q), safe, covariances, np.sqrt(np.einsum("kii->ki", covariances)), proper)
 
 
-def _measured(sites: Sites, linear: Array, of: _Precisions) -> _Pulls:
+def _measured(sites: Sites, linear: Array, of: _Precisions, limits: tuple[float, float]) -> _Pulls:
+    """Pulls, against limits of a coordinate in the cavity's sds and of the norm in its precision."""
     cavities = sites.prior.linear + _others(linear)
     mean = (of.covariances @ cavities[..., None])[..., 0]
     with np.errstate(invalid="ignore", over="ignore"):
         q = of.covariance @ (sites.prior.linear + linear.sum(axis=0))
         shift = np.where(of.proper[:, None], q - mean, np.nan)
         square = np.sum(shift * (of.precisions @ shift[..., None])[..., 0], axis=1)
-        return _Pulls(mean, shift / of.sd, np.sqrt(np.maximum(square, 0.0)))
-
-
-def _ratios(pulls: _Pulls, limits: tuple[float, float]) -> Array:
-    """How many times its bound each client pulls, 0 where that cannot be measured: (K,)."""
-    trust, norm = limits
-    return np.asarray(np.nan_to_num(np.maximum(np.abs(pulls.along).max(axis=1) / trust, pulls.norm / norm)))
+        along, norm = shift / of.sd, np.sqrt(np.maximum(square, 0.0))
+        ratios = np.nan_to_num(np.maximum(np.abs(along).max(axis=1) / limits[0], norm / limits[1]))
+        return _Pulls(mean, along, ratios)
 
 
 def _drawn_in(
@@ -149,12 +145,11 @@ def _drawn_in(
     """Draw in one site after the other until all bounds hold; None where `_SWEEPS` do not suffice."""
     linear, without = linear.copy(), dict[int, _Precisions]()
     for _ in range(_SWEEPS):
-        pulls = _measured(sites, linear, precisions)
-        ratios = _ratios(pulls, limits)
+        mean, _, ratios = _measured(sites, linear, precisions, limits)
         if not np.any(ratios > 1 + _ROUNDING):
             return linear
         k = _odd_one(sites, linear, precision, ratios, limits, without)
-        centre = precision[k] @ pulls.mean[k]
+        centre = precision[k] @ mean[k]
         linear[k] = centre + (_AIM / ratios[k] if ratios[k] > 1 else 0.5) * (linear[k] - centre)
     return None
 
@@ -164,7 +159,7 @@ def _left_out(sites: Sites, linear: Array, precision: Array, limits: tuple[float
     kept = np.ones((len(linear), 1))
     for _ in range(len(linear) // 2):
         r, q = kept * linear, kept[..., None] * precision
-        ratios = _ratios(_measured(sites, r, _precisions(sites, q)), limits)
+        ratios = _measured(sites, r, _precisions(sites, q), limits).ratios
         if not np.any(ratios > 1 + _ROUNDING):
             break
         kept[_odd_one(sites, r, q, ratios, limits, {})] = 0.0
@@ -192,7 +187,7 @@ def _odd_one(
         rest = np.arange(len(linear)) != k
         if k not in without:
             without[k] = _precisions(sites, precision * rest[:, None, None])
-        ratios = _ratios(_measured(sites, linear * rest[:, None], without[k]), limits)
+        ratios = _measured(sites, linear * rest[:, None], without[k], limits).ratios
         remaining.append(float(np.square(ratios).sum()) if np.all(without[k].proper) else np.inf)
     # If the others are no posterior without the client that pulls most, whether they agree is not known.
     best = int(np.argmin(remaining))
@@ -270,8 +265,7 @@ class Moves(NamedTuple):
     replies: Array  # (K,) int
     mean: Array  # (K, 2 m) weighted mean of the client's moves
     share: Array  # (K,) variance of that mean, in variances of one move
-    has_replied: Array  # (K,) bool: the next two are known
-    pairs: Array  # (K,) int: replies whose difference from the one before is in the scatter
+    pairs: Array  # (K,) int: replies whose difference from the one before is in the scatter; −1 before the first reply
     remaining: Array  # (K, 2 m) move of its last reply that the step did not take
     scatter: Array  # (K,) variance of its replies, by half the mean square of differences between successive ones
 
@@ -280,7 +274,7 @@ def no_moves(clients: int, size: int) -> Moves:
     """Before any reply."""
     none, nowhere = np.zeros(clients), np.zeros((clients, 2 * size))
     never: Array = np.zeros(clients, dtype=np.int64)
-    return Moves(never, nowhere, none, np.zeros(clients, dtype=bool), never, nowhere, none)
+    return Moves(never, nowhere, none, never - 1, nowhere, none)
 
 
 def averaged_anew(moves: Moves) -> Moves:
@@ -299,11 +293,10 @@ def moves_of(q: Gaussian, d_linear: Array, d_precision: Array) -> Array:
 
 def followed(moves: Moves, rows: list[int], new: Array, step: float) -> Moves:
     """Add the moves (R, 2 m) of a round's replies, of which the share `step` was taken."""
-    replies, mean, share, has_replied, pairs, remaining, scatter = (part.copy() for part in moves)
+    replies, mean, share, pairs, remaining, scatter = (part.copy() for part in moves)
     # A reply less the remaining move of the one before is the difference of the two proposals.
-    square, known = 0.5 * np.mean(np.square(new - remaining[rows]), axis=1), moves.has_replied[rows]
-    has_replied[rows] = True
-    pairs[rows] += known
+    square, known = 0.5 * np.mean(np.square(new - remaining[rows]), axis=1), pairs[rows] >= 0
+    pairs[rows] += 1
     weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), LEAST)
     scatter[rows] += np.where(known, (square - scatter[rows]) * weight, 0.0)
     replies[rows] += 1
@@ -311,7 +304,7 @@ def followed(moves: Moves, rows: list[int], new: Array, step: float) -> Moves:
     mean[rows] += weight[:, None] * (new - mean[rows])
     share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
     remaining[rows] = (1 - step) * new
-    return Moves(replies, mean, share, has_replied, pairs, remaining, scatter)
+    return Moves(replies, mean, share, pairs, remaining, scatter)
 
 
 def backed_variance(moves: Moves, noise: Array) -> float:
