@@ -334,18 +334,17 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
         remedy = "give them to fedppl.load(..., clients=), or, of sites of their own, use fedppl.Sums()"
         raise DeclarationError(f"EP's evidence needs the data of all clients, and {absent[:5]} are not here: {remedy}.")
     require_known(all(client.has_proper_prior for client in clients.values()))
-    ratios = [_of_client(clients[client_id], sites, state.prior_share) for client_id in sorted(clients)]
+    ratios = [_log_ratio(clients[client_id], sites, state.prior_share) for client_id in sorted(clients)]
     # Errors that clients have alike add up with their signs, others by their squares.
-    shift, unknown = sum(ratio.shift for ratio in ratios), float(np.sqrt(sum(ratio.unknown for ratio in ratios)))
-    worst = max(unknown, abs(shift))
+    log_ratio, variance, shift, unknown = np.sum(ratios, axis=0)
+    worst = max(float(np.sqrt(unknown)), abs(shift))
     if worst > MOST_NOISE:
         off = f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's evidence would be"
         raise NotConvergedError(f"{off}: declare fewer local variables that depend on each other, or lighter tails.")
-    squares = sum(ratio.variance for ratio in ratios) + max(shift**2, unknown**2)
     # A prior that is not Gaussian is in the clients' shares, with its constant.
     of_prior = 0.0 if state.prior_share else gaussian.log_integral(sites.prior)
-    value = gaussian.log_integral(sites.q) - of_prior + sum(ratio.value for ratio in ratios)
-    return LogEvidence(value, float(np.sqrt(squares)), "EP")
+    value = gaussian.log_integral(sites.q) - of_prior + float(log_ratio)
+    return LogEvidence(value, float(np.sqrt(variance + max(shift**2, unknown))), "EP")
 
 
 def require_known(is_proper: bool, off: float = 0.0) -> None:
@@ -360,17 +359,11 @@ def require_known(is_proper: bool, off: float = 0.0) -> None:
         raise NotConvergedError(f"{left_out}: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4).")
 
 
-class _Ratio(NamedTuple):
-    """log E_q[f_k / site] of one client."""
+def _log_ratio(client: ClientView, sites: Sites, prior_share: float) -> tuple[float, float, float, float]:
+    """log E_q[f_k / site], its variance by the points, its shift by errors of log f_k, and their mean square.
 
-    value: float
-    variance: float  # by the points
-    shift: float  # by errors of log f_k
-    unknown: float  # mean square of these errors
-
-
-def _of_client(client: ClientView, sites: Sites, prior_share: float) -> _Ratio:
-    """By points of independent scrambles, not whitened: whitening narrows the spread of distances."""
+    By points of independent scrambles, not whitened: whitening narrows the spread of distances.
+    """
     site = _sites.site(sites, sites.where[client.client_id])
     mean, root = gaussian.affine(sites.q)
     points = mean + standard_normal(len(mean), _POINTS, stream_of(client.client_id), SCRAMBLES) @ root.T
@@ -390,9 +383,6 @@ def _of_client(client: ClientView, sites: Sites, prior_share: float) -> _Ratio:
     value = float(logsumexp(each) - np.log(len(ratio)))
     ratios = np.exp(each - np.log(len(ratio) / SCRAMBLES) - value)
     weights, errors = normalise(ratio), np.nan_to_num(of_client.errors)
-    return _Ratio(
-        value,
-        float(np.var(ratios, ddof=1) / SCRAMBLES),
-        float(weights @ errors) + abs(of_client.constant.alike),
-        float(weights @ errors**2) + of_client.constant.by_chance**2,
-    )
+    shift = float(weights @ errors) + abs(of_client.constant.alike)
+    unknown = float(weights @ errors**2) + of_client.constant.by_chance**2
+    return value, float(np.var(ratios, ddof=1) / SCRAMBLES), shift, unknown

@@ -86,8 +86,8 @@ def say_if_large(layout: Layout, algorithm: str) -> None:
     """Warn in the log, before the first round, of more shared variables than an algorithm is made for."""
     if layout.size >= _LARGE:
         logger.warning(
-            "%s infers all %d shared numbers together, and a round may take minutes. It is made for tens of them: "
-            "share fewer, or, for the weights of a network, pass one of the algorithms of fedppl.nn",
+            "%s is made for tens of shared numbers, and a round may take minutes with all %d: share fewer, or, of a "
+            "network's weights, pass one of the algorithms of fedppl.nn",
             algorithm,
             layout.size,
         )

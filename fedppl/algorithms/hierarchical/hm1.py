@@ -115,9 +115,8 @@ def HM1(
     .. [1] FedLin, section 3, eq. 2.
     """
     tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
-    if isinstance(report, str):
-        raise DeclarationError(f"report={report!r} must be a list of names: [{report!r}].")
-    if not isinstance(report, Sequence) or not all(isinstance(name, str) for name in report):
+    is_list = isinstance(report, Sequence) and not isinstance(report, str)
+    if not is_list or not all(isinstance(name, str) for name in report):
         raise DeclarationError(f'report={settings.shown(report)} must be a list of names, such as ["sigma"].')
     chosen = exchangeable() if structure is None else structure
     if not isinstance(chosen, Covariance):
