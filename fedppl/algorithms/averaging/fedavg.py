@@ -356,9 +356,8 @@ def _update_server(state: AverageState, received: Received, *, tolerance: float)
     total, phi = received.total, average(received.total)
     info = AverageInfo(relative_change(state.phi, phi), float(total["local_change"] / total["weight"]))
     moved = f"φ moved by {info.change:.2g}, local variables by {info.local_change:.2g} in the last round"
-    return state._replace(phi=phi), report(
-        info, max(info) < tolerance, f"{moved}; raise rounds=, or change learning_rate="
-    )
+    done = info.change < tolerance and info.local_change < tolerance
+    return state._replace(phi=phi), report(info, done, f"{moved}; raise rounds=, or change learning_rate=")
 
 
 def final_message(state: Any, client_id: str) -> Message:

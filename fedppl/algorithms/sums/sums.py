@@ -429,8 +429,9 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
 def _conclusion(state: SumsState, client_id: str) -> Message:
     """q, and points of the posterior, from which a client draws its own."""
     q, posterior = _q(state), _weighted_points(state)
-    points, weights = _of_gaussian(q), np.full(_DRAWN, 1.0 / _DRAWN)
-    if posterior is not None:
+    if posterior is None:
+        points, weights = _of_gaussian(q), np.full(_DRAWN, 1.0 / _DRAWN)
+    else:
         is_some = posterior.weights > 0
         points, weights = posterior.points[is_some], posterior.weights[is_some]
     joins = np.array(float(client_id not in state.clients))
