@@ -171,11 +171,11 @@ def implausible_expansion(sites: Sites, reply: Message) -> str | None:
         along = sites.labels[int(np.nanargmax(np.abs(gradient) * spread))]
     worst = int(np.nanargmax(np.abs(curved)))
     if largest > _AGAINST_PRIOR:
-        along = sites.labels[worst]
-        beyond = _beyond(f"'hessian' is {largest:.2g} times the precision of the prior in a direction", _AGAINST_PRIOR)
+        along, what = sites.labels[worst], f"'hessian' is {largest:.2g} times the precision of the prior in a direction"
         # A log density that curves upward without bound is that of a scale that goes to zero, and of no data.
         if curved[worst] > 0:
-            return f"{beyond.removesuffix(f'; {_LOOK}')}. Along {along} the density {SHOOTS_UP}"
+            return _beyond(what, _AGAINST_PRIOR, f"along {along} the density {SHOOTS_UP}")
+        beyond = _beyond(what, _AGAINST_PRIOR)
     elif not slope <= steepest:
         beyond = _beyond(f"'gradient' is {slope:.2g} per prior sd", steepest)
     elif abs(value) > _LARGEST_VALUE:
@@ -207,5 +207,5 @@ def _ratios(matrix: Array, root: Array) -> Array:
     return np.asarray(np.linalg.eigvalsh(white)) if np.all(np.isfinite(white)) else np.full(len(white), np.inf)
 
 
-def _beyond(what: str, limit: float) -> str:
-    return f"{what}, at most {limit:.0e} allowed; {_LOOK}"
+def _beyond(what: str, limit: float, remedy: str = _LOOK) -> str:
+    return f"{what}, at most {limit:.0e} allowed; {remedy}"
